@@ -8,7 +8,7 @@
 
 namespace {
 
-using ed::Distances, ed::Ints, ed::Mask, ed::Numbers, ed::OfHeads, ed::Scored, ed::Table;
+using ed::Biases, ed::Distances, ed::Floats, ed::Ints, ed::Mask, ed::Numbers, ed::OfHeads, ed::Scored, ed::Table;
 
 // Read q [b, s, h, k], keys [b, t, g, k], values [b, t, g, d], the mask and the scoring. `out` is
 // the result, or the gradient of the result.
@@ -31,10 +31,10 @@ bool read(ed::Checks& checks, ed::Attend& p, Numbers q, Numbers k, Numbers v, Nu
   return ed::read_mask(checks, p, mask);
 }
 
-// Read the bias by distance and dropout.
-bool read_extras(ed::Checks& checks, ed::Attend& p, Distances distances, Ints seed, float dropout,
+// Read the biases by distance and dropout.
+bool read_extras(ed::Checks& checks, ed::Attend& p, const Biases& biases, Ints seed, float dropout,
                  int64_t drop_below) {
-  if (!ed::read_distances(checks, p, distances) || !ed::read_dropout(checks, p, seed, dropout))
+  if (!ed::read_biases(checks, p, biases) || !ed::read_dropout(checks, p, seed, dropout))
     return false;
   if (seed.element_count() > 0) p.drop_below = drop_below;
   return checks.that(drop_below >= 0 && drop_below <= int64_t{UINT32_MAX},
@@ -43,14 +43,16 @@ bool read_extras(ed::Checks& checks, ed::Attend& p, Distances distances, Ints se
 
 ffi::Error attention(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Table q_segments,
                      Table q_index, Table k_segments, Table k_index, Ints limits,
-                     Distances distances, Ints seed, ffi::Result<Numbers> out,
-                     ffi::Result<OfHeads> lse, float scale, float soft_cap, bool causal,
-                     float dropout, int64_t drop_below, bool fixed) {
+                     Distances distances, Floats slopes, Ints seed, ffi::Result<Numbers> out,
+                     ffi::Result<OfHeads> lse, float scale, float soft_cap, float alibi_factor,
+                     bool alibi_rounded, bool causal, float dropout, int64_t drop_below,
+                     bool fixed) {
   ed::Checks checks("attention");
   ed::Attend p{};
   if (!read(checks, p, q, k, v, *out, {q_segments, q_index, k_segments, k_index},
             {limits, scale, soft_cap, causal, fixed}) ||
-      !read_extras(checks, p, distances, seed, dropout, drop_below) ||
+      !read_extras(checks, p, {distances, slopes, alibi_factor, alibi_rounded}, seed, dropout,
+                   drop_below) ||
       !checks.shape("lse", *lse, {p.batch, p.queries, p.heads}))
     return checks.error();
   p.lse = lse->typed_data();
@@ -77,16 +79,18 @@ void add_parts(const ed::Attend& p, int64_t row, int64_t group, const float* par
 
 ffi::Error attention_back(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Table q_segments,
                           Table q_index, Table k_segments, Table k_index, Ints limits,
-                          Distances distances, Ints seed, OfHeads lse, OfHeads shared,
-                          Numbers d_out, ffi::Result<Numbers> d_q, ffi::Result<Numbers> d_k,
-                          ffi::Result<Numbers> d_v, ffi::Result<Distances> d_distances,
-                          float scale, float soft_cap, bool causal, float dropout,
+                          Distances distances, Floats slopes, Ints seed, OfHeads lse,
+                          OfHeads shared, Numbers d_out, ffi::Result<Numbers> d_q,
+                          ffi::Result<Numbers> d_k, ffi::Result<Numbers> d_v,
+                          ffi::Result<Distances> d_distances, float scale, float soft_cap,
+                          float alibi_factor, bool alibi_rounded, bool causal, float dropout,
                           int64_t drop_below) {
   ed::Checks checks("attention backward");
   ed::Attend p{};
   if (!read(checks, p, q, k, v, d_out, {q_segments, q_index, k_segments, k_index},
             {limits, scale, soft_cap, causal, false}) ||
-      !read_extras(checks, p, distances, seed, dropout, drop_below))
+      !read_extras(checks, p, {distances, slopes, alibi_factor, alibi_rounded}, seed, dropout,
+                   drop_below))
     return checks.error();
   auto of_distances = distances.dimensions();
   checks.shape("d_distances", *d_distances, {of_distances[0], of_distances[1]});
@@ -112,19 +116,19 @@ ffi::Error attention_back(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v,
   int64_t of_keys = p.slots * p.key_dim, of_part = of_keys + p.slots * p.value_dim;
   int64_t count = p.by_distance ? 2 * p.reach + 1 : 0;  // distances
   std::unique_ptr<float[]> parts(new (std::nothrow) float[p.batch * p.heads * of_part]);
-  std::unique_ptr<float[]> slopes(new (std::nothrow) float[p.batch * p.heads * count]());
-  if (!parts || !slopes)
+  std::unique_ptr<float[]> of_biases(new (std::nothrow) float[p.batch * p.heads * count]());
+  if (!parts || !of_biases)
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                       "attention backward: there is no memory for the gradients of all heads");
   ed::parallel(pool, p.batch * p.heads, [&](int64_t i) {
     float* part = parts.get() + i * of_part;
     ed::level().attention.backward(p, i / p.heads, i % p.heads, part, part + of_keys,
-                                   slopes.get() + i * count);
+                                   of_biases.get() + i * count);
   });
   float* d_bias = d_distances->typed_data();
   std::memset(d_bias, 0, d_distances->size_bytes());
   for (int64_t row = 0; row < p.batch; ++row)
-    for (int64_t i = 0; i < p.heads * count; ++i) d_bias[i] += slopes[row * p.heads * count + i];
+    for (int64_t i = 0; i < p.heads * count; ++i) d_bias[i] += of_biases[row * p.heads * count + i];
   ed::parallel(pool, p.batch * p.groups, [&](int64_t i) {
     add_parts(p, i / p.groups, i % p.groups, parts.get(), d_keys, d_values);
   });
@@ -148,11 +152,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention, attention,
                                   .Arg<Table>()
                                   .Arg<Ints>()
                                   .Arg<Distances>()
+                                  .Arg<Floats>()
                                   .Arg<Ints>()
                                   .Ret<Numbers>()
                                   .Ret<OfHeads>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
+                                  .Attr<float>("alibi_factor")
+                                  .Attr<bool>("alibi_rounded")
                                   .Attr<bool>("causal")
                                   .Attr<float>("dropout")
                                   .Attr<int64_t>("drop_below")
@@ -170,6 +177,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention_back, attention_back,
                                   .Arg<Table>()
                                   .Arg<Ints>()
                                   .Arg<Distances>()
+                                  .Arg<Floats>()
                                   .Arg<Ints>()
                                   .Arg<OfHeads>()
                                   .Arg<OfHeads>()
@@ -180,6 +188,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention_back, attention_back,
                                   .Ret<Distances>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
+                                  .Attr<float>("alibi_factor")
+                                  .Attr<bool>("alibi_rounded")
                                   .Attr<bool>("causal")
                                   .Attr<float>("dropout")
                                   .Attr<int64_t>("drop_below"));

@@ -48,10 +48,15 @@ struct Attend {
   float scale, soft_cap;  // soft_cap 0 = none
   const float* sinks;     // [heads] or null
 
-  // A bias of the capped scores by the place of the key minus that of the query, which is limited
-  // to [-reach, reach]: [heads, 2 * reach + 1], or null.
+  // Biases of the capped scores by the distance: the place of the key minus that of the query.
+  // A table of distances, which are limited to [-reach, reach]: [heads, 2 * reach + 1], or null.
   const float* by_distance;
   int64_t reach;
+  // ALiBi: slope [heads] times distance, times `alibi_factor`, or null. `alibi_rounded`: the slope
+  // times the place of the key is rounded to bfloat16. See `Alibi` in ed_layers/attention/scoring.py.
+  const float* slopes;
+  float alibi_factor;
+  bool alibi_rounded;
 
   // Dropout: a weight whose hash is below `drop_below` is dropped, the others times `keep`. The
   // hash is that of `kept` in ed_layers/attention/scoring.py.

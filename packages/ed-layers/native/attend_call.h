@@ -19,6 +19,14 @@ struct Scored {
   bool causal, fixed;
 };
 
+// Biases by distance of a call; empty arrays are none.
+struct Biases {
+  Distances distances;
+  Floats slopes;
+  float alibi_factor;
+  bool alibi_rounded;
+};
+
 // The segments and the order of queries and keys: [batch, queries] and [batch, slots].
 struct Mask {
   Table q_segments, q_index, k_segments, k_index;
@@ -51,13 +59,20 @@ inline bool read_scored(Checks& checks, Attend& p, const Scored& scored) {
   return true;
 }
 
-// Read a bias by distance [heads, 2 * reach + 1]; an empty array is none.
-inline bool read_distances(Checks& checks, Attend& p, Distances distances) {
-  if (distances.element_count() == 0) return checks.ok();
-  int64_t count = distances.dimensions()[1];
-  p.by_distance = distances.typed_data(), p.reach = count / 2;
-  checks.that(count % 2 == 1, "a bias by distance must have an odd number of distances");
-  return checks.shape("the bias by distance", distances, {p.heads, count});
+// Read a table of biases [heads, 2 * reach + 1] and slopes of ALiBi [heads].
+inline bool read_biases(Checks& checks, Attend& p, const Biases& biases) {
+  if (biases.distances.element_count() > 0) {
+    int64_t count = biases.distances.dimensions()[1];
+    p.by_distance = biases.distances.typed_data(), p.reach = count / 2;
+    checks.that(count % 2 == 1, "a bias by distance must have an odd number of distances");
+    checks.shape("the bias by distance", biases.distances, {p.heads, count});
+  }
+  if (biases.slopes.element_count() > 0) {
+    p.slopes = biases.slopes.typed_data();
+    p.alibi_factor = biases.alibi_factor, p.alibi_rounded = biases.alibi_rounded;
+    checks.shape("the slopes of ALiBi", biases.slopes, {p.heads});
+  }
+  return checks.ok();
 }
 
 // Read the seed [2] of dropout; an empty array is no dropout.

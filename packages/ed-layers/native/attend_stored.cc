@@ -6,7 +6,7 @@
 
 namespace {
 
-using ed::Floats, ed::Ints, ed::Mask, ed::Numbers, ed::Table;
+using ed::Distances, ed::Floats, ed::Ints, ed::Mask, ed::Numbers, ed::Table;
 using Shape = ffi::Span<const int64_t>;
 
 // An array that may have an axis of layers before its own axes.
@@ -60,14 +60,16 @@ int64_t layer_of(ed::Checks& checks, Ints layer, int64_t layers) {
 ffi::Error attention_cached(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Numbers k_scale,
                             Numbers v_scale, Ints layer, Table q_segments, Table q_index,
                             Table k_segments, Table k_index, Ints limits, Floats sinks,
-                            ed::Distances distances, ffi::Result<Numbers> out, float scale,
-                            float soft_cap, bool causal, bool fixed) {
+                            Distances distances, Floats slopes, ffi::Result<Numbers> out,
+                            float scale, float soft_cap, float alibi_factor, bool alibi_rounded,
+                            bool causal, bool fixed) {
   ed::Checks checks("attention over a cache");
   ed::Attend p{};
   Layered shape(k, 4);
   if (!ed::read_queries(checks, p, q, *out, 4) ||
       !ed::read_scored(checks, p, {limits, scale, soft_cap, causal, fixed}) ||
-      !ed::read_sinks(checks, p, sinks) || !ed::read_distances(checks, p, distances) ||
+      !ed::read_sinks(checks, p, sinks) ||
+      !ed::read_biases(checks, p, {distances, slopes, alibi_factor, alibi_rounded}) ||
       !checks.that(shape.known, "keys must have 4 axes, or 5 with layers"))
     return checks.error();
   p.batch = p.rows = q.dimensions()[0], p.queries = q.dimensions()[1];
@@ -141,14 +143,16 @@ bool read_sequences(ed::Checks& checks, ed::Attend& p, const Sequences& of, int6
 // [T, heads, k].
 ffi::Error attention_paged(ffi::ThreadPool pool, Numbers q, Numbers pool_of_pages, Numbers scales,
                            Ints layer, Ints first_query, Ints lengths, Ints used, Table pages,
-                           Ints limits, Floats sinks, ffi::Result<Numbers> out, float scale,
-                           float soft_cap, bool fixed) {
+                           Ints limits, Floats sinks, Distances distances, Floats slopes,
+                           ffi::Result<Numbers> out, float scale, float soft_cap,
+                           float alibi_factor, bool alibi_rounded, bool fixed) {
   ed::Checks checks("attention over pages");
   ed::Attend p{};
   Layered shape(pool_of_pages, 5), of(scales, 5);
   if (!ed::read_queries(checks, p, q, *out, 3) ||
       !ed::read_scored(checks, p, {limits, scale, soft_cap, true, fixed}) ||
       !ed::read_sinks(checks, p, sinks) ||
+      !ed::read_biases(checks, p, {distances, slopes, alibi_factor, alibi_rounded}) ||
       !checks.that(shape.known, "the pool of pages must have 5 axes, or 6 with layers"))
     return checks.error();
   int64_t ways = shape[3], width = shape[4];
@@ -206,10 +210,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention_cached, attention_cached,
                                   .Arg<Table>()
                                   .Arg<Ints>()
                                   .Arg<Floats>()
-                                  .Arg<ed::Distances>()
+                                  .Arg<Distances>()
+                                  .Arg<Floats>()
                                   .Ret<Numbers>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
+                                  .Attr<float>("alibi_factor")
+                                  .Attr<bool>("alibi_rounded")
                                   .Attr<bool>("causal")
                                   .Attr<bool>("fixed"));
 
@@ -226,9 +233,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_attention_paged, attention_paged,
                                   .Arg<Table>()
                                   .Arg<Ints>()
                                   .Arg<Floats>()
+                                  .Arg<Distances>()
+                                  .Arg<Floats>()
                                   .Ret<Numbers>()
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
+                                  .Attr<float>("alibi_factor")
+                                  .Attr<bool>("alibi_rounded")
                                   .Attr<bool>("fixed"));
 
 #pragma GCC visibility pop

@@ -3,6 +3,7 @@
 // share a key head. Blocks of keys that no query of the block sees are left out.
 #pragma once
 
+#include "biases.h"
 #include "block_products.h"
 #include "softmax.h"
 
@@ -54,10 +55,7 @@ void forward_by(const Attend& p, int64_t row, int64_t group, int64_t first, int6
       if (p.soft_cap != 0)
         for (int64_t j = 0; j < kKeys; j += kLanes)
           store(own + j, p.soft_cap * squash(load(own + j) * (1 / p.soft_cap)));
-      if (p.by_distance) {
-        const float* of_head = p.by_distance + (group * repeat + r % repeat) * (2 * p.reach + 1);
-        add_bias(of_head, p.reach, queries, r / repeat, keys, own);
-      }
+      add_biases(p, group * repeat + r % repeat, queries, r / repeat, keys, own);
       if (what == Seen::kSome) mask(p, queries, r / repeat, keys, own);
       for (int64_t j = n; j < kKeys; ++j) own[j] = kNothing;
     }
@@ -157,8 +155,7 @@ void backward(const Attend& p, int64_t row, int64_t head, float* d_k, float* d_v
           }
           store(own + j, score), store(squashed + j, slope);
         }
-        if (p.by_distance)
-          add_bias(p.by_distance + head * (2 * p.reach + 1), p.reach, queries, r, keys, own);
+        add_biases(p, head, queries, r, keys, own);
         if (what == Seen::kSome) mask(p, queries, r, keys, own);
         for (int64_t j = n; j < kKeys; ++j) own[j] = kNothing;
         if (lse == kNothing) lse = __builtin_inff();  // sees nothing: all weights are zero

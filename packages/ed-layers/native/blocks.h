@@ -268,43 +268,6 @@ inline Seen seen(const Attend& p, const Tokens& q, const Tokens& k) {
   return all ? Seen::kAll : Seen::kSome;
 }
 
-// Where the biases by distance of query i and the keys of a block lie, if the keys are consecutive
-// and none of them is beyond the reach; else null.
-inline const float* run_of(const float* of_head, int64_t reach, const Tokens& q, int64_t i,
-                           const Tokens& k) {
-  int64_t first = int64_t{k.place[0]} - q.place[i];
-  return k.consecutive && first >= -reach && first + kKeys - 1 <= reach ? of_head + reach + first
-                                                                        : nullptr;
-}
-
-// The index of the bias of a distance.
-inline int64_t index_of(int64_t reach, int32_t query, int32_t key) {
-  int64_t ahead = int64_t{key} - query;
-  return reach + (ahead > reach ? reach : ahead < -reach ? -reach : ahead);
-}
-
-// Add the biases by distance to the scores [kKeys] of one query.
-inline void add_bias(const float* of_head, int64_t reach, const Tokens& q, int64_t i,
-                     const Tokens& k, float* scores) {
-  if (const float* run = run_of(of_head, reach, q, i, k)) {
-    for (int64_t j = 0; j < kKeys; j += kLanes) store(scores + j, load(scores + j) + load(run + j));
-    return;
-  }
-  for (int64_t j = 0; j < kKeys; ++j) scores[j] += of_head[index_of(reach, q.place[i], k.place[j])];
-}
-
-// Add the slopes [kKeys] of the scores of one query to the gradient of the biases by distance.
-inline void add_slopes(const float* slopes, int64_t reach, const Tokens& q, int64_t i,
-                       const Tokens& k, float* d_distance) {
-  if (const float* run = run_of(d_distance, reach, q, i, k)) {
-    float* to = d_distance + (run - d_distance);
-    for (int64_t j = 0; j < kKeys; j += kLanes) store(to + j, load(to + j) + load(slopes + j));
-    return;
-  }
-  for (int64_t j = 0; j < kKeys; ++j)
-    d_distance[index_of(reach, q.place[i], k.place[j])] += slopes[j];
-}
-
 ED_INLINE uint32_t mixed(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;

@@ -122,9 +122,10 @@ bool attention(const ed::Level& level) {
   std::vector<float> out(d_out.size()), lse(shared.size()), d_q(q.size());
   std::vector<float> d_k(p.slots * p.key_dim), d_v(p.slots * p.value_dim);
   p.reach = draw(1, 100);
-  auto distances = floats(p.heads * (2 * p.reach + 1));
+  auto distances = floats(p.heads * (2 * p.reach + 1)), slopes = floats(p.heads);
   std::vector<float> d_distance(2 * p.reach + 1);
   if (draw(0, 1)) p.by_distance = distances.data();
+  if (draw(0, 1)) p.slopes = slopes.data(), p.alibi_factor = 0.1f, p.alibi_rounded = draw(0, 1);
   if (draw(0, 1)) p.drop_below = int64_t{1} << 31, p.keep = 2;
   std::vector<int32_t> segments(tokens), index(tokens);
   for (int64_t i = 0; i < tokens; ++i)

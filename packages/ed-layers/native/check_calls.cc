@@ -102,8 +102,15 @@ void add_scoring(HandlerCall& call, bool causal, bool forward = true) {
   call.attributes.emplace_back("soft_cap", draw(0, 1) ? 4.0f : 0.0f);
 }
 
-// A bias by distance, or none.
-Sizes distances(int64_t h) { return draw(0, 1) ? Sizes{h, 2 * draw(0, 90) + 1} : Sizes{0, 0}; }
+// Biases by distance: a table and slopes, or empty arrays. Returns the sizes of the table.
+Sizes add_biases(HandlerCall& call, int64_t h) {
+  Sizes of_table = draw(0, 1) ? Sizes{h, 2 * draw(0, 90) + 1} : Sizes{0, 0};
+  call.arguments.push_back(random(ffi::F32, of_table));
+  call.arguments.push_back(random(ffi::F32, {draw(0, 1) * h}));
+  call.attributes.emplace_back("alibi_factor", 0.1f);
+  call.attributes.emplace_back("alibi_rounded", bool(draw(0, 1)));
+  return of_table;
+}
 
 HandlerCall attention() {
   int64_t b = draw(1, 2), s = draw(1, 90), t = draw(1, 90), g = draw(1, 2), h = g * draw(1, 3);
@@ -114,17 +121,17 @@ HandlerCall attention() {
   Sizes of_q{b, s, h, k}, of_k{b, t, g, k}, of_v{b, t, g, d}, of_out{b, s, h, d}, of_lse{b, s, h};
   for (const Sizes& sizes : {of_q, of_k, of_v}) call.arguments.push_back(random(dtype, sizes));
   add_mask(call, b, s, t);
-  Sizes of_bias = distances(h);
-  call.arguments.push_back(random(ffi::F32, of_bias));
+  Sizes of_table = add_biases(call, h);
   call.arguments.push_back(random(ffi::S32, {2 * draw(0, 1)}, 1000));
-  call.attributes = {{"dropout", 0.25f}, {"drop_below", int64_t{1} << 30}};
+  call.attributes.emplace_back("dropout", 0.25f);
+  call.attributes.emplace_back("drop_below", int64_t{1} << 30);
   if (back) {
     for (const Sizes& sizes : {of_lse, of_lse, of_out})
       call.arguments.push_back(random(ffi::F32, sizes));
     // Scores of these numbers are below this log-sum-exp.
-    for (int64_t i = 0; i < b * s * h; ++i) call.arguments[10].as<float>()[i] = 60;
+    for (int64_t i = 0; i < b * s * h; ++i) call.arguments[11].as<float>()[i] = 60;
     for (const Sizes& sizes : {of_q, of_k, of_v}) call.results.emplace_back(ffi::F32, sizes);
-    call.results.emplace_back(ffi::F32, of_bias);
+    call.results.emplace_back(ffi::F32, of_table);
   } else {
     call.results = {Array(dtype, of_out), Array(ffi::F32, of_lse)};
   }
@@ -149,7 +156,7 @@ HandlerCall attention_cached() {
   call.arguments.push_back(whole({int32_t(layers ? layers - 1 : 0)}));
   add_mask(call, b, s, t);
   call.arguments.push_back(random(ffi::F32, {draw(0, 1) * h}));
-  call.arguments.push_back(random(ffi::F32, distances(h)));
+  add_biases(call, h);
   add_scoring(call, true);
   return call;
 }
@@ -182,6 +189,7 @@ HandlerCall attention_paged() {
   call.arguments.push_back(random(ffi::S32, {rows, of_row}, pool));
   call.arguments.push_back(whole({int32_t(draw(0, 1) * draw(1, 80)), int32_t(draw(0, 1) * 9)}));
   call.arguments.push_back(random(ffi::F32, {draw(0, 1) * h}));
+  add_biases(call, h);
   add_scoring(call, false);
   return call;
 }

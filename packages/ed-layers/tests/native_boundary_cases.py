@@ -121,7 +121,12 @@ def product_of_codes(rng: np.random.Generator, size: Callable[[int], int]) -> Ca
     return Call("ed_product_of_codes", (Buffer("x", (n, i)), *matrix), results, attributes)
 
 
-SCORING = {"scale": np.float32(0.5), "soft_cap": np.float32(0)}
+SCORING = {
+    "scale": np.float32(0.5),
+    "soft_cap": np.float32(0),
+    "alibi_factor": np.float32(0.5),
+    "alibi_rounded": True,
+}
 FORWARD = {**SCORING, "fixed": False}
 
 
@@ -133,9 +138,13 @@ def mask(b: int, s: int, t: int) -> tuple[Buffer, ...]:
 DROPOUT = {"dropout": np.float32(0.25), "drop_below": np.int64(1 << 30)}
 
 
-def distances(rng: np.random.Generator, h: int) -> Buffer:
+def biases(rng: np.random.Generator, h: int) -> tuple[Buffer, Buffer]:
     shape = (h, 2 * int(rng.integers(1, 9)) + 1) if rng.integers(2) else (0, 0)
-    return Buffer("distances", shape, free_axes=frozenset({1}), may_be_empty=True)
+    slopes = (h,) if rng.integers(2) else (0,)
+    return (
+        Buffer("distances", shape, free_axes=frozenset({1}), may_be_empty=True),
+        Buffer("slopes", slopes, may_be_empty=True),
+    )
 
 
 def seed(rng: np.random.Generator) -> Buffer:
@@ -154,7 +163,7 @@ def attention(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
         Buffer("v", (b, t, g, d), free_dtypes=NUMBERS),
         *mask(b, s, t),
         LIMITS,
-        distances(rng, h),
+        *biases(rng, h),
         seed(rng),
     )
     results = (Buffer("out", (b, s, h, d)), Buffer("lse", (b, s, h)))
@@ -166,20 +175,22 @@ def attention_back(rng: np.random.Generator, size: Callable[[int], int]) -> Call
     b, s, t, g, k, d = size(2), size(5), size(7), size(3), size(8), size(9)
     h = 2 * g
     shapes = {"q": (b, s, h, k), "k": (b, t, g, k), "v": (b, t, g, d)}
+    table, slopes = biases(rng, h)
     # The gradient repeats the shape.
-    bias = replace(distances(rng, h), free_axes=frozenset(), may_be_empty=False)
+    table = replace(table, free_axes=frozenset(), may_be_empty=False)
     arguments = (
         *(Buffer(name, shape) for name, shape in shapes.items()),
         *mask(b, s, t),
         LIMITS,
-        bias,
+        table,
+        slopes,
         seed(rng),
         Buffer("lse", (b, s, h)),
         Buffer("shared", (b, s, h)),
         Buffer("d_out", (b, s, h, d)),
     )
     results = tuple(Buffer(f"d_{name}", shape) for name, shape in shapes.items())
-    results += (Buffer("d_distances", bias.shape),)
+    results += (Buffer("d_distances", table.shape),)
     attributes = {**SCORING, **DROPOUT, "causal": bool(rng.integers(2))}
     return Call("ed_attention_back", arguments, results, attributes)
 
@@ -211,7 +222,7 @@ def attention_cached(rng: np.random.Generator, size: Callable[[int], int]) -> Ca
         *mask(b, s, t),
         LIMITS,
         sinks_of(rng, h),
-        distances(rng, h),
+        *biases(rng, h),
     )
     attributes = {**FORWARD, "causal": bool(rng.integers(2))}
     return Call("ed_attention_cached", arguments, (Buffer("out", (b, s, h, d)),), attributes)
@@ -246,6 +257,7 @@ def attention_paged(rng: np.random.Generator, size: Callable[[int], int]) -> Cal
         Buffer("pages", (n, 2), INT32, values=(0, 5, 2, 3), free_axes=frozenset({1})),
         LIMITS,
         sinks_of(rng, h),
+        *biases(rng, h),
     )
     out = Buffer("out", (tokens, h, k), free_axes=frozenset() if codes else frozenset({2}))
     return Call("ed_attention_paged", arguments, (out,), FORWARD)

@@ -12,7 +12,7 @@ from ed_infra.masks import MaskInfo
 from ed_layers import fixed_order, sums
 from ed_layers.attention.kernel import Paged, Projected
 from ed_layers.attention.kernels import native
-from ed_layers.attention.scoring import Scoring
+from ed_layers.attention.scoring import Alibi, Scoring
 from ed_layers.cache.protocol import Pages
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.native import library
@@ -114,12 +114,15 @@ def by_rows(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.map(lambda row: jnp.dot(row, w), x)
 
 
-@pytest.mark.parametrize("window", [None, 70])
-def test_attention_over_pages_in_chunks_has_the_bits_of_a_whole_prompt(window) -> None:
+ALIBI = Alibi((0.5, 0.25, 0.02, 0.003), factor=0.7, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("window", "alibi"), [(None, None), (70, None), (70, ALIBI)])
+def test_attention_over_pages_in_chunks_has_the_bits_of_a_whole_prompt(window, alibi) -> None:
     heads, groups, length, size = 4, 2, 150, 8
     q, k, v = (drawn(1, length, n, 8, seed=n) for n in (heads, groups, 3))
     v = drawn(1, length, groups, 8, seed=9)
-    scoring = Scoring(scale=0.3, window=window)
+    scoring = Scoring(scale=0.3, window=window, alibi=alibi)
     at = jnp.arange(length, dtype=jnp.int32)[None]
     info = MaskInfo(jnp.ones_like(at), jnp.ones_like(at), at, at)
     pages = -(-length // size)

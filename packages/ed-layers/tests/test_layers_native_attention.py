@@ -13,9 +13,9 @@ from ed_infra.masks import MaskInfo
 from ed_layers.attention.kernel import Cached, Paged, Projected
 from ed_layers.attention.kernels import native
 from ed_layers.attention.kernels.blockwise import blockwise_attention
-from ed_layers.attention.kernels.vanilla import vanilla_attention, vanilla_over_cache
+from ed_layers.attention.kernels.vanilla import vanilla_attention
 from ed_layers.attention.registry import kernels_here
-from ed_layers.attention.scoring import RelativeBias, Scoring
+from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, heads_of
 from ed_layers.cache.codes import Codes, Format, decode
 from ed_layers.cache.protocol import Pages, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
@@ -30,6 +30,8 @@ SIZES = st.integers(1, 90)
 HEADS = st.sampled_from([(1, 1), (3, 1), (4, 2), (9, 3)])
 LIMITS = st.sampled_from([None, 1, 7, 70])
 CAPS = st.sampled_from([None, 5.0])
+#: Biases by distance; "rounded" is ALiBi with products in bfloat16.
+BIASES = st.sets(st.sampled_from(["relative", "alibi", "rounded"]))
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +50,18 @@ def segments(rng: np.random.Generator, b: int, n: int) -> np.ndarray:
     return np.where(rng.random((b, n)) < 0.1, 0, ids).astype(np.int32)
 
 
-def exact(q, k, v, allowed, scoring: Scoring) -> np.ndarray:
-    """Attention in float64: q [b, s, h, k], k and v [b, t, g, ..], allowed [b, s, t]."""
+def exact(q, k, v, info: MaskInfo, scoring: Scoring) -> np.ndarray:
+    """Attention in float64: q [b, s, h, k], k and v [b, t, g, ..]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    heads = heads_of(k.shape[2], q.shape[2] // k.shape[2])
     k, v = (np.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = np.einsum("bshk,bthk->bhst", q, k) * scoring.scale
     if scoring.soft_cap is not None:
         scores = scoring.soft_cap * np.tanh(scores / scoring.soft_cap)
+    if scoring.by_distance:
+        bias = np.asarray(scoring.distance_bias(heads, info.q_index, info.kv_index), np.float64)
+        scores = scores + bias.reshape(bias.shape[0], -1, *bias.shape[3:])
+    allowed = info.allowed(window=scoring.window, chunk=scoring.chunk)
     scores = np.where(np.asarray(allowed)[:, None], scores, -np.inf)
     top = np.max(scores, axis=-1, keepdims=True, initial=-1e30)
     weights = np.exp(scores - top)
@@ -87,9 +94,16 @@ def projected(rng, sizes, heads, dims, causal, scoring, dtype="float32", *, same
     return Projected(name="flash_attn2", q=q, k=keys, v=values, mask_info=info, scoring=scoring)
 
 
-def scoring_of(rng, h, k, window, chunk, cap, sinks) -> Scoring:
+def scoring_of(rng, h, k, window, chunk, cap, sinks, biases=(), *, causal=True) -> Scoring:
     sink = drawn(rng, h) if sinks else None
-    return Scoring(scale=k**-0.5, window=window, chunk=chunk, soft_cap=cap, sinks=sink)
+    relative, alibi = None, None
+    if "relative" in biases:
+        relative = RelativeBias(drawn(rng, 8, h), max_distance=20, causal=causal)
+    if {"alibi", "rounded"} & set(biases):
+        dtype = "bfloat16" if "rounded" in biases else None
+        alibi = Alibi(tuple(rng.uniform(0, 0.5, h).tolist()), factor=0.7, dtype=dtype)
+    scoring = Scoring(scale=k**-0.5, window=window, chunk=chunk, soft_cap=cap, sinks=sink)
+    return replace(scoring, relative=relative, alibi=alibi)
 
 
 @settings(max_examples=8, deadline=None)
@@ -103,18 +117,19 @@ def scoring_of(rng, h, k, window, chunk, cap, sinks) -> Scoring:
     chunk=LIMITS,
     cap=CAPS,
     sinks=st.booleans(),
+    biases=BIASES,
     dtype=st.sampled_from(["float32", "bfloat16"]),
     seed=st.integers(0, 99),
 )
 def test_native_prompt_attention_is_exact(
-    s, t, heads, dims, causal, window, chunk, cap, sinks, dtype, seed
+    s, t, heads, dims, causal, window, chunk, cap, sinks, biases, dtype, seed
 ):
     rng = np.random.default_rng(seed)
-    scoring = scoring_of(rng, heads[0], dims[0], window, chunk, cap, sinks)
+    limits = (window, chunk, cap, sinks)
+    scoring = scoring_of(rng, heads[0], dims[0], *limits, biases, causal=causal)
     call = projected(rng, (2, s, t), heads, dims, causal, scoring, dtype, same=bool(seed % 2))
     assert not native.KERNELS[0].refusals(call)
-    allowed = call.mask_info.allowed(window=window, chunk=chunk)
-    near(native.prompt_attention(call), exact(call.q, call.k, call.v, allowed, scoring))
+    near(native.prompt_attention(call), exact(call.q, call.k, call.v, call.mask_info, scoring))
 
 
 @pytest.mark.nightly
@@ -148,13 +163,15 @@ def test_gradients_are_those_of_plain_xla(causal, window, chunk, cap, sinks, dim
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("alibi", [None, Alibi((0.5, 0.25, 0.02, 0.003), 0.7, "bfloat16")])
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("reach", [9, 128])
-def test_bias_by_distance_and_dropout_equal_plain_xla(rate: float, reach: int) -> None:
+def test_biases_by_distance_and_dropout_equal_plain_xla(rate: float, reach: int, alibi) -> None:
     rng = np.random.default_rng(reach)
     causal = reach == 9
     key = jax.random.key(1) if rate else None
-    scoring = Scoring(scale=1.0, dropout=rate, dropout_key=key)
+    cap, window = (None, None) if alibi is None else (4.0, 30)
+    scoring = Scoring(1.0, window, soft_cap=cap, alibi=alibi, dropout=rate, dropout_key=key)
     call = projected(rng, (2, 80, 80), (4, 2), (16, 16), causal, scoring)
     if reach == 128:  # keys in order, all of one segment
         call = replace(call, mask_info=MaskInfo.full(2, 80, causal=causal))
@@ -195,9 +212,12 @@ def stored_as(x: jax.Array, kind: str):
     window=LIMITS,
     cap=CAPS,
     sinks=st.booleans(),
+    biases=BIASES,
     seed=st.integers(0, 99),
 )
-def test_caches_are_read_where_they_lie(s, t, heads, kind, layered, window, cap, sinks, seed):
+def test_caches_are_read_where_they_lie(
+    s, t, heads, kind, layered, window, cap, sinks, biases, seed
+):
     rng = np.random.default_rng(seed)
     h, g = heads
     lead = (3,) if layered else ()
@@ -212,17 +232,13 @@ def test_caches_are_read_where_they_lie(s, t, heads, kind, layered, window, cap,
     )
     at = (jnp.int32(1),) if layered else ()
     stored = StoredLayer(keys, values, at, info, "leaves", ordered=True)
-    scoring = scoring_of(rng, h, 8, window, None, cap, sinks)
+    scoring = scoring_of(rng, h, 8, window, None, cap, sinks, biases)
     q = drawn(rng, 2, s, h, 8)
     name = "autoregressive_decodeattn"
     call = Cached(name=name, q=q, scoring=scoring, stored=stored)
     assert not native.KERNELS[1].refusals(call)
     k, v = (decode(x, "float32").swapaxes(1, 2) for x in (stored.k, stored.v))
-    expected = exact(q, k, v, info.allowed(window=window), scoring)
-    near(native.cache_attention(call), expected)
-    relative = RelativeBias(drawn(rng, 8, h), max_distance=20, causal=True)
-    biased = replace(call, scoring=Scoring(scale=1.0, window=window, relative=relative))
-    near(native.cache_attention(biased), np.asarray(vanilla_over_cache(biased), np.float64))
+    near(native.cache_attention(call), exact(q, k, v, info, scoring))
 
 
 @pytest.mark.nightly
@@ -233,10 +249,14 @@ def test_caches_are_read_where_they_lie(s, t, heads, kind, layered, window, cap,
     page_size=st.sampled_from([1, 4, 16]),
     lens=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 90)), min_size=1, max_size=4),
     window=LIMITS,
+    cap=CAPS,
     sinks=st.booleans(),
+    biases=BIASES,
     seed=st.integers(0, 99),
 )
-def test_pages_are_read_where_they_lie(heads, kind, page_size, lens, window, sinks, seed) -> None:
+def test_pages_are_read_where_they_lie(
+    heads, kind, page_size, lens, window, cap, sinks, biases, seed
+) -> None:
     rng = np.random.default_rng(seed)
     h, g = heads
     n, most = len(lens) + 1, 112 // page_size  # one sequence slot is empty
@@ -261,7 +281,7 @@ def test_pages_are_read_where_they_lie(heads, kind, page_size, lens, window, sin
         state_slots=jnp.zeros((n,), jnp.int32),
         num_seqs=jnp.int32(len(lens)),
     )
-    scoring = scoring_of(rng, h, 8, window, None, None, sinks)
+    scoring = scoring_of(rng, h, 8, window, None, cap, sinks, biases)
     q = drawn(rng, tokens, h, 8)
     name = "ragged_page_attention_v3"
     call = Paged(
@@ -278,9 +298,7 @@ def test_pages_are_read_where_they_lie(heads, kind, page_size, lens, window, sin
         at = jnp.arange(s + before, dtype=jnp.int32)[None]
         info = MaskInfo(jnp.ones((1, s), jnp.int32), jnp.ones_like(at), at[:, before:], at)
         own = slice(int(offsets[i]), int(offsets[i + 1]))
-        expected = exact(
-            q[own][None], rows[..., 0, :], rows[..., 1, :], info.allowed(window), scoring
-        )
+        expected = exact(q[own][None], rows[..., 0, :], rows[..., 1, :], info, scoring)
         near(out[own], expected[0])
     assert not np.asarray(out[-2:]).any()
 
@@ -305,7 +323,14 @@ def test_unsupported_native_attention_states_reasons() -> None:
     half = replace(call, scoring=replace(call.scoring, softmax_dtype="bfloat16"))
     biased = replace(call, scoring=replace(call.scoring, bias=jnp.zeros((1, 1, 4, 4))))
     narrow = replace(call, q=call.q.astype("float16"))
-    for refused, words in ((half, "a softmax in"), (biased, "a bias"), (narrow, "float16")):
+    alibi = Alibi((0.5, 0.25), dtype="float16")
+    rounded = replace(call, scoring=replace(call.scoring, alibi=alibi))
+    for refused, words in (
+        (half, "a softmax in"),
+        (biased, "a bias"),
+        (narrow, "float16"),
+        (rounded, "ALiBi rounded to float16"),
+    ):
         assert any(words in reason for reason in kernel.refusals(refused))
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ed_layers import fixed_order
 from ed_layers.native.library import TARGETS
 
 #: Segments and order of queries and keys: int32 [b, s], [b, s], [b, t], [b, t].
@@ -30,8 +29,10 @@ class AttentionRule(NamedTuple):
     Attributes:
         scale: factor on q·k.
         soft_cap: 0 = none.
-        causal: whether a query sees no later keys.
-        dropout: probability that a weight is dropped.
+        causal: whether a query sees no later keys; pages are always causal.
+        dropout: probability that a weight is dropped; caches and pages have no dropout.
+        alibi_factor: factor on the bias of `DistanceBiases.slopes`.
+        alibi_rounded: whether slope times place of the key is rounded to bfloat16.
         fixed: whether sums have one order, see `ed_layers.fixed_order`.
     """
 
@@ -39,13 +40,38 @@ class AttentionRule(NamedTuple):
     soft_cap: float
     causal: bool
     dropout: float = 0.0
+    alibi_factor: float = 1.0
+    alibi_rounded: bool = False
     fixed: bool = False
 
+    def scores(self) -> dict[str, object]:
+        """Return the attributes of the scores; the library does not accept float64."""
+        return {
+            "scale": np.float32(self.scale),
+            "soft_cap": np.float32(self.soft_cap),
+            "alibi_factor": np.float32(self.alibi_factor),
+            "alibi_rounded": self.alibi_rounded,
+        }
+
     def attributes(self) -> dict[str, object]:
-        """Return the attributes of a call; the library accepts neither float64 nor int32."""
+        """Return the attributes of prompts and training; the library does not accept int32."""
         limit = min(int(self.dropout * 2**32), 2**32 - 1)
         dropped = {"dropout": np.float32(self.dropout), "drop_below": np.int64(limit)}
-        return {**_numbers(self.scale, self.soft_cap), "causal": self.causal, **dropped}
+        return {**self.scores(), "causal": self.causal, **dropped}
+
+
+class DistanceBiases(NamedTuple):
+    """Biases of the scores by distance: the index of the key minus that of the query.
+
+    Attributes:
+        distances: the bias of each distance from -(m // 2) to m // 2; other distances have the bias
+            of the nearest one. Empty = none.
+        slopes: ALiBi, the decrease of the score per token of distance; empty = none. The slopes
+            have no gradient.
+    """
+
+    distances: Float[Array, "h m"]
+    slopes: Float[Array, " h"]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -54,7 +80,7 @@ def attention(
     q: Float[Array, "b s h k"],
     k: Float[Array, "b t g k"],
     v: Float[Array, "b t g d"],
-    distances: Float[Array, "h m"],
+    biases: DistanceBiases,
     mask: Mask,
     limits: Int[Array, " 2"],
     seed: Int[Array, " n"],
@@ -63,8 +89,6 @@ def attention(
     query.
 
     Args:
-        distances: a bias of the scores by the index of the key minus that of the query, from
-            -(m // 2) to m // 2; other distances have the bias of the nearest one. Empty = none.
         limits: window and chunk, 0 = none.
         seed: the two numbers that `ed_layers.attention.scoring.kept` draws from a key; empty = no
             dropout.
@@ -73,42 +97,43 @@ def attention(
         The result in the dtype of `q`, and the log-sum-exp. For a query without visible keys, these
         are 0 and -inf.
     """
-    return forward(rule, q, k, v, distances, mask, limits, seed)
+    return forward(rule, q, k, v, biases, mask, limits, seed)
 
 
-def forward(rule, q, k, v, distances, mask, limits, seed):
+def forward(rule, q, k, v, biases, mask, limits, seed):
     shape = (*q.shape[:3], v.shape[-1])
     results = jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     call = jax.ffi.ffi_call(TARGETS["ed_attention"], results, vmap_method="sequential")
-    arguments = (q, k, v, *mask, limits, distances, seed)
+    arguments = (q, k, v, *mask, limits, *biases, seed)
     out, lse = call(*arguments, **rule.attributes(), fixed=rule.fixed)
     return out, lse
 
 
-def forward_and_save(rule, q, k, v, distances, mask, limits, seed):
+def forward_and_save(rule, q, k, v, biases, mask, limits, seed):
     # The results have names, so that a remat policy can keep them and avoid a second forward pass.
-    results = forward(rule, q, k, v, distances, mask, limits, seed)
+    results = forward(rule, q, k, v, biases, mask, limits, seed)
     out, lse = checkpoint_name(results, "attn_output")
-    return (out, lse), (q, k, v, distances, mask, limits, seed, out, lse)
+    return (out, lse), (q, k, v, biases, mask, limits, seed, out, lse)
 
 
 def backward(rule, saved, cotangents):
-    q, k, v, distances, mask, limits, seed, out, lse = saved
+    q, k, v, biases, mask, limits, seed, out, lse = saved
     d_out, d_lse = (x.astype(jnp.float32) for x in cotangents)
     shared = jnp.sum(d_out * out, axis=-1) - d_lse
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (*wide, distances)]
+    results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (*wide, biases.distances)]
     call = jax.ffi.ffi_call(TARGETS["ed_attention_back"], results, vmap_method="sequential")
-    arguments = (*wide, *mask, limits, distances, seed, lse, shared, d_out)
+    arguments = (*wide, *mask, limits, *biases, seed, lse, shared, d_out)
     *grads, d_distances = call(*arguments, **rule.attributes())
     of_qkv = (d.astype(x.dtype) for d, x in zip(grads, (q, k, v), strict=True))
-    return *of_qkv, d_distances, None, None, None
+    return *of_qkv, DistanceBiases(d_distances, jnp.zeros_like(biases.slopes)), None, None, None
 
 
 attention.defvjp(forward_and_save, backward)
 
 
 def attention_to_slots(
+    rule: AttentionRule,
     q: Float[Array, "b s h k"],
     keys: jax.Array,
     values: jax.Array,
@@ -117,11 +142,7 @@ def attention_to_slots(
     mask: Mask,
     limits: Int[Array, " 2"],
     sinks: Float[Array, " h"],
-    distances: Float[Array, "h m"],
-    *,
-    scale: float,
-    soft_cap: float,
-    causal: bool,
+    biases: DistanceBiases,
 ) -> Float[Array, "b s h d"]:
     """Compute attention to one layer of a contiguous cache, without a copy. No gradient.
 
@@ -130,16 +151,15 @@ def attention_to_slots(
             bfloat16, int8 or float8_e4m3fn.
         scales: scales of codes, float32 [L, b, g, groups, t]; otherwise `no_scale()`.
         sinks: [0] = none.
-        distances: see `attention`.
     """
     result = jax.ShapeDtypeStruct((*q.shape[:3], values.shape[-1]), q.dtype)
     call = jax.ffi.ffi_call(TARGETS["ed_attention_cached"], result, vmap_method="sequential")
-    scoring = {**_numbers(scale, soft_cap), "fixed": fixed_order.active()}
-    extras = (limits, sinks, distances)
-    return call(q, keys, values, *scales, layer, *mask, *extras, **scoring, causal=causal)
+    attributes = {**rule.scores(), "causal": rule.causal, "fixed": rule.fixed}
+    return call(q, keys, values, *scales, layer, *mask, limits, sinks, *biases, **attributes)
 
 
 def attention_to_pages(
+    rule: AttentionRule,
     q: Float[Array, "T h k"],
     pool: jax.Array,
     pool_scale: jax.Array,
@@ -147,10 +167,9 @@ def attention_to_pages(
     batch: Sequence[jax.Array],
     limits: Int[Array, " 2"],
     sinks: Float[Array, " h"],
+    biases: DistanceBiases,
     *,
     value_dim: int,
-    scale: float,
-    soft_cap: float,
 ) -> Float[Array, "T h d"]:
     """Compute causal attention of a flat batch to one layer of pages, without a copy. No gradient.
 
@@ -165,20 +184,10 @@ def attention_to_pages(
     """
     result = jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype)
     call = jax.ffi.ffi_call(TARGETS["ed_attention_paged"], result, vmap_method="sequential")
-    scoring = {**_numbers(scale, soft_cap), "fixed": fixed_order.active()}
-    return call(q, pool, pool_scale, layer, *batch, limits, sinks, **scoring)
-
-
-def no_distances() -> jax.Array:
-    """Return the bias by distance of a call without one: an empty array."""
-    return jnp.zeros((0, 0), jnp.float32)
+    arguments = (q, pool, pool_scale, layer, *batch, limits, sinks, *biases)
+    return call(*arguments, **rule.scores(), fixed=rule.fixed)
 
 
 def no_scale() -> jax.Array:
     """Return the scales of numbers that are not codes: an empty array."""
     return jnp.zeros((0,), jnp.float32)
-
-
-def _numbers(scale: float, soft_cap: float) -> dict[str, np.float32]:
-    """Return the attributes of a call; the library does not accept float64."""
-    return {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap)}

@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 #: Folder of the sources: in the repository, or next to this file in a wheel.
 SOURCES = (HERE.parents[2] / "native", HERE / "source")
 #: Name of the compiled library. The number is the version of the interface between C++ and Python.
-LIBRARY = HERE / "libed_layers_7.so"
+LIBRARY = HERE / "libed_layers_8.so"
 
 COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")

@@ -29,14 +29,14 @@ VARIABLE = "ED_LAYERS_NATIVE"
 #: Functions that XLA calls. A cached program contains the names, so the names contain the version
 #: of the interface.
 TARGETS = {
-    "ed_product": "ed_layers_product_7",
-    "ed_product_of_codes": "ed_layers_codes_7",
-    "ed_attention": "ed_layers_attention_7",
-    "ed_attention_back": "ed_layers_attention_back_7",
-    "ed_attention_cached": "ed_layers_attention_cached_7",
-    "ed_attention_paged": "ed_layers_attention_paged_7",
-    "ed_put": "ed_layers_put_7",
-    "ed_rotary": "ed_layers_rotary_7",
+    "ed_product": "ed_layers_product_8",
+    "ed_product_of_codes": "ed_layers_codes_8",
+    "ed_attention": "ed_layers_attention_8",
+    "ed_attention_back": "ed_layers_attention_back_8",
+    "ed_attention_cached": "ed_layers_attention_cached_8",
+    "ed_attention_paged": "ed_layers_attention_paged_8",
+    "ed_put": "ed_layers_put_8",
+    "ed_rotary": "ed_layers_rotary_8",
 }
 
 

@@ -25,10 +25,9 @@ from ed_layers.native import attention as native
 from ed_layers.native.library import in_use
 
 NUMBERS = (jnp.float32, jnp.bfloat16)
-#: Features that the kernels for prompts, for caches and for pages lack.
-LACKS = frozenset({"ahead", "bias", "alibi"})
-LACKS_CACHE = LACKS | {"dropout"}
-LACKS_PAGES = LACKS_CACHE | {"relative"}
+#: Features that the kernels for prompts lack, and those for caches and pages.
+LACKS = frozenset({"ahead", "bias"})
+LACKS_STORED = LACKS | {"dropout"}
 
 
 def refusals(call: Call, stored: Numbers | None = None) -> list[str]:
@@ -36,10 +35,12 @@ def refusals(call: Call, stored: Numbers | None = None) -> list[str]:
     dtype, softmax = call.q.dtype, jnp.dtype(call.scoring.softmax_dtype)
     mesh = mesh_of(call.config)
     several = mesh is not None and mesh.size > 1
+    rounded = call.scoring.alibi and call.scoring.alibi.dtype
     return reasons(
         {
             f"{dtype} (it has float32 and bfloat16)": dtype not in NUMBERS,
             f"a softmax in {softmax} (it has float32)": softmax != jnp.float32,
+            f"ALiBi rounded to {rounded} (it has bfloat16)": rounded not in (None, "bfloat16"),
             "a mesh of several devices": several and not fixed_order.active(),
             "a quantized cache on several devices": several and isinstance(stored, Codes),
         }
@@ -75,33 +76,27 @@ def refusals_of_storage(*stored: Numbers) -> list[str]:
 def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
     """Compute attention of prompts and training; the library has a backward pass."""
     scoring = call.scoring
-    causal = call.mask_info.causal
-    fixed = fixed_order.active()
-    cap, rate = scoring.soft_cap or 0.0, scoring.dropout
-    rule = native.AttentionRule(scoring.scale, cap, causal, rate, fixed)
+    rule = rule_of(scoring, causal=call.mask_info.causal)
     limits, seed = limits_of(scoring), seed_of(scoring)
 
     def of_device(q, k, v, mask, heads):
-        distances, sinks = heads
-        out, lse = native.attention(rule, q, k, v, distances, mask, limits, seed)  # type: ignore[misc]
+        biases, sinks = heads
+        out, lse = native.attention(rule, q, k, v, biases, mask, limits, seed)  # type: ignore[misc]
         if sinks is not None:
             out = (out * share_beside(sinks, lse)[..., None]).astype(out.dtype)
-            if fixed:  # caches include the sink in the sum, which has other bits
-                exact = jax.lax.stop_gradient((q, k, v, sinks.astype(jnp.float32), distances))
+            if rule.fixed:  # caches include the sink in the sum, which has other bits
+                exact = jax.lax.stop_gradient((q, k, v, sinks.astype(jnp.float32), biases))
                 out = fixed_order.with_gradient_of(of_slots(*exact, mask), out)
         return out
 
-    def of_slots(q, k, v, sinks, distances, mask):
+    def of_slots(q, k, v, sinks, biases, mask):
         k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
         return native.attention_to_slots(
-            *(q, k, v, (native.no_scale(), native.no_scale()), layer_of(())),
-            *(mask, limits, sinks, distances),
-            scale=scoring.scale,
-            soft_cap=cap,
-            causal=causal,
+            *(rule, q, k, v, (native.no_scale(), native.no_scale()), layer_of(())),
+            *(mask, limits, sinks, biases),
         )
 
-    heads = (distances_of(scoring), scoring.sinks)
+    heads = (biases_of(scoring), scoring.sinks)
     return over_devices(
         of_device, call.config, call.q, call.k, call.v, mask_of(call.mask_info), heads
     )
@@ -111,12 +106,8 @@ def cache_attention(call: Cached) -> Float[Array, "b s h d"]:
     """Compute attention to the slots of a contiguous cache."""
     stored, scoring = call.stored, call.scoring
     (keys, key_scale), (values, value_scale) = (arrays(x) for x in (stored.keys, stored.values))
-    kernel = partial(
-        native.attention_to_slots,
-        scale=scoring.scale,
-        soft_cap=scoring.soft_cap or 0.0,
-        causal=stored.mask_info.causal,
-    )
+    rule = rule_of(scoring, causal=stored.mask_info.causal)
+    kernel = partial(native.attention_to_slots, rule)
     batch, heads = row_axes(call), head_axes(call, stored.keys.shape[-3])
     of_q, of_rows = P(batch, None, heads), P(batch)
     of_cache = P(*(None,) * (keys.ndim - 4), batch, heads)
@@ -131,7 +122,7 @@ def cache_attention(call: Cached) -> Float[Array, "b s h d"]:
         mask,
         limits_of(scoring),
         sinks_of(scoring),
-        distances_of(scoring),
+        biases_of(scoring),
     )
 
 
@@ -141,15 +132,11 @@ def page_attention(call: Paged) -> Float[Array, "T h d"]:
     pool, pool_scale = arrays(call.pages.pool)
     table = ragged.page_table[call.pages.group]
     batch = (ragged.cu_q_lens, ragged.kv_lens, ragged.num_seqs.reshape(1), table)
-    kernel = partial(
-        native.attention_to_pages,
-        value_dim=call.value_dim,
-        scale=scoring.scale,
-        soft_cap=scoring.soft_cap or 0.0,
-    )
+    rule = rule_of(scoring, causal=True)
+    kernel = partial(native.attention_to_pages, rule, value_dim=call.value_dim)
     heads = head_axes(call, pool.shape[-3])
     of_q, of_pool = P(None, heads), P(*(None,) * (pool.ndim - 3), heads)
-    specs = (of_q, of_pool, P(), P(), P(), P(), P(heads))
+    specs = (of_q, of_pool, P(), P(), P(), P(), P(heads), P(heads))
     return on_mesh(kernel, call, specs, of_q)(
         call.q,
         pool,
@@ -158,6 +145,7 @@ def page_attention(call: Paged) -> Float[Array, "T h d"]:
         tuple(x.astype(jnp.int32) for x in batch),
         limits_of(scoring),
         sinks_of(scoring),
+        biases_of(scoring),
     )
 
 
@@ -191,6 +179,20 @@ def mask_of(info: MaskInfo) -> native.Mask:
     return [x.astype(jnp.int32) for x in ids]
 
 
+def rule_of(scoring: Scoring, *, causal: bool) -> native.AttentionRule:
+    """Return the static settings of a call."""
+    alibi = scoring.alibi
+    return native.AttentionRule(
+        scoring.scale,
+        scoring.soft_cap or 0.0,
+        causal,
+        dropout=scoring.dropout,
+        alibi_factor=1.0 if alibi is None else alibi.factor,
+        alibi_rounded=alibi is not None and alibi.dtype is not None,
+        fixed=fixed_order.active(),
+    )
+
+
 def limits_of(scoring: Scoring) -> Int[Array, " 2"]:
     """Return window and chunk; 0 = no limit."""
     limits = (scoring.window, scoring.chunk)
@@ -199,13 +201,16 @@ def limits_of(scoring: Scoring) -> Int[Array, " 2"]:
 
 def sinks_of(scoring: Scoring) -> Float[Array, " h"]:
     """Return the sinks; an empty array if the model has none."""
-    return jnp.zeros((0,)) if scoring.sinks is None else scoring.sinks.astype(jnp.float32)
+    return jnp.asarray(() if scoring.sinks is None else scoring.sinks, jnp.float32)
 
 
-def distances_of(scoring: Scoring) -> Float[Array, "h m"]:
-    """Return the bias by distance; an empty array if the model has none."""
-    relative = scoring.relative
-    return native.no_distances() if relative is None else relative.by_distance()
+def biases_of(scoring: Scoring) -> native.DistanceBiases:
+    """Return the biases by distance; empty arrays if the model has none."""
+    relative, alibi = scoring.relative, scoring.alibi
+    return native.DistanceBiases(
+        jnp.zeros((0, 0), jnp.float32) if relative is None else relative.by_distance(),
+        jnp.asarray(() if alibi is None else alibi.slopes, jnp.float32),
+    )
 
 
 def seed_of(scoring: Scoring) -> Int[Array, " n"]:
@@ -251,10 +256,10 @@ KERNELS = (
         "slots",
         cache_attention,
         refusals_of_cache,
-        LACKS_CACHE,
+        LACKS_STORED,
     ),
     *(
-        _kernel(name, "pages", "pages", page_attention, refusals_of_pages, LACKS_PAGES)
+        _kernel(name, "pages", "pages", page_attention, refusals_of_pages, LACKS_STORED)
         for name in NAMES
     ),
 )
