@@ -28,8 +28,8 @@ def test_engine_and_forward_pass_on_a_mesh_have_equal_bits(model_type: str) -> N
         np.testing.assert_array_equal(found, expected)
 
 
-def test_family_with_sums_of_xla_is_refused_with_their_place() -> None:
-    model = create("bloom", "float32", num_hidden_layers=1)
+def test_model_with_sums_of_xla_is_refused_with_their_place() -> None:
+    model = create("llama", "float32", num_hidden_layers=1, attn_softmax_dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"batch_invariant=True.* in vanilla\.py"):
         jax.eval_shape(lambda: model(np.ones((1, 4), np.int32)).logits)
 
