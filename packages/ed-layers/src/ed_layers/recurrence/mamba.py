@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -82,7 +83,7 @@ class MambaMixer(nnx.Module):
         self.x_proj = parts.linear(f, rank + 2 * n, axes=("mlp", None))
         self.dt_proj = parts.linear(rank, f, axes=(None, "mlp"), bias=True)
         self.dt_proj.bias.set_value(step_bias(parts, f, time_step))
-        levels = jnp.broadcast_to(jnp.log(jnp.arange(1.0, n + 1)), (f, n))
+        levels = jnp.broadcast_to(log_levels(n), (f, n))
         self.A_log = nnx.Param(levels.astype(parts.param_dtype), axes=("mlp", None))
         self.D = nnx.Param(jnp.ones((f,), parts.param_dtype), axes=("mlp",))
         self.out_proj = parts.linear(f, d, axes=("mlp", "embed"), bias=bias)
@@ -152,6 +153,12 @@ def selective_scan(
     decay, added = jax.lax.associative_scan(joined, (decay, added), axis=1)
     states = rounded(decay * state[:, None]) + rounded(added)
     return states[:, -1], sums.einsum("rcfn,rcn->rcf", states, c)
+
+
+def log_levels(count: int) -> Float[Array, " n"]:
+    """Return the logarithms of 1 to n. The host computes them, because XLA's logarithms have other
+    bits on another mesh."""
+    return jnp.asarray(np.log(np.arange(1.0, count + 1)), jnp.float32)
 
 
 def step_bias(parts: Parts, size: int, time_step: tuple[float, float, float]) -> jax.Array:

@@ -28,7 +28,7 @@ from ed_layers.fixed_order import exp, rounded
 from ed_layers.norms import GatedRMSNorm
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
-from ed_layers.recurrence.mamba import TIME_STEP, step_bias
+from ed_layers.recurrence.mamba import TIME_STEP, log_levels, step_bias
 from ed_layers.recurrence.rows import CHUNK, Rows, reach
 
 
@@ -85,7 +85,7 @@ class Mamba2Mixer(nnx.Module):
         self.conv1d = ShortConv(parts, h * p, taps, bias=conv_bias, axis="heads")
         self.bc_conv1d = ShortConv(parts, 2 * groups * n, taps, bias=conv_bias, axis=None)
         self.dt_bias = nnx.Param(step_bias(parts, h, time_step), axes=("heads",))
-        levels = jnp.log(jnp.arange(1.0, h + 1))
+        levels = log_levels(h)
         self.A_log = nnx.Param(levels.astype(parts.param_dtype), axes=("heads",))
         self.D = nnx.Param(jnp.ones((h,), parts.param_dtype), axes=("heads",))
         self.has_norm = norm_eps is not None
