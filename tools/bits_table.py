@@ -94,7 +94,7 @@ def table() -> str:
         for family in families
         if family not in wholly
     ]
-    lines += ["", f"An error refuses: {', '.join(refused)}."]
+    lines += ["", f"An error refuses: {', '.join(refused)}."] if refused else []
     lines += ["", f"Not run: {', '.join(partly + wholly)}."]
     return "\n".join(lines) + "\n\n"
 

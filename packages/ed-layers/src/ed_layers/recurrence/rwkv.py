@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -127,7 +128,8 @@ class TimeMixing(Mixed):
         for name in ("key", "value", "receptance"):
             setattr(self, name, parts.linear(d, width, axes=("embed", "mlp")))
         self.output = parts.linear(width, d, axes=("mlp", "embed"))
-        decay = jnp.linspace(-5.0, 3.0, width, dtype=parts.param_dtype)
+        # The host computes the numbers, so they have the same bits on every mesh.
+        decay = jnp.asarray(np.linspace(-5.0, 3.0, width), parts.param_dtype)
         self.time_decay = nnx.Param(decay, axes=("mlp",))
         self.time_first = nnx.Param(jnp.zeros((width,), parts.param_dtype), axes=("mlp",))
         last = StateSpec("attention_x", (1, d), jnp.dtype(parts.dtype).name)
