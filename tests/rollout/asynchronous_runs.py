@@ -60,7 +60,7 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
 def finish(folder: Path) -> list[dict[str, Any]]:
     """Run to the end, and return the rows of the steps without times."""
     process = start(folder)
-    assert process.wait(600) == 0, (folder / "log").read_text()[-3000:]
+    assert process.wait(3600) == 0, (folder / "log").read_text()[-3000:]
     return steps(folder)
 
 
@@ -129,7 +129,7 @@ def run_with_kills(folder: Path, kills: int, seed: int) -> dict[str, int]:
         if chosen[0][1] == "trainer":
             process.wait()
             process = start(folder)
-    assert process.wait(600) == 0, (folder / "log").read_text()[-3000:]
+    assert process.wait(3600) == 0, (folder / "log").read_text()[-3000:]
     return counts
 
 
