@@ -338,7 +338,8 @@ def require_equal_bits(run: MethodRun[GRPOArguments], figures: dict[str, float])
         raise EasyDeLError(
             f"the engine's log-probabilities differ by {worst:.1e} from the trainer's, although "
             "batch_invariant is true: the ratios of the first update are not 1. Rollout and "
-            "trainer must run on CPUs with the same native kernels; or set batch_invariant to false"
+            "trainer must run on CPUs with the same native kernels and the same XLA_FLAGS; or set "
+            "batch_invariant to false"
         )
 
 
