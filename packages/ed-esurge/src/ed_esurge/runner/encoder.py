@@ -21,8 +21,6 @@ from ed_esurge.runner.weights import ServedWeights, abstract
 
 #: The arrays of the items of one call, [items, ...], and the rows of the table, [items, positions].
 EncoderCall = tuple[Inputs, np.ndarray]
-
-
 #: Numbers of items of one call on a GPU or TPU, largest first.
 AT_ONCE = (4, 2)
 #: Most encoder positions of a call with several items.
