@@ -13,6 +13,7 @@ each family; `tools.bits_table` writes the table of docs/native.md.
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -223,16 +224,23 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="skip stored rows")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)
-    for dtype in args.dtypes:
-        for model_type in args.families:
-            if args.missing and dtype in read().get(model_type, {}):
-                continue
-            began = time.monotonic()
-            cells = cells_of(model_type, dtype)
-            store(model_type, dtype, cells)
-            other = {name: cell for name, cell in cells.items() if cell != "equal"}
-            seconds = time.monotonic() - began
-            print(f"{model_type} {dtype}: {other or 'equal'} ({seconds:.0f} s)", flush=True)
+    with tempfile.TemporaryDirectory() as programs:  # engines of one model share programs
+        jax.config.update("jax_compilation_cache_dir", programs)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        for dtype in args.dtypes:
+            for model_type in args.families:
+                if not (args.missing and dtype in read().get(model_type, {})):
+                    report(model_type, dtype)
+
+
+def report(model_type: str, dtype: str) -> None:
+    """Compute, store and print one row."""
+    began = time.monotonic()
+    cells = cells_of(model_type, dtype)
+    store(model_type, dtype, cells)
+    other = {name: cell for name, cell in cells.items() if cell != "equal"}
+    seconds = time.monotonic() - began
+    print(f"{model_type} {dtype}: {other or 'equal'} ({seconds:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from ed_layers.cache.protocol import Pages
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.native import library
 from ed_layers.projections.matmul import matmul
-from ed_layers.unordered_sums import require_ordered
+from ed_layers.unordered_sums import call_ordered
 from jax.sharding import NamedSharding, PartitionSpec
 
 pytestmark = pytest.mark.skipif(
@@ -74,7 +74,7 @@ def test_sums_and_products_by_additions_do_not_depend_on_the_other_rows() -> Non
         alone = np.asarray(jax.jit(lambda a, b: sums.einsum(product, a, b))(a[3:4], b[3:4]))
         total = sums.einsum(long, a, a)
         gradient = jax.grad(lambda a: sums.einsum(long, a, a))(a)
-        require_ordered(lambda: sums.over_axis(a, 1))
+        call_ordered(lambda: sums.over_axis(a, 1))
         np.testing.assert_allclose(sums.over_axis(a, 1), a.sum(1), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(together, jnp.einsum(product, a, b), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(alone, together[3:4])
@@ -105,9 +105,9 @@ def test_sum_that_xla_orders_is_refused_with_its_place() -> None:
         return sums.softmax(matmul(x, w)) + pair[0]
 
     with library.chosen_by(ONE):
-        require_ordered(ordered)
+        call_ordered(ordered)
         with pytest.raises(ConfigError, match=r"dot_general of .*by_rows.* in test_layers_fixed"):
-            require_ordered(lambda: by_rows(x, w))
+            call_ordered(lambda: by_rows(x, w))
 
 
 def by_rows(x: jax.Array, w: jax.Array) -> jax.Array:

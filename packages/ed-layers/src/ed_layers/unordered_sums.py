@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 #: Primitives of jax that sum numbers, or combine partial sums of devices.
@@ -23,13 +23,15 @@ SUMS = {"dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum
 SUMS |= {"cumsum", "cumlogsumexp", "reduce_window_sum", "psum", "psum_invariant", "reduce_scatter"}
 
 
-def require_ordered(function: Callable[[], jax.Array]) -> None:
-    """Raise ConfigError if XLA computes a sum of floating-point numbers on a CPU for a function.
+def call_ordered(function: Callable[[], Any]) -> Any:
+    """Call a function and return its result, a tree of arrays.
 
+    Raise ConfigError if XLA computes a sum of floating-point numbers on a CPU for the first array.
     Sums of two numbers have one order.
     """
-    closed = jax.make_jaxpr(function)()
-    used, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)()
+    outputs = len(closed.jaxpr.outvars)
+    used, _ = dce_jaxpr(closed.jaxpr, [at == 0 for at in range(outputs)])
     places = sorted({place_of(equation) for equation in unordered(used)})
     if places:
         shown = "; ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
@@ -38,6 +40,7 @@ def require_ordered(function: Callable[[], jax.Array]) -> None:
             f"library does not compute them: {shown}. Set batch_invariant to false in the "
             "configuration of the model; the option of the same name of the engine needs no kernels"
         )
+    return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)())
 
 
 def unordered(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

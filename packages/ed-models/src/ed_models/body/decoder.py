@@ -158,10 +158,11 @@ class Decoder(EasyDeLBaseModule):
 
         with native.chosen_by(self.config):
             if self.config.batch_invariant:
-                from ed_layers.unordered_sums import require_ordered
+                from ed_layers.unordered_sums import call_ordered
 
-                require_ordered(lambda: run()[0])
-            x, cache, report, hidden = run()
+                x, cache, report, hidden = call_ordered(run)
+            else:
+                x, cache, report, hidden = run()
         if cache is not None and ctx.ragged is None:
             cache = cast(ContiguousCache, cache).advance(s)
         if report.losses or report.metrics:
