@@ -12,6 +12,7 @@ each family; `tools.bits_table` writes the table of docs/native.md.
 
 from __future__ import annotations
 
+import gc
 import re
 import tempfile
 import time
@@ -26,6 +27,7 @@ from ed_infra import registry
 from ed_infra.config.subclass import known_names
 from ed_infra.enums import TaskType
 from ed_infra.errors import EasyDeLError
+from ed_infra.sharding import placement
 from flax import nnx
 
 from tests.conformance.cases import subjects
@@ -62,25 +64,29 @@ NEW = 10
 Bits = list[np.ndarray]
 
 
-def create(model_type: str, dtype: str, dims: Sequence[int] = ONE_DEVICE, **fields: Any) -> Any:
-    """Create the tiny model of a family on a mesh."""
+def create(
+    model_type: str,
+    dtype: str,
+    dims: Sequence[int] = ONE_DEVICE,
+    weights: nnx.State | None = None,
+    **fields: Any,
+) -> Any:
+    """Create the tiny model of a family on a mesh, with given weights or random ones.
+
+    Random weights of two meshes can differ in the last bit, because XLA's logarithms depend on the
+    mesh.
+    """
     subject = next(s for s in subjects(model_type) if s.task == TaskType.CAUSAL_LM)
     config_class = registry.get_config(model_type)
     own = {name: v for name, v in subject.fields.items() if name in known_names(config_class)}
     own |= {"sharding_axis_dims": dims, "batch_invariant": True, **fields}
     config = config_class(**own)
     kind = jnp.dtype(dtype)
-    return subject.module_class.create(config, seed=0, dtype=kind, param_dtype=kind)
-
-
-def take_weights(model: Any, other: Any) -> None:
-    """Replace the weights of a model by those of another mesh. Equal seeds can create weights that
-    differ in the last bit, because XLA's logarithms depend on the mesh."""
-
-    def placed(own: jax.Array, its: jax.Array) -> jax.Array:
-        return jax.device_put(np.asarray(its), own.sharding)
-
-    nnx.update(model, jax.tree.map(placed, nnx.state(model), nnx.state(other)))
+    if weights is None:
+        return subject.module_class.create(config, seed=0, dtype=kind, param_dtype=kind)
+    empty = nnx.eval_shape(lambda: subject.module_class(config, kind, kind, rngs=nnx.Rngs(0)))
+    filled = nnx.merge(nnx.graphdef(empty), jax.tree.map(np.asarray, weights))
+    return placement.shard(filled, config)
 
 
 def prompts() -> list[list[int]]:
@@ -202,8 +208,7 @@ def cells_of(model_type: str, dtype: str) -> dict[str, str]:
             f"generate {together}", lambda n=together: of_generate(model, equal_length, n), greedy
         )
     for name, dims in DIMS.items():
-        there = create(model_type, dtype, dims)
-        take_weights(there, model)
+        there = create(model_type, dtype, dims, nnx.state(model))
         compare(f"engine {name}", lambda there=there: of_engine(there, asked), alone)
         compare(f"forward {name}", lambda there=there: (rows, of_forward(there, rows, 4)), alone)
         compare(f"generate {name}", lambda there=there: of_generate(there, equal_length, 4), greedy)
@@ -223,6 +228,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=DTYPES)
     parser.add_argument("--missing", action="store_true", help="skip stored rows")
     args = parser.parse_args()
+    gc.disable()  # a collection reads the many objects of traces
     jax.config.update("jax_num_cpu_devices", 2)
     with tempfile.TemporaryDirectory() as programs:  # engines of one model share programs
         jax.config.update("jax_compilation_cache_dir", programs)
