@@ -95,7 +95,7 @@ def table() -> str:
         if family not in wholly
     ]
     lines += ["", f"An error refuses: {', '.join(refused)}."] if refused else []
-    lines += ["", f"Not run: {', '.join(partly + wholly)}."]
+    lines += ["", f"Not run: {', '.join(partly + wholly)}."] if partly or wholly else []
     return "\n".join(lines) + "\n\n"
 
 

@@ -20,8 +20,18 @@ from jaxtyping import Array, Float
 
 from ed_layers import fixed_order
 from ed_layers.attention import Mechanism, attend
-from ed_layers.attention.blocks.sparse_index import Chosen, Indexer, Places, attend_to_places
+from ed_layers.attention.blocks.sparse_index import (
+    Chosen,
+    Indexer,
+    Places,
+    Stored,
+    attend_to_places,
+    by_token,
+    in_pages,
+    in_rows,
+)
 from ed_layers.cache import LayerCacheSpec
+from ed_layers.cache.codes import decode
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
@@ -183,14 +193,28 @@ class LatentAttention(nnx.Module):
         plain, turned = jnp.split(q, [self.plain], axis=-1)
         plain = _by_heads(plain, of_keys.transpose(1, 2, 0), precision)
         q = jnp.concatenate([plain, turned], axis=-1)
-        if isinstance(chosen, Places) and ctx.ragged is not None:
-            kv = latents, None
-            cache, pages = cache.update(layer, kv, ragged=ctx.ragged, group=self.latent_spec.group)
-            out = attend_to_places(q[0], chosen, pages, ctx.ragged, self.scale)[None]
+        if isinstance(chosen, Places):
+            stored, cache = self.stored(latents, ctx, cache, layer)
+            out = attend_to_places(by_token(q), chosen, stored, self.scale, self.rank)
+            out = out.reshape(*q.shape[:-1], self.rank)
         else:
             values = latents[..., : self.rank]
             out, cache = self.attend(q, latents, values, ctx, chosen, cache, layer)
         return _by_heads(out, of_values.transpose(1, 0, 2), precision), cache
+
+    def stored(
+        self, latents: Float[Array, "b s 1 l+p"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Stored, Any]:
+        """Return the latents that the tokens read, and the cache with the new latents."""
+        kv, group, dtype = (latents, None), self.latent_spec.group, latents.dtype
+        if ctx.ragged is not None:
+            cache, pages = cache.update(layer, kv, ragged=ctx.ragged, group=group)
+            return in_pages(pages, ctx.ragged, dtype), cache
+        held = latents[:, :, 0]
+        if cache is not None:
+            cache, found = cache.update(layer, kv, mask_info=ctx.mask_info, group=group)
+            held = decode(found.k, dtype)[:, 0]
+        return in_rows(held, latents.shape[1]), cache
 
     def expansion(self, dtype: DTypeLike) -> Float[Array, "l h n+v"]:
         """Return the matrix of `kv_b_proj` by heads. For a layer that replaced `kv_b_proj`
@@ -211,7 +235,7 @@ class LatentAttention(nnx.Module):
         layer: Layer,
     ) -> tuple[jax.Array, Any]:
         """Call `ed_layers.attention.attend` with the settings of this layer."""
-        assert not isinstance(chosen, Places), "places are in pages, which `absorbed` reads"
+        assert not isinstance(chosen, Places), "`absorbed` reads places"
         return attend(
             q,
             k,

@@ -1,6 +1,9 @@
 """Sparse attention with an index (DeepSeek-V3.2, 2025): small heads score all keys of a query, and
 attention reads only the best keys.
 
+In one order of sums (`ed_layers.fixed_order`), prompts, caches and pages compute each token alone,
+from as many keys in the same order. Otherwise only pages do.
+
 Legend: b batch, s queries, t keys, d hidden, a size of a compressed query, i heads of the index,
 k head dim of the index, h heads of attention, l latent, p rotary size, c selected keys per query,
 T flat tokens, n slots of a sequence.
@@ -10,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +22,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from ed_layers import fixed_order, sums
 from ed_layers.attention.scoring import padded
 from ed_layers.cache import LayerCacheSpec
 from ed_layers.cache.codes import Codes, decode
@@ -26,6 +31,7 @@ from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
 from ed_layers.parts import Parts
+from ed_layers.projections.matmul import matmul
 from ed_layers.rotary import apply_rotary
 
 #: Number of queries whose scores [b, queries, i, t] exist at the same time.
@@ -36,7 +42,7 @@ TOKEN_BLOCK = 16
 
 @dataclass(frozen=True)
 class Places:
-    """The keys that each token of a flat batch attends to.
+    """The keys that each token attends to, one after another.
 
     Attributes:
         position: position of the key in the sequence of the token.
@@ -47,9 +53,37 @@ class Places:
     real: Bool[Array, "T c"]
 
 
-#: The result of an index: a bias [b, 1, s, t] that hides the keys which were not selected;
-#: positions in pages; or None if the sequence has no more than c keys.
+#: The result of an index: a bias [b, 1, s, t] that hides the keys which were not selected; places;
+#: or None if the sequence has no more than c keys.
 Chosen = jax.Array | Places | None
+
+
+class Stored(NamedTuple):
+    """Stored vectors, which each token reads by position.
+
+    Attributes:
+        read: returns the vectors [n, k] at n positions, from the row of a token.
+        rows: row of each token, [T] or [T, pages].
+        count: number of positions in a row.
+    """
+
+    read: Callable[[jax.Array, jax.Array], jax.Array]
+    rows: jax.Array
+    count: int
+
+
+def in_pages(pages: Pages, ragged: RaggedBatch, dtype: DTypeLike) -> Stored:
+    """Return the vectors in the pages of a flat batch."""
+    table = pages_of_tokens(pages, ragged)
+    return Stored(
+        partial(tokens_of, pages, dtype=dtype), table, table.shape[1] * page_size_of(pages)
+    )
+
+
+def in_rows(x: Float[Array, "b t k"], queries: int) -> Stored:
+    """Return the vectors of a batch whose rows have the same number of queries."""
+    rows = jnp.repeat(jnp.arange(x.shape[0]), queries)
+    return Stored(lambda row, slots: x[row, slots], rows, x.shape[1])
 
 
 class Indexer(nnx.Module):
@@ -92,17 +126,31 @@ class Indexer(nnx.Module):
         group = self.cache_spec.group
         if ctx.ragged is not None:
             cache, pages = cache.update(layer, (new, None), ragged=ctx.ragged, group=group)
+            stored = in_pages(pages, ctx.ragged, new.dtype)
+            if self.is_short(stored.count):
+                return None, cache
+            seen = jnp.arange(stored.count) <= ctx.ragged.positions()[0][:, None]
+            seen &= ctx.ragged.real()[:, None]
             q, weights = self.queries(x, compressed, ctx)
-            return self.places(q[0], weights[0], pages, ctx.ragged), cache
+            return self.places(q[0], weights[0], stored, seen), cache
         keys = new[:, :, 0]
         if cache is not None:
-            cache, stored = cache.update(layer, (new, None), mask_info=mask, group=group)
-            keys, mask = decode(stored.k, new.dtype)[:, 0], stored.mask_info
-        if keys.shape[1] <= self.kept:
+            cache, held = cache.update(layer, (new, None), mask_info=mask, group=group)
+            keys, mask = decode(held.k, new.dtype)[:, 0], held.mask_info
+        if self.is_short(keys.shape[1]):
             return None, cache
         assert mask is not None, "only a flat batch has no mask"
         q, weights = self.queries(x, compressed, ctx)
-        return self.bias(q, weights, keys, mask.allowed()), cache
+        seen = mask.allowed()
+        if not fixed_order.active():
+            return self.bias(q, weights, keys, seen), cache
+        stored = in_rows(keys, x.shape[1])
+        return self.places(by_token(q), by_token(weights), stored, by_token(seen)), cache
+
+    def is_short(self, count: int) -> bool:
+        """Return whether tokens attend to all keys, because none has more than the index selects.
+        In one order of sums the computation must not depend on the size of a cache."""
+        return count <= self.kept and not fixed_order.active()
 
     def queries(
         self, x: Float[Array, "b s d"], compressed: Float[Array, "b s a"], ctx: Ctx
@@ -152,23 +200,24 @@ class Indexer(nnx.Module):
         self,
         q: Float[Array, "T i k"],
         weights: Float[Array, "T i"],
-        pages: Pages,
-        ragged: RaggedBatch,
-    ) -> Places | None:
-        """Return the best keys of each token in the pages of its sequence."""
-        table = pages_of_tokens(pages, ragged)
-        slots = jnp.arange(table.shape[1] * page_size_of(pages))
-        if slots.shape[0] <= self.kept:
-            return None
+        stored: Stored,
+        seen: Bool[Array, "T n"],
+    ) -> Places:
+        """Return the best keys of each token among those that it sees."""
+        slots, missing = jnp.arange(stored.count), max(0, self.kept - stored.count)
 
         def token(part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-            q, weights, row, position = part
-            keys = tokens_of(pages, row, slots, q.dtype)
-            scores = scores_of(q[None, None], weights[None, None], keys[None])[0, 0]
-            best, at = jax.lax.top_k(jnp.where(slots <= position, scores, -jnp.inf), self.kept)
-            return at, best > -jnp.inf
+            q, weights, row, seen = part
+            each = jax.nn.relu(products(q, stored.read(row, slots))) * weights[:, None]
+            scores = jnp.where(seen, sums.over_axis(each, 0), -jnp.inf)
+            scores = jnp.pad(scores, (0, missing), constant_values=-jnp.inf)
+            best, at = jax.lax.top_k(scores, self.kept)
+            if not fixed_order.active():
+                return at, best > -jnp.inf
+            at = jnp.sort(jnp.where(best > -jnp.inf, at, stored.count))
+            return at, at < stored.count
 
-        return Places(*by_tokens(token, (q, weights, table, ragged.positions()[0])))
+        return Places(*by_tokens(token, (q, weights, stored.rows, seen)))
 
 
 def scores_of(
@@ -180,36 +229,47 @@ def scores_of(
 
 
 def attend_to_places(
-    q: Float[Array, "T h l+p"],
-    places: Places,
-    pages: Pages,
-    ragged: RaggedBatch,
-    scale: float,
+    q: Float[Array, "T h l+p"], places: Places, stored: Stored, scale: float, value_dim: int
 ) -> Float[Array, "T h l"]:
-    """Attend from each token to its selected latents; other latents are not read.
+    """Attend from each token to its selected latents; other latents are not read. The result of a
+    token without keys is 0.
 
     Args:
         q: absorbed queries.
-        pages: of latents.
+        stored: latents.
         scale: factor on the scores.
+        value_dim: l.
     """
-    value_dim = pages.value_dim or q.shape[-1]
 
     def token(part: tuple[jax.Array, ...]) -> jax.Array:
         q, row, position, real = part
-        latents = tokens_of(pages, row, position, q.dtype)
-        scores = jnp.einsum("hk,ck->hc", q, latents, preferred_element_type=jnp.float32) * scale
-        weights = jax.nn.softmax(jnp.where(real, scores, -jnp.inf), axis=-1)
-        return jnp.einsum("hc,cl->hl", weights.astype(q.dtype), latents[:, :value_dim])
+        latents = stored.read(row, position)
+        scores = jnp.where(real, products(q, latents) * scale, -1e30)
+        top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+        powers = jnp.where(real, fixed_order.exp(scores - top), 0)
+        weights = powers / jnp.maximum(sums.total(powers), jnp.finfo(jnp.float32).tiny)
+        return products(weights.astype(q.dtype), latents[:, :value_dim].T).astype(q.dtype)
 
-    table = pages_of_tokens(pages, ragged)
-    out = by_tokens(token, (q, table, places.position, places.real))
-    return jnp.where(ragged.real()[:, None, None], out, 0)
+    return by_tokens(token, (q, stored.rows, places.position, places.real))
+
+
+def products(a: Float[Array, "m k"], b: Float[Array, "n k"]) -> Float[Array, "m n"]:
+    """Return the products of all pairs of vectors, float32."""
+    if fixed_order.active():
+        return matmul(a.astype(jnp.float32), b.astype(jnp.float32), transposed=True)
+    return jnp.einsum("mk,nk->mn", a, b, preferred_element_type=jnp.float32)
+
+
+def by_token(x: Float[Array, "b s *rest"]) -> Float[Array, " T *rest"]:
+    """Return the rows of a batch as one sequence of tokens."""
+    return x.reshape(-1, *x.shape[2:])
 
 
 def by_tokens(function: Callable[[Any], Any], tokens: tuple[jax.Array, ...]) -> Any:
-    """Map a function of one token over all tokens, in chunks that bound the gathered memory."""
-    return jax.lax.map(function, tokens, batch_size=min(TOKEN_BLOCK, tokens[0].shape[0]))
+    """Map a function of one token over all tokens, in chunks that bound the gathered memory; in one
+    order of sums, each token alone."""
+    chunk = None if fixed_order.active() else min(TOKEN_BLOCK, tokens[0].shape[0])
+    return jax.lax.map(function, tokens, batch_size=chunk)
 
 
 def pages_of_tokens(pages: Pages, ragged: RaggedBatch) -> Int[Array, "T pages"]:
