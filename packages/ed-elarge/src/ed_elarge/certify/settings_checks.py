@@ -121,8 +121,8 @@ def _default_without_cache(subject: CertifiedModel) -> bool:
     model_type = str(subject.settings.get("model_type"))
     if model_type not in registry.model_types():
         return False
-    default: Any = registry.get_config(model_type)()
-    return getattr(default, "use_cache", True) is False
+    # A family can have no default sizes, so only the class is read.
+    return getattr(registry.get_config(model_type), "use_cache", True) is False
 
 
 def settings_of_base(subject: CertifiedModel) -> Outcome:
