@@ -110,6 +110,13 @@ def exp(x: jax.Array) -> jax.Array:
     return _exp(x) if active() else jnp.exp(x)
 
 
+def sigmoid(x: jax.Array) -> jax.Array:
+    """Return the sigmoid in the dtype of `x`, computed in float32 in one order of sums; see `exp`."""
+    if not active():
+        return jax.nn.sigmoid(x)
+    return (1 / (1 + _exp(-x.astype(jnp.float32)))).astype(x.dtype)
+
+
 #: Coefficients of `exp(r) = 1 + r + r**2 (c[0] r**5 + ... + c[5])` (Cephes).
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 #: ln 2 as a sum of two numbers; products of the first one with small integers are exact.

@@ -46,7 +46,8 @@ def softmax(x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
     x = x.astype(jnp.float32)
     if not fixed_order.active():
         return jax.nn.softmax(x)
-    powers = jnp.exp(x - jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True)))
+    top = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+    powers = fixed_order.exp(x - top)
     return powers / total(powers)
 
 

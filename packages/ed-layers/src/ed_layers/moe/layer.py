@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers import sums
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import rounded, sigmoid
 from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.parts import Parts
@@ -151,7 +151,7 @@ class Router(nnx.Module):
             given: experts to use instead of the best ones; -1 = the best ones.
         """
         softmax = self.score == "softmax"
-        scores = sums.softmax(logits) if softmax else jax.nn.sigmoid(logits)
+        scores = sums.softmax(logits) if softmax else sigmoid(logits)
         chosen = jax.lax.top_k(self.ranks(jax.lax.stop_gradient(scores)), self.per_token)[1]
         chosen = given_or(given, chosen)
         if self.normalize and softmax:
@@ -281,7 +281,7 @@ class SparseMLP(nnx.Module):
         out = self.shared_experts(x, ctx)
         if hasattr(self, "shared_expert_gate"):
             logits = ctx.named(self.shared_expert_gate(x, ctx), "moe_gate_logits")
-            out = rounded(out * jax.nn.sigmoid(logits))
+            out = rounded(out * sigmoid(logits))
         return out
 
     def joined(

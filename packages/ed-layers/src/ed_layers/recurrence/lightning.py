@@ -66,9 +66,9 @@ class LightningAttention(nnx.Module):
         """Return the decay rates of the heads of a layer: smaller for later heads and later
         layers."""
         of_head = (2.0 ** (-8 / self.heads)) ** np.arange(1, self.heads + 1)
-        depth = rounded(jnp.asarray(layer, jnp.float32) / (self.layers - 1 + 1e-5))
-        of_layer = 1 - depth + 1e-5
-        return jnp.asarray(of_head, jnp.float32) * of_layer
+        of_layer = 1 - np.arange(self.layers) / (self.layers - 1 + 1e-5) + 1e-5
+        # A table: XLA divides a traced number of a layer with another rounding than a constant.
+        return jnp.asarray(np.outer(of_layer, of_head), jnp.float32)[layer]
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: StateCache | None, layer: Layer
