@@ -111,7 +111,7 @@ def exp(x: jax.Array) -> jax.Array:
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
-    """Return the sigmoid in the dtype of `x`, computed in float32 in one order of sums; see `exp`."""
+    """Return the sigmoid in the dtype of `x`; in one order of sums, computed in float32."""
     if not active():
         return jax.nn.sigmoid(x)
     return (1 / (1 + _exp(-x.astype(jnp.float32)))).astype(x.dtype)
