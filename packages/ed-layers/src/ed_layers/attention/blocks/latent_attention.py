@@ -24,7 +24,7 @@ from ed_layers.attention.blocks.sparse_index import (
     Chosen,
     Indexer,
     Places,
-    Stored,
+    Vectors,
     attend_to_places,
     by_token,
     in_pages,
@@ -204,7 +204,7 @@ class LatentAttention(nnx.Module):
 
     def stored(
         self, latents: Float[Array, "b s 1 l+p"], ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Stored, Any]:
+    ) -> tuple[Vectors, Any]:
         """Return the latents that the tokens read, and the cache with the new latents."""
         kv, group, dtype = (latents, None), self.latent_spec.group, latents.dtype
         if ctx.ragged is not None:

@@ -58,7 +58,7 @@ class Places:
 Chosen = jax.Array | Places | None
 
 
-class Stored(NamedTuple):
+class Vectors(NamedTuple):
     """Stored vectors, which each token reads by position.
 
     Attributes:
@@ -72,18 +72,18 @@ class Stored(NamedTuple):
     count: int
 
 
-def in_pages(pages: Pages, ragged: RaggedBatch, dtype: DTypeLike) -> Stored:
+def in_pages(pages: Pages, ragged: RaggedBatch, dtype: DTypeLike) -> Vectors:
     """Return the vectors in the pages of a flat batch."""
     table = pages_of_tokens(pages, ragged)
-    return Stored(
+    return Vectors(
         partial(tokens_of, pages, dtype=dtype), table, table.shape[1] * page_size_of(pages)
     )
 
 
-def in_rows(x: Float[Array, "b t k"], queries: int) -> Stored:
+def in_rows(x: Float[Array, "b t k"], queries: int) -> Vectors:
     """Return the vectors of a batch whose rows have the same number of queries."""
     rows = jnp.repeat(jnp.arange(x.shape[0]), queries)
-    return Stored(lambda row, slots: x[row, slots], rows, x.shape[1])
+    return Vectors(lambda row, slots: x[row, slots], rows, x.shape[1])
 
 
 class Indexer(nnx.Module):
@@ -200,7 +200,7 @@ class Indexer(nnx.Module):
         self,
         q: Float[Array, "T i k"],
         weights: Float[Array, "T i"],
-        stored: Stored,
+        stored: Vectors,
         seen: Bool[Array, "T n"],
     ) -> Places:
         """Return the best keys of each token among those that it sees."""
@@ -229,7 +229,7 @@ def scores_of(
 
 
 def attend_to_places(
-    q: Float[Array, "T h l+p"], places: Places, stored: Stored, scale: float, value_dim: int
+    q: Float[Array, "T h l+p"], places: Places, stored: Vectors, scale: float, value_dim: int
 ) -> Float[Array, "T h l"]:
     """Attend from each token to its selected latents; other latents are not read. The result of a
     token without keys is 0.
