@@ -445,7 +445,8 @@ def cached(url, key, prompt, **more):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_cached_tokens_reveal_prompts_only_with_shared_prefixes(engine_behind, shared):
-    prompt = [*range(3, 3 + 40)] if shared else [*range(50, 50 + 40)]
+    # Falling ids, which no other test of this engine sends.
+    prompt = [*range(42, 2, -1)] if shared else [*range(89, 49, -1)]
     with background(engine_behind, api_key=["ann", "bob"], share_prefix_cache=shared) as url:
         assert cached(url, ANN, prompt) == 0
         assert cached(url, ANN, prompt) == 32

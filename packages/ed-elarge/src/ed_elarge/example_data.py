@@ -101,7 +101,14 @@ choices = [
 ]
 
 
-_COLORS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 80, 230)}
+_COLORS = {
+    "red": (220, 40, 40),
+    "green": (40, 200, 60),
+    "blue": (50, 80, 230),
+    "yellow": (230, 220, 50),
+    "purple": (170, 60, 200),
+    "white": (240, 240, 240),
+}
 _CORNERS = {"top left": (0, 0), "top right": (0, 8), "bottom left": (8, 0), "bottom right": (8, 8)}
 #: Shape -> whether a pixel of a field of 8 x 8 belongs to the shape.
 _SHAPES = {
@@ -138,6 +145,6 @@ drawings = [
         "label": shape,
         "text": f"a {color} {shape} at the {corner}",
     }
-    for shape, color, corner in [*product(_SHAPES, _COLORS, _CORNERS)] * 4
+    for shape, color, corner in [*product(_SHAPES, _COLORS, _CORNERS)] * 2
 ]
 _RANDOM.shuffle(drawings)
