@@ -89,13 +89,13 @@ class Llama4TextAttention(SelfAttention):
         )
         self.grows = config.attn_temperature_tuning and not turns
         self.step, self.growth = config.floor_scale, config.attn_scale
-        self.last = config.max_position_embeddings - 1
+        self.positions = config.max_position_embeddings
 
     def projected(self, x, ctx):
         q, k, v = super().projected(x, ctx)
         if self.grows:
             # A table: XLA's logarithms depend on the size of an array.
-            steps = np.arange(int((self.last + 1.0) // self.step) + 1)
+            steps = np.arange(int(self.positions // self.step) + 1)
             table = jnp.asarray(np.log1p(steps) * self.growth + 1.0, jnp.float32)
             scale = table[jnp.floor((ctx.position_ids + 1.0) / self.step).astype(jnp.int32)]
             q = (q * scale[:, :, None, None]).astype(q.dtype)

@@ -245,9 +245,7 @@ def attend_to_places(
         q, row, position, real = part
         latents = stored.read(row, position)
         scores = jnp.where(real, products(q, latents) * scale, -1e30)
-        top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-        powers = jnp.where(real, fixed_order.exp(scores - top), 0)
-        weights = powers / jnp.maximum(sums.total(powers), jnp.finfo(jnp.float32).tiny)
+        weights = jnp.where(real, sums.softmax(scores), 0)
         return products(weights.astype(q.dtype), latents[:, :value_dim].T).astype(q.dtype)
 
     return by_tokens(token, (q, stored.rows, places.position, places.real))
