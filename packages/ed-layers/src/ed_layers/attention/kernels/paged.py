@@ -24,7 +24,7 @@ from ed_layers.attention.kernels.visibility import visible
 from ed_layers.attention.scoring import heads_of
 from ed_layers.cache.codes import Codes, decode
 from ed_layers.cache.ragged import RaggedBatch
-from ed_layers.devices import platform_of
+from ed_layers.devices import AxisNames, axes_of, platform_of
 from ed_layers.projections.matmul import batched
 
 # Keys per block, and queries per block of a prefill. On a GPU each turn of a loop launches a dozen
@@ -47,6 +47,14 @@ def paged_attention(call: Paged) -> Float[Array, "T h d"]:
     if not call.ragged.decode_only:
         out = prefill_each(q, reader, call.ragged, out)
     return out.reshape(tokens, heads, call.value_dim).astype(call.q.dtype)
+
+
+def head_axes(call: Paged) -> AxisNames | None:
+    """Return the mesh axes that split the heads of both queries and pages."""
+    if call.config is None or call.config.mesh.size == 1:
+        return None
+    heads = (call.q.shape[0], call.pages.pool.shape[-3])
+    return axes_of(call.config, (None, "heads"), heads, "decode")[1]
 
 
 class PageBlocks(NamedTuple):

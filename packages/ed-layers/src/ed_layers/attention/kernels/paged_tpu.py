@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ed_layers.attention.kernel import Kernel, Paged, Settings, reasons
-from ed_layers.attention.kernels.paged import NAMES
+from ed_layers.attention.kernels.paged import NAMES, head_axes
 from ed_layers.attention.scoring import limit_of, static
-from ed_layers.devices import AxisNames, axes_of, mesh_of, ways
+from ed_layers.devices import mesh_of, ways
 
 #: The head dim of the kernel: the size of a row of a TPU's memory.
 HEAD_DIM = 128
@@ -64,14 +64,6 @@ def tiled(heads: int, groups: int, dtype: jnp.dtype) -> bool:
     queries = keys_values // 2 * (heads // groups)
     fits = queries == heads or queries % 8 == 0 or not whole(queries)
     return whole(2 * groups) and fits
-
-
-def head_axes(call: Paged) -> AxisNames | None:
-    """Return the mesh axes that split the heads of both queries and pages."""
-    if call.config is None or call.config.mesh.size == 1:
-        return None
-    heads = (call.q.shape[0], call.pages.pool.shape[-3])
-    return axes_of(call.config, (None, "heads"), heads, "decode")[1]
 
 
 def ragged_page_attention(call: Paged) -> Float[Array, "T h k"]:
