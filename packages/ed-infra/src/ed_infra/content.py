@@ -15,10 +15,10 @@ def content_key(arrays: Mapping[str, np.ndarray], *more: object) -> bytes:
         arrays: arrays by name.
         more: further values, which are identified by their text.
     """
-    key = hashlib.blake2b(digest_size=16)
+    key = hashlib.sha256()  # processors have instructions for it: twice as fast as BLAKE2
     for name, array in sorted(arrays.items()):
         key.update(f"{name} {array.dtype} {array.shape} ".encode())
-        key.update(np.ascontiguousarray(array).tobytes())
+        key.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     for value in more:
         key.update(f"{value}".encode())
-    return key.digest()
+    return key.digest()[:16]
