@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,10 @@ from ed_infra.errors import EasyDeLError
 from ed_infra.logging import get_logger
 
 logger = get_logger(__name__)
+
+#: Number of threads that compile programs before the engine is ready. XLA releases the GIL while it
+#: compiles; tracing does not benefit from threads.
+COMPILERS = max(1, min(4, os.cpu_count() or 1))
 
 NameT = TypeVar("NameT")
 Program = Callable[..., Any]

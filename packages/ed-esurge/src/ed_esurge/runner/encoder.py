@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from ed_models.tasks.encoder_items import EncoderItems, ItemArrays, batch_of_one
 
 from ed_esurge.core.plan import EncodedItem
 from ed_esurge.core.request import RequestError
+from ed_esurge.runner.background import COMPILERS
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.weights import ServedWeights, abstract
 
@@ -89,16 +91,19 @@ class ItemEncoder:
 
     def compile(self) -> None:
         """Compile the function for each shape of items. The rows of the table stay unused."""
-        for arrays in self._items.examples():
-            one = self._call_of_one(arrays, [])
-            for count in self._counts(one[1].shape[1]):
-                inputs, rows = joined([one] * count)
-                if not self._ahead_of_time:
-                    self._encode((inputs, rows))
-                    continue
-                table = abstract(self._memory.encoded)
-                lowered = self._written.lower(self._weights.like, table, inputs, rows)
-                self._compiled[rows.shape] = lowered.compile()
+        ones = [self._call_of_one(arrays, []) for arrays in self._items.examples()]
+        calls = [joined([one] * n) for one in ones for n in self._counts(one[1].shape[1])]
+        if not self._ahead_of_time:
+            for call in calls:
+                self._encode(call)
+            return
+        like, table = self._weights.like, abstract(self._memory.encoded)
+        with ThreadPoolExecutor(COMPILERS) as threads:
+            pending = {
+                rows.shape: threads.submit(self._written.lower(like, table, inputs, rows).compile)
+                for inputs, rows in calls
+            }
+        self._compiled |= {shape: future.result() for shape, future in pending.items()}
 
     def _counts(self, length: int) -> tuple[int, ...]:
         """Return the numbers of items of a call, for items of `length` encoder positions."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from ed_esurge.model import platform_of
 from ed_esurge.runner import filters
-from ed_esurge.runner.background import BackgroundCompilation
+from ed_esurge.runner.background import COMPILERS, BackgroundCompilation
 from ed_esurge.runner.buckets import StepShape
 from ed_esurge.runner.host_pages import PAGES_AT_ONCE
 from ed_esurge.runner.sampler import SamplerState
@@ -184,11 +183,9 @@ class Functions:
         Args:
             options: options of the compiler.
         """
-        # XLA releases the GIL while it compiles. Tracing does not benefit from threads.
-        count = max(1, min(4, os.cpu_count() or 1))
         made: dict[ProgramKey, Callable[..., Any]] = {}
         afresh = compiled_afresh() if self._kept else nullcontext()
-        with afresh, ThreadPoolExecutor(count) as threads:
+        with afresh, ThreadPoolExecutor(COMPILERS) as threads:
             pending = {
                 threads.submit(self._uncompiled.lower(name).compile, compiler_options=options): name
                 for name in names
