@@ -51,7 +51,7 @@ def refusals(call: Paged) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Shape:
+class PromptShape:
     """What is known when the kernel is traced.
 
     Attributes:
@@ -82,7 +82,7 @@ def prompt_attention(call: Paged, *, interpret: bool = False) -> Float[Array, "T
         return paged_attention(call)
     pages, ragged, scoring = call.pages, call.ragged, call.scoring
     assert isinstance(pages.pool, jax.Array), "refused"
-    shape = Shape(
+    shape = PromptShape(
         queries=call.settings.block_q or BLOCK,
         keys=call.settings.block_k or (BLOCK if call.q.shape[-1] <= 128 else BLOCK // 2),
         dim=call.q.shape[-1],
@@ -148,7 +148,7 @@ def blocks_of(ragged: RaggedBatch, tokens: int, size: int) -> Int[Array, "b 5"]:
 
 
 def run_kernel(
-    shape: Shape, page_size: int, interpret: bool, arrays: dict[str, jax.Array]
+    shape: PromptShape, page_size: int, interpret: bool, arrays: dict[str, jax.Array]
 ) -> Float[Array, "T h d"]:
     """Run the kernel once for each block of queries and each head of this device."""
     from jax.experimental import pallas as pl
@@ -172,7 +172,7 @@ def run_kernel(
 
 
 def attend_block(
-    shape: Shape,
+    shape: PromptShape,
     page_size: int,
     block: jax.Array,
     head: jax.Array,
