@@ -43,7 +43,7 @@ HEADERS = {
     "generate": ["model", "sequences", "engine, tokens/s", "generate, tokens/s", "ratio"],
     "prefixes": ["prompts", "cold, ms", "warm, ms", "speed-up"],
     "speculation": ["sequences", "without, tokens/s", "with, tokens/s", "speed-up", "accepted"],
-    "invariant": ["option of", "sequences", "without, tokens/s", "with, tokens/s", "cost"],
+    "invariant": ["option of", "requests", "without, tokens/s", "with, tokens/s", "cost"],
     "overlap": ["model", "sequences", "options", "tokens/s", "relative to neither"],
 }
 
@@ -143,7 +143,7 @@ def against_generate(options: argparse.Namespace) -> list[list[str]]:
                 return np.asarray(model.generate(ids, **settings).sequences)
 
             runs: dict[str, Run] = {"engine": answer(made, asked, params), "generate": whole}
-            rows.append([name, str(seqs), *_rates(runs, seqs, options)])
+            rows.append([name, str(seqs), *_rates(runs, seqs * options.tokens, options)])
             made.terminate()
     return rows
 
@@ -153,10 +153,14 @@ def answer(made: eSurge, asked: list[list[int]], params: SamplingParams) -> Run:
     return lambda: made.generate(asked, params)
 
 
-def _rates(runs: dict[str, Run], seqs: int, options: argparse.Namespace) -> list[str]:
-    """Return tokens per second of two contenders, and the ratio of the first to the second."""
+def _rates(runs: dict[str, Run], tokens: int, options: argparse.Namespace) -> list[str]:
+    """Return tokens per second of two contenders, and the ratio of the first to the second.
+
+    Args:
+        tokens: number of tokens that a run counts.
+    """
     seconds = [*take_turns(runs, rounds=options.rounds).values()]
-    first, second = (seqs * options.tokens / value for value in seconds)
+    first, second = (tokens / value for value in seconds)
     return [f"{first:.1f}", f"{second:.1f}", f"{first / second:.2f}"]
 
 
@@ -198,7 +202,7 @@ def speculation(options: argparse.Namespace) -> list[list[str]]:
         params = greedy(options.tokens)
         _check_same(plain.generate(asked, params), eager.generate(asked, params))
         runs = {"with": answer(eager, asked, params), "without": answer(plain, asked, params)}
-        fast, slow, ratio = _rates(runs, seqs, options)
+        fast, slow, ratio = _rates(runs, seqs * options.tokens, options)
         stats = eager.stats()
         share = stats["spec_decode_num_accepted_tokens"] / stats["spec_decode_num_draft_tokens"]
         rows.append([str(seqs), slow, fast, ratio, f"{share:.0%}"])
@@ -224,16 +228,23 @@ def invariant(options: argparse.Namespace) -> list[list[str]]:
     model, pieces = build("135M", options.layers, options.dtype)
     ordered, _ = build("135M", options.layers, options.dtype, batch_invariant=True)
     rows = []
+    new = options.tokens
+    # Number of sequences, tokens of each prompt, new tokens of each, and counted tokens.
+    requests = {
+        "1 sequence": (1, PROMPT, new, new),
+        "8 sequences": (8, PROMPT, new, 8 * new),
+        "a prompt of 448 tokens": (1, 448, 1, 448),
+    }
     for owner in ("model", "engine"):
-        for seqs in (1, 8):
+        for name, (seqs, length, each, counted) in requests.items():
             usual = engine(model, pieces, 8)
             if owner == "model":
                 bitwise = engine(ordered, pieces, 8)
             else:
                 bitwise = engine(model, pieces, 8, batch_invariant=True)
-            asked, params = prompts(seqs, PROMPT), greedy(options.tokens)
+            asked, params = prompts(seqs, length), greedy(each)
             runs = {"without": answer(usual, asked, params), "with": answer(bitwise, asked, params)}
-            rows.append([owner, str(seqs), *_rates(runs, seqs, options)])
+            rows.append([owner, name, *_rates(runs, counted, options)])
             for made in (usual, bitwise):
                 made.terminate()
     return rows
