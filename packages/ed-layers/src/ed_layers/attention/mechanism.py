@@ -200,7 +200,9 @@ def check_language(option: str, name: str, language: str | None, config: EasyDeL
         and (kernel.mechanism == name or (name == "auto" and kernel.reads == "projected"))
     ]
     if not here:
-        others = dict.fromkeys(f"{k.mechanism} on {k.platform}" for k in speaking)
+        reads = "projected" if name == "auto" else MECHANISMS[name].reads
+        alike = [k for k in speaking if MECHANISMS[k.mechanism].reads == reads]
+        others = dict.fromkeys(f"{k.mechanism} on {k.platform}" for k in alike)
         known = f"mechanisms with one: {', '.join(others)}" if others else "no mechanism has one"
         raise ConfigError(
             f"platform={language!r}: {option}={name!r} has no {language} kernel on {platform}; "
