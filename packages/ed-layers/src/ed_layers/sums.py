@@ -5,8 +5,6 @@ Legend: d summed numbers.
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -69,13 +67,15 @@ def over_axis(x: Float[Array, "*dims"], axis: int) -> Float[Array, "*dims"]:
     """
     if not fixed_order.active():
         return jnp.sum(x, axis=axis)
-    x = jnp.moveaxis(fixed_order.rounded(x), axis, 0)
-    size = 1 << (x.shape[0] - 1).bit_length()
-    x = jnp.pad(x, ((0, size - x.shape[0]), *((0, 0),) * (x.ndim - 1)))
+    axis %= x.ndim
+    size = 1 << (x.shape[axis] - 1).bit_length()
+    missing = [(0, size - n if at == axis else 0) for at, n in enumerate(x.shape)]
+    x = jnp.pad(fixed_order.rounded(x), missing)
     while size > 1:
         size //= 2
-        x = x[:size] + x[size:]
-    return x[0]
+        first, second = (jax.lax.slice_in_dim(x, i, i + size, axis=axis) for i in (0, size))
+        x = first + second
+    return jnp.squeeze(x, axis)
 
 
 def einsum(
@@ -89,16 +89,19 @@ def einsum(
     if not fixed_order.active():
         return jnp.einsum(equation, a, b, precision=precision)
     operands, out = equation.split("->")
-    left, right = operands.split(",")
-    summed = "".join(sorted({*left, *right} - {*out}))
+    one, other = operands.split(",")
+    if a.size < b.size:
+        (a, one), (b, other) = (b, other), (a, one)
+    # The larger array keeps its order: a copy in another order takes longer than the sum.
+    letters = [*dict.fromkeys(one + other)]
 
-    def spread(x: jax.Array, letters: str) -> jax.Array:
-        kept = [letter for letter in summed + out if letter in letters]
-        x = jnp.transpose(x, [letters.index(letter) for letter in kept])
-        missing = [i for i, letter in enumerate(summed + out) if letter not in letters]
-        return jnp.expand_dims(x, missing)
+    def spread(x: jax.Array, own: str) -> jax.Array:
+        kept = [letter for letter in letters if letter in own]
+        x = jnp.transpose(x, [own.index(letter) for letter in kept])
+        return jnp.expand_dims(x, [i for i, letter in enumerate(letters) if letter not in own])
 
-    products = spread(a, left) * spread(b, right)
-    count = len(summed)
-    terms = math.prod(products.shape[:count])
-    return over_axis(products.reshape(terms, *products.shape[count:]), 0)
+    result = spread(a, one) * spread(b, other)
+    for letter in sorted({*letters} - {*out}):
+        result = over_axis(result, letters.index(letter))
+        letters.remove(letter)
+    return jnp.transpose(result, [letters.index(letter) for letter in out])

@@ -48,6 +48,9 @@ RecurrenceStep = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 #: Number of tokens that a recurrence computes in parallel.
 CHUNK = 64
+#: Maximum number of columns of a serving step in one order of sums, in which each position of a row
+#: is computed alone, also those without a token.
+ORDERED_CHUNK = 16
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Rows:
         if ctx.ragged is not None:
             if ctx.ragged.decode_only:
                 return _of_tokens(ctx, ctx.ragged)
+            if fixed_order.active():
+                chunk = min(chunk, ORDERED_CHUNK)
             return _of_chunks(ctx, ctx.ragged, min(chunk, s))
         assert ctx.mask_info is not None, "only a serving step has no mask"
         real = ctx.mask_info.q_segment_ids != 0
@@ -274,7 +279,7 @@ def token_by_token(step: RecurrenceStep) -> RecurrenceStep:
 
     def run(state: Any, inputs: Any, begun: Any) -> tuple[Any, Any]:
         if jax.tree.leaves(inputs)[0].shape[1] == 1:
-            return one(state, inputs, begun)
+            return one(state, jax.tree.map(fixed_order.stored, inputs), begun)
         starts = None if begun is None else jnp.diff(begun, axis=1, prepend=0)
         tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, starts))
         state, outputs = jax.lax.scan(body, state, tokens)
