@@ -58,6 +58,11 @@ hypothesis.settings.load_profile("default")
 
 #: Resident bytes of a worker above which its compiled programs are dropped after a test file.
 MANY_PROGRAMS = 3 << 30
+#: Memory mappings of a worker above which its compiled programs are dropped after a test. Linux
+#: allows 65,530; XLA ends the process beyond that number, after the programs of about 60 families.
+MANY_MAPPINGS = 40_000
+#: Growth of the resident bytes after which the mappings are counted again.
+GROWTH = 128 << 20
 
 #: Thresholds of the garbage collector. With the thresholds of Python, collections take a tenth of a
 #: run, because each walks over all modules of jax and torch.
@@ -174,6 +179,33 @@ def bounded_memory() -> Iterator[None]:
     if jax is not None and resident_bytes() > MANY_PROGRAMS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def bounded_mappings() -> Iterator[None]:
+    """Drop the compiled programs of a worker before the process has too many memory mappings.
+
+    Counting the mappings takes milliseconds, so they are counted only after the memory has grown.
+    """
+    yield
+    resident = resident_bytes()
+    if resident <= _counted_at[0] + GROWTH:
+        return
+    if mappings() > MANY_MAPPINGS and (jax := sys.modules.get("jax")) is not None:
+        jax.clear_caches()
+        gc.collect()
+        resident = resident_bytes()
+    _counted_at[0] = resident
+
+
+#: Resident bytes when the mappings were last counted.
+_counted_at = [0]
+
+
+def mappings() -> int:
+    """Return the number of memory mappings of this process; 0 on a system without /proc."""
+    maps = pathlib.Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 def resident_bytes() -> int:
