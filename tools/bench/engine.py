@@ -30,6 +30,7 @@ from ed_esurge.runner.buckets import StepShape
 from ed_esurge.runner.functions import Functions
 from ed_esurge.runner.uncompiled import ProgramKey
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from ed_models.families.mamba2 import Mamba2Config, Mamba2ForCausalLM
 from ed_models.protocol import LanguageModel
 
 from tools.bench.decode import SHAPES, VOCAB
@@ -227,7 +228,15 @@ def invariant(options: argparse.Namespace) -> list[list[str]]:
     """Compare sums in one order, and one fixed shape for every step, with neither."""
     model, pieces = build("135M", options.layers, options.dtype)
     ordered, _ = build("135M", options.layers, options.dtype, batch_invariant=True)
-    rows = []
+    recurrent, ordered_recurrent = (
+        recurrent_model(options, batch_invariant=on) for on in (False, True)
+    )
+    # The model without the option, the model with it, and the options of the second engine.
+    owners: dict[str, tuple[LanguageModel, LanguageModel, dict[str, Any]]] = {
+        "model": (model, ordered, {}),
+        "model, Mamba-2": (recurrent, ordered_recurrent, {}),
+        "engine": (model, model, {"batch_invariant": True}),
+    }
     new = options.tokens
     # Number of sequences, tokens of each prompt, new tokens of each, and counted tokens.
     requests = {
@@ -235,19 +244,41 @@ def invariant(options: argparse.Namespace) -> list[list[str]]:
         "8 sequences": (8, PROMPT, new, 8 * new),
         "a prompt of 448 tokens": (1, 448, 1, 448),
     }
-    for owner in ("model", "engine"):
+    rows = []
+    for owner, (first, second, extra) in owners.items():
         for name, (seqs, length, each, counted) in requests.items():
-            usual = engine(model, pieces, 8)
-            if owner == "model":
-                bitwise = engine(ordered, pieces, 8)
-            else:
-                bitwise = engine(model, pieces, 8, batch_invariant=True)
+            engines = {
+                "without": engine(first, pieces, 8),
+                "with": engine(second, pieces, 8, **extra),
+            }
             asked, params = prompts(seqs, length), greedy(each)
-            runs = {"without": answer(usual, asked, params), "with": answer(bitwise, asked, params)}
+            runs = {key: answer(made, asked, params) for key, made in engines.items()}
             rows.append([owner, name, *_rates(runs, counted, options)])
-            for made in (usual, bitwise):
+            for made in engines.values():
                 made.terminate()
     return rows
+
+
+def recurrent_model(options: argparse.Namespace, **fields: Any) -> LanguageModel:
+    """Return a Mamba-2 model with random weights, of the width of the 135M model."""
+    shape, vocab = MODELS["135M"]
+    width = shape["hidden_size"]
+    config = Mamba2Config(
+        vocab_size=vocab,
+        hidden_size=width,
+        num_hidden_layers=options.layers or shape["num_hidden_layers"],
+        expand=2,
+        head_dim=64,
+        num_heads=2 * width // 64,
+        state_size=64,
+        n_groups=1,
+        eos_token_id=None,
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+        scan_layers=jax.default_backend() != "cpu",
+        **fields,
+    )
+    kind = jnp.dtype(options.dtype)
+    return Mamba2ForCausalLM.create(config, seed=0, dtype=kind, param_dtype=kind)
 
 
 OVERLAPS: dict[str, dict[str, Any]] = {
