@@ -86,21 +86,6 @@ def rounded(x: jax.Array) -> jax.Array:
     return _rounded(x)
 
 
-def stored(x: jax.Array) -> jax.Array:
-    """Return the same numbers, which XLA stores in memory.
-
-    XLA repeats the operations of a small array for each number of a large array that is computed
-    from the small one, even long polynomials.
-    """
-    from ed_layers.native import products
-
-    if not in_part() or x.size == 0:
-        return x
-    # A sum of one product; XLA does not know what the native library computes.
-    one = jnp.ones((1, 1), x.dtype)
-    return products.product(one, x.reshape(1, -1)).reshape(x.shape)
-
-
 #: dtype -> integers of the same size.
 _BITS = {jnp.dtype(k): n for k, n in (("float32", "uint32"), ("bfloat16", "uint16"))}
 
@@ -153,7 +138,7 @@ def _exp(x: jax.Array) -> jax.Array:
     power = n.astype(jnp.int32)
     for part in (power >> 1, power - (power >> 1)):
         y = y * jax.lax.bitcast_convert_type((part + 127) << 23, jnp.float32)
-    return stored(jnp.where(x < _LEAST, 0, y))
+    return jnp.where(x < _LEAST, 0, y)
 
 
 @_exp.defjvp

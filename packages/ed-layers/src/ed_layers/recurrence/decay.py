@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers import sums
-from ed_layers.fixed_order import exp, rounded
+from ed_layers.fixed_order import rounded
 from ed_layers.recurrence.rows import reach
+from ed_layers.stored import exp
 
 EXACT = jax.lax.Precision.HIGHEST
 

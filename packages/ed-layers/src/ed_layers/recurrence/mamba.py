@@ -25,10 +25,11 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, rounded
+from ed_layers.fixed_order import rounded
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.rows import Rows
+from ed_layers.stored import exp
 
 #: Number of tokens that are computed in parallel: few, because each token needs the states of all
 #: channels in memory.

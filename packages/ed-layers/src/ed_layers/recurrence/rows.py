@@ -39,6 +39,7 @@ from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.spec import RecurrentSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
+from ed_layers.stored import stored
 
 #: A recurrence over C tokens: `(state [q, ...], inputs [q, C, ...], begun) -> (state, outputs [q,
 #: C, ...])`. `begun` [q, C] is the number of sequences that began at or before a token. The given
@@ -279,7 +280,7 @@ def token_by_token(step: RecurrenceStep) -> RecurrenceStep:
 
     def run(state: Any, inputs: Any, begun: Any) -> tuple[Any, Any]:
         if jax.tree.leaves(inputs)[0].shape[1] == 1:
-            return one(state, jax.tree.map(fixed_order.stored, inputs), begun)
+            return one(state, jax.tree.map(stored, inputs), begun)
         starts = None if begun is None else jnp.diff(begun, axis=1, prepend=0)
         tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, starts))
         state, outputs = jax.lax.scan(body, state, tokens)
