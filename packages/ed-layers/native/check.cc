@@ -173,12 +173,40 @@ bool rotary(const ed::Level& level) {
   return finite(y);
 }
 
+// A recurrence of a random shape, in every form.
+bool recurrence(const ed::Level& level) {
+  ed::Recurrence p{};
+  p.rows = draw(1, 3), p.columns = draw(1, 5), p.groups = draw(1, 2), p.heads = p.groups * draw(1, 3);
+  p.keys = draw(1, 40), p.values = draw(1, 70), p.keys_last = draw(0, 1);
+  bool has_rates = p.keys_last && draw(0, 1), has_beta = !p.keys_last && draw(0, 1);
+  int64_t tokens = p.rows * p.columns;
+  p.decays = has_rates ? p.values : p.keys_last || draw(0, 1) ? 1 : p.keys;
+  auto states = floats(2 * p.heads * p.keys * p.values), value = floats(tokens * p.heads * p.values);
+  auto query = floats(tokens * p.groups * p.keys), key = floats(tokens * p.groups * p.keys);
+  auto decay = floats(tokens * p.heads * p.decays), rates = floats(p.heads * p.values * p.keys);
+  auto beta = floats(tokens * p.heads);
+  for (float& x : rates) x = -std::abs(x);
+  for (float& x : decay) x = has_rates ? std::abs(x) : x / 2;
+  for (float& x : key) x /= 8;
+  std::vector<float> out(value.size());
+  std::vector<int32_t> owner(p.rows), marks(tokens);
+  for (int32_t& state : owner) state = static_cast<int32_t>(draw(0, 1));
+  for (int32_t& mark : marks) mark = static_cast<int32_t>(draw(0, 2));
+  p.states = states.data(), p.owner = owner.data(), p.marks = marks.data();
+  p.query = query.data(), p.key = key.data(), p.value = value.data(), p.decay = decay.data();
+  p.rates = has_rates ? rates.data() : nullptr, p.beta = has_beta ? beta.data() : nullptr;
+  p.out = out.data();
+  int64_t half = p.heads / 2;
+  level.recur(p, 0, half), level.recur(p, half, p.heads);
+  return finite(out) && finite(states);
+}
+
 }  // namespace
 
 int main() {
   const ed::Level& level = ed::level();
   for (int turn = 0; turn < 150; ++turn)
-    if (!product(level) || !attention(level) || !rotary(level)) {
+    if (!product(level) || !attention(level) || !rotary(level) || !recurrence(level)) {
       std::printf("%s: turn %d has a number that is not finite\n", level.name, turn);
       return 1;
     }

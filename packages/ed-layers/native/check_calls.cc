@@ -17,6 +17,7 @@ XLA_FFI_Error* ed_attention_cached(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_attention_paged(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_put(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_rotary(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_recurrence(XLA_FFI_CallFrame*);
 }
 
 namespace {
@@ -215,6 +216,29 @@ HandlerCall rotary() {
   return call;
 }
 
+HandlerCall recurrence() {
+  int64_t m = draw(1, 3), r = draw(1, 4), c = draw(1, 6), g = draw(1, 2), h = g * draw(1, 3);
+  int64_t k = draw(1, 20), v = draw(1, 40);
+  bool keys_last = draw(0, 1), rates = keys_last && draw(0, 1), beta = !keys_last && draw(0, 1);
+  int64_t decays = rates ? v : keys_last || draw(0, 1) ? 1 : k;
+  Sizes of_states = keys_last ? Sizes{m, h, v, k} : Sizes{m, h, k, v};
+  HandlerCall call{ed_recurrence, {random(ffi::F32, of_states)}, {}, {}};
+  call.arguments.push_back(random(ffi::S32, {r}, m));
+  call.arguments.push_back(random(ffi::S32, {r, c}, 3));
+  for (int64_t i = 0; i < 2; ++i) call.arguments.push_back(random(ffi::F32, {r, c, g, k}));
+  call.arguments.push_back(random(ffi::F32, {r, c, h, v}));
+  call.arguments.push_back(random(ffi::F32, {r, c, h, decays}));
+  call.arguments.push_back(random(ffi::F32, rates ? Sizes{h, v, k} : Sizes{0, 0, 0}));
+  call.arguments.push_back(random(ffi::F32, beta ? Sizes{r, c, h} : Sizes{0, 0, 0}));
+  // Small factors, with which states stay finite.
+  for (int64_t at : {4, 6, 7})
+    for (int64_t i = 0; i < call.arguments[at].bytes / 4; ++i) call.arguments[at].as<float>()[i] /= 16;
+  call.results = {Array(ffi::F32, of_states), Array(ffi::F32, {r, c, h, v})};
+  if (draw(0, 1)) call.results[0].data = call.arguments[0].data;  // in place
+  call.attributes = {{"keys_last", keys_last}};
+  return call;
+}
+
 bool finite(const HandlerCall& call) {
   for (const Array& y : call.results)
     for (int64_t i = 0; y.dtype == ffi::F32 && i < y.bytes / 4; ++i)
@@ -248,7 +272,8 @@ void damage(HandlerCall& call) {
 int main(int count, char** words) {
   int turns = count > 1 ? std::atoi(words[1]) : 200, refused = 0;
   HandlerCall (*makers[])() = {product,         product_of_codes, attention, attention_cached,
-                               attention_paged, put,              rotary};
+                               attention_paged, put,              rotary,
+                              recurrence};
   for (int turn = 0; turn < turns; ++turn)
     for (auto maker : makers) {
       // Two threads call at once, as two computations of XLA do.

@@ -2,6 +2,7 @@
 // ED_LEVEL_NAME and the compiler's flags of that level.
 #include "attention.h"
 #include "gate.h"
+#include "recurrence.h"
 #include "rotary.h"
 #include "rows.h"
 #include "stream.h"
@@ -10,6 +11,7 @@
 namespace ed {
 
 const Level ED_LEVEL = {ED_LEVEL_NAME, columns,   rows,         whole, gate,
-                        whole_sizes,   round_row, attention_of, rotate};
+                        whole_sizes,   round_row, attention_of, rotate,
+                        recur};
 
 }  // namespace ed

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attend.h"
+#include "recur.h"
 
 namespace ed {
 
@@ -75,6 +76,7 @@ struct Level {
   void (*round_row)(const Product&, int64_t row);  // x in 8 bits
   Attention attention;
   void (*rotate)(const Rotary&, int64_t first, int64_t last);  // tokens
+  void (*recur)(const Recurrence&, int64_t first, int64_t last);  // heads
 };
 
 extern const Level kBaseLevel;

@@ -283,6 +283,27 @@ def rotary(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
     return Call("ed_rotary", (x, *angles), (replace(x, name="y"),), attributes)
 
 
+def recurrence(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    m, r, c, g, k, v = size(3), size(2), size(4), size(2), size(5), size(18)
+    h, keys_last = 2 * g, bool(rng.integers(2))
+    rates, beta = (bool(rng.integers(2)) for _ in range(2))
+    rates, beta = rates and keys_last, beta and not keys_last
+    states = (m, h, v, k) if keys_last else (m, h, k, v)
+    arguments = (
+        Buffer("states", states),
+        Buffer("owner", (r,), INT32, values=(2, 0)),
+        Buffer("marks", (r, c), INT32),
+        Buffer("query", (r, c, g, k)),
+        Buffer("key", (r, c, g, k)),
+        Buffer("value", (r, c, h, v)),
+        Buffer("decay", (r, c, h, v if rates else 1)),
+        Buffer("rates", (h, v, k) if rates else (0, 0, 0), may_be_empty=True),
+        Buffer("beta", (r, c, h) if beta else (0, 0, 0), may_be_empty=True),
+    )
+    results = (Buffer("after", states), Buffer("out", (r, c, h, v)))
+    return Call("ed_recurrence", arguments, results, {"keys_last": keys_last})
+
+
 MAKERS = {
     "ed_product": product,
     "ed_product_of_codes": product_of_codes,
@@ -292,7 +313,10 @@ MAKERS = {
     "ed_attention_paged": attention_paged,
     "ed_put": put,
     "ed_rotary": rotary,
+    "ed_recurrence": recurrence,
 }
+#: Arguments that number parts of other arguments.
+NUMBERED = frozenset({"layer", "pages", "first_query", "owner"})
 #: Attributes that no call accepts.
 BAD_ATTRIBUTES = {
     "act": (np.int64(-1), np.int64(3), np.int64(2**40)),
@@ -332,9 +356,7 @@ def damaged(rng: np.random.Generator, call: Call) -> tuple[Call, bool]:
     if bad and rng.random() < 0.1:
         value = BAD_ATTRIBUTES[bad[0]][rng.integers(3)]
         return replace(call, attributes={**call.attributes, bad[0]: value}), True
-    numbered = [
-        i for i, a in enumerate(call.arguments) if a.name in ("layer", "pages", "first_query")
-    ]
+    numbered = [i for i, a in enumerate(call.arguments) if a.name in NUMBERED]
     if numbered and rng.random() < 0.2:
         at = numbered[rng.integers(len(numbered))]
         buffer = call.arguments[at]

@@ -156,6 +156,27 @@ def with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
 with_gradient_of.defjvp(lambda arrays, tangents: (arrays[0], tangents[1]))
 
 
+def with_ordinary_gradient(values: Any, function: Callable[[], Any]) -> Any:
+    """Return a tree of arrays with the gradients of the tree that a function returns.
+
+    The function is traced without the order, and only a program with gradients computes it. Its
+    arrays have the sizes of `values`.
+    """
+
+    def only_for_gradients() -> Any:
+        return function()
+
+    with again(None):
+        others = jax.jit(only_for_gradients)()
+    return jax.tree.map(
+        lambda value, other: with_gradient_of(value.reshape(other.shape), other), values, others
+    )
+
+
+#: Name, in a program, of the function of `with_ordinary_gradient`.
+ONLY_FOR_GRADIENTS = "only_for_gradients"
+
+
 def divided(
     function: Callable[..., Any],
     arrays: Sequence[jax.Array],

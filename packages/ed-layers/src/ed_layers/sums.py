@@ -76,32 +76,3 @@ def over_axis(x: Float[Array, "*dims"], axis: int) -> Float[Array, "*dims"]:
         first, second = (jax.lax.slice_in_dim(x, i, i + size, axis=axis) for i in (0, size))
         x = first + second
     return jnp.squeeze(x, axis)
-
-
-def einsum(
-    equation: str, a: jax.Array, b: jax.Array, *, precision: jax.lax.PrecisionLike = None
-) -> jax.Array:
-    """Return `jnp.einsum(equation, a, b)`.
-
-    One order: `over_axis` adds the products, which are all in memory. Call the function only for
-    small arrays, such as those of one token.
-    """
-    if not fixed_order.active():
-        return jnp.einsum(equation, a, b, precision=precision)
-    operands, out = equation.split("->")
-    one, other = operands.split(",")
-    if a.size < b.size:
-        (a, one), (b, other) = (b, other), (a, one)
-    # The larger array keeps its order: a copy in another order takes longer than the sum.
-    letters = [*dict.fromkeys(one + other)]
-
-    def spread(x: jax.Array, own: str) -> jax.Array:
-        kept = [letter for letter in letters if letter in own]
-        x = jnp.transpose(x, [own.index(letter) for letter in kept])
-        return jnp.expand_dims(x, [i for i, letter in enumerate(letters) if letter not in own])
-
-    result = spread(a, one) * spread(b, other)
-    for letter in sorted({*letters} - {*out}):
-        result = over_axis(result, letters.index(letter))
-        letters.remove(letter)
-    return jnp.transpose(result, [letters.index(letter) for letter in out])

@@ -18,6 +18,8 @@ from ed_infra.errors import ConfigError
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from ed_layers import fixed_order
+
 #: Primitives of jax that sum numbers, or combine partial sums of devices.
 SUMS = {"dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum", "scatter-add"}
 SUMS |= {"cumsum", "cumlogsumexp", "reduce_window_sum", "psum", "psum_invariant", "reduce_scatter"}
@@ -46,6 +48,8 @@ def call_ordered(function: Callable[[], Any]) -> Any:
 def unordered(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yield the equations that sum more than two floating-point numbers."""
     for equation in jaxpr.eqns:
+        if equation.params.get("name") == fixed_order.ONLY_FOR_GRADIENTS:
+            continue
         result: Any = equation.outvars[0].aval if equation.outvars else None
         if (
             equation.primitive.name in SUMS

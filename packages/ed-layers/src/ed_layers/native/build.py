@@ -16,8 +16,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 #: Folder of the sources: in the repository, or next to this file in a wheel.
 SOURCES = (HERE.parents[2] / "native", HERE / "source")
-#: Name of the compiled library. The number is the version of the interface between C++ and Python.
-LIBRARY = HERE / "libed_layers_8.so"
+#: Version of the interface between C++ and Python.
+VERSION = 9
+#: Name of the compiled library.
+LIBRARY = HERE / f"libed_layers_{VERSION}.so"
 
 COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -39,7 +41,14 @@ LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     ),
 }
 #: The handlers that XLA calls, compiled once.
-HANDLERS = ("choose.cc", "library.cc", "attend.cc", "attend_stored.cc", "rotary.cc")
+HANDLERS = (
+    "choose.cc",
+    "library.cc",
+    "attend.cc",
+    "attend_stored.cc",
+    "rotary.cc",
+    "recurrence.cc",
+)
 #: Programs for sanitizers: one runs every kernel, the other calls every handler as XLA does.
 CHECK = ("choose.cc", "check.cc")
 CHECK_CALLS = (*HANDLERS, "check_calls.cc")

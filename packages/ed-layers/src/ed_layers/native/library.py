@@ -16,7 +16,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
 
 from ed_layers import fixed_order
-from ed_layers.native.build import LIBRARY
+from ed_layers.native.build import LIBRARY, VERSION
 
 if TYPE_CHECKING:
     from ed_infra.config import EasyDeLBaseConfig
@@ -26,17 +26,21 @@ logger = get_logger(__name__)
 #: "0" disables the kernels; "1" also enables them on several devices, each of which then has whole
 #: arrays.
 VARIABLE = "ED_LAYERS_NATIVE"
-#: Functions that XLA calls. A cached program contains the names, so the names contain the version
-#: of the interface.
+#: Functions of the library, and their names in XLA. A cached program contains the names, so the
+#: names contain the version of the interface.
 TARGETS = {
-    "ed_product": "ed_layers_product_8",
-    "ed_product_of_codes": "ed_layers_codes_8",
-    "ed_attention": "ed_layers_attention_8",
-    "ed_attention_back": "ed_layers_attention_back_8",
-    "ed_attention_cached": "ed_layers_attention_cached_8",
-    "ed_attention_paged": "ed_layers_attention_paged_8",
-    "ed_put": "ed_layers_put_8",
-    "ed_rotary": "ed_layers_rotary_8",
+    name: f"{name}_{VERSION}"
+    for name in (
+        "ed_product",
+        "ed_product_of_codes",
+        "ed_attention",
+        "ed_attention_back",
+        "ed_attention_cached",
+        "ed_attention_paged",
+        "ed_put",
+        "ed_rotary",
+        "ed_recurrence",
+    )
 }
 
 

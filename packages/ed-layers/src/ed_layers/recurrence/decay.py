@@ -20,10 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_layers import sums
-from ed_layers.fixed_order import rounded
 from ed_layers.recurrence.rows import reach
-from ed_layers.stored import exp
 
 EXACT = jax.lax.Precision.HIGHEST
 
@@ -62,22 +59,22 @@ class Decay:
         if self.at.shape[-1] == 1:
             at = jnp.moveaxis(self.at[..., 0], 1, 2)
             left = jnp.where(self.reach[:, None], at[..., :, None] - at[..., None, :], -jnp.inf)
-            return sums.einsum("qihk,qjhk->qhij", a, b, precision=EXACT) * exp(left)
+            return jnp.einsum("qihk,qjhk->qhij", a, b, precision=EXACT) * jnp.exp(left)
         # The exponent belongs to each pair: factors of i and j alone would overflow.
         left = jnp.where(
             self.reach[..., None, None], self.at[:, :, None] - self.at[:, None], -jnp.inf
         )
-        pairs = sums.over_axis(a[:, :, None] * b[:, None] * exp(left), axis=-1)
+        pairs = jnp.sum(a[:, :, None] * b[:, None] * jnp.exp(left), axis=-1)
         return jnp.moveaxis(pairs, 3, 1)
 
     def read(
         self, a: Float[Array, "q c h k"], state: Float[Array, "q h k v"]
     ) -> Float[Array, "q c h v"]:
         """Return the part of the outputs that comes from the state before the chunk."""
-        seen = exp(self.at)
+        seen = jnp.exp(self.at)
         if self.fresh is not None:
             seen = jnp.where(self.fresh[..., None, None], seen, 0)
-        return sums.einsum("qihk,qhkv->qihv", a * seen, state, precision=EXACT)
+        return jnp.einsum("qihk,qhkv->qihv", a * seen, state, precision=EXACT)
 
     def attend(
         self,
@@ -88,7 +85,7 @@ class Decay:
     ) -> Float[Array, "q c h v"]:
         """Return the part of the outputs that comes from the writes `b u^T` of the chunk, including
         the write of the token itself."""
-        own = sums.einsum("qhij,qjhv->qihv", self.scores(a, b), u, precision=EXACT)
+        own = jnp.einsum("qhij,qjhv->qihv", self.scores(a, b), u, precision=EXACT)
         return self.read(a, state) + own
 
     def write(
@@ -100,8 +97,8 @@ class Decay:
         """Return the state after the chunk."""
         end = self.at[:, -1]
         left = jnp.where(self.reach[:, -1, :, None, None], end[:, None] - self.at, -jnp.inf)
-        kept = exp(end)
+        kept = jnp.exp(end)
         if self.fresh is not None:
             kept = jnp.where(self.fresh[:, -1, None, None], kept, 0)
-        new = sums.einsum("qjhk,qjhv->qhkv", b * exp(left), u, precision=EXACT)
-        return rounded(kept[..., None] * state) + new
+        new = jnp.einsum("qjhk,qjhv->qhkv", b * jnp.exp(left), u, precision=EXACT)
+        return kept[..., None] * state + new

@@ -24,18 +24,24 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import exp, rounded
+from ed_layers.native.recurrences import Terms
 from ed_layers.norms import GatedRMSNorm
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.decay import Decay
 from ed_layers.recurrence.rows import CHUNK, Rows
-from ed_layers.stored import exp
 from ed_layers.sums import total
 
 #: Arguments of `delta_rule` for each token: q, k [.., h, k], v [.., h, v], g [.., h, 1 or k], beta
 #: [.., h].
 DeltaInputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def delta_terms(inputs: DeltaInputs) -> Terms:
+    """Return the terms of `delta_rule`."""
+    q, k, v, g, beta = (x.astype(jnp.float32) for x in inputs)
+    return Terms(q, k, v, exp(g), beta=beta)
 
 
 def delta_rule(
@@ -164,7 +170,8 @@ class GatedDelta(nnx.Module):
         beta = rounded(jax.nn.sigmoid(self.b_proj(x, ctx))).astype(jnp.float32)
         beta = beta * self.beta_scale
         beta = rows.masked(rows.enter(beta, "heads"))
-        y, states["delta"] = rows.scan(delta_rule, states["delta"], (q, k, v, g, beta))
+        inputs = q, k, v, g, beta
+        y, states["delta"] = rows.scan(delta_rule, states["delta"], inputs, delta_terms)
         cache = rows.store(cache, layer, states, self.cache_spec)
         y = rows.leave(y)
         y = ctx.named(self.o_norm(y, self.gate(x, ctx).reshape(y.shape)), "attn_output")

@@ -20,13 +20,20 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import exp, rounded
+from ed_layers.native.recurrences import Terms
 from ed_layers.parts import Parts
 from ed_layers.recurrence.decay import Decay
 from ed_layers.recurrence.rows import CHUNK, Rows
 
 #: q, k, v [.., h, k] and g [.., h, 1] of each token.
 LightningInputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def linear_terms(inputs: LightningInputs) -> Terms:
+    """Return the terms of `linear_attention`."""
+    q, k, v, g = (x.astype(jnp.float32) for x in inputs)
+    return Terms(q, k, v, exp(g))
 
 
 def linear_attention(
@@ -83,7 +90,7 @@ class LightningAttention(nnx.Module):
         q, k, v = jnp.split(both, 3, axis=-1)
         g = jnp.broadcast_to(-self.rates(layer)[:, None], (*q.shape[:3], 1))
         inputs = (q, rows.masked(k), v, rows.masked(g))
-        y, states["kv"] = rows.scan(linear_attention, states["kv"], inputs)
+        y, states["kv"] = rows.scan(linear_attention, states["kv"], inputs, linear_terms)
         cache = rows.store(cache, layer, states, self.cache_spec)
         y = self.norm(rows.leave(y).reshape(b, s, -1))
         y = ctx.named(jax.nn.sigmoid(self.output_gate(x, ctx)) * y, "attn_output")

@@ -9,6 +9,7 @@ Legend: b batch, s sequence, d hidden, r rows, c columns, f channels, n states o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -19,17 +20,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ed_layers import sums
 from ed_layers.activations import activation
 from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import exp, rounded
+from ed_layers.native.recurrences import Terms
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.rows import Rows
-from ed_layers.stored import exp
 
 #: Number of tokens that are computed in parallel: few, because each token needs the states of all
 #: channels in memory.
@@ -111,8 +111,10 @@ class MambaMixer(nnx.Module):
         rates = -exp(self.A_log.get_value().astype(jnp.float32))
         # A step size of zero at padding does not change the state.
         inputs = u, rows.masked(dt), b, c
-        y, states["ssm"] = rows.scan(partial(selective_scan, rates), states["ssm"], inputs)
-        y = rows.leave(y + rounded(self.D.get_value().astype(jnp.float32) * u))
+        y, states["ssm"] = rows.scan(
+            partial(selective_scan, rates), states["ssm"], inputs, partial(selective_terms, rates)
+        )
+        y = rows.leave(y.reshape(u.shape) + rounded(self.D.get_value().astype(jnp.float32) * u))
         cache = rows.store(cache, layer, states, self.cache_spec)
         gate = rounded(activation(self.hidden_act)(self.z_proj(x, ctx)))
         return self.out_proj((y * gate).astype(self.dtype), ctx), cache
@@ -125,6 +127,26 @@ class MambaMixer(nnx.Module):
             dt, b, c = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
         dt = jax.nn.softplus(self.dt_proj(dt).astype(jnp.float32))
         return dt, b.astype(jnp.float32), c.astype(jnp.float32)
+
+
+def selective_terms(
+    rates: Float[Array, "f n"], inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+) -> Terms:
+    """Return the terms of `selective_scan`, with its arguments: a head has up to 64 channels."""
+    u, dt, b, c = inputs
+    heads = (u.shape[-1] // math.gcd(u.shape[-1], 64), -1)
+
+    def of_heads(x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:-1], *heads)
+
+    return Terms(
+        c[:, :, None],
+        b[:, :, None],
+        of_heads(rounded(dt * u)),
+        of_heads(dt),
+        rates=rates.reshape(*heads, rates.shape[-1]),
+        keys_last=True,
+    )
 
 
 def selective_scan(
@@ -142,7 +164,7 @@ def selective_scan(
         begun: see `Step`.
     """
     u, dt, b, c = inputs
-    decay = exp(dt[..., None] * rates)
+    decay = jnp.exp(dt[..., None] * rates)
     added = (dt * u)[..., None] * b[:, :, None]
     if begun is not None:
         starts = jnp.diff(begun, axis=1, prepend=0) > 0
@@ -152,8 +174,8 @@ def selective_scan(
         return before[0] * after[0], after[0] * before[1] + after[1]
 
     decay, added = jax.lax.associative_scan(joined, (decay, added), axis=1)
-    states = rounded(decay * state[:, None]) + rounded(added)
-    return states[:, -1], sums.einsum("rcfn,rcn->rcf", states, c)
+    states = decay * state[:, None] + added
+    return states[:, -1], jnp.einsum("rcfn,rcn->rcf", states, c)
 
 
 def log_levels(count: int) -> Float[Array, " n"]:

@@ -18,19 +18,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ed_layers import sums
 from ed_layers.activations import activation
 from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import exp, rounded
+from ed_layers.native.recurrences import Terms
 from ed_layers.norms import GatedRMSNorm
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.mamba import TIME_STEP, log_levels, step_bias
 from ed_layers.recurrence.rows import CHUNK, Rows, reach
-from ed_layers.stored import exp
 
 
 class Mamba2Mixer(nnx.Module):
@@ -137,7 +136,7 @@ class Mamba2Mixer(nnx.Module):
         rates = -exp(self.A_log.get_value().astype(jnp.float32))
         step = partial(state_space_dual, rates, precision=self.precision)
         inputs = u, dt, bc[:, :, 0], bc[:, :, 1]
-        y, states["ssm"] = rows.scan(step, states["ssm"], inputs)
+        y, states["ssm"] = rows.scan(step, states["ssm"], inputs, partial(dual_terms, rates))
         y = y + rounded(self.D.get_value().astype(jnp.float32)[:, None] * u)
         y = rows.leave(y.reshape(*y.shape[:2], h * p))
         cache = rows.store(cache, layer, states, self.cache_spec)
@@ -149,6 +148,15 @@ class Mamba2Mixer(nnx.Module):
         """Return the step sizes, float32."""
         dt = dt.astype(jnp.float32) + self.dt_bias.get_value().astype(jnp.float32)
         return jnp.clip(jax.nn.softplus(dt), *self.dt_limits)
+
+
+def dual_terms(
+    rates: Float[Array, " h"], inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+) -> Terms:
+    """Return the terms of `state_space_dual`, with its arguments."""
+    x, dt, b, c = inputs
+    decay = exp(rounded(dt * rates))[..., None]
+    return Terms(c, b, rounded(x * dt[..., None]), decay, keys_last=True)
 
 
 def state_space_dual(
@@ -173,26 +181,26 @@ def state_space_dual(
     x, dt, b, c = inputs
     rows, columns, h, p = x.shape
     g, n = b.shape[2:]
-    product = partial(sums.einsum, precision=precision)
+    product = partial(jnp.einsum, precision=precision)
     reached = reach(begun, columns)
     # Sums of logarithms since the begin of a sequence, or of the chunk. Earlier tokens do not
     # contribute, not even rounding errors.
     logs = jnp.matmul(
-        reached.astype(jnp.float32), rounded(dt * rates), precision=jax.lax.Precision.HIGHEST
+        reached.astype(jnp.float32), dt * rates, precision=jax.lax.Precision.HIGHEST
     ).swapaxes(1, 2)
     gaps = jnp.where(reached[:, None], logs[..., :, None] - logs[..., None, :], -jnp.inf)
-    decay = exp(gaps).reshape(rows, g, h // g, columns, columns)
+    decay = jnp.exp(gaps).reshape(rows, g, h // g, columns, columns)
     scores = product("rtgn,rugn->rgtu", c, b)
     added = (x * dt[..., None]).reshape(rows, columns, g, h // g, p)
     out = product("rgktu,rugkp->rtgkp", decay * scores[:, :, None], added)
-    kept = exp(logs)
+    kept = jnp.exp(logs)
     if begun is not None:
         kept = jnp.where((begun == 0)[:, None], kept, 0)
     state = state.reshape(rows, g, h // g, p, n)
     kept = kept.reshape(rows, g, h // g, columns)
     recalled = product("rtgn,rgkpn->rtgkp", c, state) * jnp.moveaxis(kept, 3, 1)[..., None]
-    out = out + rounded(recalled)
+    out = out + recalled
     to_end = jnp.moveaxis(decay[..., -1, :], 3, 1)[..., None]
     new = product("rugn,rugkp->rgkpn", b, added * to_end)
-    new = rounded(kept[..., -1, None, None] * state) + new
+    new = kept[..., -1, None, None] * state + new
     return new.reshape(rows, h, p, n), out.reshape(rows, columns, h, p)

@@ -24,12 +24,11 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import exp, rounded
 from ed_layers.parts import Parts
 from ed_layers.projections.matmul import matmul
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.rows import CHUNK, Rows
-from ed_layers.stored import exp
 
 
 def diagonal(

@@ -39,7 +39,8 @@ from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.spec import RecurrentSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.stored import stored
+from ed_layers.native import recurrences
+from ed_layers.native.recurrences import Terms
 
 #: A recurrence over C tokens: `(state [q, ...], inputs [q, C, ...], begun) -> (state, outputs [q,
 #: C, ...])`. `begun` [q, C] is the number of sequences that began at or before a token. The given
@@ -195,20 +196,46 @@ class Rows:
         no sequence begins."""
         return None if self.starts is None else jnp.cumsum(self.starts, axis=1, dtype=jnp.int32)
 
-    def scan(self, step: RecurrenceStep, state: Any, inputs: Any) -> tuple[Any, Any]:
+    def scan(
+        self,
+        step: RecurrenceStep,
+        state: Any,
+        inputs: Any,
+        terms: Callable[[Any], Terms] | None = None,
+    ) -> tuple[Any, Any]:
         """Run a recurrence over all tokens.
 
-        With sums in one order (`ed_layers.fixed_order`), the recurrence computes one token after
-        another.
+        With sums in one order (`ed_layers.fixed_order`), and in the native library, the recurrence
+        computes one token after another.
 
         Args:
             step: the recurrence for `chunk` tokens of several rows; see `RecurrenceStep`.
             state: a pytree of [m, ...].
             inputs: a pytree of [r, c, ...]; zeros, which fill the rows, must not change the state.
+            terms: returns the inputs of the native library's recurrence for `inputs`; None = the
+                library does not have the recurrence.
 
         Returns:
             The outputs, a pytree of [r, c, ...], and the state after this step, in its own dtype.
         """
+        train = self.ctx.mode == "train"
+        if terms is None or not recurrences.takes(gradient=train):
+            return self._scan(step, state, inputs)
+        if not train:
+            return self._recur(terms(inputs), state)
+        native = self._recur(*jax.lax.stop_gradient((terms(inputs), state)))
+        return fixed_order.with_ordinary_gradient(native, lambda: self._scan(step, state, inputs))
+
+    def _recur(self, terms: Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Run a recurrence of the native library."""
+        marks = self.real.astype(jnp.int32)
+        if self.starts is not None:
+            marks = marks + self.starts
+        out, after = recurrences.recur(terms, state.astype(jnp.float32), marks, self.owner)
+        return out, after.astype(state.dtype)
+
+    def _scan(self, step: RecurrenceStep, state: Any, inputs: Any) -> tuple[Any, Any]:
+        """Run a recurrence of XLA."""
         if fixed_order.active():
             step = token_by_token(step)
         if self.ctx.mode == "train":
@@ -261,7 +288,7 @@ class Rows:
 
 
 def token_by_token(step: RecurrenceStep) -> RecurrenceStep:
-    """Return a recurrence that calls `step` for one token after another.
+    """Return a recurrence without sums that calls `step` for one token after another.
 
     A token then has the same operations in a whole prompt, in a chunk and alone. The inputs and
     results of an operation are rounded, whether XLA stores them or not.
@@ -280,7 +307,7 @@ def token_by_token(step: RecurrenceStep) -> RecurrenceStep:
 
     def run(state: Any, inputs: Any, begun: Any) -> tuple[Any, Any]:
         if jax.tree.leaves(inputs)[0].shape[1] == 1:
-            return one(state, jax.tree.map(stored, inputs), begun)
+            return one(state, inputs, begun)
         starts = None if begun is None else jnp.diff(begun, axis=1, prepend=0)
         tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, starts))
         state, outputs = jax.lax.scan(body, state, tokens)

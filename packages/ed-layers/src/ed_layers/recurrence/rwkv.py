@@ -23,10 +23,9 @@ from jaxtyping import Array, Float, Int
 from ed_layers.cache.protocol import States
 from ed_layers.cache.spec import StateSpec
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import exp, rounded
 from ed_layers.parts import Parts
 from ed_layers.recurrence.rows import Rows
-from ed_layers.stored import exp
 
 #: The largest exponent before the first token; a sum of three such numbers is still a float32.
 NOTHING = -1e38
