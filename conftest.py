@@ -175,10 +175,8 @@ def one_ssl_context() -> Iterator[None]:
 def bounded_memory() -> Iterator[None]:
     """Drop the compiled programs of a worker after a test file if they need much memory."""
     yield
-    jax = sys.modules.get("jax")
-    if jax is not None and resident_bytes() > MANY_PROGRAMS:
-        jax.clear_caches()
-        gc.collect()
+    if resident_bytes() > MANY_PROGRAMS:
+        drop_programs()
 
 
 @pytest.fixture(autouse=True)
@@ -191,15 +189,21 @@ def bounded_mappings() -> Iterator[None]:
     resident = resident_bytes()
     if resident <= _counted_at[0] + GROWTH:
         return
-    if mappings() > MANY_MAPPINGS and (jax := sys.modules.get("jax")) is not None:
-        jax.clear_caches()
-        gc.collect()
+    if mappings() > MANY_MAPPINGS:
+        drop_programs()
         resident = resident_bytes()
     _counted_at[0] = resident
 
 
 #: Resident bytes when the mappings were last counted.
 _counted_at = [0]
+
+
+def drop_programs() -> None:
+    """Drop the compiled programs of this process."""
+    if (jax := sys.modules.get("jax")) is not None:
+        jax.clear_caches()
+        gc.collect()
 
 
 def mappings() -> int:
