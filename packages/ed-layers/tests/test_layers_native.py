@@ -129,7 +129,7 @@ def test_a_row_of_codes_does_not_depend_on_its_company(form, group, groups, whol
 def test_model_products_use_native_kernel_and_have_gradients() -> None:
     x, w = drawn(0, 2, 3, 256), drawn(1, 256, 384)
     for weight in (w, Transposed(jnp.array(w.T)), w.astype(jnp.bfloat16)):
-        assert "ed_product_" in str(jax.make_jaxpr(dot)(x, weight))
+        assert "ed_layers_product" in str(jax.make_jaxpr(dot)(x, weight))
         expected, pull = jax.vjp(lambda x, w: x @ w, x, w)
         y, pull_ours = jax.vjp(dot, x, weight)
         d_x, d_w = pull_ours(y)
@@ -148,7 +148,7 @@ def test_model_products_use_native_kernel_and_have_gradients() -> None:
 @pytest.mark.parametrize("form", ["int8", "int4", "nf4", "mxfp4", "fp8", "mxfp8"])
 def test_quantized_matrices_use_native_product(form, dtype, monkeypatch) -> None:
     x, w = drawn(0, 3, 256, dtype=dtype), encode(drawn(1, 256, 128), form)
-    assert "ed_product_of_codes_" in str(jax.make_jaxpr(dot)(x, w))
+    assert "ed_layers_product_of_codes" in str(jax.make_jaxpr(dot)(x, w))
     near(dot(x, w), exact(x), exact(w.dense()))
     d_x = jax.grad(lambda x: jnp.sum(dot(x, w).astype(jnp.float32)))(x)
     expected = exact(w.dense()).sum(1)
@@ -202,7 +202,7 @@ def test_quantized_tables_use_native_product(form, activations, monkeypatch) -> 
         pytest.skip("activations are quantized beside whole numbers")
     x = drawn(0, 3, 128)
     table = encode(drawn(1, 128, 200), form, activations=activations).transposed()
-    assert "ed_product_of_codes_" in str(jax.make_jaxpr(dot)(x, table.T))
+    assert "ed_layers_product_of_codes" in str(jax.make_jaxpr(dot)(x, table.T))
     ours = dot(x, table.T)
     monkeypatch.setenv(library.VARIABLE, "0")
     # 128 terms that cancel, added in another order.

@@ -29,17 +29,17 @@ VARIABLE = "ED_LAYERS_NATIVE"
 #: Functions of the library, and their names in XLA. A cached program contains the names, so the
 #: names contain the version of the interface.
 TARGETS = {
-    name: f"{name}_{VERSION}"
+    f"ed_{name}": f"ed_layers_{name}_{VERSION}"
     for name in (
-        "ed_product",
-        "ed_product_of_codes",
-        "ed_attention",
-        "ed_attention_back",
-        "ed_attention_cached",
-        "ed_attention_paged",
-        "ed_put",
-        "ed_rotary",
-        "ed_recurrence",
+        "product",
+        "product_of_codes",
+        "attention",
+        "attention_back",
+        "attention_cached",
+        "attention_paged",
+        "put",
+        "rotary",
+        "recurrence",
     )
 }
 
