@@ -273,7 +273,7 @@ int main(int count, char** words) {
   int turns = count > 1 ? std::atoi(words[1]) : 200, refused = 0;
   HandlerCall (*makers[])() = {product,         product_of_codes, attention, attention_cached,
                                attention_paged, put,              rotary,
-                              recurrence};
+                               recurrence};
   for (int turn = 0; turn < turns; ++turn)
     for (auto maker : makers) {
       // Two threads call at once, as two computations of XLA do.
