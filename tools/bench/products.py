@@ -2,8 +2,13 @@
 
 uv run python -m tools.bench.products
 uv run python -m tools.bench.products --rows 1 8 --shape 576 1536 --rounds 31
+uv run python -m tools.bench.products --chain
 
-Times are minima over interleaved rounds, because other load on the machine only adds time.
+`--chain` compares products of many rows, as the layers of a prompt compute them: 16 products of
+different matrices in one program.
+
+Times are minima over interleaved rounds, because other load on the machine only adds time; those of
+`--chain` are medians.
 """
 
 from __future__ import annotations
@@ -14,6 +19,10 @@ from functools import partial
 import numpy as np
 
 from tools.bench.measure import Run, command_line, machine, table, take_turns
+
+#: Rows, inputs and outputs of the products that `--chain` compares: layers of SmolLM2-135M and of
+#: ViT-B.
+CHAINS = [[128, 576, 1536], [320, 576, 1536], [640, 576, 1536], [577, 768, 3072], [2048, 576, 1536]]
 
 
 def attention_forms(rows: int, slots: int) -> dict[str, Run]:
@@ -72,6 +81,51 @@ def product_forms(rows: int, inputs: int, outputs: int, *, tied: bool) -> dict[s
     return runs
 
 
+def chain_forms(rows: int, inputs: int, outputs: int) -> dict[str, Run]:
+    """Return runs of 16 products in a row, by XLA in the form that is its fastest, and native."""
+    import jax
+    import jax.numpy as jnp
+    from ed_layers.native import products
+    from ed_layers.projections.matmul import wide
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, inputs))
+    pairs = [
+        (rng.normal(size=(inputs, outputs)), rng.normal(size=(outputs, inputs))) for _ in range(8)
+    ]
+    pairs = [(w / inputs**0.5, back / outputs**0.5) for w, back in pairs]
+
+    def chained(product):
+        def run(x: jax.Array, pairs: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+            for w, back in pairs:
+                x = product(product(x, w), back)
+            return x
+
+        return jax.jit(run)
+
+    def by_xla(x: jax.Array, w: jax.Array) -> jax.Array:
+        return wide(x, w, transposed=False).astype(x.dtype)
+
+    runs = {}
+    for dtype in ("float32", "bfloat16"):
+        arrays = jax.tree.map(lambda a, dtype=dtype: jnp.asarray(a, dtype), (x, pairs))
+        runs[f"XLA {dtype}"] = ready(chained(by_xla), *arrays)
+        runs[f"native {dtype}"] = ready(chained(products.product), *arrays)
+    return runs
+
+
+def chains(shapes: list[list[int]], rounds: int) -> str:
+    """Return a table of billion operations per second: a row for each shape."""
+    rows = []
+    for shape in shapes:
+        n, i, o = shape
+        seconds = take_turns(chain_forms(n, i, o), rounds=rounds)
+        speeds = [16 * 2 * n * i * o / 1e9 / taken for taken in seconds.values()]
+        rows.append([f"{n} x {i} x {o}", *(f"{speed:.0f}" for speed in speeds)])
+        forms = seconds
+    return table(["billion operations per second", *forms], rows)
+
+
 def ready(function, *arguments) -> Run:
     """Compile a function, and return a run of it."""
     function(*arguments).block_until_ready()
@@ -99,9 +153,13 @@ def main() -> None:
     add("--vocab", type=int, default=16384)
     add("--slots", type=int, default=256)
     add("--rounds", type=int, default=15)
+    add("--chain", action="store_true", help="only products of many rows, as in a prompt")
     options = parser.parse_args()
     inputs, outputs = options.shape
     print(f"{machine()}\n{describe()}")
+    if options.chain:
+        print(f"\n{chains(CHAINS, options.rounds)}")
+        return
     cases = {
         f"{n} x {inputs} x {outputs}": product_forms(n, inputs, outputs, tied=False)
         for n in options.rows

@@ -84,9 +84,12 @@ struct Rotary {
   bool back;               // turn by the negative angle
 };
 
+// Blocks of queries that a task has at most: they share the preparation of keys and values.
+constexpr int64_t kBlocksOfTask = 6;
+
 struct Attention {
-  // Queries of a task, and the attention of queries [first, last) of a row over a key head.
-  int64_t (*queries_of_task)(const Attend&);
+  // Queries of a block, and the attention of queries [first, last) of a row over a key head.
+  int64_t (*queries_of_block)(const Attend&);
   void (*forward)(const Attend&, int64_t row, int64_t group, int64_t first, int64_t last);
   // Gradients by one query head: all of d_q, and its part [slots, key_dim] and [slots, value_dim]
   // of d_k and d_v. Its part [2 * reach + 1] of the bias by distance is added to `d_distance`.

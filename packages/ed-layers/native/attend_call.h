@@ -137,12 +137,19 @@ inline void run(ffi::ThreadPool& pool, const Attend& p) {
   // Tasks of one head follow each other: its keys and values then stay in the second level cache.
   // The last queries of a row see the most keys, so these queries come first.
   std::vector<Task> tasks;
-  int64_t share = attention.queries_of_task(p);
+  auto queries_of = [&](int64_t row) {
+    return p.first_query ? p.first_query[row + 1] - p.first_query[row] : p.queries;
+  };
+  const int64_t of_block = attention.queries_of_block(p);
+  int64_t blocks = 0, threads = std::max<int64_t>(1, pool.num_threads());
+  for (int64_t row = 0; row < p.rows; ++row)
+    blocks += p.groups * ((queries_of(row) + of_block - 1) / of_block);
+  int64_t share = of_block * std::clamp<int64_t>(blocks / (4 * threads), 1, kBlocksOfTask);
   for (int64_t row = p.rows - 1; row >= 0; --row) {
-    int64_t count = p.first_query ? p.first_query[row + 1] - p.first_query[row] : p.queries;
+    int64_t count = queries_of(row), parts = (count + share - 1) / share;
     for (int64_t group = 0; group < p.groups; ++group)
-      for (int64_t last = count; last > 0; last -= share)
-        tasks.push_back({row, group, std::max<int64_t>(0, last - share), last});
+      for (int64_t part = parts; part > 0; --part)
+        tasks.push_back({row, group, count * (part - 1) / parts, count * part / parts});
   }
   auto one = [&](int64_t i) {
     const Task& task = tasks[i];

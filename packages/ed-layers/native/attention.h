@@ -10,31 +10,46 @@
 namespace ed {
 namespace {
 
-int64_t queries_of_task(const Attend& p) {
+int64_t queries_of_block(const Attend& p) {
   return most(1, kQueries / (p.heads / p.groups));
 }
 
-// Attention of queries [first, last) of a row, by the heads that share key head `group`.
+// Multiply scores [rows, kKeys] by a factor.
+inline void scale_scores(float* scores, int64_t rows, float factor) {
+  for (int64_t i = 0; i < rows * kKeys; i += kLanes) store(scores + i, load(scores + i) * factor);
+}
+
+// Attention of queries [first, last) of a row, by the heads that share key head `group`. Each block
+// of keys meets all blocks of queries, of which there are at most kBlocksOfTask.
 template <typename Products>
 void forward_by(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t last) {
-  int64_t repeat = p.heads / p.groups, count = last - first, rows = count * repeat;
+  int64_t repeat = p.heads / p.groups, count = last - first, of_block = queries_of_block(p);
   int64_t token = (p.first_query ? p.first_query[row] : row * p.queries) + first;
   int64_t slots = p.lengths ? p.lengths[row] : p.slots;
-  Tokens queries, keys;
   int64_t place = 0;
   if (p.lengths) place = slots - (p.first_query[row + 1] - p.first_query[row]) + first;
-  queries.read(p.q_segments, p.q_index, row * p.queries + first, place, count);
-  Products products(p, rows);
-  RunningSoftmax softmax(rows);
+  // Of block b: queries from `starts[b]` on, and rows from `b * stride` on.
+  const int64_t blocks = (count + of_block - 1) / of_block;
+  const int64_t stride = whole_vectors(least(count, of_block) * repeat);
+  Tokens queries[kBlocksOfTask], keys;
+  int64_t starts[kBlocksOfTask + 1];
+  Products products(p, blocks * stride, stride);
+  RunningSoftmax softmax(blocks * stride);
   float *largest = softmax.largest, *sum = softmax.sum;
-  int64_t out_width = products.out_width;
-  Scratch out(rows * out_width), scores(rows * kKeys);
+  const int64_t out_width = products.out_width;
+  Scratch out(blocks * stride * out_width), scores(stride * kKeys);
   alignas(64) uint32_t places[kKeys];
   alignas(64) float factors[kKeys];
-  std::memset(out.data, 0, rows * out_width * sizeof(float));
-  for (int64_t r = 0; r < rows; ++r)
-    products.read_query(
-        r, ((token + r / repeat) * p.heads + group * repeat + r % repeat) * p.key_dim);
+  std::memset(out.data, 0, blocks * stride * out_width * sizeof(float));
+  for (int64_t b = 0; b <= blocks; ++b) starts[b] = count * b / blocks;
+  for (int64_t b = 0; b < blocks; ++b) {
+    int64_t at = first + starts[b];
+    queries[b].read(p.q_segments, p.q_index, row * p.queries + at, place + starts[b],
+                    starts[b + 1] - starts[b]);
+    for (int64_t r = 0; r < queries[b].count * repeat; ++r)
+      products.read_query(b * stride + r, ((token + starts[b] + r / repeat) * p.heads +
+                                           group * repeat + r % repeat) * p.key_dim);
+  }
   int64_t begin = 0, unread = 0;
   if (p.lengths) {  // places in order: what lies behind or before all queries is not looked at
     slots = least(slots, place + count);
@@ -43,52 +58,65 @@ void forward_by(const Attend& p, int64_t row, int64_t group, int64_t first, int6
     unread = begin;  // pages before may be free
     if (p.fixed) begin = begin / kKeys * kKeys;
   }
+  // The factor of scores is left to the softmax where nothing else reads them.
+  const bool scaled = p.soft_cap != 0 || p.by_distance || p.slopes;
   for (int64_t at = begin; at < slots; at += kKeys) {
     int64_t n = least(kKeys, slots - at);
     keys.read(p.k_segments, p.k_index, row * p.slots + at, at, n);
-    Seen what = seen(p, queries, keys);
-    if (what == Seen::kNone) continue;
-    Place block{row, group, at, n, unread - at};
-    products.score(block, scores.data);
-    for (int64_t r = 0; r < rows; ++r) {
-      float* own = scores.data + r * kKeys;
-      if (p.soft_cap != 0)
-        for (int64_t j = 0; j < kKeys; j += kLanes)
-          store(own + j, p.soft_cap * squash(load(own + j) * (1 / p.soft_cap)));
-      add_biases(p, group * repeat + r % repeat, queries, r / repeat, keys, own);
-      if (what == Seen::kSome) mask(p, queries, r / repeat, keys, own);
-      for (int64_t j = n; j < kKeys; ++j) own[j] = kNothing;
+    products.start({row, group, at, n, unread - at});
+    if (p.drop_below > 0) hash_places(p, at, places);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const Tokens& own_queries = queries[b];
+      int64_t rows = own_queries.count * repeat;
+      float* own_out = out.data + b * stride * out_width;
+      Seen what = seen(p, own_queries, keys);
+      if (what == Seen::kNone) continue;
+      products.score(b * stride, rows, scores.data);
+      if (scaled && products.score_factor != 1)
+        scale_scores(scores.data, rows, products.score_factor);
+      if (scaled || what == Seen::kSome || n < kKeys)
+        for (int64_t r = 0; r < rows; ++r) {
+          float* own = scores.data + r * kKeys;
+          if (p.soft_cap != 0)
+            for (int64_t j = 0; j < kKeys; j += kLanes)
+              store(own + j, p.soft_cap * squash(load(own + j) * (1 / p.soft_cap)));
+          add_biases(p, group * repeat + r % repeat, own_queries, r / repeat, keys, own);
+          if (what == Seen::kSome) mask(p, own_queries, r / repeat, keys, own);
+          for (int64_t j = n; j < kKeys; ++j) own[j] = kNothing;
+        }
+      softmax.weigh<Products::halves>(b * stride, rows, scaled ? 1 : products.score_factor,
+                                      scores.data, own_out, out_width);
+      if (p.drop_below > 0)
+        for (int64_t r = 0; r < rows; ++r) {
+          int64_t query = first + starts[b] + r / repeat;
+          factors_of(p, row, group * repeat + r % repeat, query, places, factors);
+          float* own = scores.data + r * kKeys;
+          for (int64_t j = 0; j < kKeys; j += kLanes) store(own + j, load(own + j) * load(factors + j));
+        }
+      products.add_values(rows, scores.data, own_out);
     }
-    softmax.weigh(scores.data, out.data, out_width);
-    if (p.drop_below > 0) {
-      hash_places(p, at, places);
-      for (int64_t r = 0; r < rows; ++r) {
-        factors_of(p, row, group * repeat + r % repeat, first + r / repeat, places, factors);
-        float* own = scores.data + r * kKeys;
-        for (int64_t j = 0; j < kKeys; j += kLanes) store(own + j, load(own + j) * load(factors + j));
+  }
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int64_t i = 0; i < queries[b].count * repeat; ++i) {
+      int64_t r = b * stride + i, head = group * repeat + i % repeat;
+      int64_t to = (token + starts[b] + i / repeat) * p.heads + head;
+      bool none = largest[r] == kNothing && sum[r] == 0;
+      float factor = none ? 0 : 1 / sum[r];
+      if (p.sinks && !none) {
+        // The sink may be the largest score: subtract the larger one, so that no exponential overflows.
+        float sink = p.sinks[head], top = sink > largest[r] ? sink : largest[r];
+        float keys = exponential(broadcast(largest[r] - top))[0];
+        factor = keys / (sum[r] * keys + exponential(broadcast(sink - top))[0]);
+      }
+      if (p.lse) p.lse[to] = none ? kNothing : largest[r] + __builtin_logf(sum[r]);
+      for (int64_t c = 0; c < p.value_dim; ++c) {
+        float number = out.data[r * out_width + c] * factor;
+        if (p.q_is_bfloat16)
+          static_cast<uint16_t*>(p.out)[to * p.value_dim + c] = narrow(number);
+        else
+          static_cast<float*>(p.out)[to * p.value_dim + c] = number;
       }
     }
-    products.add_values(block, scores.data, out.data);
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    int64_t head = group * repeat + r % repeat, to = (token + r / repeat) * p.heads + head;
-    bool none = largest[r] == kNothing && sum[r] == 0;
-    float factor = none ? 0 : 1 / sum[r];
-    if (p.sinks && !none) {
-      // The sink may be the largest score: subtract the larger one, so that no exponential overflows.
-      float sink = p.sinks[head], top = sink > largest[r] ? sink : largest[r];
-      float keys = exponential(broadcast(largest[r] - top))[0];
-      factor = keys / (sum[r] * keys + exponential(broadcast(sink - top))[0]);
-    }
-    if (p.lse) p.lse[to] = none ? kNothing : largest[r] + __builtin_logf(sum[r]);
-    for (int64_t c = 0; c < p.value_dim; ++c) {
-      float number = out.data[r * out_width + c] * factor;
-      if (p.q_is_bfloat16)
-        static_cast<uint16_t*>(p.out)[to * p.value_dim + c] = narrow(number);
-      else
-        static_cast<float*>(p.out)[to * p.value_dim + c] = number;
-    }
-  }
 }
 
 void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t last) {
@@ -190,7 +218,7 @@ void backward(const Attend& p, int64_t row, int64_t head, float* d_k, float* d_v
                 p.key_dim * sizeof(float));
 }
 
-constexpr Attention attention_of = {queries_of_task, forward, backward};
+constexpr Attention attention_of = {queries_of_block, forward, backward};
 
 }  // namespace
 }  // namespace ed

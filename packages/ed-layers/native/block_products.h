@@ -1,8 +1,9 @@
 // The two products of attention with a block of keys and values, for one level of instructions.
 //
-// Both structs have the same functions: `read_query` reads a row of q, `score` computes the scores
-// [rows, kKeys] of a block of keys, and `add_values` adds weights [rows, kKeys] times a block of
-// values to out [rows, out_width].
+// Both structs have the same functions: `read_query` reads a row of q, `start` names the next block of
+// keys and values, `score` computes the scores [rows, kKeys] of some rows, without the factor
+// `score_factor`, and `add_values` adds weights [rows, kKeys] times the values to out [rows,
+// out_width]. The keys and the values of a block are prepared once for all rows that see the block.
 #pragma once
 
 #include "blocks.h"
@@ -12,9 +13,11 @@ namespace {
 
 // Products of float32 numbers.
 struct PlainProducts {
-  PlainProducts(const Attend& p, int64_t rows)
-      : out_width(whole_vectors(p.value_dim)), p_(p), rows_(rows), k_(p.key_dim), v_(p.value_dim),
-        turned_(p.key_dim), q_(rows * k_.width) {
+  static constexpr bool halves = false;  // whether weights are rounded to bfloat16
+
+  PlainProducts(const Attend& p, int64_t rows, int64_t)
+      : out_width(whole_vectors(p.value_dim)), score_factor(1), p_(p), k_(p.key_dim),
+        v_(p.value_dim), turned_(p.key_dim), q_(rows * k_.width) {
     std::memset(q_.data, 0, rows * k_.width * sizeof(float));
   }
 
@@ -27,30 +30,35 @@ struct PlainProducts {
     }
   }
 
-  void score(const Place& at, float* scores) {
-    k_.read(p_, p_.keys, at);
-    std::memset(scores, 0, rows_ * kKeys * sizeof(float));
-    if (rows_ <= kFewQueries && !p_.fixed) return score_few(at.count, scores);
-    turned_.of(k_, at.count);
-    accumulate(q_.data, k_.width, 1, rows_, turned_.pointers(), p_.key_dim, kKeys, scores, kKeys);
+  void start(const Place& place) { place_ = place, has_keys_ = has_turned_ = has_values_ = false; }
+
+  void score(int64_t first, int64_t rows, float* scores) {
+    if (!has_keys_) k_.read(p_, p_.keys, place_), has_keys_ = true;
+    const float* q = q_.data + first * k_.width;
+    if (rows <= kFewQueries && !p_.fixed) return score_few(q, rows, scores);
+    if (!has_turned_) turned_.of(k_, place_.count), has_turned_ = true;
+    std::memset(scores, 0, rows * kKeys * sizeof(float));
+    accumulate(q, k_.width, 1, rows, turned_.pointers(), p_.key_dim, kKeys, scores, kKeys);
   }
 
-  void add_values(const Place& at, const float* weights, float* out) {
-    v_.read(p_, p_.values, at);
-    accumulate(weights, kKeys, 1, rows_, v_.rows, at.count, out_width, out, out_width);
+  void add_values(int64_t rows, const float* weights, float* out) {
+    if (!has_values_) v_.read(p_, p_.values, place_), has_values_ = true;
+    accumulate(weights, kKeys, 1, rows, v_.rows, place_.count, out_width, out, out_width);
   }
 
   const int64_t out_width;
+  const float score_factor;
 
  private:
   // Each score is a sum over one row of keys, which are read where they lie.
-  void score_few(int64_t n, float* scores) {
+  void score_few(const float* q, int64_t rows, float* scores) {
+    int64_t n = place_.count;
     for (int64_t j = n; j < (n + 7) / 8 * 8; ++j) k_.rows[j] = k_.rows[n - 1];  // of no account
     for (int64_t j = 0; j < n; j += 8)
-      for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t r = 0; r < rows; ++r) {
         Vec dots[8] = {};
         for (int64_t c = 0; c < k_.width; c += kLanes) {
-          Vec number = load(q_.data + r * k_.width + c);
+          Vec number = load(q + r * k_.width + c);
           ED_UNROLL
           for (int i = 0; i < 8; ++i) dots[i] += number * load(k_.rows[j + i] + c);
         }
@@ -59,15 +67,18 @@ struct PlainProducts {
   }
 
   const Attend& p_;
-  int64_t rows_;
+  Place place_{};
+  bool has_keys_ = false, has_turned_ = false, has_values_ = false;
   Block k_, v_;
   Turned turned_;
   Scratch q_;
 };
 
 #if defined(__AVX512BF16__)
-// Products of pairs of bfloat16 numbers, summed in float32. Weights are rounded to bfloat16.
+// Products of pairs of bfloat16 numbers, summed in float32.
 struct PairProducts {
+  static constexpr bool halves = true;
+
   // Whether a call has bfloat16 numbers, and enough rows. A call whose sums have one order may have
   // few or many rows, so it computes plain products.
   static bool take(const Attend& p, int64_t rows) {
@@ -75,64 +86,75 @@ struct PairProducts {
            p.values.kind == Stored::kBfloat16 && p.key_dim % 8 == 0 && rows > kFewQueries && !p.fixed;
   }
 
-  PairProducts(const Attend& p, int64_t rows)
-      : out_width(whole_vectors(p.value_dim)), p_(p), rows_(rows),
+  PairProducts(const Attend& p, int64_t rows, int64_t rows_of_block)
+      : out_width(whole_vectors(p.value_dim)), score_factor(p.scale), p_(p),
         value_width_((p.value_dim + 31) / 32 * 32), turned_(p.key_dim / 2),
-        q_(rows * p.key_dim / 2), values_(kKeys * value_width_ / 2), weights_(rows * kKeys / 2) {}
+        q_(rows * p.key_dim / 2), values_(kKeys * value_width_ / 2), 
+        weights_(rows_of_block * kKeys / 2) {}
 
   void read_query(int64_t r, int64_t from) {
-    std::memcpy(halves(q_) + r * p_.key_dim, static_cast<const uint16_t*>(p_.q) + from,
+    std::memcpy(halves_of(q_) + r * p_.key_dim, static_cast<const uint16_t*>(p_.q) + from,
                 p_.key_dim * sizeof(uint16_t));
   }
 
-  void score(const Place& at, float* scores) {
-    find(p_.keys, at);
-    turned_.of(found_, p_.key_dim / 2, at.count);
-    std::memset(scores, 0, rows_ * kKeys * sizeof(float));
-    multiply(q_, p_.key_dim, p_.key_dim, turned_.panel, kKeys, kKeys, scores);
-    for (int64_t i = 0; i < rows_ * kKeys; i += kLanes)
-      store(scores + i, load(scores + i) * p_.scale);
+  void start(const Place& place) { place_ = place, has_keys_ = has_values_ = false; }
+
+  void score(int64_t first, int64_t rows, float* scores) {
+    if (!has_keys_) {
+      find(p_.keys);
+      turned_.of(found_, p_.key_dim / 2, place_.count);
+      has_keys_ = true;
+    }
+    multiply<true>(halves_of(q_) + first * p_.key_dim, p_.key_dim, rows, p_.key_dim,
+                   reinterpret_cast<const uint16_t*>(turned_.panel.data), kKeys, kKeys, scores);
   }
 
-  void add_values(const Place& at, const float* weights, float* out) {
-    find(p_.values, at);
-    for (int64_t j = 0; j < at.count; j += 2)
-      pair_rows(found_[j], j + 1 < at.count ? found_[j + 1] : nullptr, p_.value_dim,
-                halves(values_) + j * value_width_);
-    for (int64_t i = 0; i < rows_ * kKeys; i += 2 * kLanes)
-      _mm512_storeu_si512(halves(weights_) + i,
+  void add_values(int64_t rows, const float* weights, float* out) {
+    if (!has_values_) {
+      find(p_.values);
+      for (int64_t j = 0; j < place_.count; j += 2)
+        pair_rows(found_[j], j + 1 < place_.count ? found_[j + 1] : nullptr, p_.value_dim,
+                  halves_of(values_) + j * value_width_);
+      has_values_ = true;
+    }
+    for (int64_t i = 0; i < rows * kKeys; i += 2 * kLanes)
+      _mm512_storeu_si512(halves_of(weights_) + i,
                           (__m512i)_mm512_cvtne2ps_pbh((__m512)load(weights + i + kLanes),
                                                        (__m512)load(weights + i)));
-    multiply(weights_, kKeys, at.count, values_, value_width_, out_width, out);
+    multiply<false>(halves_of(weights_), kKeys, rows, place_.count, halves_of(values_), value_width_,
+                    out_width, out);
   }
 
   const int64_t out_width;
+  const float score_factor;
 
  private:
-  static uint16_t* halves(const Scratch& of) { return reinterpret_cast<uint16_t*>(of.data); }
+  static uint16_t* halves_of(const Scratch& of) { return reinterpret_cast<uint16_t*>(of.data); }
 
-  // Where the rows of a block lie.
-  void find(const Slots& from, const Place& place) {
+  // Where the rows of the block lie.
+  void find(const Slots& from) {
     auto* numbers = static_cast<const uint16_t*>(from.data);
-    for (int64_t i = most(0, place.skipped); i < place.count; ++i)
-      found_[i] = numbers + place.at(p_, from, i).number;
-    for (int64_t i = 0; i < place.skipped; ++i) found_[i] = found_[place.skipped];
+    for (int64_t i = most(0, place_.skipped); i < place_.count; ++i)
+      found_[i] = numbers + place_.at(p_, from, i).number;
+    for (int64_t i = 0; i < place_.skipped; ++i) found_[i] = found_[place_.skipped];
   }
 
-  // to [rows, width] += x [rows, k] times w [k / 2, w_width, 2].
-  void multiply(const Scratch& x, int64_t x_width, int64_t k, const Scratch& w, int64_t w_width,
-                int64_t width, float* to) {
-    row_blocks<kRows>(rows_, [&](auto r, int64_t at) {
+  // to [rows, width] += x [rows, k] times w [k / 2, w_width, 2], or = if `first`.
+  template <bool first>
+  void multiply(const uint16_t* x, int64_t x_width, int64_t rows, int64_t k, const uint16_t* w,
+                int64_t w_width, int64_t width, float* to) {
+    row_blocks<kRows>(rows, [&](auto r, int64_t at) {
       over_blocks(width, [&](auto v, int64_t c) {
-        multiply_pairs<decltype(r)::value, decltype(v)::value>(
-            halves(x) + at * x_width, x_width, halves(w) + 2 * c, 2 * w_width, k,
-            to + at * width + c, width);
+        multiply_pairs<decltype(r)::value, decltype(v)::value, first>(
+            x + at * x_width, x_width, w + 2 * c, 2 * w_width, k, to + at * width + c, width);
       });
     });
   }
 
   const Attend& p_;
-  int64_t rows_, value_width_;
+  Place place_{};
+  bool has_keys_ = false, has_values_ = false;
+  int64_t value_width_;
   Turned turned_;
   Scratch q_, values_, weights_;
   const uint16_t* found_[kKeys];

@@ -1,5 +1,5 @@
-// What attention is made of, for one level of instructions: exponentials, small products, blocks of
-// keys as plain numbers, and who sees whom.
+// What attention is made of, for one level of instructions: small products, blocks of keys as plain
+// numbers, and who sees whom.
 #pragma once
 
 #include "columns.h"
@@ -11,46 +11,6 @@ constexpr int64_t kKeys = 64;        // of a block
 constexpr int64_t kQueries = 64;     // rows of a block of queries
 constexpr int64_t kFewQueries = 8;   // up to here keys are read where they lie
 constexpr float kNothing = -__builtin_inff();
-
-// e^x to 2 units in the last place; 0 below -87.
-inline Vec exponential(Vec x) {
-  Vec least_x = broadcast(-87.0f);
-#if defined(__AVX512F__)
-  Vec y = x;  // a mask replaces results below the least x
-#else
-  Vec y = x < least_x ? least_x : x;
-#endif
-  Vec n = y * 1.44269504f;
-  n = (n + 0x1.8p23f) - 0x1.8p23f;
-  Vec r = y - n * 0.693145752f;
-  r -= n * 1.42860677e-6f;
-  Vec p = broadcast(1.9875691e-4f);
-  p = p * r + 1.3981999e-3f;
-  p = p * r + 8.3334519e-3f;
-  p = p * r + 4.1665796e-2f;
-  p = p * r + 1.6666665e-1f;
-  p = p * r + 5.0000001e-1f;
-  p = p * r * r + r + 1.0f;
-#if defined(__AVX512F__)
-  __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, (__m512)least_x, _CMP_NLT_UQ);
-  return (Vec)_mm512_maskz_scalef_ps(kept, (__m512)p, (__m512)n);
-#else
-  // The power of two by its exponent's bits. NaN keeps NaN by the product.
-  Ints power = __builtin_convertvector(n == n ? n : Vec{}, Ints) + 127;
-  Vec result = p * (Vec)(power << 23);
-  return x < least_x ? Vec{} : result;
-#endif
-}
-
-// tanh(x) by the exponential of its size; by its series where that would cancel.
-inline Vec squash(Vec x) {
-  Vec size = x < 0 ? -x : x, capped = size > 10.0f ? broadcast(10.0f) : size;
-  Vec t = 1.0f - 2.0f / (exponential(2.0f * capped) + 1.0f);
-  Vec s = size * size;
-  Vec near = size * (1.0f + s * (-1.0f / 3 + s * (2.0f / 15 + s * (-17.0f / 315))));
-  t = size < 0.15f ? near : t;
-  return x != x ? x : (x < 0 ? -t : t);
-}
 
 inline int64_t whole_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 

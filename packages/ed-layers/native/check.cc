@@ -54,7 +54,7 @@ bool finite(const std::vector<uint16_t>& numbers) {
 bool product(const ed::Level& level) {
   ed::Product p{};
   int64_t groups = draw(1, 4), outputs = draw(0, 2) ? draw(1, 200) : ed::kTile * draw(1, 3);
-  p.group = draw(0, 1) ? 2 * draw(1, 150) : 16 << draw(0, 3), p.inputs = groups * p.group, p.rows = draw(1, 20);
+  p.group = draw(0, 1) ? 2 * draw(1, 150) : 16 << draw(0, 3), p.inputs = groups * p.group, p.rows = draw(0, 3) ? draw(1, 20) : draw(60, 140);
   p.outputs = outputs, p.transposed = draw(0, 1);
   p.format = static_cast<ed::Format>(draw(0, 4));
   auto x = floats(p.rows * p.inputs), table = floats(16), scale = floats(groups * outputs);
@@ -76,8 +76,7 @@ bool product(const ed::Level& level) {
   if (codes && p.format != ed::Format::kFp8 && draw(0, 1)) p.zero.data = zero.data();
   bool whole = (p.format == ed::Format::kInt8 || p.format == ed::Format::kFourBits) && draw(0, 1);
   int64_t fours = p.format == ed::Format::kFourBits ? 8 : 4;  // inputs of four bytes
-  p.in_panels = !p.transposed && outputs % ed::kTile == 0 &&
-                (p.format == ed::Format::kFloat32 || (whole && p.group % fours == 0));
+  p.in_panels = !p.transposed && outputs % ed::kTile == 0 && whole && p.group % fours == 0;
   std::vector<int8_t> numbers;
   std::vector<int32_t> sums;
   std::vector<float> scales(p.rows * groups);
@@ -95,14 +94,14 @@ bool product(const ed::Level& level) {
   for (int64_t first = 0; first < outputs; first += share) {
     int64_t last = std::min(outputs, first + share);
     compute(p, first, last);
-    level.gate(static_cast<ed::Gate>(draw(1, 2)), p, second, first, last);
+    level.gate(static_cast<ed::Act>(draw(1, 5)), p, second, first, last);
   }
   return finite(y);
 }
 
 // The forward pass of attention, in tasks.
 void attend(const ed::Level& level, const ed::Attend& p) {
-  int64_t share = level.attention.queries_of_task(p);
+  int64_t share = level.attention.queries_of_block(p) * draw(1, ed::kBlocksOfTask);
   for (int64_t row = 0; row < p.batch; ++row)
     for (int64_t group = 0; group < p.groups; ++group)
       for (int64_t first = 0; first < p.queries; first += share)

@@ -56,17 +56,24 @@ Array whole(std::vector<int32_t> numbers) {
 
 ffi::DataType number() { return draw(0, 1) ? ffi::F32 : ffi::BF16; }
 
+// A bias [o] for each matrix or for none, an activation, and whether the call is gated.
+void add_finish(HandlerCall& call, int64_t matrices, ffi::DataType dtype, int64_t o, bool gated) {
+  bool biased = draw(0, 1);
+  for (int64_t m = 0; biased && m < matrices; ++m) call.arguments.push_back(random(dtype, {o}));
+  call.attributes.emplace_back("act", int64_t{draw(0, 5)});
+  call.attributes.emplace_back("biased", biased);
+  call.attributes.emplace_back("gated", gated);
+}
+
 HandlerCall product() {
-  int64_t n = draw(1, 20), i = draw(1, 90), o = draw(1, 150);
+  int64_t n = draw(0, 3) ? draw(1, 20) : draw(60, 140), i = draw(1, 90), o = draw(1, 150);
   bool turned = draw(0, 1), gated = draw(0, 1);
   ffi::DataType dtype = number();
   HandlerCall call{ed_product, {random(dtype, {n, i})}, {Array(dtype, {n, o})}, {}};
-  int64_t panels = draw(0, 3);
-  if (panels) turned = false, call.results[0] = Array(dtype, {n, panels * ed::kTile});
   for (int64_t m = 0; m < (gated ? 2 : 1); ++m)
-    call.arguments.push_back(panels ? random(ffi::F32, {panels, i, ed::kTile})
-                                    : random(number(), turned ? Sizes{o, i} : Sizes{i, o}));
-  call.attributes = {{"act", int64_t{gated}}, {"transposed", turned}};
+    call.arguments.push_back(random(number(), turned ? Sizes{o, i} : Sizes{i, o}));
+  add_finish(call, gated ? 2 : 1, dtype, o, gated);
+  call.attributes.emplace_back("transposed", turned);
   return call;
 }
 
@@ -84,7 +91,9 @@ HandlerCall product_of_codes() {
   call.arguments.push_back(random(ffi::F32, placed(groups, o)));
   call.arguments.push_back(random(ffi::F32, offset ? placed(groups, o) : Sizes{0, 0}));
   call.arguments.push_back(random(ffi::F32, {half ? 16 : 0}));
-  call.attributes = {{"act", int64_t{0}}, {"transposed", turned}, {"whole", in_8_bits}};
+  add_finish(call, 1, ffi::F32, o, false);
+  call.attributes.emplace_back("transposed", turned);
+  call.attributes.emplace_back("whole", in_8_bits);
   return call;
 }
 

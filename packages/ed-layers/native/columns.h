@@ -128,8 +128,8 @@ ED_INLINE void pair_rows(const uint16_t* even, const uint16_t* odd, int64_t coun
 
 // sums [R, V vectors] += x [R, k] * w [k, V vectors] of bfloat16 numbers: w has pairs of inputs side
 // by side, [k / 2, V vectors, 2]. An odd k has a last input without a partner, whose place in w is
-// zero.
-template <int R, int V>
+// zero. Of the `first` inputs, sums = instead.
+template <int R, int V, bool first = false>
 void multiply_pairs(const uint16_t* x, int64_t x_stride, const uint16_t* w, int64_t w_stride,
                     int64_t k, float* sums, int64_t sums_stride) {
   __m512 acc[R][V];
@@ -137,7 +137,7 @@ void multiply_pairs(const uint16_t* x, int64_t x_stride, const uint16_t* w, int6
   for (int r = 0; r < R; ++r)
     ED_UNROLL
     for (int c = 0; c < V; ++c)
-      acc[r][c] = _mm512_loadu_ps(sums + r * sums_stride + c * kLanes);
+      acc[r][c] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * sums_stride + c * kLanes);
   auto add = [&](int64_t i, int bytes) __attribute__((always_inline)) {
     __m512i row[V];
     ED_UNROLL

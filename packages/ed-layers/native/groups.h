@@ -1,21 +1,40 @@
 // What the kernels of a product share: rows of x and y, and the scales of groups of codes.
 #pragma once
 
-#include "product.h"
-#include "simd.h"
+#include "acts.h"
 
 namespace ed {
 namespace {
 
-// Store `count` sums of one row of y.
-inline void write(const Product& p, int64_t row, int64_t column, const float* sums, int64_t count) {
-  int64_t at = row * p.outputs + column;
-  if (!p.x_is_bfloat16) {
-    std::memcpy(static_cast<float*>(p.y) + at, sums, count * sizeof(float));
-    return;
+// Store numbers of x or y: kLanes of them, or `count`.
+inline void store_numbers(float* to, Vec v, int64_t count) {
+  if (count >= kLanes) return store(to, v);
+  std::memcpy(to, &v, count * sizeof(float));
+}
+
+inline void store_numbers(uint16_t* to, Vec v, int64_t count) {
+  if (count >= kLanes) return store_halves(to, v);
+  uint16_t some[kLanes];
+  store_halves(some, v);
+  std::memcpy(to, some, count * sizeof(uint16_t));
+}
+
+template <typename Number>
+void write_as(const Product& p, int64_t row, int64_t column, const float* sums, int64_t count) {
+  auto* to = static_cast<Number*>(p.y) + row * p.outputs + column;
+  auto* bias = static_cast<const Number*>(p.bias) + column;
+  for (int64_t c = 0; c < count; c += kLanes) {
+    Vec sum = load(sums + c);
+    if (p.bias) sum += load_some(bias + c, count - c);
+    if (p.act != Act::kNone) sum = activated(p.act, sum);
+    store_numbers(to + c, sum, count - c);
   }
-  auto* to = static_cast<uint16_t*>(p.y) + at;
-  for (int64_t c = 0; c < count; ++c) to[c] = narrow(sums[c]);
+}
+
+// Store `count` sums of one row of y, which are readable as whole vectors.
+inline void write(const Product& p, int64_t row, int64_t column, const float* sums, int64_t count) {
+  p.x_is_bfloat16 ? write_as<uint16_t>(p, row, column, sums, count)
+                  : write_as<float>(p, row, column, sums, count);
 }
 
 // The rows of a product as float32: the product's own, or a copy of bfloat16 rows.
@@ -24,7 +43,9 @@ struct WideRows {
     x = p.x_is_bfloat16 ? copy.data : static_cast<const float*>(p.x);
     if (!p.x_is_bfloat16) return;
     auto* numbers = static_cast<const uint16_t*>(p.x);
-    for (int64_t i = 0; i < p.rows * p.inputs; ++i) copy.data[i] = widen(numbers[i]);
+    int64_t count = p.rows * p.inputs, i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(copy.data + i, load_numbers(numbers + i));
+    for (; i < count; ++i) copy.data[i] = widen(numbers[i]);
   }
   Scratch copy;
   const float* x;

@@ -12,7 +12,8 @@ using Index = ffi::Buffer<ffi::S32, 1>;
 // Products of one x that a call computes together; the first becomes act(first) * second if gated.
 struct Call {
   std::vector<ed::Product> products;
-  ed::Gate act = ed::Gate::kNone;
+  ed::Act act = ed::Act::kNone;  // of a gated call
+  bool gated = false;
   bool whole = false;  // x in 8 bits
 };
 
@@ -37,33 +38,56 @@ struct Rounded {
 };
 
 // Tasks are even parts of the outputs of all products, one product behind the other: long runs for
-// few rows, and as many as even out busy threads.
+// few rows, and as many as even out busy threads. Of many rows a task has a part, and one tile.
 struct Parts {
-  Parts(const Call& call, int64_t threads) : unit(call.whole || call.products[0].in_panels ? ed::kTile : ed::kUnit) {
+  Parts(const Call& call, int64_t threads) : rows(call.products[0].rows) {
+    bool many = rows > 64 && !call.whole;
+    unit = many || call.whole ? ed::kTile : ed::kUnit;
     for (const ed::Product& p : call.products) {
       int64_t last = ends.empty() ? 0 : ends.back();
       ends.push_back(last + (p.outputs + unit - 1) / unit);
-      if (call.act != ed::Gate::kNone) break;  // the second has the outputs of the first
+      if (call.gated) break;  // the second has the outputs of the first
     }
-    int64_t rows = call.products[0].rows, all = ends.back();
+    int64_t all = ends.back();
     int64_t most = (rows <= 8 ? 16 : rows <= 64 ? 4 : 2) * ed::kTile / unit;
-    tasks = std::min(all, std::max(2 * threads, (all + most - 1) / most));
+    int64_t least = 2 * threads;
+    if (many) {
+      most = 4;
+      int64_t runs = (all + most - 1) / most;
+      of_rows = std::max((rows + 1023) / 1024, std::min(rows / 64, (least + runs - 1) / runs));
+      least = (least + of_rows - 1) / of_rows;
+    }
+    of_outputs = std::min(all, std::max(least, (all + most - 1) / most));
   }
 
-  // Call `f(product, first output, last output)` for what belongs to a task.
+  int64_t tasks() const { return of_outputs * of_rows; }
+
+  // Call `f(product, first row, last row, first output, last output)` for what belongs to a task.
   template <typename F>
   void of_task(const Call& call, int64_t task, const F& f) const {
-    int64_t all = ends.back(), from = all * task / tasks, to = all * (task + 1) / tasks;
+    int64_t part = task % of_rows, row = rows * part / of_rows, to_row = rows * (part + 1) / of_rows;
+    task /= of_rows;
+    int64_t all = ends.back(), from = all * task / of_outputs, to = all * (task + 1) / of_outputs;
     for (size_t i = 0; i < ends.size(); ++i) {
       int64_t begin = i ? ends[i - 1] : 0;
       int64_t first = std::max(from, begin) - begin, last = std::min(to, ends[i]) - begin;
-      if (first < last) f(i, first * unit, std::min(call.products[i].outputs, last * unit));
+      if (first < last)
+        f(i, row, to_row, first * unit, std::min(call.products[i].outputs, last * unit));
     }
   }
 
-  int64_t unit, tasks;
+  int64_t rows, unit, of_outputs, of_rows = 1;
   std::vector<int64_t> ends;
 };
+
+// The product of rows [first, last).
+ed::Product part_of(ed::Product p, int64_t first, int64_t last) {
+  int64_t size = p.x_is_bfloat16 ? 2 : 4;
+  p.x = static_cast<const char*>(p.x) + first * p.inputs * size;
+  p.y = static_cast<char*>(p.y) + first * p.outputs * size;
+  p.rows = last - first;
+  return p;
+}
 
 // Compute all products of a call.
 void run(ffi::ThreadPool& pool, Call& call) {
@@ -80,24 +104,26 @@ void run(ffi::ThreadPool& pool, Call& call) {
     (call.whole ? level.whole : p.transposed ? level.rows : level.columns)(p, first, last);
   };
   std::vector<char> up;
-  if (call.act != ed::Gate::kNone) {
+  if (call.gated) {
     ed::Product& p = call.products[1];
     up.resize(p.rows * p.outputs * (p.x_is_bfloat16 ? 2 : 4));
     p.y = up.data();
   }
   Parts parts(call, std::max<int64_t>(1, pool.num_threads()));
-  ed::parallel(pool, parts.tasks, [&](int64_t task) {
-    parts.of_task(call, task, [&](size_t i, int64_t first, int64_t last) {
-      compute(call.products[i], first, last);
-      if (call.act == ed::Gate::kNone) return;
-      compute(call.products[1], first, last);
-      level.gate(call.act, call.products[0], call.products[1], first, last);
+  ed::parallel(pool, parts.tasks(), [&](int64_t task) {
+    parts.of_task(call, task, [&](size_t i, int64_t row, int64_t to_row, int64_t first, int64_t last) {
+      ed::Product one = part_of(call.products[i], row, to_row);
+      compute(one, first, last);
+      if (!call.gated) return;
+      ed::Product other = part_of(call.products[1], row, to_row);
+      compute(other, first, last);
+      level.gate(call.act, one, other, first, last);
     });
   });
 }
 
 // Read x [rows, inputs] and the outputs of w [inputs, outputs], or of w [outputs, inputs] if
-// transposed; or of panels [outputs / kTile, .., kTile, ..], which have more axes.
+// transposed; or of panels of codes [outputs / kTile, .., kTile, 4], which have more axes.
 bool read(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, bool transposed) {
   checks.dtype("x", x.element_type(), {ffi::F32, ffi::BF16});
   checks.shape("x", x, {ed::kAny, ed::kAny});
@@ -115,21 +141,53 @@ bool read(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w
   return true;
 }
 
+// What is done to the products of a call: their biases are the last arrays of the call if `biased`.
+struct Finish {
+  bool biased;
+  int64_t act;
+  bool gated;
+};
+
+// Read the biases, from array `first` on, and the activation.
+bool read_finish(ed::Checks& checks, Call& call, Finish finish, ffi::DataType dtype,
+                 ffi::RemainingArgs arrays, size_t first) {
+  if (!checks.that(finish.act >= 0 && finish.act <= static_cast<int64_t>(ed::Act::kRelu),
+                   "the number of the activation is unknown"))
+    return false;
+  call.gated = finish.gated;
+  auto act = static_cast<ed::Act>(finish.act);
+  checks.that(!call.gated || (call.products.size() == 2 &&
+                              call.products[0].outputs == call.products[1].outputs),
+              "a gated call requires two products with the same number of outputs");
+  if (call.gated) call.act = act;
+  for (size_t i = 0; i < call.products.size(); ++i) {
+    ed::Product& p = call.products[i];
+    if (!call.gated) p.act = act;
+    if (!finish.biased) continue;
+    auto bias = arrays.get<ffi::AnyBuffer>(first + i);
+    if (!checks.that(bias.has_value(), "each product requires one bias, or none has a bias"))
+      return false;
+    checks.dtype("the bias", bias->element_type(), {dtype});
+    checks.shape("the bias", *bias, {p.outputs});
+    p.bias = bias->untyped_data();
+  }
+  return checks.ok();
+}
+
+// The number of matrices among `arrays`, each of which has `parts` arrays and maybe a bias; 0 = the
+// number of arrays does not fit.
+size_t matrices_of(ffi::RemainingArgs arrays, size_t parts, bool biased) {
+  size_t each = parts + (biased ? 1 : 0);
+  return arrays.size() % each ? 0 : arrays.size() / each;
+}
+
 // Read the results, one for each product, or one for both products of a gated layer; compute them.
 ffi::Error compute(ed::Checks& checks, ffi::ThreadPool& pool, Call& call, ffi::DataType dtype,
-                   ffi::RemainingRets results, int64_t act) {
-  if (!checks.that(act >= 0 && act <= static_cast<int64_t>(ed::Gate::kGeluTanh),
-                   "the number of the activation is unknown"))
-    return checks.error();
-  call.act = static_cast<ed::Gate>(act);
-  bool gated = call.act != ed::Gate::kNone;
-  checks.that(!gated || (call.products.size() == 2 &&
-                         call.products[0].outputs == call.products[1].outputs),
-              "an activation requires two products with the same number of outputs");
+                   ffi::RemainingRets results) {
   for (const ed::Product& p : call.products)
     checks.that(p.in_panels == call.products[0].in_panels,
                 "either all matrices of a call are in panels, or none");
-  if (!checks.that(results.size() == (gated ? 1 : call.products.size()),
+  if (!checks.that(results.size() == (call.gated ? 1 : call.products.size()),
                    "each product requires one result, and a gated pair one result"))
     return checks.error();
   size_t bytes = 0;
@@ -140,36 +198,40 @@ ffi::Error compute(ed::Checks& checks, ffi::ThreadPool& pool, Call& call, ffi::D
     checks.dtype("the result", (*y)->element_type(), {dtype});
     if (!checks.shape("the result", **y, {p.rows, p.outputs})) return checks.error();
     p.y = (*y)->untyped_data(), bytes += (*y)->size_bytes();
-    if (p.inputs == 0) std::memset(p.y, 0, (*y)->size_bytes());  // an empty sum
   }
-  if (bytes > 0 && call.products[0].inputs > 0) run(pool, call);
+  if (call.products[0].inputs == 0) {  // empty sums, which need no codes
+    call.whole = false;
+    for (ed::Product& p : call.products) p.format = ed::Format::kFloat32, p.transposed = false;
+  }
+  if (bytes > 0) run(pool, call);
   return ffi::Error::Success();
 }
 
 // x [rows, inputs] times each w [inputs, outputs], or [outputs, inputs] if transposed.
-ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs matrices,
-                    ffi::RemainingRets results, bool transposed, int64_t act) {
+ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arrays,
+                    ffi::RemainingRets results, bool transposed, bool biased, int64_t act,
+                    bool gated) {
   ed::Checks checks("product");
   Call call;
-  for (size_t i = 0; i < matrices.size(); ++i) {
-    auto w = matrices.get<ffi::AnyBuffer>(i);
+  size_t count = matrices_of(arrays, 1, biased);
+  if (!checks.that(count > 0, "a call requires at least one matrix, and a bias for each or for none"))
+    return checks.error();
+  for (size_t i = 0; i < count; ++i) {
+    auto w = arrays.get<ffi::AnyBuffer>(i);
     if (!w.has_value()) return w.error();
     ed::Product p{};
     if (!read(checks, p, x, *w, transposed)) return checks.error();
+    checks.that(!p.in_panels, "only matrices of codes can be in panels");
     checks.dtype("the matrix", w->element_type(), {ffi::F32, ffi::BF16});
-    if (p.in_panels) {
-      checks.dtype("the matrix", w->element_type(), {ffi::F32});
-      checks.shape("the matrix", *w, {ed::kAny, p.inputs, ed::kTile});
-    } else {
-      transposed ? checks.shape("the matrix", *w, {p.outputs, p.inputs})
-                 : checks.shape("the matrix", *w, {p.inputs, p.outputs});
-    }
+    if (!(transposed ? checks.shape("the matrix", *w, {p.outputs, p.inputs})
+                     : checks.shape("the matrix", *w, {p.inputs, p.outputs})))
+      return checks.error();
     p.format = w->element_type() == ffi::F32 ? ed::Format::kFloat32 : ed::Format::kBfloat16;
     call.products.push_back(p);
   }
-  if (!checks.that(!call.products.empty(), "a call requires at least one matrix"))
+  if (!read_finish(checks, call, {biased, act, gated}, x.element_type(), arrays, count))
     return checks.error();
-  return compute(checks, pool, call, x.element_type(), results, act);
+  return compute(checks, pool, call, x.element_type(), results);
 }
 
 // Read scales or zeros: [groups, outputs], or [outputs, groups] if the codes are transposed.
@@ -228,18 +290,21 @@ bool read_codes(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBu
 }
 
 // x times each matrix of codes, which is four arrays. `whole`: x in 8 bits.
-ffi::Error products_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs matrices,
-                             ffi::RemainingRets results, bool transposed, bool whole, int64_t act) {
+ffi::Error products_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arrays,
+                             ffi::RemainingRets results, bool transposed, bool whole, bool biased,
+                             int64_t act, bool gated) {
   ed::Checks checks("product of codes");
   Call call;
   call.whole = whole;
-  if (!checks.that(matrices.size() > 0 && matrices.size() % 4 == 0,
-                   "a matrix requires four arrays: codes, scale, zero and table"))
+  size_t count = matrices_of(arrays, 4, biased);
+  if (!checks.that(count > 0,
+                   "a matrix requires four arrays: codes, scale, zero and table; and a bias, or no "
+                   "matrix has a bias"))
     return checks.error();
-  for (size_t i = 0; i < matrices.size(); i += 4) {
-    auto codes = matrices.get<ffi::AnyBuffer>(i), scale = matrices.get<ffi::AnyBuffer>(i + 1);
-    auto zero = matrices.get<ffi::AnyBuffer>(i + 2);
-    auto table = matrices.get<Vector>(i + 3);
+  for (size_t i = 0; i < 4 * count; i += 4) {
+    auto codes = arrays.get<ffi::AnyBuffer>(i), scale = arrays.get<ffi::AnyBuffer>(i + 1);
+    auto zero = arrays.get<ffi::AnyBuffer>(i + 2);
+    auto table = arrays.get<Vector>(i + 3);
     if (!codes.has_value() || !scale.has_value() || !zero.has_value()) return codes.error();
     if (!table.has_value()) return table.error();
     ed::Product p{};
@@ -247,7 +312,9 @@ ffi::Error products_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Remain
       return checks.error();
     call.products.push_back(p);
   }
-  return compute(checks, pool, call, x.element_type(), results, act);
+  if (!read_finish(checks, call, {biased, act, gated}, x.element_type(), arrays, 4 * count))
+    return checks.error();
+  return compute(checks, pool, call, x.element_type(), results);
 }
 
 // Write rows [n, ..] at `index` [n] of an array whose first `axes` axes count its rows.
@@ -298,7 +365,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product, products,
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<bool>("transposed")
-                                  .Attr<int64_t>("act"));
+                                  .Attr<bool>("biased")
+                                  .Attr<int64_t>("act")
+                                  .Attr<bool>("gated"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product_of_codes, products_of_codes,
                               ffi::Ffi::Bind()
@@ -308,7 +377,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product_of_codes, products_of_codes,
                                   .RemainingRets()
                                   .Attr<bool>("transposed")
                                   .Attr<bool>("whole")
-                                  .Attr<int64_t>("act"));
+                                  .Attr<bool>("biased")
+                                  .Attr<int64_t>("act")
+                                  .Attr<bool>("gated"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_put, put,
                               ffi::Ffi::Bind()

@@ -1,18 +1,15 @@
-// Products with a matrix in panels, for one level of instructions.
+// Products with codes in panels, for one level of instructions.
 //
-// A panel has kTile outputs of all inputs, in the order in which a product reads them: a row of
-// kTile numbers for each input, or, of codes, kTile fours of bytes. A byte has one code of 8 bits, or
-// two of four bits, the even input in the lower half. So a matrix is read in one long run, and the
-// lines of the next block are fetched evenly while a block is multiplied.
-// Every sum has the order of `in_blocks` of columns.h, or of `whole_in_tiles` of whole.h.
+// A panel has kTile outputs of all inputs, in the order in which a product reads them: fours of
+// bytes. A byte has one code of 8 bits, or two of four bits, the even input in the lower half. So a
+// matrix is read in one long run, and the lines of the next block are fetched evenly while a block is
+// multiplied. Every sum has the order of `whole_in_tiles` of whole.h.
 #pragma once
 
 #include "whole.h"
 
 namespace ed {
 namespace {
-
-constexpr int64_t kPanelInputs = 64;  // inputs of a block of numbers: two fit the first cache
 
 // Fetches the next block of a panel, in as many parts as the block is gone over.
 struct NextBlock {
@@ -28,63 +25,6 @@ struct NextBlock {
   const char* from;  // four lines for each of `steps` rows or fours
   int64_t steps, passes;
 };
-
-// sums [R, kBlock] += x [R, k] * w [k, kBlock], where the rows of w lie kTile numbers apart; or = if
-// the inputs are the `first` ones.
-template <int R, int lines>
-void multiply_panel(const float* x, int64_t x_stride, const float* w, int64_t k, float* sums,
-                    bool first, const char* next) {
-  Vec acc[R][kVectors] = {};
-  if (!first) {
-    ED_UNROLL
-    for (int r = 0; r < R; ++r)
-      ED_UNROLL
-      for (int c = 0; c < kVectors; ++c) acc[r][c] = load(sums + r * kTile + c * kLanes);
-  }
-  for (int64_t i = 0; i < k; ++i) {
-    Vec row[kVectors];
-    ED_UNROLL
-    for (int c = 0; c < kVectors; ++c) row[c] = load(w + i * kTile + c * kLanes);
-    ED_UNROLL
-    for (int l = 0; l < lines; ++l) prefetch(next + (i * lines + l) * 64);
-    ED_UNROLL
-    for (int r = 0; r < R; ++r) {
-      Vec number = broadcast(x[r * x_stride + i]);
-      ED_UNROLL
-      for (int c = 0; c < kVectors; ++c) acc[r][c] += number * row[c];
-    }
-  }
-  ED_UNROLL
-  for (int r = 0; r < R; ++r)
-    ED_UNROLL
-    for (int c = 0; c < kVectors; ++c) store(sums + r * kTile + c * kLanes, acc[r][c]);
-}
-
-// The outputs [first, last) of numbers, which are whole panels [inputs, kTile].
-void panels(const Product& p, int64_t first, int64_t last) {
-  Scratch sums(least(p.rows, kMostRows) * kTile);
-  WideRows wide(p);
-  for (int64_t row = 0; row < p.rows; row += kMostRows) {
-    int64_t rows = least(kMostRows, p.rows - row);
-    int64_t passes = (rows + kRows - 1) / kRows * (kTile / kBlock);
-    for (int64_t column = first; column < last; column += kTile) {
-      auto* w = static_cast<const float*>(p.w) + column * p.inputs;
-      for (int64_t i = 0; i < p.inputs; i += kPanelInputs) {
-        int64_t k = least(kPanelInputs, p.inputs - i), pass = 0;
-        NextBlock next{reinterpret_cast<const char*>(w + (i + k) * kTile), k, passes};
-        row_blocks<kRows>(rows, [&](auto r, int64_t at) {
-          for (int64_t c = 0; c < kTile; c += kBlock)
-            next.part(pass++, [&](auto lines, const char* from) __attribute__((always_inline)) {
-              multiply_panel<decltype(r)::value, decltype(lines)::value>(
-                  wide.x + (row + at) * p.inputs + i, p.inputs, w + i * kTile + c, k,
-                  sums.data + at * kTile + c, i == 0, from);
-            });
-        });
-      }
-      for (int64_t r = 0; r < rows; ++r) write(p, row + r, column, sums.data + r * kTile, kTile);
-    }
-  }
-}
 
 #if !ED_PAIRS
 // The product of a block of codes of four bits: see `multiply_whole`, whose sums these are.

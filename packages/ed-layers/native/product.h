@@ -21,6 +21,9 @@ struct OfGroups {
   Small kind;
 };
 
+// By the numbers of `ACTS` in ed_layers/native/products.py.
+enum class Act { kNone, kSilu, kGeluTanh, kGelu, kQuickGelu, kRelu };
+
 // y [rows, outputs] = x [rows, inputs] times w. Arrays are dense, the last axis innermost.
 struct Product {
   const void* x;       // float32 or bfloat16
@@ -32,12 +35,16 @@ struct Product {
   // Transposed: [outputs, inputs], or half as many bytes.
   const void* w;
   bool transposed;
-  bool in_panels;  // float32, or codes for x in 8 bits: see panels.h
+  bool in_panels;  // codes for x in 8 bits: see panels.h
   Format format;
   // Of codes alone: value = (level - zero) * scale, where the level of four bits is table[code].
   OfGroups scale, zero;
   const float* table;  // [16]
   int64_t group;       // inputs
+
+  // What is done to the sums: a bias [outputs], as x; null = none. Then the activation.
+  const void* bias;
+  Act act;
 
   // Where x is multiplied in 8 bits ("whole numbers"): see whole.h, which makes these.
   int8_t* numbers;
@@ -54,11 +61,8 @@ constexpr int64_t kTile = 64, kUnit = 16;
 // Every sum is taken in one order, whatever the other rows are, and whoever computes which outputs.
 using ProductOfOutputs = void (*)(const Product&, int64_t first, int64_t last);
 
-// What is done to the first of two products before it is multiplied by the second.
-enum class Gate { kNone, kSilu, kGeluTanh };
-
 // y of `gate` becomes act(y) times y of `up`, at the outputs [first, last).
-using GateOfOutputs = void (*)(Gate, const Product& gate, const Product& up, int64_t first,
+using GateOfOutputs = void (*)(Act, const Product& gate, const Product& up, int64_t first,
                                int64_t last);
 
 // Bytes that the whole numbers of one row take, and how many sums of them there are.

@@ -46,6 +46,13 @@ inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
 inline Vec broadcast(float x) { return x - Vec{}; }
 
+// The same without arithmetic, for words that are no float32 numbers.
+inline Vec broadcast_bits(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return (Vec)(bits - Ints{});
+}
+
 inline Vec to_numbers(Ints v) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtepi32_ps((__m512i)v);
@@ -161,6 +168,30 @@ inline Vec load_fp8(const uint8_t* from) {
   for (int l = 0; l < kLanes; ++l) v[l] = from_fp8(from[l]);
   return v;
 #endif
+}
+
+// kLanes bfloat16 numbers: each as `narrow` has it.
+inline void store_halves(uint16_t* to, Vec v) {
+  Ints bits = (Ints)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  rounded = v == v ? rounded : bits | 0x400000;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)rounded, 16)));
+#elif defined(__AVX2__)
+  __m256i halves = _mm256_srli_epi32((__m256i)rounded, 16);
+  halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(halves, halves), 8);
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(halves));
+#else
+  for (int l = 0; l < kLanes; ++l) to[l] = static_cast<uint16_t>(static_cast<uint32_t>(rounded[l]) >> 16);
+#endif
+}
+
+// `count` numbers of x, at most kLanes; zeros beyond.
+template <typename Number>
+inline Vec load_some(const Number* x, int64_t count) {
+  if (count >= kLanes) return load_numbers(x);
+  Number some[kLanes] = {};
+  std::memcpy(some, x, count * sizeof(Number));
+  return load_numbers(some);
 }
 
 // table[code], where only the lowest four bits of the codes count.

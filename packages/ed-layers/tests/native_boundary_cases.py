@@ -78,17 +78,28 @@ class Call:
         return f"{self.target} {', '.join(buffers)} {self.attributes}"
 
 
+def finish(
+    rng: np.random.Generator, o: int, dtype: np.dtype, matrices: int, *, gated: bool
+) -> tuple[list[Buffer], dict[str, Any]]:
+    """Return the biases of a call of products, and its attributes."""
+    biased = bool(rng.integers(2))
+    biases = [Buffer(f"b{j}", (o,), dtype) for j in range(matrices if biased else 0)]
+    return biases, {"biased": biased, "gated": gated, "act": np.int64(rng.integers(6))}
+
+
 def product(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
     n, i, o, gated = size(5), size(24), size(33), bool(rng.integers(2))
     turned, dtype = bool(rng.integers(2)), FLOAT32 if rng.integers(2) else BFLOAT16
-    shape, dtypes = (o, i) if turned else (i, o), NUMBERS
-    if rng.integers(3) == 0:
-        panels, turned = size(2), False
-        shape, dtypes, o = (panels, i, PANEL), frozenset({FLOAT32}), panels * PANEL
-    w = [Buffer(f"w{j}", shape, FLOAT32, free_dtypes=dtypes) for j in range(2 if gated else 1)]
-    attributes = {"transposed": turned, "act": np.int64(gated)}
+    if rng.integers(4) == 0:
+        n += 64  # the form for many rows
+    shape, count = (o, i) if turned else (i, o), 2 if gated else 1
+    w = [Buffer(f"w{j}", shape, FLOAT32, free_dtypes=NUMBERS) for j in range(count)]
+    biases, attributes = finish(rng, o, dtype, count, gated=gated)
     return Call(
-        "ed_product", (Buffer("x", (n, i), dtype), *w), (Buffer("y", (n, o), dtype),), attributes
+        "ed_product",
+        (Buffer("x", (n, i), dtype), *w, *biases),
+        (Buffer("y", (n, o), dtype),),
+        {"transposed": turned, **attributes},
     )
 
 
@@ -116,9 +127,10 @@ def product_of_codes(rng: np.random.Generator, size: Callable[[int], int]) -> Ca
         Buffer("zero", zero, free_dtypes=small, may_be_empty=True),
         Buffer("table", (16 if half else 0,)),
     )
-    attributes = {"transposed": turned, "whole": whole, "act": np.int64(0)}
-    results = (Buffer("y", (n, o)),)
-    return Call("ed_product_of_codes", (Buffer("x", (n, i)), *matrix), results, attributes)
+    biases, attributes = finish(rng, o, FLOAT32, 1, gated=False)
+    attributes |= {"transposed": turned, "whole": whole}
+    results, arguments = (Buffer("y", (n, o)),), (Buffer("x", (n, i)), *matrix, *biases)
+    return Call("ed_product_of_codes", arguments, results, attributes)
 
 
 SCORING = {
@@ -319,7 +331,7 @@ MAKERS = {
 NUMBERED = frozenset({"layer", "pages", "first_query", "owner"})
 #: Attributes that no call accepts.
 BAD_ATTRIBUTES = {
-    "act": (np.int64(-1), np.int64(3), np.int64(2**40)),
+    "act": (np.int64(-1), np.int64(6), np.int64(2**40)),
     "axes": (-1, 0, 99),
     "drop_below": (np.int64(-1), np.int64(2**32), np.int64(2**40)),
 }

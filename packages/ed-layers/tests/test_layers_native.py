@@ -35,6 +35,7 @@ from hypothesis import strategies as st
 from native_cases import DTYPES, anywhere, built, drawn, exact  # noqa: F401
 
 SIZES = st.integers(1, 150)
+GATED = products.Finish(act="silu", gated=True)
 
 
 def near(y: jax.Array, x: np.ndarray, w: np.ndarray) -> None:
@@ -239,7 +240,7 @@ def test_vmapped_dot_matches_batched_matmul() -> None:
 def test_calls_of_several_threads_at_once() -> None:
     """Each has its own loop, whichever of XLA's threads help."""
     x, matrices = drawn(0, 3, 300), [drawn(1 + i, 300, 500) for i in range(4)]
-    step = jax.jit(lambda w: products.products(x, (w, w), act="silu")[0])
+    step = jax.jit(lambda w: products.products(x, (w, w), finish=GATED)[0])
     expected = [np.asarray(step(w)) for w in matrices]
 
     def often(i: int) -> bool:
@@ -261,9 +262,10 @@ def test_every_level_and_number_of_threads(setting, tmp_path) -> None:
         "import jax.numpy as jnp, json, numpy as np;"
         "from ed_layers.native import library, products;"
         "library.level(); r = np.random.default_rng(0);"
-        "x, w = (jnp.asarray(r.normal(size=s), 'float32') for s in ((9, 300), (300, 700)));"
+        "x, w = (jnp.asarray(r.normal(size=s), 'float32') for s in ((90, 300), (300, 700)));"
         "y = np.asarray(products.product(x, w)); z = np.asarray(x, float) @ np.asarray(w, float);"
-        "both = products.products(x, (w, w), act='silu')[0];"
+        "gated = products.Finish(act='silu', gated=True);"
+        "both = products.products(x, (w, w), finish=gated)[0];"
         "bits = y.tobytes().hex()[:4000] + np.asarray(both).tobytes().hex()[:4000];"
         "print(json.dumps([library.level(), float(abs(y - z).max()), bits]))"
     )
@@ -273,7 +275,7 @@ def test_every_level_and_number_of_threads(setting, tmp_path) -> None:
     assert apart <= 1e-4
     if "threads" in setting:
         x, w = (jnp.asarray(r, jnp.float32) for r in _same_arrays())
-        y, (both,) = products.product(x, w), products.products(x, (w, w), act="silu")
+        y, (both,) = products.product(x, w), products.products(x, (w, w), finish=GATED)
         here = [np.asarray(a).tobytes().hex()[:4000] for a in (y, both)]
         assert (name, bits) == (library.level(), "".join(here))
     else:
@@ -282,7 +284,7 @@ def test_every_level_and_number_of_threads(setting, tmp_path) -> None:
 
 def _same_arrays() -> list[np.ndarray]:
     rng = np.random.default_rng(0)
-    return [rng.normal(size=shape) for shape in ((9, 300), (300, 700))]
+    return [rng.normal(size=shape) for shape in ((90, 300), (300, 700))]
 
 
 @built

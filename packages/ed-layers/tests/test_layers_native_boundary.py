@@ -54,11 +54,12 @@ def test_every_target_refuses_many_damaged_calls(seed: int) -> None:
 @pytest.mark.parametrize("codes", [False, True])
 def test_products_of_no_inputs_are_zero(codes: bool, act: str | None) -> None:
     x, count = jnp.zeros((3, 0)), 1 if act is None else 2
+    finish = products.Finish(act=act, gated=act is not None)
     if codes:
         matrix = products.QuantizedMatrix(jnp.zeros((0, 40), "int8"), jnp.ones((1, 40)))
-        results = products.products_of_codes(x, (matrix,) * count, act=act)
+        results = products.products_of_codes(x, (matrix,) * count, finish=finish)
     else:
-        results = products.products(x, (jnp.zeros((0, 40)),) * count, act=act)
+        results = products.products(x, (jnp.zeros((0, 40)),) * count, finish=finish)
     assert [np.asarray(y).tolist() for y in results] == [np.zeros((3, 40)).tolist()]
 
 

@@ -1,5 +1,5 @@
-"""Matrices in panels: products equal those of plain matrices bit by bit, and packed models compute
-the same as plain models."""
+"""Codes in panels: products equal those of plain codes bit by bit, and packed models compute the
+same as plain models."""
 
 from __future__ import annotations
 
@@ -14,27 +14,13 @@ from ed_layers.fused_projections import project, project_gated
 from ed_layers.native import library, products
 from ed_layers.packing import pack
 from ed_layers.projections.linear import Linear, dot
-from ed_layers.projections.panels import Panels
 from ed_layers.quantization import encode, quantize
 from ed_layers.quantization.panels import CodePanels
+from ed_layers.quantization.qarray import codes_of
 from flax import nnx
 from native_cases import anywhere, built, drawn, exact  # noqa: F401
 
 ROWS = (1, 5, 8, 16, 31, 200)
-
-
-@built
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_of_panels_are_exact_and_equal_those_of_plain_matrices(dtype) -> None:
-    w = drawn(1, 300, 192)
-    for rows in ROWS:
-        x = drawn(rows, rows, 300, dtype=dtype)
-        y = Panels.of(w).product(x)
-        assert (y.shape, y.dtype) == ((rows, 192), x.dtype)
-        np.testing.assert_array_equal(exact(y), exact(products.product(x, w)))
-    expected, sizes = exact(x) @ exact(w), np.abs(exact(x)) @ np.abs(exact(w))
-    rounded = 2**-8 * np.abs(expected) if dtype == "bfloat16" else 0
-    assert (np.abs(exact(y) - expected) <= rounded + 2e-6 * sizes).all()
 
 
 @built
@@ -69,21 +55,18 @@ class Pair(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:
         a, b = project((self.gate, self.up), x)
-        gated = project_gated(self.gate, self.up, "silu", x)
+        gated = project_gated(self.gate, self.up, "silu", x, ("gate", "up"))
         y = self.down(a * b if gated is None else a * b + gated)
         return *project((self.gate, self.up), x), y, self.narrow(y)
 
 
 @built
-@pytest.mark.parametrize("quantized", [None, "w8a8", "w4a8"])
+@pytest.mark.parametrize("quantized", ["w8a8", "w4a8"])
 def test_packed_model_computes_the_same_and_keeps_no_plain_matrix(quantized) -> None:
-    model, x = Pair(), drawn(0, 9, 256)
-    if quantized:
-        model = quantize(model, [("", {"dtype": quantized})])
+    model, x = quantize(Pair(), [("", {"dtype": quantized})]), drawn(0, 9, 256)
     packed = pack(model)
-    kind = CodePanels if quantized else Panels
-    held = [isinstance(layer.weight, kind) for layer in (packed.gate, packed.up, packed.down)]
-    assert held == [True] * 3 and not isinstance(packed.narrow.weight, kind)
+    held = [isinstance(layer.weight, CodePanels) for layer in (packed.gate, packed.up, packed.down)]
+    assert held == [True] * 3 and not isinstance(packed.narrow.weight, CodePanels)
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(m))) for m in (model, packed)]
     assert sizes[0] == sizes[1]
     for one, other in zip(jax.jit(packed)(x), jax.jit(model)(x), strict=True):
@@ -98,11 +81,8 @@ def test_packed_model_computes_the_same_and_keeps_no_plain_matrix(quantized) -> 
 def test_activations_of_panels_have_the_gradient_of_plain_matrices() -> None:
     x, w = drawn(0, 7, 256), drawn(1, 256, 128)
     coded, half = (encode(w, form, 64, activations=True) for form in ("int8", "int4"))
-    for plain, packed in (
-        (w, Panels.of(w)),
-        (coded, CodePanels.of(coded)),
-        (half, CodePanels.of(half)),
-    ):
+    for plain in (coded, half):
+        packed = CodePanels.of(plain)
         ours, theirs = (
             jax.grad(lambda x, w=w: jnp.sum(jnp.sin(dot(x, w))))(x) for w in (packed, plain)
         )
@@ -110,15 +90,13 @@ def test_activations_of_panels_have_the_gradient_of_plain_matrices() -> None:
 
 
 @built
-def test_library_refuses_panels_of_other_layouts() -> None:
-    x, result = jnp.ones((3, 64)), [jax.ShapeDtypeStruct((3, 128), jnp.float32)]
-    call = jax.ffi.ffi_call(library.TARGETS["ed_product"], result)
-    for shape in ((2, 60, 64), (2, 64, 32), (2, 64, 64, 1)):
-        with pytest.raises(Exception, match="the matrix has shape"):
-            jax.block_until_ready(call(x, jnp.ones(shape), transposed=False, act=np.int64(0)))
-    both = (jnp.ones((2, 64, 64)), jnp.ones((64, 128)))
+def test_library_refuses_panels_of_numbers_and_mixed_calls() -> None:
+    x, codes = jnp.ones((3, 64)), encode(drawn(1, 64, 128), "int8", 64, activations=True)
+    with pytest.raises(Exception, match="only matrices of codes can be in panels"):
+        jax.block_until_ready(products.products(x, (jnp.ones((2, 64, 64)),)))
+    both = (CodePanels.of(codes).matrix, codes_of(codes))
     with pytest.raises(Exception, match="either all matrices of a call are in panels, or none"):
-        jax.block_until_ready(products.products(x, both))
+        jax.block_until_ready(products.products_of_codes(x, both, whole=True))
 
 
 def test_model_without_library_is_not_packed() -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.depth.remat import recomputed
-from ed_layers.fused_projections import project_gated
+from ed_layers.fused_projections import project_activated, project_gated
 from ed_layers.parts import Parts
 
 
@@ -78,7 +78,8 @@ class GatedMLP(nnx.Module):
 
     def block(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """Apply the layer to all positions of `x`."""
-        inner = project_gated(self.gate_proj, self.up_proj, self.hidden_act, x)
+        names = "mlp_gate", "mlp_up"
+        inner = project_gated(self.gate_proj, self.up_proj, self.hidden_act, x, names)
         if inner is None:
             gate = ctx.named(self.gate_proj(x, ctx), "mlp_gate")
             up = ctx.named(self.up_proj(x, ctx), "mlp_up")
@@ -122,9 +123,12 @@ class MLP(nnx.Module):
             activation(name)
 
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
-        up = ctx.named(self.up_proj(ctx.named(x, "normed_input"), ctx), "mlp_up")
-        name = self.hidden_act
-        inner = self.act_fn(up) if name is None else recomputed(activation(name), up)
+        x, inner, act = ctx.named(x, "normed_input"), None, self.hidden_act
+        if act is not None:
+            inner = project_activated(self.up_proj, act, x, "mlp_up")
+        if inner is None:
+            up = ctx.named(self.up_proj(x, ctx), "mlp_up")
+            inner = self.act_fn(up) if act is None else recomputed(activation(act), up)
         out = self.down_proj(ctx.dropped(inner, self.dropout, "mlp_inner"), ctx)
         return ctx.named(ctx.named(out, "mlp_down"), "mlp_output")
 

@@ -78,7 +78,7 @@ class EncoderRunner:
         max_model_len: int,
         max_num_batched_tokens: int,
     ) -> None:
-        self.weights = ServedWeights(model, packs_numbers=True)
+        self.weights = ServedWeights(model)
         self.model = self.weights.model
         self.vocab_size = vocab_size_of(model)
         self.allocated = True

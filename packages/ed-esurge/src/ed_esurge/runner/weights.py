@@ -34,18 +34,17 @@ class _Structure(NamedTuple):
     graphdef: nnx.GraphDef
     treedef: Any
     likes: list[jax.ShapeDtypeStruct]
-    numbers: bool
 
     def packed(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Return the leaves of the packed model."""
         model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
-        packed = _packed(cast(LanguageModel, model), self.numbers)
+        packed = _packed(cast(LanguageModel, model))
         return jax.tree.leaves(nnx.state(cast(nnx.Module, packed)))
 
 
-def _packed(model: LanguageModel, numbers: bool) -> LanguageModel:
+def _packed(model: LanguageModel) -> LanguageModel:
     with native.chosen_by(model.config):
-        return cast(LanguageModel, pack(cast(nnx.Module, model), numbers=numbers))
+        return cast(LanguageModel, pack(cast(nnx.Module, model)))
 
 
 class ServedWeights:
@@ -55,18 +54,17 @@ class ServedWeights:
         model: the model, in the layout that the caller chose. Its arrays are not copied, except
             matrices with codes of whole numbers, which are served in the order of the native
             library (`ed_layers.packing`). New weights keep the structure of `model`.
-        packs_numbers: whether float32 matrices are served in this order, too.
     """
 
-    def __init__(self, model: LanguageModel, *, packs_numbers: bool = False) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self._given: _Structure | None = None
         # The weights of a model with adapter slots are replaced without the slots.
         has_slots = bool(jax.tree.leaves(nnx.state(cast(nnx.Module, model), SlotParam)))
-        packed = model if has_slots else _packed(model, packs_numbers)
+        packed = model if has_slots else _packed(model)
         if packed is not model:
             graphdef, state = nnx.split(cast(nnx.Module, model))
             leaves, treedef = jax.tree.flatten(state)
-            self._given = _Structure(graphdef, treedef, abstract(leaves), packs_numbers)
+            self._given = _Structure(graphdef, treedef, abstract(leaves))
             model = packed
         self._graphdef, places, state = nnx.split(cast(nnx.Module, model), SlotParam, ...)
         leaves, self._treedef = jax.tree.flatten(state)

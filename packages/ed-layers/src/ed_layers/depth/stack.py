@@ -198,7 +198,12 @@ class Stack(nnx.Module):
 
     def names(self, apply: Callable[..., Any], x: jax.Array, cache: Any) -> Iterator[set[str]]:
         """The names that each kind of layer passes to `named`, traced on first use."""
-        trace = jax.make_jaxpr(apply, return_shape=True)
+
+        def differentiated(static: Static, state: Any, x: jax.Array, cache: Any):
+            # The forward pass of a derivative may name more values than the layer alone.
+            return jax.vjp(lambda x: apply(static, state, x, cache), x)[0]
+
+        trace = jax.make_jaxpr(differentiated, return_shape=True)
         for layer, graphdef, state in self.kinds():
             jaxpr, (_, cache, _) = trace(Static(graphdef, layer), state, x, cache)
             yield names_in(jaxpr)

@@ -151,7 +151,7 @@ def _loaded() -> Loaded:
             level=logging.WARNING,
         )
         return Loaded(None, f"cannot be loaded ({error}); {build} compiles the library again")
-    once(logger, f"native kernels: products and attention, {name}", level=logging.INFO)
+    once(logger, f"native kernels: products, attention and recurrences, {name}", level=logging.INFO)
     return Loaded(name)
 
 
@@ -183,4 +183,4 @@ def describe() -> str:
         return f"native kernels: {_loaded().reason}"
     if not in_use():
         return f"native kernels: {name}, not taken on {jax.device_count()} devices"
-    return f"native kernels: products and attention, {name}"
+    return f"native kernels: products, attention and recurrences, {name}"

@@ -6,7 +6,6 @@ Legend: n rows, i in features, o out features, g groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,25 +15,33 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from ed_layers import fixed_order
-from ed_layers.native.library import TARGETS, in_use, level, on_whole_arrays
+from ed_layers.native.library import TARGETS, in_use, on_whole_arrays
 
-#: Maximum number of rows for the library's products: with more rows, XLA is as fast
+#: Maximum number of rows for products with transposed matrices: with more rows, XLA is as fast
 #: (tools.bench.products).
-MOST_ROWS = 128
-#: The same limit for instructions that multiply pairs of bfloat16 numbers.
-MOST_ROWS_OF_PAIRS = 256
-#: The same limit for transposed matrices.
 MOST_ROWS_TRANSPOSED = 64
 #: The same limit for codes, which XLA must decode first.
 MOST_ROWS_OF_CODES = 256
 #: Minimum size of a matrix: smaller products do not justify the microseconds of a call.
 LEAST_SIZE = 1 << 14
 
-#: Number of columns of a panel: `kTile` of product.h.
+#: Number of columns of a panel of codes: `kTile` of product.h.
 PANEL = 64
 
-#: Activations of the library by Hugging Face's names: numbers of `Gate` in product.h.
-ACTS = {"silu": 1, "swish": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2}
+#: Activations of the library by Hugging Face's names: numbers of `Act` in product.h.
+ACTS = {
+    "silu": 1,
+    "swish": 1,
+    "gelu_new": 2,
+    "gelu_pytorch_tanh": 2,
+    "gelu_fast": 2,
+    "gelu_accurate": 2,
+    "gelu_python_tanh": 2,
+    "gelu": 3,
+    "gelu_python": 3,
+    "quick_gelu": 4,
+    "relu": 5,
+}
 
 NUMBERS = (jnp.float32, jnp.bfloat16)
 CODES = (jnp.int8, jnp.uint8, jnp.float8_e4m3fn)
@@ -49,15 +56,14 @@ def takes(rows: int, dtype: DTypeLike, w: jax.Array, *, transposed: bool = False
         return rows > 0 and w.size > 0
     if w.size < LEAST_SIZE:
         return False
-    if transposed:
-        return 0 < rows <= MOST_ROWS_TRANSPOSED
-    pairs = jnp.dtype(dtype) == w.dtype == jnp.bfloat16 and level() == "avx512_bf16"
-    return 0 < rows <= (MOST_ROWS_OF_PAIRS if pairs else MOST_ROWS)
+    return rows > 0 and (rows <= MOST_ROWS_TRANSPOSED or not transposed)
 
 
 def takes_panels(rows: int, dtype: DTypeLike) -> bool:
-    """Return whether the library multiplies rows of a dtype by panels. Every number of rows is
-    supported, because another product would have to restore the matrix first."""
+    """Return whether the library multiplies rows of a dtype by panels of codes.
+
+    Every number of rows is supported, because another product would have to restore the matrix.
+    """
     return rows > 0 and dtype in NUMBERS and on_whole_arrays()
 
 
@@ -87,43 +93,62 @@ def product(
     return products(x, (w,), transposed=transposed)[0]
 
 
+class Finish(NamedTuple):
+    """What follows the products of a call, before they are rounded to the dtype of the result.
+
+    Attributes:
+        biases: [o] for each matrix, in the dtype of x; empty = there are none.
+        act: a name of `ACTS`; None = no activation.
+        gated: whether the result is `act(first product) * second product`. There are then two
+            matrices of one shape.
+    """
+
+    biases: tuple[jax.Array, ...] = ()
+    act: str | None = None
+    gated: bool = False
+
+    def attributes(self) -> dict[str, object]:
+        """Return the attributes of a call."""
+        number = np.int64(0 if self.act is None else ACTS[self.act])
+        return {"biased": bool(self.biases), "act": number, "gated": self.gated}
+
+    def results(self, x: Float[Array, "n i"], widths: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes of the results."""
+        kept = widths[:1] if self.gated else widths
+        return [jax.ShapeDtypeStruct((x.shape[0], width), x.dtype) for width in kept]
+
+
 def products(
     x: Float[Array, "n i"],
     matrices: Sequence[jax.Array],
     *,
     transposed: bool = False,
-    act: str | None = None,
+    finish: Finish = Finish(),  # noqa: B008
 ) -> list[jax.Array]:
     """Return the products with several matrices, computed in one call: [n, o] for each matrix.
 
     Args:
-        matrices: [i, o] each; or [o, i] if `transposed`; or all float32 panels [o / PANEL, i,
-            PANEL].
-        act: a name of `ACTS`. There are then two matrices of one shape, and one result: `act(x @
-            first) * (x @ second)`.
+        matrices: [i, o] each; or [o, i] if `transposed`.
+        finish: what follows the products.
     """
+    widths = [width_of(w, transposed) for w in matrices]
+    results = finish.results(x, widths)
+
+    def call(x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        widths = [width_of(w, transposed) for w in arrays[: len(matrices)]]
+        of_call = jax.ffi.ffi_call(
+            TARGETS["ed_product"], finish.results(x, widths), vmap_method="sequential"
+        )
+        return [*of_call(x, *arrays, transposed=transposed, **finish.attributes())]
+
     # Each device computes whole sums: for its rows, and for its columns of each matrix.
     of_matrix = ("heads", None) if transposed else (None, "heads")
     return fixed_order.divided(
-        partial(_products, transposed, act),
-        (x, *matrices),
-        (("batch", None), *[of_matrix if w.ndim == 2 else (None,) * 3 for w in matrices]),
-        [(("batch", "heads"), y.shape) for y in _results(x, matrices, transposed, act)],
+        call,
+        (x, *matrices, *finish.biases),
+        (("batch", None), *[of_matrix for _ in matrices], *[("heads",) for _ in finish.biases]),
+        [(("batch", "heads"), y.shape) for y in results],
     )
-
-
-def _products(
-    transposed: bool, act: str | None, x: jax.Array, *matrices: jax.Array
-) -> list[jax.Array]:
-    results = _results(x, matrices, transposed, act)
-    call = jax.ffi.ffi_call(TARGETS["ed_product"], results, vmap_method="sequential")
-    return [*call(x, *matrices, transposed=transposed, act=number_of(act))]
-
-
-def _results(
-    x: jax.Array, matrices: Sequence[jax.Array], transposed: bool, act: str | None
-) -> list[jax.ShapeDtypeStruct]:
-    return results_of(x, [width_of(w, transposed) for w in matrices], act)
 
 
 class QuantizedMatrix(NamedTuple):
@@ -151,7 +176,7 @@ def products_of_codes(
     *,
     transposed: bool = False,
     whole: bool = False,
-    act: str | None = None,
+    finish: Finish = Finish(),  # noqa: B008
 ) -> list[jax.Array]:
     """Return the products of `x` and each matrix in the dtype of `x`, summed in float32. No
     gradient.
@@ -160,15 +185,16 @@ def products_of_codes(
         transposed: whether codes, scale and zero are [o, ..].
         whole: whether x is rounded to 8 bits, by its groups, and multiplied by whole numbers.
             Four-bit codes are then whole numbers, and `table` is ignored.
-        act: see `products`.
+        finish: see `products`.
     """
-    results = results_of(x, [width_of(of.codes, transposed) for of in matrices], act)
+    results = finish.results(x, [width_of(of.codes, transposed) for of in matrices])
     call = jax.ffi.ffi_call(TARGETS["ed_product_of_codes"], results, vmap_method="sequential")
     arrays: list[jax.Array] = []
     for codes, scale, zero, table in matrices:
         zero = jnp.zeros((0, 0), jnp.float32) if zero is None else zero
         arrays += codes, scale, zero, jnp.zeros((0,), jnp.float32) if table is None else table
-    return [*call(x, *arrays, transposed=transposed, whole=whole, act=number_of(act))]
+    arrays += finish.biases
+    return [*call(x, *arrays, transposed=transposed, whole=whole, **finish.attributes())]
 
 
 def product_of_codes(
@@ -189,16 +215,3 @@ def product_of_codes(
 def width_of(w: jax.Array, transposed: bool) -> int:
     """Return the number of columns of a matrix, or of its panels."""
     return w.shape[0] * PANEL if w.ndim > 2 else w.shape[0 if transposed else 1]
-
-
-def results_of(
-    x: Float[Array, "n i"], widths: Sequence[int], act: str | None
-) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes of the results; an activation combines two products to one array."""
-    kept = widths if act is None else widths[:1]
-    return [jax.ShapeDtypeStruct((x.shape[0], width), x.dtype) for width in kept]
-
-
-def number_of(act: str | None) -> np.int64:
-    """Return the library's number of an activation."""
-    return np.int64(0 if act is None else ACTS[act])

@@ -119,10 +119,17 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows i"], ctx: Ctx | None = None):
         """Project [..., in] to [..., out]; `ctx` selects the adapter if adapters are served."""
-        y = dot(x.astype(self.dtype), self.weight, precision=self.precision)
         if self.use_bias:
-            y = rounded(y + self.bias.get_value().astype(self.dtype))
-        return y
+            from ed_layers.fused_projections import combined
+
+            if (found := combined((self,), x)) is not None:
+                return found[0]
+        return with_bias(self, dot(x.astype(self.dtype), self.weight, precision=self.precision))
+
+
+def with_bias(layer: Linear, y: Float[Array, "*rows o"]) -> Float[Array, "*rows o"]:
+    """Return a product plus the layer's bias, if it has a bias."""
+    return rounded(y + layer.bias.get_value().astype(layer.dtype)) if layer.use_bias else y
 
 
 class ExpertLinear(nnx.Module):

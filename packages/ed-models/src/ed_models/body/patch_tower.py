@@ -26,6 +26,7 @@ from ed_layers.attention.blocks.settings import MaskRule, Rotary
 from ed_layers.context import Ctx
 from ed_layers.mlp import MLP
 from ed_layers.parts import MakePart, Parts
+from ed_layers.projections.matmul import matmul
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -67,7 +68,7 @@ class PatchProjection(nnx.Module):
                 f"pixel_values has patches of {patches.shape[-1]} numbers, but the vision tower "
                 f"reads patches of {size}: use the image processor of the checkpoint"
             )
-        x = patches.astype(self.dtype) @ kernel.reshape(size, -1)
+        x = matmul(patches.astype(self.dtype), kernel.reshape(size, -1))
         return x + self.bias.get_value().astype(self.dtype) if hasattr(self, "bias") else x
 
 

@@ -27,6 +27,7 @@ from ed_layers.attention.blocks.settings import MaskRule
 from ed_layers.context import ALL_LAYERS, named
 from ed_layers.mlp import MLP
 from ed_layers.parts import MakePart, Parts
+from ed_layers.projections.matmul import matmul
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
@@ -143,8 +144,9 @@ class PatchEmbedding(nnx.Module):
             )
         rows, columns = h // p, w // q
         x = images[:, :, : rows * p, : columns * q].astype(self.dtype)
-        x = x.reshape(b, c, rows, p, columns, q)
-        x = jnp.einsum("bcipjq,cpqd->bijd", x, kernel, precision=self.precision)
+        x = x.reshape(b, c, rows, p, columns, q).transpose(0, 2, 4, 1, 3, 5)
+        x = x.reshape(b, rows, columns, c * p * q)
+        x = matmul(x, kernel.reshape(c * p * q, -1), precision=self.precision)
         return x + self.bias.get_value().astype(self.dtype) if hasattr(self, "bias") else x
 
 

@@ -1,0 +1,156 @@
+// The product of many rows with a matrix of numbers, for one level of instructions.
+//
+// A tile of the matrix first becomes a panel: the numbers of kTile outputs, input after input, in the
+// order in which they are multiplied. This takes a hundredth of the time of a product of a hundred
+// rows. Each block of rows then goes over all inputs of the panel with its sums in registers.
+// Every sum has the order of `in_blocks` of columns.h.
+#pragma once
+
+#include "columns.h"
+
+namespace ed {
+namespace {
+
+constexpr int64_t kManyRows = 64;         // from here on a panel is faster
+constexpr int64_t kPanelWords = 1 << 16;  // of four bytes: a panel stays in the second cache
+
+// Numbers of x and of a panel, in words of four bytes: an input as float32.
+struct FloatWords {
+  using Number = float;
+  static ED_INLINE Vec add(Vec sum, Vec x, Vec w) { return sum + x * w; }
+
+  // Write `k` inputs from `i` on, and `count` outputs from `column` on.
+  static void fill(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count,
+                   float* panel) {
+    if (count % kLanes != 0) return unpack_tail(p, i, k, column, count, panel);
+    if (p.format == Format::kFloat32)
+      copy(static_cast<const float*>(p.w) + i * p.outputs + column, p.outputs, k, count, panel);
+    else
+      copy(static_cast<const uint16_t*>(p.w) + i * p.outputs + column, p.outputs, k, count, panel);
+  }
+
+ private:
+  template <typename W>
+  static ED_INLINE void copy(const W* w, int64_t stride, int64_t k, int64_t count, float* panel) {
+    for (int64_t j = 0; j < k; ++j, w += stride, panel += kTile)
+      for (int64_t c = 0; c < count; c += kLanes) store(panel + c, load_numbers(w + c));
+  }
+};
+
+#if defined(__AVX512BF16__)
+// A pair of inputs as bfloat16.
+struct PairWords {
+  using Number = uint16_t;
+  static ED_INLINE Vec add(Vec sum, Vec x, Vec w) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+  }
+
+  static void fill(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count,
+                   float* panel) {
+    auto* w = static_cast<const uint16_t*>(p.w) + i * p.outputs + column;
+    for (int64_t j = 0; j < k; j += 2, w += 2 * p.outputs, panel += kTile)
+      pair_rows(w, j + 1 < k ? w + p.outputs : nullptr, count, reinterpret_cast<uint16_t*>(panel));
+  }
+};
+#endif
+
+// sums [R, kTile], at columns of one block, += R rows of x times `inputs` inputs of a panel; or = if
+// the inputs are the first ones.
+template <typename Words, int R>
+void multiply_panel(const typename Words::Number* x, int64_t x_stride, const float* panel,
+                    int64_t inputs, float* sums, bool first) {
+  constexpr int64_t in_word = 4 / sizeof(*x);
+  Vec acc[R][kVectors] = {};
+  if (!first) {
+    ED_UNROLL
+    for (int r = 0; r < R; ++r)
+      ED_UNROLL
+      for (int c = 0; c < kVectors; ++c) acc[r][c] = load(sums + r * kTile + c * kLanes);
+  }
+  auto add = [&](int64_t word, int bytes) __attribute__((always_inline)) {
+    Vec row[kVectors];
+    ED_UNROLL
+    for (int c = 0; c < kVectors; ++c) row[c] = load(panel + word * kTile + c * kLanes);
+    ED_UNROLL
+    for (int r = 0; r < R; ++r) {
+      float numbers = 0;
+      std::memcpy(&numbers, x + r * x_stride + word * in_word, bytes);
+      Vec all = broadcast_bits(numbers);
+      ED_UNROLL
+      for (int c = 0; c < kVectors; ++c) acc[r][c] = Words::add(acc[r][c], all, row[c]);
+    }
+  };
+  int64_t word = 0;
+  for (; word < inputs / in_word; ++word) add(word, 4);
+  if (in_word > 1 && inputs % in_word) add(word, sizeof(*x));
+  ED_UNROLL
+  for (int r = 0; r < R; ++r)
+    ED_UNROLL
+    for (int c = 0; c < kVectors; ++c) store(sums + r * kTile + c * kLanes, acc[r][c]);
+}
+
+// Where a panel comes from: `inputs` inputs from `i` on, and `outputs` outputs from `column` on.
+struct PanelPlace {
+  int64_t i, inputs, column, outputs;
+
+  // Fetch part `part` of `parts` of these numbers, which lie far apart in memory.
+  void fetch(const Product& p, int64_t part, int64_t parts) const {
+    int64_t size = p.format == Format::kFloat32 ? 4 : 2;
+    for (int64_t j = inputs * part / parts; j < inputs * (part + 1) / parts; ++j)
+      for (int64_t byte = 0; byte < outputs * size; byte += 64)
+        prefetch(static_cast<const char*>(p.w) + ((i + j) * p.outputs + column) * size + byte);
+  }
+};
+
+// All rows of x with the outputs [first, last). While the last rows are multiplied by a panel, the
+// numbers of the next one are fetched: earlier, the rows of x would displace them.
+template <typename Words>
+void with_panels(const Product& p, const typename Words::Number* x, int64_t first, int64_t last) {
+  constexpr int64_t in_word = 4 / sizeof(*x), most_inputs = kPanelWords / kTile * in_word;
+  const int64_t blocks = (p.inputs + most_inputs - 1) / most_inputs;
+  const int64_t block = (p.inputs + blocks * 32 - 1) / (blocks * 32) * 32;
+  Scratch panel(block / in_word * kTile), sums(p.rows * kTile);
+  std::memset(panel.data, 0, block / in_word * kTile * sizeof(float));
+  auto place_of = [&](int64_t i, int64_t column) {
+    return PanelPlace{i, least(block, p.inputs - i), column, least(kTile, last - column)};
+  };
+  const int64_t row_parts = (p.rows + kRows - 1) / kRows, parts = least(24, row_parts);
+  PanelPlace next = place_of(0, first);
+  next.fetch(p, 0, 1);
+  for (bool more = true; more;) {
+    const auto [i, k, column, count] = next;
+    Words::fill(p, i, k, column, count, panel.data);
+    const bool complete = i + k == p.inputs;
+    more = !complete || column + kTile < last;
+    if (more) next = complete ? place_of(0, column + kTile) : place_of(i + k, column);
+    int64_t part = parts - row_parts;
+    row_blocks<kRows>(p.rows, [&, i = i, k = k, column = column, count = count](auto r, int64_t row) {
+      if (more && part >= 0) next.fetch(p, part, parts);
+      ++part;
+      for (int64_t c = 0; c < count; c += kBlock)
+        multiply_panel<Words, decltype(r)::value>(x + row * p.inputs + i, p.inputs, panel.data + c, k,
+                                                  sums.data + row * kTile + c, i == 0);
+      if (!complete) return;
+      for (int64_t one = row; one < row + decltype(r)::value; ++one)
+        write(p, one, column, sums.data + one * kTile, count);
+    });
+  }
+}
+
+// Compute the outputs if this form is the fastest, and return whether.
+bool by_panels(const Product& p, int64_t first, int64_t last) {
+  if (p.rows < kManyRows || p.inputs == 0 || !(p.format == Format::kFloat32 || p.format == Format::kBfloat16))
+    return false;
+#if defined(__AVX512BF16__)
+  if (p.x_is_bfloat16 && p.format == Format::kBfloat16) {
+    with_panels<PairWords>(p, static_cast<const uint16_t*>(p.x), first, last);
+    return true;
+  }
+#endif
+  WideRows wide(p);
+  with_panels<FloatWords>(p, wide.x, first, last);
+  return true;
+}
+
+}  // namespace
+}  // namespace ed
