@@ -51,7 +51,7 @@ def product_forms(rows: int, inputs: int, outputs: int, *, tied: bool) -> dict[s
     import jax.numpy as jnp
     from ed_layers.native import products
     from ed_layers.native.library import level
-    from ed_layers.projections.linear import dot
+    from ed_layers.projections.dot import dot
     from ed_layers.projections.matmul import wide
     from ed_layers.quantization import encode
 

@@ -78,7 +78,7 @@ class Call:
         return f"{self.target} {', '.join(buffers)} {self.attributes}"
 
 
-def finish(
+def epilogue(
     rng: np.random.Generator, o: int, dtype: np.dtype, matrices: int, *, gated: bool
 ) -> tuple[list[Buffer], dict[str, Any]]:
     """Return the biases of a call of products, and its attributes."""
@@ -94,7 +94,7 @@ def product(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
         n += 64  # the form for many rows
     shape, count = (o, i) if turned else (i, o), 2 if gated else 1
     w = [Buffer(f"w{j}", shape, FLOAT32, free_dtypes=NUMBERS) for j in range(count)]
-    biases, attributes = finish(rng, o, dtype, count, gated=gated)
+    biases, attributes = epilogue(rng, o, dtype, count, gated=gated)
     return Call(
         "ed_product",
         (Buffer("x", (n, i), dtype), *w, *biases),
@@ -127,7 +127,7 @@ def product_of_codes(rng: np.random.Generator, size: Callable[[int], int]) -> Ca
         Buffer("zero", zero, free_dtypes=small, may_be_empty=True),
         Buffer("table", (16 if half else 0,)),
     )
-    biases, attributes = finish(rng, o, FLOAT32, 1, gated=False)
+    biases, attributes = epilogue(rng, o, FLOAT32, 1, gated=False)
     attributes |= {"transposed": turned, "whole": whole}
     results, arguments = (Buffer("y", (n, o)),), (Buffer("x", (n, i)), *matrix, *biases)
     return Call("ed_product_of_codes", arguments, results, attributes)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_layers.projections.linear import Transposed, dot
+from ed_layers.projections.dot import Transposed, dot
 from ed_layers.projections.matmul import batched, matmul
 from hypothesis import given, settings
 from hypothesis import strategies as st

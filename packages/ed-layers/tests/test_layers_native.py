@@ -28,14 +28,14 @@ from ed_layers.native.build import (
     sanitized,
     sanitized_calls,
 )
-from ed_layers.projections.linear import Transposed, dot
+from ed_layers.projections.dot import Transposed, dot
 from ed_layers.quantization import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import DTYPES, anywhere, built, drawn, exact  # noqa: F401
 
 SIZES = st.integers(1, 150)
-GATED = products.Finish(act="silu", gated=True)
+GATED = products.Epilogue(act="silu", gated=True)
 
 
 def near(y: jax.Array, x: np.ndarray, w: np.ndarray) -> None:
@@ -240,7 +240,7 @@ def test_vmapped_dot_matches_batched_matmul() -> None:
 def test_calls_of_several_threads_at_once() -> None:
     """Each has its own loop, whichever of XLA's threads help."""
     x, matrices = drawn(0, 3, 300), [drawn(1 + i, 300, 500) for i in range(4)]
-    step = jax.jit(lambda w: products.products(x, (w, w), finish=GATED)[0])
+    step = jax.jit(lambda w: products.products(x, (w, w), epilogue=GATED)[0])
     expected = [np.asarray(step(w)) for w in matrices]
 
     def often(i: int) -> bool:
@@ -264,8 +264,8 @@ def test_every_level_and_number_of_threads(setting, tmp_path) -> None:
         "library.level(); r = np.random.default_rng(0);"
         "x, w = (jnp.asarray(r.normal(size=s), 'float32') for s in ((90, 300), (300, 700)));"
         "y = np.asarray(products.product(x, w)); z = np.asarray(x, float) @ np.asarray(w, float);"
-        "gated = products.Finish(act='silu', gated=True);"
-        "both = products.products(x, (w, w), finish=gated)[0];"
+        "gated = products.Epilogue(act='silu', gated=True);"
+        "both = products.products(x, (w, w), epilogue=gated)[0];"
         "bits = y.tobytes().hex()[:4000] + np.asarray(both).tobytes().hex()[:4000];"
         "print(json.dumps([library.level(), float(abs(y - z).max()), bits]))"
     )
@@ -275,7 +275,7 @@ def test_every_level_and_number_of_threads(setting, tmp_path) -> None:
     assert apart <= 1e-4
     if "threads" in setting:
         x, w = (jnp.asarray(r, jnp.float32) for r in _same_arrays())
-        y, (both,) = products.product(x, w), products.products(x, (w, w), finish=GATED)
+        y, (both,) = products.product(x, w), products.products(x, (w, w), epilogue=GATED)
         here = [np.asarray(a).tobytes().hex()[:4000] for a in (y, both)]
         assert (name, bits) == (library.level(), "".join(here))
     else:

@@ -54,12 +54,12 @@ def test_every_target_refuses_many_damaged_calls(seed: int) -> None:
 @pytest.mark.parametrize("codes", [False, True])
 def test_products_of_no_inputs_are_zero(codes: bool, act: str | None) -> None:
     x, count = jnp.zeros((3, 0)), 1 if act is None else 2
-    finish = products.Finish(act=act, gated=act is not None)
+    epilogue = products.Epilogue(act=act, gated=act is not None)
     if codes:
         matrix = products.QuantizedMatrix(jnp.zeros((0, 40), "int8"), jnp.ones((1, 40)))
-        results = products.products_of_codes(x, (matrix,) * count, finish=finish)
+        results = products.products_of_codes(x, (matrix,) * count, epilogue=epilogue)
     else:
-        results = products.products(x, (jnp.zeros((0, 40)),) * count, finish=finish)
+        results = products.products(x, (jnp.zeros((0, 40)),) * count, epilogue=epilogue)
     assert [np.asarray(y).tolist() for y in results] == [np.zeros((3, 40)).tolist()]
 
 
@@ -96,7 +96,7 @@ def test_library_of_a_newer_interface_falls_back_to_xla_with_one_warning(tmp_pat
     subprocess.run([compiler, *flags, str(source), "-o", str(path)], check=True)
     code = (
         "import pathlib, sys, jax.numpy as jnp, logging;"
-        "from ed_layers.projections.linear import dot; from ed_layers.native import library;"
+        "from ed_layers.projections.dot import dot; from ed_layers.native import library;"
         "logging.basicConfig(level=logging.WARNING);"
         "library.LIBRARY = pathlib.Path(sys.argv[1]);"
         "x, w = jnp.ones((4, 256)), jnp.ones((256, 256));"

@@ -11,7 +11,8 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_infra.specs import EasyDeLQuantizationConfig
-from ed_layers.projections.linear import Linear, Product, dot
+from ed_layers.projections.dot import Product, dot
+from ed_layers.projections.linear import Linear
 from ed_layers.quantization import (
     FORMATS,
     QuantParam,

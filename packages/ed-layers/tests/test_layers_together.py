@@ -13,12 +13,12 @@ import pytest
 from ed_infra.specs import LoraSpec
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
-from ed_layers.fused_projections import project, project_activated, project_gated
 from ed_layers.lora.layers import LoRALinear
 from ed_layers.mlp import GatedMLP
 from ed_layers.native import library, products
-from ed_layers.native.products import Finish
+from ed_layers.native.products import Epilogue
 from ed_layers.parts import Parts
+from ed_layers.projections.fused import project, project_activated, project_gated
 from ed_layers.projections.linear import Linear
 from ed_layers.projections.matmul import matmul
 from ed_layers.quantization import encode
@@ -94,14 +94,14 @@ def test_biases_activations_and_gates_are_exact(n, i, o, act, x_dtype, w_dtype, 
     x = drawn(seed, n, i, dtype=x_dtype)
     gate, up = (drawn(seed + at, i, o, dtype=w_dtype) for at in (1, 2))
     bias = drawn(seed + 3, o, dtype=x_dtype)
-    (y,) = products.products(x, (gate, up), finish=Finish(act=act, gated=True))
+    (y,) = products.products(x, (gate, up), epilogue=Epilogue(act=act, gated=True))
     left, right = (exact(a) for a in products.products(x, (gate, up)))
     # Rounding of the exponential and of its argument, in addition to rounding of the result.
     slack = (2**-8 if x_dtype == "bfloat16" else 1e-6) + 1e-6 * np.minimum(np.abs(left), 90) ** 2
     expected = EXACT_ACTS[products.ACTS[act]](left) * right
     assert (np.abs(exact(y) - expected) <= slack * np.abs(expected) + 1e-30).all()
 
-    (biased,) = products.products(x, (gate,), finish=Finish((bias,), act))
+    (biased,) = products.products(x, (gate,), epilogue=Epilogue((bias,), act))
     sums = exact(x) @ exact(gate) + exact(bias)
     expected = EXACT_ACTS[products.ACTS[act]](sums)
     sizes = np.abs(exact(x)) @ np.abs(exact(gate)) + np.abs(exact(bias))
@@ -146,7 +146,7 @@ def test_empty_sums_are_the_activation_of_the_bias() -> None:
     bias = drawn(0, 70)
     for n in (3, 100):
         (y,) = products.products(
-            jnp.zeros((n, 0)), (jnp.zeros((0, 70)),), finish=Finish((bias,), "relu")
+            jnp.zeros((n, 0)), (jnp.zeros((0, 70)),), epilogue=Epilogue((bias,), "relu")
         )
         np.testing.assert_array_equal(y, jnp.broadcast_to(jax.nn.relu(bias), (n, 70)))
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_layers.native import describe
-from ed_layers.projections.linear import dot
+from ed_layers.projections.dot import dot
 
 x = jax.random.normal(jax.random.key(0), (4, 256))
 w = jax.random.normal(jax.random.key(1), (256, 256))

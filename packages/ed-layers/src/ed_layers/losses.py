@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ed_layers.projections.dot import Product, Transposed, Weight
 from ed_layers.projections.head import Head
-from ed_layers.projections.linear import Product, Transposed, Weight
 from ed_layers.projections.matmul import gradient_of_matrix, matmul
 from ed_layers.sums import logsumexp
 

@@ -23,8 +23,9 @@ from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
+from ed_layers.projections.dot import Weight, dot
 from ed_layers.projections.embed import Embed
-from ed_layers.projections.linear import ExpertLinear, Linear, Weight, dot
+from ed_layers.projections.linear import ExpertLinear, Linear
 from ed_layers.quantization.qarray import QArray
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.fixed_order import rounded
 from ed_layers.native.library import KernelChoice
-from ed_layers.projections.linear import dot
+from ed_layers.projections.dot import dot
 from ed_layers.sums import weighted
 
 

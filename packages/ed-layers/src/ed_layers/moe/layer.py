@@ -22,7 +22,7 @@ from ed_layers.fixed_order import rounded, sigmoid
 from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.parts import Parts
-from ed_layers.projections.linear import dot
+from ed_layers.projections.dot import dot
 from ed_layers.updated import Updated
 
 #: Metrics [e] that layers report as the input of `balance`; they are not logged.

@@ -93,7 +93,7 @@ def product(
     return products(x, (w,), transposed=transposed)[0]
 
 
-class Finish(NamedTuple):
+class Epilogue(NamedTuple):
     """What follows the products of a call, before they are rounded to the dtype of the result.
 
     Attributes:
@@ -123,30 +123,30 @@ def products(
     matrices: Sequence[jax.Array],
     *,
     transposed: bool = False,
-    finish: Finish = Finish(),  # noqa: B008
+    epilogue: Epilogue = Epilogue(),  # noqa: B008
 ) -> list[jax.Array]:
     """Return the products with several matrices, computed in one call: [n, o] for each matrix.
 
     Args:
         matrices: [i, o] each; or [o, i] if `transposed`.
-        finish: what follows the products.
+        epilogue: what follows the products.
     """
     widths = [width_of(w, transposed) for w in matrices]
-    results = finish.results(x, widths)
+    results = epilogue.results(x, widths)
 
     def call(x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         widths = [width_of(w, transposed) for w in arrays[: len(matrices)]]
         of_call = jax.ffi.ffi_call(
-            TARGETS["ed_product"], finish.results(x, widths), vmap_method="sequential"
+            TARGETS["ed_product"], epilogue.results(x, widths), vmap_method="sequential"
         )
-        return [*of_call(x, *arrays, transposed=transposed, **finish.attributes())]
+        return [*of_call(x, *arrays, transposed=transposed, **epilogue.attributes())]
 
     # Each device computes whole sums: for its rows, and for its columns of each matrix.
     of_matrix = ("heads", None) if transposed else (None, "heads")
     return fixed_order.divided(
         call,
-        (x, *matrices, *finish.biases),
-        (("batch", None), *[of_matrix for _ in matrices], *[("heads",) for _ in finish.biases]),
+        (x, *matrices, *epilogue.biases),
+        (("batch", None), *[of_matrix for _ in matrices], *[("heads",) for _ in epilogue.biases]),
         [(("batch", "heads"), y.shape) for y in results],
     )
 
@@ -176,7 +176,7 @@ def products_of_codes(
     *,
     transposed: bool = False,
     whole: bool = False,
-    finish: Finish = Finish(),  # noqa: B008
+    epilogue: Epilogue = Epilogue(),  # noqa: B008
 ) -> list[jax.Array]:
     """Return the products of `x` and each matrix in the dtype of `x`, summed in float32. No
     gradient.
@@ -185,16 +185,16 @@ def products_of_codes(
         transposed: whether codes, scale and zero are [o, ..].
         whole: whether x is rounded to 8 bits, by its groups, and multiplied by whole numbers.
             Four-bit codes are then whole numbers, and `table` is ignored.
-        finish: see `products`.
+        epilogue: see `products`.
     """
-    results = finish.results(x, [width_of(of.codes, transposed) for of in matrices])
+    results = epilogue.results(x, [width_of(of.codes, transposed) for of in matrices])
     call = jax.ffi.ffi_call(TARGETS["ed_product_of_codes"], results, vmap_method="sequential")
     arrays: list[jax.Array] = []
     for codes, scale, zero, table in matrices:
         zero = jnp.zeros((0, 0), jnp.float32) if zero is None else zero
         arrays += codes, scale, zero, jnp.zeros((0,), jnp.float32) if table is None else table
-    arrays += finish.biases
-    return [*call(x, *arrays, transposed=transposed, whole=whole, **finish.attributes())]
+    arrays += epilogue.biases
+    return [*call(x, *arrays, transposed=transposed, whole=whole, **epilogue.attributes())]
 
 
 def product_of_codes(

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_layers.context import STREAM, named
-from ed_layers.projections.linear import Initializer, Product
+from ed_layers.projections.dot import Product
+from ed_layers.projections.linear import Initializer
 
 
 class TableRows(Protocol):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from ed_layers import native
 from ed_layers.fixed_order import rounded
-from ed_layers.projections.linear import Weight, dot
+from ed_layers.projections.dot import Weight, dot
 
 
 @partial(
@@ -30,7 +30,7 @@ class Head:
     """Maps hidden states to logits: `cap(scale * (hidden @ weight + bias))`, in float32.
 
     Attributes:
-        weight: [d, v], any right operand of `ed_layers.projections.linear.dot`.
+        weight: [d, v], any right operand of `ed_layers.projections.dot.dot`.
         bias: [v] or None.
         scale: factor on the logits (Cohere's `logit_scale`, Granite's `1 / logits_scaling`).
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` (Gemma 2).

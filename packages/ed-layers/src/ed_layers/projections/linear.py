@@ -1,77 +1,23 @@
-"""Dense projections. Every contraction with a weight goes through `dot`.
+"""Dense projections.
 
 Legend: i in features, o out features.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
-
 import jax
 import jax.numpy as jnp
 from ed_infra.sharding.axes import LogicalAxes
 from flax import nnx
-from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
 from ed_layers.fixed_order import rounded
-from ed_layers.projections.matmul import matmul
+from ed_layers.projections.combined import combined
+from ed_layers.projections.dot import Weight, dot
 
 Initializer = jax.nn.initializers.Initializer
-
-
-@runtime_checkable
-class Product(Protocol):
-    """A matrix [i, o] that is not a plain array (quantized, low-rank): a pytree with a product."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(i, o)."""
-        ...
-
-    def product(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
-        """Return `x @ self`, [..., o], in the dtype of `x`."""
-        ...
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Transposed:
-    """The matrix `rows.T`, read without a transpose: an embedding that is also the head.
-
-    Attributes:
-        rows: [o, i].
-    """
-
-    rows: Float[Array, "o i"]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(i, o)."""
-        return self.rows.shape[::-1]
-
-    def product(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
-        """Return `x @ self`, [..., o], in the dtype of `x`."""
-        return matmul(x, self.rows, transposed=True, precision=precision)
-
-
-#: The right operand of a contraction.
-Weight = jax.Array | Product
-
-
-def dot(
-    x: Float[Array, "*rows i"],
-    w: Weight,
-    *,
-    precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*rows o"]:
-    """Contract the last axis of `x` with the first of `w`; the result has the dtype of `x`."""
-    if isinstance(w, Product):
-        return w.product(x, precision=precision)
-    return matmul(x, w, precision=precision)
 
 
 class Linear(nnx.Module):
@@ -119,17 +65,12 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows i"], ctx: Ctx | None = None):
         """Project [..., in] to [..., out]; `ctx` selects the adapter if adapters are served."""
-        if self.use_bias:
-            from ed_layers.fused_projections import combined
-
-            if (found := combined((self,), x)) is not None:
-                return found[0]
-        return with_bias(self, dot(x.astype(self.dtype), self.weight, precision=self.precision))
-
-
-def with_bias(layer: Linear, y: Float[Array, "*rows o"]) -> Float[Array, "*rows o"]:
-    """Return a product plus the layer's bias, if it has a bias."""
-    return rounded(y + layer.bias.get_value().astype(layer.dtype)) if layer.use_bias else y
+        x, w = x.astype(self.dtype), self.weight
+        if not self.use_bias:
+            return dot(x, w, precision=self.precision)
+        bias = self.bias.get_value().astype(self.dtype)
+        found = combined(x, (w,), (bias,), precision=self.precision)
+        return rounded(dot(x, w, precision=self.precision) + bias) if found is None else found[0]
 
 
 class ExpertLinear(nnx.Module):

@@ -9,6 +9,7 @@ Legend: i in features, o out features, n groups along i, p panels.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
 from ed_layers import native
-from ed_layers.native.products import LEAST_SIZE, PANEL, QuantizedMatrix, takes_panels
+from ed_layers.native.products import LEAST_SIZE, PANEL, Epilogue, QuantizedMatrix, takes_panels
 from ed_layers.quantization.formats import FORMATS
 from ed_layers.quantization.qarray import QArray, codes_of
 
@@ -91,6 +92,19 @@ class CodePanels:
     def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
         return _product(precision, x, self)
+
+    @staticmethod
+    def fit(weights: Sequence[CodePanels], rows: int, dtype: DTypeLike) -> bool:
+        """See `ed_layers.projections.dot.Together`."""
+        return takes_panels(rows, dtype)
+
+    @staticmethod
+    def products(
+        x: Float[Array, "n i"], weights: Sequence[CodePanels], epilogue: Epilogue
+    ) -> list[jax.Array]:
+        """See `ed_layers.projections.dot.Together`."""
+        matrices = [w.matrix for w in weights]
+        return native.products.products_of_codes(x, matrices, whole=True, epilogue=epilogue)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

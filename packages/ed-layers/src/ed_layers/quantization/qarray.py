@@ -6,7 +6,7 @@ Legend: i in features, o out features, n groups along i, k values of a group, e 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ BLOCK = 2**21
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QArray(Stored):
-    """A quantized matrix, used as an `ed_layers.projections.linear.Product`.
+    """A quantized matrix, used as an `ed_layers.projections.dot.Product`.
 
     Only the other operand of a product has a gradient.
     """
@@ -38,6 +38,21 @@ class QArray(Stored):
     def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
         return _product(precision, x, self)
+
+    @staticmethod
+    def fit(weights: Sequence[QArray], rows: int, dtype: DTypeLike) -> bool:
+        """See `ed_layers.projections.dot.Together`."""
+        whole = weights[0].activations
+        takes = partial(native.products.takes_codes, rows, dtype, whole=whole)
+        return all(w.axis == -2 and w.activations == whole and takes(w.codes) for w in weights)
+
+    @staticmethod
+    def products(
+        x: Float[Array, "n i"], weights: Sequence[QArray], epilogue: native.products.Epilogue
+    ) -> list[jax.Array]:
+        """See `ed_layers.projections.dot.Together`."""
+        codes, whole = [codes_of(w) for w in weights], weights[0].activations
+        return native.products.products_of_codes(x, codes, whole=whole, epilogue=epilogue)
 
     def grouped_product(
         self,

@@ -16,8 +16,8 @@ from ed_infra.masks import MaskInfo
 from ed_infra.outputs import BaseModelOutput, CausalLMOutput
 from ed_layers.context import named
 from ed_layers.parts import Parts
+from ed_layers.projections.dot import Transposed, Weight
 from ed_layers.projections.head import Head
-from ed_layers.projections.linear import Transposed, Weight
 from jaxtyping import Array, Float, Int
 
 from ed_models.tasks.head_model import Body, HeadModel

@@ -17,8 +17,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from ed_layers import losses
+from ed_layers.projections.dot import Weight
 from ed_layers.projections.head import Head
-from ed_layers.projections.linear import Weight
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 

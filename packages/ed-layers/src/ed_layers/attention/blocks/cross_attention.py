@@ -21,8 +21,8 @@ from ed_layers.attention.blocks.settings import ScoreRule
 from ed_layers.cache import HybridCache, LayerCacheSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fused_projections import project
 from ed_layers.parts import Parts
+from ed_layers.projections.fused import project
 
 
 class CrossAttention(nnx.Module):

@@ -36,7 +36,8 @@ from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
 from ed_layers.parts import Parts
-from ed_layers.projections.linear import Linear, Product
+from ed_layers.projections.dot import Product
+from ed_layers.projections.linear import Linear
 from ed_layers.projections.matmul import matmul
 from ed_layers.rotary import apply_rotary
 

@@ -23,8 +23,8 @@ from ed_layers.attention.blocks.self_attention import SelfAttention, bidirection
 from ed_layers.attention.blocks.settings import MaskRule, RelativeBuckets, ScoreRule
 from ed_layers.attention.scoring import RelativeBias, heads_of, kept, padded
 from ed_layers.context import Ctx
-from ed_layers.fused_projections import project
 from ed_layers.parts import Parts
+from ed_layers.projections.fused import project
 
 
 class SummaryAttention(SelfAttention):
