@@ -156,7 +156,7 @@ class Ours:
             loading |= {"quantization_config": rules, "apply_quantization": True}
         model: Any = AutoEasyDeLModelForCausalLM.from_pretrained(directory, **loading)
         # As the engine serves codes.
-        model = pack(model, numbers=False)
+        model = pack(model)
         self.model, self.capacity = model, capacity
         graphdef, state = nnx.split(model)
         self.leaves, structure = jax.tree.flatten(state)

@@ -74,6 +74,7 @@ HandlerCall product() {
     call.arguments.push_back(random(number(), turned ? Sizes{o, i} : Sizes{i, o}));
   add_finish(call, gated ? 2 : 1, dtype, o, gated);
   call.attributes.emplace_back("transposed", turned);
+  call.attributes.emplace_back("fixed", bool(draw(0, 1)));
   return call;
 }
 

@@ -4,6 +4,10 @@
 #include <sys/auxv.h>
 #elif defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 #include "library.h"
@@ -15,6 +19,20 @@ namespace ed {
 static bool has_avx_vnni() {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+
+// Whether the processor has AMX for bfloat16, and Linux lets this process use the tiles: the state of
+// a thread is large, so a process asks once.
+static bool has_amx() {
+#if defined(__linux__)
+  constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24;
+  constexpr long kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBfloat16) && (d & kTiles) &&
+         syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+#else
+  return false;
+#endif
 }
 #endif
 
@@ -35,8 +53,9 @@ const Level& level() {
     if (takes(kAvxVnniLevel, avx2 && has_avx_vnni())) best = &kAvxVnniLevel;
     if (takes(kAvx512Level, avx512)) best = &kAvx512Level;
     if (takes(kAvx512VnniLevel, vnni)) best = &kAvx512VnniLevel;
-    if (takes(kAvx512Bf16Level, vnni && __builtin_cpu_supports("avx512bf16")))
-      best = &kAvx512Bf16Level;
+    bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
+    if (takes(kAvx512Bf16Level, bf16)) best = &kAvx512Bf16Level;
+    if (takes(kAmxLevel, bf16 && has_amx())) best = &kAmxLevel;
 #elif defined(__aarch64__)
 #if defined(__linux__)
     bool has = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;

@@ -209,8 +209,8 @@ ffi::Error compute(ed::Checks& checks, ffi::ThreadPool& pool, Call& call, ffi::D
 
 // x [rows, inputs] times each w [inputs, outputs], or [outputs, inputs] if transposed.
 ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arrays,
-                    ffi::RemainingRets results, bool transposed, bool biased, int64_t act,
-                    bool gated) {
+                    ffi::RemainingRets results, bool transposed, bool fixed, bool biased,
+                    int64_t act, bool gated) {
   ed::Checks checks("product");
   Call call;
   size_t count = matrices_of(arrays, 1, biased);
@@ -227,6 +227,7 @@ ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
                      : checks.shape("the matrix", *w, {p.inputs, p.outputs})))
       return checks.error();
     p.format = w->element_type() == ffi::F32 ? ed::Format::kFloat32 : ed::Format::kBfloat16;
+    p.fixed = fixed;
     call.products.push_back(p);
   }
   if (!read_finish(checks, call, {biased, act, gated}, x.element_type(), arrays, count))
@@ -365,6 +366,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product, products,
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<bool>("transposed")
+                                  .Attr<bool>("fixed")
                                   .Attr<bool>("biased")
                                   .Attr<int64_t>("act")
                                   .Attr<bool>("gated"));

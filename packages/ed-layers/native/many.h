@@ -7,6 +7,7 @@
 #pragma once
 
 #include "columns.h"
+#include "tiles.h"
 
 namespace ed {
 namespace {
@@ -14,8 +15,17 @@ namespace {
 constexpr int64_t kManyRows = 64;         // from here on a panel is faster
 constexpr int64_t kPanelWords = 1 << 16;  // of four bytes: a panel stays in the second cache
 
+// Rows in blocks of kRows, with the sums in vectors.
+struct InVectors {
+  static constexpr int64_t kBlockRows = kRows;
+  template <typename F>
+  void blocks(int64_t rows, const F& f) {
+    row_blocks<kRows>(rows, f);
+  }
+};
+
 // Numbers of x and of a panel, in words of four bytes: an input as float32.
-struct FloatWords {
+struct FloatWords : InVectors {
   using Number = float;
   static ED_INLINE Vec add(Vec sum, Vec x, Vec w) { return sum + x * w; }
 
@@ -39,7 +49,7 @@ struct FloatWords {
 
 #if defined(__AVX512BF16__)
 // A pair of inputs as bfloat16.
-struct PairWords {
+struct PairWords : InVectors {
   using Number = uint16_t;
   static ED_INLINE Vec add(Vec sum, Vec x, Vec w) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
@@ -52,6 +62,42 @@ struct PairWords {
       pair_rows(w, j + 1 < k ? w + p.outputs : nullptr, count, reinterpret_cast<uint16_t*>(panel));
   }
 };
+#endif
+
+#if defined(__AMX_BF16__)
+// The same for AMX: rows in blocks of two tiles. The panel has zeros up to whole tiles of inputs.
+struct TileWords {
+  using Number = uint16_t;
+  static constexpr int64_t kBlockRows = 2 * kTileRows;
+  struct Rows {
+    int64_t value;
+  };
+
+  ~TileWords() { release_tiles(); }
+
+  static void fill(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count,
+                   float* panel) {
+    PairWords::fill(p, i, k, column, count, panel);
+    const int64_t words = (k + 1) / 2, all = (k + kTileInputs - 1) / kTileInputs * kTileInputs / 2;
+    std::memset(panel + words * kTile, 0, (all - words) * kTile * sizeof(float));
+  }
+
+  template <typename F>
+  void blocks(int64_t rows, const F& f) {
+    for (int64_t row = 0; row < rows; row += kBlockRows) {
+      const int64_t count = least(kBlockRows, rows - row);
+      if (count != shaped) TileShapes(count).use(), shaped = count;
+      f(Rows{count}, row);
+    }
+  }
+
+  int64_t shaped = 0;  // rows of the present shapes
+};
+
+inline void multiply(TileWords::Rows rows, TileWords&, const uint16_t* x, int64_t x_stride,
+                     const float* panel, int64_t inputs, int64_t outputs, float* sums, bool first) {
+  multiply_tiles(x, x_stride, rows.value, panel, inputs, outputs, sums, first);
+}
 #endif
 
 // sums [R, kTile], at columns of one block, += R rows of x times `inputs` inputs of a panel; or = if
@@ -89,6 +135,14 @@ void multiply_panel(const typename Words::Number* x, int64_t x_stride, const flo
     for (int c = 0; c < kVectors; ++c) store(sums + r * kTile + c * kLanes, acc[r][c]);
 }
 
+// sums [R, kTile] += R rows of x times a panel, or =.
+template <int R, typename Words>
+void multiply(Count<R>, Words&, const typename Words::Number* x, int64_t x_stride,
+              const float* panel, int64_t inputs, int64_t outputs, float* sums, bool first) {
+  for (int64_t c = 0; c < outputs; c += kBlock)
+    multiply_panel<Words, R>(x, x_stride, panel + c, inputs, sums + c, first);
+}
+
 // Where a panel comes from: `inputs` inputs from `i` on, and `outputs` outputs from `column` on.
 struct PanelPlace {
   int64_t i, inputs, column, outputs;
@@ -114,7 +168,9 @@ void with_panels(const Product& p, const typename Words::Number* x, int64_t firs
   auto place_of = [&](int64_t i, int64_t column) {
     return PanelPlace{i, least(block, p.inputs - i), column, least(kTile, last - column)};
   };
-  const int64_t row_parts = (p.rows + kRows - 1) / kRows, parts = least(24, row_parts);
+  const int64_t row_parts = (p.rows + Words::kBlockRows - 1) / Words::kBlockRows;
+  const int64_t parts = least(24, row_parts);
+  Words words;
   PanelPlace next = place_of(0, first);
   next.fetch(p, 0, 1);
   for (bool more = true; more;) {
@@ -124,14 +180,13 @@ void with_panels(const Product& p, const typename Words::Number* x, int64_t firs
     more = !complete || column + kTile < last;
     if (more) next = complete ? place_of(0, column + kTile) : place_of(i + k, column);
     int64_t part = parts - row_parts;
-    row_blocks<kRows>(p.rows, [&, i = i, k = k, column = column, count = count](auto r, int64_t row) {
+    words.blocks(p.rows, [&, i = i, k = k, column = column, count = count](auto r, int64_t row) {
       if (more && part >= 0) next.fetch(p, part, parts);
       ++part;
-      for (int64_t c = 0; c < count; c += kBlock)
-        multiply_panel<Words, decltype(r)::value>(x + row * p.inputs + i, p.inputs, panel.data + c, k,
-                                                  sums.data + row * kTile + c, i == 0);
+      multiply(r, words, x + row * p.inputs + i, p.inputs, panel.data, k, count,
+               sums.data + row * kTile, i == 0);
       if (!complete) return;
-      for (int64_t one = row; one < row + decltype(r)::value; ++one)
+      for (int64_t one = row; one < row + r.value; ++one)
         write(p, one, column, sums.data + one * kTile, count);
     });
   }
@@ -139,11 +194,21 @@ void with_panels(const Product& p, const typename Words::Number* x, int64_t firs
 
 // Compute the outputs if this form is the fastest, and return whether.
 bool by_panels(const Product& p, int64_t first, int64_t last) {
-  if (p.rows < kManyRows || p.inputs == 0 || !(p.format == Format::kFloat32 || p.format == Format::kBfloat16))
-    return false;
+  if (p.inputs == 0 || !(p.format == Format::kFloat32 || p.format == Format::kBfloat16)) return false;
 #if defined(__AVX512BF16__)
-  if (p.x_is_bfloat16 && p.format == Format::kBfloat16) {
-    with_panels<PairWords>(p, static_cast<const uint16_t*>(p.x), first, last);
+  const bool pairs = p.x_is_bfloat16 && p.format == Format::kBfloat16;
+  auto* numbers = static_cast<const uint16_t*>(p.x);
+#endif
+#if defined(__AMX_BF16__)
+  if (pairs && p.rows >= kTileRows && !p.fixed) {
+    with_panels<TileWords>(p, numbers, first, last);
+    return true;
+  }
+#endif
+  if (p.rows < kManyRows) return false;
+#if defined(__AVX512BF16__)
+  if (pairs) {
+    with_panels<PairWords>(p, numbers, first, last);
     return true;
   }
 #endif

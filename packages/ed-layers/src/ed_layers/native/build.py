@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 #: Folder of the sources: in the repository, or next to this file in a wheel.
 SOURCES = (HERE.parents[2] / "native", HERE / "source")
 #: Version of the interface between C++ and Python.
-VERSION = 10
+VERSION = 11
 #: Name of the compiled library.
 LIBRARY = HERE / f"libed_layers_{VERSION}.so"
 
@@ -25,6 +25,7 @@ COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wn
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2)
 VNNI = (*AVX512, "-mavx512vnni")
+BF16 = (*VNNI, "-mavx512bf16")
 #: Levels of instructions by machine: the name in C++, the name in messages, the compiler's flags.
 LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     "x86_64": (
@@ -33,7 +34,8 @@ LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("kAvxVnniLevel", "avx_vnni", (*AVX2, "-mavxvnni")),
         ("kAvx512Level", "avx512", AVX512),
         ("kAvx512VnniLevel", "avx512_vnni", VNNI),
-        ("kAvx512Bf16Level", "avx512_bf16", (*VNNI, "-mavx512bf16")),
+        ("kAvx512Bf16Level", "avx512_bf16", BF16),
+        ("kAmxLevel", "amx", (*BF16, "-mamx-tile", "-mamx-bf16")),
     ),
     "aarch64": (
         ("kBaseLevel", "base", ()),
@@ -52,6 +54,8 @@ HANDLERS = (
 #: Programs for sanitizers: one runs every kernel, the other calls every handler as XLA does.
 CHECK = ("choose.cc", "check.cc")
 CHECK_CALLS = (*HANDLERS, "check_calls.cc")
+#: A program that computes products by AMX on a processor without AMX.
+CHECK_TILES = ("check_tiles.cc",)
 #: Sanitizers that can be combined in one build.
 SANITIZERS = {"memory": "address,undefined", "threads": "thread"}
 
@@ -91,6 +95,12 @@ def sanitized_calls(target: Path, sanitizer: str) -> Path:
     """
     flags = ("-g", "-pthread", f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover")
     return link(target, CHECK_CALLS, *flags)
+
+
+def emulated_tiles(target: Path) -> Path:
+    """Compile a program that emulates the instructions for tiles of AMX, on Linux and x86-64, and
+    compares products with float64; raises the errors of `build`."""
+    return link(target, CHECK_TILES, "-g")
 
 
 def link(target: Path, handlers: tuple[str, ...], *flags: str) -> Path:

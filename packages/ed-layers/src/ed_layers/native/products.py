@@ -139,7 +139,8 @@ def products(
         of_call = jax.ffi.ffi_call(
             TARGETS["ed_product"], epilogue.results(x, widths), vmap_method="sequential"
         )
-        return [*of_call(x, *arrays, transposed=transposed, **epilogue.attributes())]
+        attributes = {"fixed": fixed_order.active(), **epilogue.attributes()}
+        return [*of_call(x, *arrays, transposed=transposed, **attributes)]
 
     # Each device computes whole sums: for its rows, and for its columns of each matrix.
     of_matrix = ("heads", None) if transposed else (None, "heads")
