@@ -33,7 +33,16 @@ from typing import Any
 import numpy as np
 
 from tools.bench.llama_cpp import PROGRAM, STEPS, LlamaCpp
-from tools.bench.measure import Run, Timed, all_turns, command_line, machine, read_bandwidth, table
+from tools.bench.measure import (
+    Run,
+    Timed,
+    all_turns,
+    command_line,
+    machine,
+    read_bandwidth,
+    report_failure,
+    table,
+)
 from tools.bench.torch_device import to_numpy, torch_device, wait_for_torch
 
 VOCAB = 49152
@@ -232,12 +241,15 @@ def load(directory: Path, family: str, options: argparse.Namespace) -> dict[str,
     capacity = max(CAPACITY, options.context + options.rounds + 2)
     contenders: dict[str, Contender] = {}
     for form in options.forms:
-        if form in THEIRS:
-            contenders[form] = Torch(directory, THEIRS[form])
-        elif form in OURS:
-            contenders[form] = Ours(directory, capacity, options.mechanism, *OURS[form])
-        elif options.llama_bin and model_type(family) == "llama":
-            contenders[form] = LlamaCpp(directory, LLAMA_CPP[form], options.llama_bin)
+        try:
+            if form in THEIRS:
+                contenders[form] = Torch(directory, THEIRS[form])
+            elif form in OURS:
+                contenders[form] = Ours(directory, capacity, options.mechanism, *OURS[form])
+            elif options.llama_bin and model_type(family) == "llama":
+                contenders[form] = LlamaCpp(directory, LLAMA_CPP[form], options.llama_bin)
+        except Exception as error:
+            report_failure(form, error)
     return contenders
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import math
 import os
 import platform
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -57,18 +59,31 @@ def all_turns(contenders: dict[str, Run], *, rounds: int) -> dict[str, list[floa
     """Return the seconds of each contender in every round.
 
     A round runs each contender once, so that a slow moment of the machine affects all of them. The
-    first round warms up and is not counted. A run returns when its work is done.
+    first round warms up and is not counted. A run returns when its work is done. A contender that
+    raises an error is left out of further rounds, and its seconds are NaN: `table` prints "failed".
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    running = dict(contenders)
     gc.collect()
     for turn in range(rounds + 1):
-        for name, run in contenders.items():
+        for name, run in [*running.items()]:
             began = time.perf_counter()
-            result = run()
+            try:
+                result = run()
+            except Exception as error:
+                report_failure(name, error)
+                del running[name]
+                seconds[name] = [math.nan]
+                continue
             passed = time.perf_counter() - began
             if turn:
                 seconds[name].append(result if isinstance(result, Timed) else passed)
     return seconds
+
+
+def report_failure(name: str, error: Exception) -> None:
+    """Print the error of a contender, without which the others continue."""
+    print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def peak_growth(run: Run) -> int:
@@ -154,7 +169,8 @@ def command_line(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table with aligned columns."""
+    """Return a Markdown table with aligned columns; a cell with NaN is "failed"."""
+    rows = [[re.sub(r".*\bnan\b.*", "failed", cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(

@@ -260,3 +260,8 @@ def test_doctor_and_bench_report_this_machine(tmp_path: Path, quickstart_model: 
     code, out, err = elarge("bench", "decode", str(file), *sizes)
     assert code == 0, err
     assert "decoded" in out
+    assert "of the memory's speed" in out
+    assert "of the speed of products" in out
+    code, out, err = elarge("bench", "limits", "--rounds", "1")
+    assert code == 0, err
+    assert [line.split()[0] for line in out.splitlines()] == ["memory,", *["products,"] * 3]

@@ -1,4 +1,4 @@
-"""`elarge bench attention|decode|train`: the speed of this machine, as medians over rounds."""
+"""`elarge bench attention|decode|limits|train`: the speed of this machine, medians of rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from ed_elarge.command.runs import File, RunSettings
 from ed_elarge.exits import guarded
 
-app = typer.Typer(help="Measure attention, decoding and training on this machine.")
+app = typer.Typer(help="Measure attention, decoding, training and the limits of this machine.")
 
 Rounds = Annotated[int, typer.Option(min=1, max=1000, help="Number of measurements.")]
 
@@ -109,7 +109,8 @@ def decode(
     rounds: Rounds = 3,
     settings: RunSettings = None,
 ) -> None:
-    """Measure the engine with the model of FILE: seconds of a prompt, and tokens per second."""
+    """Measure the engine with the model of FILE: seconds of a prompt, tokens per second, and the
+    shares of the machine's limits."""
     raise typer.Exit(guarded(lambda: _decode(file, batch, prompt, tokens, rounds, settings or [])))
 
 
@@ -118,6 +119,8 @@ def _decode(
 ) -> None:
     from ed_esurge.sampling import SamplingParams
 
+    from ed_elarge.command.limits import measured as limits_of_device
+    from ed_elarge.command.limits import reached
     from ed_elarge.config import nodes
     from ed_elarge.config.layers import with_settings
     from ed_elarge.config.normalize import normalize
@@ -147,6 +150,23 @@ def _decode(
     rate = batch * (tokens - 1) / max(whole - first, 1e-9)
     print(f"prompts: {batch} x {prompt} tokens in {first * 1e3:.1f} ms")
     print(f"completions: {batch} x {tokens} tokens in {whole:.3f} s, {rate:,.1f} tokens/s decoded")
+    model: Any = engine.loop.runner.model  # without its arrays
+    measured = limits_of_device(rounds)
+    step = max(whole - first, 1e-9) / (tokens - 1)
+    shares = reached(measured, model, tokens=batch * prompt, first=first, step=step)
+    print("\n".join([*shares, *measured.lines()]))
+
+
+@app.command()
+def limits(rounds: Rounds = 5) -> None:
+    """Measure the speed of this machine's memory and of products, without a model."""
+
+    def work() -> None:
+        from ed_elarge.command.limits import measured
+
+        print("\n".join(measured(rounds).lines()))
+
+    raise typer.Exit(guarded(work))
 
 
 @app.command()
