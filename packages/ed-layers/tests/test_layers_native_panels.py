@@ -13,8 +13,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_layers.native import library, products
 from ed_layers.packing import pack
 from ed_layers.projections.dot import dot
-from ed_layers.projections.fused import project, project_gated
-from ed_layers.projections.linear import Linear
+from ed_layers.projections.linear import Linear, project, project_gated
 from ed_layers.quantization import encode, quantize
 from ed_layers.quantization.panels import CodePanels
 from ed_layers.quantization.qarray import codes_of

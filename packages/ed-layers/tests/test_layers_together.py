@@ -18,8 +18,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.native import library, products
 from ed_layers.native.products import Epilogue
 from ed_layers.parts import Parts
-from ed_layers.projections.fused import project, project_activated, project_gated
-from ed_layers.projections.linear import Linear
+from ed_layers.projections.linear import Linear, project, project_activated, project_gated
 from ed_layers.projections.matmul import matmul
 from ed_layers.quantization import encode
 from flax import nnx

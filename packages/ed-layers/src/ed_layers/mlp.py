@@ -15,7 +15,7 @@ from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.depth.remat import recomputed
 from ed_layers.parts import Parts
-from ed_layers.projections.fused import project_activated, project_gated
+from ed_layers.projections.linear import project_activated, project_gated
 
 
 def gated(name: str, gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:

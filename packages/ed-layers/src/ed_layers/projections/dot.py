@@ -1,18 +1,27 @@
-"""The contraction with a weight: every product of a layer goes through `dot`.
+"""Products with weights: `dot`, through which every product of a layer goes, and `combined`,
+several products and what follows them in one call of the native library.
 
-Legend: i in features, o out features.
+In prompts, separate operations after a product would read and write its result again; in decoding,
+each call costs some microseconds.
+
+Legend: n rows, i in features, o out features.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ed_layers import fixed_order, native
+from ed_layers.activations import activation
 from ed_layers.projections.matmul import matmul
 
 if TYPE_CHECKING:  # the library is loaded at the first product
@@ -85,3 +94,139 @@ def dot(
     if isinstance(w, Product):
         return w.product(x, precision=precision)
     return matmul(x, w, precision=precision)
+
+
+class Combination(NamedTuple):
+    """How the projections of a call become its results; static.
+
+    Attributes:
+        act: Hugging Face's name of an activation; None = the results are the projections.
+        gated: whether the result is `act(first) * second`.
+        names: names of the projections for remat policies; empty = no names.
+        precision: precision of the products outside of the library.
+        choice: choice of kernels.
+    """
+
+    act: str | None
+    gated: bool
+    names: tuple[str, ...]
+    precision: jax.lax.PrecisionLike
+    choice: native.KernelChoice
+
+    def epilogue(self, biases: tuple[jax.Array, ...]) -> Epilogue:
+        """Return what follows the products in a call of the library."""
+        return native.products.Epilogue(biases, self.act, self.gated)
+
+    def of(self, projected: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the results of projections, computed by XLA."""
+        if self.act is None:
+            return [*projected]
+        found = [activation(self.act)(projected[0]), *projected[1:]]
+        return [found[0] * found[1]] if self.gated else found
+
+
+def combined(
+    x: Float[Array, "*rows i"],
+    weights: Sequence[Weight],
+    biases: Sequence[jax.Array] = (),
+    *,
+    act: str | None = None,
+    gated: bool = False,
+    names: tuple[str, ...] = (),
+    precision: jax.lax.PrecisionLike = None,
+) -> list[jax.Array] | None:
+    """Return the results of a call of the library; None if the library does not support it.
+
+    Args:
+        weights: matrices [i, o].
+        biases: [o] for each matrix in the dtype of x, or empty.
+        act, gated, names, precision: see `Combination`.
+    """
+    if not fits(x, weights) or not (act is None or act in native.products.ACTS):
+        return None
+    static = Combination(act, gated, names, precision, native.KernelChoice.present())
+    found: Any = multiply(static, x, tuple(weights), tuple(biases))
+    return found
+
+
+def fits(x: jax.Array, weights: Sequence[Weight]) -> bool:
+    """Return whether the library multiplies x by all matrices in one call."""
+    rows, first = math.prod(x.shape[:-1]), weights[0]
+    if all(isinstance(w, jax.Array) and native.products.takes(rows, x.dtype, w) for w in weights):
+        return True
+    same = all(type(w) is type(first) for w in weights)
+    return same and isinstance(first, Together) and first.fit(weights, rows, x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply(
+    static: Combination,
+    x: Float[Array, "*rows i"],
+    weights: tuple[Weight, ...],
+    biases: tuple[jax.Array, ...],
+) -> list[jax.Array]:
+    """Return the results of the products with each matrix."""
+    with static.choice.again():
+        return jax.lax.platform_dependent(
+            x,
+            weights,
+            biases,
+            cpu=partial(by_library, static),
+            default=partial(one_by_one, static),
+        )
+
+
+def by_library(
+    static: Combination, x: jax.Array, weights: tuple[Weight, ...], biases: tuple[jax.Array, ...]
+) -> list[jax.Array]:
+    """Return the results, computed in one call of the native library."""
+    rows, epilogue, first = x.reshape(-1, x.shape[-1]), static.epilogue(biases), weights[0]
+    if isinstance(first, Together):
+        found = first.products(rows, weights, epilogue)
+    else:
+        plain = [w for w in weights if isinstance(w, jax.Array)]
+        found = native.products.products(rows, plain, epilogue=epilogue)
+    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+
+
+def one_by_one(
+    static: Combination, x: jax.Array, weights: tuple[Weight, ...], biases: tuple[jax.Array, ...]
+) -> list[jax.Array]:
+    """Return the results, computed one by one."""
+    found = [dot(x, w, precision=static.precision) for w in weights]
+    if biases:
+        found = [y + bias for y, bias in zip(found, biases, strict=True)]
+    return static.of(found)
+
+
+def multiply_forward(
+    static: Combination, x: jax.Array, weights: tuple[Weight, ...], biases: tuple[jax.Array, ...]
+):
+    if static.act is None or fixed_order.active():
+        return multiply(static, x, weights, biases), (x, weights, biases, None)
+    # The backward pass of an activation reads the projections.
+    projected: Any = multiply(static._replace(act=None, gated=False), x, weights, biases)
+    projected = [checkpoint_name(y, n) for y, n in zip(projected, static.names, strict=True)]
+    return static.of(projected), (x, weights, biases, projected)
+
+
+def multiply_backward(
+    static: Combination,
+    saved: tuple[jax.Array, tuple[Weight, ...], tuple[jax.Array, ...], list[jax.Array] | None],
+    d_found: list[jax.Array],
+):
+    x, weights, biases, projected = saved
+    if projected is not None:
+        # The barrier prevents the compiler from keeping further values of the forward pass.
+        _, pull = jax.vjp(static.of, jax.lax.optimization_barrier(projected))
+        (d_found,) = pull(d_found)
+        static = static._replace(act=None, gated=False)
+    if not isinstance(weights[0], jax.Array):  # codes and panels have no gradient
+        _, pull = jax.vjp(lambda x, b: one_by_one(static, x, weights, b), x, biases)
+        d_x, d_biases = pull(d_found)
+        return d_x, None, d_biases
+    _, pull = jax.vjp(partial(one_by_one, static), x, weights, biases)
+    return pull(d_found)
+
+
+multiply.defvjp(multiply_forward, multiply_backward)

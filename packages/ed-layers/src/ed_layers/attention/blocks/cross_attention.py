@@ -22,7 +22,7 @@ from ed_layers.cache import HybridCache, LayerCacheSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
 from ed_layers.parts import Parts
-from ed_layers.projections.fused import project
+from ed_layers.projections.linear import project
 
 
 class CrossAttention(nnx.Module):

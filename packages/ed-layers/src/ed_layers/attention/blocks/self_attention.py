@@ -29,7 +29,7 @@ from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring
 from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs
 from ed_layers.context import Ctx
 from ed_layers.parts import Parts
-from ed_layers.projections.fused import project
+from ed_layers.projections.linear import project
 from ed_layers.rotary import apply_rotary
 
 if TYPE_CHECKING:

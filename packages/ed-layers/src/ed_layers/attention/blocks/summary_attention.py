@@ -24,7 +24,7 @@ from ed_layers.attention.blocks.settings import MaskRule, RelativeBuckets, Score
 from ed_layers.attention.scoring import RelativeBias, heads_of, kept, padded
 from ed_layers.context import Ctx
 from ed_layers.parts import Parts
-from ed_layers.projections.fused import project
+from ed_layers.projections.linear import project
 
 
 class SummaryAttention(SelfAttention):
