@@ -19,7 +19,7 @@ READ = 2**29
 SIDE = 2048
 
 
-class Limits(NamedTuple):
+class DeviceLimits(NamedTuple):
     """Measured limits of one device.
 
     Attributes:
@@ -40,7 +40,7 @@ class Limits(NamedTuple):
         return [f"{'memory, read':<22}{self.bandwidth / 1e9:>10,.1f} GB/s", *speeds]
 
 
-def measured(rounds: int = 5) -> Limits:
+def measured(rounds: int = 5) -> DeviceLimits:
     """Measure the limits of the first device; a second or two on a CPU."""
     numbers = jnp.ones(READ // 4, jnp.float32)
     bandwidth = READ / seconds_of(jax.jit(jnp.sum), numbers, rounds=rounds)
@@ -56,7 +56,7 @@ def measured(rounds: int = 5) -> Limits:
         name: 2 * SIDE**3 / seconds_of(jax.jit(dot), *pair, rounds=rounds)
         for name, pair in operands.items()
     }
-    return Limits(bandwidth, products)
+    return DeviceLimits(bandwidth, products)
 
 
 def seconds_of(call: Callable[..., jax.Array], *arguments: Any, rounds: int) -> float:
@@ -70,7 +70,7 @@ def seconds_of(call: Callable[..., jax.Array], *arguments: Any, rounds: int) -> 
 
 
 def reached(
-    limits: Limits, model: nnx.Module, *, tokens: int, first: float, step: float
+    limits: DeviceLimits, model: nnx.Module, *, tokens: int, first: float, step: float
 ) -> list[str]:
     """Return the shares of the limits that an engine reaches, a line each.
 
