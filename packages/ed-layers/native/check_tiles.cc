@@ -4,7 +4,7 @@
 // `emulated` of ed_layers/native/build.py.
 //
 // Source of the instructions and of their encoding: Intel's manual, volume 2 ("LDTILECFG",
-// "TDPBF16PS", "TILELOADD", "TILERELEASE", "TILESTORED", "TILEZERO").
+// "TDPBF16PS", "TDPBSSD", "TILELOADD", "TILERELEASE", "TILESTORED", "TILEZERO").
 #include <algorithm>
 #include <cmath>
 #include <csignal>
@@ -63,23 +63,36 @@ float number(const uint8_t* bfloat16) {
   return x;
 }
 
-// to += a b, 32 inputs at a time: even and odd inputs are summed apart.
+// total += the products of the words of a row of one tile and of a column of another: pairs of
+// bfloat16 numbers, of which even and odd ones are summed apart, or fours of bytes with a sign.
+void add_words(const uint8_t* a, const uint8_t* b, int words, float& total) {
+  float sums[2] = {0, 0};
+  for (int k = 0; k < words; ++k)
+    for (int odd = 0; odd < 2; ++odd)
+      sums[odd] = std::fma(number(a + 4 * k + 2 * odd), number(b + 64 * k + 2 * odd), sums[odd]);
+  total += sums[0] + sums[1];
+}
+
+void add_words(const uint8_t* a, const uint8_t* b, int words, int32_t& total) {
+  for (int k = 0; k < words; ++k)
+    for (int i = 0; i < 4; ++i)
+      total += static_cast<int8_t>(a[4 * k + i]) * static_cast<int8_t>(b[64 * k + i]);
+}
+
+// to += a b
+template <typename Sum>
 void multiply(int to, int a, int b) {
   const auto& shapes = tiles.shapes;
   require(to != a && to != b && a != b, "the tiles of a product must differ");
-  int rows = shapes.rows[to], columns = shapes.bytes[to] / 4, pairs = shapes.bytes[a] / 4;
-  require(rows && columns && pairs, "a tile of a product has no shape");
-  require(shapes.rows[a] == rows && shapes.rows[b] == pairs && shapes.bytes[b] == shapes.bytes[to],
+  int rows = shapes.rows[to], columns = shapes.bytes[to] / 4, words = shapes.bytes[a] / 4;
+  require(rows && columns && words, "a tile of a product has no shape");
+  require(shapes.rows[a] == rows && shapes.rows[b] == words && shapes.bytes[b] == shapes.bytes[to],
           "the shapes of a product do not fit");
   for (int m = 0; m < rows; ++m)
     for (int n = 0; n < columns; ++n) {
-      float sums[2] = {0, 0}, total;
-      for (int k = 0; k < pairs; ++k)
-        for (int odd = 0; odd < 2; ++odd)
-          sums[odd] = std::fma(number(&tiles.data[a][m][4 * k + 2 * odd]),
-                               number(&tiles.data[b][k][4 * n + 2 * odd]), sums[odd]);
+      Sum total;
       std::memcpy(&total, &tiles.data[to][m][4 * n], 4);
-      total += sums[0] + sums[1];
+      add_words(tiles.data[a][m], &tiles.data[b][0][4 * n], words, total);
       std::memcpy(&tiles.data[to][m][4 * n], &total, 4);
     }
   ++tiles.products;
@@ -146,7 +159,9 @@ void run(int, siginfo_t*, void* of_signal) {
         else
           std::memcpy(memory + r * one.stride, tiles.data[tile][r], bytes);
     } else if (one.opcode == 0x5c && one.prefix == 2 && one.of_registers) {
-      multiply(one.first, one.second, one.third);
+      multiply<float>(one.first, one.second, one.third);
+    } else if (one.opcode == 0x5e && one.prefix == 3 && one.of_registers) {
+      multiply<int32_t>(one.first, one.second, one.third);
     } else {
       refuse("an instruction is neither known nor emulated");
     }
@@ -192,6 +207,61 @@ double difference(const ed::Product& p, int64_t first, int64_t last) {
   return largest;
 }
 
+// A product of a random shape and bfloat16 numbers: by tiles near its exact value, and in one order
+// of sums as on the level below.
+void check_numbers() {
+  ed::Product p{};
+  p.rows = draw(16, 100), p.inputs = draw(0, 5) ? draw(1, 200) : draw(2040, 2300);
+  p.outputs = draw(1, 200), p.x_is_bfloat16 = true, p.format = ed::Format::kBfloat16;
+  auto x = halves(p.rows * p.inputs), w = halves(p.inputs * p.outputs);
+  std::vector<uint16_t> y(p.rows * p.outputs), other(y.size());
+  p.x = x.data(), p.w = w.data(), p.y = y.data();
+  const int64_t products = tiles.products, releases = tiles.releases;
+  for (int64_t first = 0, last; first < p.outputs; first = last) {
+    last = std::min(p.outputs, first + ed::kUnit * draw(1, 12));
+    ed::kAmxLevel.columns(p, first, last);
+  }
+  require(tiles.products > products, "no product used tiles");
+  require(tiles.releases > releases && !tiles.configured, "the tiles were not released");
+  require(difference(p, 0, p.outputs) <= 2e-6, "a product differs from its exact value");
+  p.fixed = true;
+  const int64_t before = tiles.products;
+  ed::kAmxLevel.columns(p, 0, p.outputs);
+  require(tiles.products == before, "a product in one order used tiles");
+  p.y = other.data();
+  ed::kAvx512Bf16Level.columns(p, 0, p.outputs);
+  require(y == other, "a product in one order differs from the level below");
+}
+
+// A product of packed codes and rows in 8 bits: the bits of the level below.
+void check_codes() {
+  ed::Product p{};
+  const bool half = draw(0, 1);
+  const int64_t groups = draw(1, 3), fours = half ? 8 : 4;
+  p.rows = draw(16, 100), p.group = fours * draw(1, 100), p.inputs = groups * p.group;
+  p.outputs = ed::kTile * draw(1, 3), p.in_panels = true;
+  p.format = half ? ed::Format::kFourBits : ed::Format::kInt8;
+  std::vector<float> x(p.rows * p.inputs), scale(groups * p.outputs), zero(scale.size());
+  for (auto* numbers : {&x, &scale, &zero})
+    for (float& number : *numbers) number = static_cast<float>(draw(-1000, 1000)) / 500;
+  std::vector<uint8_t> codes(p.inputs / (half ? 2 : 1) * p.outputs);
+  for (uint8_t& code : codes) code = static_cast<uint8_t>(bits());
+  std::vector<float> y(p.rows * p.outputs), other(y.size()), row_scale(p.rows * groups);
+  p.x = x.data(), p.w = codes.data(), p.y = y.data(), p.scale.data = scale.data();
+  if (draw(0, 1)) p.zero.data = zero.data();
+  const ed::WholeSizes sizes = ed::kAmxLevel.whole_sizes(p);
+  std::vector<int8_t> numbers(p.rows * sizes.numbers);
+  std::vector<int32_t> sums(p.rows * sizes.sums);
+  p.numbers = numbers.data(), p.row_sums = sums.data(), p.row_scale = row_scale.data();
+  for (int64_t row = 0; row < p.rows; ++row) ed::kAmxLevel.round_row(p, row);
+  const int64_t products = tiles.products;
+  ed::kAmxLevel.whole(p, 0, p.outputs);
+  require(tiles.products > products && !tiles.configured, "no product of codes used tiles");
+  p.y = other.data();
+  ed::kAvx512Bf16Level.whole(p, 0, p.outputs);
+  require(y == other, "a product of codes differs from the level below");
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -199,36 +269,8 @@ int main(int count, char** arguments) {
   action.sa_sigaction = run, action.sa_flags = SA_SIGINFO;
   sigaction(SIGILL, &action, nullptr);
   const int64_t rounds = count > 1 ? std::atoll(arguments[1]) : 60;
-  for (int64_t round = 0; round < rounds; ++round) {
-    ed::Product p{};
-    p.rows = draw(16, 100), p.inputs = draw(0, 5) ? draw(1, 200) : draw(2040, 2300);
-    p.outputs = draw(1, 200), p.x_is_bfloat16 = true, p.format = ed::Format::kBfloat16;
-    auto x = halves(p.rows * p.inputs), w = halves(p.inputs * p.outputs);
-    std::vector<uint16_t> y(p.rows * p.outputs);
-    p.x = x.data(), p.w = w.data(), p.y = y.data();
-    const int64_t products = tiles.products, releases = tiles.releases;
-    for (int64_t first = 0, last; first < p.outputs; first = last) {
-      last = std::min(p.outputs, first + ed::kUnit * draw(1, 12));
-      ed::kAmxLevel.columns(p, first, last);
-    }
-    require(tiles.products > products, "no product used tiles");
-    require(tiles.releases > releases && !tiles.configured, "the tiles were not released");
-    const double apart = difference(p, 0, p.outputs);
-    if (apart > 2e-6) {
-      std::fprintf(stderr, "%ld x %ld x %ld differs by %g\n", static_cast<long>(p.rows),
-                   static_cast<long>(p.inputs), static_cast<long>(p.outputs), apart);
-      return 1;
-    }
-    p.fixed = true;  // the order of sums of the level below
-    auto before = tiles.products;
-    std::vector<uint16_t> other(y.size());
-    ed::kAmxLevel.columns(p, 0, p.outputs);
-    require(tiles.products == before, "a product in one order used tiles");
-    p.y = other.data();
-    ed::kAvx512Bf16Level.columns(p, 0, p.outputs);
-    require(y == other, "a product in one order differs from the level below");
-  }
-  std::printf("%ld products, %ld instructions\n", static_cast<long>(rounds),
+  for (int64_t round = 0; round < rounds; ++round) check_numbers(), check_codes();
+  std::printf("%ld products of each kind, %ld instructions\n", static_cast<long>(rounds),
               static_cast<long>(tiles.products));
   return 0;
 }

@@ -21,14 +21,14 @@ static bool has_avx_vnni() {
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
 
-// Whether the processor has AMX for bfloat16, and Linux lets this process use the tiles: the state of
+// Whether the processor has AMX for bfloat16 and bytes, and Linux lets this process use the tiles: the state of
 // a thread is large, so a process asks once.
 static bool has_amx() {
 #if defined(__linux__)
-  constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24;
+  constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, bytes
   constexpr long kAskForState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   unsigned a, b, c, d;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBfloat16) && (d & kTiles) &&
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kNeeded) == kNeeded &&
          syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
 #else
   return false;

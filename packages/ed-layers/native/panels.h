@@ -7,6 +7,7 @@
 #pragma once
 
 #include "whole.h"
+#include "whole_tiles.h"
 
 namespace ed {
 namespace {
@@ -73,7 +74,13 @@ inline void part_halves(const uint8_t* w, int64_t bytes, uint8_t* fours) {
 void whole_panels(const Product& p, int64_t first, int64_t last) {
   TileNumbers of_scale, of_zero;
   Blocks blocks(p);
-  const bool half = blocks.halves == 2, parted = half && ED_PAIRS;
+#if defined(__AMX_INT8__)
+  WholeTiles tiles;
+  const bool in_tiles = p.rows >= kTileRows;
+#else
+  const bool in_tiles = false;
+#endif
+  const bool half = blocks.halves == 2, parted = half && (ED_PAIRS || in_tiles);
   Scratch sums(least(p.rows, kMostRows) * kTile), scratch(parted ? kWhole * kTile / 4 : 0);
   auto* fours = reinterpret_cast<uint8_t*>(scratch.data);
   for (int64_t row = 0; row < p.rows; row += kMostRows) {
@@ -88,6 +95,13 @@ void whole_panels(const Product& p, int64_t first, int64_t last) {
         const float* scale = of_scale.get(p, p.scale, group, column, kTile);
         const float* zero = of_zero.get(p, p.zero, group, column, kTile);
         if (parted) part_halves(w, bytes, fours);
+#if defined(__AMX_INT8__)
+        if (in_tiles) {
+          tiles.add(p, row, rows, block, parted ? fours : w, bytes, scale, zero, sums.data);
+          w += bytes * kTile;
+          continue;
+        }
+#endif
         NextBlock next{reinterpret_cast<const char*>(w + bytes * kTile), bytes / 4, passes};
         row_blocks<kRows>(rows, [&](auto r, int64_t at) {
           constexpr int R = decltype(r)::value;

@@ -35,7 +35,7 @@ LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("kAvx512Level", "avx512", AVX512),
         ("kAvx512VnniLevel", "avx512_vnni", VNNI),
         ("kAvx512Bf16Level", "avx512_bf16", BF16),
-        ("kAmxLevel", "amx", (*BF16, "-mamx-tile", "-mamx-bf16")),
+        ("kAmxLevel", "amx", (*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
     ),
     "aarch64": (
         ("kBaseLevel", "base", ()),
