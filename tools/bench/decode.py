@@ -39,7 +39,6 @@ from tools.bench.measure import (
     all_turns,
     command_line,
     machine,
-    read_bandwidth,
     report_failure,
     table,
 )
@@ -263,6 +262,8 @@ def print_differences(contenders: dict[str, Contender], prompt: np.ndarray) -> N
 
 def measure(family: str, options: argparse.Namespace) -> None:
     """Compare the logits of one family, time its steps, and print a table."""
+    from ed_elarge.command.limits import read_bandwidth
+
     tokens = partial(np.random.default_rng(0).integers, VOCAB)
     bandwidth, reads_all = read_bandwidth(), "num_experts" not in SHAPES[family]
     rows: dict[str, list[str]] = {}

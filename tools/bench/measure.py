@@ -109,25 +109,6 @@ def status(field: str) -> int:
     return int(found[1]) * 1024
 
 
-def read_bandwidth() -> float:
-    """Return the bytes per second that a sum reads, best of several runs.
-
-    The sum is over 512 MB of float32 on a CPU, and over 4 GB on an accelerator.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    data = jnp.ones((1 << (27 if jax.default_backend() == "cpu" else 30),), jnp.float32)
-    total = jax.jit(jnp.sum)
-    total(data).block_until_ready()
-    best = float("inf")
-    for _ in range(8):
-        began = time.perf_counter()
-        total(data).block_until_ready()
-        best = min(best, time.perf_counter() - began)
-    return data.nbytes / best
-
-
 def machine() -> str:
     """Return one line that describes the hardware and the versions of a measurement."""
     import jax
