@@ -15,13 +15,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from ed_layers import fixed_order
-from ed_layers.native.library import TARGETS, in_use, on_whole_arrays
+from ed_layers.native.library import TARGETS, in_use, level, on_whole_arrays
 
 #: Maximum number of rows for products with transposed matrices: with more rows, XLA is as fast
 #: (tools.bench.products).
 MOST_ROWS_TRANSPOSED = 64
 #: The same limit for codes, which XLA must decode first.
 MOST_ROWS_OF_CODES = 256
+#: Least number of rows for which a float32 matrix is rounded to bfloat16, if the rows are bfloat16.
+LEAST_ROWS_OF_PAIRS = 129
+#: Levels that multiply pairs of bfloat16 numbers, at twice the speed of float32.
+PAIRS = ("avx512_bf16", "amx")
 #: Minimum size of a matrix: smaller products do not justify the microseconds of a call.
 LEAST_SIZE = 1 << 14
 
@@ -57,6 +61,13 @@ def takes(rows: int, dtype: DTypeLike, w: jax.Array, *, transposed: bool = False
     if w.size < LEAST_SIZE:
         return False
     return rows > 0 and (rows <= MOST_ROWS_TRANSPOSED or not transposed)
+
+
+def fastest(w: jax.Array, rows: int, dtype: DTypeLike) -> jax.Array:
+    """Return a matrix in the dtype that is fastest for rows of a dtype: many bfloat16 rows are
+    multiplied by bfloat16 matrices, as XLA does."""
+    rounds = dtype == jnp.bfloat16 and rows >= LEAST_ROWS_OF_PAIRS and level() in PAIRS
+    return w.astype(dtype) if rounds and not fixed_order.active() else w
 
 
 def takes_panels(rows: int, dtype: DTypeLike) -> bool:

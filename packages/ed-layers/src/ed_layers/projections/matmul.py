@@ -97,6 +97,7 @@ def on_cpu(static: tuple[bool, native.KernelChoice], x: jax.Array, w: jax.Array)
     rows = x.reshape(-1, x.shape[-1])
     with choice.again():
         if goes_native(x, w, transposed):
+            w = native.products.fastest(w, rows.shape[0], rows.dtype)
             y = native.products.product(rows, w, transposed=transposed)
         else:
             y = wide(rows, w.astype(x.dtype), transposed=transposed).astype(x.dtype)
