@@ -89,7 +89,7 @@ struct PairProducts {
   PairProducts(const Attend& p, int64_t rows, int64_t rows_of_block)
       : out_width(whole_vectors(p.value_dim)), score_factor(p.scale), p_(p),
         value_width_((p.value_dim + 31) / 32 * 32), turned_(p.key_dim / 2),
-        q_(rows * p.key_dim / 2), values_(kKeys * value_width_ / 2), 
+        q_(rows * p.key_dim / 2), values_(kKeys * value_width_ / 2),
         weights_(rows_of_block * kKeys / 2) {}
 
   void read_query(int64_t r, int64_t from) {

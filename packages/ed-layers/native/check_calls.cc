@@ -57,7 +57,7 @@ Array whole(std::vector<int32_t> numbers) {
 ffi::DataType number() { return draw(0, 1) ? ffi::F32 : ffi::BF16; }
 
 // A bias [o] for each matrix or for none, an activation, and whether the call is gated.
-void add_finish(HandlerCall& call, int64_t matrices, ffi::DataType dtype, int64_t o, bool gated) {
+void add_epilogue(HandlerCall& call, int64_t matrices, ffi::DataType dtype, int64_t o, bool gated) {
   bool biased = draw(0, 1);
   for (int64_t m = 0; biased && m < matrices; ++m) call.arguments.push_back(random(dtype, {o}));
   call.attributes.emplace_back("act", int64_t{draw(0, 5)});
@@ -72,7 +72,7 @@ HandlerCall product() {
   HandlerCall call{ed_product, {random(dtype, {n, i})}, {Array(dtype, {n, o})}, {}};
   for (int64_t m = 0; m < (gated ? 2 : 1); ++m)
     call.arguments.push_back(random(number(), turned ? Sizes{o, i} : Sizes{i, o}));
-  add_finish(call, gated ? 2 : 1, dtype, o, gated);
+  add_epilogue(call, gated ? 2 : 1, dtype, o, gated);
   call.attributes.emplace_back("transposed", turned);
   call.attributes.emplace_back("fixed", bool(draw(0, 1)));
   return call;
@@ -92,7 +92,7 @@ HandlerCall product_of_codes() {
   call.arguments.push_back(random(ffi::F32, placed(groups, o)));
   call.arguments.push_back(random(ffi::F32, offset ? placed(groups, o) : Sizes{0, 0}));
   call.arguments.push_back(random(ffi::F32, {half ? 16 : 0}));
-  add_finish(call, 1, ffi::F32, o, false);
+  add_epilogue(call, 1, ffi::F32, o, false);
   call.attributes.emplace_back("transposed", turned);
   call.attributes.emplace_back("whole", in_8_bits);
   return call;

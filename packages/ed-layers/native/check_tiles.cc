@@ -1,7 +1,7 @@
 // A program that computes products by AMX on a processor without AMX: such a processor stops at each
 // instruction for tiles, and the handler of the signal computes what the instruction would do. The
 // results are compared with those of the level below. The nightly test compiles this program with
-// `emulated` of ed_layers/native/build.py.
+// `emulated_tiles` of ed_layers/native/build.py.
 //
 // Source of the instructions and of their encoding: Intel's manual, volume 2 ("LDTILECFG",
 // "TDPBF16PS", "TDPBSSD", "TILELOADD", "TILERELEASE", "TILESTORED", "TILEZERO").

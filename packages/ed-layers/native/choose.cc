@@ -21,8 +21,8 @@ static bool has_avx_vnni() {
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
 
-// Whether the processor has AMX for bfloat16 and bytes, and Linux lets this process use the tiles: the state of
-// a thread is large, so a process asks once.
+// Whether the processor has AMX for bfloat16 and bytes, and Linux lets this process use the tiles: the
+// state of a thread is large, so a process asks once.
 static bool has_amx() {
 #if defined(__linux__)
   constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, bytes

@@ -41,7 +41,7 @@ struct Rounded {
 // few rows, and as many as even out busy threads. Of many rows a task has a part, and one tile.
 struct Parts {
   Parts(const Call& call, int64_t threads) : rows(call.products[0].rows) {
-    bool many = rows > 64 && !call.whole;
+    bool many = rows >= ed::kManyRows && !call.whole;
     unit = many || call.whole ? ed::kTile : ed::kUnit;
     for (const ed::Product& p : call.products) {
       int64_t last = ends.empty() ? 0 : ends.back();
@@ -142,20 +142,20 @@ bool read(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w
 }
 
 // What is done to the products of a call: their biases are the last arrays of the call if `biased`.
-struct Finish {
+struct Epilogue {
   bool biased;
   int64_t act;
   bool gated;
 };
 
 // Read the biases, from array `first` on, and the activation.
-bool read_finish(ed::Checks& checks, Call& call, Finish finish, ffi::DataType dtype,
+bool read_epilogue(ed::Checks& checks, Call& call, Epilogue epilogue, ffi::DataType dtype,
                  ffi::RemainingArgs arrays, size_t first) {
-  if (!checks.that(finish.act >= 0 && finish.act <= static_cast<int64_t>(ed::Act::kRelu),
+  if (!checks.that(epilogue.act >= 0 && epilogue.act <= static_cast<int64_t>(ed::Act::kRelu),
                    "the number of the activation is unknown"))
     return false;
-  call.gated = finish.gated;
-  auto act = static_cast<ed::Act>(finish.act);
+  call.gated = epilogue.gated;
+  auto act = static_cast<ed::Act>(epilogue.act);
   checks.that(!call.gated || (call.products.size() == 2 &&
                               call.products[0].outputs == call.products[1].outputs),
               "a gated call requires two products with the same number of outputs");
@@ -163,7 +163,7 @@ bool read_finish(ed::Checks& checks, Call& call, Finish finish, ffi::DataType dt
   for (size_t i = 0; i < call.products.size(); ++i) {
     ed::Product& p = call.products[i];
     if (!call.gated) p.act = act;
-    if (!finish.biased) continue;
+    if (!epilogue.biased) continue;
     auto bias = arrays.get<ffi::AnyBuffer>(first + i);
     if (!checks.that(bias.has_value(), "each product requires one bias, or none has a bias"))
       return false;
@@ -230,7 +230,7 @@ ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
     p.fixed = fixed;
     call.products.push_back(p);
   }
-  if (!read_finish(checks, call, {biased, act, gated}, x.element_type(), arrays, count))
+  if (!read_epilogue(checks, call, {biased, act, gated}, x.element_type(), arrays, count))
     return checks.error();
   return compute(checks, pool, call, x.element_type(), results);
 }
@@ -313,7 +313,7 @@ ffi::Error products_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Remain
       return checks.error();
     call.products.push_back(p);
   }
-  if (!read_finish(checks, call, {biased, act, gated}, x.element_type(), arrays, 4 * count))
+  if (!read_epilogue(checks, call, {biased, act, gated}, x.element_type(), arrays, 4 * count))
     return checks.error();
   return compute(checks, pool, call, x.element_type(), results);
 }

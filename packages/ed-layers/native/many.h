@@ -12,7 +12,6 @@
 namespace ed {
 namespace {
 
-constexpr int64_t kManyRows = 64;         // from here on a panel is faster
 constexpr int64_t kPanelWords = 1 << 16;  // of four bytes: a panel stays in the second cache
 
 // Rows in blocks of kRows, with the sums in vectors.

@@ -59,6 +59,9 @@ struct Product {
 // narrower tile costs little where it is a multiple of kUnit, but with 8-bit activations.
 constexpr int64_t kTile = 64, kUnit = 16;
 
+// From here on a panel of a matrix of numbers is the fastest form of a product (many.h).
+constexpr int64_t kManyRows = 64;
+
 // The product of all rows with the outputs [first, last). `first` is a multiple of kUnit.
 //
 // Every sum is taken in one order, whatever the other rows are, and whoever computes which outputs.

@@ -1,4 +1,4 @@
-"""What the device of this process can do at most: bytes read from memory, and products."""
+"""The limits of the device of this process: bytes read from memory, and products."""
 
 from __future__ import annotations
 
