@@ -88,7 +88,7 @@ def own_python(options: argparse.Namespace) -> list[list[str]]:
     model, pieces = build("quickstart's", 1)
     rows = []
     for seqs in options.python:
-        made = engine(model, pieces, seqs, max_num_seq_buckets=(seqs,))
+        made = engine(model, pieces, seqs, max_num_seq_buckets=(seqs,), num_scheduler_steps=1)
         runner: Any = made.loop.runner
         runner.functions = Instant(runner.functions, runner.max_logprobs)
         for number, prompt in enumerate(prompts(seqs, 4)):
@@ -113,9 +113,13 @@ class Instant:
         self._real, self._max_logprobs = real, max_logprobs
         self._packed: dict[int, np.ndarray] = {}
 
+    def usable(self, shape: StepShape) -> bool:
+        """Return True: no step waits for a compiler."""
+        return True
+
     def __getitem__(self, name: ProgramKey) -> Callable[..., Any]:
         if isinstance(name, StepShape):
-            return lambda leaves, cache, last, buffer: (None, None, None, cache)
+            return lambda leaves, cache, last, buffer: (None, None, None, cache, None)
         kind, rows = name
         if kind != "sample":
             return self._real[name]
@@ -123,7 +127,7 @@ class Instant:
             width = 3 + 2 * self._max_logprobs
             self._packed[rows] = np.full((rows, width), 300, np.int32)
         packed = self._packed[rows]
-        return lambda state, logits, numbers, allowed: (packed, state)
+        return lambda state, logits, numbers, allowed: (packed, state, None)
 
 
 # ---- rates

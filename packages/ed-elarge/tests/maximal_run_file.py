@@ -142,6 +142,7 @@ esurge:
   compile_runner: false
   use_aot_forward: false
   async_scheduling: false
+  num_scheduler_steps: 2
   overlap_execution: true
   min_input_pad: 8
   max_num_seq_buckets: [2, 4]

@@ -17,9 +17,17 @@ GUIDED = SamplingParams(
 
 
 @pytest.fixture(scope="module")
+def surge(llama, tokenizer, surge):
+    """An engine with one decode step in a program."""
+    return eSurge(
+        llama, tokenizer, surge.config.replace(compile_runner=False, num_scheduler_steps=1)
+    )
+
+
+@pytest.fixture(scope="module")
 def waiting(llama, tokenizer, surge):
     """An engine like `surge` that reads the tokens of a step before it starts the next step."""
-    config = surge.config.replace(compile_runner=False, async_scheduling=False)
+    config = surge.config.replace(async_scheduling=False)
     return eSurge(llama, tokenizer, config)
 
 
@@ -153,8 +161,6 @@ def test_plan_ahead_has_one_token_per_sequence():
 @pytest.mark.parametrize(
     "other",
     [
-        request(1, 8),  # needs a page
-        request(1, 7),  # fills a page, which can then be shared
         request(1, 80),  # its prompt is incomplete
         request(1, 3, FREE.replace(repetition_penalty=2.0)),
         request(1, 3, GUIDED),
@@ -163,6 +169,26 @@ def test_plan_ahead_has_one_token_per_sequence():
 def test_plan_ahead_returns_none_if_the_scheduler_is_needed(other):
     scheduler = scheduler_with(request(0, 3), other)
     assert plan_ahead(planned(scheduler), scheduler) is None
+
+
+def test_step_ahead_allocates_a_page_and_fills_a_page_that_is_then_cached():
+    scheduler = scheduler_with(request(0, 8), request(1, 7))
+    plan = planned(scheduler)
+    ahead = plan_ahead(plan, scheduler)
+    assert ahead is not None
+    assert [len(row.pages.get("full", ())) for row in ahead.rows] == [1, 0]
+    assert [len(one.page_keys) for one in scheduler.running] == [1, 0]
+    for step in (plan, ahead):
+        scheduler.advance(step, {"0": [1], "1": [1]})
+    assert [len(one.page_keys) for one in scheduler.running] == [1, 1]
+
+
+def test_plan_ahead_returns_none_without_a_free_page():
+    scheduler = scheduler_with(request(0, 8))
+    plan = planned(scheduler)
+    pool = scheduler.pages.pools["full"]
+    pool.allocate(pool.num_free)
+    assert plan_ahead(plan, scheduler) is None
 
 
 def test_plan_ahead_returns_none_while_requests_wait():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 
 import pytest
 from ed_esurge import SamplingParams
@@ -23,12 +24,11 @@ def alone(surge, prompts):
 
 def test_streams_read_alternately_return_their_own_tokens(surge, prompts, alone):
     first, second = surge.stream(prompts[1], GREEDY), surge.stream(prompts[2], GREEDY)
-    got = [[], []]
-    for _ in range(12):
-        got[0].append(next(first))
-        got[1].append(next(second))
+    got = [[next(first)], [next(second)]]
+    for deltas in zip_longest(first, second):
+        for own, delta in zip(got, deltas, strict=True):
+            own += [] if delta is None else [delta]
     assert [tokens(deltas) for deltas in got] == [alone[1], alone[2]]
-    assert [*first, *second] == []
     assert not surge.has_unfinished_requests
 
 

@@ -146,6 +146,7 @@ def test_prompt_is_split_into_parts_without_padding(surge, llama, plain_logits):
         max_num_batched_tokens=128,
         min_input_pad=8,
         max_model_len=64,
+        num_scheduler_steps=1,
         compile_runner=False,
         use_aot_forward=False,
         silent_mode=True,
@@ -343,7 +344,8 @@ def test_streamed_output_equals_unstreamed_output(surge):
     whole = surge.generate("stream me", params)[0].outputs[0]
     deltas = list(surge.stream("stream me", params))
     assert all(delta.delta for delta in deltas)
-    assert [delta.finished for delta in deltas] == [False] * 29 + [True]
+    assert len(deltas) > 2
+    assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
     assert "".join(d.outputs[0].text for d in deltas) == whole.text
     assert [t for d in deltas for t in d.outputs[0].token_ids] == whole.token_ids
     joined = deltas[0]

@@ -6,6 +6,7 @@ import pickle
 import struct
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -148,13 +149,18 @@ def test_remote_runner_produces_the_same_output(llama, local, plans, prompts, re
 def test_step_plan_contains_only_new_tokens_and_pages(local, plans):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     local.generate(list(range(3, 33)), params)
-    assert [len(plan.started) for plan in plans] == [1] + [0] * 20
+    prefill, decode = plans[:2], plans[2:]
+    assert [len(plan.started) for plan in plans] == [1] + [0] * (len(plans) - 1)
     assert plans[0].started[0].token_ids == list(range(3, 33))
     rows = [plan.rows[0] for plan in plans]
-    assert [len(row.token_ids) for row in rows] == [16, 14] + [1] * 19
-    assert [row.samples for row in rows] == [0] + [1] * 20
+    assert [len(row.token_ids) for row in rows] == [16, 14] + [1] * len(decode)
+    assert [row.samples for row in rows] == [0] + [1] * (len(decode) + 1)
+    assert [plan.steps for plan in prefill] == [1, 1]
+    assert sum(plan.steps for plan in decode) == 19
     pages = [len(row.pages.get("full", ())) for row in rows]
-    assert pages == [2, 2] + [int((30 + step) % 8 == 0) for step in range(19)]
+    ends = [plan.rows[0].start + plan.steps for plan in decode]
+    held = [-(-end // 8) for end in (30, *ends)]
+    assert pages == [2, 2, *(later - earlier for earlier, later in pairwise(held))]
 
 
 @pytest.mark.nightly

@@ -181,6 +181,14 @@ class EngineConfig(Options):
     device does not wait for the host. The outputs do not change. A request that ends at an
     end-of-sequence token, a stop token or a stop string computes one extra token, which is
     discarded."""
+    num_scheduler_steps: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Maximum number of decode steps that one program computes. The outputs do not change. A new
+    request waits for the running program, and a stream receives the tokens of a program together.
+    None: up to 8 steps if the steps of the model are short, so that a program needs a few
+    milliseconds. 1: each step has a program. A step has its own program if a request waits, if a
+    prompt is incomplete, and if a penalty, a bias, `min_tokens`, a grammar, a beam search or a
+    filter of the whole distribution is used. All steps of engines with `batch_invariant`,
+    `speculative_config`, an encoder or records have their own programs."""
     overlap_execution: bool = False
     """Detokenize and deliver the results of a step while the device runs the next step. The outputs
     do not change. A request that ends at a stop string computes one extra token, which is

@@ -104,7 +104,8 @@ class Detokenizer:
         )
 
     def _trim(self) -> None:
-        self._ids = self._ids[-CONTEXT:]
+        if len(self._ids) > 2 * CONTEXT:
+            self._ids = self._ids[-CONTEXT:]
         self._done = len(self._ids)
 
 
@@ -131,6 +132,8 @@ class StopStringSearch:
             text: the new text.
             check: whether to search for stop strings; False before `min_tokens`.
         """
+        if not self.stops:
+            return text
         if self.found is not None:
             return ""
         if not check:

@@ -209,6 +209,16 @@ class PageTables:
             request.pages[name] += pages
         return new
 
+    def give_back(self, request: Request, new: Mapping[str, Sequence[int]]) -> None:
+        """Undo the last `reserve` of a request.
+
+        Args:
+            new: value of `reserve`.
+        """
+        for name, pages in new.items():
+            del request.pages[name][len(request.pages[name]) - len(pages) :]
+            self.pools[name].release(pages)
+
     def share(self, request: Request, start: int, stop: int) -> None:
         """Add the pages that a row fills to the prefix cache.
 

@@ -114,6 +114,11 @@ class PlanRow(NamedTuple):
         """Position after the last token that is not a proposal."""
         return self.start + len(self.token_ids) - max(self.samples - 1, 0)
 
+    def extended(self, new: Mapping[str, Sequence[int]]) -> PlanRow:
+        """Return the row with more new pages."""
+        pages = {group: (*self.pages.get(group, ()), *more) for group, more in new.items()}
+        return self._replace(pages={**self.pages, **pages})
+
     def confirmed(self, sampled: Sequence[int]) -> list[int]:
         """Return the accepted tokens: the first, and each token after a correct proposal.
 
@@ -142,6 +147,8 @@ class StepPlan:
         items: items to encode before the step.
         copies: group -> pages to copy on the device before the step: (source, target).
         ahead: whether the rows are `UNREAD`; see `ed_esurge.core.scheduler.plan_ahead`.
+        steps: number of decode steps that one program computes. More than 1 only if every row has
+            one token and samples; each row then samples `steps` tokens.
     """
 
     step: int
@@ -150,6 +157,7 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     moves: Moves = field(default_factory=dict)
     ahead: bool = False
+    steps: int = 1
     items: tuple[EncodedItem, ...] = ()
     copies: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
 

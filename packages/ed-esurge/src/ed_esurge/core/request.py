@@ -98,6 +98,9 @@ class Request:
     tracked: bool = field(init=False)
     """Whether the host must read each token before the device samples the next one. True if the
     allowed tokens or the logits depend on the previous tokens."""
+    apart: bool = field(init=False)
+    """Whether each decode step of the sequence needs a program of its own: the sequence is tracked,
+    or filters need the whole distribution."""
     branches: bool = field(init=False)
     """Whether the sequence is a beam: the engine appends its tokens, and may fork the sequence."""
 
@@ -112,6 +115,7 @@ class Request:
         self.branches = sampling is not None and sampling.use_beam_search
         structured = sampling is not None and sampling.structured_outputs is not None
         self.tracked = self.adjusted or self.branches or structured
+        self.apart = self.tracked or (sampling is not None and sampling.filtered)
         if self.pooled:
             self.max_tokens = 0
 

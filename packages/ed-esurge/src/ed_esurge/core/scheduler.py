@@ -18,6 +18,7 @@ from ed_esurge.core.pages import PageGroup, PageTables
 from ed_esurge.core.plan import UNREAD, NewSequence, PlanRow, StepPlan
 from ed_esurge.core.proposals import Proposer
 from ed_esurge.core.request import Request, Status
+from ed_esurge.core.step_time import ONE_STEP, StepTime
 from ed_esurge.outputs import FinishReason
 
 # In simulations with too few pages, this value limits the computed tokens to 1.2 per useful token.
@@ -38,6 +39,7 @@ class StepLimits:
             if a padding token costs as much as a real token; () otherwise.
         whole_prompts: whether each prompt is computed in one step. The budget must fit
             `max_model_len`.
+        time: estimated time of a decode step, which limits the steps of one program.
     """
 
     max_num_seqs: int
@@ -47,6 +49,7 @@ class StepLimits:
     policy: Literal["fcfs", "priority"] = "fcfs"
     shapes: tuple[tuple[int, int], ...] = ()
     whole_prompts: bool = False
+    time: StepTime = ONE_STEP
 
 
 class Scheduler:
@@ -245,6 +248,9 @@ class Scheduler:
             if self._limits_now.shapes and total > len(rows):
                 budget = min(budget, room(self._limits_now.shapes, total, len(rows)))
             self._speculate(self.proposer, rows, budget)
+        steps = 1
+        if self._limits_now.time.most > 1 and not self.waiting and not preempted:
+            steps = self.reserve_steps(rows, 0)
         self._step += 1
         return StepPlan(
             self._step,
@@ -254,6 +260,7 @@ class Scheduler:
             self.pages.take_moves(),
             items=() if self.encoder is None else self.encoder.take_items(),
             copies=self.pages.take_copies(),
+            steps=steps,
         )
 
     def advance(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -272,14 +279,16 @@ class Scheduler:
             request = self.requests.get(row.request_id)
             if request is None or request.status is not Status.RUNNING:
                 continue  # aborted or stopped while the step ran
-            request.num_computed = row.stop
+            request.num_computed = stop = row.stop + plan.steps - 1
             if self.encoder is not None and row.features:
                 self.encoder.release(request, computed=row.stop)
             if row.samples and not request.branches:  # a beam search appends the tokens
                 tokens = sampled[row.request_id]
                 taken[row.request_id] = request.take(tokens)
                 # The positions of rejected proposals are recomputed.
-                request.num_computed = min(row.stop, request.num_tokens - 1)
+                request.num_computed = min(stop, request.num_tokens - 1)
+                if plan.steps > 1 or plan.ahead:
+                    self.pages.share(request, row.start, request.num_computed)
                 if row.samples > 1 and self.proposer is not None:
                     self.proposer.count(row.samples - 1, len(tokens) - 1)
                     self.pages.share(request, row.known, request.num_computed)
@@ -302,6 +311,48 @@ class Scheduler:
         self.pages.forget_prefixes()
         if self.encoder is not None:
             self.encoder.clear()
+
+    def reserve_steps(self, rows: dict[str, PlanRow], before: int) -> int:
+        """Choose the number of decode steps of a plan and reserve the pages of their tokens.
+
+        Args:
+            rows: the rows of all running sequences, which receive the pages.
+            before: number of sampled tokens that the scheduler has not read.
+
+        Returns:
+            the number of steps; 0 if the pools have too few pages for one step.
+        """
+        steps, time = 1, self._limits_now.time
+        requests = [self.requests[name] for name in rows]
+        alone = len(rows) == len(self.running) or before
+        if alone and time.most > 1 and all(map(is_decode, requests, rows.values())):
+            most = min([one.max_tokens - len(one.output) for one in requests]) - before
+            steps = time.steps(len(rows), sum([row.start for row in rows.values()]))
+            steps = max(1, min(steps, most))
+        if steps == 1 and not before:
+            return 1  # the rows have their pages
+        if self.pages.windows:  # their pools hold this number of tokens beside a window
+            unread = [
+                row.start - one.num_computed
+                for one, row in zip(requests, rows.values(), strict=True)
+            ]
+            steps = min(steps, self.pages.at_once - max(unread))
+        while steps > 0:
+            taken = dict[str, dict[str, list[int]]]()
+            for request, (name, row) in zip(requests, rows.items(), strict=True):
+                new = self.pages.reserve(request, row.stop + steps - 1 - request.num_computed)
+                if new is None:
+                    break
+                taken[name] = new
+            else:
+                for name, new in taken.items():
+                    if new:
+                        rows[name] = rows[name].extended(new)
+                return steps
+            for name, new in taken.items():
+                self.pages.give_back(self.requests[name], new)
+            steps //= 2
+        return 0
 
     # ---- parts
 
@@ -328,11 +379,8 @@ class Scheduler:
             more = self.pages.reserve(request, 1 + len(proposed))
             if more is None:
                 continue
-            pages = {group: (*row.pages.get(group, ()), *more[group]) for group in more}
-            rows[name] = row._replace(
-                token_ids=[*row.token_ids, *proposed],
-                pages={**row.pages, **pages},
-                samples=1 + len(proposed),
+            rows[name] = row.extended(more)._replace(
+                token_ids=[*row.token_ids, *proposed], samples=1 + len(proposed)
             )
             free -= len(proposed)
 
@@ -432,10 +480,16 @@ class Scheduler:
             request.slot = None
 
 
-def plan_ahead(plan: StepPlan, scheduler: Scheduler) -> StepPlan | None:
-    """Plan one more token for every sequence of a running step.
+def is_decode(request: Request, row: PlanRow) -> bool:
+    """Return whether a row is a decode step that can follow others in one program."""
+    plain = row.samples == 1 and len(row.token_ids) == 1 and not row.scores and not row.features
+    return plain and not request.apart
 
-    If the unread token ends a sequence, its row in the new step is wasted. The pages of such a
+
+def plan_ahead(plan: StepPlan, scheduler: Scheduler) -> StepPlan | None:
+    """Plan further tokens for every sequence of a running step.
+
+    If an unread token ends a sequence, its row in the new step is wasted. The pages of such a
     sequence are safe: only later steps reuse them.
 
     Args:
@@ -443,21 +497,23 @@ def plan_ahead(plan: StepPlan, scheduler: Scheduler) -> StepPlan | None:
 
     Returns:
         the plan, or None if the next step needs the scheduler: a request waits, a prompt is
-        incomplete, a page must be allocated or shared, or the plan depends on the sampled tokens.
+        incomplete, the pools have too few pages, or the plan depends on the sampled tokens.
     """
     if scheduler.waiting or scheduler.proposer is not None:
         return None
     if len(plan.rows) != len(scheduler.running):
         return None
-    size, rows = scheduler.pages.page_size, []
+    rows: dict[str, PlanRow] = {}
     for row in plan.rows:
         request = scheduler.requests.get(row.request_id)
         if request is None or request.tracked or row.samples != 1:
             return None
-        start = row.start + len(row.token_ids)
-        inside = start % size
-        if inside == 0 or inside == size - 1:
-            return None
-        if len(request.output) + 1 < request.max_tokens:  # else the running step ends the request
-            rows.append(PlanRow(row.request_id, row.slot, start, UNREAD, {}, 1))
-    return StepPlan(plan.step, tuple(rows), ahead=True) if rows else None
+        # Otherwise the running step ends the request.
+        if len(request.output) + plan.steps < request.max_tokens:
+            start = row.stop + plan.steps - 1
+            rows[row.request_id] = PlanRow(row.request_id, row.slot, start, UNREAD, {}, 1)
+    steps = scheduler.reserve_steps(rows, plan.steps) if rows else 0
+    if not steps:
+        return None
+    moves = scheduler.pages.take_moves()
+    return StepPlan(plan.step, tuple(rows.values()), moves=moves, ahead=True, steps=steps)

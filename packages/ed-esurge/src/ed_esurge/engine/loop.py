@@ -33,6 +33,7 @@ from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.core.request import RequestError
 from ed_esurge.core.scheduler import Scheduler, plan_ahead
+from ed_esurge.core.step_time import ONE_STEP
 from ed_esurge.engine.ledger import Ledger
 from ed_esurge.engine.transport import Transport
 from ed_esurge.model import platform_of
@@ -268,10 +269,10 @@ class EngineLoop:
     def _start(self, plan: StepPlan | None) -> StepResult | None:
         if plan is None:
             return None
-        self._steps += 1
+        self._steps += plan.steps
         tokens = sum(len(row.token_ids) for row in plan.rows)
-        self._step_tokens += tokens
-        self._step_sizes[bisect_left(STEP_SIZES, tokens)] += 1
+        self._step_tokens += plan.steps * tokens
+        self._step_sizes[bisect_left(STEP_SIZES, tokens)] += plan.steps
         for new in plan.started:
             self.ledger.mark_scheduled(new.request_id)
         try:
@@ -334,6 +335,8 @@ class EngineLoop:
 
     def _deliver(self, result: StepResult, taken: dict[str, int]) -> None:
         self.backlog += self.ledger.take(result, taken, self._fail)
+        for name in result.interrupted():
+            self._fail(name, NotFinite())
 
     def _renew_pages(self) -> None:
         """Reallocate pages with values that are not finite. Even masked attention to such values
@@ -381,7 +384,8 @@ class EngineLoop:
         if shape is not None:
             limits = scheduler.limits
             shapes = ((shape.tokens, shape.seqs),) if limits.shapes else ()
-            scheduler.narrow(replace(limits, token_budget=shape.tokens, shapes=shapes))
+            narrow = replace(limits, token_budget=shape.tokens, shapes=shapes, time=ONE_STEP)
+            scheduler.narrow(narrow)
             self._narrowed = True
 
     # ---- numbers

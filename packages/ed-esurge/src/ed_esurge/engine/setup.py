@@ -24,6 +24,7 @@ from ed_esurge.core.page_pool import pages_of_sequence
 from ed_esurge.core.pages import PageGroup
 from ed_esurge.core.proposals import PromptLookup, Proposer, ReceivedProposals
 from ed_esurge.core.scheduler import Scheduler, StepLimits
+from ed_esurge.core.step_time import ONE_STEP, StepTime
 from ed_esurge.embedded_prompts import EmbeddedPrompts
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
@@ -141,6 +142,11 @@ class Setup:
         seqs = min(seqs, budget)
         # A step never has more tokens than all sequences together.
         budget = max(seqs, min(budget, seqs * longest))
+        items = items_of(model, longest)
+        if config.enable_prompt_embeds:
+            items = EmbeddedPrompts(model, longest, budget)
+        encoded = is_encoder_decoder(model) or items is not None
+        time = ONE_STEP if encoded or any(records) else _time(model, config)
         buckets = Buckets(
             max_num_seqs=seqs,
             max_num_tokens=budget,
@@ -148,6 +154,7 @@ class Setup:
             min_tokens=config.min_input_pad,
             seq_buckets=config.max_num_seq_buckets,
             invariant=config.batch_invariant,
+            steps=time.most,
         )
         # On an accelerator, a step of a few tokens is as slow as a step of hundreds, so padding is
         # free.
@@ -161,6 +168,7 @@ class Setup:
             policy=config.scheduling_policy,
             shapes=shapes,
             whole_prompts=together == "prompt",
+            time=time,
         )
         if draft is not None:
             _check_draft(model, draft, longest)
@@ -168,9 +176,6 @@ class Setup:
         if is_encoder_decoder(model):
             _check_encoder_decoder(config)
             encoder = (longest, max(budget, longest))
-        items = items_of(model, longest)
-        if config.enable_prompt_embeds:
-            items = EmbeddedPrompts(model, longest, budget)
         if together is not None and items is not None:
             _check_together(together, config, limits, items.longest)
         if items is not None:
@@ -366,6 +371,23 @@ class Setup:
             return trial.functions.workspace_bytes() + trial.memory.state_bytes() + copies
         finally:
             trial.free()
+
+
+def _time(model: LanguageModel, config: EngineConfig) -> StepTime:
+    """Return the estimated time of a decode step, with the limit of `num_scheduler_steps`."""
+    if config.batch_invariant or config.speculative_config is not None:
+        return ONE_STEP
+    if config.num_scheduler_steps is not None:
+        return StepTime(config.num_scheduler_steps)
+    leaves = jax.tree.leaves(nnx.state(cast(nnx.Module, model)))
+    pages = [page_bytes(model, config.page_size, group) for group in windows_of(model)]
+    return StepTime.estimate(
+        platform_of(model),
+        layers=model.config.get_text_config().num_hidden_layers,
+        weights=sum(leaf.nbytes for leaf in leaves),
+        numbers=sum(leaf.size for leaf in leaves),
+        token_bytes=sum(pages) / config.page_size,
+    )
 
 
 def _check_experts(model: LanguageModel, config: EngineConfig) -> None:

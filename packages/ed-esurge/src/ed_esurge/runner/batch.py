@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -19,6 +20,11 @@ from ed_esurge.runner.row_numbers import OF_ROW, OF_SEQUENCE, OF_STEP, by_name
 from ed_esurge.runner.slots import SlotTables
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["token_ids", "ragged", "logits_at", "rows", "num_steps", "features", "positions"],
+    meta_fields=[],
+)
 @dataclass(frozen=True)
 class StepInput:
     """The arrays of a step, on the device.
@@ -28,6 +34,7 @@ class StepInput:
         ragged: assignment of the tokens to sequences and pages.
         logits_at: flat index of each sequence's last token; [n].
         rows: numbers of each row by `OF_STEP`, for the sampler; int32 [k, n].
+        num_steps: number of decode steps of the plan.
         features: row of the table of encoder outputs for each token, or -1; [1, T]. None = the
             step reads no encoder outputs.
         positions: rotary positions along time, height and width; [3, 1, T]. None = the numbers of
@@ -38,6 +45,7 @@ class StepInput:
     ragged: RaggedBatch
     logits_at: jax.Array
     rows: jax.Array
+    num_steps: jax.Array
     features: jax.Array | None = None
     positions: jax.Array | None = None
 
@@ -66,6 +74,7 @@ class Fields:
             "rows": (len(OF_STEP), shape.seqs),
             "cu_q_lens": (shape.seqs + 1,),
             "num_seqs": (1,),
+            "num_steps": (1,),
             "page_table": (len(groups), shape.seqs, shape.pages),
         }
         if featured:
@@ -103,7 +112,11 @@ class Fields:
         )
         token_ids, features = part["token_ids"][None], part.get("features")
         positions = part.get("positions")
-        return StepInput(token_ids, ragged, row["logits_at"], part["rows"], features, positions)
+        return StepInput(
+            *(token_ids, ragged, row["logits_at"], part["rows"], part["num_steps"][0]),
+            features=features,
+            positions=positions,
+        )
 
 
 class BatchBuilder:
@@ -185,6 +198,7 @@ class BatchBuilder:
             positions = np.arange(tokens) + (starts - before)[of_token]
         buffer[: frame.size] = frame
         buffer[:tokens] = token_ids
+        fields.view(buffer, "num_steps")[0] = plan.steps
 
         padding = [nobody] * (shape.seqs - count)
         of_row = np.array([row.slot for row in planned] + padding)

@@ -43,6 +43,7 @@ class Buckets:
         min_tokens: token count of the smallest prefill shape.
         seq_buckets: ascending numbers of sequences of the decode shapes; None: the default above.
         invariant: whether to use one shape for every step, with a separate row for each token.
+        steps: maximum number of decode steps of one program.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Buckets:
         min_tokens: int = 16,
         seq_buckets: Sequence[int] | None = None,
         invariant: bool = False,
+        steps: int = 1,
     ) -> None:
-        self.invariant = invariant
+        self.invariant, self.steps = invariant, steps
         if invariant:
             self.prefill_tokens = (max_num_tokens,)
             self.decode = self.prefill = (StepShape(max_num_tokens, max_num_tokens, pages),)
@@ -78,6 +80,10 @@ class Buckets:
     def shapes(self) -> tuple[StepShape, ...]:
         """All shapes, ascending."""
         return tuple(sorted({*self.decode, *self.prefill}))
+
+    def decode_of(self, seqs: int) -> StepShape:
+        """Return the decode shape with this number of rows."""
+        return next(shape for shape in self.decode if shape.seqs == seqs)
 
     @property
     def generic(self) -> StepShape:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import jax
@@ -77,6 +78,8 @@ class Functions:
         names += [COPY] if self._memory.num_pages else []
         for rows in sorted({shape.seqs for shape in buckets.shapes}):
             names += [("sample", rows), ("take", rows), ("merge", rows)]
+        if buckets.steps > 1:
+            names += [("decode", shape.seqs) for shape in buckets.decode]
         for tokens in buckets.prefill_tokens:
             names += [("score", tokens), ("pool", tokens)]
         return [name for name in names if name not in self._made]
@@ -317,6 +320,10 @@ class Functions:
             memory.cache = function(memory.cache, *arguments[1:])
         elif name == PLACE:
             self._weights.put(function(self._weights.places, *arguments[1:]))
+        elif name[0] == "decode":
+            last = memory.state.last
+            _, memory.cache, last = function(leaves, memory.cache, last, arguments[3])
+            memory.state = replace(memory.state, last=last)
         elif name[0] == "sample":
             _, memory.state, _ = function(memory.state, *self._zeros(arguments[1:]))
         elif name == FILTER:

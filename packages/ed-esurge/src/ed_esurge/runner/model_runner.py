@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NoReturn, cast
 
 import jax
@@ -232,6 +233,8 @@ class ModelRunner:
         for _, _, line in adjusted:
             if line is not None:
                 memory.state = functions[PUT](memory.state, *line)
+        if plan.steps > 1:
+            return self._run_several(plan)
         scored = True in [row.scores for row in plan.rows]
         pooled = True in [row.pools for row in plan.rows]
         lines = plan.total if self.buckets.invariant else plan.lines
@@ -274,6 +277,18 @@ class ModelRunner:
         return StepResult(
             *(plan, packed, places, scores, vectors, failures), experts=experts, masks=masks
         )
+
+    def _run_several(self, plan: StepPlan) -> StepResult:
+        """Start several decode steps of sequences whose logits are not adjusted or filtered."""
+        memory, most = self.memory, self.buckets.steps
+        shape = self.buckets.pick(len(plan.rows), len(plan.rows))
+        buffer, _ = self._builder.build(plan, shape)
+        assert memory.state is not None, "allocated with the pages"
+        packed, memory.cache, last = self.functions["decode", shape.seqs](
+            self.weights.leaves, memory.cache, memory.state.last, buffer
+        )
+        memory.state = replace(memory.state, last=last)
+        return StepResult(plan, packed, range(0, most * len(plan.rows), most))
 
     # ---- adapters
 

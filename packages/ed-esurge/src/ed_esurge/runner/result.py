@@ -77,11 +77,12 @@ class StepResult:
             "masks": masks,
         }
         self._tokens: list[int] | None = None
+        self._accepted: dict[str, list[int]] | None = None
 
     def __getstate__(self) -> dict[str, object]:
         arrays = {name: x if x is None else np.asarray(x) for name, x in self._arrays.items()}
         kept = {"plan": self.plan, "places": list(self.places), "failures": dict(self.failures)}
-        return {**kept, "_arrays": arrays, "_tokens": self._tokens}
+        return {**kept, "_arrays": arrays, "_tokens": self._tokens, "_accepted": None}
 
     def parts(self) -> StepParts:
         """Return everything but the plan, read from the device: places, arrays and failures."""
@@ -109,7 +110,17 @@ class StepResult:
     def tokens(self) -> dict[str, list[int]]:
         """Return request id -> accepted tokens, at least one, for the rows that sample. A token is
         -1 if its logits are not finite."""
-        column = self._column()
+        if self._accepted is None:
+            self._accepted = self._read_tokens()
+        return self._accepted
+
+    def _read_tokens(self) -> dict[str, list[int]]:
+        column, steps = self._column(), self.plan.steps
+        if steps > 1:
+            return {
+                row.request_id: finite(column[place : place + steps])
+                for row, place in zip(self.plan.rows, self.places, strict=True)
+            }
         return {
             row.request_id: [column[place]]
             if row.samples == 1
@@ -121,6 +132,14 @@ class StepResult:
     def not_finite(self) -> list[str]:
         """Return the ids of the requests whose logits are not finite."""
         return [name for name, tokens in self.tokens().items() if tokens[0] < 0]
+
+    def interrupted(self) -> list[str]:
+        """Return the ids of the requests with logits that are not finite in one of several steps,
+        after the first step. `tokens` returns their tokens before that step."""
+        steps = self.plan.steps
+        if steps == 1:
+            return []
+        return [name for name, tokens in self.tokens().items() if len(tokens) < steps]
 
     def sampled(self, index: int, many: int, count: int | None) -> list[TokenScores]:
         """Return the first tokens that row `index` of the plan sampled.
@@ -217,6 +236,11 @@ class StepResult:
         if not isinstance(array, np.ndarray):
             self._arrays[name] = array = np.asarray(array)
         return array
+
+
+def finite(tokens: list[int]) -> list[int]:
+    """Return the first token and the tokens after it, up to the first -1."""
+    return tokens[: tokens.index(-1, 1)] if -1 in tokens[1:] else tokens
 
 
 def read(line: np.ndarray, count: int) -> TokenScores:

@@ -187,12 +187,58 @@ def sample_with_mask(
     if allowed is not None:
         limited = jnp.any(allowed != -1)
         adjusted = jax.lax.cond(limited, lambda: permit(adjusted, allowed), lambda: adjusted)
+    tokens, cutoff, scores = choose(logits, adjusted, rows, max_logprobs, cutoffs=masks)
+    seen = state.seen.at[rows.slot, tokens].add(2, mode="drop")
+    controlled = jnp.any(rows.mirostat > 0)
+    mu = jax.lax.cond(
+        controlled, lambda: limits_after(adjusted, rows, state.mu, tokens), lambda: state.mu
+    )
+    kept = replace(state, seen=seen, mu=mu)
+    mask = bits(jnp.isfinite(sampled_from(adjusted, rows, cutoff, tokens))) if masks else None
+    return SampledTokens(checked(tokens, logits), *scores), kept, mask
+
+
+def sample_plain(
+    logits: Float[Array, "n v"], rows: SamplerRows, max_logprobs: int
+) -> SampledTokens:
+    """Sample a token per row without adjusted logits. Arguments as for `sample_with_mask`."""
+    logits = logits.astype(jnp.float32)
+    tokens, _, scores = choose(logits, logits, rows, max_logprobs)
+    return SampledTokens(checked(tokens, logits), *scores)
+
+
+def checked(tokens: Int[Array, " n"], logits: Float[Array, "n v"]) -> Int[Array, " n"]:
+    """Return the tokens, or -1 where a logit of the row is NaN or all are infinite."""
+    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, -1)
+
+
+def choose(
+    logits: Float[Array, "n v"],
+    adjusted: Float[Array, "n v"],
+    rows: SamplerRows,
+    max_logprobs: int,
+    *,
+    cutoffs: bool = False,
+) -> tuple[Int[Array, " n"], Float[Array, " n"], tuple[jax.Array, ...]]:
+    """Sample a token per row and measure its log-probability.
+
+    Args:
+        logits: logits of the model.
+        adjusted: logits with penalties, biases and masks.
+        rows: sampling options.
+        max_logprobs: number of alternatives l.
+        cutoffs: see `draw`.
+
+    Returns:
+        the tokens, the smallest logit that the filters keep, and the other fields of
+        `SampledTokens`.
+    """
     greedy = first_argmax(adjusted)
     random = rows.temperature > 0
     everything = jnp.full(greedy.shape, -jnp.inf)
 
     def drawn() -> tuple[jax.Array, jax.Array]:
-        tokens, cutoff = draw(adjusted, rows, cutoffs=masks)
+        tokens, cutoff = draw(adjusted, rows, cutoffs=cutoffs)
         return jnp.where(random, tokens, greedy), jnp.where(random, cutoff, everything)
 
     tokens, cutoff = jax.lax.cond(jnp.any(random), drawn, lambda: (greedy, everything))
@@ -215,15 +261,7 @@ def sample_with_mask(
         )
 
     scores = jax.lax.cond(jnp.any(rows.num_logprobs >= 0), measured, unmeasured)
-    seen = state.seen.at[rows.slot, tokens].add(2, mode="drop")
-    controlled = jnp.any(rows.mirostat > 0)
-    mu = jax.lax.cond(
-        controlled, lambda: limits_after(adjusted, rows, state.mu, tokens), lambda: state.mu
-    )
-    kept = replace(state, seen=seen, mu=mu)
-    finite = jnp.isfinite(jnp.max(logits, axis=-1))
-    mask = bits(jnp.isfinite(sampled_from(adjusted, rows, cutoff, tokens))) if masks else None
-    return SampledTokens(jnp.where(finite, tokens, -1), *scores), kept, mask
+    return tokens, cutoff, scores
 
 
 def limits_after(

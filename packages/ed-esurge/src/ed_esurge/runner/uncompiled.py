@@ -20,18 +20,26 @@ from flax import nnx
 
 from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner import filters
-from ed_esurge.runner.batch import BatchBuilder
+from ed_esurge.runner.batch import BatchBuilder, StepInput
 from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.guides import Guides, words
 from ed_esurge.runner.hidden_states import pool, score
 from ed_esurge.runner.host_pages import PAGES_AT_ONCE, copied
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, OF_STEP
-from ed_esurge.runner.sampler import SamplerRows, SamplerState, read_last, sample_with_mask
+from ed_esurge.runner.sampler import (
+    SamplerRows,
+    SamplerState,
+    read_last,
+    sample_plain,
+    sample_with_mask,
+)
+from ed_esurge.runner.several_steps import several_steps
 from ed_esurge.runner.weights import ServedWeights, abstract, with_adapter
 
 # - a shape: the step, which computes logits and hidden states;
 # - ("sample", n): reads the logits of a step;
+# - ("decode", n): several decode steps of n rows, with their sampling;
 # - ("take", n), FILTER, ("merge", n): read, filter and write the masks of a few rows of a step;
 # - ("score", T), ("pool", T): read the hidden states of a step;
 # - PUT, PLACE: write a line of the sampler's state, or an adapter;
@@ -118,6 +126,12 @@ class UncompiledFunctions:
         if name == PLACE:
             kept = [leaf.sharding for leaf in self.weights.places]
             return jax.jit(self.traced(with_adapter), donate_argnums=0, out_shardings=kept)
+        if name[0] == "decode":
+            return jax.jit(
+                self.traced(self._make_decode(name[1])),
+                donate_argnums=(1, 2),
+                out_shardings=(everywhere, cache, everywhere),
+            )
         if name[0] == "sample":
             return jax.jit(
                 self.traced(self._make_sample()),
@@ -154,21 +168,50 @@ class UncompiledFunctions:
             more: dict[str, Any] = {"output_routed_experts": True} if self.records.experts else {}
             if encoded is not None and inputs.features is not None:
                 more["features"] = Features(encoded[None], inputs.features)
-            if inputs.positions is not None:
-                more["position_ids"] = inputs.positions
-            out = self.weights.merged(leaves).decode(
-                token_ids,
-                past_key_values=cache,
-                ragged=inputs.ragged,
-                logits_at=inputs.logits_at,
-                **more,
-            )
-            assert out.logits is not None
+            out = self._computed(leaves, cache, inputs, token_ids, **more)
             assert out.last_hidden_state is not None
             experts = None if out.routed_experts is None else out.routed_experts[0]
             return out.logits, inputs.rows, out.last_hidden_state[0], out.past_key_values, experts
 
         return step
+
+    def _computed(
+        self, leaves: list[jax.Array], cache: Any, inputs: StepInput, token_ids: Any, **more: Any
+    ) -> Any:
+        """Return the output of the model for the tokens of a step."""
+        if inputs.positions is not None:
+            more["position_ids"] = inputs.positions
+        out = self.weights.merged(leaves).decode(
+            token_ids,
+            past_key_values=cache,
+            ragged=inputs.ragged,
+            logits_at=inputs.logits_at,
+            **more,
+        )
+        assert out.logits is not None
+        return out
+
+    def _make_decode(self, rows: int) -> Callable[..., Any]:
+        fields, builder = self.builder.fields(self.buckets.decode_of(rows)), self.builder
+
+        def decode(leaves: list[jax.Array], cache: Any, last: jax.Array, buffer: Any):
+            def step(inputs: StepInput, cache: Any, last: jax.Array):
+                slots = inputs.ragged.state_slots
+                token_ids = read_last(last, inputs.token_ids[0], slots)[None]
+                out = self._computed(leaves, cache, inputs, token_ids)
+                sampled = sample_plain(out.logits, SamplerRows.of(inputs.rows), self.max_logprobs)
+                last = last.at[slots].set(sampled.tokens, mode="drop")
+                return sampled.pack(), out.past_key_values, last
+
+            inputs = fields.unpack(buffer)
+            return several_steps(
+                *(step, inputs, cache, last),
+                most=self.buckets.steps,
+                page_size=builder.page_size,
+                nowhere=builder.nowhere,
+            )
+
+        return decode
 
     def _make_sample(self) -> Callable[..., Any]:
         def of_logits(state: SamplerState, logits: jax.Array, rows: jax.Array, allowed: jax.Array):
@@ -211,6 +254,9 @@ class UncompiledFunctions:
             encoded = abstract(memory.encoded_of(self.builder.fields(name).featured))
             return weights.like, cache, state.last, self.builder.empty(name), *encoded
         kind, size = name
+        if kind == "decode":
+            shape = self.buckets.decode_of(size)
+            return weights.like, cache, state.last, self.builder.empty(shape)
         if kind in ("sample", "take", "merge", "filter"):
             return self._arguments_of_sampling(kind, size, state)
         if size not in self._hidden:
