@@ -109,6 +109,8 @@ def own_python(options: argparse.Namespace) -> list[list[str]]:
 class Instant:
     """Device functions whose steps immediately return one token per sequence."""
 
+    background = None
+
     def __init__(self, real: Functions, max_logprobs: int) -> None:
         self._real, self._max_logprobs = real, max_logprobs
         self._packed: dict[int, np.ndarray] = {}
