@@ -212,7 +212,7 @@ double difference(const ed::Product& p, int64_t first, int64_t last) {
 void check_numbers() {
   ed::Product p{};
   p.rows = draw(16, 100), p.inputs = draw(0, 5) ? draw(1, 200) : draw(2040, 2300);
-  p.outputs = draw(1, 200), p.x_is_bfloat16 = true, p.format = ed::Format::kBfloat16;
+  p.outputs = draw(1, 200), p.x_is_bfloat16 = p.y_is_bfloat16 = true, p.format = ed::Format::kBfloat16;
   auto x = halves(p.rows * p.inputs), w = halves(p.inputs * p.outputs);
   std::vector<uint16_t> y(p.rows * p.outputs), other(y.size());
   p.x = x.data(), p.w = w.data(), p.y = y.data();

@@ -20,7 +20,7 @@ void gate_as(Act act, const Product& gate, const Product& up, int64_t first, int
 }
 
 void gate(Act act, const Product& gate, const Product& up, int64_t first, int64_t last) {
-  gate.x_is_bfloat16 ? gate_as<uint16_t>(act, gate, up, first, last)
+  gate.y_is_bfloat16 ? gate_as<uint16_t>(act, gate, up, first, last)
                      : gate_as<float>(act, gate, up, first, last);
 }
 

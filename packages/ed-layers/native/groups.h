@@ -33,7 +33,7 @@ void write_as(const Product& p, int64_t row, int64_t column, const float* sums, 
 
 // Store `count` sums of one row of y, which are readable as whole vectors.
 inline void write(const Product& p, int64_t row, int64_t column, const float* sums, int64_t count) {
-  p.x_is_bfloat16 ? write_as<uint16_t>(p, row, column, sums, count)
+  p.y_is_bfloat16 ? write_as<uint16_t>(p, row, column, sums, count)
                   : write_as<float>(p, row, column, sums, count);
 }
 

@@ -1,5 +1,6 @@
 // The functions of one level of instructions. Compiled once for each, with ED_LEVEL and
 // ED_LEVEL_NAME and the compiler's flags of that level.
+#include "across.h"
 #include "attention.h"
 #include "gate.h"
 #include "recurrence.h"
@@ -10,8 +11,8 @@
 
 namespace ed {
 
-const Level ED_LEVEL = {ED_LEVEL_NAME, columns,   rows,         whole, gate,
-                        whole_sizes,   round_row, attention_of, rotate,
-                        recur};
+const Level ED_LEVEL = {ED_LEVEL_NAME, columns,       rows,        whole,     gate,
+                        across,        kAcrossInRows, whole_sizes, round_row, attention_of,
+                        rotate,        recur};
 
 }  // namespace ed

@@ -82,9 +82,9 @@ struct Parts {
 
 // The product of rows [first, last).
 ed::Product part_of(ed::Product p, int64_t first, int64_t last) {
-  int64_t size = p.x_is_bfloat16 ? 2 : 4;
-  p.x = static_cast<const char*>(p.x) + first * p.inputs * size;
-  p.y = static_cast<char*>(p.y) + first * p.outputs * size;
+  int64_t bytes = p.x_across ? 4 : p.inputs * (p.x_is_bfloat16 ? 2 : 4);
+  p.x = static_cast<const char*>(p.x) + first * bytes;
+  p.y = static_cast<char*>(p.y) + first * p.outputs * (p.y_is_bfloat16 ? 2 : 4);
   p.rows = last - first;
   return p;
 }
@@ -106,7 +106,7 @@ void run(ffi::ThreadPool& pool, Call& call) {
   std::vector<char> up;
   if (call.gated) {
     ed::Product& p = call.products[1];
-    up.resize(p.rows * p.outputs * (p.x_is_bfloat16 ? 2 : 4));
+    up.resize(p.rows * p.outputs * (p.y_is_bfloat16 ? 2 : 4));
     p.y = up.data();
   }
   Parts parts(call, std::max<int64_t>(1, pool.num_threads()));
@@ -132,7 +132,7 @@ bool read(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w
   if (!p.in_panels) checks.shape("the matrix", w, {ed::kAny, ed::kAny});
   if (!checks.ok()) return false;
   p.x = x.untyped_data();
-  p.x_is_bfloat16 = x.element_type() == ffi::BF16;
+  p.x_is_bfloat16 = p.y_is_bfloat16 = x.element_type() == ffi::BF16;
   p.rows = x.dimensions()[0];
   p.inputs = x.dimensions()[1];
   p.w = w.untyped_data();
@@ -233,6 +233,57 @@ ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
   if (!read_epilogue(checks, call, {biased, act, gated}, x.element_type(), arrays, count))
     return checks.error();
   return compute(checks, pool, call, x.element_type(), results);
+}
+
+// The gradients [inputs, outputs] of matrices: x [rows, inputs], turned, times each gradient of a
+// product, [rows, outputs]. The last result is a buffer for x of bfloat16 numbers: four bytes each.
+ffi::Error gradients(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arrays,
+                     ffi::RemainingRets results) {
+  ed::Checks checks("gradients of matrices");
+  const size_t buffers = x.element_type() == ffi::BF16 ? 1 : 0;
+  if (!checks.that(arrays.size() > 0 && results.size() == arrays.size() + buffers,
+                   "a call requires at least one array and one result for each, and a buffer for x "
+                   "of bfloat16 numbers"))
+    return checks.error();
+  checks.dtype("x", x.element_type(), {ffi::F32, ffi::BF16});
+  if (!checks.shape("x", x, {ed::kAny, ed::kAny})) return checks.error();
+  const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
+  void* numbers = x.untyped_data();
+  if (buffers) {
+    auto buffer = results.get<ffi::AnyBuffer>(arrays.size());
+    if (!buffer.has_value()) return buffer.error();
+    checks.dtype("the buffer", (*buffer)->element_type(), {ffi::F32});
+    if (!checks.shape("the buffer", **buffer, {rows, inputs})) return checks.error();
+    numbers = (*buffer)->untyped_data();
+  }
+  Call call;
+  size_t bytes = 0;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    auto d_y = arrays.get<ffi::AnyBuffer>(i);
+    auto d_w = results.get<ffi::AnyBuffer>(i);
+    if (!d_y.has_value()) return d_y.error();
+    if (!d_w.has_value()) return d_w.error();
+    checks.dtype("the gradient of a product", d_y->element_type(), {x.element_type()});
+    checks.dtype("the result", (*d_w)->element_type(), {ffi::F32});
+    if (!checks.shape("the gradient of a product", *d_y, {rows, ed::kAny})) return checks.error();
+    ed::Product p{};
+    p.rows = inputs, p.inputs = rows, p.outputs = d_y->dimensions()[1];
+    if (!checks.shape("the result", **d_w, {p.rows, p.outputs})) return checks.error();
+    p.x = numbers, p.x_across = !buffers || !ed::level().across_in_rows, p.x_rows = inputs, p.w = d_y->untyped_data(), p.y = (*d_w)->untyped_data();
+    p.x_is_bfloat16 = x.element_type() == ffi::BF16;
+    p.format = p.x_is_bfloat16 ? ed::Format::kBfloat16 : ed::Format::kFloat32;
+    bytes += (*d_w)->size_bytes();
+    call.products.push_back(p);
+  }
+  if (!checks.ok()) return checks.error();
+  if (bytes == 0) return ffi::Error::Success();
+  if (buffers)
+    ed::parallel(pool, (rows + ed::kTile - 1) / ed::kTile, [&](int64_t task) {
+      const int64_t first = task * ed::kTile, last = std::min(rows, first + ed::kTile);
+      ed::level().across(call.products[0], x.untyped_data(), numbers, first, last);
+    });
+  run(pool, call);
+  return ffi::Error::Success();
 }
 
 // Read scales or zeros: [groups, outputs], or [outputs, groups] if the codes are transposed.
@@ -370,6 +421,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product, products,
                                   .Attr<bool>("biased")
                                   .Attr<int64_t>("act")
                                   .Attr<bool>("gated"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ed_gradients, gradients,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product_of_codes, products_of_codes,
                               ffi::Ffi::Bind()

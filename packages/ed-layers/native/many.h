@@ -1,13 +1,14 @@
 // The product of many rows with a matrix of numbers, for one level of instructions.
 //
 // A tile of the matrix first becomes a panel: the numbers of kTile outputs, input after input, in the
-// order in which they are multiplied. This takes a hundredth of the time of a product of a hundred
-// rows. Each block of rows then goes over all inputs of the panel with its sums in registers.
+// order in which they are multiplied: a matrix that lies transposed is turned. This takes a hundredth
+// of the time of a product of a hundred rows. Each block of rows then goes over all inputs of the panel with its sums in registers.
 // Every sum has the order of `in_blocks` of columns.h.
 #pragma once
 
 #include "columns.h"
 #include "tiles.h"
+#include "turn.h"
 
 namespace ed {
 namespace {
@@ -23,6 +24,14 @@ struct InVectors {
   }
 };
 
+// A panel of `count` rows of words, which `get(row, word)` returns, turned.
+template <typename Get>
+ED_INLINE void turn_panel(int64_t count, int64_t words, float* panel, const Get& get) {
+  auto put = [&](int64_t word, int64_t row, Vec numbers) { store(panel + word * kTile + row, numbers); };
+  for (int64_t word = 0; word < words; word += kLanes)
+    for (int64_t row = 0; row < count; row += kLanes) turn_block(row, count, word, words, get, put);
+}
+
 // Numbers of x and of a panel, in words of four bytes: an input as float32.
 struct FloatWords : InVectors {
   using Number = float;
@@ -31,6 +40,9 @@ struct FloatWords : InVectors {
   // Write `k` inputs from `i` on, and `count` outputs from `column` on.
   static void fill(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count,
                    float* panel) {
+    if (p.transposed)
+      return p.format == Format::kFloat32 ? turned<float>(p, i, k, column, count, panel)
+                                          : turned<uint16_t>(p, i, k, column, count, panel);
     if (count % kLanes != 0) return unpack_tail(p, i, k, column, count, panel);
     if (p.format == Format::kFloat32)
       copy(static_cast<const float*>(p.w) + i * p.outputs + column, p.outputs, k, count, panel);
@@ -39,6 +51,15 @@ struct FloatWords : InVectors {
   }
 
  private:
+  template <typename W>
+  static void turned(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count,
+                     float* panel) {
+    auto* w = static_cast<const W*>(p.w) + column * p.inputs + i;
+    turn_panel(count, k, panel, [&](int64_t c, int64_t j) {
+      return load_some(w + c * p.inputs + j, k - j);
+    });
+  }
+
   template <typename W>
   static ED_INLINE void copy(const W* w, int64_t stride, int64_t k, int64_t count, float* panel) {
     for (int64_t j = 0; j < k; ++j, w += stride, panel += kTile)
@@ -56,6 +77,12 @@ struct PairWords : InVectors {
 
   static void fill(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count,
                    float* panel) {
+    if (p.transposed) {
+      auto* w = static_cast<const uint16_t*>(p.w) + column * p.inputs + i;
+      return turn_panel(count, (k + 1) / 2, panel, [&](int64_t c, int64_t pair) {
+        return load_bits(w + c * p.inputs + 2 * pair, 2 * (k - 2 * pair));
+      });
+    }
     auto* w = static_cast<const uint16_t*>(p.w) + i * p.outputs + column;
     for (int64_t j = 0; j < k; j += 2, w += 2 * p.outputs, panel += kTile)
       pair_rows(w, j + 1 < k ? w + p.outputs : nullptr, count, reinterpret_cast<uint16_t*>(panel));
@@ -93,15 +120,16 @@ struct TileWords {
   int64_t shaped = 0;  // rows of the present shapes
 };
 
-inline void multiply(TileWords::Rows rows, TileWords&, const uint16_t* x, int64_t x_stride,
+template <bool across>
+void multiply(TileWords::Rows rows, TileWords&, const uint16_t* x, int64_t x_stride,
                      const float* panel, int64_t inputs, int64_t outputs, float* sums, bool first) {
   multiply_tiles(x, x_stride, rows.value, panel, inputs, outputs, sums, first);
 }
 #endif
 
 // sums [R, kTile], at columns of one block, += R rows of x times `inputs` inputs of a panel; or = if
-// the inputs are the first ones.
-template <typename Words, int R>
+// the inputs are the first ones. `x_stride` is between rows, or between words if x lies across.
+template <typename Words, int R, bool across>
 void multiply_panel(const typename Words::Number* x, int64_t x_stride, const float* panel,
                     int64_t inputs, float* sums, bool first) {
   constexpr int64_t in_word = 4 / sizeof(*x);
@@ -119,7 +147,8 @@ void multiply_panel(const typename Words::Number* x, int64_t x_stride, const flo
     ED_UNROLL
     for (int r = 0; r < R; ++r) {
       float numbers = 0;
-      std::memcpy(&numbers, x + r * x_stride + word * in_word, bytes);
+      const int64_t at = across ? word * x_stride + r * in_word : r * x_stride + word * in_word;
+      std::memcpy(&numbers, x + at, bytes);
       Vec all = broadcast_bits(numbers);
       ED_UNROLL
       for (int c = 0; c < kVectors; ++c) acc[r][c] = Words::add(acc[r][c], all, row[c]);
@@ -135,11 +164,11 @@ void multiply_panel(const typename Words::Number* x, int64_t x_stride, const flo
 }
 
 // sums [R, kTile] += R rows of x times a panel, or =.
-template <int R, typename Words>
+template <bool across, int R, typename Words>
 void multiply(Count<R>, Words&, const typename Words::Number* x, int64_t x_stride,
               const float* panel, int64_t inputs, int64_t outputs, float* sums, bool first) {
   for (int64_t c = 0; c < outputs; c += kBlock)
-    multiply_panel<Words, R>(x, x_stride, panel + c, inputs, sums + c, first);
+    multiply_panel<Words, R, across>(x, x_stride, panel + c, inputs, sums + c, first);
 }
 
 // Where a panel comes from: `inputs` inputs from `i` on, and `outputs` outputs from `column` on.
@@ -148,16 +177,19 @@ struct PanelPlace {
 
   // Fetch part `part` of `parts` of these numbers, which lie far apart in memory.
   void fetch(const Product& p, int64_t part, int64_t parts) const {
-    int64_t size = p.format == Format::kFloat32 ? 4 : 2;
-    for (int64_t j = inputs * part / parts; j < inputs * (part + 1) / parts; ++j)
-      for (int64_t byte = 0; byte < outputs * size; byte += 64)
-        prefetch(static_cast<const char*>(p.w) + ((i + j) * p.outputs + column) * size + byte);
+    const int64_t size = p.format == Format::kFloat32 ? 4 : 2;
+    const int64_t runs = p.transposed ? outputs : inputs, of_run = p.transposed ? inputs : outputs;
+    const int64_t stride = p.transposed ? p.inputs : p.outputs;
+    const int64_t first = p.transposed ? column * stride + i : i * stride + column;
+    for (int64_t j = runs * part / parts; j < runs * (part + 1) / parts; ++j)
+      for (int64_t byte = 0; byte < of_run * size; byte += 64)
+        prefetch(static_cast<const char*>(p.w) + (first + j * stride) * size + byte);
   }
 };
 
 // All rows of x with the outputs [first, last). While the last rows are multiplied by a panel, the
 // numbers of the next one are fetched: earlier, the rows of x would displace them.
-template <typename Words>
+template <typename Words, bool across = false>
 void with_panels(const Product& p, const typename Words::Number* x, int64_t first, int64_t last) {
   constexpr int64_t in_word = 4 / sizeof(*x), most_inputs = kPanelWords / kTile * in_word;
   const int64_t blocks = (p.inputs + most_inputs - 1) / most_inputs;
@@ -167,6 +199,7 @@ void with_panels(const Product& p, const typename Words::Number* x, int64_t firs
   auto place_of = [&](int64_t i, int64_t column) {
     return PanelPlace{i, least(block, p.inputs - i), column, least(kTile, last - column)};
   };
+  const int64_t row_step = across ? in_word : p.inputs, word_step = across ? p.x_rows * in_word : in_word;
   const int64_t row_parts = (p.rows + Words::kBlockRows - 1) / Words::kBlockRows;
   const int64_t parts = least(24, row_parts);
   Words words;
@@ -182,8 +215,9 @@ void with_panels(const Product& p, const typename Words::Number* x, int64_t firs
     words.blocks(p.rows, [&, i = i, k = k, column = column, count = count](auto r, int64_t row) {
       if (more && part >= 0) next.fetch(p, part, parts);
       ++part;
-      multiply(r, words, x + row * p.inputs + i, p.inputs, panel.data, k, count,
-               sums.data + row * kTile, i == 0);
+      multiply<across>(r, words, x + row * row_step + i / in_word * word_step,
+                       across ? word_step : row_step, panel.data, k, count, sums.data + row * kTile,
+                       i == 0);
       if (!complete) return;
       for (int64_t one = row; one < row + r.value; ++one)
         write(p, one, column, sums.data + one * kTile, count);
@@ -199,20 +233,24 @@ bool by_panels(const Product& p, int64_t first, int64_t last) {
   auto* numbers = static_cast<const uint16_t*>(p.x);
 #endif
 #if defined(__AMX_BF16__)
-  if (pairs && p.rows >= kTileRows && !p.fixed) {
+  if (pairs && p.rows >= (p.transposed ? kManyRows : kTileRows) && !p.fixed && !p.x_across) {
     with_panels<TileWords>(p, numbers, first, last);
     return true;
   }
 #endif
-  if (p.rows < kManyRows) return false;
+  if (p.rows < kManyRows && !p.x_across) return false;
 #if defined(__AVX512BF16__)
   if (pairs) {
-    with_panels<PairWords>(p, numbers, first, last);
+    (p.x_across ? with_panels<PairWords, true> : with_panels<PairWords, false>)(p, numbers, first, last);
     return true;
   }
 #endif
-  WideRows wide(p);
-  with_panels<FloatWords>(p, wide.x, first, last);
+  if (p.x_across) {
+    with_panels<FloatWords, true>(p, static_cast<const float*>(p.x), first, last);
+  } else {
+    WideRows wide(p);
+    with_panels<FloatWords, false>(p, wide.x, first, last);
+  }
   return true;
 }
 

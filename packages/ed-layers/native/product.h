@@ -27,9 +27,14 @@ enum class Act { kNone, kSilu, kGeluTanh, kGelu, kQuickGelu, kRelu };
 // y [rows, outputs] = x [rows, inputs] times w. Arrays are dense, the last axis innermost.
 struct Product {
   const void* x;       // float32 or bfloat16
-  bool x_is_bfloat16;  // and so is y
+  bool x_is_bfloat16, y_is_bfloat16;
   void* y;
   int64_t rows, inputs, outputs;
+
+  // Whether x lies across, [inputs, x_rows]: float32, or words that `across` of the level made of
+  // bfloat16 numbers. A task has some of these rows.
+  bool x_across;
+  int64_t x_rows;
 
   // [inputs, outputs]; four bits: [inputs / 2, outputs] bytes, the even input in the lower half.
   // Transposed: [outputs, inputs], or half as many bytes.
@@ -45,7 +50,7 @@ struct Product {
   // Whether a sum has one order, however many rows there are: then AMX does not compute it.
   bool fixed;
 
-  // What is done to the sums: a bias [outputs], as x; null = none. Then the activation.
+  // What is done to the sums: a bias [outputs], as y; null = none. Then the activation.
   const void* bias;
   Act act;
 
@@ -82,6 +87,10 @@ struct Level {
   ProductOfOutputs columns, rows;  // the latter where w lies transposed
   ProductOfOutputs whole;          // where x is multiplied in 8 bits
   GateOfOutputs gate;
+  // Write inputs [first, last) of a bfloat16 x that lies across to a buffer of four bytes for each
+  // number, as the level multiplies them: across or in rows. `first` is even.
+  void (*across)(const Product&, const void* x, void* buffer, int64_t first, int64_t last);
+  bool across_in_rows;
   WholeSizes (*whole_sizes)(const Product&);
   void (*round_row)(const Product&, int64_t row);  // x in 8 bits
   Attention attention;

@@ -5,7 +5,7 @@
 // of codes are made plain numbers first, a few at a time.
 #pragma once
 
-#include "groups.h"
+#include "many.h"
 
 namespace ed {
 namespace {
@@ -125,6 +125,7 @@ void decode_row(const Product& p, int64_t output, float* to) {
 }
 
 void rows(const Product& p, int64_t first, int64_t last) {
+  if (!p.fixed && by_panels(p, first, last)) return;
   int64_t at = first * p.inputs;
 #if defined(__AVX512BF16__)
   if (p.x_is_bfloat16 && p.format == Format::kBfloat16)

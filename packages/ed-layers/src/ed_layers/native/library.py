@@ -33,6 +33,7 @@ TARGETS = {
     for name in (
         "product",
         "product_of_codes",
+        "gradients",
         "attention",
         "attention_back",
         "attention_cached",

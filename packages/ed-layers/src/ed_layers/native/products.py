@@ -5,6 +5,7 @@ Legend: n rows, i in features, o out features, g groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,11 +18,11 @@ from jaxtyping import Array, Float, Int, Num
 from ed_layers import fixed_order
 from ed_layers.native.library import TARGETS, in_use, level, on_whole_arrays
 
-#: Maximum number of rows for products with transposed matrices: with more rows, XLA is as fast
-#: (tools.bench.products).
-MOST_ROWS_TRANSPOSED = 64
-#: The same limit for codes, which XLA must decode first.
+#: Maximum number of rows for products with codes: with more rows, XLA is as fast, although it must
+#: decode them first (tools.bench.products).
 MOST_ROWS_OF_CODES = 256
+#: Least number of rows for `gradients`: with fewer, most of the time is needed to turn them.
+LEAST_ROWS_OF_GRADIENTS = 64
 #: Least number of rows for which a float32 matrix is rounded to bfloat16, if the rows are bfloat16.
 LEAST_ROWS_OF_PAIRS = 129
 #: Levels that multiply pairs of bfloat16 numbers, at twice the speed of float32.
@@ -51,16 +52,26 @@ NUMBERS = (jnp.float32, jnp.bfloat16)
 CODES = (jnp.int8, jnp.uint8, jnp.float8_e4m3fn)
 
 
-def takes(rows: int, dtype: DTypeLike, w: jax.Array, *, transposed: bool = False) -> bool:
+def takes(rows: int, dtype: DTypeLike, w: jax.Array) -> bool:
     """Return whether `product` is available and faster than XLA, for rows of a dtype and a matrix
     w."""
     if not (dtype in NUMBERS and w.dtype in NUMBERS and in_use()):
         return False
     if fixed_order.active():
         return rows > 0 and w.size > 0
-    if w.size < LEAST_SIZE:
-        return False
-    return rows > 0 and (rows <= MOST_ROWS_TRANSPOSED or not transposed)
+    return rows > 0 and w.size >= LEAST_SIZE
+
+
+def takes_gradients(x: jax.Array, d_ys: Sequence[jax.Array]) -> bool:
+    """Return whether `gradients` is available and faster than XLA."""
+    return (
+        x.dtype in NUMBERS
+        and all(d_y.dtype == x.dtype for d_y in d_ys)
+        and math.prod(x.shape[:-1]) >= LEAST_ROWS_OF_GRADIENTS
+        and x.shape[-1] * min(d_y.shape[-1] for d_y in d_ys) >= LEAST_SIZE
+        and not fixed_order.active()
+        and on_whole_arrays()
+    )
 
 
 def fastest(w: jax.Array, rows: int, dtype: DTypeLike) -> jax.Array:
@@ -161,6 +172,20 @@ def products(
         (("batch", None), *[of_matrix for _ in matrices], *[("heads",) for _ in epilogue.biases]),
         [(("batch", "heads"), y.shape) for y in results],
     )
+
+
+def gradients(x: Float[Array, "n i"], d_ys: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return `x.T @ d_y` for each array, float32 [i, o] each, computed in one call. No gradient.
+
+    Args:
+        d_ys: gradients of products of `x`, [n, o] each, in the dtype of `x`.
+    """
+    rows, inputs = x.shape
+    results = [jax.ShapeDtypeStruct((inputs, d_y.shape[1]), jnp.float32) for d_y in d_ys]
+    if x.dtype == jnp.bfloat16:  # memory for the call
+        results.append(jax.ShapeDtypeStruct((rows, inputs), jnp.float32))
+    call = jax.ffi.ffi_call(TARGETS["ed_gradients"], results, vmap_method="sequential")
+    return [*call(x, *d_ys)[: len(d_ys)]]
 
 
 class QuantizedMatrix(NamedTuple):

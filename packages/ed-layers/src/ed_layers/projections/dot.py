@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from ed_layers import fixed_order, native
 from ed_layers.activations import activation
-from ed_layers.projections.matmul import matmul
+from ed_layers.projections.matmul import gradients_of_matrices, matmul
 
 if TYPE_CHECKING:  # the library is loaded at the first product
     from ed_layers.native.products import Epilogue
@@ -226,8 +226,19 @@ def multiply_backward(
         _, pull = jax.vjp(lambda x, b: one_by_one(static, x, weights, b), x, biases)
         d_x, d_biases = pull(d_found)
         return d_x, None, d_biases
-    _, pull = jax.vjp(partial(one_by_one, static), x, weights, biases)
-    return pull(d_found)
+    with static.choice.again():
+        matrices = cast("tuple[jax.Array, ...]", weights)
+        d_weights = gradients_of_matrices(x, d_found)
+        d_x = [
+            matmul(d_y, w, transposed=True, precision=static.precision)
+            for d_y, w in zip(d_found, matrices, strict=True)
+        ]
+    d_biases = [d_y.sum(range(d_y.ndim - 1)) for d_y in d_found] if biases else []
+    return (
+        sum(d_x[1:], d_x[0]),
+        tuple(d_w.astype(w.dtype) for d_w, w in zip(d_weights, matrices, strict=True)),
+        tuple(d_biases),
+    )
 
 
 multiply.defvjp(multiply_forward, multiply_backward)

@@ -13,6 +13,7 @@ Legend: i in features, o out features, n rows, m, k, x, y sizes of one matrix of
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -35,7 +36,7 @@ def matmul(
     Args:
         w: [i, o]; or [o, i] if `transposed`, read without a transpose.
     """
-    if not (on_cpu_in_halves(x) or goes_native(x, w, transposed)):
+    if not (on_cpu_in_halves(x) or goes_native(x, w)):
         return plain(x, w, transposed, precision)
     # A mesh for ahead-of-time compilation may have another platform than this process.
     return jax.lax.platform_dependent(
@@ -73,9 +74,9 @@ def on_cpu_in_halves(x: jax.Array) -> bool:
     return x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
 
 
-def goes_native(x: jax.Array, w: jax.Array, transposed: bool) -> bool:
+def goes_native(x: jax.Array, w: jax.Array) -> bool:
     """Return whether the native library computes a product."""
-    return native.products.takes(math.prod(x.shape[:-1]), x.dtype, w, transposed=transposed)
+    return native.products.takes(math.prod(x.shape[:-1]), x.dtype, w)
 
 
 def plain(
@@ -96,7 +97,7 @@ def on_cpu(static: tuple[bool, native.KernelChoice], x: jax.Array, w: jax.Array)
     transposed, choice = static
     rows = x.reshape(-1, x.shape[-1])
     with choice.again():
-        if goes_native(x, w, transposed):
+        if goes_native(x, w):
             w = native.products.fastest(w, rows.shape[0], rows.dtype)
             y = native.products.product(rows, w, transposed=transposed)
         else:
@@ -112,7 +113,8 @@ def on_cpu_backward(
     static: tuple[bool, native.KernelChoice], saved: tuple[jax.Array, jax.Array], d_y: jax.Array
 ):
     (transposed, choice), (x, w) = static, saved
-    d_w = gradient_of_matrix(x, d_y, transposed=transposed)
+    with choice.again():
+        d_w = gradient_of_matrix(x, d_y, transposed=transposed)
     return on_cpu((not transposed, choice), d_y, w), d_w.astype(w.dtype)
 
 
@@ -123,13 +125,32 @@ def gradient_of_matrix(
     x: Float[Array, "*rows i"], d_y: Float[Array, "*rows o"], *, transposed: bool = False
 ) -> jax.Array:
     """Return the float32 gradient of the matrix of `matmul`, in the layout of the matrix."""
-    x, d_y = (a.reshape(-1, a.shape[-1]) for a in (x, d_y))
     left, right = (d_y, x) if transposed else (x, d_y)
-    left = left.T
+    return gradients_of_matrices(left, [right])[0]
+
+
+def gradients_of_matrices(
+    x: Float[Array, "*rows i"], d_ys: Sequence[Float[Array, "*rows _"]]
+) -> list[jax.Array]:
+    """Return the float32 gradients [i, o] of the matrices of several products of `x`."""
+    x, d_ys = x.reshape(-1, x.shape[-1]), [d_y.reshape(-1, d_y.shape[-1]) for d_y in d_ys]
+    if not native.products.takes_gradients(x, d_ys):
+        return plain_gradients(x, *d_ys)
+    return jax.lax.platform_dependent(
+        x,
+        *d_ys,
+        cpu=lambda x, *d_ys: native.products.gradients(x, d_ys),
+        default=plain_gradients,
+    )
+
+
+def plain_gradients(x: Float[Array, "n i"], *d_ys: Float[Array, "n _"]) -> list[jax.Array]:
+    """Return the gradients of matrices, computed by XLA."""
+    left = x.T
     if on_cpu_in_halves(left):
         # Otherwise XLA fuses the transpose into the product and uses the slow form for both.
         left = jax.lax.optimization_barrier(left)
-    return jnp.matmul(left, right, preferred_element_type=jnp.float32)
+    return [jnp.matmul(left, d_y, preferred_element_type=jnp.float32) for d_y in d_ys]
 
 
 def wide(x: Float[Array, "n i"], w: jax.Array, *, transposed: bool) -> Float[Array, "n o"]:
