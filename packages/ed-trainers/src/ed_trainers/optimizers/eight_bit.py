@@ -9,6 +9,7 @@ Legend: n columns, k blocks of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -53,20 +54,66 @@ def levels(*, signed: bool) -> np.ndarray:
 
 def quantize(x: jax.Array, *, signed: bool, block_size: int) -> EightBitArray:
     """Return the codes of numbers [.., n]: the nearest level within each block."""
-    blocks = _blocks(x.astype(jnp.float32), block_size)
-    scales = jnp.max(jnp.abs(blocks), axis=-1)
-    table = levels(signed=signed)
-    middles = (table[:-1] + table[1:]) / 2
-    shares = blocks / jnp.where(scales == 0, 1.0, scales)[..., None]
-    codes = jnp.searchsorted(jnp.asarray(middles), shares).astype(jnp.uint8)
-    return EightBitArray(codes.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], scales)
+    pieces = _pieces(x.astype(jnp.float32), block_size)
+    scales = _largest(jnp.max(jnp.abs(pieces), axis=-1), x.shape[-1], block_size)
+    divisors = _spread(jnp.where(scales == 0, 1.0, scales), x.shape[-1], block_size)
+    codes = _nearest(pieces / divisors, signed=signed).astype(jnp.uint8)
+    return EightBitArray(codes.reshape(x.shape), scales)
 
 
 def dequantize(blocks: EightBitArray, *, signed: bool, block_size: int) -> jax.Array:
     """Return the numbers of the codes, float32 [.., n]."""
-    values = jnp.asarray(levels(signed=signed))[_blocks(blocks.codes, block_size)]
-    whole = (values * blocks.scales[..., None]).reshape(*blocks.codes.shape[:-1], -1)
-    return whole[..., : blocks.codes.shape[-1]]
+    n = blocks.codes.shape[-1]
+    values = _values(_pieces(blocks.codes, block_size), signed=signed)
+    return (values * _spread(blocks.scales, n, block_size)).reshape(blocks.codes.shape)
+
+
+# Within a power of ten, the distance of two levels is constant. Therefore codes and levels follow
+# from arithmetic, which compilers fuse with the update. Searches and tables would need arrays of
+# indices with four bytes for each number.
+
+
+def _decades(*, signed: bool) -> list[tuple[int, int, float, float]]:
+    """Return the index of the first level, the number of levels, the scale and the first level.
+
+    There is one entry for each power of ten; indices are relative to the level 0.
+    """
+    found, first = [], 1
+    for exponent in range(7):
+        count = 2 ** (exponent if signed else exponent + 1)
+        scale = 10.0 ** (exponent - 6)
+        found.append((first, count, scale, scale * (0.1 + 0.45 / count)))
+        first += count
+    return found
+
+
+def _nearest(x: jax.Array, *, signed: bool) -> jax.Array:
+    """Return the codes of the nearest levels, float32.
+
+    The code is the number of middles between two levels that are smaller.
+    """
+    table = levels(signed=signed)
+    zero = int(np.searchsorted(table, 0.0))
+    middles = (table[zero:-1] + table[zero + 1 :]) / 2
+    size = jnp.abs(x)
+    smaller = jnp.zeros_like(x)
+    for first, count, scale, _ in _decades(signed=signed):
+        own = jnp.ceil(size * (count / 0.9 / scale) - count / 9)
+        smaller += jnp.where(size > middles[first - 1], jnp.clip(own, 1, count), 0.0)
+    # Among the negative levels, -1 is missing.
+    return jnp.where(x < 0, zero - smaller, zero + smaller + (x > middles[-1]))
+
+
+def _values(codes: jax.Array, *, signed: bool) -> jax.Array:
+    """Return the levels of codes, float32."""
+    zero = int(np.searchsorted(levels(signed=signed), 0.0))
+    above = codes.astype(jnp.float32) - zero
+    index = jnp.abs(above)
+    value = jnp.zeros_like(index)
+    for first, count, scale, start in _decades(signed=signed):
+        value = jnp.where(index >= first, start + (0.9 * scale / count) * (index - first), value)
+    value = jnp.where(above == 255 - zero, 1.0, value)
+    return jnp.where(above < 0, -value, value)
 
 
 def eight_bit(
@@ -99,7 +146,9 @@ def eight_bit(
         )
 
     def init(param: jax.Array) -> optax.OptState:
-        return pack(inner.init(param.astype(jnp.float32)), param.shape)
+        # Moments begin as zeros. A barrier prevents that the compiler computes their codes.
+        moments = jax.lax.optimization_barrier(inner.init(param.astype(jnp.float32)))
+        return pack(moments, param.shape)
 
     def update(
         grad: jax.Array, state: optax.OptState, param: jax.Array | None = None
@@ -115,9 +164,24 @@ def _signed(path: Sequence[object]) -> bool:
     return normalize(path)[-1] != _UNSIGNED
 
 
-def _blocks(x: jax.Array, block_size: int) -> jax.Array:
-    """Reshape [.., n] to [.., k, block]; the last block is padded with zeros."""
-    n = x.shape[-1]
-    size = min(block_size, n)
-    padded = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -n % size)])
-    return padded.reshape(*x.shape[:-1], -1, size)
+def _piece(n: int, block_size: int) -> int:
+    """Return the size of a piece: blocks and rows consist of whole pieces."""
+    return math.gcd(n, min(block_size, n))
+
+
+def _pieces(x: jax.Array, block_size: int) -> jax.Array:
+    """Reshape [.., n] to pieces [.., n / size, size]."""
+    return x.reshape(*x.shape[:-1], -1, _piece(x.shape[-1], block_size))
+
+
+def _largest(x: jax.Array, n: int, block_size: int) -> jax.Array:
+    """Return the largest magnitude of each block [.., k] from those of the pieces."""
+    count = min(block_size, n) // _piece(n, block_size)
+    padded = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -x.shape[-1] % count)])
+    return padded.reshape(*x.shape[:-1], -1, count).max(-1)
+
+
+def _spread(scales: jax.Array, n: int, block_size: int) -> jax.Array:
+    """Return the scale of each piece, [.., n / size, 1]."""
+    size = _piece(n, block_size)
+    return jnp.repeat(scales, min(block_size, n) // size, axis=-1)[..., : n // size, None]
