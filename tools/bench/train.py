@@ -2,6 +2,7 @@
 
     python -m tools.bench.train                       15M parameters, 8 rows of 256 tokens
     python -m tools.bench.train --shape 135m --rows 2
+    python -m tools.bench.train --shape 135m --rows 2 --contenders "ours adafactor rematerialized"
     python -m tools.bench.train --vocab 1000          a small head, to measure the layers
     python -m tools.bench.train --contenders ours "ours bf16" "torch bf16" --rounds 9
     python -m tools.bench.train --method dpo --rows 4    4 pairs of 256 tokens, compared with TRL
@@ -88,8 +89,10 @@ CONTENDERS = {
     "mlm": ("ours", "ours unrolled", "ours bf16 unrolled", "torch", "torch bf16"),
     "seq2seq": ("ours", "ours unrolled", "ours bf16 unrolled", "torch", "torch bf16"),
 }
+#: Contenders with another optimizer, which rematerialize layers.
+OPTIMIZERS = {f"ours {name} rematerialized": name for name in ("adamw_8bit", "adafactor")}
 #: Contenders that run only if `--contenders` names them.
-ON_REQUEST = ("torch bf16 compiled",)
+ON_REQUEST = (*OPTIMIZERS, "torch bf16 compiled")
 ALL = tuple(dict.fromkeys([n for names in CONTENDERS.values() for n in names] + [*ON_REQUEST]))
 _RATE = 1e-4
 #: Number of steps that compile and warm up.
@@ -115,6 +118,7 @@ def jax_step(
     policy: str = "",
     dtype: str = "float32",
     scan_layers: bool = True,
+    optimizer: str = "adamw",
 ) -> Step:
     """Return a step of a method's trainer; the step computes in `dtype` and returns the loss."""
     import jax
@@ -131,6 +135,7 @@ def jax_step(
         learning_rate=_RATE,
         scheduler="none",
         clip_grad=1.0,
+        optimizer=optimizer,
     )
     dims = (1, 1, 1, 1, 1)
     settings = {"gradient_checkpointing": policy, "scan_layers": scan_layers}
@@ -303,9 +308,11 @@ def trl_step(fields: dict[str, Any], ids: np.ndarray) -> Step:
 
 def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int) -> None:
     """Execute a step for each line of standard input; print its seconds, its loss and the peak."""
+    remat = partial(jax_step, method, policy="nothing_saveable")
     made: dict[str, Callable[[dict[str, Any], np.ndarray], Step]] = {
         "ours": partial(jax_step, method),
-        "ours rematerialized": partial(jax_step, method, policy="nothing_saveable"),
+        "ours rematerialized": remat,
+        **{name: partial(remat, optimizer=optimizer) for name, optimizer in OPTIMIZERS.items()},
         "ours unrolled": partial(jax_step, method, scan_layers=False),
         "ours bf16": partial(jax_step, method, dtype="bfloat16"),
         "ours bf16 unrolled": partial(jax_step, method, dtype="bfloat16", scan_layers=False),
