@@ -99,6 +99,26 @@ bool product(const ed::Level& level) {
   return finite(y);
 }
 
+// The gradient of a matrix of a random shape.
+bool gradient(const ed::Level& level, bool in_halves) {
+  ed::Product p{};
+  p.inputs = draw(1, 200), p.rows = p.x_rows = draw(1, 150), p.outputs = draw(1, 200);
+  auto x = floats(p.inputs * p.rows), w = floats(p.inputs * p.outputs), buffer = x;
+  auto half_x = halves(x), half_w = halves(w);
+  std::vector<float> y(p.rows * p.outputs);
+  p.x = x.data(), p.w = w.data(), p.y = y.data(), p.x_across = true;
+  if (in_halves) {
+    p.format = ed::Format::kBfloat16, p.x_is_bfloat16 = true, p.w = half_w.data();
+    p.x = buffer.data(), p.x_across = !level.across_in_rows;
+    for (int64_t first = 0; first < p.inputs; first += ed::kTile)
+      level.across(p, half_x.data(), buffer.data(), first, std::min(p.inputs, first + ed::kTile));
+  }
+  int64_t share = ed::kUnit * draw(1, 9);
+  for (int64_t first = 0; first < p.outputs; first += share)
+    level.columns(p, first, std::min(p.outputs, first + share));
+  return finite(y);
+}
+
 // The forward pass of attention, in tasks.
 void attend(const ed::Level& level, const ed::Attend& p) {
   int64_t share = level.attention.queries_of_block(p) * draw(1, ed::kBlocksOfTask);
@@ -205,7 +225,7 @@ bool recurrence(const ed::Level& level) {
 int main() {
   const ed::Level& level = ed::level();
   for (int turn = 0; turn < 150; ++turn)
-    if (!product(level) || !attention(level) || !rotary(level) || !recurrence(level)) {
+    if (!product(level) || !gradient(level, turn % 2) || !attention(level) || !rotary(level) || !recurrence(level)) {
       std::printf("%s: turn %d has a number that is not finite\n", level.name, turn);
       return 1;
     }

@@ -78,6 +78,19 @@ HandlerCall product() {
   return call;
 }
 
+HandlerCall gradients() {
+  int64_t n = draw(1, 90), i = draw(1, 150), count = draw(1, 3);
+  ffi::DataType dtype = number();
+  HandlerCall call{ed_gradients, {random(dtype, {n, i})}, {}, {}};
+  for (int64_t m = 0; m < count; ++m) {
+    int64_t o = draw(1, 150);
+    call.arguments.push_back(random(dtype, {n, o}));
+    call.results.emplace_back(ffi::F32, Sizes{i, o});
+  }
+  if (dtype == ffi::BF16) call.results.emplace_back(ffi::F32, Sizes{n, i});
+  return call;
+}
+
 HandlerCall product_of_codes() {
   int64_t n = draw(1, 20), groups = draw(1, 4), group = 2 * draw(1, 20), o = draw(1, 150);
   bool turned = draw(0, 1), half = draw(0, 1), offset = draw(0, 1), in_8_bits = draw(0, 1);
@@ -281,9 +294,9 @@ void damage(HandlerCall& call) {
 
 int main(int count, char** words) {
   int turns = count > 1 ? std::atoi(words[1]) : 200, refused = 0;
-  HandlerCall (*makers[])() = {product,         product_of_codes, attention, attention_cached,
-                               attention_paged, put,              rotary,
-                               recurrence};
+  HandlerCall (*makers[])() = {product,   product_of_codes, gradients,
+                               attention, attention_cached, attention_paged,
+                               put,       rotary,           recurrence};
   for (int turn = 0; turn < turns; ++turn)
     for (auto maker : makers) {
       // Two threads call at once, as two computations of XLA do.

@@ -198,7 +198,8 @@ double difference(const ed::Product& p, int64_t first, int64_t last) {
     for (int64_t o = first; o < last; ++o) {
       double sum = 0, size = 1e-30;
       for (int64_t i = 0; i < p.inputs; ++i) {
-        double term = double{of(x[r * p.inputs + i])} * of(w[i * p.outputs + o]);
+        const uint16_t right = p.transposed ? w[o * p.inputs + i] : w[i * p.outputs + o];
+        double term = double{of(x[r * p.inputs + i])} * of(right);
         sum += term, size += std::fabs(term);
       }
       double rounding = std::fabs(sum) / 256;
@@ -212,6 +213,8 @@ double difference(const ed::Product& p, int64_t first, int64_t last) {
 void check_numbers() {
   ed::Product p{};
   p.rows = draw(16, 100), p.inputs = draw(0, 5) ? draw(1, 200) : draw(2040, 2300);
+  p.transposed = draw(0, 1);
+  if (p.transposed) p.rows = draw(64, 130);
   p.outputs = draw(1, 200), p.x_is_bfloat16 = p.y_is_bfloat16 = true, p.format = ed::Format::kBfloat16;
   auto x = halves(p.rows * p.inputs), w = halves(p.inputs * p.outputs);
   std::vector<uint16_t> y(p.rows * p.outputs), other(y.size());
@@ -219,18 +222,38 @@ void check_numbers() {
   const int64_t products = tiles.products, releases = tiles.releases;
   for (int64_t first = 0, last; first < p.outputs; first = last) {
     last = std::min(p.outputs, first + ed::kUnit * draw(1, 12));
-    ed::kAmxLevel.columns(p, first, last);
+    (p.transposed ? ed::kAmxLevel.rows : ed::kAmxLevel.columns)(p, first, last);
   }
   require(tiles.products > products, "no product used tiles");
   require(tiles.releases > releases && !tiles.configured, "the tiles were not released");
   require(difference(p, 0, p.outputs) <= 2e-6, "a product differs from its exact value");
   p.fixed = true;
   const int64_t before = tiles.products;
-  ed::kAmxLevel.columns(p, 0, p.outputs);
+  (p.transposed ? ed::kAmxLevel.rows : ed::kAmxLevel.columns)(p, 0, p.outputs);
   require(tiles.products == before, "a product in one order used tiles");
   p.y = other.data();
-  ed::kAvx512Bf16Level.columns(p, 0, p.outputs);
+  (p.transposed ? ed::kAvx512Bf16Level.rows : ed::kAvx512Bf16Level.columns)(p, 0, p.outputs);
   require(y == other, "a product in one order differs from the level below");
+}
+
+// The gradient of a matrix of a random shape: x lies across, and its rows are made for tiles.
+void check_gradients() {
+  ed::Product p{};
+  p.rows = p.x_rows = draw(16, 150), p.inputs = draw(1, 300), p.outputs = draw(1, 200);
+  p.x_is_bfloat16 = p.y_is_bfloat16 = true, p.format = ed::Format::kBfloat16;
+  auto x = halves(p.rows * p.inputs), w = halves(p.inputs * p.outputs);
+  std::vector<uint16_t> y(p.rows * p.outputs), rows(2 * x.size());
+  require(ed::kAmxLevel.across_in_rows, "tiles multiply rows");
+  for (int64_t first = 0; first < p.inputs; first += ed::kTile)
+    ed::kAmxLevel.across(p, x.data(), rows.data(), first, std::min(p.inputs, first + ed::kTile));
+  for (int64_t row = 0; row < p.rows; ++row)
+    for (int64_t i = 0; i < p.inputs; ++i)
+      require(rows[row * p.inputs + i] == x[i * p.rows + row], "a number of x is misplaced");
+  p.x = rows.data(), p.w = w.data(), p.y = y.data();
+  const int64_t products = tiles.products;
+  ed::kAmxLevel.columns(p, 0, p.outputs);
+  require(tiles.products > products && !tiles.configured, "no gradient used tiles");
+  require(difference(p, 0, p.outputs) <= 2e-6, "a gradient differs from its exact value");
 }
 
 // A product of packed codes and rows in 8 bits: the bits of the level below.
@@ -269,7 +292,8 @@ int main(int count, char** arguments) {
   action.sa_sigaction = run, action.sa_flags = SA_SIGINFO;
   sigaction(SIGILL, &action, nullptr);
   const int64_t rounds = count > 1 ? std::atoll(arguments[1]) : 60;
-  for (int64_t round = 0; round < rounds; ++round) check_numbers(), check_codes();
+  for (int64_t round = 0; round < rounds; ++round)
+    check_numbers(), check_gradients(), check_codes();
   std::printf("%ld products of each kind, %ld instructions\n", static_cast<long>(rounds),
               static_cast<long>(tiles.products));
   return 0;

@@ -47,7 +47,8 @@ struct Product {
   const float* table;  // [16]
   int64_t group;       // inputs
 
-  // Whether a sum has one order, however many rows there are: then AMX does not compute it.
+  // Whether a sum has one order, however many rows there are: then AMX does not compute it, and a
+  // transposed matrix is not turned.
   bool fixed;
 
   // What is done to the sums: a bias [outputs], as y; null = none. Then the activation.

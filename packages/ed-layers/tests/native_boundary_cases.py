@@ -103,6 +103,16 @@ def product(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
     )
 
 
+def gradients(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    n, i, dtype = size(70), size(90), FLOAT32 if rng.integers(2) else BFLOAT16
+    widths = [size(70) for _ in range(rng.integers(1, 4))]
+    d_ys = [Buffer(f"d_y{j}", (n, o), dtype) for j, o in enumerate(widths)]
+    results = [Buffer(f"d_w{j}", (i, o), FLOAT32) for j, o in enumerate(widths)]
+    if dtype == BFLOAT16:
+        results.append(Buffer("buffer", (n, i), FLOAT32))
+    return Call("ed_gradients", (Buffer("x", (n, i), dtype), *d_ys), tuple(results))
+
+
 def product_of_codes(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
     n, groups, o, half = size(5), size(3), size(33), bool(rng.integers(2))
     whole, turned, offset = (bool(rng.integers(2)) for _ in range(3))
@@ -319,6 +329,7 @@ def recurrence(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
 MAKERS = {
     "ed_product": product,
     "ed_product_of_codes": product_of_codes,
+    "ed_gradients": gradients,
     "ed_attention": attention,
     "ed_attention_back": attention_back,
     "ed_attention_cached": attention_cached,

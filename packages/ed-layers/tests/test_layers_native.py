@@ -29,7 +29,7 @@ from ed_layers.native.build import (
     sanitized,
     sanitized_calls,
 )
-from ed_layers.projections.dot import Transposed, dot
+from ed_layers.projections.dot import Transposed, combined, dot
 from ed_layers.quantization import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,10 +51,53 @@ def near(y: jax.Array, x: np.ndarray, w: np.ndarray) -> None:
 @given(n=SIZES, i=SIZES, o=SIZES, x_dtype=DTYPES, w_dtype=DTYPES, seed=st.integers(0, 99))
 def test_native_products_are_exact(n, i, o, x_dtype, w_dtype, seed) -> None:
     x, w = drawn(seed, n, i, dtype=x_dtype), drawn(seed + 1, i, o, dtype=w_dtype)
-    for transposed in (False, True):
-        y = products.product(x, jnp.array(w.T) if transposed else w, transposed=transposed)
+    for transposed, turned in ((False, False), (True, False), (True, True)):
+        y = products.product(
+            x, jnp.array(w.T) if transposed else w, transposed=transposed, turned=turned
+        )
         assert (y.shape, y.dtype) == ((n, o), x.dtype)
         near(y, exact(x), exact(w))
+
+
+@built
+@settings(max_examples=15, deadline=None)
+@given(
+    n=st.sampled_from([1, 5, 64, 131, 2049]),
+    i=SIZES,
+    widths=st.lists(SIZES, min_size=1, max_size=3),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_native_gradients_of_matrices_are_exact(n, i, widths, dtype, seed) -> None:
+    x, d_ys = drawn(seed, n, i, dtype=dtype), [drawn(seed, n, o, dtype=dtype) for o in widths]
+    for d_y, d_w in zip(d_ys, products.gradients(x, d_ys), strict=True):
+        assert (d_w.shape, d_w.dtype) == ((i, d_y.shape[1]), jnp.float32)
+        near(d_w, exact(x).T, exact(d_y))
+
+
+@built
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_a_gated_layer_equal_those_of_xla(dtype, monkeypatch) -> None:
+    x, gate, up = drawn(0, 128, 192, dtype=dtype), drawn(1, 192, 160) / 14, drawn(2, 192, 160) / 14
+    biases = (drawn(3, 160, dtype=dtype), drawn(4, 160, dtype=dtype))
+
+    def loss(x, gate, up, biases):
+        found = combined(x, (gate, up), biases, act="silu", gated=True, names=("gate", "up"))
+        if found is None:
+            found = [jax.nn.silu(dot(x, gate) + biases[0]) * (dot(x, up) + biases[1])]
+        return jnp.sum(jnp.sin(found[0].astype(jnp.float32)))
+
+    of_all = jax.grad(loss, argnums=(0, 1, 2, 3))
+    text = jax.jit(of_all).lower(x, gate, up, biases).as_text()
+    assert library.TARGETS["ed_gradients"] in text
+    ours = of_all(x, gate, up, biases)
+    monkeypatch.setenv(library.VARIABLE, "0")
+    for a, b in zip(
+        jax.tree.leaves(ours), jax.tree.leaves(of_all(x, gate, up, biases)), strict=True
+    ):
+        assert a.dtype == b.dtype
+        difference = np.linalg.norm(exact(a) - exact(b)) / np.linalg.norm(exact(b))
+        assert difference <= (2e-2 if dtype == "bfloat16" else 2e-6)
 
 
 @built

@@ -21,6 +21,8 @@ from ed_layers.native.library import TARGETS, in_use, level, on_whole_arrays
 #: Maximum number of rows for products with codes: with more rows, XLA is as fast, although it must
 #: decode them first (tools.bench.products).
 MOST_ROWS_OF_CODES = 256
+#: Least number of rows for which a transposed matrix is turned.
+LEAST_ROWS_TURNED = 65
 #: Least number of rows for `gradients`: with fewer, most of the time is needed to turn them.
 LEAST_ROWS_OF_GRADIENTS = 64
 #: Least number of rows for which a float32 matrix is rounded to bfloat16, if the rows are bfloat16.
@@ -104,15 +106,17 @@ def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array, *, whole: bool = 
 
 
 def product(
-    x: Float[Array, "n i"], w: jax.Array, *, transposed: bool = False
+    x: Float[Array, "n i"], w: jax.Array, *, transposed: bool = False, turned: bool = False
 ) -> Float[Array, "n o"]:
     """Return `x @ w` in the dtype of `x`, summed in float32; both are float32 or bfloat16. No
     gradient.
 
     Args:
         w: [i, o]; or [o, i] if `transposed`, read without a copy.
+        turned: whether parts of a transposed matrix are turned if x has many rows. This is faster,
+            but the sums have another order than those of few rows.
     """
-    return products(x, (w,), transposed=transposed)[0]
+    return products(x, (w,), transposed=transposed, turned=turned)[0]
 
 
 class Epilogue(NamedTuple):
@@ -145,12 +149,14 @@ def products(
     matrices: Sequence[jax.Array],
     *,
     transposed: bool = False,
+    turned: bool = False,
     epilogue: Epilogue = Epilogue(),  # noqa: B008
 ) -> list[jax.Array]:
     """Return the products with several matrices, computed in one call: [n, o] for each matrix.
 
     Args:
         matrices: [i, o] each; or [o, i] if `transposed`.
+        turned: see `product`.
         epilogue: what follows the products.
     """
     widths = [width_of(w, transposed) for w in matrices]
@@ -161,7 +167,8 @@ def products(
         of_call = jax.ffi.ffi_call(
             TARGETS["ed_product"], epilogue.results(x, widths), vmap_method="sequential"
         )
-        attributes = {"fixed": fixed_order.active(), **epilogue.attributes()}
+        fixed = fixed_order.active() or (transposed and not turned)
+        attributes = {"fixed": fixed, **epilogue.attributes()}
         return [*of_call(x, *arrays, transposed=transposed, **attributes)]
 
     # Each device computes whole sums: for its rows, and for its columns of each matrix.

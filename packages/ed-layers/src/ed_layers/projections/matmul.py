@@ -99,7 +99,8 @@ def on_cpu(static: tuple[bool, native.KernelChoice], x: jax.Array, w: jax.Array)
     with choice.again():
         if goes_native(x, w):
             w = native.products.fastest(w, rows.shape[0], rows.dtype)
-            y = native.products.product(rows, w, transposed=transposed)
+            turned = rows.shape[0] >= native.products.LEAST_ROWS_TURNED
+            y = native.products.product(rows, w, transposed=transposed, turned=turned)
         else:
             y = wide(rows, w.astype(x.dtype), transposed=transposed).astype(x.dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
