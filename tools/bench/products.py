@@ -3,17 +3,20 @@
 uv run python -m tools.bench.products
 uv run python -m tools.bench.products --rows 1 8 --shape 576 1536 --rounds 31
 uv run python -m tools.bench.products --chain
+uv run python -m tools.bench.products --gradients
 
 `--chain` compares products of many rows, as the layers of a prompt compute them: 16 products of
-different matrices in one program.
+different matrices in one program. `--gradients` compares both gradients of a product in training:
+`x.T @ d_y` of the matrix and `d_y @ w.T` of the input.
 
 Times are minima over interleaved rounds, because other load on the machine only adds time; those of
-`--chain` are medians.
+`--chain` and `--gradients` are medians.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -23,6 +26,9 @@ from tools.bench.measure import Run, command_line, machine, table, take_turns
 #: Rows, inputs and outputs of the products that `--chain` compares: layers of SmolLM2-135M and of
 #: ViT-B.
 CHAINS = [[128, 576, 1536], [320, 576, 1536], [640, 576, 1536], [577, 768, 3072], [2048, 576, 1536]]
+
+#: The same for `--gradients`: layers and the head of 15M parameters, a layer of SmolLM2-135M.
+GRADIENTS = [[2048, 256, 704], [2048, 704, 256], [512, 576, 1536], [1024, 256, 32000]]
 
 
 def attention_forms(rows: int, slots: int) -> dict[str, Run]:
@@ -114,13 +120,50 @@ def chain_forms(rows: int, inputs: int, outputs: int) -> dict[str, Run]:
     return runs
 
 
-def chains(shapes: list[list[int]], rounds: int) -> str:
-    """Return a table of billion operations per second: a row for each shape."""
+def gradient_forms(rows: int, inputs: int, outputs: int) -> dict[str, Run]:
+    """Return runs of the gradients of a product, by XLA in the form that is its fastest, and
+    native."""
+    import jax
+    import jax.numpy as jnp
+    from ed_layers.native import products
+    from ed_layers.projections.matmul import plain_gradients, wide
+
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=s) for s in ((rows, inputs), (rows, outputs), (inputs, outputs))]
+    runs = {}
+    for dtype in ("float32", "bfloat16"):
+        x, d_y, w = (jnp.asarray(a, dtype) for a in arrays)
+        by_xla = jax.jit(lambda d_y, w: wide(d_y, w, transposed=True).astype(d_y.dtype))
+        native = jax.jit(partial(products.product, transposed=True, turned=True))
+        runs |= {
+            f"XLA {dtype}, matrix": ready(
+                jax.jit(lambda x, d_y: plain_gradients(x, d_y)[0]), x, d_y
+            ),
+            f"native {dtype}, matrix": ready(
+                jax.jit(lambda x, d_y: products.gradients(x, [d_y])[0]), x, d_y
+            ),
+            f"XLA {dtype}, input": ready(by_xla, d_y, w),
+            f"native {dtype}, input": ready(native, d_y, w),
+        }
+    return runs
+
+
+def speeds(
+    shapes: list[list[int]], forms_of: Callable[..., dict[str, Run]], products: int, rounds: int
+) -> str:
+    """Return a table of billion operations per second: a row for each shape.
+
+    Args:
+        shapes: rows, inputs and outputs.
+        forms_of: function that returns the runs of a shape.
+        products: number of products of a run.
+        rounds: number of turns.
+    """
     rows = []
     for shape in shapes:
         n, i, o = shape
-        seconds = take_turns(chain_forms(n, i, o), rounds=rounds)
-        speeds = [16 * 2 * n * i * o / 1e9 / taken for taken in seconds.values()]
+        seconds = take_turns(forms_of(n, i, o), rounds=rounds)
+        speeds = [products * 2 * n * i * o / 1e9 / taken for taken in seconds.values()]
         rows.append([f"{n} x {i} x {o}", *(f"{speed:.0f}" for speed in speeds)])
         forms = seconds
     return table(["billion operations per second", *forms], rows)
@@ -154,11 +197,15 @@ def main() -> None:
     add("--slots", type=int, default=256)
     add("--rounds", type=int, default=15)
     add("--chain", action="store_true", help="only products of many rows, as in a prompt")
+    add("--gradients", action="store_true", help="only gradients of products, as in training")
     options = parser.parse_args()
     inputs, outputs = options.shape
     print(f"{machine()}\n{describe()}")
     if options.chain:
-        print(f"\n{chains(CHAINS, options.rounds)}")
+        print(f"\n{speeds(CHAINS, chain_forms, 16, options.rounds)}")
+        return
+    if options.gradients:
+        print(f"\n{speeds(GRADIENTS, gradient_forms, 1, options.rounds)}")
         return
     cases = {
         f"{n} x {inputs} x {outputs}": product_forms(n, inputs, outputs, tied=False)
