@@ -1,7 +1,8 @@
-"""Compare servers on the same checkpoint in one run: ours, `transformers serve`, llama.cpp's.
+"""Compare servers on the same checkpoint in one run: ours, transformers', llama.cpp's and vLLM's.
 
     python -m tools.bench.serve --llama-server build/bin/llama-server
     python -m tools.bench.serve --clients 1 8 --layers 4 --tokens 16 --rounds 1
+    python -m tools.bench.serve --only ours vllm --vllm-python vllm/bin/python --dtype bfloat16
     python -m tools.bench.serve --only ours --streams
     python -m tools.bench.serve --shape llama-1b --dtype bfloat16 --clients 1 32 128   on a GPU
 
@@ -9,7 +10,10 @@ By default SmolLM2-135M's shape in float32, with random weights, greedy. All ser
 whole comparison, and their loads are interleaved. The clients are one process with plain sockets,
 so that their cost is the same for all servers. A cell summarizes all requests of all rounds.
 llama.cpp reads the GGUF file that `tools.bench.to_gguf` writes from the checkpoint; without its
-server the contender is omitted.
+server the contender is omitted. vLLM runs in its own environment, whose Python is `--vllm-python`
+or `EASYDEL_VLLM_PYTHON`. On a CPU, vLLM's default leaves one core to its scheduler; the benchmark
+gives it all cores, like the other servers. The variables `VLLM_CPU_OMP_THREADS_BIND`,
+`VLLM_CPU_KVCACHE_SPACE` and `LD_PRELOAD` of the caller override its choices.
 
 `--streams` compares the time of streamed answers with that of `eSurge.generate` on the same
 prompts, for this shape and for the quickstart's. The quickstart's steps have a duration of about
@@ -150,6 +154,17 @@ def commands(
             theirs += [*local, str(port), "--device", torch_device(), "--dtype", options.dtype]
             theirs += flags
             found["transformers" + name] = (theirs, port)
+    if "vllm" in options.only:
+        if options.vllm_python is None or not options.vllm_python.exists():
+            print(f"vllm is omitted: --vllm-python is {options.vllm_python}")
+        else:
+            port = next(ports)
+            flags = ["--max-num-seqs", str(most), "--max-model-len", str(MODEL_LEN)]
+            flags += ["--dtype", options.dtype, "--no-enable-prefix-caching"]
+            # The program `vllm` needs a distribution of this name; the CPU build has another one.
+            theirs = [str(options.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
+            theirs += ["--model", str(directory), *local, str(port), *flags]
+            found["vllm"] = (["env", *vllm_settings(options.vllm_python), *theirs], port)
     if "llama.cpp" in options.only:
         server = options.llama_server
         if server is None or not server.exists():
@@ -160,13 +175,23 @@ def commands(
             from tools.bench.to_gguf import write
 
             gguf = folder / "model.gguf"
-            write(directory, gguf, "f32")
+            write(directory, gguf, {"float32": "f32", "bfloat16": "bf16"}[options.dtype])
         port = next(ports)
         cores = len(os.sched_getaffinity(0))
         theirs = [str(server), "-m", str(gguf), *local, str(port), "-t", str(cores)]
         theirs += ["-np", str(most), "-c", str(most * MODEL_LEN)]
         found["llama.cpp"] = (theirs, port)
     return found
+
+
+def vllm_settings(python: Path) -> list[str]:
+    """Return the assignments of environment variables for vLLM on a CPU; set variables win."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    chosen = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "4"}
+    openmp = python.parent.parent / "lib" / "libiomp5.so"  # vLLM recommends to load it first
+    if openmp.exists():
+        chosen["LD_PRELOAD"] = str(openmp)
+    return [f"{name}={os.environ.get(name, value)}" for name, value in chosen.items()]
 
 
 def bodies(
@@ -272,7 +297,7 @@ def _streamed(shape: dict[str, Any], vocab: int, options: argparse.Namespace) ->
 
 def main() -> None:
     parser = command_line("serve", __doc__)
-    add, names = parser.add_argument, ["ours", "transformers", "llama.cpp"]
+    add, names = parser.add_argument, ["ours", "transformers", "vllm", "llama.cpp"]
     add("--only", nargs="+", choices=names, default=names)
     add("--clients", type=int, nargs="+", default=[1, 8, 32])
     add("--requests", type=int, default=4, help="per round; each client sends at least one")
@@ -283,6 +308,8 @@ def main() -> None:
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add("--layers", type=int, help="number of layers; default: the shape's")
     add("--llama-server", type=Path, help="llama.cpp's program")
+    python = os.environ.get("EASYDEL_VLLM_PYTHON")
+    add("--vllm-python", type=Path, default=python, help="Python of an environment with vLLM")
     add("--gguf", type=Path, help="the checkpoint for llama.cpp; default: converted")
     add("--streams", type=int, nargs="?", const=16, help="clients; instead of the servers")
     options = parser.parse_args()
