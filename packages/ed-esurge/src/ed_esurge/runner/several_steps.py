@@ -21,11 +21,11 @@ from ed_esurge.runner.batch import StepInput
 from ed_esurge.runner.row_numbers import OF_STEP
 
 #: `(inputs, cache, last) -> (packed [n, w], cache, last)`: a decode step that also samples.
-Step = Callable[[StepInput, Any, jax.Array], tuple[jax.Array, Any, jax.Array]]
+DecodeStep = Callable[[StepInput, Any, jax.Array], tuple[jax.Array, Any, jax.Array]]
 
 
 def several_steps(
-    step: Step,
+    step: DecodeStep,
     inputs: StepInput,
     cache: Any,
     last: Int[Array, " a"],
