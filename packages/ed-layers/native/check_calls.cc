@@ -11,6 +11,7 @@
 extern "C" {
 XLA_FFI_Error* ed_product(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_product_of_codes(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_gradients(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_attention(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_attention_back(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_attention_cached(XLA_FFI_CallFrame*);
