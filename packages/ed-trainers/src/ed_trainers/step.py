@@ -195,8 +195,7 @@ def build_train_step(
         return tuple(jax.tree.leaves(new)), report
 
     out = (shardings, replicated(shardings[0]))
-    options = _compiler_options(shardings[0])
-    compiled = jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=options)
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=out)
     record, frozen = method.record, method.frozen
     parts = (record.loss, record.statistics, state.graphdef, state.tx, schedule, rows, seed)
     stored = StoredStep(
@@ -230,18 +229,6 @@ def build_statistics_step(state: EasyDeLState, method: MethodRun) -> Step[Metric
     """Compile the method's statistics of one batch; same arguments as `build_eval_step`."""
     function = _function_of(state.graphdef, method.statistics, method.frozen)
     return _evaluating(state, method, function)
-
-
-def _compiler_options(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:
-    """Return the options of the compiler for a train step.
-
-    By default, XLA's CPU backend starts independent operations as early as possible. A step then
-    holds the squares of all gradients at the same time. In the order of least memory, each
-    operation still uses all cores.
-    """
-    if next(iter(sharding.device_set)).platform != "cpu":
-        return None
-    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
 def _evaluating(state: EasyDeLState, method: MethodRun, function: Callable[..., T]) -> Step[T]:
