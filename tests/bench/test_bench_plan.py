@@ -30,7 +30,7 @@ def test_compiled_step_has_the_predicted_memory() -> None:
 @pytest.mark.timeout(1800)
 def test_memory_of_forty_meshes_and_models_is_predicted() -> None:
     assert len(plan_cases.STEPS) >= 40
-    rows = [*plan.measured(plan_cases.STEPS, plan.on_cpu)]
+    rows = [*plan.measured(plan_cases.STEPS)]
     for row in rows:
         assert abs(row.arguments / row.compiled_arguments - 1) < 0.001, row.name
         assert abs(row.error) < 0.05, row.name
@@ -40,7 +40,7 @@ def test_memory_of_forty_meshes_and_models_is_predicted() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_memory_of_all_families_is_predicted() -> None:
-    rows = [*plan.measured(plan_cases.families(), plan.on_cpu)]
+    rows = [*plan.measured(plan_cases.families())]
     for row in rows:
         assert abs(row.arguments / row.compiled_arguments - 1) < 0.001, row.name
         assert abs(row.error) < 0.10, row.name
@@ -50,7 +50,7 @@ def test_memory_of_all_families_is_predicted() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_mesh_with_the_least_prediction_needs_little_more_than_the_best() -> None:
-    rows = [*plan.measured(plan.meshes(), plan.on_cpu)]
+    rows = [*plan.measured(plan.meshes())]
     assert len(rows) >= 20
     chosen = min(rows, key=lambda row: row.predicted)
     assert chosen.needed <= 1.05 * min(row.needed for row in rows)
