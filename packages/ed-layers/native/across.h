@@ -1,5 +1,5 @@
 // The left operand of the gradient of a matrix, x [inputs, rows], which lies across: bfloat16 numbers
-// are brought into the form that a level multiplies. Float32 numbers are multiplied where they lie.
+// are brought into the form that a level multiplies. Float32 numbers need no copy.
 #pragma once
 
 #include "columns.h"
