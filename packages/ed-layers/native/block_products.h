@@ -7,6 +7,7 @@
 #pragma once
 
 #include "blocks.h"
+#include "panel_words.h"
 
 namespace ed {
 namespace {
@@ -106,7 +107,7 @@ struct PairProducts {
       has_keys_ = true;
     }
     multiply<true>(halves_of(q_) + first * p_.key_dim, p_.key_dim, rows, p_.key_dim,
-                   reinterpret_cast<const uint16_t*>(turned_.panel.data), kKeys, kKeys, scores);
+                   turned_.panel.data, kKeys, kKeys, scores);
   }
 
   void add_values(int64_t rows, const float* weights, float* out) {
@@ -121,7 +122,7 @@ struct PairProducts {
       _mm512_storeu_si512(halves_of(weights_) + i,
                           (__m512i)_mm512_cvtne2ps_pbh((__m512)load(weights + i + kLanes),
                                                        (__m512)load(weights + i)));
-    multiply<false>(halves_of(weights_), kKeys, rows, place_.count, halves_of(values_), value_width_,
+    multiply<false>(halves_of(weights_), kKeys, rows, place_.count, values_.data, value_width_,
                     out_width, out);
   }
 
@@ -141,12 +142,12 @@ struct PairProducts {
 
   // to [rows, width] += x [rows, k] times w [k / 2, w_width, 2], or = if `first`.
   template <bool first>
-  void multiply(const uint16_t* x, int64_t x_width, int64_t rows, int64_t k, const uint16_t* w,
+  void multiply(const uint16_t* x, int64_t x_width, int64_t rows, int64_t k, const float* w,
                 int64_t w_width, int64_t width, float* to) {
     row_blocks<kRows>(rows, [&](auto r, int64_t at) {
       over_blocks(width, [&](auto v, int64_t c) {
-        multiply_pairs<decltype(r)::value, decltype(v)::value, first>(
-            x + at * x_width, x_width, w + 2 * c, 2 * w_width, k, to + at * width + c, width);
+        multiply_panel<PairWords, decltype(r)::value, decltype(v)::value>(
+            x + at * x_width, x_width, w + c, w_width, k, to + at * width + c, width, first);
       });
     });
   }

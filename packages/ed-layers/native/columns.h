@@ -125,56 +125,6 @@ ED_INLINE void pair_rows(const uint16_t* even, const uint16_t* odd, int64_t coun
     _mm512_storeu_si512(to + 2 * c + 32, _mm512_permutex2var_epi16(a, high, b));
   }
 }
-
-// sums [R, V vectors] += x [R, k] * w [k, V vectors] of bfloat16 numbers: w has pairs of inputs side
-// by side, [k / 2, V vectors, 2]. An odd k has a last input without a partner, whose place in w is
-// zero. Of the `first` inputs, sums = instead.
-template <int R, int V, bool first = false>
-void multiply_pairs(const uint16_t* x, int64_t x_stride, const uint16_t* w, int64_t w_stride,
-                    int64_t k, float* sums, int64_t sums_stride) {
-  __m512 acc[R][V];
-  ED_UNROLL
-  for (int r = 0; r < R; ++r)
-    ED_UNROLL
-    for (int c = 0; c < V; ++c)
-      acc[r][c] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * sums_stride + c * kLanes);
-  auto add = [&](int64_t i, int bytes) __attribute__((always_inline)) {
-    __m512i row[V];
-    ED_UNROLL
-    for (int c = 0; c < V; ++c)
-      row[c] = _mm512_loadu_si512(w + (i / 2) * w_stride + c * 2 * kLanes);
-    ED_UNROLL
-    for (int r = 0; r < R; ++r) {
-      int32_t pair = 0;
-      std::memcpy(&pair, x + r * x_stride + i, bytes);
-      __m512i numbers = _mm512_set1_epi32(pair);
-      ED_UNROLL
-      for (int c = 0; c < V; ++c)
-        acc[r][c] = _mm512_dpbf16_ps(acc[r][c], (__m512bh)numbers, (__m512bh)row[c]);
-    }
-  };
-  int64_t i = 0;
-  for (; i + 1 < k; i += 2) add(i, 4);
-  if (i < k) add(i, 2);
-  ED_UNROLL
-  for (int r = 0; r < R; ++r)
-    ED_UNROLL
-    for (int c = 0; c < V; ++c)
-      _mm512_storeu_ps(sums + r * sums_stride + c * kLanes, acc[r][c]);
-}
-
-// Bfloat16 numbers with pairs of inputs side by side, [(k + 1) / 2, kTile, 2].
-void unpack_pairs(const Product& p, int64_t i, int64_t k, int64_t column, int64_t width,
-                  uint16_t* panel) {
-  auto* w = static_cast<const uint16_t*>(p.w) + i * p.outputs + column;
-  for (int64_t j = 0; j < k; j += 2, w += 2 * p.outputs, panel += 2 * kTile) {
-    const uint16_t* next = j + 1 < k ? w + p.outputs : nullptr;
-    prefetch(w + 2 * kTile);
-    prefetch(w + 2 * kTile + 32);
-    if (next) prefetch(next + 2 * kTile), prefetch(next + 2 * kTile + 32);
-    pair_rows(w, next, width, panel);
-  }
-}
 #endif
 
 // Numbers of inputs [i, i + k) and `count` columns as float32 [k, kTile], before zero and scale;
@@ -217,7 +167,7 @@ struct Part {
 
   static int64_t inputs_of_block(const Product& p, int64_t rows, int64_t i) {
     if (codes) return codes_of_block(p, i, kCodes);  // one order, however many rows
-    return least(rows <= 8 ? 16 : rows <= 64 ? 64 : 128, p.inputs - i);
+    return least(rows <= 8 ? 16 : 64, p.inputs - i);
   }
 
   // The sums of rows [row, row + rows) and columns [first, last).
@@ -291,31 +241,6 @@ struct Part {
   }
 };
 
-#if defined(__AVX512BF16__)
-// Bfloat16 rows with bfloat16 weights.
-void part_of_pairs(const Product& p, int64_t row, int64_t rows, int64_t first, int64_t last,
-                   float* sums, float* panel) {
-  int64_t width = (last - first + kTile - 1) / kTile * kTile;
-  auto* both = reinterpret_cast<uint16_t*>(panel);
-  std::memset(panel, 0, 128 * kTile * sizeof(float));
-  int64_t step = rows <= 8 ? 16 : rows <= 64 ? 64 : 128;
-  for (int64_t i = 0; i < p.inputs; i += step) {
-    int64_t k = least(step, p.inputs - i);
-    auto* numbers = static_cast<const uint16_t*>(p.x) + row * p.inputs + i;
-    for (int64_t column = first; column < last; column += kTile) {
-      int64_t count = least(kTile, last - column);
-      unpack_pairs(p, i, k, column, count, both);
-      row_blocks<kRows>(rows, [&](auto r, int64_t at) {
-        for (int64_t c = 0; c < count; c += kBlock)
-          multiply_pairs<decltype(r)::value, kVectors>(
-              numbers + at * p.inputs, p.inputs, both + 2 * c, 2 * kTile, k,
-              sums + column - first + at * width + c, width);
-      });
-    }
-  }
-}
-#endif
-
 // Call `f` with the format of a product, and whether its codes have a zero, as constants.
 template <typename F>
 void of_format(const Product& p, const F& f) {
@@ -335,24 +260,13 @@ void of_format(const Product& p, const F& f) {
 void in_blocks(const Product& p, int64_t first, int64_t last) {
   int64_t width = (last - first + kTile - 1) / kTile * kTile;
   Scratch sums(least(p.rows, kMostRows) * width), panel(128 * kTile);
-#if defined(__AVX512BF16__)
-  bool pairs = p.x_is_bfloat16 && p.format == Format::kBfloat16;
-#else
-  bool pairs = false;
-#endif
-  Product own = p;  // of pairs no wide copy is needed
-  if (pairs) own.x_is_bfloat16 = false;
-  WideRows wide(own);
+  WideRows wide(p);
   for (int64_t row = 0; row < p.rows; row += kMostRows) {
     int64_t rows = least(kMostRows, p.rows - row);
     std::memset(sums.data, 0, rows * width * sizeof(float));
-#if defined(__AVX512BF16__)
-    if (pairs) part_of_pairs(p, row, rows, first, last, sums.data, panel.data);
-#endif
-    if (!pairs)
-      of_format(p, [&](auto part) {
-        part.run(p, wide.x, row, rows, first, last, sums.data, panel.data);
-      });
+    of_format(p, [&](auto part) {
+      part.run(p, wide.x, row, rows, first, last, sums.data, panel.data);
+    });
     for (int64_t r = 0; r < rows; ++r)
       write(p, row + r, first, sums.data + r * width, last - first);
   }

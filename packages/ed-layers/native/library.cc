@@ -41,7 +41,7 @@ struct Rounded {
 // few rows, and as many as even out busy threads. Of many rows a task has a part, and one tile.
 struct Parts {
   Parts(const Call& call, int64_t threads) : rows(call.products[0].rows) {
-    bool many = rows >= ed::kManyRows && !call.whole;
+    bool many = rows >= ed::many_rows(call.products[0]) && !call.whole;
     unit = many || call.whole ? ed::kTile : ed::kUnit;
     for (const ed::Product& p : call.products) {
       int64_t last = ends.empty() ? 0 : ends.back();
@@ -49,7 +49,8 @@ struct Parts {
       if (call.gated) break;  // the second has the outputs of the first
     }
     int64_t all = ends.back();
-    int64_t most = (rows <= 8 ? 16 : rows <= 64 ? 4 : 2) * ed::kTile / unit;
+    bool wide = rows <= 8 || ed::of_pairs(call.products[0]);
+    int64_t most = (wide ? 16 : rows <= 64 ? 4 : 2) * ed::kTile / unit;
     int64_t least = 2 * threads;
     if (many) {
       most = 4;
@@ -181,6 +182,56 @@ size_t matrices_of(ffi::RemainingArgs arrays, size_t parts, bool biased) {
   return arrays.size() % each ? 0 : arrays.size() / each;
 }
 
+// Whether all `count` numbers of a row are zero.
+template <typename Bits>
+bool all_zero(const Bits* row, int64_t count) {
+  constexpr int64_t kAtOnce = 64;
+  for (int64_t i = 0; i < count; i += kAtOnce) {
+    Bits any = 0;
+    for (int64_t j = i; j < std::min(count, i + kAtOnce); ++j) any |= row[j];
+    if (static_cast<Bits>(any << 1)) return false;  // without the sign
+  }
+  return true;
+}
+
+// Computes a call without the zeros at the end of x: a batch may have rows of zeros as padding.
+class WithoutPadding {
+ public:
+  explicit WithoutPadding(Call& call) : call_(call), all_(call.products[0].rows), used_(all_) {
+    const ed::Product& p = call.products[0];
+    auto zero = [&](int64_t row) {
+      return p.x_is_bfloat16
+                 ? all_zero(static_cast<const uint16_t*>(p.x) + row * p.inputs, p.inputs)
+                 : all_zero(static_cast<const uint32_t*>(p.x) + row * p.inputs, p.inputs);
+    };
+    while (used_ > 0 && zero(used_ - 1)) --used_;
+    // With a bias, the result of one row of zeros is copied. Activations of zero are zero.
+    biased_ = p.bias != nullptr && used_ < all_;
+    for (ed::Product& one : call.products) one.rows = used_ + biased_;
+  }
+
+  bool empty() const { return used_ + biased_ == 0; }
+
+  // Write the other rows of the results.
+  void finish() {
+    for (const ed::Product& p : call_.products) {
+      const int64_t bytes = p.outputs * (p.y_is_bfloat16 ? 2 : 4);
+      char* y = static_cast<char*>(p.y);
+      if (!biased_)
+        std::memset(y + used_ * bytes, 0, (all_ - used_) * bytes);
+      else
+        for (int64_t row = used_ + 1; row < all_; ++row)
+          std::memcpy(y + row * bytes, y + used_ * bytes, bytes);
+      if (call_.gated) return;
+    }
+  }
+
+ private:
+  Call& call_;
+  int64_t all_, used_;
+  bool biased_;
+};
+
 // Read the results, one for each product, or one for both products of a gated layer; compute them.
 ffi::Error compute(ed::Checks& checks, ffi::ThreadPool& pool, Call& call, ffi::DataType dtype,
                    ffi::RemainingRets results) {
@@ -203,7 +254,10 @@ ffi::Error compute(ed::Checks& checks, ffi::ThreadPool& pool, Call& call, ffi::D
     call.whole = false;
     for (ed::Product& p : call.products) p.format = ed::Format::kFloat32, p.transposed = false;
   }
-  if (bytes > 0) run(pool, call);
+  if (bytes == 0) return ffi::Error::Success();
+  WithoutPadding rows(call);
+  if (!rows.empty()) run(pool, call);
+  rows.finish();
   return ffi::Error::Success();
 }
 

@@ -65,8 +65,14 @@ struct Product {
 // narrower tile costs little where it is a multiple of kUnit, but with 8-bit activations.
 constexpr int64_t kTile = 64, kUnit = 16;
 
-// From here on a panel of a matrix of numbers is the fastest form of a product (many.h).
-constexpr int64_t kManyRows = 64;
+// Whether bfloat16 rows are multiplied by a bfloat16 matrix where it lies, which some levels do by
+// pairs of inputs.
+constexpr bool of_pairs(const Product& p) {
+  return p.x_is_bfloat16 && p.format == Format::kBfloat16 && !p.transposed;
+}
+
+// The number of rows from which on large panels of a matrix of numbers are fastest (many.h).
+constexpr int64_t many_rows(const Product& p) { return of_pairs(p) ? 128 : 64; }
 
 // The product of all rows with the outputs [first, last). `first` is a multiple of kUnit.
 //

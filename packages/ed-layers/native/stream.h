@@ -11,7 +11,6 @@ namespace ed {
 namespace {
 
 constexpr int64_t kStreamedRows = 2;
-constexpr int64_t kPairedRows = 16;  // where pairs are multiplied, beyond which a panel pays
 
 // sums [R, width] += x [R, inputs] * w, `count` columns from `first` on, which are whole vectors.
 template <int R, typename T>
@@ -96,7 +95,7 @@ int64_t streamed(const Product& p, int64_t first, int64_t last) {
 #else
   bool pairs = false;
 #endif
-  int64_t most = pairs ? kPairedRows : kStreamedRows;
+  int64_t most = pairs ? kStreamedPairRows : kStreamedRows;
   if (p.rows > most || !(wide || p.format == Format::kBfloat16)) return first;
   int64_t width = (last - first + kTile - 1) / kTile * kTile;
   int64_t count = pairs ? last - first : (last - first) / kLanes * kLanes;

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
+from ed_layers import native
 from ed_layers.cache.spec import LayerCacheSpec, grouped
 from ed_models.adapters.slots import with_slots
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
@@ -83,6 +84,26 @@ def is_recurrent(model: LanguageModel) -> bool:
     """Return whether a layer is recurrent. Pages do not restore recurrent states."""
     _, groups = grouped(model.cache_specs())
     return any(not isinstance(specs[0], LayerCacheSpec) for specs in groups.values())
+
+
+#: Projections that only attention reads, which ignores padding.
+_FOR_ATTENTION = ("q_proj", "k_proj", "v_proj")
+
+
+def omits_padding(model: LanguageModel) -> bool:
+    """Return whether padding tokens need almost no time on a CPU.
+
+    The hidden states of padding are zeros, and the native library does not multiply zeros at the
+    end of a batch. This requires matrices of numbers, and layers whose output for zeros is zero.
+    """
+    with native.chosen_by(model.config):
+        if not native.products.in_use() or is_recurrent(model):
+            return False
+    for path, value in nnx.to_flat_state(nnx.state(cast(nnx.Module, model))):
+        biased = path[-1] == "bias" and path[-2] not in _FOR_ATTENTION
+        if biased or "experts" in path or value.get_value().dtype not in native.products.NUMBERS:
+            return False
+    return True
 
 
 def classifies(model: LanguageModel) -> bool:

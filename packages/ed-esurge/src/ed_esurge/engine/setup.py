@@ -29,6 +29,7 @@ from ed_esurge.embedded_prompts import EmbeddedPrompts
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
     is_recurrent,
+    omits_padding,
     platform_of,
     reads_ahead,
     vocab_size_of,
@@ -158,7 +159,8 @@ class Setup:
         )
         # On an accelerator, a step of a few tokens is as slow as a step of hundreds, so padding is
         # free.
-        follows = platform == "cpu" and not config.batch_invariant and together != "prompt"
+        pays = platform == "cpu" and not omits_padding(model)
+        follows = pays and not config.batch_invariant and together != "prompt"
         shapes = tuple((one.tokens, one.seqs) for one in buckets.prefill) if follows else ()
         limits = StepLimits(
             max_num_seqs=seqs,

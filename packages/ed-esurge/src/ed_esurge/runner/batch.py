@@ -254,7 +254,8 @@ class BatchBuilder:
         of_token[:total] = np.arange(count).repeat(lengths)
         for places, nowhere in zip(fields.view(frame, "slots"), self.nowhere.values(), strict=True):
             places[:] = nowhere
-        fields.view(frame, "rows")[1, :count] = ends - 1
+        logits_at = fields.view(frame, "rows")[1]
+        logits_at[:count], logits_at[count:] = ends - 1, fields.shape.tokens - 1
         borders = fields.view(frame, "cu_q_lens")
         borders[1 : count + 1] = ends
         borders[count + 1 :] = total

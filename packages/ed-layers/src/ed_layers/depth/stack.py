@@ -114,6 +114,8 @@ class Stack(nnx.Module):
         hidden: list[jax.Array] = []
         reports: list[LayerReport] = []
         apply = partial(apply_layer, ctx=ctx)
+        if ctx.ragged is not None:  # products of zeros are not computed (`native.products`)
+            x = jnp.where(ctx.ragged.real()[:, None], x, 0)
         remat = self.remat if ctx.mode == "train" else Remat()
         remat.check(self.names(apply, x, cache))
 
