@@ -88,8 +88,10 @@ struct Rotary {
 constexpr int64_t kBlocksOfTask = 6;
 
 struct Attention {
-  // Queries of a block, and the attention of queries [first, last) of a row over a key head.
+  // Queries of a block, and the attention of queries [first, last) of a row over a key head, whose
+  // first keys and values `fetch` brings near while something else is computed.
   int64_t (*queries_of_block)(const Attend&);
+  void (*fetch)(const Attend&, int64_t row, int64_t group, int64_t first, int64_t last);
   void (*forward)(const Attend&, int64_t row, int64_t group, int64_t first, int64_t last);
   // Gradients by one query head: all of d_q, and its part [slots, key_dim] and [slots, value_dim]
   // of d_k and d_v. Its part [2 * reach + 1] of the bias by distance is added to `d_distance`.

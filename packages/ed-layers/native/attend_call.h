@@ -151,11 +151,22 @@ inline void run(ffi::ThreadPool& pool, const Attend& p) {
       for (int64_t part = parts; part > 0; --part)
         tasks.push_back({row, group, count * (part - 1) / parts, count * part / parts});
   }
-  auto one = [&](int64_t i) {
-    const Task& task = tasks[i];
-    attention.forward(p, task.row, task.group, task.first, task.last);
+  auto call = [&](auto function, int64_t task) {
+    const Task& of = tasks[task];
+    function(p, of.row, of.group, of.first, of.last);
   };
-  parallel(pool, tasks.size(), one);
+  // A thread takes some tasks in turn: the keys and values of the heads of one row lie together.
+  const int64_t count = tasks.size(), most = std::clamp<int64_t>(count / (4 * threads), 1, p.groups);
+  const int64_t runs = (count + most - 1) / most;
+  auto one = [&](int64_t i) {
+    const int64_t first = count * i / runs, last = count * (i + 1) / runs;
+    call(attention.fetch, first);
+    for (int64_t task = first; task < last; ++task) {
+      if (task + 1 < last) call(attention.fetch, task + 1);
+      call(attention.forward, task);
+    }
+  };
+  parallel(pool, runs, one);
 }
 
 }  // namespace ed

@@ -19,15 +19,47 @@ inline void scale_scores(float* scores, int64_t rows, float factor) {
   for (int64_t i = 0; i < rows * kKeys; i += kLanes) store(scores + i, load(scores + i) * factor);
 }
 
+// The slots that queries [first, last) of a row look at: the others lie behind or before all of them.
+struct Range {
+  Range(const Attend& p, int64_t row, int64_t first, int64_t last) {
+    end = p.lengths ? p.lengths[row] : p.slots;
+    if (!p.lengths) return;
+    place = end - (p.first_query[row + 1] - p.first_query[row]) + first;
+    end = least(end, place + last - first);
+    if (p.window > 0) begin = most(0, place - p.window + 1);
+    if (p.chunk > 0) begin = most(begin, place / p.chunk * p.chunk);
+    unread = begin;  // pages before may be free
+    if (p.fixed) begin = begin / kKeys * kKeys;
+  }
+
+  // The block of keys from slot `at` on.
+  Place block(int64_t row, int64_t group, int64_t at) const {
+    return {row, group, at, least(kKeys, end - at), unread - at};
+  }
+
+  int64_t place = 0, begin = 0, unread = 0, end;
+};
+
+// Whether queries need less time than memory for their keys and values, which are then fetched early.
+// Of a row without a length, many slots may be empty.
+inline bool waits_for_memory(const Attend& p, int64_t queries) {
+  return p.lengths && queries * (p.heads / p.groups) <= kFewQueries;
+}
+
+// Fetch the first block of a task of `forward`.
+void fetch_first(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t last) {
+  if (!waits_for_memory(p, last - first)) return;
+  const Range range(p, row, first, last);
+  if (range.begin < range.end) fetch(p, range.block(row, group, range.begin));
+}
+
 // Attention of queries [first, last) of a row, by the heads that share key head `group`. Each block
 // of keys meets all blocks of queries, of which there are at most kBlocksOfTask.
 template <typename Products>
 void forward_by(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t last) {
   int64_t repeat = p.heads / p.groups, count = last - first, of_block = queries_of_block(p);
   int64_t token = (p.first_query ? p.first_query[row] : row * p.queries) + first;
-  int64_t slots = p.lengths ? p.lengths[row] : p.slots;
-  int64_t place = 0;
-  if (p.lengths) place = slots - (p.first_query[row + 1] - p.first_query[row]) + first;
+  const Range range(p, row, first, last);
   // Of block b: queries from `starts[b]` on, and rows from `b * stride` on.
   const int64_t blocks = (count + of_block - 1) / of_block;
   const int64_t stride = whole_vectors(least(count, of_block) * repeat);
@@ -44,26 +76,20 @@ void forward_by(const Attend& p, int64_t row, int64_t group, int64_t first, int6
   for (int64_t b = 0; b <= blocks; ++b) starts[b] = count * b / blocks;
   for (int64_t b = 0; b < blocks; ++b) {
     int64_t at = first + starts[b];
-    queries[b].read(p.q_segments, p.q_index, row * p.queries + at, place + starts[b],
+    queries[b].read(p.q_segments, p.q_index, row * p.queries + at, range.place + starts[b],
                     starts[b + 1] - starts[b]);
     for (int64_t r = 0; r < queries[b].count * repeat; ++r)
       products.read_query(b * stride + r, ((token + starts[b] + r / repeat) * p.heads +
                                            group * repeat + r % repeat) * p.key_dim);
   }
-  int64_t begin = 0, unread = 0;
-  if (p.lengths) {  // places in order: what lies behind or before all queries is not looked at
-    slots = least(slots, place + count);
-    if (p.window > 0) begin = most(0, place - p.window + 1);
-    if (p.chunk > 0) begin = most(begin, place / p.chunk * p.chunk);
-    unread = begin;  // pages before may be free
-    if (p.fixed) begin = begin / kKeys * kKeys;
-  }
   // The factor of scores is left to the softmax where nothing else reads them.
   const bool scaled = p.soft_cap != 0 || p.by_distance || p.slopes;
-  for (int64_t at = begin; at < slots; at += kKeys) {
-    int64_t n = least(kKeys, slots - at);
+  for (int64_t at = range.begin; at < range.end; at += kKeys) {
+    const Place block = range.block(row, group, at);
+    const int64_t n = block.count, next = at + kKeys;
     keys.read(p.k_segments, p.k_index, row * p.slots + at, at, n);
-    products.start({row, group, at, n, unread - at});
+    products.start(block);
+    if (next < range.end && waits_for_memory(p, count)) fetch(p, range.block(row, group, next));
     if (p.drop_below > 0) hash_places(p, at, places);
     for (int64_t b = 0; b < blocks; ++b) {
       const Tokens& own_queries = queries[b];
@@ -121,8 +147,7 @@ void forward_by(const Attend& p, int64_t row, int64_t group, int64_t first, int6
 
 void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t last) {
 #if defined(__AVX512BF16__)
-  if (PairProducts::take(p, (last - first) * (p.heads / p.groups)))
-    return forward_by<PairProducts>(p, row, group, first, last);
+  if (PairProducts::take(p)) return forward_by<PairProducts>(p, row, group, first, last);
 #endif
   forward_by<PlainProducts>(p, row, group, first, last);
 }
@@ -218,7 +243,7 @@ void backward(const Attend& p, int64_t row, int64_t head, float* d_k, float* d_v
                 p.key_dim * sizeof(float));
 }
 
-constexpr Attention attention_of = {queries_of_block, forward, backward};
+constexpr Attention attention_of = {queries_of_block, fetch_first, forward, backward};
 
 }  // namespace
 }  // namespace ed

@@ -80,11 +80,11 @@ struct PlainProducts {
 struct PairProducts {
   static constexpr bool halves = true;
 
-  // Whether a call has bfloat16 numbers, and enough rows. A call whose sums have one order may have
-  // few or many rows, so it computes plain products.
-  static bool take(const Attend& p, int64_t rows) {
+  // Whether a call has bfloat16 numbers. A call whose sums have one order computes plain products,
+  // because the order of few rows is another one here.
+  static bool take(const Attend& p) {
     return p.q_is_bfloat16 && p.keys.kind == Stored::kBfloat16 &&
-           p.values.kind == Stored::kBfloat16 && p.key_dim % 8 == 0 && rows > kFewQueries && !p.fixed;
+           p.values.kind == Stored::kBfloat16 && p.key_dim % 8 == 0 && !p.fixed;
   }
 
   PairProducts(const Attend& p, int64_t rows, int64_t rows_of_block)
@@ -101,6 +101,7 @@ struct PairProducts {
   void start(const Place& place) { place_ = place, has_keys_ = has_values_ = false; }
 
   void score(int64_t first, int64_t rows, float* scores) {
+    if (rows <= kFewQueries) return score_few(first, rows, scores);
     if (!has_keys_) {
       find(p_.keys);
       turned_.of(found_, p_.key_dim / 2, place_.count);
@@ -135,9 +136,29 @@ struct PairProducts {
   // Where the rows of the block lie.
   void find(const Slots& from) {
     auto* numbers = static_cast<const uint16_t*>(from.data);
-    for (int64_t i = most(0, place_.skipped); i < place_.count; ++i)
-      found_[i] = numbers + place_.at(p_, from, i).number;
+    place_.each(p_, from, [&](int64_t i, const Place::At& at) { found_[i] = numbers + at.number; });
     for (int64_t i = 0; i < place_.skipped; ++i) found_[i] = found_[place_.skipped];
+  }
+
+  // Each score is a sum over one row of keys, which are read where they lie.
+  void score_few(int64_t first, int64_t rows, float* scores) {
+    find(p_.keys);
+    const int64_t n = place_.count;
+    for (int64_t j = n; j < (n + 7) / 8 * 8; ++j) found_[j] = found_[n - 1];  // of no account
+    for (int64_t j = 0; j < n; j += 8)
+      for (int64_t r = 0; r < rows; ++r) {
+        const uint16_t* q = halves_of(q_) + (first + r) * p_.key_dim;
+        Vec sums[8] = {};
+        for (int64_t c = 0; c < p_.key_dim; c += 32) {
+          const __mmask32 mask = p_.key_dim - c >= 32 ? ~0u : (1u << (p_.key_dim - c)) - 1;
+          const Vec number = (Vec)_mm512_maskz_loadu_epi16(mask, q + c);
+          ED_UNROLL
+          for (int i = 0; i < 8; ++i)
+            sums[i] = PairWords::add(sums[i], number,
+                                     (Vec)_mm512_maskz_loadu_epi16(mask, found_[j + i] + c));
+        }
+        totals<8>(sums, scores + r * kKeys + j);
+      }
   }
 
   // to [rows, width] += x [rows, k] times w [k / 2, w_width, 2], or = if `first`.

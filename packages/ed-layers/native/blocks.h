@@ -63,29 +63,53 @@ struct Place {
   struct At {
     int64_t number, row, slot;
   };
-  At at(const Attend& p, const Slots& from, int64_t i) const {
-    int64_t slot = first + i, at_row = row;
-    if (p.pages) at_row = p.pages[row * p.pages_of_row + slot / p.page_size], slot %= p.page_size;
-    return {at_row * from.row + head * from.head + slot * from.slot, at_row, slot};
+  // Call `f(i, At)` for the slots that are read, in order.
+  template <typename F>
+  ED_INLINE void each(const Attend& p, const Slots& from, const F& f) const {
+    int64_t i = most(0, skipped), slot = first + i;
+    if (!p.pages) {
+      for (; i < count; ++i, ++slot)
+        f(i, At{row * from.row + head * from.head + slot * from.slot, row, slot});
+      return;
+    }
+    const int32_t* page = p.pages + row * p.pages_of_row + slot / p.page_size;
+    for (slot %= p.page_size; i < count; slot = 0, ++page) {
+      const int64_t numbers = *page * from.row + head * from.head;
+      for (; slot < p.page_size && i < count; ++i, ++slot)
+        f(i, At{numbers + slot * from.slot, *page, slot});
+    }
   }
 
   int64_t row, head, first, count, skipped;
 };
+
+// Fetch what a block needs of keys or values, `dim` numbers of each slot, before it is read.
+inline void fetch(const Attend& p, const Slots& from, int64_t dim, const Place& place) {
+  const int64_t size = from.kind == Stored::kFloat32 ? 4 : from.kind == Stored::kBfloat16 ? 2 : 1;
+  place.each(p, from, [&](int64_t, const Place::At& at) {
+    const char* numbers = static_cast<const char*>(from.data) + at.number * size;
+    for (int64_t byte = 0; byte < dim * size; byte += 64) prefetch(numbers + byte);
+  });
+}
+
+inline void fetch(const Attend& p, const Place& place) {
+  fetch(p, p.keys, p.key_dim, place), fetch(p, p.values, p.value_dim, place);
+}
 
 // Rows of numbers, [count][whole vectors of `dim`]: where they lie, or copies.
 struct Block {
   explicit Block(int64_t dim) : dim(dim), width(whole_vectors(dim)), copies(kKeys * width) {}
 
   void read(const Attend& p, const Slots& from, const Place& place) {
-    for (int64_t i = most(0, place.skipped); i < place.count; ++i) {
-      auto [at, at_row, slot] = place.at(p, from, i);
+    place.each(p, from, [&](int64_t i, const Place::At& of) {
+      const auto [at, at_row, slot] = of;
       rows[i] = copies.data + i * width;
       float* to = copies.data + i * width;
       if (from.kind == Stored::kFloat32) {
         auto* numbers = static_cast<const float*>(from.data) + at;
         if (width == dim) {
           rows[i] = numbers;
-          continue;
+          return;
         }
         std::memcpy(to, numbers, dim * sizeof(float));
       } else if (from.kind == Stored::kBfloat16) {
@@ -105,7 +129,7 @@ struct Block {
         }
       }
       for (int64_t c = dim; c < width; ++c) to[c] = 0;
-    }
+    });
     for (int64_t i = 0; i < place.skipped; ++i) rows[i] = rows[place.skipped];
   }
 
