@@ -58,6 +58,8 @@ QUICKSTART: dict[str, Any] = {
 STREAMED = {"135M": ({**SHAPES["llama"]}, VOCAB), "quickstart's": (QUICKSTART, 2048)}
 # Seconds for a server to load the model; our server also compiles it in this time.
 PATIENCE = 600
+#: Name of our server's metric with the number of programs that are not compiled yet.
+PENDING = "esurge:programs_pending{"
 
 
 def save(directory: Path, shape: dict[str, Any], vocab: int) -> None:
@@ -114,6 +116,19 @@ def running(command: Sequence[str], port: int, log: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def wait_for_programs(url: str) -> None:
+    """Wait until our server has compiled all programs. The server answers earlier, but compilation
+    in the background would slow down all servers."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        if all(float(line.split()[-1]) == 0 for line in lines if line.startswith(PENDING)):
+            return
+        time.sleep(1)
+    raise RuntimeError(f"{url} still compiles programs after {PATIENCE} s")
 
 
 def _answers(port: int) -> bool:
@@ -222,6 +237,8 @@ def compare(options: argparse.Namespace) -> str:
             try:
                 urls[contender] = stack.enter_context(running(command, port, log))
                 load(urls[contender], bodies(contender, random.Random(1), 2, options), 2)  # warm-up
+                if contender == "ours":
+                    wait_for_programs(urls[contender])
             except RuntimeError as error:
                 tail = log.read_text(errors="replace")[-1500:]
                 print(f"{contender} is omitted: {error}\n{tail}", file=sys.stderr)

@@ -77,7 +77,7 @@ def test_batch_buffer_round_trips_step_plan():
     assert ragged.state_slots.tolist() == [1, 0, 4]  # 4 is none
     assert ragged.prompt_lens.tolist() == [4, 5, 0]
     assert ragged.num_seqs == 2
-    assert step.logits_at.tolist() == [0, 3, 0]
+    assert step.logits_at.tolist() == [0, 3, 7]  # padding reads the last token
     assert rows.seed.tolist() == [-1, 0, 0]
     assert rows.slot.tolist() == [1, 4, 4]  # 4 is none
     assert rows.num_logprobs.tolist() == [2, -1, -1]

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 from ed_esurge import PoolingParams, SamplingParams, eSurge
 from ed_esurge.config import EngineConfig
+from ed_esurge.core.plan import PlanRow, StepPlan
 from ed_esurge.engine import setup
 from ed_esurge.engine.setup import Setup
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import forget_said
+from ed_layers import native
+from ed_models.families.gpt2 import GPT2Config, GPT2LMHeadModel
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -195,6 +198,26 @@ def test_padding_costs_are_used_on_cpus_only(llama, monkeypatch):
     assert not Setup.resolve(llama, config.replace(batch_invariant=True)).limits.shapes
     monkeypatch.setattr(setup, "platform_of", lambda model: "tpu")
     assert not Setup.resolve(llama, config).limits.shapes
+
+
+def test_padding_is_free_if_the_native_library_omits_it(llama, surge, monkeypatch):
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, silent_mode=True)
+    monkeypatch.setattr(native.products, "in_use", lambda: True)
+    assert not Setup.resolve(llama, config).limits.shapes
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64, "n_positions": 64}
+    one = {"sharding_axis_dims": (1, 1, 1, 1, 1), "bos_token_id": None, "eos_token_id": None}
+    biased = GPT2LMHeadModel.create(GPT2Config(**sizes, **one), seed=0)
+    assert Setup.resolve(biased, config).limits.shapes
+    # The states of padding are zeros in a model whose padding is free.
+    functions, memory = surge.loop.runner.functions, surge.loop.runner.memory
+    shape = surge.loop.runner.buckets.prefill[0]
+    step = functions._uncompiled._make_step(shape)
+    prompt = np.zeros(16, np.int32)
+    plan = StepPlan(0, (PlanRow("a", 0, 0, prompt[:5].tolist(), {}),))
+    buffer, _ = surge.loop.runner._builder.build(plan, shape)
+    hidden = step(surge.loop.runner.weights.leaves, memory.cache, memory.state.last, buffer)[2]
+    assert np.abs(hidden[:5]).max() > 0
+    assert shape.tokens > 5 and not np.asarray(hidden[5:]).any()
 
 
 def test_prompt_logprobs_equal_the_loss_of_the_trainer(surge, llama, prompts):

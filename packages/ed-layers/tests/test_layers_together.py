@@ -124,6 +124,25 @@ EXACT_ACTS = {
 
 
 @built
+@pytest.mark.parametrize("used", [0, 1, 9, 70])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("epilogue", ["plain", "biased", "gated", "gated and biased"])
+def test_rows_of_zeros_at_the_end_have_the_results_of_zeros(epilogue, dtype, used) -> None:
+    x = drawn(0, 75, 130, dtype=dtype).at[used:].set(0)
+    x = x.at[-1].set(-0.0)
+    matrices = drawn(1, 130, 96, dtype=dtype), drawn(2, 130, 96, dtype=dtype)
+    biases = (drawn(3, 96, dtype=dtype), drawn(4, 96, dtype=dtype))
+    biases = biases if "biased" in epilogue else ()
+    gated = "gated" in epilogue
+    what = Epilogue(biases, "gelu" if biases or gated else None, gated)
+    padded = products.products(x, matrices, epilogue=what)
+    apart = x.at[-1, 0].set(1e-30)  # no row is omitted
+    for y, expected in zip(padded, products.products(apart, matrices, epilogue=what), strict=True):
+        np.testing.assert_array_equal(exact(y)[:-1], exact(expected)[:-1])
+        np.testing.assert_allclose(exact(y)[-1], exact(expected)[-1], atol=1e-6)
+
+
+@built
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("n", "i", "o"), [(64, 33, 100), (65, 1500, 130), (700, 31, 64), (90, 4500, 16)]

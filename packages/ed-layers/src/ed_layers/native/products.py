@@ -111,6 +111,9 @@ def product(
     """Return `x @ w` in the dtype of `x`, summed in float32; both are float32 or bfloat16. No
     gradient.
 
+    Rows of zeros at the end of `x` are padding: they are not multiplied, and their results are
+    zeros, even if `w` has values that are not finite.
+
     Args:
         w: [i, o]; or [o, i] if `transposed`, read without a copy.
         turned: whether parts of a transposed matrix are turned if x has many rows. This is faster,
