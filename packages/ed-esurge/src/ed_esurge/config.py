@@ -194,7 +194,8 @@ class EngineConfig(Options):
     do not change. A request that ends at a stop string computes one extra token, which is
     discarded."""
     min_input_pad: PositiveInt = 16
-    """Smallest token bucket of a prefill step."""
+    """Smallest token bucket of a prefill step. On a CPU, 32 if the native library omits padding and
+    the option is not set."""
     max_num_seq_buckets: tuple[PositiveInt, ...] | None = None
     """Numbers of sequences that a step is padded to, ascending. None: powers of two up to
     `max_num_seqs`."""

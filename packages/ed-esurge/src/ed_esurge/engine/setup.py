@@ -47,6 +47,8 @@ logger = get_logger(__name__)
 GIB = 2**30
 # Tokens of a step when the user names no budget: enough to keep the device busy.
 TOKEN_BUDGET = {"cpu": 512, "gpu": 2048, "tpu": 8192}
+# Tokens of the smallest prefill shape if padding is almost free: the next shapes have 128 and 512.
+LEAST_TOKENS = 32
 # Default `max_num_seqs` on a CPU.
 CPU_SEQS = 16
 # Size of the table of encoder outputs as a multiple of the rows that one step computes.
@@ -148,19 +150,20 @@ class Setup:
             items = EmbeddedPrompts(model, longest, budget)
         encoded = is_encoder_decoder(model) or items is not None
         time = ONE_STEP if encoded or any(records) else _time(model, config)
+        omits = platform == "cpu" and omits_padding(model)
         buckets = Buckets(
             max_num_seqs=seqs,
             max_num_tokens=budget,
             pages=-(-longest // config.page_size),
-            min_tokens=config.min_input_pad,
+            min_tokens=_least_tokens(config, omits),
             seq_buckets=config.max_num_seq_buckets,
             invariant=config.batch_invariant,
             steps=time.most,
         )
         # On an accelerator, a step of a few tokens is as slow as a step of hundreds, so padding is
         # free.
-        pays = platform == "cpu" and not omits_padding(model)
-        follows = pays and not config.batch_invariant and together != "prompt"
+        follows = platform == "cpu" and not omits and not config.batch_invariant
+        follows = follows and together != "prompt"
         shapes = tuple((one.tokens, one.seqs) for one in buckets.prefill) if follows else ()
         limits = StepLimits(
             max_num_seqs=seqs,
@@ -373,6 +376,13 @@ class Setup:
             return trial.functions.workspace_bytes() + trial.memory.state_bytes() + copies
         finally:
             trial.free()
+
+
+def _least_tokens(config: EngineConfig, omits: bool) -> int:
+    """Return the token count of the smallest prefill shape. If padding is almost free, more of it
+    in short prompts is better than more of it in prompts of a usual length."""
+    given = "min_input_pad" in config.model_fields_set
+    return config.min_input_pad if given or not omits else max(config.min_input_pad, LEAST_TOKENS)
 
 
 def _time(model: LanguageModel, config: EngineConfig) -> StepTime:
