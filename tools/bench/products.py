@@ -25,7 +25,16 @@ from tools.bench.measure import Run, command_line, machine, table, take_turns
 
 #: Rows, inputs and outputs of the products that `--chain` compares: layers of SmolLM2-135M and of
 #: ViT-B.
-CHAINS = [[128, 576, 1536], [320, 576, 1536], [640, 576, 1536], [577, 768, 3072], [2048, 576, 1536]]
+CHAINS = [
+    [16, 576, 1536],
+    [32, 576, 1536],
+    [64, 576, 1536],
+    [128, 576, 1536],
+    [320, 576, 1536],
+    [640, 576, 1536],
+    [577, 768, 3072],
+    [2048, 576, 1536],
+]
 
 #: The same for `--gradients`: layers and the head of 15M parameters, a layer of SmolLM2-135M.
 GRADIENTS = [[2048, 256, 704], [2048, 704, 256], [512, 576, 1536], [1024, 256, 32000]]
