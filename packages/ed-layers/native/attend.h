@@ -9,6 +9,10 @@ namespace ed {
 // How keys and values are stored.
 enum class Stored { kFloat32, kBfloat16, kInt8, kFp8 };
 
+constexpr int64_t bytes_of(Stored kind) {
+  return kind == Stored::kFloat32 ? 4 : kind == Stored::kBfloat16 ? 2 : 1;
+}
+
 // Numbers of rows, heads and slots; the numbers of one head and slot lie together. Strides are in
 // numbers.
 struct Slots {

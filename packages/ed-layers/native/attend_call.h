@@ -124,10 +124,6 @@ inline bool read_storage(Checks& checks, Slots& s, const char* name, Numbers fro
   return checks.ok();
 }
 
-inline int64_t bytes_of(Stored kind) {
-  return kind == Stored::kFloat32 ? 4 : kind == Stored::kBfloat16 ? 2 : 1;
-}
-
 // Compute every query of every row on the pool's threads.
 inline void run(ffi::ThreadPool& pool, const Attend& p) {
   const Attention& attention = level().attention;

@@ -85,7 +85,7 @@ struct Place {
 
 // Fetch what a block needs of keys or values, `dim` numbers of each slot, before it is read.
 inline void fetch(const Attend& p, const Slots& from, int64_t dim, const Place& place) {
-  const int64_t size = from.kind == Stored::kFloat32 ? 4 : from.kind == Stored::kBfloat16 ? 2 : 1;
+  const int64_t size = bytes_of(from.kind);
   place.each(p, from, [&](int64_t, const Place::At& at) {
     const char* numbers = static_cast<const char*>(from.data) + at.number * size;
     for (int64_t byte = 0; byte < dim * size; byte += 64) prefetch(numbers + byte);

@@ -129,7 +129,7 @@ bool by_panels(const Product& p, int64_t first, int64_t last) {
     }
 #endif
     if (few && p.rows <= kStreamedPairRows) return false;
-    (few           ? with_small_panels<PairWords>
+    (few          ? with_small_panels<PairWords>
      : p.x_across ? with_panels<PairWords, true>
                   : with_panels<PairWords, false>)(p, numbers, first, last);
     return true;

@@ -139,6 +139,7 @@ def test_rows_of_zeros_at_the_end_have_the_results_of_zeros(epilogue, dtype, use
     apart = x.at[-1, 0].set(1e-30)  # no row is omitted
     for y, expected in zip(padded, products.products(apart, matrices, epilogue=what), strict=True):
         np.testing.assert_array_equal(exact(y)[:-1], exact(expected)[:-1])
+        # The last row of `apart` has a number of 1e-30 instead of zeros.
         np.testing.assert_allclose(exact(y)[-1], exact(expected)[-1], atol=1e-6)
 
 
