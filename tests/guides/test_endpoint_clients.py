@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 import wave
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,7 @@ import openai
 import pytest
 from ed_esurge.server.endpoints import ENDPOINTS
 from ed_esurge.server.launch import background
+from ed_esurge.server.stores import OPEN
 from ed_esurge.speech.engine import SpeechEngine
 from ed_esurge.testing import ScriptedEngine, ScriptedTranscriber
 
@@ -66,9 +68,12 @@ def with_openai(url: str, recorded: Hooks) -> None:
         input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
     )
     assert [one.id for one in client.batches.list()] == [batch.id]
-    client.batches.retrieve(batch.id)
     with suppress(openai.ConflictError):  # the batch may have ended
         client.batches.cancel(batch.id)
+    ends = time.monotonic() + 30
+    while client.batches.retrieve(batch.id).status in OPEN:  # it reads its file
+        assert time.monotonic() < ends, "the batch did not end within 30 s"
+        time.sleep(0.01)
     client.files.retrieve(file.id)
     client.files.delete(file.id)
 

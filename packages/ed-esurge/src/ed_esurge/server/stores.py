@@ -166,7 +166,11 @@ class BatchStore:
         """
         self.file(name, owner)
         if any(b["input_file_id"] == name and b["status"] in OPEN for b in self._batches.values()):
-            raise APIError("an unfinished batch reads this file: cancel it first", status=409)
+            raise APIError(
+                "an unfinished batch reads this file: wait until the batch has ended, or cancel it "
+                "and wait",
+                status=409,
+            )
         del self._files[name]
         for path in (self._root / "files" / f"{name}.json", self.content(name)):
             path.unlink(missing_ok=True)
