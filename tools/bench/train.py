@@ -19,8 +19,9 @@ On a GPU, torch runs on the GPU, too, and the peaks are those of the device in t
 
 Ratios are of medians. Peaks are resident memory above that of the same process after two steps of a
 tiny model: one peak of the measured steps, and one of the first, which compiles. "bf16" computes in
-bfloat16 with float32 parameters: `dtype` of the configuration, torch's autocast. "unrolled" is
-`scan_layers: false`: each layer is compiled separately and has separate parameter arrays.
+bfloat16 with float32 parameters: `dtype` of the configuration, torch's autocast. "scanned" is
+`scan_layers: true`; without this word, the layers are as `elarge` lays them out: on one CPU, each
+layer is compiled separately and has separate parameter arrays, unless layers are rematerialized.
 """
 
 from __future__ import annotations
@@ -77,22 +78,17 @@ SHAPES_OF = {
 }
 #: Method -> its contenders. Ratios are relative to `torch`.
 CONTENDERS = {
-    "sft": (
-        "ours",
-        "ours rematerialized",
-        "ours bf16",
-        "ours bf16 unrolled",
-        "torch",
-        "torch bf16",
-    ),
+    "sft": ("ours", "ours rematerialized", "ours bf16", "torch", "torch bf16"),
     "dpo": ("ours", "ours rematerialized", "torch"),
-    "mlm": ("ours", "ours unrolled", "ours bf16 unrolled", "torch", "torch bf16"),
-    "seq2seq": ("ours", "ours unrolled", "ours bf16 unrolled", "torch", "torch bf16"),
+    "mlm": ("ours", "ours bf16", "torch", "torch bf16"),
+    "seq2seq": ("ours", "ours bf16", "torch", "torch bf16"),
 }
 #: Contenders with another optimizer, which rematerialize layers.
 OPTIMIZERS = {f"ours {name} rematerialized": name for name in ("adamw_8bit", "adafactor")}
+#: Contenders with scanned layers. The others have the layout that `elarge` selects on the device.
+SCANNED = ("ours scanned", "ours bf16 scanned")
 #: Contenders that run only if `--contenders` names them.
-ON_REQUEST = (*OPTIMIZERS, "torch bf16 compiled")
+ON_REQUEST = (*SCANNED, *OPTIMIZERS, "torch bf16 compiled")
 ALL = tuple(dict.fromkeys([n for names in CONTENDERS.values() for n in names] + [*ON_REQUEST]))
 _RATE = 1e-4
 #: Number of steps that compile and warm up.
@@ -117,17 +113,20 @@ def jax_step(
     *,
     policy: str = "",
     dtype: str = "float32",
-    scan_layers: bool = True,
+    scan_layers: bool = False,
     optimizer: str = "adamw",
 ) -> Step:
     """Return a step of a method's trainer; the step computes in `dtype` and returns the loss."""
     import jax
     import jax.numpy as jnp
+    from ed_elarge.building.parts import layout
+    from ed_infra import freed_memory
     from ed_trainers import arguments_class, trainer_class
     from ed_trainers.optimizers import build_optimizer, build_schedule
     from ed_trainers.state import EasyDeLState
     from ed_trainers.step import build_train_step
 
+    freed_memory.compute_in_calling_thread()  # as `elarge` does
     trained = "sft" if method == "seq2seq" else method
     arguments = arguments_class(trained)(
         total_batch_size=len(ids),
@@ -138,7 +137,9 @@ def jax_step(
         optimizer=optimizer,
     )
     dims = (1, 1, 1, 1, 1)
-    settings = {"gradient_checkpointing": policy, "scan_layers": scan_layers}
+    settings = {**layout(policy, optimizer), "gradient_checkpointing": policy}
+    if scan_layers:
+        settings["scan_layers"] = True
     config_class, model_class = jax_classes(method)
     config = config_class(**fields, sharding_axis_dims=dims, **settings)
     model = model_class.create(
@@ -171,6 +172,7 @@ def jax_step(
     def run() -> float:
         nonlocal leaves
         leaves, report = step(leaves, placed)
+        freed_memory.keep()  # as after the first step of a run
         return float(report["loss"])
 
     return run
@@ -311,11 +313,11 @@ def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int)
     remat = partial(jax_step, method, policy="nothing_saveable")
     made: dict[str, Callable[[dict[str, Any], np.ndarray], Step]] = {
         "ours": partial(jax_step, method),
+        "ours scanned": partial(jax_step, method, scan_layers=True),
         "ours rematerialized": remat,
         **{name: partial(remat, optimizer=optimizer) for name, optimizer in OPTIMIZERS.items()},
-        "ours unrolled": partial(jax_step, method, scan_layers=False),
         "ours bf16": partial(jax_step, method, dtype="bfloat16"),
-        "ours bf16 unrolled": partial(jax_step, method, dtype="bfloat16", scan_layers=False),
+        "ours bf16 scanned": partial(jax_step, method, dtype="bfloat16", scan_layers=True),
         "torch": trl_step if method == "dpo" else partial(torch_step, method, autocast=False),
         "torch bf16": partial(torch_step, method, autocast=True),
         "torch bf16 compiled": partial(torch_step, method, autocast=True, compiled=True),
@@ -326,6 +328,10 @@ def work(method: str, name: str, fields: dict[str, Any], rows: int, length: int)
     for _ in range(2):
         step()
     del step
+    if name.startswith("ours"):
+        from ed_infra import freed_memory
+
+        freed_memory.give_back()
     idle = resident()
     first = 0
     step = made[name](fields, ids.astype(np.int32))

@@ -8,6 +8,7 @@ from operator import itemgetter
 import jax
 import numpy as np
 import pytest
+from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers.arguments import SFTArguments
 from ed_trainers.contract import Models
 from ed_trainers.methods.sft import SFTTrainer
@@ -46,6 +47,32 @@ def assert_near(left, right, tolerance):
     """Compare trees by the largest difference relative to the largest element of each leaf."""
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(b))
+
+
+def test_separate_layers_are_rematerialized_on_one_cpu():
+    def temporary(policy):
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            sharding_axis_dims=(1, 1, 1, 1, 1),
+            scan_layers=False,
+            gradient_checkpointing=policy,
+        )
+        arguments = SFTArguments(total_batch_size=4, optimizer="sgd")
+        trainer = SFTTrainer(arguments, model=LlamaForCausalLM.create(config))
+        schedule = build_schedule(arguments, 10)
+        tx = build_optimizer(arguments, schedule)
+        state = EasyDeLState.create(model=trainer.model, tx=tx, init_opt_state=True)
+        batch = trainer.prepare({"input_ids": np.ones((4, 256), np.int32)})
+        placed = trainer.placement.place(microbatches(batch, 1), stacked=True)
+        step = build_train_step(state, trainer.method, schedule, rows=4, seed=0)
+        lowered = step.lower(tuple(jax.tree.leaves(state)), placed)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary("nothing_saveable") < temporary("") / 2
 
 
 @pytest.mark.parametrize("accumulation", [2, 4, 8])

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 from ed_infra.outputs import Metric
+from ed_infra.sharding.placement import ShardedConfig
 from ed_layers import updated
 from flax import nnx
 
@@ -195,13 +196,25 @@ def build_train_step(
         return tuple(jax.tree.leaves(new)), report
 
     out = (shardings, replicated(shardings[0]))
-    compiled = jax.jit(step, donate_argnums=0, out_shardings=out)
+    options = _compiler_options(method.learner.config)
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=options)
     record, frozen = method.record, method.frozen
     parts = (record.loss, record.statistics, state.graphdef, state.tx, schedule, rows, seed)
     stored = StoredStep(
         compiled, run, method.learner.config, method.arguments, (*parts, *frozen.description)
     )
     return Step(stored, frozen.fixed, totals_of)
+
+
+def _compiler_options(config: ShardedConfig) -> dict[str, str]:
+    """Return the options that keep barriers on one CPU.
+
+    XLA removes barriers on CPUs. Then it merges the recomputation of a rematerialized layer with
+    the forward pass, unless a scan separates the two, so that nothing is rematerialized.
+    """
+    devices = config.mesh.devices
+    one_cpu = devices.size == 1 and devices.flat[0].platform == "cpu"
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if one_cpu else {}
 
 
 def build_eval_step(state: EasyDeLState, method: MethodRun) -> EvalStep:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ed_data.schema import TEXT
+from ed_infra import freed_memory
 from ed_infra.compilation.cache import keep_compiled_programs
 from ed_infra.enums import TaskType
 
@@ -85,6 +86,11 @@ def _prepare(elm: eLargeModel) -> None:
 
     keep_compiled_programs()
     distributed.initialize()
+    run = elm.config
+    names = {action.name for action in run.actions}
+    if "train" in names and "serve" not in names and not run.method_entry.samples:
+        # The engine prepares a step while the device computes the one before.
+        freed_memory.compute_in_calling_thread()
     for action in elm.config.actions:
         prepare = ACTIONS[action.name].prepare
         if prepare:

@@ -56,6 +56,9 @@ _WITH_OTHER_INPUTS = (
     TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION,
 )
 
+#: Optimizers with small moments.
+SMALL_MOMENTS = ("adamw_8bit", "lion_8bit", "adafactor")
+
 
 # The tokenizer.
 
@@ -160,12 +163,41 @@ def model(elm: eLargeModel) -> CausalLM:
     return made
 
 
-def new_config(run: RunConfig, of_tokenizer: dict[str, Any] | None = None) -> EasyDeLBaseConfig:
+def layout(policy: str, optimizer: str) -> dict[str, Any]:
+    """Return the default of `scan_layers` on these devices.
+
+    On one CPU, layers with separate arrays are faster: a scan copies the parameters of each layer,
+    and its gradients into the stacked ones. A step of many layers compiles longer, once. Stacked
+    layers remain where a run saves memory: the updates of small moments then need less, and the
+    recomputation takes more time than the copies.
+
+    Args:
+        policy: `gradient_checkpointing`.
+        optimizer: The optimizer of the trainer; empty without training.
+    """
+    import jax
+
+    one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
+    saves = policy != "" or optimizer in SMALL_MOMENTS
+    return {"scan_layers": False} if one_cpu and not saves else {}
+
+
+def _layout(run: RunConfig) -> dict[str, Any]:
+    policy = run.execution_fields()["gradient_checkpointing"]
+    return layout(policy, "" if run.trainer is None else run.trainer.optimizer)
+
+
+def new_config(
+    run: RunConfig,
+    of_tokenizer: dict[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> EasyDeLBaseConfig:
     """Return the configuration of a new model.
 
     Args:
         run: The run, with `model.config`.
         of_tokenizer: Defaults from the tokenizer; None for a check before the tokenizer exists.
+        defaults: Further defaults.
     """
     from ed_infra import registry
 
@@ -178,7 +210,7 @@ def new_config(run: RunConfig, of_tokenizer: dict[str, Any] | None = None) -> Ea
         if of_tokenizer is not None and isinstance(text, Mapping):  # the language model inside
             fields["text_config"] = {**of_tokenizer, **text}
             of_tokenizer = None
-        made = {**_labels(run), **(of_tokenizer or {}), **fields, **changes}
+        made = {**_labels(run), **(defaults or {}), **(of_tokenizer or {}), **fields, **changes}
         return registry.get_config(model_type)(**made)
 
 
@@ -195,7 +227,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
 
     run, tokens = elm.config, elm.build_tokenizer()
     of_tokens = {} if tokens is None else _of_tokenizer(run, tokens)
-    config = new_config(run, of_tokens)
+    config = new_config(run, of_tokens, _layout(run))
     with run.blame("model", "config"):
         vocab_size = config.get_text_config().vocab_size if of_tokens else 0
         if tokens is not None and vocab_size < len(tokens):
@@ -231,7 +263,7 @@ def _load(run: RunConfig) -> CausalLM:
     from ed_models.checkpoints.checks import task_of
 
     section = _model_section(run)
-    changes = {"sharding_axis_names": run.sharding.axis_names}
+    changes = {**_layout(run), "sharding_axis_names": run.sharding.axis_names}
     changes |= {field: value for field, (_, value) in run.config_fields().items()}
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     with run.blame("model", "name_or_path"):
@@ -290,6 +322,7 @@ def _load_other(
     assert section is not None, "this part is built only if its section exists"
     changes = {field: value for field, (_, value) in run.config_fields().items()}
     changes = {field: value for field, value in changes.items() if field in FIELDS}
+    changes = {**_layout(run), **changes}
     changes["sharding_axis_names"] = run.sharding.axis_names
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     local = hub.resolve(section.name_or_path, revision=section.revision)

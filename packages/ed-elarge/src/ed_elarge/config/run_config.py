@@ -16,6 +16,7 @@ from ed_data import schema as schemas
 from ed_data.config import Mixture
 from ed_data.errors import DataError
 from ed_esurge.config import EngineConfig
+from ed_infra.config.fields import FIELDS, canonical_field, normalize
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, MeshError
 from ed_infra.options import Options
@@ -305,6 +306,16 @@ class RunConfig:
             if isinstance(section, SetsConfig)
             for field, (path, value) in section.config_fields().items()
         }
+
+    def execution_fields(self) -> Mapping[str, Any]:
+        """Return the execution fields of the run in canonical form, with their defaults."""
+        given = {**(self.model.config or {})} if self.model is not None else {}
+        given |= {"sharding_axis_names": self.sharding.axis_names}
+        given |= {"sharding_axis_dims": self.sharding.axis_dims}
+        given |= {name: value for name, (_, value) in self.config_fields().items()}
+        named = {canonical_field(name): value for name, value in given.items()}
+        own = {name: normalize(name, value) for name, value in named.items() if name in FIELDS}
+        return {name: own.get(name, field.default) for name, field in FIELDS.items()}
 
     # Locations of errors.
 

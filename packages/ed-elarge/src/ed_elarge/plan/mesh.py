@@ -6,10 +6,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ed_infra.config.fields import FIELDS, canonical_field
-from ed_infra.config.fields import normalize as normalize_field
+from ed_infra.config.fields import FIELDS
 from ed_infra.errors import ConfigError
 from ed_infra.sharding import places
 from ed_infra.sharding.axes import (
@@ -126,7 +124,7 @@ def mesh_of(run: RunConfig, devices: int, dims: Sequence[int] | None = None) -> 
         ConfigError: a rule of `partition_rules` names a layer by its number.
         MeshError: the sizes do not fit the number of devices.
     """
-    fields = execution_fields(run)
+    fields = run.execution_fields()
     names = tuple(fields["sharding_axis_names"])
     if dims is None:
         own, slices = fields["sharding_axis_dims"], fields["sharding_dcn_axis_dims"]
@@ -149,14 +147,3 @@ def mesh_of(run: RunConfig, devices: int, dims: Sequence[int] | None = None) -> 
                 "sharding.partition_rules contains a number: write one rule for all layers"
             )
     return PlanMesh(sizes, axis, more, tuple(rules))
-
-
-def execution_fields(run: RunConfig) -> Mapping[str, Any]:
-    """Return the execution fields of the run in canonical form, with their defaults."""
-    given = {**(run.model.config or {})} if run.model is not None else {}
-    given |= {"sharding_axis_names": run.sharding.axis_names}
-    given |= {"sharding_axis_dims": run.sharding.axis_dims}
-    given |= {name: value for name, (_, value) in run.config_fields().items()}
-    named = {canonical_field(name): value for name, value in given.items()}
-    own = {name: normalize_field(name, v) for name, v in named.items() if name in FIELDS}
-    return {name: own.get(name, field.default) for name, field in FIELDS.items()}

@@ -12,7 +12,6 @@ from ed_trainers.options.groups import GRPOArguments
 from ed_elarge.config.adaptation import LoraSection
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.engine.options import of_rollouts
-from ed_elarge.plan.mesh import execution_fields
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ class Training:
         targets: names that the policy keeps or excludes.
         chunk: tokens whose logits exist at the same time on a device.
         lora: adapters; None = all parameters are trained.
-        scan: whether layers run in a loop.
         form: how the step uses the model.
         has_reference: whether training needs a reference.
         token_arrays: arrays of a batch with one value for each token.
@@ -95,7 +93,6 @@ class Training:
     targets: tuple[str, ...]
     chunk: int
     lora: LoraSection | None
-    scan: bool
     form: StepForm = StepForm()
     has_reference: bool = False
     token_arrays: tuple[str, ...] = TOKEN_ARRAYS
@@ -149,7 +146,7 @@ def training(run: RunConfig) -> Training:
         length = arguments.row_length
     if length is None:
         raise ConfigError("the length of a sequence is unknown: set trainer.max_length")
-    fields = execution_fields(run)
+    fields = run.execution_fields()
     reads = getattr(arguments, "has_reference", False)
     ahead = getattr(arguments, "precompute_ref_log_probs", False)
     chunk = getattr(arguments, "lmhead_chunksize", None)
@@ -165,7 +162,6 @@ def training(run: RunConfig) -> Training:
         targets=tuple(targets),
         chunk=chunk or form.chunk,
         lora=run.adapters,
-        scan=fields["scan_layers"],
         form=form,
         has_reference=reads and not ahead,
         token_arrays=token_arrays(arguments),
@@ -216,7 +212,7 @@ def serving(run: RunConfig) -> Serving:
     for name in ("max_loras", "speculative_config"):
         if getattr(options, name):
             raise ConfigError(f"elarge plan does not know esurge.{name}: omit it")
-    fields = execution_fields(run)
+    fields = run.execution_fields()
     loader, cache = run.loader, fields["kv_cache_quantization_config"]
     dtype = fields["kvdtype"] or fields["attn_dtype"] or loader.dtype
     group = None

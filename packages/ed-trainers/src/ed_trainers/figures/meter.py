@@ -33,7 +33,7 @@ class Meter:
         self._began = time.monotonic()
         self._earlier = 0.0  # seconds of the run before this process
         self._spent = dict.fromkeys(KINDS, 0.0)
-        self._clock: float | None = None  # end of the last step
+        self._clock: float | None = None  # end of the last step; None after a compilation
         self._window = [0.0, 0.0]  # tokens and seconds since the last row
         self._whole = [0.0, 0.0]  # and since the start
         self._waited, self._steps = 0.0, 0  # waiting for data, since the last row
@@ -79,7 +79,9 @@ class Meter:
         finally:
             now = time.monotonic()
             self._spent[kind] += now - began
-            if self._clock is not None:
+            if kind == "compile":
+                self._clock = None  # a step was computed meanwhile, with unknown seconds
+            elif self._clock is not None:
                 self._clock = now
 
     @contextmanager
@@ -100,7 +102,7 @@ class Meter:
         """Record the end of a step with this number of tokens."""
         now = time.monotonic()
         self._steps += 1
-        if self._clock is not None:  # the first step includes compilation
+        if self._clock is not None:
             for sums in (self._window, self._whole):
                 sums[0] += tokens
                 sums[1] += now - self._clock
@@ -108,7 +110,7 @@ class Meter:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second since the last row; None before the second step."""
+        """Tokens per second since the last row; None if a step was compiled and none followed."""
         return self._window[0] / self._window[1] if self._window[1] else None
 
     def row(self) -> dict[str, float]:

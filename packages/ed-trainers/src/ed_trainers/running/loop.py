@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import jax
+from ed_infra import freed_memory
 from ed_infra.distributed import barrier, from_main
 from ed_infra.errors import CheckpointError, ConfigError
 
@@ -139,6 +140,7 @@ class TrainingLoop:
             outcome = self._end()
         finally:
             # Also after an error: a checkpoint that was begun becomes complete.
+            freed_memory.give_back()
             self.checkpoints.close()
             if self._mirror is not None:
                 self._mirror.wait()
@@ -300,6 +302,8 @@ class TrainingLoop:
         previous, self._pending = self._pending, (self.step, report, figures)
         if previous is not None:
             self._finish(*previous)
+        if freed_memory.computes_in_calling_thread():
+            self._finish_pending()
 
     def _call(self, batch: Batch) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
         """Begin a step; the first of each shape compiles, which the meter counts apart."""
@@ -310,7 +314,9 @@ class TrainingLoop:
             self._count_flops(length=batch["input_ids"].shape[-1])
         self._compiled.add(shapes)
         with self.meter.spending("compile"):
-            return self._train_step(self._leaves, batch)
+            outputs = self._train_step(self._leaves, batch)
+        freed_memory.keep()
+        return outputs
 
     def _count_flops(self, length: int) -> None:
         """Log once how MFU is computed, if the peak of the devices is known."""

@@ -1,0 +1,77 @@
+"""Memory that the steps of training on a CPU free and need again.
+
+XLA allocates the temporary memory of a program when the program starts, and frees it at the end.
+The C library returns so much memory to the system at once. The next step then gets new pages, which
+the system fills with zeros, one page fault for each: a sixth of the time of a step of a small
+model. `keep` lets the C library keep these pages, and `give_back` ends this.
+
+The C library keeps only the memory of the main thread. Programs must therefore be executed by the
+thread that calls them (`compute_in_calling_thread`), and that must be the main thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import threading
+
+import jax
+
+_ASYNCHRONOUS = "jax_cpu_enable_async_dispatch"
+#: Parameters of glibc's `mallopt`: the size of free memory above which memory is returned, and the
+#: number of allocations that are separate mappings.
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_NEVER = -1
+#: glibc's default of `_MMAP_MAX`, and the greatest threshold that it selects by itself.
+_MMAP_MAX_DEFAULT, _GREATEST_THRESHOLD = 65536, 64 << 20
+
+_kept = False
+
+
+def compute_in_calling_thread() -> None:
+    """Let jax execute programs of a CPU in the calling thread. Call before jax has devices.
+
+    A call then returns after the computation. Programs of several devices are not affected.
+    """
+    jax.config.update(_ASYNCHRONOUS, False)
+
+
+def computes_in_calling_thread() -> bool:
+    """Whether programs have ended when their calls return."""
+    one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
+    return one_cpu and not jax.config.values[_ASYNCHRONOUS]
+
+
+def keep() -> None:
+    """Keep freed memory for later allocations, from now on. Call after programs were compiled.
+
+    The function does nothing unless programs compute in the calling thread and this is the main
+    one. It needs glibc, and the user's options of glibc (`MALLOC_*`, `GLIBC_TUNABLES`) win.
+    """
+    global _kept
+    if _kept or not _applies():
+        return
+    c = ctypes.CDLL(None)
+    _kept = bool(c.mallopt(_MMAP_MAX, 0) and c.mallopt(_TRIM_THRESHOLD, _NEVER))
+
+
+def give_back() -> None:
+    """Return the kept memory to the system, and keep no more."""
+    global _kept
+    if not _kept:
+        return
+    _kept = False
+    c = ctypes.CDLL(None)
+    c.mallopt(_MMAP_MAX, _MMAP_MAX_DEFAULT)
+    c.mallopt(_TRIM_THRESHOLD, _GREATEST_THRESHOLD)
+    c.malloc_trim(0)
+
+
+def _applies() -> bool:
+    return (
+        computes_in_calling_thread()
+        and threading.current_thread() is threading.main_thread()
+        and platform.libc_ver()[0] == "glibc"
+        and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    )
