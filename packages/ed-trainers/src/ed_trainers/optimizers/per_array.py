@@ -93,16 +93,14 @@ def per_array(inner: optax.GradientTransformation) -> optax.GradientTransformati
         assert params is not None
         treedef = jax.tree.structure(updates)
         columns = [jax.tree.leaves(column) for column in structure.flatten_up_to(state)]
-        results = [
-            lifted(inner.update, n)(u, structure.unflatten(own), p)
-            for u, p, n, *own in zip(
-                jax.tree.leaves(updates),
-                jax.tree.leaves(params),
-                counts(params),
-                *columns,
-                strict=True,
-            )
-        ]
+        leaves = jax.tree.leaves(updates), jax.tree.leaves(params), counts(params)
+        results: list[tuple[jax.Array, optax.OptState]] = []
+        for u, p, n, *own in zip(*leaves, *columns, strict=True):
+            given = u, structure.unflatten(own)
+            if results:
+                # One array after another, so that temporary arrays of one exist at the same time.
+                given, results[-1] = jax.lax.optimization_barrier((given, results[-1]))
+            results.append(lifted(inner.update, n)(*given, p))
         new = jax.tree.unflatten(treedef, [result[0] for result in results])
         return new, _columns(structure, treedef, [result[1] for result in results])
 
