@@ -37,10 +37,14 @@ def compute_in_calling_thread() -> None:
     jax.config.update(_ASYNCHRONOUS, False)
 
 
+def has_one_cpu() -> bool:
+    """Whether the only device of the run is a CPU."""
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
+
+
 def computes_in_calling_thread() -> bool:
     """Whether programs have ended when their calls return."""
-    one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
-    return one_cpu and not jax.config.values[_ASYNCHRONOUS]
+    return has_one_cpu() and not jax.config.values[_ASYNCHRONOUS]
 
 
 def keep() -> None:

@@ -87,14 +87,13 @@ def _prepare(elm: eLargeModel) -> None:
     keep_compiled_programs()
     distributed.initialize()
     run = elm.config
-    names = {action.name for action in run.actions}
-    if "train" in names and "serve" not in names and not run.method_entry.samples:
-        # The engine prepares a step while the device computes the one before.
+    # The engine of the other runs prepares a step while the device computes the one before.
+    if run.will("train") and not run.will("serve") and not run.method_entry.samples:
         freed_memory.compute_in_calling_thread()
-    for action in elm.config.actions:
+    for action in run.actions:
         prepare = ACTIONS[action.name].prepare
         if prepare:
-            with elm.config.blame_at(action.path):
+            with run.blame_at(action.path):
                 pkgutil.resolve_name(prepare)(elm, action.options)
 
 

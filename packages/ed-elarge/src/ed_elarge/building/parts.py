@@ -175,11 +175,10 @@ def layout(policy: str, optimizer: str) -> dict[str, Any]:
         policy: `gradient_checkpointing`.
         optimizer: The optimizer of the trainer; empty without training.
     """
-    import jax
+    from ed_infra.freed_memory import has_one_cpu
 
-    one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
     saves = policy != "" or optimizer in SMALL_MOMENTS
-    return {"scan_layers": False} if one_cpu and not saves else {}
+    return {"scan_layers": False} if has_one_cpu() and not saves else {}
 
 
 def _layout(run: RunConfig) -> dict[str, Any]:
@@ -320,9 +319,8 @@ def _load_other(
     from ed_models.checkpoints import hub
 
     assert section is not None, "this part is built only if its section exists"
-    changes = {field: value for field, (_, value) in run.config_fields().items()}
-    changes = {field: value for field, value in changes.items() if field in FIELDS}
-    changes = {**_layout(run), **changes}
+    given = {field: value for field, (_, value) in run.config_fields().items()}
+    changes = _layout(run) | {field: value for field, value in given.items() if field in FIELDS}
     changes["sharding_axis_names"] = run.sharding.axis_names
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     local = hub.resolve(section.name_or_path, revision=section.revision)
