@@ -291,9 +291,26 @@ void damage(HandlerCall& call) {
   fill(array, 4);
 }
 
+// Whether the matrix that followed last time is fetched: once, and as far as it reaches.
+bool fetches_ahead() {
+  static ed::Ahead ahead;
+  std::vector<char> first(4096), second(2048);
+  int fetches = 0;
+  for (int turn = 0; turn < 2; ++turn) {
+    ahead.reads(first.data(), 4096);
+    for (fetches = 0; ahead.fetch();) ++fetches;
+    ahead.reads(second.data(), 2048);
+  }
+  return fetches == 2;
+}
+
 }  // namespace
 
 int main(int count, char** words) {
+  if (!fetches_ahead()) {
+    std::printf("the matrix that follows is not fetched\n");
+    return 1;
+  }
   int turns = count > 1 ? std::atoi(words[1]) : 200, refused = 0;
   HandlerCall (*makers[])() = {product,   product_of_codes, gradients,
                                attention, attention_cached, attention_paged,

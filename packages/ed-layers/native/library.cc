@@ -37,8 +37,9 @@ struct Rounded {
   }
 };
 
-// Tasks are even parts of the outputs of all products, one product behind the other: long runs for
-// few rows, and as many as even out busy threads. Of many rows a task has a part, and one tile.
+// Tasks are even parts of the outputs of all products, one product behind the other. For few rows, a
+// thread has one task as long as sums fit its cache, because memory is read fastest in long runs. Of
+// many rows a task has a part, and few tiles.
 struct Parts {
   Parts(const Call& call, int64_t threads) : rows(call.products[0].rows) {
     bool many = rows >= ed::many_rows(call.products[0]) && !call.whole;
@@ -49,16 +50,17 @@ struct Parts {
       if (call.gated) break;  // the second has the outputs of the first
     }
     int64_t all = ends.back();
-    bool wide = rows <= 8 || ed::of_pairs(call.products[0]);
-    int64_t most = (wide ? 16 : rows <= 64 ? 4 : 2) * ed::kTile / unit;
-    int64_t least = 2 * threads;
+    int64_t most = 96, least = threads;
+    if (call.whole) most = rows <= 8 ? 16 : rows <= 64 ? 4 : 2, least = 2 * threads;
     if (many) {
       most = 4;
       int64_t runs = (all + most - 1) / most;
-      of_rows = std::max((rows + 1023) / 1024, std::min(rows / 64, (least + runs - 1) / runs));
-      least = (least + of_rows - 1) / of_rows;
+      of_rows = std::max((rows + 1023) / 1024, std::min(rows / 64, (2 * threads + runs - 1) / runs));
+      least = (2 * threads + of_rows - 1) / of_rows;
     }
-    of_outputs = std::min(all, std::max(least, (all + most - 1) / most));
+    of_outputs = std::max(least, (all + most - 1) / most);
+    if (!many) of_outputs = (of_outputs + threads - 1) / threads * threads;
+    of_outputs = std::min(all, of_outputs);
   }
 
   int64_t tasks() const { return of_outputs * of_rows; }
@@ -90,6 +92,20 @@ ed::Product part_of(ed::Product p, int64_t first, int64_t last) {
   return p;
 }
 
+// Memory limits a product of so many rows.
+constexpr int64_t kFewRows = 32;
+
+// The bytes of the product's matrix.
+int64_t bytes_of(const ed::Product& p) {
+  const int64_t numbers = p.inputs * p.outputs;
+  switch (p.format) {
+    case ed::Format::kFloat32: return 4 * numbers;
+    case ed::Format::kBfloat16: return 2 * numbers;
+    case ed::Format::kFourBits: return numbers / 2;
+    default: return numbers;
+  }
+}
+
 // Compute all products of a call.
 void run(ffi::ThreadPool& pool, Call& call) {
   std::vector<Rounded> rounded(call.whole ? call.products.size() : 0);
@@ -110,6 +126,8 @@ void run(ffi::ThreadPool& pool, Call& call) {
     up.resize(p.rows * p.outputs * (p.y_is_bfloat16 ? 2 : 4));
     p.y = up.data();
   }
+  if (call.products[0].rows <= kFewRows)
+    for (const ed::Product& p : call.products) ed::Ahead::get().reads(p.w, bytes_of(p));
   Parts parts(call, std::max<int64_t>(1, pool.num_threads()));
   ed::parallel(pool, parts.tasks(), [&](int64_t task) {
     parts.of_task(call, task, [&](size_t i, int64_t row, int64_t to_row, int64_t first, int64_t last) {

@@ -118,7 +118,7 @@ void with_panels(const Product& p, const typename Words::Number* x, int64_t firs
 bool by_panels(const Product& p, int64_t first, int64_t last) {
   if (p.inputs == 0 || !(p.format == Format::kFloat32 || p.format == Format::kBfloat16)) return false;
   const bool few = p.rows < many_rows(p) && !p.x_across;
-  if (few && (p.rows <= kRows || p.transposed || p.format == Format::kFloat32)) return false;
+  if (few && (p.rows <= kStreamedRows || p.transposed || p.format == Format::kFloat32)) return false;
 #if defined(__AVX512BF16__)
   if (p.x_is_bfloat16 && p.format == Format::kBfloat16) {
     auto* numbers = static_cast<const uint16_t*>(p.x);
@@ -128,7 +128,6 @@ bool by_panels(const Product& p, int64_t first, int64_t last) {
       return true;
     }
 #endif
-    if (few && p.rows <= kStreamedPairRows) return false;
     (few          ? with_small_panels<PairWords>
      : p.x_across ? with_panels<PairWords, true>
                   : with_panels<PairWords, false>)(p, numbers, first, last);

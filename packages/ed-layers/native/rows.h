@@ -10,18 +10,29 @@
 namespace ed {
 namespace {
 
-constexpr int kRowsOfX = 2;  // taken together
-constexpr int kRowsOfW = kLanes == 16 ? 8 : 4;  // divides kTile
+constexpr int kRowsOfX = kLanes == 16 ? 4 : 2;  // taken together
+constexpr int kRowsOfW = 4;  // divides kTile
 
 inline float number(float x) { return x; }
 inline float number(uint16_t x) { return widen(x); }
 
+// Fetches what follows in the matrix, some lines at each call.
+struct Following {
+  ED_INLINE void operator()() {
+    for (int64_t line = 0; line < lines; ++line) prefetch(at + line * 64);
+    at += lines * 64;
+  }
+  const char* at;
+  const int64_t lines;
+};
+
 // sums [R, kTile], of which Q columns = the products of R rows of x with Q rows of w.
 template <int R, int Q, typename W>
-void dots(const float* x, const W* w, int64_t inputs, float* sums) {
+void dots(const float* x, const W* w, int64_t inputs, float* sums, Following following) {
   Vec acc[R][Q] = {};
   int64_t i = 0;
   for (; i + kLanes <= inputs; i += kLanes) {
+    following();
     Vec right[Q];
     ED_UNROLL
     for (int q = 0; q < Q; ++q) right[q] = load_numbers(w + q * inputs + i);
@@ -44,9 +55,10 @@ void dots(const float* x, const W* w, int64_t inputs, float* sums) {
 #if defined(__AVX512BF16__)
 // The same of bfloat16 numbers.
 template <int R, int Q, typename W>
-void dots(const uint16_t* x, const W* w, int64_t inputs, float* sums) {
+void dots(const uint16_t* x, const W* w, int64_t inputs, float* sums, Following following) {
   Vec acc[R][Q] = {};
   auto add = [&](int64_t i, __mmask32 mask) __attribute__((always_inline)) {
+    following();
     __m512i right[Q];
     ED_UNROLL
     for (int q = 0; q < Q; ++q) right[q] = _mm512_maskz_loadu_epi16(mask, w + q * inputs + i);
@@ -72,19 +84,26 @@ void dots(const uint16_t* x, const W* w, int64_t inputs, float* sums) {
 template <typename X, typename W>
 void with_rows(const Product& p, const X* x, const W* w, int64_t first, int64_t last) {
   Scratch tile(p.rows * kTile);
+  // While all rows of x are multiplied by some rows of w, as many rows of w are fetched.
+  constexpr int64_t kStep = sizeof(*x) == 2 ? 2 * kLanes : kLanes;
+  const int64_t blocks = (p.rows + kRowsOfX - 1) / kRowsOfX;
+  const int64_t lines = most(1, kRowsOfW * kStep * sizeof(W) / 64 / blocks);
+  const int64_t steps = (p.inputs + kStep - 1) / kStep;
   for (; first < last; first += kTile, w += kTile * p.inputs) {
     int64_t count = least(kTile, last - first);
     for (int64_t at = 0; at < count;) {
       bool whole = count - at >= kRowsOfW;
       const W* rows_of_w = w + at * p.inputs;
+      Following following{reinterpret_cast<const char*>(rows_of_w + kRowsOfW * p.inputs), lines};
       row_blocks<kRowsOfX>(p.rows, [&](auto r, int64_t row) {
         constexpr int R = decltype(r)::value;
         const X* rows_of_x = x + row * p.inputs;
         float* sums = tile.data + row * kTile + at;
         if (whole)
-          dots<R, kRowsOfW, W>(rows_of_x, rows_of_w, p.inputs, sums);
+          dots<R, kRowsOfW, W>(rows_of_x, rows_of_w, p.inputs, sums, following);
         else
-          dots<R, 1, W>(rows_of_x, rows_of_w, p.inputs, sums);
+          dots<R, 1, W>(rows_of_x, rows_of_w, p.inputs, sums, following);
+        following.at += steps * lines * 64;
       });
       at += whole ? kRowsOfW : 1;
     }

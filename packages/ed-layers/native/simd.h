@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -12,6 +11,7 @@
 #endif
 
 #include "product.h"
+#include "scratch.h"
 
 // Before loops over accumulators: left as loops, they would keep them in memory.
 #define ED_UNROLL _Pragma("GCC unroll 16")
@@ -230,28 +230,32 @@ inline float highest(Vec v) {
 #endif
 }
 
-// The totals of Q vectors, each as `total` has it. Eight at once take a third of the instructions.
+// The totals of Q vectors, each as `total` has it. Several at once take a third of the instructions.
 template <int Q>
 ED_INLINE void totals(const Vec* v, float* to) {
 #if defined(__AVX512F__)
-  if constexpr (Q == 8) {
-    __m512 half[4], quarter[2];
+  if constexpr (Q == 4 || Q == 8) {
+    __m512 half[Q / 2], quarter[Q / 4];
     ED_UNROLL
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < Q / 2; ++i) {
       __m512 a = (__m512)v[2 * i], b = (__m512)v[2 * i + 1];
       half[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
     }
     ED_UNROLL
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < Q / 4; ++i) {
       __m512 a = half[2 * i], b = half[2 * i + 1];
       quarter[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
     }
-    __m512 pairs = _mm512_shuffle_ps(quarter[0], quarter[1], 0x44) +
-                   _mm512_shuffle_ps(quarter[0], quarter[1], 0xee);
-    // Of each four lanes: total i, total 4 + i.
+    const __m512 a = quarter[0], b = quarter[Q / 4 - 1];
+    __m512 pairs = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
+    // Of each four lanes: total i, and total 4 + i of eight.
     __m512 all = _mm512_shuffle_ps(pairs, pairs, 0x88) + _mm512_shuffle_ps(pairs, pairs, 0xdd);
     __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
-    _mm256_storeu_ps(to, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, all)));
+    __m512 in_order = _mm512_permutexvar_ps(order, all);
+    if constexpr (Q == 8)
+      _mm256_storeu_ps(to, _mm512_castps512_ps256(in_order));
+    else
+      _mm_storeu_ps(to, _mm512_castps512_ps128(in_order));
     return;
   }
 #endif
@@ -302,7 +306,7 @@ constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Columns of a matrix in memory are read in runs: what comes next of a row is asked for early.
-inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
+inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 template <int R>
 struct Count {
@@ -324,14 +328,6 @@ inline Vec in_turns(Vec a, Vec b, Half) {
   return __builtin_shufflevector(a, b, h, h + o, h + 1, h + 1 + o);
 #endif
 }
-
-struct Scratch {
-  explicit Scratch(int64_t numbers)
-      : data(static_cast<float*>(std::aligned_alloc(64, (numbers * 4 + 127) / 64 * 64))) {}
-  Scratch(const Scratch&) = delete;
-  ~Scratch() { std::free(data); }
-  float* const data;
-};
 
 // Run `f(Count<R>, first row)` over blocks of at most `most` rows, as equal as can be.
 template <int R, typename F>

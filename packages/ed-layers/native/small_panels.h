@@ -10,7 +10,7 @@ namespace ed {
 namespace {
 
 constexpr int64_t kSmallPanelWords = 32;  // of an output: a panel stays in the first cache
-constexpr int64_t kStreamedPairRows = 8;  // as many bfloat16 rows are faster in stream.h
+constexpr int64_t kStreamedRows = 8;      // as many rows are faster in stream.h
 
 // Fetches the first `count` inputs of a tile of the matrix, one for each word that is multiplied.
 template <int lines>

@@ -10,22 +10,23 @@
 namespace ed {
 namespace {
 
-constexpr int64_t kStreamedRows = 2;
-
 // sums [R, width] += x [R, inputs] * w, `count` columns from `first` on, which are whole vectors.
 template <int R, typename T>
 void stream(const Product& p, const float* x, int64_t first, int64_t count, float* sums,
             int64_t width) {
   auto some = [&](auto inputs, int64_t i) __attribute__((always_inline)) {
+    constexpr int kInputs = decltype(inputs)::value;
     const T* w = static_cast<const T*>(p.w) + i * p.outputs + first;
+    const int64_t ahead = rows_ahead(kInputs, sizeof(T) * count) * p.outputs;
     for (int64_t c = 0; c < count; c += kLanes) {
       Vec acc[R];
       ED_UNROLL
       for (int r = 0; r < R; ++r) acc[r] = load(sums + r * width + c);
       ED_UNROLL
-      for (int j = 0; j < decltype(inputs)::value; ++j) {
-        Vec row = load_numbers(w + j * p.outputs + c);
-        if (sizeof(T) == 2) prefetch(w + (j + decltype(inputs)::value) * p.outputs + c);
+      for (int j = 0; j < kInputs; ++j) {
+        const T* from = w + j * p.outputs + c;
+        Vec row = load_numbers(from);
+        prefetch(from + ahead);
         ED_UNROLL
         for (int r = 0; r < R; ++r) acc[r] += broadcast(x[r * p.inputs + i + j]) * row;
       }
@@ -95,8 +96,7 @@ int64_t streamed(const Product& p, int64_t first, int64_t last) {
 #else
   bool pairs = false;
 #endif
-  int64_t most = pairs ? kStreamedPairRows : kStreamedRows;
-  if (p.rows > most || !(wide || p.format == Format::kBfloat16)) return first;
+  if (p.rows > kStreamedRows || !(wide || p.format == Format::kBfloat16)) return first;
   int64_t width = (last - first + kTile - 1) / kTile * kTile;
   int64_t count = pairs ? last - first : (last - first) / kLanes * kLanes;
   if (count == 0) return first;
@@ -104,7 +104,7 @@ int64_t streamed(const Product& p, int64_t first, int64_t last) {
   std::memset(sums.data, 0, p.rows * width * sizeof(float));
 #if defined(__AVX512BF16__)
   if (pairs)
-    row_blocks<8>(p.rows, [&](auto r, int64_t row) {
+    row_blocks<kStreamedRows>(p.rows, [&](auto r, int64_t row) {
       stream_pairs<decltype(r)::value>(p, row, first, count, sums.data + row * width, width);
     });
 #endif

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <thread>
 
+#include "ahead.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ed {
@@ -91,7 +92,8 @@ class Crew {
   bool another(uint64_t number) const {
     auto until = std::chrono::steady_clock::now() + kStay;
     while (posted_.load(std::memory_order_acquire) == number) {
-      for (int i = 0; i < 8; ++i) pause();
+      if (!Ahead::get().fetch())
+        for (int i = 0; i < 8; ++i) pause();
       if (std::chrono::steady_clock::now() > until) return false;
     }
     return true;
