@@ -8,7 +8,8 @@
 
 namespace {
 
-using ed::Biases, ed::Distances, ed::Floats, ed::Ints, ed::Mask, ed::Numbers, ed::OfHeads, ed::Scored, ed::Table;
+using ed::Biases, ed::Distances, ed::Floats, ed::Ints, ed::Mask, ed::Numbers, ed::OfHeads;
+using ed::Scored, ed::Table;
 
 // Read q [b, s, h, k], keys [b, t, g, k], values [b, t, g, d], the mask and the scoring. `out` is
 // the result, or the gradient of the result.

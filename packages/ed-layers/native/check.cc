@@ -54,7 +54,8 @@ bool finite(const std::vector<uint16_t>& numbers) {
 bool product(const ed::Level& level) {
   ed::Product p{};
   int64_t groups = draw(1, 4), outputs = draw(0, 2) ? draw(1, 200) : ed::kTile * draw(1, 3);
-  p.group = draw(0, 1) ? 2 * draw(1, 150) : 16 << draw(0, 3), p.inputs = groups * p.group, p.rows = draw(0, 3) ? draw(1, 20) : draw(60, 140);
+  p.group = draw(0, 1) ? 2 * draw(1, 150) : 16 << draw(0, 3), p.inputs = groups * p.group;
+  p.rows = draw(0, 3) ? draw(1, 20) : draw(60, 140);
   p.outputs = outputs, p.transposed = draw(0, 1);
   p.format = static_cast<ed::Format>(draw(0, 4));
   auto x = floats(p.rows * p.inputs), table = floats(16), scale = floats(groups * outputs);
@@ -225,7 +226,8 @@ bool recurrence(const ed::Level& level) {
 int main() {
   const ed::Level& level = ed::level();
   for (int turn = 0; turn < 150; ++turn)
-    if (!product(level) || !gradient(level, turn % 2) || !attention(level) || !rotary(level) || !recurrence(level)) {
+    if (!product(level) || !gradient(level, turn % 2) || !attention(level) || !rotary(level) ||
+        !recurrence(level)) {
       std::printf("%s: turn %d has a number that is not finite\n", level.name, turn);
       return 1;
     }

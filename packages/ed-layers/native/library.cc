@@ -50,13 +50,14 @@ struct Parts {
       if (call.gated) break;  // the second has the outputs of the first
     }
     int64_t all = ends.back();
-    int64_t most = 96, least = threads;
-    if (call.whole) most = rows <= 8 ? 16 : rows <= 64 ? 4 : 2, least = 2 * threads;
+    int64_t most = 96, least = threads;  // units of a task, and tasks
+    if (call.whole || many) least = 2 * threads;
+    if (call.whole) most = rows <= 8 ? 16 : rows <= 64 ? 4 : 2;
     if (many) {
       most = 4;
       int64_t runs = (all + most - 1) / most;
-      of_rows = std::max((rows + 1023) / 1024, std::min(rows / 64, (2 * threads + runs - 1) / runs));
-      least = (2 * threads + of_rows - 1) / of_rows;
+      of_rows = std::max((rows + 1023) / 1024, std::min(rows / 64, (least + runs - 1) / runs));
+      least = (least + of_rows - 1) / of_rows;
     }
     of_outputs = std::max(least, (all + most - 1) / most);
     if (!many) of_outputs = (of_outputs + threads - 1) / threads * threads;
@@ -96,7 +97,7 @@ ed::Product part_of(ed::Product p, int64_t first, int64_t last) {
 constexpr int64_t kFewRows = 32;
 
 // The bytes of the product's matrix.
-int64_t bytes_of(const ed::Product& p) {
+int64_t matrix_bytes(const ed::Product& p) {
   const int64_t numbers = p.inputs * p.outputs;
   switch (p.format) {
     case ed::Format::kFloat32: return 4 * numbers;
@@ -127,7 +128,7 @@ void run(ffi::ThreadPool& pool, Call& call) {
     p.y = up.data();
   }
   if (call.products[0].rows <= kFewRows)
-    for (const ed::Product& p : call.products) ed::Ahead::get().reads(p.w, bytes_of(p));
+    for (const ed::Product& p : call.products) ed::Ahead::get().reads(p.w, matrix_bytes(p));
   Parts parts(call, std::max<int64_t>(1, pool.num_threads()));
   ed::parallel(pool, parts.tasks(), [&](int64_t task) {
     parts.of_task(call, task, [&](size_t i, int64_t row, int64_t to_row, int64_t first, int64_t last) {
@@ -341,7 +342,8 @@ ffi::Error gradients(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs 
     ed::Product p{};
     p.rows = inputs, p.inputs = rows, p.outputs = d_y->dimensions()[1];
     if (!checks.shape("the result", **d_w, {p.rows, p.outputs})) return checks.error();
-    p.x = numbers, p.x_across = !buffers || !ed::level().across_in_rows, p.x_rows = inputs, p.w = d_y->untyped_data(), p.y = (*d_w)->untyped_data();
+    p.x = numbers, p.x_rows = inputs, p.x_across = !buffers || !ed::level().across_in_rows;
+    p.w = d_y->untyped_data(), p.y = (*d_w)->untyped_data();
     p.x_is_bfloat16 = x.element_type() == ffi::BF16;
     p.format = p.x_is_bfloat16 ? ed::Format::kBfloat16 : ed::Format::kFloat32;
     bytes += (*d_w)->size_bytes();

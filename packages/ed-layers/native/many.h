@@ -88,7 +88,8 @@ void with_panels(const Product& p, const typename Words::Number* x, int64_t firs
   auto place_of = [&](int64_t i, int64_t column) {
     return PanelPlace{i, least(block, p.inputs - i), column, least(kTile, last - column)};
   };
-  const int64_t row_step = across ? in_word : p.inputs, word_step = across ? p.x_rows * in_word : in_word;
+  const int64_t row_step = across ? in_word : p.inputs;
+  const int64_t word_step = across ? p.x_rows * in_word : in_word;
   const int64_t row_parts = (p.rows + Words::kBlockRows - 1) / Words::kBlockRows;
   const int64_t parts = least(24, row_parts);
   Words words;
@@ -118,7 +119,8 @@ void with_panels(const Product& p, const typename Words::Number* x, int64_t firs
 bool by_panels(const Product& p, int64_t first, int64_t last) {
   if (p.inputs == 0 || !(p.format == Format::kFloat32 || p.format == Format::kBfloat16)) return false;
   const bool few = p.rows < many_rows(p) && !p.x_across;
-  if (few && (p.rows <= kStreamedRows || p.transposed || p.format == Format::kFloat32)) return false;
+  if (few && (p.rows <= kStreamedRows || p.transposed || p.format == Format::kFloat32))
+    return false;
 #if defined(__AVX512BF16__)
   if (p.x_is_bfloat16 && p.format == Format::kBfloat16) {
     auto* numbers = static_cast<const uint16_t*>(p.x);

@@ -107,7 +107,8 @@ struct Level {
 
 extern const Level kBaseLevel;
 #if defined(__x86_64__)
-extern const Level kAvx2Level, kAvxVnniLevel, kAvx512Level, kAvx512VnniLevel, kAvx512Bf16Level, kAmxLevel;
+extern const Level kAvx2Level, kAvxVnniLevel, kAvx512Level, kAvx512VnniLevel, kAvx512Bf16Level,
+    kAmxLevel;
 #elif defined(__aarch64__)
 extern const Level kDotprodLevel;
 #endif

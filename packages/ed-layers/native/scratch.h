@@ -40,19 +40,15 @@ class ThreadMemory {
 
 thread_local ThreadMemory thread_memory;
 
-// Begins on a line of the cache.
-class Scratch {
- public:
+// Numbers of one task, which begin on a line of the cache.
+struct Scratch {
   explicit Scratch(int64_t numbers)
-      : bytes_((numbers * 4 + 127) / 64 * 64),
-        data(static_cast<float*>(thread_memory.take(bytes_))) {}
+      : bytes((numbers * 4 + 127) / 64 * 64),
+        data(static_cast<float*>(thread_memory.take(bytes))) {}
   Scratch(const Scratch&) = delete;
-  ~Scratch() { thread_memory.give_back(data, bytes_); }
+  ~Scratch() { thread_memory.give_back(data, bytes); }
 
- private:
-  const int64_t bytes_;
-
- public:
+  const int64_t bytes;
   float* const data;
 };
 

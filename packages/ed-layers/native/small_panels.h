@@ -10,7 +10,7 @@ namespace ed {
 namespace {
 
 constexpr int64_t kSmallPanelWords = 32;  // of an output: a panel stays in the first cache
-constexpr int64_t kStreamedRows = 8;      // as many rows are faster in stream.h
+constexpr int64_t kStreamedRows = 8;  // as many rows are faster in stream.h
 
 // Fetches the first `count` inputs of a tile of the matrix, one for each word that is multiplied.
 template <int lines>
@@ -63,7 +63,8 @@ void with_small_panels(const Product& p, const typename Words::Number* x, int64_
       int64_t fetched = 0, part = 0;
       row_blocks<kRows>(p.rows, [&](auto r, int64_t row) {
         const int64_t to = next_k * ++part / row_parts;
-        const FetchedTile<kTile * sizeof(*x) / 64> fetch{next + fetched * stride, stride, to - fetched};
+        const FetchedTile<kTile * sizeof(*x) / 64> fetch{next + fetched * stride, stride,
+                                                         to - fetched};
         over_blocks(count, [&](auto v, int64_t c) {
           multiply_panel<Words, decltype(r)::value, decltype(v)::value>(
               rows.numbers() + row * rows.stride, rows.stride, panel.data + c, kTile, k,
