@@ -94,7 +94,7 @@ ed::Product part_of(ed::Product p, int64_t first, int64_t last) {
 }
 
 // Memory limits a product of so many rows.
-constexpr int64_t kFewRows = 32;
+constexpr int64_t kRowsLimitedByMemory = 32;
 
 // The bytes of the product's matrix.
 int64_t matrix_bytes(const ed::Product& p) {
@@ -127,7 +127,7 @@ void run(ffi::ThreadPool& pool, Call& call) {
     up.resize(p.rows * p.outputs * (p.y_is_bfloat16 ? 2 : 4));
     p.y = up.data();
   }
-  if (call.products[0].rows <= kFewRows)
+  if (call.products[0].rows <= kRowsLimitedByMemory)
     for (const ed::Product& p : call.products) ed::Ahead::get().reads(p.w, matrix_bytes(p));
   Parts parts(call, std::max<int64_t>(1, pool.num_threads()));
   ed::parallel(pool, parts.tasks(), [&](int64_t task) {

@@ -305,7 +305,7 @@ ED_INLINE Ints dot_of_bytes(Ints sum, Ints w, int32_t x) { return dot_of_bytes(s
 constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Columns of a matrix in memory are read in runs: what comes next of a row is asked for early.
+// Fetch memory that is read soon into the second-level cache: the first one can wait for few lines.
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 template <int R>

@@ -168,7 +168,7 @@ void fours(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count
         if (count < kTile)
           std::memcpy(copies[j], from, count);
         else
-          rows[j] = from, __builtin_prefetch(from + ahead, 0, 2);
+          rows[j] = from, prefetch(from + ahead);
       }
       interleave(rows, panel + n * 4 * kTile);
     }

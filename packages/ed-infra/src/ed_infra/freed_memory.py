@@ -1,8 +1,8 @@
 """Memory that the steps of training on a CPU free and need again.
 
 XLA allocates the temporary memory of a program when the program starts, and frees it at the end.
-The C library returns so much memory to the system at once. The next step then gets new pages, which
-the system fills with zeros, one page fault for each: a sixth of the time of a step of a small
+The C library returns so much memory to the system immediately. The next step then gets new pages,
+which the system fills with zeros, one page fault for each: a sixth of the time of a step of a small
 model. `keep` lets the C library keep these pages, and `give_back` ends this.
 
 The C library keeps only the memory of the main thread. Programs must therefore be executed by the

@@ -169,7 +169,7 @@ def layout(policy: str, optimizer: str) -> dict[str, Any]:
     On one CPU, layers with separate arrays are faster: a scan copies the parameters of each layer,
     and its gradients into the stacked ones. A step of many layers compiles longer, once. Stacked
     layers remain where a run saves memory: the updates of small moments then need less, and the
-    recomputation takes more time than the copies.
+    recomputation needs more time than the copies.
 
     Args:
         policy: `gradient_checkpointing`.
