@@ -6,10 +6,12 @@ uv run python -m tools.bench.decode --batch 1 8 --layers 8 --rounds 5
 uv run python -m tools.bench.decode --forms "torch float32" float32 bfloat16 int8 int4
 uv run python -m tools.bench.decode --family llama-1b --forms "torch bfloat16" bfloat16   on a GPU
 uv run python -m tools.bench.decode --llama-bin llama.cpp/build/bin --prompt 512 2048
+uv run python -m tools.bench.decode --ik-llama-bin build/bin --forms "ik_llama.cpp q4_0" int4
 
 All contenders load the same checkpoint, and the logits are compared first; formats of 16 bits and
 less differ. int8 and int4 round activations to 8 bits, as llama.cpp's q8_0 and q4_0 do; embedding
-and head are quantized. llama.cpp is omitted without `--llama-bin`.
+and head are quantized. Other contenders are omitted without their programs: llama.cpp and
+ik_llama.cpp (`tools.bench.llama_cpp`), and OpenVINO (`tools.bench.open_vino`).
 
 Runs of 8 steps are interleaved, and each contender starts at `--context` tokens. The time of a run
 is the mean of its steps. A cell contains the minimum and, in parentheses, the median, because other
@@ -32,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.llama_cpp import PROGRAM, STEPS, LlamaCpp
+from tools.bench.llama_cpp import STEPS, LlamaCpp
 from tools.bench.measure import (
     Run,
     Timed,
@@ -42,6 +44,7 @@ from tools.bench.measure import (
     report_failure,
     table,
 )
+from tools.bench.open_vino import FORMATS, PYTHON, OpenVino
 from tools.bench.torch_device import to_numpy, torch_device, wait_for_torch
 
 VOCAB = 49152
@@ -229,10 +232,13 @@ OURS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "int4": ("float32", {"dtype": "w4a8", "group_size": 32}),
 }
 THEIRS = {"torch float32": "float32", "torch bfloat16": "bfloat16"}
-LLAMA_CPP = {"llama.cpp bf16": "bf16", "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0"}
+OPEN_VINO = {f"OpenVINO {dtype}": dtype for dtype in FORMATS}
+#: Name -> option with the directory of its programs.
+LLAMAS = {"llama.cpp": "llama_bin", "ik_llama.cpp": "ik_llama_bin"}
+GGUF = [f"{name} {dtype}" for name in LLAMAS for dtype in ("bf16", "q8_0", "q4_0")]
 #: Slots of the cache per sequence.
 CAPACITY = 512
-Contender = Torch | Ours | LlamaCpp
+Contender = Torch | Ours | LlamaCpp | OpenVino
 
 
 def load(directory: Path, family: str, options: argparse.Namespace) -> dict[str, Contender]:
@@ -245,10 +251,18 @@ def load(directory: Path, family: str, options: argparse.Namespace) -> dict[str,
                 contenders[form] = Torch(directory, THEIRS[form])
             elif form in OURS:
                 contenders[form] = Ours(directory, capacity, options.mechanism, *OURS[form])
-            elif options.llama_bin and model_type(family) == "llama":
-                contenders[form] = LlamaCpp(directory, LLAMA_CPP[form], options.llama_bin)
+            elif model_type(family) != "llama":
+                continue
+            elif form in OPEN_VINO and PYTHON in os.environ:
+                contenders[form] = OpenVino(directory, OPEN_VINO[form])
+            elif form in GGUF:
+                name, _, dtype = form.partition(" ")
+                if programs := getattr(options, LLAMAS[name]):
+                    contenders[form] = LlamaCpp(directory, name, dtype, programs)
         except Exception as error:
             report_failure(form, error)
+    missing = ", ".join(form for form in options.forms if form not in contenders)
+    print(f"omitted: {missing or 'none'}")
     return contenders
 
 
@@ -288,6 +302,9 @@ def measure(family: str, options: argparse.Namespace) -> None:
             prompt = tokens(size=(1, length))
             runs = {form: of.prefiller(prompt) for form, of in contenders.items()}
             column(runs, max(3, options.rounds // 3))
+        for of in contenders.values():
+            if isinstance(of, OpenVino):
+                of.close()
     steps = [f"decode, batch {batch}" for batch in options.batch]
     prompts = [f"prefill, {length}" for length in options.prompt]
     print(f"load of the machine: {os.getloadavg()[0]:.1f}\n")
@@ -298,7 +315,7 @@ def main() -> None:
     parser = command_line("decode", __doc__)
     add = parser.add_argument
     add("--family", nargs="+", choices=sorted(SHAPES), default=["llama"])
-    forms = [*THEIRS, *LLAMA_CPP, *OURS]
+    forms = [*THEIRS, *GGUF, *OPEN_VINO, *OURS]
     add("--forms", nargs="+", choices=forms, default=forms)
     add("--batch", type=int, nargs="+", default=[1, 8, 32])
     add("--context", type=int, default=32)
@@ -307,12 +324,9 @@ def main() -> None:
     add("--mechanism", default="auto", help="attn_mechanism for the prompt")
     add("--rounds", type=int, default=15)
     add("--llama-bin", type=Path, help="directory of llama.cpp's programs")
+    add("--ik-llama-bin", type=Path, help="directory of ik_llama.cpp's programs")
     options = parser.parse_args()
     print(machine())
-    if options.llama_bin is None:
-        print("llama.cpp is omitted: set --llama-bin to the directory of its programs")
-    elif not (options.llama_bin / PROGRAM).exists():
-        parser.error(f"--llama-bin: {options.llama_bin} does not contain {PROGRAM}")
     for family in options.family:
         measure(family, options)
 

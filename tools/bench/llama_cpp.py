@@ -1,8 +1,13 @@
-"""llama.cpp as a contender: its `llama-batched-bench`, one process for each turn."""
+"""llama.cpp and ik_llama.cpp as contenders: their `llama-batched-bench`, a process for each turn.
+
+The source archives of `llama-cpp-python` and `ik-llama-cpp-python` contain both in `vendor`:
+
+    cmake -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF
+    cmake --build build --target llama-batched-bench llama-quantize llama-server
+"""
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -24,17 +29,18 @@ class LlamaCpp:
 
     Args:
         checkpoint: Directory that `to_gguf.write` reads.
+        name: "llama.cpp" or "ik_llama.cpp".
         dtype: "f32", "bf16", "q8_0" or "q4_0".
-        llama_bin: Directory of llama.cpp's programs.
+        llama_bin: Directory of the programs.
     """
 
-    def __init__(self, checkpoint: Path, dtype: str, llama_bin: Path):
+    def __init__(self, checkpoint: Path, name: str, dtype: str, llama_bin: Path):
         from tools.bench import to_gguf  # the package `gguf` is optional
 
-        self.program = llama_bin / PROGRAM
-        self.file = checkpoint / f"{dtype}.gguf"
+        self.program = (llama_bin / PROGRAM).resolve(strict=True)
+        self.file = checkpoint / f"{name}-{dtype}.gguf"
         if dtype in to_gguf.QUANTIZED:
-            wide = checkpoint / "f32.gguf"
+            wide = checkpoint / f"{name}-f32.gguf"
             if not wide.exists():
                 to_gguf.write(checkpoint, wide, "f32")
             to_gguf.quantize(wide, self.file, dtype, llama_bin)
@@ -45,15 +51,15 @@ class LlamaCpp:
     def decoder(self, tokens: np.ndarray) -> Run:
         """Return a run that returns the seconds of one decode step after prompts of that shape."""
         rows, length = tokens.shape
-        return lambda: Timed(self.measured(rows, length, STEPS)["t_tg"] / STEPS)
+        return lambda: Timed(rows / self.measured(rows, length, STEPS)["S_TG t/s"])
 
     def prefiller(self, tokens: np.ndarray) -> Run:
         """Return a run that returns the seconds of prompts of that shape."""
         rows, length = tokens.shape
-        return lambda: Timed(self.measured(rows, length, 1)["t_pp"])
+        return lambda: Timed(rows * length / self.measured(rows, length, 1)["S_PP t/s"])
 
     def measured(self, rows: int, length: int, steps: int) -> dict[str, float]:
-        """Return the figures that the program prints for one setting."""
+        """Return the columns of the table that the program prints for one setting."""
         settings = {
             "-m": self.file,
             "-c": rows * (length + steps),
@@ -61,11 +67,11 @@ class LlamaCpp:
             "-npp": length,
             "-ntg": steps,
             "-npl": rows,
-            "--output-format": "jsonl",
         }
         words = [str(word) for pair in settings.items() for word in pair]
         done = subprocess.run([self.program, *words], capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode or not lines:
+        table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+        if done.returncode or len(table) < 3:
             raise RuntimeError(f"{PROGRAM} {' '.join(words)} failed:\n{done.stderr}")
-        return json.loads(lines[-1])
+        header, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+        return {name: float(cell) for name, cell in zip(header, row, strict=True)}

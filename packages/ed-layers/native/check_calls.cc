@@ -69,8 +69,8 @@ void add_epilogue(HandlerCall& call, int64_t matrices, ffi::DataType dtype, int6
 HandlerCall product() {
   int64_t n = draw(0, 3) ? draw(1, 20) : draw(60, 140), i = draw(1, 90), o = draw(1, 150);
   bool turned = draw(0, 1), gated = draw(0, 1);
-  ffi::DataType dtype = number();
-  HandlerCall call{ed_product, {random(dtype, {n, i})}, {Array(dtype, {n, o})}, {}};
+  ffi::DataType of_x = number(), dtype = draw(0, 1) ? of_x : ffi::F32;
+  HandlerCall call{ed_product, {random(of_x, {n, i})}, {Array(dtype, {n, o})}, {}};
   for (int64_t m = 0; m < (gated ? 2 : 1); ++m)
     call.arguments.push_back(random(number(), turned ? Sizes{o, i} : Sizes{i, o}));
   add_epilogue(call, gated ? 2 : 1, dtype, o, gated);

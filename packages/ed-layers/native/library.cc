@@ -280,7 +280,8 @@ ffi::Error compute(ed::Checks& checks, ffi::ThreadPool& pool, Call& call, ffi::D
   return ffi::Error::Success();
 }
 
-// x [rows, inputs] times each w [inputs, outputs], or [outputs, inputs] if transposed.
+// x [rows, inputs] times each w [inputs, outputs], or [outputs, inputs] if transposed. Results have the
+// dtype of x, or are float32.
 ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arrays,
                     ffi::RemainingRets results, bool transposed, bool fixed, bool biased,
                     int64_t act, bool gated) {
@@ -289,11 +290,16 @@ ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
   size_t count = matrices_of(arrays, 1, biased);
   if (!checks.that(count > 0, "a call requires at least one matrix, and a bias for each or for none"))
     return checks.error();
+  auto y = results.get<ffi::AnyBuffer>(0);
+  if (!y.has_value()) return y.error();
+  const bool wide = (*y)->element_type() == ffi::F32;
+  const ffi::DataType dtype = wide ? ffi::F32 : x.element_type();
   for (size_t i = 0; i < count; ++i) {
     auto w = arrays.get<ffi::AnyBuffer>(i);
     if (!w.has_value()) return w.error();
     ed::Product p{};
     if (!read(checks, p, x, *w, transposed)) return checks.error();
+    if (wide) p.y_is_bfloat16 = false;
     checks.that(!p.in_panels, "only matrices of codes can be in panels");
     checks.dtype("the matrix", w->element_type(), {ffi::F32, ffi::BF16});
     if (!(transposed ? checks.shape("the matrix", *w, {p.outputs, p.inputs})
@@ -303,9 +309,9 @@ ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
     p.fixed = fixed;
     call.products.push_back(p);
   }
-  if (!read_epilogue(checks, call, {biased, act, gated}, x.element_type(), arrays, count))
+  if (!read_epilogue(checks, call, {biased, act, gated}, dtype, arrays, count))
     return checks.error();
-  return compute(checks, pool, call, x.element_type(), results);
+  return compute(checks, pool, call, dtype, results);
 }
 
 // The gradients [inputs, outputs] of matrices: x [rows, inputs], turned, times each gradient of a

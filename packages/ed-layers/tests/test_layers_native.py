@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from ed_infra.logging import forget_said
 from ed_layers.cache.sharded import scatter
-from ed_layers.native import library, products
+from ed_layers.native import library, products, split
 from ed_layers.native.build import (
     LEVELS,
     SANITIZERS,
@@ -73,6 +73,27 @@ def test_native_gradients_of_matrices_are_exact(n, i, widths, dtype, seed) -> No
     for d_y, d_w in zip(d_ys, products.gradients(x, d_ys), strict=True):
         assert (d_w.shape, d_w.dtype) == ((i, d_y.shape[1]), jnp.float32)
         near(d_w, exact(x).T, exact(d_y))
+
+
+@built
+def test_high_precision_multiplies_parts_of_float32(monkeypatch) -> None:
+    x, w, d_y = drawn(0, 256, 300), drawn(1, 300, 200), drawn(2, 256, 200)
+    level = library.level()
+    monkeypatch.setattr(split, "LEVELS", (level,))
+
+    @jax.jit
+    def of_all(x, w, d_y):
+        y, pull = jax.vjp(lambda x, w: dot(x, w, precision="high"), x, w)
+        d_x, d_w = pull(d_y)
+        return y, d_x, d_w, dot(x, Transposed(w.T), precision="high")
+
+    def largest(found: jax.Array, a: np.ndarray, b: np.ndarray) -> float:
+        return float((np.abs(exact(found) - a @ b) / (np.abs(a) @ np.abs(b))).max())
+
+    y, d_x, d_w, y_of_rows = of_all(x, w, d_y)
+    x, w, d_y = exact(x), exact(w), exact(d_y)
+    pairs = [(y, x, w), (d_x, d_y, w.T), (d_w, x.T, d_y), (y_of_rows, x, w)]
+    assert all(1e-6 < largest(*pair) < 4e-6 for pair in pairs), "three products of parts"
 
 
 @built

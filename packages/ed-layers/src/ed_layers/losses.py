@@ -187,9 +187,11 @@ def logits_and_pullback(
     def pull(d_logits: jax.Array) -> tuple[Head, jax.Array]:
         d_tail, d_scores = pull_tail(d_logits)
         d_scores = d_scores.astype(hidden.dtype)
-        d_matrix = gradient_of_matrix(hidden, d_scores, transposed=transposed)
+        d_matrix = gradient_of_matrix(
+            hidden, d_scores, transposed=transposed, precision=head.precision
+        )
         d_weight = Transposed(d_matrix) if transposed else d_matrix
-        d_hidden = matmul(d_scores, matrix, transposed=not transposed)
+        d_hidden = matmul(d_scores, matrix, transposed=not transposed, precision=head.precision)
         return replace(d_tail, weight=d_weight), d_hidden
 
     return logits, pull

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from ed_layers import fixed_order
+from ed_layers.native import split
 from ed_layers.native.library import TARGETS, in_use, level, on_whole_arrays
 
 #: Maximum number of rows for products with codes: with more rows, XLA is as fast, although it must
@@ -106,7 +107,12 @@ def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array, *, whole: bool = 
 
 
 def product(
-    x: Float[Array, "n i"], w: jax.Array, *, transposed: bool = False, turned: bool = False
+    x: Float[Array, "n i"],
+    w: jax.Array,
+    *,
+    transposed: bool = False,
+    turned: bool = False,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "n o"]:
     """Return `x @ w` in the dtype of `x`, summed in float32; both are float32 or bfloat16. No
     gradient.
@@ -118,8 +124,9 @@ def product(
         w: [i, o]; or [o, i] if `transposed`, read without a copy.
         turned: whether parts of a transposed matrix are turned if x has many rows. This is faster,
             but the sums have another order than those of few rows.
+        precision: "high" permits products of parts, see `split`.
     """
-    return products(x, (w,), transposed=transposed, turned=turned)[0]
+    return products(x, (w,), transposed=transposed, turned=turned, precision=precision)[0]
 
 
 class Epilogue(NamedTuple):
@@ -141,10 +148,12 @@ class Epilogue(NamedTuple):
         number = np.int64(0 if self.act is None else ACTS[self.act])
         return {"biased": bool(self.biases), "act": number, "gated": self.gated}
 
-    def results(self, x: Float[Array, "n i"], widths: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    def results(
+        self, rows: int, widths: Sequence[int], dtype: DTypeLike
+    ) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the results."""
         kept = widths[:1] if self.gated else widths
-        return [jax.ShapeDtypeStruct((x.shape[0], width), x.dtype) for width in kept]
+        return [jax.ShapeDtypeStruct((rows, width), dtype) for width in kept]
 
 
 def products(
@@ -154,22 +163,25 @@ def products(
     transposed: bool = False,
     turned: bool = False,
     epilogue: Epilogue = Epilogue(),  # noqa: B008
+    precision: jax.lax.PrecisionLike = None,
 ) -> list[jax.Array]:
     """Return the products with several matrices, computed in one call: [n, o] for each matrix.
 
     Args:
         matrices: [i, o] each; or [o, i] if `transposed`.
-        turned: see `product`.
+        turned, precision: see `product`.
         epilogue: what follows the products.
     """
+    dtype, axis = x.dtype, 1 if transposed else 0
+    if split.takes(precision, x.shape[0], [x, *matrices]):
+        x, matrices = split.left(x, 1), [split.right(w, axis) for w in matrices]
     widths = [width_of(w, transposed) for w in matrices]
-    results = epilogue.results(x, widths)
+    results = epilogue.results(x.shape[0], widths, dtype)
 
     def call(x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         widths = [width_of(w, transposed) for w in arrays[: len(matrices)]]
-        of_call = jax.ffi.ffi_call(
-            TARGETS["ed_product"], epilogue.results(x, widths), vmap_method="sequential"
-        )
+        results = epilogue.results(x.shape[0], widths, dtype)
+        of_call = jax.ffi.ffi_call(TARGETS["ed_product"], results, vmap_method="sequential")
         fixed = fixed_order.active() or (transposed and not turned)
         attributes = {"fixed": fixed, **epilogue.attributes()}
         return [*of_call(x, *arrays, transposed=transposed, **attributes)]
@@ -184,12 +196,19 @@ def products(
     )
 
 
-def gradients(x: Float[Array, "n i"], d_ys: Sequence[jax.Array]) -> list[jax.Array]:
+def gradients(
+    x: Float[Array, "n i"],
+    d_ys: Sequence[jax.Array],
+    precision: jax.lax.PrecisionLike = None,
+) -> list[jax.Array]:
     """Return `x.T @ d_y` for each array, float32 [i, o] each, computed in one call. No gradient.
 
     Args:
         d_ys: gradients of products of `x`, [n, o] each, in the dtype of `x`.
+        precision: see `product`.
     """
+    if split.takes(precision, x.shape[0], [x, *d_ys]):
+        x, d_ys = split.left(x, 0), [split.right(d_y, 0) for d_y in d_ys]
     rows, inputs = x.shape
     results = [jax.ShapeDtypeStruct((inputs, d_y.shape[1]), jnp.float32) for d_y in d_ys]
     if x.dtype == jnp.bfloat16:  # memory for the call
@@ -234,7 +253,8 @@ def products_of_codes(
             Four-bit codes are then whole numbers, and `table` is ignored.
         epilogue: see `products`.
     """
-    results = epilogue.results(x, [width_of(of.codes, transposed) for of in matrices])
+    widths = [width_of(of.codes, transposed) for of in matrices]
+    results = epilogue.results(x.shape[0], widths, x.dtype)
     call = jax.ffi.ffi_call(TARGETS["ed_product_of_codes"], results, vmap_method="sequential")
     arrays: list[jax.Array] = []
     for codes, scale, zero, table in matrices:

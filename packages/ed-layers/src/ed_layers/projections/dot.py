@@ -103,7 +103,8 @@ class Combination(NamedTuple):
         act: Hugging Face's name of an activation; None = the results are the projections.
         gated: whether the result is `act(first) * second`.
         names: names of the projections for remat policies; empty = no names.
-        precision: precision of the products outside of the library.
+        precision: of XLA's products; "high" also permits native products of parts
+            (`native.split`).
         choice: choice of kernels.
     """
 
@@ -186,7 +187,7 @@ def by_library(
     else:
         fastest = partial(native.products.fastest, rows=rows.shape[0], dtype=rows.dtype)
         plain = [fastest(w) for w in weights if isinstance(w, jax.Array)]
-        found = native.products.products(rows, plain, epilogue=epilogue)
+        found = native.products.products(rows, plain, epilogue=epilogue, precision=static.precision)
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
 
 
@@ -228,7 +229,7 @@ def multiply_backward(
         return d_x, None, d_biases
     with static.choice.again():
         matrices = cast("tuple[jax.Array, ...]", weights)
-        d_weights = gradients_of_matrices(x, d_found)
+        d_weights = gradients_of_matrices(x, d_found, static.precision)
         d_x = [
             matmul(d_y, w, transposed=True, precision=static.precision)
             for d_y, w in zip(d_found, matrices, strict=True)

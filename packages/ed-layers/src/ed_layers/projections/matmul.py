@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ def matmul(
 
     Args:
         w: [i, o]; or [o, i] if `transposed`, read without a transpose.
+        precision: of XLA's product; "high" also permits native products of parts (`native.split`).
     """
     if not (on_cpu_in_halves(x) or goes_native(x, w)):
         return plain(x, w, transposed, precision)
@@ -42,7 +44,7 @@ def matmul(
     return jax.lax.platform_dependent(
         x,
         w,
-        cpu=partial(on_cpu, (transposed, native.KernelChoice.present())),
+        cpu=partial(on_cpu, OnCpu(transposed, precision, native.KernelChoice.present())),
         default=partial(plain, transposed=transposed, precision=precision),
     )
 
@@ -87,71 +89,90 @@ def plain(
     return jax.lax.dot_general(x, w.astype(x.dtype), (contracted, ((), ())), precision=precision)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def on_cpu(static: tuple[bool, native.KernelChoice], x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return the product on a CPU: native, or of bfloat16 operands.
+class OnCpu(NamedTuple):
+    """Static arguments of `on_cpu`.
 
-    Args:
-        static: whether `w` is transposed, and the choice of kernels.
+    Attributes:
+        transposed, precision: see `matmul`.
+        choice: choice of kernels.
     """
-    transposed, choice = static
+
+    transposed: bool
+    precision: jax.lax.PrecisionLike
+    choice: native.KernelChoice
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def on_cpu(static: OnCpu, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return the product on a CPU: native, or of bfloat16 operands."""
+    transposed, precision, choice = static
     rows = x.reshape(-1, x.shape[-1])
     with choice.again():
         if goes_native(x, w):
             w = native.products.fastest(w, rows.shape[0], rows.dtype)
             turned = rows.shape[0] >= native.products.LEAST_ROWS_TURNED
-            y = native.products.product(rows, w, transposed=transposed, turned=turned)
+            y = native.products.product(
+                rows, w, transposed=transposed, turned=turned, precision=precision
+            )
         else:
             y = wide(rows, w.astype(x.dtype), transposed=transposed).astype(x.dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def on_cpu_forward(static: tuple[bool, native.KernelChoice], x: jax.Array, w: jax.Array):
+def on_cpu_forward(static: OnCpu, x: jax.Array, w: jax.Array):
     return on_cpu(static, x, w), (x, w)
 
 
-def on_cpu_backward(
-    static: tuple[bool, native.KernelChoice], saved: tuple[jax.Array, jax.Array], d_y: jax.Array
-):
-    (transposed, choice), (x, w) = static, saved
+def on_cpu_backward(static: OnCpu, saved: tuple[jax.Array, jax.Array], d_y: jax.Array):
+    (transposed, precision, choice), (x, w) = static, saved
     with choice.again():
-        d_w = gradient_of_matrix(x, d_y, transposed=transposed)
-    return on_cpu((not transposed, choice), d_y, w), d_w.astype(w.dtype)
+        d_w = gradient_of_matrix(x, d_y, transposed=transposed, precision=precision)
+    return on_cpu(static._replace(transposed=not transposed), d_y, w), d_w.astype(w.dtype)
 
 
 on_cpu.defvjp(on_cpu_forward, on_cpu_backward)
 
 
 def gradient_of_matrix(
-    x: Float[Array, "*rows i"], d_y: Float[Array, "*rows o"], *, transposed: bool = False
+    x: Float[Array, "*rows i"],
+    d_y: Float[Array, "*rows o"],
+    *,
+    transposed: bool = False,
+    precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """Return the float32 gradient of the matrix of `matmul`, in the layout of the matrix."""
     left, right = (d_y, x) if transposed else (x, d_y)
-    return gradients_of_matrices(left, [right])[0]
+    return gradients_of_matrices(left, [right], precision)[0]
 
 
 def gradients_of_matrices(
-    x: Float[Array, "*rows i"], d_ys: Sequence[Float[Array, "*rows _"]]
+    x: Float[Array, "*rows i"],
+    d_ys: Sequence[Float[Array, "*rows _"]],
+    precision: jax.lax.PrecisionLike = None,
 ) -> list[jax.Array]:
     """Return the float32 gradients [i, o] of the matrices of several products of `x`."""
     x, d_ys = x.reshape(-1, x.shape[-1]), [d_y.reshape(-1, d_y.shape[-1]) for d_y in d_ys]
+    by_xla = partial(plain_gradients, precision=precision)
     if not native.products.takes_gradients(x, d_ys):
-        return plain_gradients(x, *d_ys)
+        return by_xla(x, *d_ys)
     return jax.lax.platform_dependent(
         x,
         *d_ys,
-        cpu=lambda x, *d_ys: native.products.gradients(x, d_ys),
-        default=plain_gradients,
+        cpu=lambda x, *d_ys: native.products.gradients(x, d_ys, precision),
+        default=by_xla,
     )
 
 
-def plain_gradients(x: Float[Array, "n i"], *d_ys: Float[Array, "n _"]) -> list[jax.Array]:
+def plain_gradients(
+    x: Float[Array, "n i"], *d_ys: Float[Array, "n _"], precision: jax.lax.PrecisionLike
+) -> list[jax.Array]:
     """Return the gradients of matrices, computed by XLA."""
     left = x.T
     if on_cpu_in_halves(left):
         # Otherwise XLA fuses the transpose into the product and uses the slow form for both.
         left = jax.lax.optimization_barrier(left)
-    return [jnp.matmul(left, d_y, preferred_element_type=jnp.float32) for d_y in d_ys]
+    product = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
+    return [product(left, d_y) for d_y in d_ys]
 
 
 def wide(x: Float[Array, "n i"], w: jax.Array, *, transposed: bool) -> Float[Array, "n o"]:
