@@ -180,12 +180,15 @@ class Ours:
             out = merged(tokens, past_key_values=cache, logits_at=last)
             return out.logits, first_argmax(out.logits)[:, None], out.past_key_values
 
+        def with_new_cache(leaves, tokens):
+            return forward(leaves, model.init_cache(*tokens.shape), tokens)
+
         self.forward = jax.jit(forward, donate_argnums=1)
+        self.with_new_cache = jax.jit(with_new_cache)
 
     def prefill(self, tokens: np.ndarray) -> np.ndarray:
         """Return the logits of the last token."""
-        cache = self.model.init_cache(*tokens.shape)
-        return np.asarray(self.forward(self.leaves, cache, tokens)[0])
+        return np.asarray(self.with_new_cache(self.leaves, tokens)[0])
 
     def prefiller(self, tokens: np.ndarray) -> Run:
         """Return a run of `prefill`."""

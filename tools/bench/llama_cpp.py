@@ -37,7 +37,7 @@ class LlamaCpp:
     def __init__(self, checkpoint: Path, name: str, dtype: str, llama_bin: Path):
         from tools.bench import to_gguf  # the package `gguf` is optional
 
-        self.program = (llama_bin / PROGRAM).resolve(strict=True)
+        self.name, self.program = name, (llama_bin / PROGRAM).resolve(strict=True)
         self.file = checkpoint / f"{name}-{dtype}.gguf"
         if dtype in to_gguf.QUANTIZED:
             wide = checkpoint / f"{name}-f32.gguf"
@@ -69,8 +69,11 @@ class LlamaCpp:
             "-npl": rows,
         }
         words = [str(word) for pair in settings.items() for word in pair]
+        if self.name == "ik_llama.cpp" and rows > 1:
+            words.append("-no-fa")  # its flash attention fails for several sequences
         done = subprocess.run([self.program, *words], capture_output=True, text=True)
-        table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+        output = done.stdout + done.stderr  # ik_llama.cpp prints the table to the latter
+        table = [line for line in output.splitlines() if line.startswith("|")]
         if done.returncode or len(table) < 3:
             raise RuntimeError(f"{PROGRAM} {' '.join(words)} failed:\n{done.stderr}")
         header, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)

@@ -30,9 +30,9 @@ struct NextBlock {
 #if !ED_PAIRS
 // The product of a block of codes of four bits: see `multiply_whole`, whose sums these are.
 template <int R, int lines>
-void multiply_half(const Product& p, const BlockOfRows<R>& of_rows, int64_t row, int64_t block,
-                   int64_t bytes, const uint8_t* w, const float* scale, const float* zero,
-                   float* sums, int64_t sums_stride, const char* next) {
+void multiply_half(const BlockOfRows<R>& of_rows, int64_t bytes, const uint8_t* w,
+                   const float* scale, const float* zero, float* sums, int64_t sums_stride,
+                   const char* next) {
   Ints acc[R][kVectors] = {};
   for (int64_t n = 0; n < bytes / 4; ++n) {
     Ints even[kVectors], odd[kVectors];
@@ -47,7 +47,7 @@ void multiply_half(const Product& p, const BlockOfRows<R>& of_rows, int64_t row,
     for (int r = 0; r < R; ++r) {
       const int8_t* x = of_rows.numbers + r * of_rows.stride + 4 * n;
       int32_t of_even, of_odd;
-      std::memcpy(&of_even, x, 4), std::memcpy(&of_odd, x + kWhole / 2, 4);
+      std::memcpy(&of_even, x, 4), std::memcpy(&of_odd, x + of_rows.to_odd, 4);
       ED_UNROLL
       for (int c = 0; c < kVectors; ++c) {
         acc[r][c] = dot_of_bytes(acc[r][c], even[c], of_even);
@@ -55,7 +55,7 @@ void multiply_half(const Product& p, const BlockOfRows<R>& of_rows, int64_t row,
       }
     }
   }
-  add_block<R>(p, row, block, acc, scale, zero, sums, sums_stride);
+  add_block<R>(of_rows, acc, scale, zero, sums, sums_stride);
 }
 #endif
 
@@ -89,7 +89,7 @@ void whole_panels(const Product& p, int64_t first, int64_t last) {
     for (int64_t column = first; column < last; column += kTile) {
       std::memset(sums.data, 0, rows * kTile * sizeof(float));
       auto* w = static_cast<const uint8_t*>(p.w) + column * (p.inputs / blocks.halves);
-      for (int64_t block = 0; block < p.inputs / p.group * blocks.count; ++block) {
+      for (int64_t block = 0; block < blocks.all; ++block) {
         int64_t group = block / blocks.count, in_group = block % blocks.count * kWhole;
         int64_t bytes = least(kWhole, p.group - in_group) / blocks.halves, pass = 0;
         const float* scale = of_scale.get(p, p.scale, group, column, kTile);
@@ -105,7 +105,7 @@ void whole_panels(const Product& p, int64_t first, int64_t last) {
         NextBlock next{reinterpret_cast<const char*>(w + bytes * kTile), bytes / 4, passes};
         row_blocks<kRows>(rows, [&](auto r, int64_t at) {
           constexpr int R = decltype(r)::value;
-          BlockOfRows<R> of_rows(p, row + at, block);
+          BlockOfRows<R> of_rows(p, blocks, row + at, block);
           for (int64_t c = 0; c < kTile; c += kBlock)
             next.part(pass++, [&](auto lines, const char* from) __attribute__((always_inline)) {
               constexpr int L = decltype(lines)::value;
@@ -113,16 +113,15 @@ void whole_panels(const Product& p, int64_t first, int64_t last) {
               float* to = sums.data + at * kTile + c;
 #if ED_PAIRS
               if (half)
-                return multiply_whole<R, false, L>(p, of_rows, row + at, block, bytes,
-                                                   fours + 4 * c, scale + c, own_zero, to, kTile,
-                                                   from);
+                return multiply_whole<R, false, L>(of_rows, 2, bytes, fours + 4 * c, scale + c,
+                                                   own_zero, to, kTile, from);
 #else
               if (half)
-                return multiply_half<R, L>(p, of_rows, row + at, block, bytes, w + 4 * c, scale + c,
-                                           own_zero, to, kTile, from);
+                return multiply_half<R, L>(of_rows, bytes, w + 4 * c, scale + c, own_zero, to,
+                                           kTile, from);
 #endif
-              multiply_whole<R, true, L>(p, of_rows, row + at, block, bytes, w + 4 * c, scale + c,
-                                         own_zero, to, kTile, from);
+              multiply_whole<R, true, L>(of_rows, 1, bytes, w + 4 * c, scale + c, own_zero, to,
+                                         kTile, from);
             });
         });
         w += bytes * kTile;

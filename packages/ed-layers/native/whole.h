@@ -16,16 +16,42 @@ namespace {
 constexpr int64_t kWhole = 256;  // inputs of a block
 constexpr int64_t kFours = kWhole / 4;
 
-// How a group is laid out: in blocks of kWhole inputs, halves of which are even and odd inputs.
+// How a group is laid out: in `count` blocks of at most kWhole inputs. The numbers of x of a block are
+// one part, or two halves, of even and of odd inputs. A part has zeros behind its numbers, because
+// kernels read whole vectors or tiles.
 struct Blocks {
   explicit Blocks(const Product& p)
-      : halves(p.format == Format::kFourBits ? 2 : 1), count((p.group + kWhole - 1) / kWhole) {}
+      : halves(p.format == Format::kFourBits ? 2 : 1),
+        count((p.group + kWhole - 1) / kWhole),
+        groups(p.inputs / p.group),
+        all(groups * count) {
+    const int64_t inputs = count > 1 ? kWhole : p.group;
+    const int64_t numbers = halves == 2 ? (inputs + 1) / 2 : inputs;
+    of_part = numbers < kVectorBytes ? whole<kLeastBytes>(numbers) : whole<kVectorBytes>(numbers);
+    of_block = of_part * halves;
+  }
+
   int64_t halves, count;
+  int64_t groups, all;        // groups of x, and blocks of all groups
+  int64_t of_part, of_block;  // bytes
+
+ private:
+  template <int64_t multiple>
+  static int64_t whole(int64_t bytes) {
+    return (bytes + multiple - 1) / multiple * multiple;
+  }
+
+  static constexpr int64_t kVectorBytes = kLanes * 4;
+#if defined(__AMX_INT8__)
+  static constexpr int64_t kLeastBytes = 64;  // a row of a tile
+#else
+  static constexpr int64_t kLeastBytes = 16;
+#endif
 };
 
 WholeSizes whole_sizes(const Product& p) {
-  int64_t blocks = p.inputs / p.group * Blocks(p).count;
-  return {blocks * kWhole, blocks};
+  const Blocks blocks(p);
+  return {blocks.all * blocks.of_block, blocks.all};
 }
 
 // The largest size of some numbers; NaN if one of them is.
@@ -63,11 +89,11 @@ ED_INLINE Ints nearest_of(Vec x) {
 
 // Numbers, scales and sums of one row: as `rounded` of ed_layers.quantization.qarray has them.
 void round_row(const Product& p, int64_t row) {
-  Blocks blocks(p);
-  int64_t groups = p.inputs / p.group;
-  int8_t* numbers = p.numbers + row * groups * blocks.count * kWhole;
-  int32_t* sums = p.row_sums + row * groups * blocks.count;
-  std::memset(numbers, 0, groups * blocks.count * kWhole);
+  const Blocks blocks(p);
+  const int64_t groups = blocks.groups, bytes = blocks.all * blocks.of_block;
+  int8_t* numbers = p.numbers + row * bytes;
+  int32_t* sums = p.row_sums + row * blocks.all;
+  std::memset(numbers, 0, bytes);
   Scratch wide(p.x_is_bfloat16 ? p.inputs : 0);
   const float* x = static_cast<const float*>(p.x) + row * p.inputs;
   if (p.x_is_bfloat16) {
@@ -78,7 +104,7 @@ void round_row(const Product& p, int64_t row) {
   for (int64_t g = 0; g < groups; ++g, x += p.group) {
     float scale = largest_size(x, p.group) * (1.0f / 127);
     p.row_scale[row * groups + g] = scale;
-    for (int64_t b = 0; b < blocks.count; ++b, numbers += kWhole) {
+    for (int64_t b = 0; b < blocks.count; ++b, numbers += blocks.of_block) {
       int64_t k = least(kWhole, p.group - b * kWhole);
       const float* from = x + b * kWhole;
       const Vec by = broadcast(scale == 0 ? 1 : scale);
@@ -110,7 +136,7 @@ void round_row(const Product& p, int64_t row) {
       else
         for (int64_t j = 0; j < (k + 1) / 2; ++j)
           for (int64_t half = 0; half < 2; ++half)
-            numbers[half * (kWhole / 2) + j] = static_cast<int8_t>(nearest[2 * j + half]);
+            numbers[half * blocks.of_part + j] = static_cast<int8_t>(nearest[2 * j + half]);
     }
   }
 }
@@ -208,12 +234,17 @@ using Number = int8_t;
 // The numbers of R rows of x in a block of inputs, as the sums below read them.
 template <int R>
 struct BlockOfRows {
-  BlockOfRows(const Product& p, int64_t row, int64_t block) {
-    stride = p.inputs / p.group * Blocks(p).count * kWhole;
-    const int8_t* from = p.numbers + row * stride + block * kWhole;
+  BlockOfRows(const Product& p, const Blocks& blocks, int64_t row, int64_t block)
+      : stride(blocks.all * blocks.of_block),
+        to_odd(blocks.of_part),
+        scales(p.row_scale + row * blocks.groups + block / blocks.count),
+        groups(blocks.groups),
+        row_sums(p.row_sums + row * blocks.all + block),
+        all(blocks.all) {
+    const int8_t* from = p.numbers + row * stride + block * blocks.of_block;
 #if ED_PAIRS
     for (int64_t r = 0; r < R; ++r)
-      for (int64_t i = 0; i < kWhole; i += 16) {
+      for (int64_t i = 0; i < blocks.of_block; i += 16) {
         __m128i bytes = _mm_loadu_si128((const __m128i*)(from + r * stride + i));
         _mm256_store_si256((__m256i*)(copies + r * kWhole + i), _mm256_cvtepi8_epi16(bytes));
       }
@@ -225,6 +256,11 @@ struct BlockOfRows {
 
   const Number* numbers;  // of the first row; `stride` lie between two rows
   int64_t stride;
+  const int64_t to_odd;  // the numbers of odd inputs lie so far behind those of even ones
+  const float* const scales;  // of the rows, each `groups` behind the one before
+  const int64_t groups;
+  const int32_t* const row_sums;  // of the rows, each `all` behind the one before
+  const int64_t all;
 #if ED_PAIRS
   alignas(32) int16_t copies[R * kWhole];
 #endif
@@ -262,14 +298,12 @@ ED_INLINE void add_fours(const Number* x, int64_t x_stride, const uint8_t* w, in
 
 // sums [R, kBlock] += scale * (acc - zero * sums of numbers) * scale of each row.
 template <int R>
-ED_INLINE void add_block(const Product& p, int64_t row, int64_t block, const Ints (*acc)[kVectors],
-                         const float* scale, const float* zero, float* sums, int64_t sums_stride) {
-  Blocks blocks(p);
-  int64_t groups = p.inputs / p.group, all = groups * blocks.count;
+ED_INLINE void add_block(const BlockOfRows<R>& x, const Ints (*acc)[kVectors], const float* scale,
+                         const float* zero, float* sums, int64_t sums_stride) {
   ED_UNROLL
   for (int r = 0; r < R; ++r) {
-    float of_row = p.row_scale[(row + r) * groups + block / blocks.count];
-    float of_zero = p.row_sums[(row + r) * all + block];
+    float of_row = x.scales[r * x.groups];
+    float of_zero = x.row_sums[r * x.all];
     ED_UNROLL
     for (int c = 0; c < kVectors; ++c)
       add_scaled(acc[r][c], of_row, of_zero, scale + c * kLanes, zero ? zero + c * kLanes : zero,
@@ -278,21 +312,20 @@ ED_INLINE void add_block(const Product& p, int64_t row, int64_t block, const Int
 }
 
 // sums [R, kBlock] += scale * (numbers times w - zero * sums of numbers) * scale of each row. The
-// codes are `stored` as they are, or biased by `fours`. Of each four, `lines` are fetched of `next`.
+// codes have `halves`, and are `stored` as they are, or biased by `fours`. Of each four, `lines` are
+// fetched of `next`.
 template <int R, bool stored = false, int lines = 0>
-void multiply_whole(const Product& p, const BlockOfRows<R>& of_rows, int64_t row, int64_t block,
-                    int64_t bytes, const uint8_t* w, const float* scale, const float* zero,
-                    float* sums, int64_t sums_stride, const char* next = nullptr) {
-  Blocks blocks(p);
-  int64_t groups = p.inputs / p.group, all = groups * blocks.count;
-  int bias = blocks.halves == 1 ? kBias : 0;
+void multiply_whole(const BlockOfRows<R>& of_rows, int64_t halves, int64_t bytes, const uint8_t* w,
+                    const float* scale, const float* zero, float* sums, int64_t sums_stride,
+                    const char* next = nullptr) {
+  int bias = halves == 1 ? kBias : 0;
   Ints acc[R][kVectors];
   ED_UNROLL
   for (int r = 0; r < R; ++r)
     ED_UNROLL
-    for (int c = 0; c < kVectors; ++c) acc[r][c] = Ints{} - bias * p.row_sums[(row + r) * all + block];
-  for (int64_t half = 0; half < blocks.halves; ++half) {
-    const Number* x = of_rows.numbers + half * (kWhole / 2);
+    for (int c = 0; c < kVectors; ++c) acc[r][c] = Ints{} - bias * of_rows.row_sums[r * of_rows.all];
+  for (int64_t half = 0; half < halves; ++half) {
+    const Number* x = of_rows.numbers + half * of_rows.to_odd;
     const uint8_t* panel = w + half * (kFours / 2) * 4 * kTile;
     int64_t fours = (bytes + 3) / 4;
 #if ED_PAIRS
@@ -320,7 +353,7 @@ void multiply_whole(const Product& p, const BlockOfRows<R>& of_rows, int64_t row
     }
 #endif
   }
-  add_block<R>(p, row, block, acc, scale, zero, sums, sums_stride);
+  add_block<R>(of_rows, acc, scale, zero, sums, sums_stride);
 }
 
 // The outputs [first, last), for any number of rows: tiles of the matrix as fours.
@@ -331,7 +364,7 @@ void whole_in_tiles(const Product& p, int64_t first, int64_t last) {
   auto* w = reinterpret_cast<uint8_t*>(panel.data);
   TileNumbers of_scale, of_zero;
   Blocks blocks(p);
-  for (int64_t block = 0; block < p.inputs / p.group * blocks.count; ++block) {
+  for (int64_t block = 0; block < blocks.all; ++block) {
     int64_t group = block / blocks.count, in_group = block % blocks.count * kWhole;
     int64_t k = least(kWhole, p.group - in_group);
     for (int64_t column = first; column < last; column += kTile) {
@@ -343,9 +376,9 @@ void whole_in_tiles(const Product& p, int64_t first, int64_t last) {
       const float* scale = of_scale.get(p, p.scale, group, column, count);
       const float* zero = of_zero.get(p, p.zero, group, column, count);
       row_blocks<kRows>(p.rows, [&](auto r, int64_t row) {
-        BlockOfRows<decltype(r)::value> of_rows(p, row, block);
+        BlockOfRows<decltype(r)::value> of_rows(p, blocks, row, block);
         for (int64_t c = 0; c < count; c += kBlock)
-          multiply_whole<decltype(r)::value>(p, of_rows, row, block, k / blocks.halves, w + 4 * c,
+          multiply_whole<decltype(r)::value>(of_rows, blocks.halves, k / blocks.halves, w + 4 * c,
                                              scale + c, zero ? zero + c : zero,
                                              sums.data + row * width + column - first + c, width);
       });

@@ -15,9 +15,9 @@ void block_of_few(const Product& p, int64_t row, int64_t block, int64_t first, i
                   int32_t* sums) {
   Blocks blocks(p);
   int64_t group = block / blocks.count, in_group = block % blocks.count * kWhole;
-  int64_t all = p.inputs / p.group * blocks.count;
+  int64_t all = blocks.all;
   int64_t bytes = least(kWhole, p.group - in_group) / blocks.halves;
-  const int8_t* x = p.numbers + (row * all + block) * kWhole;
+  const int8_t* x = p.numbers + (row * all + block) * blocks.of_block;
   auto* w = static_cast<const uint8_t*>(p.w) +
             (group * p.group + in_group) / blocks.halves * p.outputs + first;
   for (int r = 0; r < R; ++r) {
@@ -32,9 +32,9 @@ void block_of_few(const Product& p, int64_t row, int64_t block, int64_t first, i
     for (int r = 0; r < R; ++r)
       ED_UNROLL
       for (int j = 0; j < N; ++j) {
-        const int8_t* from = x + r * all * kWhole + 4 * (n + j);
+        const int8_t* from = x + r * all * blocks.of_block + 4 * (n + j);
         std::memcpy(&numbers[0][r][j], from, 4);
-        if (half) std::memcpy(&numbers[1][r][j], from + kWhole / 2, 4);
+        if (half) std::memcpy(&numbers[1][r][j], from + blocks.of_part, 4);
       }
     for (int64_t c = 0; c < count; c += kTile) {
       alignas(64) uint8_t fours[N][4 * kTile];
@@ -91,7 +91,7 @@ inline void fetch_ahead(const Product& p, const OfGroups& numbers, int64_t group
 // Whole tiles of outputs from `first` on.
 void whole_in_runs(const Product& p, int64_t first, int64_t count) {
   Blocks blocks(p);
-  int64_t groups = p.inputs / p.group, all = groups * blocks.count;
+  int64_t groups = blocks.groups, all = blocks.all;
   Scratch sums(p.rows * count), scratch(p.rows * count);
   std::memset(sums.data, 0, p.rows * count * sizeof(float));
   auto* whole_sums = reinterpret_cast<int32_t*>(scratch.data);

@@ -29,12 +29,12 @@ ED_INLINE void add_codes(Ints codes, int q, const int8_t* x, int64_t x_stride, i
 // acc [R, Q] += the products of R rows of x with Q rows of codes, over one block of inputs.
 template <int R, int Q, bool half>
 ED_INLINE void dots_of_bytes(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t w_stride,
-                             int64_t bytes, Ints (*acc)[Q]) {
+                             int64_t bytes, int64_t to_odd, Ints (*acc)[Q]) {
   constexpr int64_t kBytes = kLanes * 4;
   auto add = [&](int64_t i, const uint8_t* from, int64_t stride) __attribute__((always_inline)) {
     ED_UNROLL
     for (int q = 0; q < Q; ++q)
-      add_codes<R, Q, half>(load_ints(from + q * stride), q, x + i, x_stride, kWhole / 2, acc);
+      add_codes<R, Q, half>(load_ints(from + q * stride), q, x + i, x_stride, to_odd, acc);
   };
   int64_t i = 0;
   for (; i + kBytes <= bytes; i += kBytes) add(i, w + i, w_stride);
@@ -83,14 +83,14 @@ ED_INLINE void whole_totals(const Ints* v, int32_t* to, int64_t stride) {
 template <int R, int Q, bool half>
 void sums_of_block(const Product& p, int64_t row, int64_t block, int64_t output, int32_t* to) {
   Blocks blocks(p);
-  int64_t all = p.inputs / p.group * blocks.count, stride = p.inputs / blocks.halves;
+  int64_t all = blocks.all, stride = p.inputs / blocks.halves;
   int64_t in_group = block % blocks.count * kWhole;
   int64_t first = block / blocks.count * p.group + in_group;
   int64_t bytes = (least(kWhole, p.group - in_group) + blocks.halves - 1) / blocks.halves;
   auto* w = static_cast<const uint8_t*>(p.w) + output * stride + first / blocks.halves;
   Ints acc[R][Q] = {};
-  dots_of_bytes<R, Q, half>(p.numbers + (row * all + block) * kWhole, all * kWhole, w, stride,
-                            bytes, acc);
+  dots_of_bytes<R, Q, half>(p.numbers + (row * all + block) * blocks.of_block,
+                            all * blocks.of_block, w, stride, bytes, blocks.of_part, acc);
   ED_UNROLL
   for (int r = 0; r < R; ++r) whole_totals<Q, 1>(acc[r], to + r * kTile, 0);
 }
@@ -100,14 +100,15 @@ template <int R, int P, bool half>
 void sums_of_groups(const Product& p, int64_t row, int64_t group, int64_t column, int64_t count,
                     int32_t* to) {
   constexpr int64_t kBytes = kLanes * 4, kPart = kBytes / P;
-  int64_t groups = p.inputs / p.group, there = least(P, groups - group);
+  const Blocks blocks(p);
+  int64_t groups = blocks.groups, there = least(P, groups - group);
   int64_t stride = groups * kPart;
   alignas(64) int8_t x[2][R][kBytes] = {};  // zero for groups that are not there
   for (int r = 0; r < R; ++r)
     for (int64_t j = 0; j < there; ++j) {
-      const int8_t* from = p.numbers + ((row + r) * groups + group + j) * kWhole;
+      const int8_t* from = p.numbers + ((row + r) * groups + group + j) * blocks.of_block;
       std::memcpy(x[0][r] + j * kPart, from, kPart);
-      if (half) std::memcpy(x[1][r] + j * kPart, from + kWhole / 2, kPart);
+      if (half) std::memcpy(x[1][r] + j * kPart, from + blocks.of_part, kPart);
     }
   auto* w = static_cast<const uint8_t*>(p.w) + column * stride + group * kPart;
   auto all = [&](auto codes_at) __attribute__((always_inline)) {
@@ -136,7 +137,7 @@ void sums_of_groups(const Product& p, int64_t row, int64_t group, int64_t column
 template <int P, bool half>
 void whole_rows(const Product& p, int64_t first, int64_t last) {
   Blocks blocks(p);
-  int64_t groups = p.inputs / p.group, all = groups * blocks.count;
+  int64_t groups = blocks.groups, all = blocks.all;
   TileNumbers of_scale, of_zero;
   alignas(64) int32_t whole_sums[P * kFewRows * kTile] = {};
   alignas(64) float sums[kFewRows * kTile];

@@ -29,7 +29,7 @@ class WholeTiles {
   void add(const Product& p, int64_t row, int64_t rows, int64_t block, const uint8_t* fours,
            int64_t bytes, const float* scale, const float* zero, float* sums) {
     const Blocks blocks(p);
-    const int64_t groups = p.inputs / p.group, all = groups * blocks.count;
+    const int64_t groups = blocks.groups, all = blocks.all;
     const int64_t whole = bytes / kTileBytes * kTileBytes;
     const uint8_t* of_half[2] = {fours, fours + kFours / 2 * 4 * kTile};
     for (int64_t half = 0; half < blocks.halves && whole < bytes; ++half) {
@@ -39,8 +39,8 @@ class WholeTiles {
     for (int64_t at = 0; at < rows; at += 2 * kTileRows) {
       const int64_t count = least(2 * kTileRows, rows - at);
       if (count != shaped_) TileShapes(count).use(), shaped_ = count;
-      const int8_t* x = p.numbers + ((row + at) * all + block) * kWhole;
-      multiply(x, all * kWhole, count > kTileRows, blocks.halves, of_half, bytes, whole);
+      const int8_t* x = p.numbers + ((row + at) * all + block) * blocks.of_block;
+      multiply(x, all * blocks.of_block, count > kTileRows, blocks, of_half, bytes, whole);
       for (int64_t r = 0; r < count; ++r) {
         const float of_row = p.row_scale[(row + at + r) * groups + block / blocks.count];
         const float of_zero = p.row_sums[(row + at + r) * all + block];
@@ -53,16 +53,16 @@ class WholeTiles {
 
  private:
   // acc = one or two tiles of rows of x times the codes.
-  void multiply(const int8_t* x, int64_t x_stride, bool both, int64_t halves,
+  void multiply(const int8_t* x, int64_t x_stride, bool both, const Blocks& blocks,
                 const uint8_t* const* of_half, int64_t bytes, int64_t whole) {
     constexpr int64_t row_bytes = kTile * 4;
     for (int64_t c = 0; c < kTile; c += 32) {
       clear_tile<0>(), clear_tile<1>();
       if (both) clear_tile<2>(), clear_tile<3>();
-      for (int64_t half = 0; half < halves; ++half)
+      for (int64_t half = 0; half < blocks.halves; ++half)
         for (int64_t i = 0; i < bytes; i += kTileBytes) {
           const uint8_t* w = (i < whole ? of_half[half] + i * kTile : rest_[half]) + 4 * c;
-          const int8_t* own = x + half * (kWhole / 2) + i;
+          const int8_t* own = x + half * blocks.of_part + i;
           load_tile<6>(w, row_bytes), load_tile<7>(w + 64, row_bytes);
           load_tile<4>(own, x_stride);
           multiply_tile_of_bytes<0, 4, 6>(), multiply_tile_of_bytes<1, 4, 7>();
