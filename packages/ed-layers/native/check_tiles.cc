@@ -277,16 +277,20 @@ void check_codes() {
   std::vector<float> y(p.rows * p.outputs), other(y.size()), row_scale(p.rows * groups);
   p.x = x.data(), p.w = codes.data(), p.y = y.data(), p.scale.data = scale.data();
   if (draw(0, 1)) p.zero.data = zero.data();
-  const ed::WholeSizes sizes = ed::kAmxLevel.whole_sizes(p);
-  std::vector<int8_t> numbers(p.rows * sizes.numbers);
-  std::vector<int32_t> sums(p.rows * sizes.sums);
-  p.numbers = numbers.data(), p.row_sums = sums.data(), p.row_scale = row_scale.data();
-  for (int64_t row = 0; row < p.rows; ++row) ed::kAmxLevel.round_row(p, row);
+  p.row_scale = row_scale.data();
+  auto compute = [&](const ed::Level& level) {
+    const ed::WholeSizes sizes = level.whole_sizes(p);
+    std::vector<int8_t> numbers(p.rows * sizes.numbers);
+    std::vector<int32_t> sums(p.rows * sizes.sums);
+    p.numbers = numbers.data(), p.row_sums = sums.data();
+    for (int64_t row = 0; row < p.rows; ++row) level.round_row(p, row);
+    level.whole(p, 0, p.outputs);
+  };
   const int64_t products = tiles.products;
-  ed::kAmxLevel.whole(p, 0, p.outputs);
+  compute(ed::kAmxLevel);
   require(tiles.products > products && !tiles.configured, "no product of codes used tiles");
   p.y = other.data();
-  ed::kAvx512Bf16Level.whole(p, 0, p.outputs);
+  compute(ed::kAvx512Bf16Level);
   require(y == other, "a product of codes differs from the level below");
 }
 

@@ -164,7 +164,7 @@ def gradients_of_matrices(
 
 
 def plain_gradients(
-    x: Float[Array, "n i"], *d_ys: Float[Array, "n _"], precision: jax.lax.PrecisionLike
+    x: Float[Array, "n i"], *d_ys: Float[Array, "n _"], precision: jax.lax.PrecisionLike = None
 ) -> list[jax.Array]:
     """Return the gradients of matrices, computed by XLA."""
     left = x.T
