@@ -43,6 +43,8 @@ OPTIONAL = {
     "grain",
     "onnx",
     "onnxruntime",
+    "openvino",
+    "optimum",
     "sentence_transformers",
     "torch",
     "trl",

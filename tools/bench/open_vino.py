@@ -111,7 +111,7 @@ class Program:
     """
 
     def __init__(self, checkpoint: Path, dtype: str):
-        import openvino  # pyright: ignore[reportMissingImports]
+        import openvino
 
         bits, properties = FORMATS[dtype]
         exported = checkpoint / f"openvino-{bits or 'plain'}"
@@ -155,7 +155,7 @@ class Program:
 
 def export(checkpoint: Path, exported: Path, bits: int | None) -> None:
     """Write a model of OpenVINO, with matrices of codes in groups of 32 if `bits` is given."""
-    from optimum import intel  # pyright: ignore[reportMissingImports]
+    from optimum import intel
 
     quantized = None
     if bits is not None:
@@ -173,7 +173,7 @@ def export(checkpoint: Path, exported: Path, bits: int | None) -> None:
 
 def keep_last_token(model: Any) -> None:
     """Let the head compute the last token only, as `openvino_genai` does."""
-    from openvino import opset13  # pyright: ignore[reportMissingImports]
+    from openvino import opset13
 
     head = model.output("logits").node.input_value(0).node
     last = opset13.slice(head.input_value(0), [-1], [2**31 - 1], [1], [1])
