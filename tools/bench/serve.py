@@ -58,6 +58,8 @@ QUICKSTART: dict[str, Any] = {
 STREAMED = {"135M": ({**SHAPES["llama"]}, VOCAB), "quickstart's": (QUICKSTART, 2048)}
 # Seconds for a server to load the model; our server also compiles it in this time.
 PATIENCE = 600
+# Seconds between loads: OpenMP's threads wait actively for 0.2 s after their last work.
+PAUSE = 1.0
 #: Name of our server's metric with the number of programs that are not compiled yet.
 PENDING = "esurge:programs_pending{"
 
@@ -249,6 +251,7 @@ def compare(options: argparse.Namespace) -> str:
                 for contender, url in urls.items():
                     draw = random.Random(1000 * clients + turn)
                     asked = bodies(contender, draw, max(clients, options.requests), options)
+                    time.sleep(PAUSE)
                     loads[contender].append(load(url, asked, clients))
             rows += [_row(contender, clients, of) for contender, of in loads.items()]
     header = ["", "clients", "tokens/s"]

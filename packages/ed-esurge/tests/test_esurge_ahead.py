@@ -103,6 +103,17 @@ def test_unexpected_end_of_a_request_wastes_one_row(surge, prompts, started):
 
 
 @pytest.mark.nightly
+def test_no_step_starts_while_a_prompt_is_computed(surge):
+    surge.add_request("a", [*range(90, 80, -1)], FREE)
+    surge.step()
+    assert not surge.loop.in_flight
+    surge.step()
+    assert surge.loop.in_flight
+    while surge.has_unfinished_requests:
+        surge.step()
+
+
+@pytest.mark.nightly
 def test_pages_filled_by_steps_ahead_are_shared(surge, waiting):
     cached = []
     for engine in (waiting, surge):

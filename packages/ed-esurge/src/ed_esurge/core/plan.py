@@ -172,6 +172,11 @@ class StepPlan:
         return sum([len(row.token_ids) for row in self.rows])
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether a row has several tokens: a part of a prompt, or proposals."""
+        return self.total > len(self.rows)
+
+    @property
     def lines(self) -> int:
         """Number of rows on the device: each proposal has a separate row."""
         return sum([row.samples or 1 for row in self.rows])
