@@ -256,8 +256,9 @@ def load(directory: Path, family: str, options: argparse.Namespace) -> dict[str,
                 contenders[form] = Ours(directory, capacity, options.mechanism, *OURS[form])
             elif model_type(family) != "llama":
                 continue
-            elif form in OPEN_VINO and PYTHON in os.environ:
-                contenders[form] = OpenVino(directory, OPEN_VINO[form])
+            elif form in OPEN_VINO:
+                if python := os.environ.get(PYTHON):
+                    contenders[form] = OpenVino(directory, OPEN_VINO[form], python)
             elif form in GGUF:
                 name, _, dtype = form.partition(" ")
                 if programs := getattr(options, LLAMAS[name]):

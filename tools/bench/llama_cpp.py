@@ -38,14 +38,14 @@ class LlamaCpp:
         from tools.bench import to_gguf  # the package `gguf` is optional
 
         self.name, self.program = name, (llama_bin / PROGRAM).resolve(strict=True)
-        self.file = checkpoint / f"{name}-{dtype}.gguf"
-        if dtype in to_gguf.QUANTIZED:
-            wide = checkpoint / f"{name}-f32.gguf"
-            if not wide.exists():
-                to_gguf.write(checkpoint, wide, "f32")
+        quantized = dtype in to_gguf.QUANTIZED
+        plain = "f32" if quantized else dtype
+        self.file = checkpoint / f"{plain}.gguf"
+        if not self.file.exists():
+            to_gguf.write(checkpoint, self.file, plain)
+        if quantized:
+            wide, self.file = self.file, checkpoint / f"{name}-{dtype}.gguf"
             to_gguf.quantize(wide, self.file, dtype, llama_bin)
-        else:
-            to_gguf.write(checkpoint, self.file, dtype)
         self.weight_bytes = self.file.stat().st_size
 
     def decoder(self, tokens: np.ndarray) -> Run:

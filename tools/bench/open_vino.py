@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tools.bench.llama_cpp import STEPS
 from tools.bench.measure import Run, Timed, cores
 
 PYTHON = "EASYDEL_OPENVINO_PYTHON"
-#: Number of decode steps of a turn.
-STEPS = 8
 
 
 class Format(NamedTuple):
@@ -52,15 +51,13 @@ class OpenVino:
     Args:
         checkpoint: directory in Hugging Face layout.
         dtype: a name of FORMATS.
+        python: Python of an environment with `optimum-intel`.
 
     Raises:
-        RuntimeError: The environment is not set, or its process failed.
+        RuntimeError: The process failed.
     """
 
-    def __init__(self, checkpoint: Path, dtype: str):
-        python = os.environ.get(PYTHON)
-        if python is None:
-            raise RuntimeError(f"set {PYTHON} to the Python of an environment with optimum-intel")
+    def __init__(self, checkpoint: Path, dtype: str, python: str):
         self.log = checkpoint / f"openvino-{dtype}.log"
         command = [python, "-m", "tools.bench.open_vino", str(checkpoint), dtype]
         with self.log.open("w") as log:

@@ -132,7 +132,7 @@ def processor(elm: eLargeModel) -> ProcessorMixin | BaseImageProcessor | AudioTe
 
 
 def has_new_images(run: RunConfig) -> bool:
-    """Whether a new model of images gets a processor of its own."""
+    """Whether a new model of images gets a separate processor."""
     section = _model_section(run)
     vision_language = run.task == TaskType.IMAGE_TEXT_TO_TEXT
     if section.config is None or not run.has_images or vision_language:
@@ -304,7 +304,7 @@ def _role_model(elm: eLargeModel, role: Role) -> CausalLM:
     return _load_other(elm.config, section, task)
 
 
-#: Builders of the models beside the trained one, by role.
+#: Builders of the models other than the trained one, by role.
 ROLE_MODELS = SimpleNamespace(
     **{name: partial(_role_model, role=role) for name, role in ROLES.items()}
 )

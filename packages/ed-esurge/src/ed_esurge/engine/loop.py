@@ -253,7 +253,7 @@ class EngineLoop:
             result = self._pending or self._start(self.scheduler.schedule())
             self._pending = None
             if result is not None:
-                # Keeps the device busy while the host reads the results. Prompts take long:
+                # Keeps the device busy while the host reads the results. Prompts are long:
                 # requests that arrive in this time should not wait for a further step.
                 if self._ahead and not result.plan.has_prompts:
                     self._pending = self._start(plan_ahead(result.plan, self.scheduler))
