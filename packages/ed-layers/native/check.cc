@@ -71,13 +71,17 @@ bool product(const ed::Level& level) {
   for (size_t i = 1; p.format == ed::Format::kBfloat16 && i < w.size(); i += 2) w[i] = 0x3f;
   for (uint8_t& code : w)
     if (p.format == ed::Format::kFp8 && (code & 127) == 127) code = 0;
-  p.x = x.data(), p.y = y.data(), p.w = w.data(), p.table = table.data();
+  auto half_x = halves(x);
+  p.x_is_bfloat16 = draw(0, 1);
+  p.x = p.x_is_bfloat16 ? static_cast<void*>(half_x.data()) : x.data();
+  p.y = y.data(), p.w = w.data(), p.table = table.data();
   p.scale.data = scale.data();
   bool codes = p.format >= ed::Format::kInt8;
   if (codes && p.format != ed::Format::kFp8 && draw(0, 1)) p.zero.data = zero.data();
   bool whole = (p.format == ed::Format::kInt8 || p.format == ed::Format::kFourBits) && draw(0, 1);
   int64_t fours = p.format == ed::Format::kFourBits ? 8 : 4;  // inputs of four bytes
-  p.in_panels = !p.transposed && outputs % ed::kTile == 0 && whole && p.group % fours == 0;
+  p.in_panels = !p.transposed && outputs % ed::kTile == 0 &&
+                (codes ? whole && p.group % fours == 0 : draw(0, 1) && p.inputs % 2 == 0);
   std::vector<int8_t> numbers;
   std::vector<int32_t> sums;
   std::vector<float> scales(p.rows * groups);
@@ -88,7 +92,9 @@ bool product(const ed::Level& level) {
     for (int64_t row = 0; row < p.rows; ++row) level.round_row(p, row);
   }
   auto compute = whole ? level.whole : p.transposed ? level.rows : level.columns;
-  int64_t share = whole || p.in_panels ? 2 * ed::kTile : ed::kUnit * draw(1, 9);
+  int64_t share = whole         ? 2 * ed::kTile
+                  : p.in_panels ? ed::kTile / 2 * draw(1, 5)
+                                : ed::kUnit * draw(1, 9);
   auto up = floats(p.rows * outputs);
   ed::Product second = p;
   second.y = up.data();

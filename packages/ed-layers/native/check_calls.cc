@@ -69,10 +69,17 @@ void add_epilogue(HandlerCall& call, int64_t matrices, ffi::DataType dtype, int6
 HandlerCall product() {
   int64_t n = draw(0, 3) ? draw(1, 20) : draw(60, 140), i = draw(1, 90), o = draw(1, 150);
   bool turned = draw(0, 1), gated = draw(0, 1);
+  const int64_t panels = std::max<int64_t>(0, draw(-3, 3));
+  if (panels) i = 2 * draw(1, 45), o = panels * ed::kTile, turned = false;
   ffi::DataType of_x = number(), dtype = draw(0, 1) ? of_x : ffi::F32;
   HandlerCall call{ed_product, {random(of_x, {n, i})}, {Array(dtype, {n, o})}, {}};
-  for (int64_t m = 0; m < (gated ? 2 : 1); ++m)
-    call.arguments.push_back(random(number(), turned ? Sizes{o, i} : Sizes{i, o}));
+  for (int64_t m = 0; m < (gated ? 2 : 1); ++m) {
+    const ffi::DataType of_w = number();
+    const Sizes sizes = of_w == ffi::F32 ? Sizes{panels, i, ed::kTile}
+                                         : Sizes{panels, i / 2, ed::kTile, 2};
+    call.arguments.push_back(
+        random(of_w, panels ? sizes : turned ? Sizes{o, i} : Sizes{i, o}));
+  }
   add_epilogue(call, gated ? 2 : 1, dtype, o, gated);
   call.attributes.emplace_back("transposed", turned);
   call.attributes.emplace_back("fixed", bool(draw(0, 1)));

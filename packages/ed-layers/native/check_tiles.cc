@@ -212,6 +212,17 @@ double difference(const ed::Product& p, int64_t first, int64_t last) {
   return largest;
 }
 
+// A matrix of bfloat16 numbers in panels.
+std::vector<uint16_t> panels_of(const std::vector<uint16_t>& w, int64_t inputs, int64_t outputs) {
+  std::vector<uint16_t> panels(w.size());
+  for (int64_t i = 0; i < inputs; ++i)
+    for (int64_t o = 0; o < outputs; ++o) {
+      const int64_t of_pair = o / ed::kTile * inputs / 2 * ed::kTile + i / 2 * ed::kTile + o % ed::kTile;
+      panels[2 * of_pair + i % 2] = w[i * outputs + o];
+    }
+  return panels;
+}
+
 // A product of a random shape and bfloat16 numbers: by tiles near its exact value, and in one order
 // of sums as on the level below.
 void check_numbers() {
@@ -221,22 +232,27 @@ void check_numbers() {
   if (p.transposed) p.rows = draw(64, 130);
   p.outputs = draw(1, 200), p.x_is_bfloat16 = true, p.y_is_bfloat16 = draw(0, 1);
   p.format = ed::Format::kBfloat16;
+  p.in_panels = !p.transposed && draw(0, 1);
+  if (p.in_panels) p.inputs += p.inputs % 2, p.outputs = ed::kTile * draw(1, 3);
   auto x = halves(p.rows * p.inputs), w = halves(p.inputs * p.outputs);
+  const auto panels = p.in_panels ? panels_of(w, p.inputs, p.outputs) : w;
   std::vector<uint32_t> y(p.rows * p.outputs), other(y.size());
-  p.x = x.data(), p.w = w.data(), p.y = y.data();
+  p.x = x.data(), p.w = panels.data(), p.y = y.data();
   const int64_t products = tiles.products, releases = tiles.releases;
+  const int64_t unit = p.in_panels ? ed::kTile / 2 : ed::kUnit;
   for (int64_t first = 0, last; first < p.outputs; first = last) {
-    last = std::min(p.outputs, first + ed::kUnit * draw(1, 12));
+    last = std::min(p.outputs, first + unit * draw(1, 12));
     (p.transposed ? ed::kAmxLevel.rows : ed::kAmxLevel.columns)(p, first, last);
   }
   require(tiles.products > products, "no product used tiles");
   require(tiles.releases > releases && !tiles.configured, "the tiles were not released");
+  p.w = w.data();
   require(difference(p, 0, p.outputs) <= 2e-6, "a product differs from its exact value");
-  p.fixed = true;
+  p.fixed = true, p.w = panels.data();
   const int64_t before = tiles.products;
   (p.transposed ? ed::kAmxLevel.rows : ed::kAmxLevel.columns)(p, 0, p.outputs);
   require(tiles.products == before, "a product in one order used tiles");
-  p.y = other.data();
+  p.y = other.data(), p.w = w.data(), p.in_panels = false;
   (p.transposed ? ed::kAvx512Bf16Level.rows : ed::kAvx512Bf16Level.columns)(p, 0, p.outputs);
   require(y == other, "a product in one order differs from the level below");
 }

@@ -43,7 +43,8 @@ struct Rounded {
 struct Parts {
   Parts(const Call& call, int64_t threads) : rows(call.products[0].rows) {
     bool many = rows >= ed::many_rows(call.products[0]) && !call.whole;
-    unit = many || call.whole ? ed::kTile : ed::kUnit;
+    const bool in_panels = call.products[0].in_panels;
+    unit = many || call.whole ? ed::kTile : in_panels ? ed::kTile / 2 : ed::kUnit;
     for (const ed::Product& p : call.products) {
       int64_t last = ends.empty() ? 0 : ends.back();
       ends.push_back(last + (p.outputs + unit - 1) / unit);
@@ -127,9 +128,14 @@ void run(ffi::ThreadPool& pool, Call& call) {
     up.resize(p.rows * p.outputs * (p.y_is_bfloat16 ? 2 : 4));
     p.y = up.data();
   }
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   if (call.products[0].rows <= kRowsLimitedByMemory)
-    for (const ed::Product& p : call.products) ed::Ahead::get().reads(p.w, matrix_bytes(p));
-  Parts parts(call, std::max<int64_t>(1, pool.num_threads()));
+    for (const ed::Product& p : call.products) {
+      // Of panels, the thread that calls takes the first part, and others wait for theirs.
+      const int64_t bytes = matrix_bytes(p), first = p.in_panels ? bytes / threads : 0;
+      ed::Ahead::get().reads(static_cast<const char*>(p.w) + first, bytes - first);
+    }
+  Parts parts(call, threads);
   ed::parallel(pool, parts.tasks(), [&](int64_t task) {
     parts.of_task(call, task, [&](size_t i, int64_t row, int64_t to_row, int64_t first, int64_t last) {
       ed::Product one = part_of(call.products[i], row, to_row);
@@ -143,7 +149,7 @@ void run(ffi::ThreadPool& pool, Call& call) {
 }
 
 // Read x [rows, inputs] and the outputs of w [inputs, outputs], or of w [outputs, inputs] if
-// transposed; or of panels of codes [outputs / kTile, .., kTile, 4], which have more axes.
+// transposed; or of panels [outputs / kTile, .., kTile, ..], which have more axes.
 bool read(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, bool transposed) {
   checks.dtype("x", x.element_type(), {ffi::F32, ffi::BF16});
   checks.shape("x", x, {ed::kAny, ed::kAny});
@@ -271,7 +277,8 @@ ffi::Error compute(ed::Checks& checks, ffi::ThreadPool& pool, Call& call, ffi::D
   }
   if (call.products[0].inputs == 0) {  // empty sums, which need no codes
     call.whole = false;
-    for (ed::Product& p : call.products) p.format = ed::Format::kFloat32, p.transposed = false;
+    for (ed::Product& p : call.products)
+      p.format = ed::Format::kFloat32, p.transposed = p.in_panels = false;
   }
   if (bytes == 0) return ffi::Error::Success();
   WithoutPadding rows(call);
@@ -280,8 +287,8 @@ ffi::Error compute(ed::Checks& checks, ffi::ThreadPool& pool, Call& call, ffi::D
   return ffi::Error::Success();
 }
 
-// x [rows, inputs] times each w [inputs, outputs], or [outputs, inputs] if transposed. Results have the
-// dtype of x, or are float32.
+// x [rows, inputs] times each w [inputs, outputs], or [outputs, inputs] if transposed; or times panels:
+// see number_panels.h. Results have the dtype of x, or are float32.
 ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arrays,
                     ffi::RemainingRets results, bool transposed, bool fixed, bool biased,
                     int64_t act, bool gated) {
@@ -300,12 +307,16 @@ ffi::Error products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs a
     ed::Product p{};
     if (!read(checks, p, x, *w, transposed)) return checks.error();
     if (wide) p.y_is_bfloat16 = false;
-    checks.that(!p.in_panels, "only matrices of codes can be in panels");
     checks.dtype("the matrix", w->element_type(), {ffi::F32, ffi::BF16});
-    if (!(transposed ? checks.shape("the matrix", *w, {p.outputs, p.inputs})
-                     : checks.shape("the matrix", *w, {p.inputs, p.outputs})))
+    const bool pairs = w->element_type() == ffi::BF16;
+    p.format = pairs ? ed::Format::kBfloat16 : ed::Format::kFloat32;
+    checks.that(!p.in_panels || !pairs || p.inputs % 2 == 0,
+                "panels of pairs require an even number of inputs");
+    if (!(p.in_panels && pairs ? checks.shape("the matrix in panels", *w, {ed::kAny, p.inputs / 2, ed::kTile, 2})
+          : p.in_panels        ? checks.shape("the matrix in panels", *w, {ed::kAny, p.inputs, ed::kTile})
+          : transposed         ? checks.shape("the matrix", *w, {p.outputs, p.inputs})
+                               : checks.shape("the matrix", *w, {p.inputs, p.outputs})))
       return checks.error();
-    p.format = w->element_type() == ffi::F32 ? ed::Format::kFloat32 : ed::Format::kBfloat16;
     p.fixed = fixed;
     call.products.push_back(p);
   }

@@ -28,7 +28,20 @@ struct TileWords {
   static void fill(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count,
                    float* panel) {
     PairWords::fill(p, i, k, column, count, panel);
-    const int64_t words = (k + 1) / 2, all = (k + kTileInputs - 1) / kTileInputs * kTileInputs / 2;
+    end_with_zeros((k + 1) / 2, panel);
+  }
+
+  static const float* stored(const Product&, const float* words, int64_t k, int64_t count,
+                             float* panel) {
+    if (k % kTileInputs == 0) return words;
+    for (int64_t word = 0; word < k / 2; ++word)
+      std::memcpy(panel + word * kTile, words + word * kTile, count * sizeof(float));
+    end_with_zeros(k / 2, panel);
+    return panel;
+  }
+
+  static void end_with_zeros(int64_t words, float* panel) {
+    const int64_t in_tile = kTileInputs / 2, all = (words + in_tile - 1) / in_tile * in_tile;
     std::memset(panel + words * kTile, 0, (all - words) * kTile * sizeof(float));
   }
 
@@ -66,6 +79,13 @@ struct PanelPlace {
 
   // Fetch part `part` of `parts` of these numbers, which lie far apart in memory.
   void fetch(const Product& p, int64_t part, int64_t parts) const {
+    if (p.in_panels) {
+      const int64_t words = inputs / inputs_of_word(p);
+      const float* from = stored_words(p, i, column);
+      for (int64_t word = words * part / parts; word < words * (part + 1) / parts; ++word)
+        for (int64_t c = 0; c < outputs; c += 16) prefetch(from + word * kTile + c);
+      return;
+    }
     const int64_t size = p.format == Format::kFloat32 ? 4 : 2;
     const int64_t runs = p.transposed ? outputs : inputs, of_run = p.transposed ? inputs : outputs;
     const int64_t stride = p.transposed ? p.inputs : p.outputs;
@@ -86,7 +106,8 @@ void with_panels(const Product& p, const typename Words::Number* x, int64_t firs
   Scratch panel(block / in_word * kTile), sums(p.rows * kTile);
   std::memset(panel.data, 0, block / in_word * kTile * sizeof(float));
   auto place_of = [&](int64_t i, int64_t column) {
-    return PanelPlace{i, least(block, p.inputs - i), column, least(kTile, last - column)};
+    const int64_t before = p.in_panels ? column % kTile : 0;
+    return PanelPlace{i, least(block, p.inputs - i), column, least(kTile - before, last - column)};
   };
   const int64_t row_step = across ? in_word : p.inputs;
   const int64_t word_step = across ? p.x_rows * in_word : in_word;
@@ -97,16 +118,17 @@ void with_panels(const Product& p, const typename Words::Number* x, int64_t firs
   next.fetch(p, 0, 1);
   for (bool more = true; more;) {
     const auto [i, k, column, count] = next;
-    Words::fill(p, i, k, column, count, panel.data);
+    const float* words_of_panel = panel_of<Words>(p, i, k, column, count, panel.data);
     const bool complete = i + k == p.inputs;
-    more = !complete || column + kTile < last;
-    if (more) next = complete ? place_of(0, column + kTile) : place_of(i + k, column);
+    more = !complete || column + count < last;
+    if (more) next = complete ? place_of(0, column + count) : place_of(i + k, column);
     int64_t part = parts - row_parts;
     words.blocks(p.rows, [&, i = i, k = k, column = column, count = count](auto r, int64_t row) {
       if (more && part >= 0) next.fetch(p, part, parts);
       ++part;
       multiply<across>(r, words, x + row * row_step + i / in_word * word_step,
-                       across ? word_step : row_step, panel.data, k, count, sums.data + row * kTile,
+                       across ? word_step : row_step, words_of_panel, k, count,
+                       sums.data + row * kTile,
                        i == 0);
       if (!complete) return;
       for (int64_t one = row; one < row + r.value; ++one)

@@ -1,7 +1,8 @@
 // Panels of a matrix of numbers, and rows times a panel, for one level of instructions.
 //
 // A panel has the numbers of kTile outputs, input after input, in the order in which they are
-// multiplied: words of four bytes. A matrix that lies transposed is turned.
+// multiplied: words of four bytes. A matrix that lies transposed is turned. A matrix may lie in panels
+// already.
 #pragma once
 
 #include "columns.h"
@@ -27,6 +28,19 @@ ED_INLINE void turn_panel(int64_t count, int64_t words, float* panel, const Get&
     for (int64_t row = 0; row < count; row += kLanes) turn_block(row, count, word, words, get, put);
 }
 
+// Of a matrix in panels: the inputs of a word, and its words from input `i` and an output on.
+inline int64_t inputs_of_word(const Product& p) { return p.format == Format::kBfloat16 ? 2 : 1; }
+
+inline const float* stored_words(const Product& p, int64_t i, int64_t column) {
+  const int64_t in_word = inputs_of_word(p), in_panel = column % kTile;
+  return static_cast<const float*>(p.w) + (column - in_panel) * (p.inputs / in_word) +
+         i / in_word * kTile + in_panel;
+}
+
+// The even or the odd ones of pairs of bfloat16 numbers.
+inline Vec even_half(Vec pairs) { return (Vec)((Ints)pairs << 16); }
+inline Vec odd_half(Vec pairs) { return (Vec)((Ints)pairs & ~0xffff); }
+
 // Numbers of x and of a panel, in words of four bytes: an input as float32.
 struct FloatWords : InVectors {
   using Number = float;
@@ -43,6 +57,20 @@ struct FloatWords : InVectors {
       copy(static_cast<const float*>(p.w) + i * p.outputs + column, p.outputs, k, count, panel);
     else
       copy(static_cast<const uint16_t*>(p.w) + i * p.outputs + column, p.outputs, k, count, panel);
+  }
+
+  // Return `k` inputs and `count` outputs of a matrix in panels, which begin at `words`: where they
+  // lie, or widened.
+  static const float* stored(const Product& p, const float* words, int64_t k, int64_t count,
+                             float* panel) {
+    if (p.format == Format::kFloat32) return words;
+    for (int64_t j = 0; j < k; j += 2, words += kTile)
+      for (int64_t c = 0; c < count; c += kLanes) {
+        const Vec pairs = load(words + c);
+        store(panel + j * kTile + c, even_half(pairs));
+        store(panel + (j + 1) * kTile + c, odd_half(pairs));
+      }
+    return panel;
   }
 
  private:
@@ -82,8 +110,22 @@ struct PairWords : InVectors {
     for (int64_t j = 0; j < k; j += 2, w += 2 * p.outputs, panel += kTile)
       pair_rows(w, j + 1 < k ? w + p.outputs : nullptr, count, reinterpret_cast<uint16_t*>(panel));
   }
+
+  static const float* stored(const Product&, const float* words, int64_t, int64_t, float*) {
+    return words;
+  }
 };
 #endif
+
+// Return the panel of `k` inputs from `i` on and `count` outputs from `column` on: where it lies, or
+// made in `panel`.
+template <typename Words>
+const float* panel_of(const Product& p, int64_t i, int64_t k, int64_t column, int64_t count,
+                      float* panel) {
+  if (p.in_panels) return Words::stored(p, stored_words(p, i, column), k, count, panel);
+  Words::fill(p, i, k, column, count, panel);
+  return panel;
+}
 
 struct NoFetch {
   void operator()(int64_t) const {}

@@ -40,7 +40,7 @@ struct Product {
   // Transposed: [outputs, inputs], or half as many bytes.
   const void* w;
   bool transposed;
-  bool in_panels;  // codes for x in 8 bits: see panels.h
+  bool in_panels;  // see number_panels.h, and panels.h for x in 8 bits
   Format format;
   // Of codes alone: value = (level - zero) * scale, where the level of four bits is table[code].
   OfGroups scale, zero;
@@ -74,7 +74,8 @@ constexpr bool of_pairs(const Product& p) {
 // The number of rows from which on large panels of a matrix of numbers are fastest (many.h).
 constexpr int64_t many_rows(const Product& p) { return of_pairs(p) ? 128 : 64; }
 
-// The product of all rows with the outputs [first, last). `first` is a multiple of kUnit.
+// The product of all rows with the outputs [first, last). `first` is a multiple of kUnit; in panels,
+// both are multiples of half a panel, and of a panel for x in 8 bits.
 //
 // Every sum is taken in one order, whatever the other rows are, and whoever computes which outputs.
 using ProductOfOutputs = void (*)(const Product&, int64_t first, int64_t last);

@@ -11,31 +11,41 @@ namespace ed {
 namespace {
 
 constexpr int kRowsOfX = kLanes == 16 ? 4 : 2;  // taken together
-constexpr int kRowsOfW = 4;  // divides kTile
+constexpr int kRowsOfW = 4;  // taken together, divides kTile
+constexpr int64_t kBlocksOfRuns = 3;  // of rows of x: with more of them, memory is not the limit
 
 inline float number(float x) { return x; }
 inline float number(uint16_t x) { return widen(x); }
 
-// Fetches what follows in the matrix, some lines at each call.
-struct Following {
-  ED_INLINE void operator()() {
-    for (int64_t line = 0; line < lines; ++line) prefetch(at + line * 64);
-    at += lines * 64;
+// Fetches the next rows of some runs of the matrix.
+struct NextRows {
+  ED_INLINE void operator()(int64_t byte) const {
+    for (int64_t run = 0; run < runs; ++run) prefetch(from + run * stride + byte);
   }
-  const char* at;
-  const int64_t lines;
+  const char* from;
+  int64_t stride, runs;
 };
 
-// sums [R, kTile], of which Q columns = the products of R rows of x with Q rows of w.
-template <int R, int Q, typename W>
-void dots(const float* x, const W* w, int64_t inputs, float* sums, Following following) {
+// Write the totals of Q sums, `apart` outputs apart.
+template <int Q, int apart>
+ED_INLINE void put_totals(const Vec* sums, float* to) {
+  float all[Q];
+  totals<Q>(sums, all);
+  ED_UNROLL
+  for (int q = 0; q < Q; ++q) to[q * apart] = all[q];
+}
+
+// sums [R, kTile], of which Q columns = the products of R rows of x with Q rows of w, which lie
+// `apart` rows apart.
+template <int R, int Q, int apart, typename W>
+void dots(const float* x, const W* w, int64_t inputs, float* sums, NextRows fetch) {
   Vec acc[R][Q] = {};
   int64_t i = 0;
   for (; i + kLanes <= inputs; i += kLanes) {
-    following();
+    fetch(i * sizeof(W));
     Vec right[Q];
     ED_UNROLL
-    for (int q = 0; q < Q; ++q) right[q] = load_numbers(w + q * inputs + i);
+    for (int q = 0; q < Q; ++q) right[q] = load_numbers(w + q * apart * inputs + i);
     ED_UNROLL
     for (int r = 0; r < R; ++r) {
       Vec left = load(x + r * inputs + i);
@@ -46,22 +56,24 @@ void dots(const float* x, const W* w, int64_t inputs, float* sums, Following fol
   ED_UNROLL
   for (int r = 0; r < R; ++r) {
     float* to = sums + r * kTile;
-    totals<Q>(acc[r], to);
+    put_totals<Q, apart>(acc[r], to);
     for (int64_t j = i; j < inputs; ++j)
-      for (int q = 0; q < Q; ++q) to[q] += x[r * inputs + j] * number(w[q * inputs + j]);
+      for (int q = 0; q < Q; ++q)
+        to[q * apart] += x[r * inputs + j] * number(w[q * apart * inputs + j]);
   }
 }
 
 #if defined(__AVX512BF16__)
 // The same of bfloat16 numbers.
-template <int R, int Q, typename W>
-void dots(const uint16_t* x, const W* w, int64_t inputs, float* sums, Following following) {
+template <int R, int Q, int apart, typename W>
+void dots(const uint16_t* x, const W* w, int64_t inputs, float* sums, NextRows fetch) {
   Vec acc[R][Q] = {};
   auto add = [&](int64_t i, __mmask32 mask) __attribute__((always_inline)) {
-    following();
+    fetch(i * sizeof(W));
     __m512i right[Q];
     ED_UNROLL
-    for (int q = 0; q < Q; ++q) right[q] = _mm512_maskz_loadu_epi16(mask, w + q * inputs + i);
+    for (int q = 0; q < Q; ++q)
+      right[q] = _mm512_maskz_loadu_epi16(mask, w + q * apart * inputs + i);
     ED_UNROLL
     for (int r = 0; r < R; ++r) {
       __m512i left = _mm512_maskz_loadu_epi16(mask, x + r * inputs + i);
@@ -75,41 +87,51 @@ void dots(const uint16_t* x, const W* w, int64_t inputs, float* sums, Following 
   for (; i + 32 <= inputs; i += 32) add(i, ~0u);
   if (i < inputs) add(i, (1u << (inputs - i)) - 1);
   ED_UNROLL
-  for (int r = 0; r < R; ++r) totals<Q>(acc[r], sums + r * kTile);
+  for (int r = 0; r < R; ++r) put_totals<Q, apart>(acc[r], sums + r * kTile);
 }
 #endif
 
 // All rows of x with the rows [first, last) of the matrix, which begin at w. Sums of a tile are kept
 // together: rows of y may be so far apart that they fall on the same places of a cache.
-template <typename X, typename W>
-void with_rows(const Product& p, const X* x, const W* w, int64_t first, int64_t last) {
+template <int apart, typename X, typename W>
+void by_runs(const Product& p, const X* x, const W* w, int64_t first, int64_t last) {
   Scratch tile(p.rows * kTile);
-  // While all rows of x are multiplied by some rows of w, as many rows of w are fetched.
-  constexpr int64_t kStep = sizeof(*x) == 2 ? 2 * kLanes : kLanes;
   const int64_t blocks = (p.rows + kRowsOfX - 1) / kRowsOfX;
-  const int64_t lines = most(1, kRowsOfW * kStep * sizeof(W) / 64 / blocks);
-  const int64_t steps = (p.inputs + kStep - 1) / kStep;
+  const int64_t runs = (kRowsOfW + blocks - 1) / blocks, ahead = apart > 1 ? 1 : 2;
   for (; first < last; first += kTile, w += kTile * p.inputs) {
-    int64_t count = least(kTile, last - first);
-    for (int64_t at = 0; at < count;) {
-      bool whole = count - at >= kRowsOfW;
+    const int64_t count = least(kTile, last - first);
+    const bool whole = count == kTile;
+    const int64_t step = whole && apart == 1 ? kRowsOfW : 1;
+    for (int64_t at = 0; at < (whole && apart > 1 ? apart : count); at += step) {
       const W* rows_of_w = w + at * p.inputs;
-      Following following{reinterpret_cast<const char*>(rows_of_w + kRowsOfW * p.inputs), lines};
+      // While all rows of x are multiplied by some rows of w, as many rows of w are fetched.
+      const int64_t stride = apart * p.inputs;
+      int64_t run = 0;
       row_blocks<kRowsOfX>(p.rows, [&](auto r, int64_t row) {
         constexpr int R = decltype(r)::value;
+        const W* next = rows_of_w + ahead * step * p.inputs + run % kRowsOfW * stride;
+        const NextRows fetch{reinterpret_cast<const char*>(next),
+                             stride * static_cast<int64_t>(sizeof(W)), runs};
+        run += runs;
         const X* rows_of_x = x + row * p.inputs;
         float* sums = tile.data + row * kTile + at;
         if (whole)
-          dots<R, kRowsOfW, W>(rows_of_x, rows_of_w, p.inputs, sums, following);
+          dots<R, kRowsOfW, apart>(rows_of_x, rows_of_w, p.inputs, sums, fetch);
         else
-          dots<R, 1, W>(rows_of_x, rows_of_w, p.inputs, sums, following);
-        following.at += steps * lines * 64;
+          dots<R, 1, apart>(rows_of_x, rows_of_w, p.inputs, sums, fetch);
       });
-      at += whole ? kRowsOfW : 1;
     }
     for (int64_t row = 0; row < p.rows; ++row)
       write(p, row, first, tile.data + row * kTile, count);
   }
+}
+
+// Memory is read faster in several runs. Where x has many rows, memory is not the limit, and rows of w
+// that are far apart would displace each other in the first cache.
+template <typename X, typename W>
+void with_rows(const Product& p, const X* x, const W* w, int64_t first, int64_t last) {
+  (p.rows <= kRowsOfX * kBlocksOfRuns ? by_runs<kTile / kRowsOfW, X, W>
+                                      : by_runs<1, X, W>)(p, x, w, first, last);
 }
 
 // One row of codes as numbers.

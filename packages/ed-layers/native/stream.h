@@ -5,7 +5,7 @@
 // order that `in_blocks` of columns.h has.
 #pragma once
 
-#include "many.h"
+#include "number_panels.h"
 
 namespace ed {
 namespace {
@@ -121,6 +121,7 @@ int64_t streamed(const Product& p, int64_t first, int64_t last) {
 }
 
 void columns(const Product& p, int64_t first, int64_t last) {
+  if (p.in_panels) return number_panels(p, first, last);
   if (by_panels(p, first, last)) return;
   first = streamed(p, first, last);
   if (first < last) in_blocks(p, first, last);

@@ -94,6 +94,12 @@ def product(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
         n += 64  # the form for many rows
     shape, count = (o, i) if turned else (i, o), 2 if gated else 1
     w = [Buffer(f"w{j}", shape, FLOAT32, free_dtypes=NUMBERS) for j in range(count)]
+    if rng.integers(3) == 0:
+        panels, turned = size(2), False
+        i, o = 2 * i, panels * PANEL
+        w = [Buffer(f"w{j}", (panels, i, PANEL), FLOAT32) for j in range(count)]
+        if rng.integers(2):
+            w = [Buffer(f"w{j}", (panels, i // 2, PANEL, 2), BFLOAT16) for j in range(count)]
     biases, attributes = epilogue(rng, o, dtype, count, gated=gated)
     return Call(
         "ed_product",

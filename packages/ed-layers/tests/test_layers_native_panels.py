@@ -1,5 +1,5 @@
-"""Codes in panels: products equal those of plain codes bit by bit, and packed models compute the
-same as plain models."""
+"""Matrices in panels: products equal those of plain matrices bit by bit, and packed models compute
+the same as plain models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.config import EasyDeLBaseConfig
+from ed_layers import packing
 from ed_layers.native import library, products
 from ed_layers.packing import pack
 from ed_layers.projections.dot import dot
 from ed_layers.projections.linear import Linear, project, project_gated
+from ed_layers.projections.panels import Panels
 from ed_layers.quantization import encode, quantize
 from ed_layers.quantization.panels import CodePanels
 from ed_layers.quantization.qarray import codes_of
@@ -21,6 +23,7 @@ from flax import nnx
 from native_cases import anywhere, built, drawn, exact  # noqa: F401
 
 ROWS = (1, 5, 8, 16, 31, 200)
+ROWS_OF_NUMBERS = (1, 2, 3, 4, 7, 20, 64, 130, 300)
 
 
 @built
@@ -42,13 +45,32 @@ def test_products_of_code_panels_are_exact_and_equal_those_of_plain_codes(
         np.testing.assert_array_equal(panels.product(x), w.product(x))
 
 
+@built
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 192), (130, 320), (4100, 64)])
+@pytest.mark.parametrize("of_x", ["float32", "bfloat16"])
+@pytest.mark.parametrize("of_w", ["float32", "bfloat16"])
+def test_products_of_panels_have_the_bits_of_those_of_plain_matrices(
+    of_w, of_x, inputs, outputs
+) -> None:
+    w = drawn(1, inputs, outputs, dtype=of_w)
+    assert Panels.can_be(w)
+    panels = Panels.of(w)
+    assert panels.shape == w.shape
+    np.testing.assert_array_equal(panels.plain(), w)
+    for rows in ROWS_OF_NUMBERS:
+        x = drawn(rows, rows, inputs, dtype=of_x)
+        # Tiles of AMX add the products of a sum in one order for panels and for plain matrices.
+        np.testing.assert_array_equal(panels.product(x), products.product(x, w))
+
+
 class Pair(nnx.Module):
     """Two projections of one input, and one back."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str = "float32", precision: str | None = None) -> None:
         rngs, init = nnx.Rngs(0), nnx.initializers.normal(0.1)
+        kinds = {"dtype": dtype, "param_dtype": dtype, "precision": precision}
         made = [
-            Linear(*sizes, axes=(None, None), use_bias=bias, kernel_init=init, rngs=rngs)
+            Linear(*sizes, axes=(None, None), use_bias=bias, kernel_init=init, rngs=rngs, **kinds)
             for sizes, bias in [((256, 192), 0), ((256, 192), 0), ((192, 256), 1), ((256, 100), 1)]
         ]
         self.gate, self.up, self.down, self.narrow = made
@@ -78,11 +100,47 @@ def test_packed_model_computes_the_same_and_keeps_no_plain_matrix(quantized) -> 
 
 
 @built
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_numbers_compute_the_same_bits_and_need_no_more_memory(dtype) -> None:
+    model, x = Pair(dtype), drawn(0, 9, 256, dtype=dtype)
+    packed = pack(model)
+    held = [isinstance(layer.weight, Panels) for layer in (packed.gate, packed.up, packed.down)]
+    assert held == [True] * 3 and isinstance(packed.narrow.weight, jax.Array)
+    assert type(packed.gate.kernel) is nnx.Param
+    assert packed.gate.kernel.get_metadata()["axes"] == (None, None)
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(m))) for m in (model, packed)]
+    assert sizes[0] == sizes[1]
+    for one, other in zip(jax.jit(packed)(x), jax.jit(model)(x), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with library.chosen_by(EasyDeLBaseConfig(native_kernels=False)):
+        for one, other in zip(jax.jit(packed)(x), jax.jit(model)(x), strict=True):
+            tolerance = 1e-4 if dtype == "float32" else 0.1
+            np.testing.assert_allclose(exact(one), exact(other), rtol=tolerance, atol=tolerance)
+
+
+@built
+def test_numbers_stay_plain_without_memory_for_copies_or_with_other_products(monkeypatch) -> None:
+    assert pack(Pair(precision="high")).gate.kernel.get_value().ndim == 2
+    model = Pair()
+    model.gate.dtype = jnp.bfloat16  # products convert the matrix
+    packed = pack(model)
+    assert isinstance(packed.gate.weight, jax.Array) and isinstance(packed.up.weight, Panels)
+    matrices = sum(layer.kernel.get_value().nbytes for layer in (model.up, model.down))
+    monkeypatch.setattr(packing, "available_bytes", lambda: 2 * matrices - 1)
+    assert pack(model) is model
+    quantized = quantize(model, [("gate", {"dtype": "w8a8"})])
+    packed = pack(quantized)
+    assert isinstance(packed.gate.weight, CodePanels) and isinstance(packed.up.weight, jax.Array)
+    monkeypatch.setattr(packing, "available_bytes", lambda: 2 * matrices)
+    assert isinstance(pack(model).up.weight, Panels)
+
+
+@built
 def test_activations_of_panels_have_the_gradient_of_plain_matrices() -> None:
     x, w = drawn(0, 7, 256), drawn(1, 256, 128)
     coded, half = (encode(w, form, 64, activations=True) for form in ("int8", "int4"))
-    for plain in (coded, half):
-        packed = CodePanels.of(plain)
+    pairs = [(w, Panels.of(w)), *((plain, CodePanels.of(plain)) for plain in (coded, half))]
+    for plain, packed in pairs:
         ours, theirs = (
             jax.grad(lambda x, w=w: jnp.sum(jnp.sin(dot(x, w))))(x) for w in (packed, plain)
         )
@@ -90,10 +148,20 @@ def test_activations_of_panels_have_the_gradient_of_plain_matrices() -> None:
 
 
 @built
-def test_library_refuses_panels_of_numbers_and_mixed_calls() -> None:
+def test_library_refuses_panels_of_other_shapes_and_mixed_calls() -> None:
     x, codes = jnp.ones((3, 64)), encode(drawn(1, 64, 128), "int8", 64, activations=True)
-    with pytest.raises(Exception, match="only matrices of codes can be in panels"):
-        jax.block_until_ready(products.products(x, (jnp.ones((2, 64, 64)),)))
+    for shape, dtype in [
+        ((2, 64, 32), jnp.float32),
+        ((2, 32, 64), jnp.float32),
+        ((2, 64, 64), jnp.bfloat16),
+        ((2, 32, 64, 4), jnp.bfloat16),
+    ]:
+        with pytest.raises(Exception, match="the matrix in panels has shape"):
+            jax.block_until_ready(products.products(x, (jnp.ones(shape, dtype),)))
+    with pytest.raises(Exception, match="panels of pairs require an even number of inputs"):
+        jax.block_until_ready(
+            products.products(x[:, :63], (jnp.ones((2, 31, 64, 2), jnp.bfloat16),))
+        )
     both = (CodePanels.of(codes).matrix, codes_of(codes))
     with pytest.raises(Exception, match="either all matrices of a call are in panels, or none"):
         jax.block_until_ready(products.products_of_codes(x, both, whole=True))

@@ -1,7 +1,7 @@
-"""Quantized matrices of a served model in the order in which the native library reads them.
+"""Matrices of a served model in the order in which the native library reads them.
 
-Checkpoints and training use plain matrices. `pack` copies the codes of linear layers into panels
-once, after a model was loaded.
+Checkpoints and training use plain matrices. `pack` copies the matrices of linear layers into
+panels once, after a model was loaded.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Any, TypeVar, cast
 
 import jax
+from ed_infra.host_memory import available_bytes
 from ed_infra.rules import Rules
 from flax import nnx
 
+from ed_layers.native import split
 from ed_layers.native.library import on_whole_arrays
 from ed_layers.projections.linear import Linear
-from ed_layers.quantization.model import QuantParam
+from ed_layers.projections.panels import Panels
 from ed_layers.quantization.panels import CodePanels
 from ed_layers.quantization.qarray import QArray
 from ed_layers.transform import transform
@@ -23,25 +25,36 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def pack(model: M) -> M:
-    """Return a copy of a model with `w8a8` and `w4a8` matrices of linear layers in panels.
+    """Return a copy of a model with matrices of linear layers in panels: numbers, and codes of
+    `w8a8` and `w4a8`.
 
-    The native library computes the products of a packed model for every number of rows. The copy
-    shares the other arrays. Without the native library, or without such matrices, the model itself
-    is returned.
+    The native library computes the products of a packed model for every number of rows, with the
+    same bits. The copy shares the other arrays. Without the native library, or without such
+    matrices, the model itself is returned. Matrices of numbers stay plain if their copies would
+    need more than half of the available memory: the caller may keep the model.
 
     Args:
         model: a model for inference with unrolled layers. A packed model has no checkpoint format.
     """
+    if not on_whole_arrays():
+        return model
     layers = [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, Linear)]
-    if not on_whole_arrays() or not any(map(_can_be_packed, layers)):
+    plain = [layer.kernel.get_value().nbytes for layer in layers if _numbers_can_be_packed(layer)]
+    numbers = 0 < sum(plain) <= available_bytes() // 2
+    if not numbers and not any(map(_codes_can_be_packed, layers)):
         return model
 
     def packed(layer: nnx.Module, _: jax.Array) -> nnx.Module:
         layer = cast(Linear, layer)
-        if _can_be_packed(layer):
-            codes = CodePanels.of(cast(Any, layer.kernel.get_value()))
-            axes = layer.kernel.get_metadata().get("axes")
-            layer.kernel = cast(Any, QuantParam(cast(Any, codes), axes=axes))
+        value: Any = layer.kernel.get_value()
+        if _codes_can_be_packed(layer):
+            value = CodePanels.of(value)
+        elif numbers and _numbers_can_be_packed(layer):
+            value = Panels.of(value)
+        else:
+            return layer
+        axes = layer.kernel.get_metadata().get("axes")
+        layer.kernel = type(layer.kernel)(cast(Any, value), axes=axes)
         return layer
 
     return transform(model, Rules([("", packed)], kind="packing rule"), of=Linear)
@@ -49,7 +62,17 @@ def pack(model: M) -> M:
 
 def _can_be_packed(layer: Linear) -> bool:
     # Layers with adapters and other subclasses use their matrix in other ways.
-    if type(layer) is not Linear or layer.absorbed:
-        return False
+    return type(layer) is Linear and not layer.absorbed
+
+
+def _codes_can_be_packed(layer: Linear) -> bool:
     value: Any = layer.kernel.get_value()
-    return isinstance(value, QArray) and CodePanels.can_be(value)
+    return _can_be_packed(layer) and isinstance(value, QArray) and CodePanels.can_be(value)
+
+
+def _numbers_can_be_packed(layer: Linear) -> bool:
+    # Other products convert the matrix, or read parts of its numbers.
+    value: Any = layer.kernel.get_value()
+    if not (_can_be_packed(layer) and isinstance(value, jax.Array) and Panels.can_be(value)):
+        return False
+    return value.dtype == layer.dtype and layer.precision not in split.HIGH

@@ -52,8 +52,8 @@ class ServedWeights:
 
     Args:
         model: the model, in the layout that the caller chose. Its arrays are not copied, except
-            matrices with codes of whole numbers, which are served in the order of the native
-            library (`ed_layers.packing`). New weights keep the structure of `model`.
+            matrices of linear layers on a CPU, which are served in the order of the native library
+            (`ed_layers.packing`). New weights keep the structure of `model`.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -71,6 +71,8 @@ class ServedWeights:
         self._own: list[jax.Array] | None = leaves
         self._places, self._treedef_of_places = jax.tree.flatten(places)
         self._like_own = abstract(leaves)
+        # An array that weights without a copy share with their owner: panels have three axes.
+        self._never_packed = min(range(len(leaves)), key=lambda i: leaves[i].ndim)
         self._asleep: list[HostParts] | None = None  # in host memory
         self._finite: bool | None = None  # computed on demand
         self.like: list[jax.ShapeDtypeStruct] = [*self._like_own, *abstract(self._places)]
@@ -107,7 +109,7 @@ class ServedWeights:
                 "the engine has no weights: those of `with engine.weights(...)` went with the end "
                 "of the block; call update_model_weights(model), or run inside such a block"
             )
-        if self._own[0].is_deleted():
+        if self._own[self._never_packed].is_deleted():
             raise EasyDeLError(
                 "the engine's weights were deleted by their owner (a train step donates its "
                 "arrays): call update_model_weights(model), which copies"

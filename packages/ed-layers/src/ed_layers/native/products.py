@@ -33,7 +33,7 @@ PAIRS = ("avx512_bf16", "amx")
 #: Minimum size of a matrix: smaller products do not justify the microseconds of a call.
 LEAST_SIZE = 1 << 14
 
-#: Number of columns of a panel of codes: `kTile` of product.h.
+#: Number of columns of a panel: `kTile` of product.h.
 PANEL = 64
 
 #: Activations of the library by Hugging Face's names: numbers of `Act` in product.h.
@@ -85,7 +85,7 @@ def fastest(w: jax.Array, rows: int, dtype: DTypeLike) -> jax.Array:
 
 
 def takes_panels(rows: int, dtype: DTypeLike) -> bool:
-    """Return whether the library multiplies rows of a dtype by panels of codes.
+    """Return whether the library multiplies rows of a dtype by panels.
 
     Every number of rows is supported, because another product would have to restore the matrix.
     """
@@ -168,7 +168,8 @@ def products(
     """Return the products with several matrices, computed in one call: [n, o] for each matrix.
 
     Args:
-        matrices: [i, o] each; or [o, i] if `transposed`.
+        matrices: [i, o] each; or [o, i] if `transposed`; or panels, see
+            `ed_layers.projections.panels`.
         turned, precision: see `product`.
         epilogue: what follows the products.
     """

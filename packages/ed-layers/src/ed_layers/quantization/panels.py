@@ -8,10 +8,8 @@ Legend: i in features, o out features, n groups along i, p panels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +20,7 @@ from jaxtyping import Array, Float, Num
 
 from ed_layers import native
 from ed_layers.native.products import LEAST_SIZE, PANEL, Epilogue, QuantizedMatrix, takes_panels
+from ed_layers.projections.panels import product_with
 from ed_layers.quantization.formats import FORMATS
 from ed_layers.quantization.qarray import QArray, codes_of
 
@@ -91,7 +90,7 @@ class CodePanels:
 
     def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
-        return _product(precision, x, self)
+        return product_with(precision, x, self)
 
     @staticmethod
     def fit(weights: Sequence[CodePanels], rows: int, dtype: DTypeLike) -> bool:
@@ -105,29 +104,3 @@ class CodePanels:
         """See `ed_layers.projections.dot.Together`."""
         matrices = [w.matrix for w in weights]
         return native.products.products_of_codes(x, matrices, whole=True, epilogue=epilogue)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(precision: PrecisionLike, x: jax.Array, w: CodePanels) -> jax.Array:
-    if not takes_panels(math.prod(x.shape[:-1]), x.dtype):
-        return w.plain().product(x, precision=precision)
-    rows = x.reshape(-1, x.shape[-1])
-    (y,) = native.products.products_of_codes(rows, (w.matrix,), whole=True)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-def _product_forward(
-    precision: PrecisionLike, x: jax.Array, w: CodePanels
-) -> tuple[jax.Array, tuple[jax.Array, CodePanels]]:
-    return _product(precision, x, w), (x, w)
-
-
-def _product_backward(
-    precision: PrecisionLike, saved: tuple[jax.Array, CodePanels], d_y: jax.Array
-) -> tuple[jax.Array, None]:
-    x, w = saved
-    _, pull = jax.vjp(lambda x: w.plain().product(x, precision=precision), x)
-    return *pull(d_y), None
-
-
-_product.defvjp(_product_forward, _product_backward)

@@ -1,0 +1,99 @@
+"""A served language model keeps the matrices of linear layers in the order of the native library, and
+computes the tokens of `generate`."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ed_esurge import SamplingParams, eSurge
+from ed_infra.errors import EasyDeLError
+from ed_layers.native import library
+from ed_layers.projections.panels import Panels
+from ed_layers.quantization.panels import CodePanels
+from flax import nnx
+
+pytestmark = pytest.mark.skipif(
+    library.level() is None, reason="not built: python -m ed_layers.native build"
+)
+PROMPTS = [[3, 14, 15, 92, 65], [35, 89, 79]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+
+def served(model) -> eSurge:
+    return eSurge(model, max_num_seqs=2, max_model_len=32, page_size=8, silent_mode=True)
+
+
+def panels_of(engine: eSurge) -> list[CodePanels | Panels]:
+    kinds = CodePanels, Panels
+    kernels = jax.tree.leaves(
+        nnx.state(engine.loop.runner.model), is_leaf=lambda x: isinstance(x, kinds)
+    )
+    return [kernel for kernel in kernels if isinstance(kernel, kinds)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "w8a8", "w4a8"])
+@pytest.mark.daily("float32", "w4a8")
+def test_engine_serves_given_and_new_matrices_in_panels(make_llama, monkeypatch, dtype):
+    monkeypatch.setenv(library.VARIABLE, "1")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "scan_layers": False}
+    quantized = dtype in ("w8a8", "w4a8")
+    if dtype == "bfloat16":
+        sizes |= {"dtype": dtype, "param_dtype": dtype}
+    models = [make_llama(seed=seed, **sizes) for seed in (1, 2)]
+    if quantized:
+        rules = [("layers", {"dtype": dtype, "group_size": 32})]
+        models = [model.quantize(rules) for model in models]
+    wanted = [
+        [
+            model.generate(np.array([p]), max_new_tokens=8, eos_token_id=[], do_sample=False)
+            .sequences[0, len(p) :]
+            .tolist()
+            for p in PROMPTS
+        ]
+        for model in models
+    ]
+    assert wanted[0] != wanted[1]
+    engine = served(models[0])
+    stored = {"w8a8": "int8", "w4a8": "uint8"}.get(dtype, dtype)
+    arrays = [panels.codes if quantized else panels.numbers for panels in panels_of(engine)]
+    assert {array.dtype for array in arrays} == {jnp.dtype(stored)}
+    for number in (0, 1, 0):
+        if number:
+            engine.update_model_weights(models[number])
+        else:
+            engine.loop.runner.weights.replace(models[number], copy=False)
+        found = engine.generate(PROMPTS, GREEDY)
+        assert [output.outputs[0].token_ids for output in found] == wanted[number]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "w8a8"])
+def test_engine_keeps_no_plain_copy_of_matrices(make_llama, monkeypatch, dtype):
+    monkeypatch.setenv(library.VARIABLE, "1")
+    model = make_llama(hidden_size=128, intermediate_size=256, scan_layers=False)
+    if dtype == "w8a8":
+        model = model.quantize([("layers", {"dtype": dtype})])
+    stored = jnp.int8 if dtype == "w8a8" else jnp.float32
+    leaves = jax.tree.leaves(nnx.state(model.model.layers))
+    plain = [weakref.ref(x) for x in leaves if x.dtype == stored and x.size >= 128 * 128]
+    engine = served(model)
+    del model, leaves
+    gc.collect()
+    assert len(plain) == 6 and [array() for array in plain] == [None] * len(plain)
+    assert panels_of(engine)
+
+
+def test_engine_refuses_packed_weights_whose_owner_deleted_them(make_llama, monkeypatch):
+    monkeypatch.setenv(library.VARIABLE, "1")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "scan_layers": False}
+    engine = served(make_llama(**sizes))
+    model = make_llama(seed=2, **sizes)
+    engine.loop.runner.weights.replace(model, copy=False)
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        leaf.delete()
+    with pytest.raises(EasyDeLError, match="were deleted by their owner"):
+        _ = engine.loop.runner.weights.leaves
