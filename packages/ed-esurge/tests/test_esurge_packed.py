@@ -1,5 +1,5 @@
-"""A served language model keeps the matrices of linear layers in the order of the native library, and
-computes the tokens of `generate`."""
+"""A served language model keeps the matrices of linear layers in the order of the native library,
+and computes the tokens of `generate`."""
 
 from __future__ import annotations
 
