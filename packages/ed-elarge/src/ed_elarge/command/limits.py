@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ed_layers.native.products import PANEL, takes_panels
 from ed_layers.projections.dot import dot
+from ed_layers.projections.panels import Panels
 from ed_layers.quantization import encode
 from flax import nnx
 
@@ -21,7 +23,7 @@ class DeviceLimits(NamedTuple):
     """Measured limits of one device.
 
     Attributes:
-        bandwidth: bytes per second that a sum reads from memory.
+        bandwidth: bytes per second that are read from memory, see `read_bandwidth`.
         products: operations per second (a product of two numbers and an addition are two) of
             products of square matrices, by dtype: `float32`, `bfloat16`, and `w8a8` on CPUs.
     """
@@ -56,10 +58,20 @@ def measured(rounds: int = 5) -> DeviceLimits:
 
 
 def read_bandwidth(rounds: int = 8) -> float:
-    """Return the bytes per second that a sum reads: of 512 MiB on a CPU, of 4 GiB on an
-    accelerator."""
-    numbers = jnp.ones(2 ** (27 if jax.default_backend() == "cpu" else 30), jnp.float32)
-    return numbers.nbytes / seconds_of(jax.jit(jnp.sum), numbers, rounds=rounds)
+    """Return the bytes per second at which memory is read: 512 MiB on a CPU, 4 GiB on an accelerator.
+
+    A sum reads one run of memory. On a CPU, a product of one row with packed numbers reads several
+    runs, and the larger rate counts.
+    """
+    if jax.default_backend() != "cpu":
+        numbers = jnp.ones(2**30, jnp.float32)
+        return numbers.nbytes / seconds_of(jax.jit(jnp.sum), numbers, rounds=rounds)
+    numbers = jnp.ones((2**10, 2**11, PANEL), jnp.float32)
+    seconds = [seconds_of(jax.jit(jnp.sum), numbers, rounds=rounds)]
+    if takes_panels(1, jnp.float32):
+        row, matrix = jnp.ones((1, 2**11)), Panels(numbers)
+        seconds.append(seconds_of(jax.jit(dot), row, matrix, rounds=rounds))
+    return numbers.nbytes / min(seconds)
 
 
 def seconds_of(call: Callable[..., jax.Array], *arguments: Any, rounds: int) -> float:
