@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from ed_esurge import SamplingParams, eSurge
 from ed_infra.errors import EasyDeLError
+from ed_layers import packing
 from ed_layers.native import library
 from ed_layers.projections.panels import Panels
 from ed_layers.quantization.panels import CodePanels
@@ -85,6 +86,28 @@ def test_engine_keeps_no_plain_copy_of_matrices(make_llama, monkeypatch, dtype):
     gc.collect()
     assert len(plain) == 6 and [array() for array in plain] == [None] * len(plain)
     assert panels_of(engine)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_new_weights_are_packed_as_the_first_ones_although_memory_changed(
+    make_llama, monkeypatch, first
+):
+    monkeypatch.setenv(library.VARIABLE, "1")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "scan_layers": False}
+    models = [
+        make_llama(seed=seed, **sizes).quantize([("gate_proj", {"dtype": "w8a8"})])
+        for seed in (1, 2)
+    ]
+    monkeypatch.setattr(packing, "available_bytes", lambda: 1 << 40 if first else 0)
+    engine = served(models[0])
+    numbers = [isinstance(panels, Panels) for panels in panels_of(engine)]
+    assert any(numbers) == first and not all(numbers)
+    monkeypatch.setattr(packing, "available_bytes", lambda: 0 if first else 1 << 40)
+    engine.update_model_weights(models[1])
+    wanted = served(models[1]).generate(PROMPTS, GREEDY)
+    found = engine.generate(PROMPTS, GREEDY)
+    tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (found, wanted)]
+    assert tokens[0] == tokens[1]
 
 
 def test_engine_refuses_packed_weights_whose_owner_deleted_them(make_llama, monkeypatch):

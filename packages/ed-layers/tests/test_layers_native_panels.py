@@ -119,20 +119,23 @@ def test_packed_numbers_compute_the_same_bits_and_need_no_more_memory(dtype) -> 
 
 
 @built
-def test_numbers_stay_plain_without_memory_for_copies_or_with_other_products(monkeypatch) -> None:
+def test_numbers_stay_plain_on_request_and_with_other_products() -> None:
     assert pack(Pair(precision="high")).gate.kernel.get_value().ndim == 2
     model = Pair()
     model.gate.dtype = jnp.bfloat16  # products convert the matrix
     packed = pack(model)
     assert isinstance(packed.gate.weight, jax.Array) and isinstance(packed.up.weight, Panels)
-    matrices = sum(layer.kernel.get_value().nbytes for layer in (model.up, model.down))
-    monkeypatch.setattr(packing, "available_bytes", lambda: 2 * matrices - 1)
-    assert pack(model) is model
-    quantized = quantize(model, [("gate", {"dtype": "w8a8"})])
-    packed = pack(quantized)
+    assert pack(model, numbers=False) is model
+    packed = pack(quantize(model, [("gate", {"dtype": "w8a8"})]), numbers=False)
     assert isinstance(packed.gate.weight, CodePanels) and isinstance(packed.up.weight, jax.Array)
-    monkeypatch.setattr(packing, "available_bytes", lambda: 2 * matrices)
-    assert isinstance(pack(model).up.weight, Panels)
+
+
+def test_memory_for_packed_numbers_is_half_of_the_available_memory(monkeypatch) -> None:
+    model = Pair()
+    matrices = sum(layer.kernel.get_value().nbytes for layer in (model.gate, model.up, model.down))
+    for available, there in [(2 * matrices, True), (2 * matrices - 1, False)]:
+        monkeypatch.setattr(packing, "available_bytes", lambda available=available: available)
+        assert packing.memory_for_numbers(model) == there
 
 
 @built

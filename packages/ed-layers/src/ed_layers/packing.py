@@ -24,24 +24,22 @@ from ed_layers.transform import transform
 M = TypeVar("M", bound=nnx.Module)
 
 
-def pack(model: M) -> M:
+def pack(model: M, *, numbers: bool = True) -> M:
     """Return a copy of a model with matrices of linear layers in panels: numbers, and codes of
     `w8a8` and `w4a8`.
 
     The native library computes the products of a packed model for every number of rows, with the
     same bits. The copy shares the other arrays. Without the native library, or without such
-    matrices, the model itself is returned. Matrices of numbers stay plain if their copies would
-    need more than half of the available memory: the caller may keep the model.
+    matrices, the model itself is returned.
 
     Args:
         model: a model for inference with unrolled layers. A packed model has no checkpoint format.
+        numbers: whether matrices of numbers are packed; see `memory_for_numbers`.
     """
-    if not on_whole_arrays():
-        return model
-    layers = [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, Linear)]
-    plain = [layer.kernel.get_value().nbytes for layer in layers if _numbers_can_be_packed(layer)]
-    numbers = 0 < sum(plain) <= available_bytes() // 2
-    if not numbers and not any(map(_codes_can_be_packed, layers)):
+    layers = _linear_layers(model)
+    coded = any(map(_codes_can_be_packed, layers))
+    numbers = numbers and any(map(_numbers_can_be_packed, layers))
+    if not on_whole_arrays() or not (coded or numbers):
         return model
 
     def packed(layer: nnx.Module, _: jax.Array) -> nnx.Module:
@@ -58,6 +56,17 @@ def pack(model: M) -> M:
         return layer
 
     return transform(model, Rules([("", packed)], kind="packing rule"), of=Linear)
+
+
+def memory_for_numbers(model: nnx.Module) -> bool:
+    """Return whether half of the available memory can contain the packed matrices of numbers of a
+    model: the owner of the model may keep the plain ones."""
+    packed = [layer.kernel for layer in _linear_layers(model) if _numbers_can_be_packed(layer)]
+    return sum(kernel.get_value().nbytes for kernel in packed) <= available_bytes() // 2
+
+
+def _linear_layers(model: nnx.Module) -> list[Linear]:
+    return [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, Linear)]
 
 
 def _can_be_packed(layer: Linear) -> bool:

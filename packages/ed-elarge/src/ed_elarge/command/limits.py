@@ -58,10 +58,10 @@ def measured(rounds: int = 5) -> DeviceLimits:
 
 
 def read_bandwidth(rounds: int = 8) -> float:
-    """Return the bytes per second at which memory is read: 512 MiB on a CPU, 4 GiB on an accelerator.
+    """Return the bytes per second at which memory is read.
 
-    A sum reads one run of memory. On a CPU, a product of one row with packed numbers reads several
-    runs, and the larger rate counts.
+    A CPU reads 512 MiB, and an accelerator 4 GiB. A sum reads one run of memory. On a CPU, a
+    product of one row with packed numbers reads several runs, and the larger rate counts.
     """
     if jax.default_backend() != "cpu":
         numbers = jnp.ones(2**30, jnp.float32)

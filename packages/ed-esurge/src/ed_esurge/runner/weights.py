@@ -14,7 +14,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.sharding.submesh import part_on
 from ed_layers import native
 from ed_layers.lora.slots import SlotParam, written
-from ed_layers.packing import pack
+from ed_layers.packing import memory_for_numbers, pack
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -29,22 +29,23 @@ NewWeights = LanguageModel | nnx.State | list[Leaf]
 
 
 class _Structure(NamedTuple):
-    """A model without its arrays, before its matrices are packed."""
+    """A model without its arrays, before it is packed, and whether numbers are packed."""
 
     graphdef: nnx.GraphDef
     treedef: Any
     likes: list[jax.ShapeDtypeStruct]
+    numbers: bool
 
     def packed(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Return the leaves of the packed model."""
         model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
-        packed = _packed(cast(LanguageModel, model))
+        packed = _packed(cast(LanguageModel, model), self.numbers)
         return jax.tree.leaves(nnx.state(cast(nnx.Module, packed)))
 
 
-def _packed(model: LanguageModel) -> LanguageModel:
+def _packed(model: LanguageModel, numbers: bool) -> LanguageModel:
     with native.chosen_by(model.config):
-        return cast(LanguageModel, pack(cast(nnx.Module, model)))
+        return cast(LanguageModel, pack(cast(nnx.Module, model), numbers=numbers))
 
 
 class ServedWeights:
@@ -60,11 +61,12 @@ class ServedWeights:
         self._given: _Structure | None = None
         # The weights of a model with adapter slots are replaced without the slots.
         has_slots = bool(jax.tree.leaves(nnx.state(cast(nnx.Module, model), SlotParam)))
-        packed = model if has_slots else _packed(model)
+        numbers = not has_slots and memory_for_numbers(cast(nnx.Module, model))
+        packed = model if has_slots else _packed(model, numbers)
         if packed is not model:
             graphdef, state = nnx.split(cast(nnx.Module, model))
             leaves, treedef = jax.tree.flatten(state)
-            self._given = _Structure(graphdef, treedef, abstract(leaves))
+            self._given = _Structure(graphdef, treedef, abstract(leaves), numbers)
             model = packed
         self._graphdef, places, state = nnx.split(cast(nnx.Module, model), SlotParam, ...)
         leaves, self._treedef = jax.tree.flatten(state)
