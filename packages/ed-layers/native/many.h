@@ -68,9 +68,13 @@ void multiply(TileWords::Rows rows, TileWords&, const uint16_t* x, int64_t x_str
 template <bool across, int R, typename Words>
 void multiply(Count<R>, Words&, const typename Words::Number* x, int64_t x_stride,
               const float* panel, int64_t inputs, int64_t outputs, float* sums, bool first) {
+  auto some = [&](auto vectors, int64_t c) __attribute__((always_inline)) {
+    multiply_panel<Words, R, decltype(vectors)::value, across>(x, x_stride, panel + c, kTile, inputs,
+                                                               sums + c, kTile, first);
+  };
+  // Half a panel may end where the matrix ends.
   for (int64_t c = 0; c < outputs; c += kBlock)
-    multiply_panel<Words, R, kVectors, across>(x, x_stride, panel + c, kTile, inputs, sums + c,
-                                               kTile, first);
+    outputs - c > kBlock / 2 ? some(Count<kVectors>(), c) : some(Count<kVectors / 2>(), c);
 }
 
 // Where a panel comes from: `inputs` inputs from `i` on, and `outputs` outputs from `column` on.
