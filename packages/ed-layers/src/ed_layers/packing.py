@@ -36,10 +36,11 @@ def pack(model: M, *, numbers: bool = True) -> M:
         model: a model for inference with unrolled layers. A packed model has no checkpoint format.
         numbers: whether matrices of numbers are packed; see `memory_for_numbers`.
     """
+    if not on_whole_arrays():
+        return model
     layers = _linear_layers(model)
-    coded = any(map(_codes_can_be_packed, layers))
     numbers = numbers and any(map(_numbers_can_be_packed, layers))
-    if not on_whole_arrays() or not (coded or numbers):
+    if not (numbers or any(map(_codes_can_be_packed, layers))):
         return model
 
     def packed(layer: nnx.Module, _: jax.Array) -> nnx.Module:

@@ -14,6 +14,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.sharding.submesh import part_on
 from ed_layers import native
 from ed_layers.lora.slots import SlotParam, written
+from ed_layers.native.library import on_whole_arrays
 from ed_layers.packing import memory_for_numbers, pack
 from ed_models.protocol import LanguageModel
 from flax import nnx
@@ -61,7 +62,11 @@ class ServedWeights:
         self._given: _Structure | None = None
         # The weights of a model with adapter slots are replaced without the slots.
         has_slots = bool(jax.tree.leaves(nnx.state(cast(nnx.Module, model), SlotParam)))
-        numbers = not has_slots and memory_for_numbers(cast(nnx.Module, model))
+        numbers = (
+            not has_slots
+            and on_whole_arrays()  # accelerators pack nothing
+            and memory_for_numbers(cast(nnx.Module, model))
+        )
         packed = model if has_slots else _packed(model, numbers)
         if packed is not model:
             graphdef, state = nnx.split(cast(nnx.Module, model))

@@ -10,10 +10,11 @@ Legend: i in features, o out features, n rows, p panels.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,24 +33,33 @@ from ed_layers.native.products import (
 from ed_layers.projections.dot import Weight, dot
 
 
-class InPanels(Protocol):
+class InPanels(ABC):
     """A matrix in panels. Only the other operand of a product has a gradient."""
 
+    @abstractmethod
     def plain(self) -> Weight:
         """Return the matrix in the plain order."""
-        ...
 
     @staticmethod
+    @abstractmethod
     def products(
         x: Float[Array, "n i"], weights: Sequence[Any], epilogue: Epilogue
     ) -> list[jax.Array]:
         """See `ed_layers.projections.dot.Together`."""
-        ...
+
+    @staticmethod
+    def fit(weights: Sequence[Any], rows: int, dtype: DTypeLike) -> bool:
+        """See `ed_layers.projections.dot.Together`."""
+        return takes_panels(rows, dtype)
+
+    def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
+        """Return `x @ self`, [..., o], in the dtype of `x`."""
+        return _product(precision, x, self)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Panels:
+class Panels(InPanels):
     """A matrix [i, o] of numbers; its products have the bits of those of the plain matrix.
 
     Attributes:
@@ -84,15 +94,6 @@ class Panels:
         numbers = self.numbers.reshape(*self.numbers.shape[:3], -1)
         return jnp.transpose(numbers, (1, 3, 0, 2)).reshape(self.shape)
 
-    def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
-        """Return `x @ self`, [..., o], in the dtype of `x`."""
-        return product_with(precision, x, self)
-
-    @staticmethod
-    def fit(weights: Sequence[Panels], rows: int, dtype: DTypeLike) -> bool:
-        """See `ed_layers.projections.dot.Together`."""
-        return takes_panels(rows, dtype)
-
     @staticmethod
     def products(
         x: Float[Array, "n i"], weights: Sequence[Panels], epilogue: Epilogue
@@ -102,8 +103,7 @@ class Panels:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product_with(precision: PrecisionLike, x: Float[Array, "*rows i"], w: InPanels) -> jax.Array:
-    """Return `x @ w`, [..., o], in the dtype of `x`."""
+def _product(precision: PrecisionLike, x: Float[Array, "*rows i"], w: InPanels) -> jax.Array:
     if not takes_panels(math.prod(x.shape[:-1]), x.dtype):
         return dot(x, w.plain(), precision=precision)
     rows = x.reshape(-1, x.shape[-1])
@@ -112,7 +112,7 @@ def product_with(precision: PrecisionLike, x: Float[Array, "*rows i"], w: InPane
 
 
 def _forward(precision: PrecisionLike, x: jax.Array, w: InPanels):
-    return product_with(precision, x, w), (x, w)
+    return _product(precision, x, w), (x, w)
 
 
 def _backward(precision: PrecisionLike, saved: tuple[jax.Array, InPanels], d_y: jax.Array):
@@ -121,4 +121,4 @@ def _backward(precision: PrecisionLike, saved: tuple[jax.Array, InPanels], d_y: 
     return *pull(d_y), None
 
 
-product_with.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)

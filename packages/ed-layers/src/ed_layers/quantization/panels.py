@@ -14,20 +14,19 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
 from ed_layers import native
-from ed_layers.native.products import LEAST_SIZE, PANEL, Epilogue, QuantizedMatrix, takes_panels
-from ed_layers.projections.panels import product_with
+from ed_layers.native.products import LEAST_SIZE, PANEL, Epilogue, QuantizedMatrix
+from ed_layers.projections.panels import InPanels
 from ed_layers.quantization.formats import FORMATS
 from ed_layers.quantization.qarray import QArray, codes_of
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class CodePanels:
+class CodePanels(InPanels):
     """A quantized matrix [i, o] whose products round their other operand to 8 bits (`w8a8`,
     `w4a8`).
 
@@ -87,15 +86,6 @@ class CodePanels:
     def dense(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Return the matrix as a plain array."""
         return self.plain().dense(dtype)
-
-    def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
-        """Return `x @ self`, [..., o], in the dtype of `x`."""
-        return product_with(precision, x, self)
-
-    @staticmethod
-    def fit(weights: Sequence[CodePanels], rows: int, dtype: DTypeLike) -> bool:
-        """See `ed_layers.projections.dot.Together`."""
-        return takes_panels(rows, dtype)
 
     @staticmethod
     def products(
