@@ -47,7 +47,7 @@ def test_engine_serves_given_and_new_matrices_in_panels(make_llama, monkeypatch,
         sizes |= {"dtype": dtype, "param_dtype": dtype}
     models = [make_llama(seed=seed, **sizes) for seed in (1, 2)]
     if quantized:
-        rules = [("layers", {"dtype": dtype, "group_size": 32})]
+        rules = [("", {"dtype": dtype, "group_size": 32})]  # with the embedding
         models = [model.quantize(rules) for model in models]
     wanted = [
         [
@@ -60,8 +60,8 @@ def test_engine_serves_given_and_new_matrices_in_panels(make_llama, monkeypatch,
     ]
     assert wanted[0] != wanted[1]
     engine = served(models[0])
-    stored = {"w8a8": "int8", "w4a8": "uint8"}.get(dtype, dtype)
-    arrays = [panels.codes if quantized else panels.numbers for panels in panels_of(engine)]
+    stored = "uint8" if quantized else dtype
+    arrays = [panels.groups if quantized else panels.numbers for panels in panels_of(engine)]
     assert {array.dtype for array in arrays} == {jnp.dtype(stored)}
     for number in (0, 1, 0):
         if number:

@@ -19,10 +19,22 @@ inline void scale_scores(float* scores, int64_t rows, float factor) {
   for (int64_t i = 0; i < rows * kKeys; i += kLanes) store(scores + i, load(scores + i) * factor);
 }
 
+// The number of slots of a row without those at its end that have no segment: no query sees these.
+inline int64_t used_slots(const int32_t* segments, int64_t slots) {
+  for (; slots >= kKeys; slots -= kKeys) {
+    int32_t any = 0;
+    for (int64_t i = slots - kKeys; i < slots; ++i) any |= segments[i];
+    if (any) break;
+  }
+  while (slots > 0 && segments[slots - 1] == 0) --slots;
+  return slots;
+}
+
 // The slots that queries [first, last) of a row look at: the others lie behind or before all of them.
 struct Range {
   Range(const Attend& p, int64_t row, int64_t first, int64_t last) {
     end = p.lengths ? p.lengths[row] : p.slots;
+    if (p.k_segments) end = used_slots(p.k_segments + row * p.slots, end);
     if (!p.lengths) return;
     place = end - (p.first_query[row + 1] - p.first_query[row]) + first;
     end = least(end, place + last - first);
@@ -41,9 +53,8 @@ struct Range {
 };
 
 // Whether queries need less time than memory for their keys and values, which are then fetched early.
-// Of a row without a length, many slots may be empty.
 inline bool waits_for_memory(const Attend& p, int64_t queries) {
-  return p.lengths && queries * (p.heads / p.groups) <= kFewQueries;
+  return queries * (p.heads / p.groups) <= kFewQueries;
 }
 
 // Fetch the first block of a task of `forward`.

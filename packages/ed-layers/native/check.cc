@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "check_panels.h"
 #include "library.h"
 
 namespace {
@@ -82,6 +83,13 @@ bool product(const ed::Level& level) {
   int64_t fours = p.format == ed::Format::kFourBits ? 8 : 4;  // inputs of four bytes
   p.in_panels = !p.transposed && outputs % ed::kTile == 0 &&
                 (codes ? whole && p.group % fours == 0 : draw(0, 1) && p.inputs % 2 == 0);
+  if (codes && p.in_panels) {
+    p.scale.kind = draw(0, 1) ? ed::Small::kFloat16 : ed::Small::kFloat32;
+    p.zero.kind = draw(0, 1) ? ed::Small::kUint8 : ed::Small::kFloat32;
+    const int64_t all = outputs / ed::kTile * groups;
+    w.resize(all * ed::panel_group_bytes(p)), p.w = w.data();
+    ed::fill_code_panels(p, all, w.data(), draw);
+  }
   std::vector<int8_t> numbers;
   std::vector<int32_t> sums;
   std::vector<float> scales(p.rows * groups);
@@ -92,9 +100,9 @@ bool product(const ed::Level& level) {
     for (int64_t row = 0; row < p.rows; ++row) level.round_row(p, row);
   }
   auto compute = whole ? level.whole : p.transposed ? level.rows : level.columns;
-  int64_t share = whole         ? 2 * ed::kTile
-                  : p.in_panels ? ed::kTile / 2 * draw(1, 5)
-                                : ed::kUnit * draw(1, 9);
+  int64_t share = p.in_panels ? ed::kTile / 2 * draw(1, 5)
+                  : whole     ? 2 * ed::kTile
+                              : ed::kUnit * draw(1, 9);
   auto up = floats(p.rows * outputs);
   ed::Product second = p;
   second.y = up.data();

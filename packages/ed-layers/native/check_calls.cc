@@ -5,12 +5,15 @@
 #include <cstdio>
 #include <random>
 
+#include "check_panels.h"
 #include "library.h"
 #include "runtime.h"
 
 extern "C" {
 XLA_FFI_Error* ed_product(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_product_of_codes(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_product_of_code_panels(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_take(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_gradients(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_attention(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_attention_back(XLA_FFI_CallFrame*);
@@ -38,6 +41,7 @@ void fill(Array& array, int64_t below) {
   for (int64_t i = 0; i < count; ++i) switch (array.dtype) {
       case ffi::F32: array.as<float>()[i] = static_cast<float>(draw(-1000, 1000)) / 500; break;
       case ffi::BF16: array.as<uint16_t>()[i] = static_cast<uint16_t>(draw(0x3e00, 0x4000)); break;
+      case ffi::F16: array.as<uint16_t>()[i] = static_cast<uint16_t>(draw(0x3000, 0x4000)); break;
       case ffi::S32: array.as<int32_t>()[i] = static_cast<int32_t>(draw(0, below - 1)); break;
       default: array.as<uint8_t>()[i] = static_cast<uint8_t>(draw(0, 100)); break;
     }
@@ -102,20 +106,59 @@ HandlerCall gradients() {
 HandlerCall product_of_codes() {
   int64_t n = draw(1, 20), groups = draw(1, 4), group = 2 * draw(1, 20), o = draw(1, 150);
   bool turned = draw(0, 1), half = draw(0, 1), offset = draw(0, 1), in_8_bits = draw(0, 1);
-  int64_t panels = draw(0, 3);
-  if (panels) group *= 4, o = panels * ed::kTile, turned = false, in_8_bits = true;
   int64_t i = groups * group;
   auto placed = [&](int64_t a, int64_t b) { return turned ? Sizes{b, a} : Sizes{a, b}; };
   HandlerCall call{ed_product_of_codes, {random(ffi::F32, {n, i})}, {Array(ffi::F32, {n, o})}, {}};
-  Sizes of_codes = panels ? Sizes{panels, (half ? i / 2 : i) / 4, ed::kTile, 4}
-                          : placed(half ? i / 2 : i, o);
-  call.arguments.push_back(random(half ? ffi::U8 : ffi::S8, of_codes));
-  call.arguments.push_back(random(ffi::F32, placed(groups, o)));
+  call.arguments.push_back(random(half ? ffi::U8 : ffi::S8, placed(half ? i / 2 : i, o)));
+  call.arguments.push_back(random(draw(0, 1) ? ffi::F32 : ffi::F16, placed(groups, o)));
   call.arguments.push_back(random(ffi::F32, offset ? placed(groups, o) : Sizes{0, 0}));
   call.arguments.push_back(random(ffi::F32, {half ? 16 : 0}));
   add_epilogue(call, 1, ffi::F32, o, false);
   call.attributes.emplace_back("transposed", turned);
   call.attributes.emplace_back("whole", in_8_bits);
+  return call;
+}
+
+// A random format of codes in panels, and the attributes of a call.
+ed::Product panel_format(HandlerCall& call) {
+  ed::Product p{};
+  const bool half = draw(0, 1), wide = draw(0, 1);
+  p.format = half ? ed::Format::kFourBits : ed::Format::kInt8;
+  p.group = (half ? 8 : 4) * draw(1, 20);
+  p.scale.kind = wide ? ed::Small::kFloat32 : ed::Small::kFloat16;
+  if (draw(0, 1)) p.zero = {&p, draw(0, 1) ? ed::Small::kUint8 : ed::Small::kFloat32};
+  call.attributes.emplace_back("bits", int64_t{half ? 4 : 8});
+  call.attributes.emplace_back("scale_bytes", ed::bytes_of(p.scale.kind));
+  call.attributes.emplace_back("zero_bytes", p.zero.data ? ed::bytes_of(p.zero.kind) : int64_t{0});
+  return p;
+}
+
+Array code_panels(const ed::Product& p, int64_t panels, int64_t groups) {
+  Array w(ffi::U8, {panels, groups, ed::panel_group_bytes(p)});
+  ed::fill_code_panels(p, panels * groups, w.as<uint8_t>(), draw);
+  return w;
+}
+
+HandlerCall product_of_code_panels() {
+  const int64_t n = draw(1, 20), panels = draw(1, 3), groups = draw(1, 4), matrices = draw(1, 2);
+  HandlerCall call{ed_product_of_code_panels, {}, {}, {}};
+  const ed::Product p = panel_format(call);
+  call.arguments.push_back(random(ffi::F32, {n, groups * p.group}));
+  for (int64_t m = 0; m < matrices; ++m) {
+    call.arguments.push_back(code_panels(p, panels, groups));
+    call.results.emplace_back(ffi::F32, Sizes{n, panels * ed::kTile});
+  }
+  add_epilogue(call, matrices, ffi::F32, panels * ed::kTile, false);
+  return call;
+}
+
+HandlerCall take() {
+  const int64_t n = draw(1, 80), panels = draw(1, 3), groups = draw(1, 4);
+  HandlerCall call{ed_take, {}, {}, {}};
+  const ed::Product p = panel_format(call);
+  call.arguments.push_back(code_panels(p, panels, groups));
+  call.arguments.push_back(random(ffi::S32, {n}, panels * ed::kTile));
+  call.results.emplace_back(ffi::F32, Sizes{n, groups * p.group});
   return call;
 }
 
@@ -287,9 +330,9 @@ void damage(HandlerCall& call) {
   int64_t axis = draw(0, rank - 1);
   int64_t size = array.dims[axis], sizes[] = {0, 1, size / 2, size + 1, 3 * size};
   ffi::DataType dtypes[] = {ffi::F32, ffi::BF16,     ffi::S8, ffi::U8,
-                            ffi::S32, ffi::F8E4M3FN, ffi::S4};
+                            ffi::S32, ffi::F8E4M3FN, ffi::S4, ffi::F16};
   switch (draw(0, 4)) {
-    case 0: array.dtype = dtypes[draw(0, 6)]; break;
+    case 0: array.dtype = dtypes[draw(0, 7)]; break;
     case 1: array.dims.insert(array.dims.begin() + axis, draw(0, 3)); break;
     case 2: array.dims.erase(array.dims.begin() + axis); break;
     default: array.dims[axis] = sizes[draw(0, 4)];
@@ -319,8 +362,8 @@ int main(int count, char** words) {
     return 1;
   }
   int turns = count > 1 ? std::atoi(words[1]) : 200, refused = 0;
-  HandlerCall (*makers[])() = {product,   product_of_codes, gradients,
-                               attention, attention_cached, attention_paged,
+  HandlerCall (*makers[])() = {product,   product_of_codes, product_of_code_panels, take,
+                               gradients, attention,        attention_cached,       attention_paged,
                                put,       rotary,           recurrence};
   for (int turn = 0; turn < turns; ++turn)
     for (auto maker : makers) {

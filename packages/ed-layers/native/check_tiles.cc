@@ -16,6 +16,7 @@
 
 #include <ucontext.h>
 
+#include "check_panels.h"
 #include "product.h"
 
 namespace {
@@ -285,14 +286,15 @@ void check_codes() {
   p.rows = draw(16, 100), p.group = fours * draw(1, 100), p.inputs = groups * p.group;
   p.outputs = ed::kTile * draw(1, 3), p.in_panels = true;
   p.format = half ? ed::Format::kFourBits : ed::Format::kInt8;
-  std::vector<float> x(p.rows * p.inputs), scale(groups * p.outputs), zero(scale.size());
-  for (auto* numbers : {&x, &scale, &zero})
-    for (float& number : *numbers) number = static_cast<float>(draw(-1000, 1000)) / 500;
-  std::vector<uint8_t> codes(p.inputs / (half ? 2 : 1) * p.outputs);
-  for (uint8_t& code : codes) code = static_cast<uint8_t>(bits());
-  std::vector<float> y(p.rows * p.outputs), other(y.size()), row_scale(p.rows * groups);
-  p.x = x.data(), p.w = codes.data(), p.y = y.data(), p.scale.data = scale.data();
-  if (draw(0, 1)) p.zero.data = zero.data();
+  p.scale.kind = draw(0, 1) ? ed::Small::kFloat16 : ed::Small::kFloat32;
+  std::vector<float> x(p.rows * p.inputs), y(p.rows * p.outputs), other(y.size());
+  for (float& number : x) number = static_cast<float>(draw(-1000, 1000)) / 500;
+  std::vector<float> row_scale(p.rows * groups);
+  if (draw(0, 1)) p.zero = {x.data(), draw(0, 1) ? ed::Small::kUint8 : ed::Small::kFloat32};
+  const int64_t all = p.outputs / ed::kTile * groups;
+  std::vector<uint8_t> codes(all * ed::panel_group_bytes(p));
+  ed::fill_code_panels(p, all, codes.data(), draw);
+  p.x = x.data(), p.w = codes.data(), p.y = y.data();
   p.row_scale = row_scale.data();
   auto compute = [&](const ed::Level& level) {
     const ed::WholeSizes sizes = level.whole_sizes(p);
@@ -300,7 +302,9 @@ void check_codes() {
     std::vector<int32_t> sums(p.rows * sizes.sums);
     p.numbers = numbers.data(), p.row_sums = sums.data();
     for (int64_t row = 0; row < p.rows; ++row) level.round_row(p, row);
-    level.whole(p, 0, p.outputs);
+    const int64_t share = ed::kTile / 2 * draw(1, 4);
+    for (int64_t first = 0; first < p.outputs; first += share)
+      level.whole(p, first, std::min(p.outputs, first + share));
   };
   const int64_t products = tiles.products;
   compute(ed::kAmxLevel);

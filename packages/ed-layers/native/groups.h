@@ -60,6 +60,7 @@ inline float power_of_two(uint8_t byte) {
 inline float of_group(const Product& p, const OfGroups& numbers, int64_t group, int64_t output) {
   int64_t at = p.transposed ? output * (p.inputs / p.group) + group : group * p.outputs + output;
   if (numbers.kind == Small::kFloat32) return static_cast<const float*>(numbers.data)[at];
+  if (numbers.kind == Small::kFloat16) return from_float16(static_cast<const uint16_t*>(numbers.data)[at]);
   uint8_t byte = static_cast<const uint8_t*>(numbers.data)[at];
   return numbers.kind == Small::kUint8 ? byte : power_of_two(byte);
 }
@@ -72,11 +73,18 @@ struct TileNumbers {
     int64_t step = p.transposed ? p.inputs / p.group : 1;
     int64_t at = p.transposed ? column * step + group : group * p.outputs + column;
     auto* floats = static_cast<const float*>(numbers.data) + at;
+    auto* halves = static_cast<const uint16_t*>(numbers.data) + at;
     auto* bytes = static_cast<const uint8_t*>(numbers.data) + at;
     switch (numbers.kind) {
       case Small::kFloat32:
         if (step == 1 && count == kTile) return floats;
         fill(floats, step, count, [](float x) { return x; });
+        break;
+      case Small::kFloat16:
+        if (step != 1 || count != kTile)
+          fill(halves, step, count, [](uint16_t x) { return from_float16(x); });
+        else
+          for (int64_t c = 0; c < kTile; c += kLanes) store(copy + c, load_float16(halves + c));
         break;
       case Small::kUint8: fill(bytes, step, count, [](uint8_t x) { return float(x); }); break;
       case Small::kPowerOfTwo: fill(bytes, step, count, power_of_two); break;

@@ -11,8 +11,8 @@
 
 namespace ed {
 
-const Level ED_LEVEL = {ED_LEVEL_NAME, columns,       rows,        whole,     gate,
-                        across,        kAcrossInRows, whole_sizes, round_row, attention_of,
-                        rotate,        recur};
+const Level ED_LEVEL = {ED_LEVEL_NAME, columns,       rows,         whole,     gate,
+                        across,        kAcrossInRows, whole_sizes,  round_row, take_of_panels,
+                        attention_of,  rotate,        recur};
 
 }  // namespace ed

@@ -1,5 +1,6 @@
 // Products, and rows written into an array, as XLA calls them: checks the buffers, shares out the
 // work.
+#include <memory>
 #include <vector>
 
 #include "library.h"
@@ -18,23 +19,34 @@ struct Call {
 };
 
 // x in 8 bits, which products share whose codes have groups of one size and kind.
-struct Rounded {
-  std::vector<int8_t> numbers;
-  std::vector<int32_t> sums;
-  std::vector<float> scales;
-
+class Rounded {
+ public:
   void make(ffi::ThreadPool& pool, ed::Product& p) {
     const ed::Level& level = ed::level();
-    ed::WholeSizes of_row = level.whole_sizes(p);
-    numbers.resize(p.rows * of_row.numbers), sums.resize(p.rows * of_row.sums);
-    scales.resize(p.rows * (p.inputs / p.group));
-    p.numbers = numbers.data(), p.row_sums = sums.data(), p.row_scale = scales.data();
-    auto round = [&](int64_t row) { level.round_row(p, row); };
-    if (p.rows < 8)
-      for (int64_t row = 0; row < p.rows; ++row) round(row);
-    else
-      ed::parallel(pool, p.rows, round);
+    const ed::WholeSizes of_row = level.whole_sizes(p);
+    const int64_t groups = p.rows * (p.inputs / p.group);
+    p.row_scale = take<float>(scales_, groups);
+    p.row_sums = take<int32_t>(sums_, p.rows * of_row.sums);
+    p.numbers = take<int8_t>(numbers_, p.rows * of_row.numbers);
+    const int64_t share = std::max<int64_t>(1, kLeast / p.inputs);
+    ed::parallel(pool, (p.rows + share - 1) / share, [&](int64_t task) {
+      const int64_t last = std::min(p.rows, (task + 1) * share);
+      for (int64_t row = task * share; row < last; ++row) level.round_row(p, row);
+    });
   }
+
+ private:
+  static constexpr int64_t kLeast = 1 << 13;  // numbers of a task
+
+  template <typename T>
+  static T* take(std::unique_ptr<T[]>& memory, int64_t count) {
+    memory.reset(new T[count]);  // not zeroed
+    return memory.get();
+  }
+
+  std::unique_ptr<int8_t[]> numbers_;
+  std::unique_ptr<int32_t[]> sums_;
+  std::unique_ptr<float[]> scales_;
 };
 
 // Tasks are even parts of the outputs of all products, one product behind the other. For few rows, a
@@ -44,7 +56,7 @@ struct Parts {
   Parts(const Call& call, int64_t threads) : rows(call.products[0].rows) {
     bool many = rows >= ed::many_rows(call.products[0]) && !call.whole;
     const bool in_panels = call.products[0].in_panels;
-    unit = many || call.whole ? ed::kTile : in_panels ? ed::kTile / 2 : ed::kUnit;
+    unit = many ? ed::kTile : in_panels ? ed::kTile / 2 : call.whole ? ed::kTile : ed::kUnit;
     for (const ed::Product& p : call.products) {
       int64_t last = ends.empty() ? 0 : ends.back();
       ends.push_back(last + (p.outputs + unit - 1) / unit);
@@ -53,7 +65,7 @@ struct Parts {
     int64_t all = ends.back();
     int64_t most = 96, least = threads;  // units of a task, and tasks
     if (call.whole || many) least = 2 * threads;
-    if (call.whole) most = rows <= 8 ? 16 : rows <= 64 ? 4 : 2;
+    if (call.whole) most = (rows <= 8 ? 16 : rows <= 64 ? 4 : 2) * ed::kTile / unit;
     if (many) {
       most = 4;
       int64_t runs = (all + most - 1) / most;
@@ -61,8 +73,16 @@ struct Parts {
       least = (least + of_rows - 1) / of_rows;
     }
     of_outputs = std::max(least, (all + most - 1) / most);
-    if (!many) of_outputs = (of_outputs + threads - 1) / threads * threads;
+    if (!many) of_outputs = even_parts(all, of_outputs, threads);
     of_outputs = std::min(all, of_outputs);
+  }
+
+  // At least `least` parts, as many for each thread; of equal size, if not many more are needed.
+  static int64_t even_parts(int64_t all, int64_t least, int64_t threads) {
+    const int64_t first = (least + threads - 1) / threads * threads;
+    for (int64_t parts = first; parts <= 3 * first; parts += threads)
+      if (all % parts == 0) return parts;
+    return first;
   }
 
   int64_t tasks() const { return of_outputs * of_rows; }
@@ -100,6 +120,7 @@ constexpr int64_t kRowsLimitedByMemory = 32;
 // The bytes of the product's matrix.
 int64_t matrix_bytes(const ed::Product& p) {
   const int64_t numbers = p.inputs * p.outputs;
+  if (p.in_panels && p.scale.data) return numbers / p.group / ed::kTile * ed::panel_group_bytes(p);
   switch (p.format) {
     case ed::Format::kFloat32: return 4 * numbers;
     case ed::Format::kBfloat16: return 2 * numbers;
@@ -122,11 +143,11 @@ void run(ffi::ThreadPool& pool, Call& call) {
   auto compute = [&](const ed::Product& p, int64_t first, int64_t last) {
     (call.whole ? level.whole : p.transposed ? level.rows : level.columns)(p, first, last);
   };
-  std::vector<char> up;
+  std::unique_ptr<char[]> up;
   if (call.gated) {
     ed::Product& p = call.products[1];
-    up.resize(p.rows * p.outputs * (p.y_is_bfloat16 ? 2 : 4));
-    p.y = up.data();
+    up.reset(new char[p.rows * p.outputs * (p.y_is_bfloat16 ? 2 : 4)]);  // not zeroed
+    p.y = up.get();
   }
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   if (call.products[0].rows <= kRowsLimitedByMemory)
@@ -148,19 +169,24 @@ void run(ffi::ThreadPool& pool, Call& call) {
   });
 }
 
-// Read x [rows, inputs] and the outputs of w [inputs, outputs], or of w [outputs, inputs] if
-// transposed; or of panels [outputs / kTile, .., kTile, ..], which have more axes.
-bool read(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, bool transposed) {
+// Read x [rows, inputs].
+bool read_rows(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x) {
   checks.dtype("x", x.element_type(), {ffi::F32, ffi::BF16});
-  checks.shape("x", x, {ed::kAny, ed::kAny});
+  if (!checks.shape("x", x, {ed::kAny, ed::kAny})) return false;
+  p.x = x.untyped_data();
+  p.x_is_bfloat16 = p.y_is_bfloat16 = x.element_type() == ffi::BF16;
+  p.rows = x.dimensions()[0], p.inputs = x.dimensions()[1];
+  return checks.ok();
+}
+
+// Read x [rows, inputs] and the outputs of w [inputs, outputs], or of w [outputs, inputs] if
+// transposed; or of panels [outputs / kTile, ..], which have more axes.
+bool read(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer w, bool transposed) {
+  if (!read_rows(checks, p, x)) return false;
   p.in_panels = w.dimensions().size() > 2;
   checks.that(!p.in_panels || !transposed, "panels cannot be transposed");
   if (!p.in_panels) checks.shape("the matrix", w, {ed::kAny, ed::kAny});
   if (!checks.ok()) return false;
-  p.x = x.untyped_data();
-  p.x_is_bfloat16 = p.y_is_bfloat16 = x.element_type() == ffi::BF16;
-  p.rows = x.dimensions()[0];
-  p.inputs = x.dimensions()[1];
   p.w = w.untyped_data();
   p.transposed = transposed;
   p.outputs = p.in_panels ? w.dimensions()[0] * ed::kTile : w.dimensions()[transposed ? 0 : 1];
@@ -383,20 +409,31 @@ bool read_groups(ed::Checks& checks, ed::OfGroups& numbers, const char* name, ff
   numbers.data = from.untyped_data();
   switch (from.element_type()) {
     case ffi::U8: numbers.kind = ed::Small::kUint8; break;
+    case ffi::F16: numbers.kind = ed::Small::kFloat16; break;
     case ffi::F8E8M0FNU: numbers.kind = ed::Small::kPowerOfTwo; break;
     default: numbers.kind = ed::Small::kFloat32;
   }
-  checks.dtype(name, from.element_type(), {ffi::F32, ffi::U8, ffi::F8E8M0FNU});
+  checks.dtype(name, from.element_type(), {ffi::F32, ffi::F16, ffi::U8, ffi::F8E8M0FNU});
   return p.transposed ? checks.shape(name, from, {p.outputs, groups})
                       : checks.shape(name, from, {groups, p.outputs});
 }
 
+// Require that the groups divide the inputs.
+bool read_group(ed::Checks& checks, ed::Product& p, int64_t groups) {
+  if (!checks.that(groups > 0 && p.inputs % groups == 0,
+                   "the number of groups must be at least 1 and divide the inputs"))
+    return false;
+  p.group = p.inputs / groups;
+  return checks.that(p.format != ed::Format::kFourBits || p.group % 2 == 0,
+                     "a group of four-bit codes must have an even size");
+}
+
 // Read a matrix of codes: int8 or float8_e4m3fn [inputs, outputs]; or four bits, [inputs / 2,
-// outputs] bytes, by a table [16]; or the transpose; or panels of such bytes. An empty `zero` stands
-// for none.
+// outputs] bytes, by a table [16]; or the transpose. An empty `zero` stands for none.
 bool read_codes(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBuffer codes,
                 ffi::AnyBuffer scale, ffi::AnyBuffer zero, Vector table, bool transposed,
                 bool whole) {
+  if (!checks.shape("codes", codes, {ed::kAny, ed::kAny})) return false;
   if (!read(checks, p, x, codes, transposed)) return false;
   whole ? checks.dtype("codes", codes.element_type(), {ffi::S8, ffi::U8})
         : checks.dtype("codes", codes.element_type(), {ffi::S8, ffi::F8E4M3FN, ffi::U8});
@@ -408,25 +445,13 @@ bool read_codes(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer x, ffi::AnyBu
   bool half = p.format == ed::Format::kFourBits;
   checks.that(!half || p.inputs % 2 == 0, "four-bit codes require an even number of inputs");
   int64_t stored = half ? p.inputs / 2 : p.inputs;
-  if (p.in_panels) {
-    checks.that(whole && p.format != ed::Format::kFp8,
-                "panels of codes require whole numbers as codes and x in 8 bits");
-    checks.that(stored % 4 == 0, "panels of codes require whole fours of bytes");
-    checks.shape("codes", codes, {ed::kAny, stored / 4, ed::kTile, 4});
-  } else {
-    transposed ? checks.shape("codes", codes, {p.outputs, stored})
-               : checks.shape("codes", codes, {stored, p.outputs});
-  }
+  transposed ? checks.shape("codes", codes, {p.outputs, stored})
+             : checks.shape("codes", codes, {stored, p.outputs});
   checks.shape("the table of four-bit codes", table, {half ? 16 : 0});
   if (!checks.shape("scale", scale, {ed::kAny, ed::kAny})) return false;
   int64_t groups = scale.dimensions()[transposed ? 1 : 0];
-  if (!checks.that(groups > 0 && p.inputs % groups == 0,
-                   "the number of groups must be at least 1 and divide the inputs"))
-    return false;
-  p.group = p.inputs / groups, p.table = table.typed_data();
-  checks.that(!half || p.group % 2 == 0, "a group of four-bit codes must have an even size");
-  checks.that(!p.in_panels || p.group % (half ? 8 : 4) == 0,
-              "a group of codes in panels must have whole fours of bytes");
+  if (!read_group(checks, p, groups)) return false;
+  p.table = table.typed_data();
   read_groups(checks, p.scale, "scale", scale, p, groups);
   if (zero.element_count() > 0) read_groups(checks, p.zero, "zero", zero, p, groups);
   return checks.ok();
@@ -458,6 +483,81 @@ ffi::Error products_of_codes(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Remain
   if (!read_epilogue(checks, call, {biased, act, gated}, x.element_type(), arrays, 4 * count))
     return checks.error();
   return compute(checks, pool, call, x.element_type(), results);
+}
+
+// How the groups of codes in panels are stored: see panels.h.
+struct PanelFormat {
+  int64_t bits;         // of a code: 4 or 8
+  int64_t scale_bytes;  // 4: float32; 2: float16
+  int64_t zero_bytes;   // 4: float32; 1: uint8; 0: there are no zeros
+};
+
+// Read codes in panels, bytes [outputs / kTile, groups, ..], of a number of inputs.
+bool read_code_panels(ed::Checks& checks, ed::Product& p, ffi::AnyBuffer w, int64_t inputs,
+                      PanelFormat format) {
+  checks.that(format.bits == 4 || format.bits == 8, "a code must have 4 or 8 bits");
+  checks.that(format.scale_bytes == 4 || format.scale_bytes == 2, "a scale must have 2 or 4 bytes");
+  checks.that(format.zero_bytes == 4 || format.zero_bytes == 1 || format.zero_bytes == 0,
+              "a zero must have 0, 1 or 4 bytes");
+  checks.dtype("the panels of codes", w.element_type(), {ffi::U8});
+  if (!checks.shape("the panels of codes", w, {ed::kAny, ed::kAny, ed::kAny})) return false;
+  p.w = w.untyped_data(), p.in_panels = true;
+  p.inputs = inputs, p.outputs = w.dimensions()[0] * ed::kTile;
+  const bool half = format.bits == 4;
+  p.format = half ? ed::Format::kFourBits : ed::Format::kInt8;
+  const int64_t groups = w.dimensions()[1];
+  if (!read_group(checks, p, groups)) return false;
+  checks.that(p.group % (half ? 8 : 4) == 0,
+              "a group of codes in panels must have whole fours of bytes");
+  p.scale = {p.w, format.scale_bytes == 4 ? ed::Small::kFloat32 : ed::Small::kFloat16};
+  auto* zeros = static_cast<const char*>(p.w) + format.scale_bytes * ed::kTile;
+  if (format.zero_bytes)
+    p.zero = {zeros, format.zero_bytes == 4 ? ed::Small::kFloat32 : ed::Small::kUint8};
+  return checks.shape("the panels of codes", w, {ed::kAny, groups, ed::panel_group_bytes(p)});
+}
+
+// x in 8 bits times each matrix of codes in panels.
+ffi::Error products_of_code_panels(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arrays,
+                                   ffi::RemainingRets results, int64_t bits, int64_t scale_bytes,
+                                   int64_t zero_bytes, bool biased, int64_t act, bool gated) {
+  ed::Checks checks("product of codes in panels");
+  Call call;
+  call.whole = true;
+  const size_t count = matrices_of(arrays, 1, biased);
+  if (!checks.that(count > 0, "a call requires at least one matrix, and a bias for each or for none"))
+    return checks.error();
+  for (size_t i = 0; i < count; ++i) {
+    auto w = arrays.get<ffi::AnyBuffer>(i);
+    if (!w.has_value()) return w.error();
+    ed::Product p{};
+    if (!read_rows(checks, p, x)) return checks.error();
+    if (!read_code_panels(checks, p, *w, p.inputs, {bits, scale_bytes, zero_bytes}))
+      return checks.error();
+    call.products.push_back(p);
+  }
+  if (!read_epilogue(checks, call, {biased, act, gated}, x.element_type(), arrays, count))
+    return checks.error();
+  return compute(checks, pool, call, x.element_type(), results);
+}
+
+// Rows [n, inputs], float32: the outputs `at` [n] of codes in panels.
+ffi::Error take(ffi::ThreadPool pool, ffi::AnyBuffer w, Index at, ffi::Result<ffi::AnyBuffer> rows,
+                int64_t bits, int64_t scale_bytes, int64_t zero_bytes) {
+  constexpr int64_t kRowsOfTask = 32;
+  ed::Checks checks("rows of codes in panels");
+  checks.dtype("the result", rows->element_type(), {ffi::F32});
+  const int64_t count = at.dimensions()[0];
+  if (!checks.shape("the result", *rows, {count, ed::kAny})) return checks.error();
+  ed::Product p{};
+  if (!read_code_panels(checks, p, w, rows->dimensions()[1], {bits, scale_bytes, zero_bytes}))
+    return checks.error();
+  p.y = rows->untyped_data();
+  if (p.inputs == 0) return ffi::Error::Success();
+  ed::parallel(pool, (count + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task) {
+    const int64_t first = task * kRowsOfTask;
+    ed::level().take(p, at.typed_data(), first, std::min(count, first + kRowsOfTask));
+  });
+  return ffi::Error::Success();
 }
 
 // Write rows [n, ..] at `index` [n] of an array whose first `axes` axes count its rows.
@@ -528,6 +628,29 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product_of_codes, products_of_codes,
                                   .Attr<bool>("biased")
                                   .Attr<int64_t>("act")
                                   .Attr<bool>("gated"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_product_of_code_panels, products_of_code_panels,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("bits")
+                                  .Attr<int64_t>("scale_bytes")
+                                  .Attr<int64_t>("zero_bytes")
+                                  .Attr<bool>("biased")
+                                  .Attr<int64_t>("act")
+                                  .Attr<bool>("gated"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_take, take,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Index>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("bits")
+                                  .Attr<int64_t>("scale_bytes")
+                                  .Attr<int64_t>("zero_bytes"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_put, put,
                               ffi::Ffi::Bind()

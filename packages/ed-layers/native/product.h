@@ -13,9 +13,14 @@ namespace ed {
 enum class Format { kFloat32, kBfloat16, kInt8, kFp8, kFourBits };
 
 // How a scale, or what stands for zero, is stored.
-enum class Small { kFloat32, kUint8, kPowerOfTwo };
+enum class Small { kFloat32, kFloat16, kUint8, kPowerOfTwo };
 
-// The numbers of the groups of codes, [inputs / group, outputs], or turned; null = none.
+constexpr int64_t bytes_of(Small kind) {
+  return kind == Small::kFloat32 ? 4 : kind == Small::kFloat16 ? 2 : 1;
+}
+
+// The numbers of the groups of codes, [inputs / group, outputs], or turned; null = none. In panels,
+// those of the first group.
 struct OfGroups {
   const void* data;
   Small kind;
@@ -65,6 +70,12 @@ struct Product {
 // narrower tile costs little where it is a multiple of kUnit, but with 8-bit activations.
 constexpr int64_t kTile = 64, kUnit = 16;
 
+// The bytes of a group of codes in a panel: see panels.h.
+constexpr int64_t panel_group_bytes(const Product& p) {
+  const int64_t codes = p.format == Format::kFourBits ? p.group / 2 : p.group;
+  return kTile * (bytes_of(p.scale.kind) + (p.zero.data ? bytes_of(p.zero.kind) : 0) + codes);
+}
+
 // Whether bfloat16 rows are multiplied by a bfloat16 matrix where it lies, which some levels do by
 // pairs of inputs.
 constexpr bool of_pairs(const Product& p) {
@@ -74,8 +85,8 @@ constexpr bool of_pairs(const Product& p) {
 // The number of rows from which on large panels of a matrix of numbers are fastest (many.h).
 constexpr int64_t many_rows(const Product& p) { return of_pairs(p) ? 128 : 64; }
 
-// The product of all rows with the outputs [first, last). `first` is a multiple of kUnit; in panels,
-// both are multiples of half a panel, and of a panel for x in 8 bits.
+// The product of all rows with the outputs [first, last). `first` is a multiple of kUnit, and of kTile
+// for x in 8 bits; in panels, both are multiples of half a panel.
 //
 // Every sum is taken in one order, whatever the other rows are, and whoever computes which outputs.
 using ProductOfOutputs = void (*)(const Product&, int64_t first, int64_t last);
@@ -101,6 +112,7 @@ struct Level {
   bool across_in_rows;
   WholeSizes (*whole_sizes)(const Product&);
   void (*round_row)(const Product&, int64_t row);  // x in 8 bits
+  void (*take)(const Product&, const int32_t* at, int64_t first, int64_t last);  // see panels.h
   Attention attention;
   void (*rotate)(const Rotary&, int64_t first, int64_t last);  // tokens
   void (*recur)(const Recurrence&, int64_t first, int64_t last);  // heads

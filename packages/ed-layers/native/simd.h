@@ -88,6 +88,20 @@ inline void store_bytes(Ints v, int8_t* to) {
 #endif
 }
 
+// The same, with even and odd lanes apart.
+inline void store_bytes_apart(Ints v, int8_t* even, int8_t* odd) {
+#if defined(__AVX512F__)
+  const __m512i high = _mm512_srli_epi64((__m512i)v, 32);
+  _mm_storel_epi64((__m128i*)even, _mm512_cvtepi64_epi8((__m512i)v));
+  _mm_storel_epi64((__m128i*)odd, _mm512_cvtepi64_epi8(high));
+#else
+  for (int l = 0; l < kLanes; l += 2) {
+    even[l / 2] = static_cast<int8_t>(v[l]);
+    odd[l / 2] = static_cast<int8_t>(v[l + 1]);
+  }
+#endif
+}
+
 inline float from_bits(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
@@ -102,6 +116,15 @@ inline uint16_t narrow(float x) {
   std::memcpy(&bits, &x, sizeof bits);
   uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return x == x ? static_cast<uint16_t>(rounded) : static_cast<uint16_t>((bits >> 16) | 0x40);
+}
+
+// The number of a float16.
+inline float from_float16(uint16_t half) {
+  const uint32_t size = half & 0x7fff;
+  float x = from_bits((size << 13) + (112u << 23));
+  if (size < 0x400) x = size * 0x1p-24f;
+  if (size >= 0x7c00) x = from_bits(0x7f800000 | size << 13);
+  return half & 0x8000 ? -x : x;
 }
 
 // The number of a float8_e4m3fn.
@@ -149,6 +172,18 @@ inline Ints load_bytes(const uint8_t* from) {
 #else
   Ints v;
   for (int l = 0; l < kLanes; ++l) v[l] = from[l];
+  return v;
+#endif
+}
+
+inline Vec load_float16(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+  Vec v;
+  for (int l = 0; l < kLanes; ++l) v[l] = from_float16(from[l]);
   return v;
 #endif
 }
@@ -217,6 +252,26 @@ inline float total(Vec v) {
   for (int n = kLanes / 2; n > 0; n /= 2)
     for (int l = 0; l < n; ++l) v[l] += v[l + n];
   return v[0];
+#endif
+}
+
+inline int32_t total(Ints v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t sum = 0;
+  for (int l = 0; l < kLanes; ++l) sum += v[l];
+  return sum;
+#endif
+}
+
+inline int32_t highest(Ints v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int32_t top = v[0];
+  for (int l = 1; l < kLanes; ++l) top = v[l] > top ? v[l] : top;
+  return top;
 #endif
 }
 

@@ -8,138 +8,12 @@
 // transposed.
 #pragma once
 
-#include "columns.h"
+#include "round.h"
 
 namespace ed {
 namespace {
 
-constexpr int64_t kWhole = 256;  // inputs of a block
 constexpr int64_t kFours = kWhole / 4;
-
-// How a group is laid out: in `count` blocks of at most kWhole inputs. The numbers of x of a block are
-// one part, or two halves, of even and of odd inputs. A part has zeros behind its numbers, because
-// kernels read whole vectors or tiles.
-struct Blocks {
-  explicit Blocks(const Product& p)
-      : halves(p.format == Format::kFourBits ? 2 : 1),
-        count((p.group + kWhole - 1) / kWhole),
-        groups(p.inputs / p.group),
-        all(groups * count) {
-    const int64_t inputs = count > 1 ? kWhole : p.group;
-    const int64_t numbers = halves == 2 ? (inputs + 1) / 2 : inputs;
-    of_part = numbers < kVectorBytes ? whole<kLeastBytes>(numbers) : whole<kVectorBytes>(numbers);
-    of_block = of_part * halves;
-  }
-
-  int64_t halves, count;
-  int64_t groups, all;        // groups of x, and blocks of all groups
-  int64_t of_part, of_block;  // bytes
-
- private:
-  template <int64_t multiple>
-  static int64_t whole(int64_t bytes) {
-    return (bytes + multiple - 1) / multiple * multiple;
-  }
-
-  static constexpr int64_t kVectorBytes = kLanes * 4;
-#if defined(__AMX_INT8__)
-  static constexpr int64_t kLeastBytes = 64;  // a row of a tile
-#else
-  static constexpr int64_t kLeastBytes = 16;
-#endif
-};
-
-WholeSizes whole_sizes(const Product& p) {
-  const Blocks blocks(p);
-  return {blocks.all * blocks.of_block, blocks.all};
-}
-
-// The largest size of some numbers; NaN if one of them is.
-inline float largest_size(const float* x, int64_t count) {
-  Vec high = {};
-  Ints strange = {};  // all bits where a number is NaN
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    Vec size = load(x + i);
-    size = size < 0 ? -size : size;
-    strange |= size != size;
-    high = size > high ? size : high;
-  }
-  float lanes[kLanes];
-  int32_t any = 0;
-  store(lanes, high);
-  for (int l = 0; l < kLanes; ++l) any |= strange[l];
-  for (int n = kLanes / 2; n > 0; n /= 2)
-    for (int l = 0; l < n; ++l) lanes[l] = lanes[l] > lanes[l + n] ? lanes[l] : lanes[l + n];
-  float largest = lanes[0];
-  for (; i < count; ++i) {
-    float size = __builtin_fabsf(x[i]);
-    any |= size != size;
-    largest = size > largest ? size : largest;
-  }
-  return any ? __builtin_nanf("") : largest;
-}
-
-// The nearest whole numbers, ties to even: what is added has no bits for fractions. NaN has no
-// number; the scale is NaN, too.
-ED_INLINE Ints nearest_of(Vec x) {
-  x = (x + 0x1.8p23f) - 0x1.8p23f;
-  return whole_of(x == x ? x : Vec{});
-}
-
-// Numbers, scales and sums of one row: as `rounded` of ed_layers.quantization.qarray has them.
-void round_row(const Product& p, int64_t row) {
-  const Blocks blocks(p);
-  const int64_t groups = blocks.groups, bytes = blocks.all * blocks.of_block;
-  int8_t* numbers = p.numbers + row * bytes;
-  int32_t* sums = p.row_sums + row * blocks.all;
-  std::memset(numbers, 0, bytes);
-  Scratch wide(p.x_is_bfloat16 ? p.inputs : 0);
-  const float* x = static_cast<const float*>(p.x) + row * p.inputs;
-  if (p.x_is_bfloat16) {
-    auto* from = static_cast<const uint16_t*>(p.x) + row * p.inputs;
-    for (int64_t i = 0; i < p.inputs; ++i) wide.data[i] = widen(from[i]);
-    x = wide.data;
-  }
-  for (int64_t g = 0; g < groups; ++g, x += p.group) {
-    float scale = largest_size(x, p.group) * (1.0f / 127);
-    p.row_scale[row * groups + g] = scale;
-    for (int64_t b = 0; b < blocks.count; ++b, numbers += blocks.of_block) {
-      int64_t k = least(kWhole, p.group - b * kWhole);
-      const float* from = x + b * kWhole;
-      const Vec by = broadcast(scale == 0 ? 1 : scale);
-      alignas(64) int32_t nearest[kWhole + kLanes];
-      Ints lanes = {};
-      int64_t i = 0;
-      for (; i + kLanes <= k; i += kLanes) {
-        Ints some = nearest_of(load(from + i) / by);
-        lanes += some;
-        if (blocks.halves == 1)
-          store_bytes(some, numbers + i);
-        else
-          std::memcpy(nearest + i, &some, sizeof some);
-      }
-      if (i < k) {
-        float rest[kLanes] = {};
-        for (int64_t j = i; j < k; ++j) rest[j - i] = from[j];
-        Ints some = nearest_of(load(rest) / by);
-        lanes += some;
-        std::memcpy(nearest + i, &some, sizeof some);
-      } else {
-        nearest[k] = 0;
-      }
-      int32_t sum = 0;
-      for (int l = 0; l < kLanes; ++l) sum += lanes[l];
-      *sums++ = sum;
-      if (blocks.halves == 1)
-        for (; i < k; ++i) numbers[i] = static_cast<int8_t>(nearest[i]);
-      else
-        for (int64_t j = 0; j < (k + 1) / 2; ++j)
-          for (int64_t half = 0; half < 2; ++half)
-            numbers[half * blocks.of_part + j] = static_cast<int8_t>(nearest[2 * j + half]);
-    }
-  }
-}
 
 // Four rows of bytes [kTile] as fours [kTile, 4].
 ED_INLINE void interleave(const uint8_t* const* rows, uint8_t* to) {
@@ -268,9 +142,9 @@ struct BlockOfRows {
 
 #if ED_PAIRS
 // acc [R] += the sums of kLanes outputs over `fours` fours of inputs.
-template <int R, int lines>
+template <int R, int V, int lines>
 ED_INLINE void add_fours(const Number* x, int64_t x_stride, const uint8_t* w, int64_t fours,
-                         Ints (*acc)[kVectors], int c, const char* next) {
+                         Ints (*acc)[V], int c, const char* next) {
   // Two lanes for each output: the sum of the first and of the last two inputs of every four.
   __m256i low[R] = {}, high[R] = {};
   for (int64_t n = 0; n < fours; ++n) {
@@ -278,7 +152,7 @@ ED_INLINE void add_fours(const Number* x, int64_t x_stride, const uint8_t* w, in
     __m256i first = _mm256_cvtepi8_epi16(_mm_loadu_si128(codes));
     __m256i last = _mm256_cvtepi8_epi16(_mm_loadu_si128(codes + 1));
     ED_UNROLL
-    for (int l = 0; l < lines; ++l) prefetch(next + (n * lines + l) * 64);
+    for (int l = 0; l < lines; ++l) prefetch(next + n * 4 * kTile + l * 64);
     ED_UNROLL
     for (int r = 0; r < R; ++r) {
       int64_t four;
@@ -296,64 +170,64 @@ ED_INLINE void add_fours(const Number* x, int64_t x_stride, const uint8_t* w, in
 }
 #endif
 
-// sums [R, kBlock] += scale * (acc - zero * sums of numbers) * scale of each row.
-template <int R>
-ED_INLINE void add_block(const BlockOfRows<R>& x, const Ints (*acc)[kVectors], const float* scale,
+// sums [R, V vectors] += scale * (acc - zero * sums of numbers) * scale of each row.
+template <int R, int V>
+ED_INLINE void add_block(const BlockOfRows<R>& x, const Ints (*acc)[V], const float* scale,
                          const float* zero, float* sums, int64_t sums_stride) {
   ED_UNROLL
   for (int r = 0; r < R; ++r) {
     float of_row = x.scales[r * x.groups];
     float of_zero = x.row_sums[r * x.all];
     ED_UNROLL
-    for (int c = 0; c < kVectors; ++c)
+    for (int c = 0; c < V; ++c)
       add_scaled(acc[r][c], of_row, of_zero, scale + c * kLanes, zero ? zero + c * kLanes : zero,
                  sums + r * sums_stride + c * kLanes);
   }
 }
 
-// sums [R, kBlock] += scale * (numbers times w - zero * sums of numbers) * scale of each row. The
+// sums [R, V vectors] += scale * (numbers times w - zero * sums of numbers) * scale of each row. The
 // codes have `halves`, and are `stored` as they are, or biased by `fours`. Of each four, `lines` are
-// fetched of `next`.
-template <int R, bool stored = false, int lines = 0>
+// fetched from `next` on.
+template <int R, int V = kVectors, bool stored = false, int lines = 0>
 void multiply_whole(const BlockOfRows<R>& of_rows, int64_t halves, int64_t bytes, const uint8_t* w,
                     const float* scale, const float* zero, float* sums, int64_t sums_stride,
                     const char* next = nullptr) {
   int bias = halves == 1 ? kBias : 0;
-  Ints acc[R][kVectors];
+  Ints acc[R][V];
   ED_UNROLL
   for (int r = 0; r < R; ++r)
     ED_UNROLL
-    for (int c = 0; c < kVectors; ++c) acc[r][c] = Ints{} - bias * of_rows.row_sums[r * of_rows.all];
+    for (int c = 0; c < V; ++c) acc[r][c] = Ints{} - bias * of_rows.row_sums[r * of_rows.all];
   for (int64_t half = 0; half < halves; ++half) {
     const Number* x = of_rows.numbers + half * of_rows.to_odd;
     const uint8_t* panel = w + half * (kFours / 2) * 4 * kTile;
     int64_t fours = (bytes + 3) / 4;
 #if ED_PAIRS
-    add_fours<R, lines>(x, of_rows.stride, panel, fours, acc, 0, next);
+    add_fours<R, V, lines>(x, of_rows.stride, panel, fours, acc, 0, next);
     ED_UNROLL
-    for (int c = 1; c < kVectors; ++c)
-      add_fours<R, 0>(x, of_rows.stride, panel, fours, acc, c, nullptr);
+    for (int c = 1; c < V; ++c)
+      add_fours<R, V, 0>(x, of_rows.stride, panel, fours, acc, c, nullptr);
 #else
     for (int64_t n = 0; n < fours; ++n) {
-      Ints column[kVectors];
+      Ints column[V];
       ED_UNROLL
-      for (int c = 0; c < kVectors; ++c) {
+      for (int c = 0; c < V; ++c) {
         column[c] = load_ints(panel + (n * kTile + c * kLanes) * 4);
         if (stored && kBias) column[c] ^= static_cast<int32_t>(0x80808080u);
       }
       ED_UNROLL
-      for (int l = 0; l < lines; ++l) prefetch(next + (n * lines + l) * 64);
+      for (int l = 0; l < lines; ++l) prefetch(next + n * 4 * kTile + l * 64);
       ED_UNROLL
       for (int r = 0; r < R; ++r) {
         int32_t number;
         std::memcpy(&number, x + r * of_rows.stride + 4 * n, 4);
         ED_UNROLL
-        for (int c = 0; c < kVectors; ++c) acc[r][c] = dot_of_bytes(acc[r][c], column[c], number);
+        for (int c = 0; c < V; ++c) acc[r][c] = dot_of_bytes(acc[r][c], column[c], number);
       }
     }
 #endif
   }
-  add_block<R>(of_rows, acc, scale, zero, sums, sums_stride);
+  add_block<R, V>(of_rows, acc, scale, zero, sums, sums_stride);
 }
 
 // The outputs [first, last), for any number of rows: tiles of the matrix as fours.

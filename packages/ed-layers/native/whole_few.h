@@ -83,7 +83,7 @@ inline bool whole_of_few(const Product& p) {
 inline void fetch_ahead(const Product& p, const OfGroups& numbers, int64_t group, int64_t first,
                         int64_t count) {
   if (numbers.data == nullptr || group * p.group >= p.inputs) return;
-  int64_t width = numbers.kind == Small::kFloat32 ? 4 : 1;
+  int64_t width = bytes_of(numbers.kind);
   auto* from = static_cast<const char*>(numbers.data) + (group * p.outputs + first) * width;
   for (int64_t i = 0; i < count * width; i += 64) prefetch(from + i);
 }

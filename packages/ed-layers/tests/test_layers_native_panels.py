@@ -4,6 +4,7 @@ the same as plain models."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,13 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_layers import packing
 from ed_layers.native import library, products
 from ed_layers.packing import pack
-from ed_layers.projections.dot import dot
+from ed_layers.projections.dot import Transposed, dot
+from ed_layers.projections.embed import Embed
 from ed_layers.projections.linear import Linear, project, project_gated
 from ed_layers.projections.panels import Panels
 from ed_layers.quantization import encode, quantize
-from ed_layers.quantization.panels import CodePanels
-from ed_layers.quantization.qarray import codes_of
+from ed_layers.quantization.panels import CodePanels, TablePanels
+from ed_layers.quantization.qarray import QArray
 from flax import nnx
 from native_cases import anywhere, built, drawn, exact  # noqa: F401
 
@@ -82,7 +84,7 @@ class Pair(nnx.Module):
         return *project((self.gate, self.up), x), y, self.narrow(y)
 
 
-def require_same_results(packed: Pair, model: Pair, x: jax.Array, *, tolerance: float) -> None:
+def require_same_results(packed: Any, model: Any, x: jax.Array, *, tolerance: float) -> None:
     """Require equal bits. Without the library, both compute by XLA, within a tolerance."""
     for one, other in zip(jax.jit(packed)(x), jax.jit(model)(x), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -130,6 +132,41 @@ def test_numbers_stay_plain_on_request_and_with_other_products() -> None:
     assert isinstance(packed.gate.weight, CodePanels) and isinstance(packed.up.weight, jax.Array)
 
 
+class Tied(nnx.Module):
+    """An embedding that is also the head."""
+
+    def __init__(self, features: int = 256) -> None:
+        self.embed = Embed(
+            320,
+            features,
+            config=EasyDeLBaseConfig(),
+            embedding_init=nnx.initializers.normal(0.1),
+            rngs=nnx.Rngs(0),
+        )
+
+    def __call__(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = self.embed(ids)
+        table = self.embed.table
+        return x, dot(x, Transposed(table) if isinstance(table, jax.Array) else table.T)
+
+
+@built
+@pytest.mark.parametrize("quantized", ["w8a8", "w4a8"])
+def test_packed_embedding_returns_the_rows_and_is_the_tied_head(quantized) -> None:
+    model = quantize(Tied(), [("", {"dtype": quantized})])
+    packed = pack(model)
+    assert isinstance(packed.embed.table, TablePanels) and packed.embed.table.shape == (320, 256)
+    assert packed.embed.embedding.get_metadata()["axes"] == ("vocab", "embed")
+    for shape in [(1, 1), (3, 40)]:
+        ids = jax.random.randint(jax.random.key(0), shape, 0, 320)
+        require_same_results(packed, model, ids, tolerance=1e-4)
+    missing = packed.embed.table.take(jnp.array([319, 320, -1, -320, -321]))
+    np.testing.assert_array_equal(jnp.isnan(missing).all(-1), [False, True, False, False, True])
+    np.testing.assert_array_equal(missing[0], missing[2])
+    assert isinstance(pack(quantize(Tied(), [("", {"dtype": "int8"})])).embed.table, QArray)
+    assert isinstance(pack(Tied()).embed.table, jax.Array)
+
+
 def test_memory_for_packed_numbers_is_half_of_the_available_memory(monkeypatch) -> None:
     model = Pair()
     matrices = sum(layer.kernel.get_value().nbytes for layer in (model.gate, model.up, model.down))
@@ -151,7 +188,7 @@ def test_activations_of_panels_have_the_gradient_of_plain_matrices() -> None:
 
 
 @built
-def test_library_refuses_panels_of_other_shapes_and_mixed_calls() -> None:
+def test_library_refuses_panels_of_other_shapes_and_formats() -> None:
     x, codes = jnp.ones((3, 64)), encode(drawn(1, 64, 128), "int8", 64, activations=True)
     for shape, dtype in [
         ((2, 64, 32), jnp.float32),
@@ -165,9 +202,16 @@ def test_library_refuses_panels_of_other_shapes_and_mixed_calls() -> None:
         jax.block_until_ready(
             products.products(x[:, :63], (jnp.ones((2, 31, 64, 2), jnp.bfloat16),))
         )
-    both = (CodePanels.of(codes).matrix, codes_of(codes))
-    with pytest.raises(Exception, match="either all matrices of a call are in panels, or none"):
-        jax.block_until_ready(products.products_of_codes(x, both, whole=True))
+    packed = CodePanels.of(codes)
+    for form, message in [
+        (packed.form._replace(bits=4), "the panels of codes has shape"),
+        (packed.form._replace(scale_bytes=2), "the panels of codes has shape"),
+        (packed.form._replace(zero_bytes=1), "the panels of codes has shape"),
+        (packed.form._replace(bits=5), "a code must have 4 or 8 bits"),
+        (packed.form._replace(zero_bytes=2), "a zero must have 0, 1 or 4 bytes"),
+    ]:
+        with pytest.raises(Exception, match=message):
+            jax.block_until_ready(products.products_of_code_panels(x, (packed.groups,), form))
 
 
 def test_model_without_library_is_not_packed() -> None:

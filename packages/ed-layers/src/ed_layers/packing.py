@@ -15,9 +15,10 @@ from flax import nnx
 
 from ed_layers.native import split
 from ed_layers.native.library import on_whole_arrays
+from ed_layers.projections.embed import Embed
 from ed_layers.projections.linear import Linear
 from ed_layers.projections.panels import Panels
-from ed_layers.quantization.panels import CodePanels
+from ed_layers.quantization.panels import CodePanels, TablePanels
 from ed_layers.quantization.qarray import QArray
 from ed_layers.transform import transform
 
@@ -26,7 +27,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 def pack(model: M, *, numbers: bool = True) -> M:
     """Return a copy of a model with matrices of linear layers in panels: numbers, and codes of
-    `w8a8` and `w4a8`.
+    `w8a8` and `w4a8`; and with embeddings of such codes, which a tied head also reads.
 
     The native library computes the products of a packed model for every number of rows, with the
     same bits. The copy shares the other arrays. Without the native library, or without such
@@ -38,51 +39,44 @@ def pack(model: M, *, numbers: bool = True) -> M:
     """
     if not on_whole_arrays():
         return model
-    layers = _linear_layers(model)
-    numbers = numbers and any(map(_numbers_can_be_packed, layers))
-    if not (numbers or any(map(_codes_can_be_packed, layers))):
+    if not any(_form(layer, numbers) for layer in _layers(model)):
         return model
 
     def packed(layer: nnx.Module, _: jax.Array) -> nnx.Module:
-        layer = cast(Linear, layer)
-        value: Any = layer.kernel.get_value()
-        if _codes_can_be_packed(layer):
-            value = CodePanels.of(value)
-        elif numbers and _numbers_can_be_packed(layer):
-            value = Panels.of(value)
-        else:
-            return layer
-        axes = layer.kernel.get_metadata().get("axes")
-        layer.kernel = type(layer.kernel)(cast(Any, value), axes=axes)
+        form, kept = _form(layer, numbers), _matrix(layer)
+        if form is not None:
+            new = type(kept)(form.of(kept.get_value()), axes=kept.get_metadata().get("axes"))
+            setattr(layer, "kernel" if isinstance(layer, Linear) else "embedding", new)
         return layer
 
-    return transform(model, Rules([("", packed)], kind="packing rule"), of=Linear)
+    return transform(model, Rules([("", packed)], kind="packing rule"), of=(Linear, Embed))
 
 
 def memory_for_numbers(model: nnx.Module) -> bool:
     """Return whether half of the available memory can contain the packed matrices of numbers of a
     model: the owner of the model may keep the plain ones."""
-    packed = [layer.kernel for layer in _linear_layers(model) if _numbers_can_be_packed(layer)]
-    return sum(kernel.get_value().nbytes for kernel in packed) <= available_bytes() // 2
+    numbers = [_matrix(layer) for layer in _layers(model) if _form(layer, numbers=True) is Panels]
+    return sum(kept.get_value().nbytes for kept in numbers) <= available_bytes() // 2
 
 
-def _linear_layers(model: nnx.Module) -> list[Linear]:
-    return [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, Linear)]
+def _layers(model: nnx.Module) -> list[Linear | Embed]:
+    return [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, (Linear, Embed))]
 
 
-def _can_be_packed(layer: Linear) -> bool:
+def _matrix(layer: nnx.Module) -> nnx.Param:
+    return layer.kernel if isinstance(layer, Linear) else cast(Embed, layer).embedding
+
+
+def _form(layer: nnx.Module, numbers: bool) -> Any:
+    """Return the class of panels that can contain the matrix of a layer; None = none."""
+    w: Any = _matrix(layer).get_value()
+    if type(layer) is Embed:
+        return TablePanels if isinstance(w, QArray) and TablePanels.can_be(w) else None
     # Layers with adapters and other subclasses use their matrix in other ways.
-    return type(layer) is Linear and not layer.absorbed
-
-
-def _codes_can_be_packed(layer: Linear) -> bool:
-    value: Any = layer.kernel.get_value()
-    return _can_be_packed(layer) and isinstance(value, QArray) and CodePanels.can_be(value)
-
-
-def _numbers_can_be_packed(layer: Linear) -> bool:
+    if type(layer) is not Linear or layer.absorbed:
+        return None
+    if isinstance(w, QArray):
+        return CodePanels if CodePanels.can_be(w) else None
     # Other products convert the matrix, or read parts of its numbers.
-    value: Any = layer.kernel.get_value()
-    if not (_can_be_packed(layer) and isinstance(value, jax.Array) and Panels.can_be(value)):
-        return False
-    return value.dtype == layer.dtype and layer.precision not in split.HIGH
+    plain = isinstance(w, jax.Array) and w.dtype == layer.dtype and layer.precision not in split.HIGH
+    return Panels if numbers and plain and Panels.can_be(w) else None

@@ -33,6 +33,8 @@ TARGETS = {
     for name in (
         "product",
         "product_of_codes",
+        "product_of_code_panels",
+        "take",
         "gradients",
         "attention",
         "attention_back",

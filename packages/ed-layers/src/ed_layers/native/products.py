@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num, UInt8
 
 from ed_layers import fixed_order
 from ed_layers.native import split
@@ -223,15 +223,13 @@ class QuantizedMatrix(NamedTuple):
 
     Attributes:
         codes: int8 or float8_e4m3fn [i, o], which are the levels; or uint8 [i / 2, o], two four-bit
-            codes in a byte, the even input in the lower half, with levels in `table`; or, for
-            activations in 8 bits, panels of int8 or such uint8, [o / PANEL, bytes of a column / 4,
-            PANEL, 4].
-        scale: scales of groups of i / g inputs, float32 or float8_e8m0fnu.
+            codes in a byte, the even input in the lower half, with levels in `table`.
+        scale: scales of groups of i / g inputs: float32, float16 or float8_e8m0fnu.
         zero: zeros of the same groups, float32 or uint8; None = 0.
         table: levels of four-bit codes.
     """
 
-    codes: Int[Array, "_ o"] | Float[Array, "i o"] | Int[Array, "_ _ _ 4"]
+    codes: Int[Array, "_ o"] | Float[Array, "i o"]
     scale: Float[Array, "g o"]
     zero: Num[Array, "g o"] | None = None
     table: Float[Array, " 16"] | None = None
@@ -263,6 +261,47 @@ def products_of_codes(
         arrays += codes, scale, zero, jnp.zeros((0,), jnp.float32) if table is None else table
     arrays += epilogue.biases
     return [*call(x, *arrays, transposed=transposed, whole=whole, **epilogue.attributes())]
+
+
+class CodePanelFormat(NamedTuple):
+    """How a group of codes is stored in a panel: `PANEL` scales, `PANEL` zeros if there are any, and
+    the codes as fours of bytes, [bytes of a column / 4, PANEL, 4].
+
+    Attributes:
+        bits: of a code: 4 (two codes in a byte, the even input in the lower half) or 8.
+        scale_bytes: 4 (float32) or 2 (float16).
+        zero_bytes: 4 (float32), 1 (uint8) or 0 (there are no zeros).
+    """
+
+    bits: int
+    scale_bytes: int
+    zero_bytes: int
+
+
+def products_of_code_panels(
+    x: Float[Array, "n i"],
+    matrices: Sequence[UInt8[Array, "p g _"]],
+    form: CodePanelFormat,
+    epilogue: Epilogue = Epilogue(),  # noqa: B008
+) -> list[jax.Array]:
+    """Return the products of `x`, rounded to 8 bits by its groups, and each matrix of codes in
+    panels: [n, p * PANEL] each, in the dtype of `x`. No gradient."""
+    widths = [width_of(w, transposed=False) for w in matrices]
+    results = epilogue.results(x.shape[0], widths, x.dtype)
+    target = TARGETS["ed_product_of_code_panels"]
+    call = jax.ffi.ffi_call(target, results, vmap_method="sequential")
+    attributes = {name: np.int64(number) for name, number in form._asdict().items()}
+    return [*call(x, *matrices, *epilogue.biases, **attributes, **epilogue.attributes())]
+
+
+def take_of_code_panels(
+    matrix: UInt8[Array, "p g _"], form: CodePanelFormat, at: Int[Array, " n"], inputs: int
+) -> Float[Array, "n i"]:
+    """Return the columns `at` of a matrix of codes in panels as rows, float32. No gradient."""
+    result = jax.ShapeDtypeStruct((*at.shape, inputs), jnp.float32)
+    call = jax.ffi.ffi_call(TARGETS["ed_take"], result, vmap_method="sequential")
+    attributes = {name: np.int64(number) for name, number in form._asdict().items()}
+    return call(matrix, at.astype(jnp.int32), **attributes)
 
 
 def product_of_codes(

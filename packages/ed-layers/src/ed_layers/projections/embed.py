@@ -67,7 +67,7 @@ class Embed(nnx.Module):
     def __call__(self, input_ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         # With rows sharded over hidden (fsdp), the partitioner would replicate the result and shard
         # it again; gathering the rows first keeps a plain lookup.
-        table = jax.tree.map(lambda a: constrain(a, ("vocab", None), self.config), self.table)
+        table = jax.tree.map(self._whole_rows, self.table)
         plain = isinstance(table, jax.Array)
         rows = jnp.take(table, input_ids, axis=0) if plain else table.take(input_ids)
         if self.padding is not None:
@@ -75,3 +75,7 @@ class Embed(nnx.Module):
             rows = jnp.where(fixed, jax.lax.stop_gradient(rows), rows)
         x = rows.astype(self.dtype)
         return named(constrain(x, STREAM, self.config), "embeddings")
+
+    def _whole_rows(self, array: jax.Array) -> jax.Array:
+        # Each device has all panels of a table in panels.
+        return constrain(array, ("vocab", None), self.config) if array.ndim == 2 else array

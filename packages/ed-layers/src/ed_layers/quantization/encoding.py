@@ -49,7 +49,8 @@ def _encoded(x: jax.Array, form: StorageFormat, group: int, double: bool) -> QAr
         codes, scale, zero = form.encode(grouped)
         codes = codes.reshape(x.shape)
         codes = pack(codes) if form.packed else codes
-        return QArray(codes, _doubled(scale) if double else scale, zero)
+        scale = _doubled(scale.astype(jnp.float32)) if double else scale
+        return QArray(codes, scale, zero)
 
     # `transform` maps over the layers of a stack one at a time, which avoids a copy of the stack.
     return jax.custom_batching.sequential_vmap(one)(x)

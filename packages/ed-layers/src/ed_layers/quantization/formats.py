@@ -44,6 +44,7 @@ NF4 = (
 #: Values of a 4-bit number E2M1: sign, two bits of exponent, one bit of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP8 = 448.0  # the largest float8_e4m3fn
+_FLOAT16 = 65504.0  # the largest float16
 _MX = 32  # values of a block, in every microscaling format
 
 Grouped = Float[Array, "*lead n k o"]
@@ -51,7 +52,7 @@ Grouped = Float[Array, "*lead n k o"]
 
 class GroupCodes(NamedTuple):
     """The result of an encoder for groups [.., n, k, o]: codes of the same shape, scales [.., n,
-    o]."""
+    o]: float32, float16 or float8_e8m0fnu."""
 
     codes: jax.Array
     scale: jax.Array
@@ -180,13 +181,15 @@ def int8(x: Grouped) -> GroupCodes:
 
 
 def int4(x: Grouped) -> GroupCodes:
-    """Return whole numbers from 0 to 15, and the zero: the code of 0."""
+    """Return whole numbers from 0 to 15, float16 scales, and the zero: the code of 0."""
     low, high = jnp.minimum(jnp.min(x, axis=-2), 0), jnp.maximum(jnp.max(x, axis=-2), 0)
-    scale = (high - low) * np.float32(1 / 15)
+    stored = jnp.minimum((high - low) * np.float32(1 / 15), _FLOAT16).astype(jnp.float16)
+    # The barrier prevents the compiler from keeping bits that float16 does not have.
+    scale = jax.lax.optimization_barrier(stored).astype(jnp.float32)
     safe = jnp.where(scale == 0, 1, scale)
     zero = jnp.clip(jnp.round(-low / safe), 0, 15)
     codes = jnp.round(x / safe[..., None, :]) + zero[..., None, :]
-    return GroupCodes(jnp.clip(codes, 0, 15).astype(jnp.uint8), scale, zero.astype(jnp.uint8))
+    return GroupCodes(jnp.clip(codes, 0, 15).astype(jnp.uint8), stored, zero.astype(jnp.uint8))
 
 
 def fp8(x: Grouped) -> GroupCodes:

@@ -59,7 +59,7 @@ class Stored:
     Attributes:
         codes: [.., i, o]; two 4-bit codes share a byte, [.., i / 2, o] uint8, with the even index
             in the lower bits.
-        scale: [.., n, o], float32 or an exponent (float8_e8m0fnu), or quantized `Scales`.
+        scale: [.., n, o], float32, float16 or an exponent (float8_e8m0fnu), or quantized `Scales`.
         zero: the code of 0: [.., n, o] or [.., 1, 1]; None = 0.
         format: key of `ed_layers.quantization.formats.FORMATS`.
         activations: whether products quantize their other operand to 8 bits.
