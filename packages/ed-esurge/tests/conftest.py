@@ -16,7 +16,7 @@ VOCAB = 260  # 258 tokens of the byte tokenizer, and two ids without a text
 ONE_DEVICE = (1, 1, 1, 1, 1)
 
 
-def build_llama(seed: int = 1, mesh=ONE_DEVICE, **changes):
+def build_llama(seed: int = 1, mesh=ONE_DEVICE, dtype="float32", **changes):
     """A random Llama of two layers whose predictions are far from uniform."""
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +24,7 @@ def build_llama(seed: int = 1, mesh=ONE_DEVICE, **changes):
     fields = tiny_llama(**{**known, **changes})
     fields.pop("model_type")
     config = LlamaConfig(**fields, sharding_axis_dims=mesh)
-    return LlamaForCausalLM.create(config, seed=seed)
+    return LlamaForCausalLM.create(config, seed=seed, dtype=dtype, param_dtype=dtype)
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ def test_engine_serves_given_and_new_matrices_in_panels(make_llama, monkeypatch,
     sizes = {"hidden_size": 128, "intermediate_size": 256, "scan_layers": False}
     quantized = dtype in ("w8a8", "w4a8")
     if dtype == "bfloat16":
-        sizes |= {"dtype": dtype, "param_dtype": dtype}
+        sizes |= {"dtype": dtype}
     models = [make_llama(seed=seed, **sizes) for seed in (1, 2)]
     if quantized:
         rules = [("", {"dtype": dtype, "group_size": 32})]  # with the embedding
