@@ -14,6 +14,7 @@ XLA_FFI_Error* ed_product(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_product_of_codes(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_product_of_code_panels(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_take(XLA_FFI_CallFrame*);
+XLA_FFI_Error* ed_first_largest(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_gradients(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_attention(XLA_FFI_CallFrame*);
 XLA_FFI_Error* ed_attention_back(XLA_FFI_CallFrame*);
@@ -160,6 +161,11 @@ HandlerCall take() {
   call.arguments.push_back(random(ffi::S32, {n}, panels * ed::kTile));
   call.results.emplace_back(ffi::F32, Sizes{n, groups * p.group});
   return call;
+}
+
+HandlerCall first_largest() {
+  const int64_t rows = draw(1, 5), count = draw(1, 300);
+  return {ed_first_largest, {random(ffi::F32, {rows, count})}, {Array(ffi::S32, {rows})}, {}};
 }
 
 void add_mask(HandlerCall& call, int64_t b, int64_t s, int64_t t) {
@@ -364,7 +370,7 @@ int main(int count, char** words) {
   int turns = count > 1 ? std::atoi(words[1]) : 200, refused = 0;
   HandlerCall (*makers[])() = {product,   product_of_codes, product_of_code_panels, take,
                                gradients, attention,        attention_cached,       attention_paged,
-                               put,       rotary,           recurrence};
+                               put,       rotary,           recurrence,             first_largest};
   for (int turn = 0; turn < turns; ++turn)
     for (auto maker : makers) {
       // Two threads call at once, as two computations of XLA do.

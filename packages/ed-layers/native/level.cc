@@ -3,6 +3,7 @@
 #include "across.h"
 #include "attention.h"
 #include "gate.h"
+#include "largest.h"
 #include "recurrence.h"
 #include "rotary.h"
 #include "rows.h"
@@ -13,6 +14,6 @@ namespace ed {
 
 const Level ED_LEVEL = {ED_LEVEL_NAME, columns,       rows,         whole,     gate,
                         across,        kAcrossInRows, whole_sizes,  round_row, take_of_panels,
-                        attention_of,  rotate,        recur};
+                        first_largest, attention_of,  rotate,       recur};
 
 }  // namespace ed

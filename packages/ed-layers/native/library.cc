@@ -1,5 +1,4 @@
-// Products, and rows written into an array, as XLA calls them: checks the buffers, shares out the
-// work.
+// Products, and other operations on rows, as XLA calls them: checks the buffers, shares out the work.
 #include <memory>
 #include <vector>
 
@@ -8,6 +7,7 @@
 namespace {
 
 using Vector = ffi::Buffer<ffi::F32, 1>;
+using Rows = ffi::Buffer<ffi::F32, 2>;
 using Index = ffi::Buffer<ffi::S32, 1>;
 
 // Products of one x that a call computes together; the first becomes act(first) * second if gated.
@@ -560,6 +560,21 @@ ffi::Error take(ffi::ThreadPool pool, ffi::AnyBuffer w, Index at, ffi::Result<ff
   return ffi::Error::Success();
 }
 
+// The first index of the largest number of each row of x [rows, count].
+ffi::Error first_largest(ffi::ThreadPool pool, Rows x, ffi::Result<Index> at) {
+  constexpr int64_t kNumbersOfTask = 1 << 16;
+  ed::Checks checks("largest numbers of rows");
+  const int64_t rows = x.dimensions()[0], count = x.dimensions()[1];
+  checks.that(count > 0, "a row must have at least one number");
+  if (!checks.shape("the result", *at, {rows})) return checks.error();
+  const int64_t share = std::max<int64_t>(1, kNumbersOfTask / count);
+  ed::parallel(pool, (rows + share - 1) / share, [&](int64_t task) {
+    for (int64_t row = task * share; row < std::min(rows, (task + 1) * share); ++row)
+      at->typed_data()[row] = ed::level().first_largest(x.typed_data() + row * count, count);
+  });
+  return ffi::Error::Success();
+}
+
 // Write rows [n, ..] at `index` [n] of an array whose first `axes` axes count its rows.
 // XLA may pass one buffer as the array and as the result. An index beyond the array drops its row.
 ffi::Error put(ffi::AnyBuffer array, Index index, ffi::AnyBuffer rows,
@@ -651,6 +666,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_take, take,
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("scale_bytes")
                                   .Attr<int64_t>("zero_bytes"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_first_largest, first_largest,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Rows>().Ret<Index>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ed_put, put,
                               ffi::Ffi::Bind()

@@ -113,6 +113,7 @@ struct Level {
   WholeSizes (*whole_sizes)(const Product&);
   void (*round_row)(const Product&, int64_t row);  // x in 8 bits
   void (*take)(const Product&, const int32_t* at, int64_t first, int64_t last);  // see panels.h
+  int64_t (*first_largest)(const float* row, int64_t count);
   Attention attention;
   void (*rotate)(const Rotary&, int64_t first, int64_t last);  // tokens
   void (*recur)(const Recurrence&, int64_t first, int64_t last);  // heads

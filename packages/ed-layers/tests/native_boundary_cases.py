@@ -104,7 +104,7 @@ def product(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
     return Call(
         "ed_product",
         (Buffer("x", (n, i), dtype), *w, *biases),
-        (Buffer("y", (n, o), dtype),),
+        (Buffer("y", (n, o), dtype, free_dtypes=frozenset({FLOAT32})),),
         {"transposed": turned, "fixed": bool(rng.integers(2)), **attributes},
     )
 
@@ -125,11 +125,7 @@ def product_of_codes(rng: np.random.Generator, size: Callable[[int], int]) -> Ca
     i = 8 * groups
     shapes = [(i // 2 if half else i, o), (groups, o), (groups, o) if offset else (0, 0)]
     codes, scale, zero = (shape[::-1] if turned else shape for shape in shapes)
-    if rng.integers(3) == 0:
-        panels, half, whole, turned = size(2), False, True, False
-        codes, o = (panels, i // 4, PANEL, 4), panels * PANEL
-        scale, zero = (groups, o), (groups, o) if offset else (0, 0)
-    small = frozenset({FLOAT32, UINT8})
+    small = frozenset({FLOAT32, FLOAT16, UINT8})
     kinds = frozenset({INT8, FP8}) if not (half or whole) else frozenset()
     matrix = (
         Buffer("codes", codes, UINT8 if half else INT8, free_dtypes=kinds),
@@ -147,6 +143,38 @@ def product_of_codes(rng: np.random.Generator, size: Callable[[int], int]) -> Ca
     attributes |= {"transposed": turned, "whole": whole}
     results, arguments = (Buffer("y", (n, o)),), (Buffer("x", (n, i)), *matrix, *biases)
     return Call("ed_product_of_codes", arguments, results, attributes)
+
+
+def code_panels(rng: np.random.Generator, panels: int, groups: int) -> tuple[Buffer, dict, int]:
+    """Return random panels of codes, the attributes of their format, and the inputs of a group."""
+    bits, scale, zero = (int(rng.choice(sizes)) for sizes in ((4, 8), (2, 4), (0, 1, 4)))
+    size = PANEL * (scale + zero + bits)
+    attributes = {"bits": bits, "scale_bytes": scale, "zero_bytes": zero}
+    numbers = {name: np.int64(number) for name, number in attributes.items()}
+    return Buffer("panels", (panels, groups, size), UINT8, free_axes=frozenset({0})), numbers, 8
+
+
+def product_of_code_panels(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    n, panels, groups = size(5), size(2), size(3)
+    w, form, group = code_panels(rng, panels, groups)
+    w = replace(w, free_axes=frozenset())
+    biases, attributes = epilogue(rng, panels * PANEL, FLOAT32, 1, gated=False)
+    arguments, results = (Buffer("x", (n, groups * group)), w, *biases), (n, panels * PANEL)
+    attributes |= form
+    return Call("ed_product_of_code_panels", arguments, (Buffer("y", results),), attributes)
+
+
+def take(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    n, panels, groups = size(5), size(2), size(3)
+    w, form, group = code_panels(rng, panels, groups)
+    at = Buffer("at", (n,), INT32, values=(3, -1, 60, 1000, -1000))
+    return Call("ed_take", (w, at), (Buffer("rows", (n, groups * group)),), form)
+
+
+def first_largest(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
+    n, v = size(5), size(90)
+    x = Buffer("x", (n, v), free_axes=frozenset({1}))
+    return Call("ed_first_largest", (x,), (Buffer("at", (n,), INT32),))
 
 
 SCORING = {
@@ -335,6 +363,9 @@ def recurrence(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
 MAKERS = {
     "ed_product": product,
     "ed_product_of_codes": product_of_codes,
+    "ed_product_of_code_panels": product_of_code_panels,
+    "ed_take": take,
+    "ed_first_largest": first_largest,
     "ed_gradients": gradients,
     "ed_attention": attention,
     "ed_attention_back": attention_back,
@@ -350,6 +381,9 @@ NUMBERED = frozenset({"layer", "pages", "first_query", "owner"})
 BAD_ATTRIBUTES = {
     "act": (np.int64(-1), np.int64(6), np.int64(2**40)),
     "axes": (-1, 0, 99),
+    "bits": (np.int64(0), np.int64(5), np.int64(16)),
+    "scale_bytes": (np.int64(0), np.int64(1), np.int64(8)),
+    "zero_bytes": (np.int64(-1), np.int64(2), np.int64(8)),
     "drop_below": (np.int64(-1), np.int64(2**32), np.int64(2**40)),
 }
 

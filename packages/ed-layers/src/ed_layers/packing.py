@@ -78,5 +78,7 @@ def _form(layer: nnx.Module, numbers: bool) -> Any:
     if isinstance(w, QArray):
         return CodePanels if CodePanels.can_be(w) else None
     # Other products convert the matrix, or read parts of its numbers.
-    plain = isinstance(w, jax.Array) and w.dtype == layer.dtype and layer.precision not in split.HIGH
+    plain = (
+        isinstance(w, jax.Array) and w.dtype == layer.dtype and layer.precision not in split.HIGH
+    )
     return Panels if numbers and plain and Panels.can_be(w) else None

@@ -41,6 +41,7 @@ TARGETS = {
         "attention_cached",
         "attention_paged",
         "put",
+        "first_largest",
         "rotary",
         "recurrence",
     )

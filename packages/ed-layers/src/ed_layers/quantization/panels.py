@@ -62,7 +62,9 @@ class CodePanels(InPanels):
         parts = [_in_panels(scale), *([] if zero is None else [_in_panels(zero)])]
         parts.append(_bytes(jnp.transpose(fours, (3, 0, 1, 4, 2))))
         bits = 8 // FORMATS[w.format].in_byte
-        form = CodePanelFormat(bits, scale.dtype.itemsize, 0 if zero is None else zero.dtype.itemsize)
+        form = CodePanelFormat(
+            bits, scale.dtype.itemsize, 0 if zero is None else zero.dtype.itemsize
+        )
         return cls(jnp.concatenate(parts, axis=-1), form, w.dtype)
 
     @staticmethod
