@@ -264,8 +264,8 @@ def products_of_codes(
 
 
 class CodePanelFormat(NamedTuple):
-    """How a group of codes is stored in a panel: `PANEL` scales, `PANEL` zeros if there are any, and
-    the codes as fours of bytes, [bytes of a column / 4, PANEL, 4].
+    """How a group of codes is stored in a panel: `PANEL` scales, `PANEL` zeros if there are any,
+    and the codes as fours of bytes, [bytes of a column / 4, PANEL, 4].
 
     Attributes:
         bits: of a code: 4 (two codes in a byte, the even input in the lower half) or 8.
