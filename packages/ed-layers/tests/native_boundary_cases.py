@@ -101,9 +101,11 @@ def product(rng: np.random.Generator, size: Callable[[int], int]) -> Call:
         if rng.integers(2):
             w = [Buffer(f"w{j}", (panels, i // 2, PANEL, 2), BFLOAT16) for j in range(count)]
     biases, attributes = epilogue(rng, o, dtype, count, gated=gated)
+    # Results of bfloat16 rows may be float32.
+    of_x = frozenset({BFLOAT16}) if dtype == FLOAT32 else frozenset()
     return Call(
         "ed_product",
-        (Buffer("x", (n, i), dtype), *w, *biases),
+        (Buffer("x", (n, i), dtype, free_dtypes=of_x), *w, *biases),
         (Buffer("y", (n, o), dtype, free_dtypes=frozenset({FLOAT32})),),
         {"transposed": turned, "fixed": bool(rng.integers(2)), **attributes},
     )
