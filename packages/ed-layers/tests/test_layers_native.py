@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from ed_infra.logging import forget_said
 from ed_layers.cache.sharded import scatter
-from ed_layers.native import library, products, split
+from ed_layers.native import largest, library, products, split
 from ed_layers.native.build import (
     LEVELS,
     SANITIZERS,
@@ -293,6 +293,20 @@ def test_caches_of_small_floats_are_written_in_place(layered) -> None:
             if 0 <= slot < 50:
                 expected[(*(1,) * layered, b, slice(None), slot)] = new[b, s].astype("bfloat16")
     np.testing.assert_array_equal(np.asarray(write(cache), np.float32), expected)
+
+
+@built
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 5), v=st.integers(1, 700), levels=st.integers(1, 50), seed=st.integers(0))
+def test_first_largest_of_rows_is_exact(n, v, levels, seed) -> None:
+    """With few levels, several numbers of a row are the largest."""
+    x = np.random.default_rng(seed).integers(-levels, levels, (n, v)).astype(np.float32)
+    x[x == levels - 1] = np.inf
+    x[0, : v // 2] = -np.inf
+    np.testing.assert_array_equal(largest.first_largest(jnp.asarray(x)), x.argmax(axis=1))
+    x[-1] = np.nan
+    *found, with_nan = largest.first_largest(jnp.asarray(x)).tolist()
+    assert found == x[:-1].argmax(axis=1).tolist() and 0 <= with_nan < v
 
 
 @built
