@@ -35,8 +35,8 @@ int64_t first_largest(const float* x, int64_t count) {
     for (int v = 0; v < 4; ++v) found |= load(x + i + v * kLanes) == broadcast(top);
     if (total(found) != 0) break;
   }
-  while (i < count - 1 && x[i] != top) ++i;
-  return i;
+  while (i < count && x[i] != top) ++i;
+  return least(i, count - 1);
 }
 
 }  // namespace
