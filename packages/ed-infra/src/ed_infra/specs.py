@@ -69,8 +69,8 @@ class EasyDeLQuantizationConfig:
             (quantization-aware training).
         pattern: Regular expression over canonical names that selects the layers, unless rules do.
             With the codes of a GGUF file, the default selects every matrix.
-        float_zero: Whether the zeros of groups are float32 numbers, as the codes of some GGUF
-            formats need them; for int8 and int4.
+        float_zero: Whether the scales and zeros of groups are float32 numbers, as the codes of
+            some GGUF formats need them; for int8 and int4.
     """
 
     dtype: str = "nf4"

@@ -88,9 +88,9 @@ def encoded(
 
 
 def with_float_zero(w: QArray) -> QArray:
-    """Return a matrix whose zeros are float32 numbers, one for each scale."""
+    """Return a matrix whose scales and zeros are float32 numbers, one zero for each scale."""
     zero = jnp.zeros(w.scale.shape, jnp.float32) if w.zero is None else w.zero
-    return replace(w, zero=zero.astype(jnp.float32))
+    return replace(w, scale=w.scales(), zero=zero.astype(jnp.float32))
 
 
 #: Number of scales that share a scale, in double quantization.

@@ -63,7 +63,7 @@ def encoded_as(matrix: jax.Array, form: QArray) -> QArray:
 
 
 def has_float_zero(matrix: QArray) -> bool:
-    """Return whether the zeros of a quantized matrix are float32 numbers."""
+    """Return whether the scales and zeros of a quantized matrix are float32 numbers."""
     return matrix.zero is not None and matrix.zero.dtype == jnp.float32
 
 
