@@ -24,8 +24,9 @@ class WholeTiles {
   }
 
   // sums [rows, kTile] += scale * (numbers times codes - zero * sums of numbers) * scale of each row,
-  // for the rows from `row` on and the outputs [first, last), half of a tile or all. `fours` has `bytes` inputs of codes of 8 bits; or, of four bits, the
-  // even inputs, and from kFours / 2 on the odd ones.
+  // for the rows from `row` on and the outputs [first, last), half of a tile or all. `fours` has
+  // `bytes` inputs of codes of 8 bits; or, of four bits, the even inputs, and from kFours / 2 on the
+  // odd ones.
   void add(const Product& p, int64_t row, int64_t rows, int64_t block, const uint8_t* fours,
            int64_t bytes, int64_t first, int64_t last, const float* scale, const float* zero,
            float* sums) {

@@ -188,7 +188,7 @@ def test_activations_of_panels_have_the_gradient_of_plain_matrices() -> None:
 
 
 @built
-def test_library_refuses_panels_of_other_shapes_and_formats() -> None:
+def test_library_refuses_panels_of_other_shapes_and_formats_and_mixed_calls() -> None:
     x, codes = jnp.ones((3, 64)), encode(drawn(1, 64, 128), "int8", 64, activations=True)
     for shape, dtype in [
         ((2, 64, 32), jnp.float32),
@@ -202,6 +202,9 @@ def test_library_refuses_panels_of_other_shapes_and_formats() -> None:
         jax.block_until_ready(
             products.products(x[:, :63], (jnp.ones((2, 31, 64, 2), jnp.bfloat16),))
         )
+    both = (jnp.ones((2, 64, 64)), jnp.ones((64, 128)))
+    with pytest.raises(Exception, match="either all matrices of a call are in panels, or none"):
+        jax.block_until_ready(products.products(x, both))
     packed = CodePanels.of(codes)
     for form, message in [
         (packed.form._replace(bits=4), "the panels of codes has shape"),

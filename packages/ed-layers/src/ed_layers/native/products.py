@@ -277,6 +277,10 @@ class CodePanelFormat(NamedTuple):
     scale_bytes: int
     zero_bytes: int
 
+    def attributes(self) -> dict[str, object]:
+        """Return the attributes of a call."""
+        return {name: np.int64(number) for name, number in self._asdict().items()}
+
 
 def products_of_code_panels(
     x: Float[Array, "n i"],
@@ -290,8 +294,8 @@ def products_of_code_panels(
     results = epilogue.results(x.shape[0], widths, x.dtype)
     target = TARGETS["ed_product_of_code_panels"]
     call = jax.ffi.ffi_call(target, results, vmap_method="sequential")
-    attributes = {name: np.int64(number) for name, number in form._asdict().items()}
-    return [*call(x, *matrices, *epilogue.biases, **attributes, **epilogue.attributes())]
+    attributes = form.attributes() | epilogue.attributes()
+    return [*call(x, *matrices, *epilogue.biases, **attributes)]
 
 
 def take_of_code_panels(
@@ -300,8 +304,7 @@ def take_of_code_panels(
     """Return the columns `at` of a matrix of codes in panels as rows, float32. No gradient."""
     result = jax.ShapeDtypeStruct((*at.shape, inputs), jnp.float32)
     call = jax.ffi.ffi_call(TARGETS["ed_take"], result, vmap_method="sequential")
-    attributes = {name: np.int64(number) for name, number in form._asdict().items()}
-    return call(matrix, at.astype(jnp.int32), **attributes)
+    return call(matrix, at.astype(jnp.int32), **form.attributes())
 
 
 def product_of_codes(
