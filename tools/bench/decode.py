@@ -137,7 +137,8 @@ class Torch:
 
 
 class Ours:
-    """This project: a dense cache that the step donates, and on a CPU unrolled layers.
+    """This project: a dense cache that the program donates, and on a CPU unrolled layers. One program
+    decodes STEPS tokens, as the program of `generate` decodes all.
 
     Args:
         quantized: Fields of a quantization configuration for every matrix; None: not quantized.
@@ -183,7 +184,16 @@ class Ours:
         def with_new_cache(leaves, tokens):
             return forward(leaves, model.init_cache(*tokens.shape), tokens)
 
+        def decode(leaves, cache, token):
+            def step(_, carry):
+                cache, token = carry
+                _, token, cache = forward(leaves, cache, token)
+                return cache, token
+
+            return jax.lax.fori_loop(0, STEPS, step, (cache, token))
+
         self.forward = jax.jit(forward, donate_argnums=1)
+        self.decode = jax.jit(decode, donate_argnums=1)
         self.with_new_cache = jax.jit(with_new_cache)
 
     def prefill(self, tokens: np.ndarray) -> np.ndarray:
@@ -198,13 +208,10 @@ class Ours:
         """Return a run that decodes STEPS more tokens and returns the mean seconds of a step."""
         cache = self.model.init_cache(len(tokens), self.capacity)
         _, token, cache = self.forward(self.leaves, cache, tokens)
-        state = {"cache": cache, "token": token}
+        state = [cache, token]
 
         def steps():
-            for _ in range(STEPS):
-                _, token, cache = self.forward(self.leaves, state["cache"], state["token"])
-                state.update(token=token, cache=cache)
-            self.jax.block_until_ready(state["token"])
+            state[:] = self.jax.block_until_ready(self.decode(self.leaves, *state))
 
         return partial(mean, steps)
 

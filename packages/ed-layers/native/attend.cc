@@ -61,23 +61,6 @@ ffi::Error attention(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Tabl
   return ffi::Error::Success();
 }
 
-// Add up the gradients of one key head and row, of which each query head has a part, in order.
-void add_parts(const ed::Attend& p, int64_t row, int64_t group, const float* parts, float* d_keys,
-               float* d_values) {
-  int64_t repeat = p.heads / p.groups, of_keys = p.slots * p.key_dim;
-  int64_t of_part = of_keys + p.slots * p.value_dim;
-  const float* own = parts + (row * p.heads + group * repeat) * of_part;
-  for (int64_t t = 0; t < p.slots; ++t)
-    for (bool value : {false, true}) {
-      int64_t dim = value ? p.value_dim : p.key_dim;
-      float* to = (value ? d_values : d_keys) + ((row * p.slots + t) * p.groups + group) * dim;
-      const float* from = own + (value ? of_keys : 0) + t * dim;
-      std::memcpy(to, from, dim * sizeof(float));
-      for (int64_t r = 1; r < repeat; ++r)
-        for (int64_t c = 0; c < dim; ++c) to[c] += from[r * of_part + c];
-    }
-}
-
 ffi::Error attention_back(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v, Table q_segments,
                           Table q_index, Table k_segments, Table k_index, Ints limits,
                           Distances distances, Floats slopes, Ints seed, OfHeads lse,
@@ -100,39 +83,50 @@ ffi::Error attention_back(ffi::ThreadPool pool, Numbers q, Numbers k, Numbers v,
   checks.shape("d_q", *d_q, {p.batch, p.queries, p.heads, p.key_dim});
   checks.shape("d_k", *d_k, {p.batch, p.slots, p.groups, p.key_dim});
   checks.shape("d_v", *d_v, {p.batch, p.slots, p.groups, p.value_dim});
-  const char* names[] = {"q", "k", "v", "d_q", "d_k", "d_v"};
-  Numbers all[] = {q, k, v, *d_q, *d_k, *d_v};
-  for (int i = 0; i < 6; ++i) checks.dtype(names[i], all[i].element_type(), {ffi::F32});
+  checks.dtype("k", k.element_type(), {q.element_type()});
+  checks.dtype("v", v.element_type(), {q.element_type()});
+  for (const Numbers& d : {*d_q, *d_k, *d_v})
+    checks.dtype("a gradient of q, k or v", d.element_type(), {ffi::F32});
   if (!checks.ok()) return checks.error();
-  p.lse = lse.typed_data(), p.shared = shared.typed_data();
-  p.d_out = static_cast<const float*>(p.out);
-  p.d_q = static_cast<float*>(d_q->untyped_data());
-  float* d_keys = static_cast<float*>(d_k->untyped_data());
-  float* d_values = static_cast<float*>(d_v->untyped_data());
-  if (p.heads == 0) {
-    std::memset(d_keys, 0, d_k->size_bytes()), std::memset(d_values, 0, d_v->size_bytes());
-    std::memset(d_distances->typed_data(), 0, d_distances->size_bytes());
-    return ffi::Error::Success();
-  }
-  int64_t of_keys = p.slots * p.key_dim, of_part = of_keys + p.slots * p.value_dim;
-  int64_t count = p.by_distance ? 2 * p.reach + 1 : 0;  // distances
-  std::unique_ptr<float[]> parts(new (std::nothrow) float[p.batch * p.heads * of_part]);
-  std::unique_ptr<float[]> of_biases(new (std::nothrow) float[p.batch * p.heads * count]());
-  if (!parts || !of_biases)
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      "attention backward: there is no memory for the gradients of all heads");
-  ed::parallel(pool, p.batch * p.heads, [&](int64_t i) {
-    float* part = parts.get() + i * of_part;
-    ed::level().attention.backward(p, i / p.heads, i % p.heads, part, part + of_keys,
-                                   of_biases.get() + i * count);
-  });
+  p.lse = lse.typed_data(), p.shared = shared.typed_data(), p.d_out = p.out;
+  p.d_k = static_cast<float*>(d_k->untyped_data()), p.d_v = static_cast<float*>(d_v->untyped_data());
+  auto* of_q = static_cast<float*>(d_q->untyped_data());
   float* d_bias = d_distances->typed_data();
   std::memset(d_bias, 0, d_distances->size_bytes());
-  for (int64_t row = 0; row < p.batch; ++row)
-    for (int64_t i = 0; i < p.heads * count; ++i) d_bias[i] += of_biases[row * p.heads * count + i];
-  ed::parallel(pool, p.batch * p.groups, [&](int64_t i) {
-    add_parts(p, i / p.groups, i % p.groups, parts.get(), d_keys, d_values);
+  if (q.element_count() == 0 || p.slots == 0) {
+    for (const Numbers& d : {*d_q, *d_k, *d_v}) std::memset(d.untyped_data(), 0, d.size_bytes());
+    return ffi::Error::Success();
+  }
+  // A task is a range of keys of a row and key head. Ranges are as many as threads need to finish
+  // together, and depend on the shapes alone. All but the first have their own gradient of q.
+  constexpr int64_t kTasks = 12, kMostRanges = 4;
+  const int64_t heads = p.batch * p.groups, blocks = (p.slots + ed::kKeys - 1) / ed::kKeys;
+  const int64_t wanted = std::min((kTasks + heads - 1) / heads, kMostRanges);
+  const int64_t share = (blocks + wanted - 1) / wanted * ed::kKeys;
+  const int64_t ranges = (p.slots + share - 1) / share;
+  const int64_t size = d_q->element_count(), count = p.by_distance ? 2 * p.reach + 1 : 0;
+  std::unique_ptr<float[]> parts(new (std::nothrow) float[(ranges - 1) * size]);
+  std::unique_ptr<float[]> of_biases(new (std::nothrow) float[ranges * p.batch * p.heads * count]());
+  if (!parts || !of_biases)
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      "attention backward: there is no memory for the gradients of all ranges");
+  ed::parallel(pool, ranges * heads, [&](int64_t task) {
+    const int64_t range = task / heads, row = task % heads / p.groups, group = task % p.groups;
+    ed::level().attention.backward(p, row, group, range * share,
+                                   std::min(p.slots, (range + 1) * share),
+                                   range ? parts.get() + (range - 1) * size : of_q,
+                                   of_biases.get() + task * (p.heads / p.groups) * count);
   });
+  for (int64_t i = 0; i < ranges * p.batch; ++i)
+    for (int64_t j = 0; j < p.heads * count; ++j)
+      d_bias[j] += of_biases[i * p.heads * count + j];
+  constexpr int64_t kChunk = 1 << 15;
+  if (ranges > 1)
+    ed::parallel(pool, (size + kChunk - 1) / kChunk, [&](int64_t chunk) {
+      const int64_t last = std::min(size, (chunk + 1) * kChunk);
+      for (int64_t range = 1; range < ranges; ++range)
+        for (int64_t i = chunk * kChunk; i < last; ++i) of_q[i] += parts[(range - 1) * size + i];
+    });
   return ffi::Error::Success();
 }
 

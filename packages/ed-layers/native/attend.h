@@ -71,9 +71,10 @@ struct Attend {
   void* out;   // as q, with value_dim
   float* lse;  // [batch, queries, heads] or null; -inf for a query that sees nothing
 
-  // Of the backward pass: all as q, k and v lie; float32.
-  const float *d_out, *shared;  // shared [batch, queries, heads]: sum(d_out * out) - d_lse
-  float *d_q, *d_k, *d_v;
+  // Of the backward pass. Gradients lie as q, k and v do; those of q, k and v are float32.
+  const void* d_out;    // as `out`
+  const float* shared;  // [batch, queries, heads]: sum(d_out * out) - d_lse
+  float *d_k, *d_v;
 };
 
 // Queries or keys before attention: the first `2 * pairs` numbers of each head are turned by the
@@ -88,6 +89,8 @@ struct Rotary {
   bool back;               // turn by the negative angle
 };
 
+constexpr int64_t kKeys = 64;  // slots of a block
+
 // Blocks of queries that a task has at most: they share the preparation of keys and values.
 constexpr int64_t kBlocksOfTask = 6;
 
@@ -97,9 +100,10 @@ struct Attention {
   int64_t (*queries_of_block)(const Attend&);
   void (*fetch)(const Attend&, int64_t row, int64_t group, int64_t first, int64_t last);
   void (*forward)(const Attend&, int64_t row, int64_t group, int64_t first, int64_t last);
-  // Gradients by one query head: all of d_q, and its part [slots, key_dim] and [slots, value_dim]
-  // of d_k and d_v. Its part [2 * reach + 1] of the bias by distance is added to `d_distance`.
-  void (*backward)(const Attend&, int64_t row, int64_t head, float* d_k, float* d_v,
+  // Gradients by slots [first, last) of a row and key head: the rows of these slots of d_k and d_v, and
+  // their part of the gradient of q, which lies as q. Their part [query heads of the key head, 2 * reach
+  // + 1] of the gradient of the bias by distance is added to `d_distance`.
+  void (*backward)(const Attend&, int64_t row, int64_t group, int64_t first, int64_t last, float* d_q,
                    float* d_distance);
 };
 

@@ -3,6 +3,7 @@
 // share a key head. Blocks of keys that no query of the block sees are left out.
 #pragma once
 
+#include "attention_back.h"
 #include "biases.h"
 #include "block_products.h"
 #include "softmax.h"
@@ -161,97 +162,6 @@ void forward(const Attend& p, int64_t row, int64_t group, int64_t first, int64_t
   if (PairProducts::take(p)) return forward_by<PairProducts>(p, row, group, first, last);
 #endif
   forward_by<PlainProducts>(p, row, group, first, last);
-}
-
-// Gradients by one query head. Blocks of keys are the outer loop: each is turned once.
-void backward(const Attend& p, int64_t row, int64_t head, float* d_k, float* d_v,
-              float* d_distance) {
-  int64_t group = head / (p.heads / p.groups);
-  auto* q_of = static_cast<const float*>(p.q);
-  Block k(p.key_dim), v(p.value_dim), q(p.key_dim), d_out(p.value_dim);
-  Turned k_turned(p.key_dim), v_turned(p.value_dim);
-  int64_t width = k.width, v_width = v.width;
-  Scratch d_q(p.queries * width), d_keys(kKeys * width), d_values(kKeys * v_width);
-  Scratch weights(kQueries * kKeys), slopes(kQueries * kKeys);
-  std::memset(d_q.data, 0, p.queries * width * sizeof(float));
-  Tokens queries, keys;
-  for (int64_t at = 0; at < p.slots; at += kKeys) {
-    int64_t n = least(kKeys, p.slots - at);
-    keys.read(p.k_segments, p.k_index, row * p.slots + at, at, n);
-    std::memset(d_keys.data, 0, kKeys * width * sizeof(float));
-    std::memset(d_values.data, 0, kKeys * v_width * sizeof(float));
-    bool is_turned = false;
-    alignas(64) uint32_t places[kKeys];
-    if (p.drop_below > 0) hash_places(p, at, places);
-    for (int64_t first = 0; first < p.queries; first += kQueries) {
-      int64_t rows = least(kQueries, p.queries - first), token = row * p.queries + first;
-      queries.read(p.q_segments, p.q_index, token, first, rows);
-      Seen what = seen(p, queries, keys);
-      if (what == Seen::kNone) continue;
-      if (!is_turned) {
-        Place block{row, group, at, n, 0};
-        k.read(p, p.keys, block), k_turned.of(k, n);
-        v.read(p, p.values, block), v_turned.of(v, n);
-        is_turned = true;
-      }
-      q.read_tokens(q_of, p.heads, head, token, rows);
-      d_out.read_tokens(p.d_out, p.heads, head, token, rows);
-      std::memset(weights.data, 0, rows * kKeys * sizeof(float));
-      std::memset(slopes.data, 0, rows * kKeys * sizeof(float));
-      // Rows of q and d_out lie apart by all heads, where they were not copied.
-      int64_t q_row = q.width == q.dim ? p.heads * q.dim : q.width;
-      int64_t o_row = d_out.width == d_out.dim ? p.heads * d_out.dim : d_out.width;
-      accumulate(q.rows[0], q_row, 1, rows, k_turned.pointers(), p.key_dim, kKeys, weights.data,
-                 kKeys);
-      accumulate(d_out.rows[0], o_row, 1, rows, v_turned.pointers(), p.value_dim, kKeys,
-                 slopes.data, kKeys);
-      for (int64_t r = 0; r < rows; ++r) {
-        float lse = p.lse[(token + r) * p.heads + head];
-        float shared = p.shared[(token + r) * p.heads + head];
-        float *own = weights.data + r * kKeys, *d = slopes.data + r * kKeys;
-        // The slope of the cap is kept in `squashed`: masked scores have none.
-        alignas(64) float squashed[kKeys];
-        for (int64_t j = 0; j < kKeys; j += kLanes) {
-          Vec score = load(own + j) * p.scale, slope = broadcast(p.scale);
-          if (p.soft_cap != 0) {
-            Vec t = squash(score * (1 / p.soft_cap));
-            score = p.soft_cap * t, slope = p.scale * (1.0f - t * t);
-          }
-          store(own + j, score), store(squashed + j, slope);
-        }
-        add_biases(p, head, queries, r, keys, own);
-        if (what == Seen::kSome) mask(p, queries, r, keys, own);
-        for (int64_t j = n; j < kKeys; ++j) own[j] = kNothing;
-        if (lse == kNothing) lse = __builtin_inff();  // sees nothing: all weights are zero
-        alignas(64) float factors[kKeys];
-        if (p.drop_below > 0) {
-          factors_of(p, row, head, first + r, places, factors);
-          for (int64_t j = 0; j < kKeys; j += kLanes) store(d + j, load(d + j) * load(factors + j));
-        }
-        for (int64_t j = 0; j < kKeys; j += kLanes) {
-          Vec weight = exponential(load(own + j) - lse);
-          store(own + j, weight);
-          store(d + j, weight * (load(d + j) - shared));
-        }
-        if (p.by_distance) add_slopes(d, p.reach, queries, r, keys, d_distance);
-        for (int64_t j = 0; j < kKeys; j += kLanes) {
-          store(d + j, load(d + j) * load(squashed + j));
-          if (p.drop_below > 0) store(own + j, load(own + j) * load(factors + j));
-        }
-      }
-      accumulate(weights.data, 1, kKeys, n, d_out.rows, rows, v_width, d_values.data, v_width);
-      accumulate(slopes.data, 1, kKeys, n, q.rows, rows, width, d_keys.data, width);
-      accumulate(slopes.data, kKeys, 1, rows, k.rows, n, width, d_q.data + first * width, width);
-    }
-    for (int64_t j = 0; j < n; ++j) {
-      std::memcpy(d_k + (at + j) * p.key_dim, d_keys.data + j * width, p.key_dim * sizeof(float));
-      std::memcpy(d_v + (at + j) * p.value_dim, d_values.data + j * v_width,
-                  p.value_dim * sizeof(float));
-    }
-  }
-  for (int64_t i = 0; i < p.queries; ++i)
-    std::memcpy(p.d_q + ((row * p.queries + i) * p.heads + head) * p.key_dim, d_q.data + i * width,
-                p.key_dim * sizeof(float));
 }
 
 constexpr Attention attention_of = {queries_of_block, fetch_first, forward, backward};

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "blocks.h"
-#include "panel_words.h"
 
 namespace ed {
 namespace {
@@ -38,13 +37,14 @@ struct PlainProducts {
     const float* q = q_.data + first * k_.width;
     if (rows <= kFewQueries && !p_.fixed) return score_few(q, rows, scores);
     if (!has_turned_) turned_.of(k_, place_.count), has_turned_ = true;
-    std::memset(scores, 0, rows * kKeys * sizeof(float));
-    accumulate(q, k_.width, 1, rows, turned_.pointers(), p_.key_dim, kKeys, scores, kKeys);
+    accumulate<FloatWords>(q, k_.width, 1, rows, turned_.pointers(), p_.key_dim, kKeys, scores, kKeys,
+                           false);
   }
 
   void add_values(int64_t rows, const float* weights, float* out) {
     if (!has_values_) v_.read(p_, p_.values, place_), has_values_ = true;
-    accumulate(weights, kKeys, 1, rows, v_.rows, place_.count, out_width, out, out_width);
+    accumulate<FloatWords>(weights, kKeys, 1, rows, v_.rows, place_.count, out_width, out,
+                           out_width);
   }
 
   const int64_t out_width;
@@ -89,8 +89,7 @@ struct PairProducts {
 
   PairProducts(const Attend& p, int64_t rows, int64_t rows_of_block)
       : out_width(whole_vectors(p.value_dim)), score_factor(p.scale), p_(p),
-        value_width_((p.value_dim + 31) / 32 * 32), turned_(p.key_dim / 2),
-        q_(rows * p.key_dim / 2), values_(kKeys * value_width_ / 2),
+        turned_(p.key_dim / 2), q_(rows * p.key_dim / 2), values_(p.value_dim),
         weights_(rows_of_block * kKeys / 2) {}
 
   void read_query(int64_t r, int64_t from) {
@@ -107,24 +106,16 @@ struct PairProducts {
       turned_.of(found_, p_.key_dim / 2, place_.count);
       has_keys_ = true;
     }
-    multiply<true>(halves_of(q_) + first * p_.key_dim, p_.key_dim, rows, p_.key_dim,
-                   turned_.panel.data, kKeys, kKeys, scores);
+    const int64_t words = p_.key_dim / 2;
+    accumulate<PairWords>(q_.data + first * words, words, 1, rows, turned_.pointers(), words, kKeys,
+                         scores, kKeys, false);
   }
 
   void add_values(int64_t rows, const float* weights, float* out) {
-    if (!has_values_) {
-      find(p_.values);
-      for (int64_t j = 0; j < place_.count; j += 2)
-        pair_rows(found_[j], j + 1 < place_.count ? found_[j + 1] : nullptr, p_.value_dim,
-                  halves_of(values_) + j * value_width_);
-      has_values_ = true;
-    }
-    for (int64_t i = 0; i < rows * kKeys; i += 2 * kLanes)
-      _mm512_storeu_si512(halves_of(weights_) + i,
-                          (__m512i)_mm512_cvtne2ps_pbh((__m512)load(weights + i + kLanes),
-                                                       (__m512)load(weights + i)));
-    multiply<false>(halves_of(weights_), kKeys, rows, place_.count, values_.data, value_width_,
-                    out_width, out);
+    if (!has_values_) find(p_.values), values_.of(found_, place_.count), has_values_ = true;
+    round_all(weights, rows * kKeys, weights_.data);
+    accumulate<PairWords>(weights_.data, kKeys / 2, 1, rows, values_.pairs, (place_.count + 1) / 2,
+                          out_width, out, out_width);
   }
 
   const int64_t out_width;
@@ -161,24 +152,13 @@ struct PairProducts {
       }
   }
 
-  // to [rows, width] += x [rows, k] times w [k / 2, w_width, 2], or = if `first`.
-  template <bool first>
-  void multiply(const uint16_t* x, int64_t x_width, int64_t rows, int64_t k, const float* w,
-                int64_t w_width, int64_t width, float* to) {
-    row_blocks<kRows>(rows, [&](auto r, int64_t at) {
-      over_blocks(width, [&](auto v, int64_t c) {
-        multiply_panel<PairWords, decltype(r)::value, decltype(v)::value>(
-            x + at * x_width, x_width, w + c, w_width, k, to + at * width + c, width, first);
-      });
-    });
-  }
-
   const Attend& p_;
   Place place_{};
   bool has_keys_ = false, has_values_ = false;
-  int64_t value_width_;
   Turned turned_;
-  Scratch q_, values_, weights_;
+  Scratch q_;
+  PairedRows values_;
+  Scratch weights_;
   const uint16_t* found_[kKeys];
 };
 #endif

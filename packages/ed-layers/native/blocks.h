@@ -2,27 +2,28 @@
 // numbers, and who sees whom.
 #pragma once
 
-#include "columns.h"
+#include "panel_words.h"
 
 namespace ed {
 namespace {
 
-constexpr int64_t kKeys = 64;        // of a block
 constexpr int64_t kQueries = 64;     // rows of a block of queries
 constexpr int64_t kFewQueries = 8;   // up to here keys are read where they lie
 constexpr float kNothing = -__builtin_inff();
 
 inline int64_t whole_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-// to [R, C vectors] += a [R, k] times the rows b[0], b[1] .. [C vectors] from `column` on.
-template <int R, int C>
+// to [R, C vectors] += a [R, k] times the rows b[0], b[1] .. [C vectors] from `column` on, or = without
+// `add`. a and b have words, such as FloatWords.
+template <typename Words, int R, int C>
 void accumulate_block(const float* a, int64_t a_row, int64_t a_step, const float* const* b,
-                      int64_t column, int64_t k, float* to, int64_t stride) {
+                      int64_t column, int64_t k, float* to, int64_t stride, bool add) {
   Vec acc[R][C];
   ED_UNROLL
   for (int r = 0; r < R; ++r)
     ED_UNROLL
-    for (int c = 0; c < C; ++c) acc[r][c] = load(to + r * stride + column + c * kLanes);
+    for (int c = 0; c < C; ++c)
+      acc[r][c] = add ? load(to + r * stride + column + c * kLanes) : Vec{};
   for (int64_t i = 0; i < k; ++i) {
     const float* from = b[i] + column;
     Vec row[C];
@@ -30,9 +31,9 @@ void accumulate_block(const float* a, int64_t a_row, int64_t a_step, const float
     for (int c = 0; c < C; ++c) row[c] = load(from + c * kLanes);
     ED_UNROLL
     for (int r = 0; r < R; ++r) {
-      Vec number = broadcast(a[r * a_row + i * a_step]);
+      Vec word = broadcast_bits(a[r * a_row + i * a_step]);
       ED_UNROLL
-      for (int c = 0; c < C; ++c) acc[r][c] += number * row[c];
+      for (int c = 0; c < C; ++c) acc[r][c] = Words::add(acc[r][c], word, row[c]);
     }
   }
   ED_UNROLL
@@ -41,18 +42,20 @@ void accumulate_block(const float* a, int64_t a_row, int64_t a_step, const float
     for (int c = 0; c < C; ++c) store(to + r * stride + column + c * kLanes, acc[r][c]);
 }
 
-// to [rows, width] += a [rows, k], strided, times rows b; width is whole vectors.
-inline void accumulate(const float* a, int64_t a_row, int64_t a_step, int64_t rows,
-                       const float* const* b, int64_t k, int64_t width, float* to, int64_t stride) {
+// to [rows, width] += a [rows, k], strided, times rows b, or = without `add`; width is whole vectors.
+template <typename Words>
+void accumulate(const float* a, int64_t a_row, int64_t a_step, int64_t rows,
+                const float* const* b, int64_t k, int64_t width, float* to, int64_t stride,
+                bool add = true) {
   row_blocks<kRows>(rows, [&](auto r, int64_t at) {
     constexpr int R = decltype(r)::value;
     const float* own = a + at * a_row;
     float* sums = to + at * stride;
     int64_t c = 0;
     for (; c + kBlock <= width; c += kBlock)
-      accumulate_block<R, kVectors>(own, a_row, a_step, b, c, k, sums, stride);
+      accumulate_block<Words, R, kVectors>(own, a_row, a_step, b, c, k, sums, stride, add);
     for (; c < width; c += kLanes)
-      accumulate_block<R, 1>(own, a_row, a_step, b, c, k, sums, stride);
+      accumulate_block<Words, R, 1>(own, a_row, a_step, b, c, k, sums, stride, add);
   });
 }
 
@@ -133,15 +136,23 @@ struct Block {
     for (int64_t i = 0; i < place.skipped; ++i) rows[i] = rows[place.skipped];
   }
 
-  // Tokens of q, or of what lies like it, for one head.
-  void read_tokens(const float* from, int64_t heads, int64_t head, int64_t first, int64_t count) {
+  // Tokens of one head of q, or of an array that lies as q does.
+  void read_tokens(const void* from, bool is_bfloat16, int64_t heads, int64_t head, int64_t first,
+                   int64_t count) {
+    const bool in_place = !is_bfloat16 && width == dim;
+    stride = in_place ? heads * dim : width;
     for (int64_t i = 0; i < count; ++i) {
-      const float* numbers = from + ((first + i) * heads + head) * dim;
+      const int64_t at = ((first + i) * heads + head) * dim;
+      auto* numbers = static_cast<const float*>(from) + at;
       rows[i] = numbers;
-      if (width == dim) continue;
-      rows[i] = copies.data + i * width;
-      std::memset(copies.data + i * width, 0, width * sizeof(float));
-      std::memcpy(copies.data + i * width, numbers, dim * sizeof(float));
+      if (in_place) continue;
+      float* to = copies.data + i * width;
+      rows[i] = to;
+      std::memset(to, 0, width * sizeof(float));
+      if (is_bfloat16)
+        convert(static_cast<const uint16_t*>(from) + at, to, dim, 1, [](uint16_t x) { return widen(x); });
+      else
+        std::memcpy(to, numbers, dim * sizeof(float));
     }
   }
 
@@ -153,9 +164,49 @@ struct Block {
   }
 
   int64_t dim, width;
+  int64_t stride = 0;  // numbers from token to token
   Scratch copies;
   const float* rows[kKeys];
 };
+
+#if defined(__AVX512BF16__)
+// Rows of bfloat16 numbers in pairs, [pairs][whole vectors of `dim`, 2], with pointers to the pairs.
+struct PairedRows {
+  explicit PairedRows(int64_t dim) : dim(dim), width((dim + 31) / 32 * 32), words(kKeys / 2 * width) {
+    for (int64_t i = 0; i < kKeys / 2; ++i) pairs[i] = words.data + i * width;
+  }
+
+  void of(const uint16_t* const* rows, int64_t count) {
+    for (int64_t i = 0; i < count; i += 2)
+      pair_rows(rows[i], i + 1 < count ? rows[i + 1] : nullptr, dim,
+                reinterpret_cast<uint16_t*>(words.data + i / 2 * width));
+  }
+
+  int64_t dim, width;
+  Scratch words;
+  const float* pairs[kKeys / 2];
+};
+
+// Round `count` numbers to bfloat16; `count` is a multiple of 32.
+inline void round_all(const float* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += 32)
+    _mm512_storeu_si512(to + i / 2, (__m512i)_mm512_cvtne2ps_pbh((__m512)load(from + i + 16),
+                                                                 (__m512)load(from + i)));
+}
+
+// Round rows [rows, kKeys] to bfloat16, in pairs: [rows / 2, kKeys, 2]. An odd last row is paired with
+// zeros.
+inline void round_in_pairs(const float* from, int64_t rows, float* to) {
+  auto rounded = [](const float* numbers) {
+    return _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh((__m512)load(numbers)));
+  };
+  for (int64_t r = 0; r < rows; r += 2, from += 2 * kKeys, to += kKeys)
+    for (int64_t j = 0; j < kKeys; j += 16) {
+      const __m512i odd = r + 1 < rows ? rounded(from + kKeys + j) : _mm512_setzero_si512();
+      _mm512_storeu_si512(to + j, _mm512_permutex2var_epi16(rounded(from + j), pair_order(), odd));
+    }
+}
+#endif
 
 typedef float Four __attribute__((vector_size(16)));
 

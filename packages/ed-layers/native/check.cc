@@ -154,10 +154,10 @@ bool attention(const ed::Level& level) {
   auto v = floats(tokens * p.groups * p.value_dim), d_out = floats(tokens * p.heads * p.value_dim);
   auto shared = floats(tokens * p.heads), sinks = floats(p.heads);
   std::vector<float> out(d_out.size()), lse(shared.size()), d_q(q.size());
-  std::vector<float> d_k(p.slots * p.key_dim), d_v(p.slots * p.value_dim);
+  std::vector<float> d_k(k.size()), d_v(v.size());
   p.reach = draw(1, 100);
   auto distances = floats(p.heads * (2 * p.reach + 1)), slopes = floats(p.heads);
-  std::vector<float> d_distance(2 * p.reach + 1);
+  std::vector<float> d_distance(p.heads / p.groups * (2 * p.reach + 1));
   if (draw(0, 1)) p.by_distance = distances.data();
   if (draw(0, 1)) p.slopes = slopes.data(), p.alibi_factor = 0.1f, p.alibi_rounded = draw(0, 1);
   if (draw(0, 1)) p.drop_below = int64_t{1} << 31, p.keep = 2;
@@ -176,19 +176,25 @@ bool attention(const ed::Level& level) {
   if (draw(0, 1)) p.sinks = sinks.data();
   attend(level, p);
   ed::Attend in_halves = p;
-  auto half_q = halves(q), half_k = halves(k), half_v = halves(v);
+  auto half_q = halves(q), half_k = halves(k), half_v = halves(v), half_d_out = halves(d_out);
   std::vector<uint16_t> half_out(out.size());
   in_halves.q = half_q.data(), in_halves.q_is_bfloat16 = true, in_halves.out = half_out.data();
   in_halves.keys.data = half_k.data(), in_halves.keys.kind = ed::Stored::kBfloat16;
   in_halves.values.data = half_v.data(), in_halves.values.kind = ed::Stored::kBfloat16;
   attend(level, in_halves);
-  p.d_out = d_out.data(), p.shared = shared.data(), p.d_q = d_q.data();
+  p.d_out = d_out.data(), p.shared = shared.data();
+  p.d_k = d_k.data(), p.d_v = d_v.data();
+  in_halves.lse = lse.data(), in_halves.shared = p.shared;
+  in_halves.d_out = half_d_out.data(), in_halves.d_k = p.d_k, in_halves.d_v = p.d_v;
   bool fine = finite(out) && finite(half_out);
-  for (int64_t head = 0; head < p.heads; ++head) {
-    level.attention.backward(p, p.batch - 1, head, d_k.data(), d_v.data(),
-                             d_distance.data());
-    fine = fine && finite(d_k) && finite(d_v) && finite(d_q) && finite(d_distance);
-  }
+  for (const ed::Attend& of : {p, in_halves})
+    for (int64_t group = 0; group < p.groups; ++group) {
+      const int64_t middle = draw(0, p.slots);
+      for (int64_t first : {int64_t{0}, middle})
+        level.attention.backward(of, p.batch - 1, group, first, first ? p.slots : middle, d_q.data(),
+                                 d_distance.data());
+      fine = fine && finite(d_k) && finite(d_v) && finite(d_q) && finite(d_distance);
+    }
   return fine;
 }
 

@@ -197,7 +197,7 @@ HandlerCall attention() {
   int64_t b = draw(1, 2), s = draw(1, 90), t = draw(1, 90), g = draw(1, 2), h = g * draw(1, 3);
   int64_t k = draw(1, 20), d = draw(1, 20);
   bool back = draw(0, 1);
-  ffi::DataType dtype = back ? ffi::F32 : number();
+  ffi::DataType dtype = number();
   HandlerCall call{back ? ed_attention_back : ed_attention, {}, {}, {}};
   Sizes of_q{b, s, h, k}, of_k{b, t, g, k}, of_v{b, t, g, d}, of_out{b, s, h, d}, of_lse{b, s, h};
   for (const Sizes& sizes : {of_q, of_k, of_v}) call.arguments.push_back(random(dtype, sizes));
@@ -207,8 +207,8 @@ HandlerCall attention() {
   call.attributes.emplace_back("dropout", 0.25f);
   call.attributes.emplace_back("drop_below", int64_t{1} << 30);
   if (back) {
-    for (const Sizes& sizes : {of_lse, of_lse, of_out})
-      call.arguments.push_back(random(ffi::F32, sizes));
+    for (int i = 0; i < 2; ++i) call.arguments.push_back(random(ffi::F32, of_lse));
+    call.arguments.push_back(random(dtype, of_out));
     // Scores of these numbers are below this log-sum-exp.
     for (int64_t i = 0; i < b * s * h; ++i) call.arguments[11].as<float>()[i] = 60;
     for (const Sizes& sizes : {of_q, of_k, of_v}) call.results.emplace_back(ffi::F32, sizes);

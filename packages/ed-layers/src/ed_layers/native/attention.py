@@ -118,12 +118,14 @@ def forward_and_save(rule, q, k, v, biases, mask, limits, seed):
 
 def backward(rule, saved, cotangents):
     q, k, v, biases, mask, limits, seed, out, lse = saved
-    d_out, d_lse = (x.astype(jnp.float32) for x in cotangents)
-    shared = jnp.sum(d_out * out, axis=-1) - d_lse
-    wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (*wide, biases.distances)]
+    d_out, d_lse = cotangents
+    wide = d_out.astype(jnp.float32), out.astype(jnp.float32)
+    shared = jnp.sum(wide[0] * wide[1], axis=-1) - d_lse
+    dtype = q.dtype if q.dtype == k.dtype == v.dtype else jnp.float32
+    numbers = [x.astype(dtype) for x in (q, k, v, d_out)]
+    results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (q, k, v, biases.distances)]
     call = jax.ffi.ffi_call(TARGETS["ed_attention_back"], results, vmap_method="sequential")
-    arguments = (*wide, *mask, limits, *biases, seed, lse, shared, d_out)
+    arguments = (*numbers[:3], *mask, limits, *biases, seed, lse, shared, numbers[3])
     *grads, d_distances = call(*arguments, **rule.attributes())
     of_qkv = (d.astype(x.dtype) for d, x in zip(grads, (q, k, v), strict=True))
     return *of_qkv, DistanceBiases(d_distances, jnp.zeros_like(biases.slopes)), None, None, None

@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 #: Folder of the sources: in the repository, or next to this file in a wheel.
 SOURCES = (HERE.parents[2] / "native", HERE / "source")
 #: Version of the interface between C++ and Python.
-VERSION = 16
+VERSION = 17
 #: Name of the compiled library.
 LIBRARY = HERE / f"libed_layers_{VERSION}.so"
 

@@ -30,6 +30,18 @@ class TableRows(Protocol):
         ...
 
 
+def rows_of(table: Float[Array, "v d"], ids: Int[Array, "*rows"]) -> Float[Array, "*rows d"]:
+    """Return the rows of the given token ids.
+
+    XLA's CPU backend converts 16-bit rows to float32 and back. Before a loop of decoding, XLA would
+    convert the whole table, because the table is the same in each turn. The barrier ties the table to
+    the ids, which change.
+    """
+    if table.dtype.itemsize == 2 and jax.default_backend() == "cpu":
+        table, ids = jax.lax.optimization_barrier((table, ids))
+    return jnp.take(table, ids, axis=0)
+
+
 class Embed(nnx.Module):
     """A table [v, d]; also the language-model head if the two are tied.
 
@@ -69,7 +81,7 @@ class Embed(nnx.Module):
         # it again; gathering the rows first keeps a plain lookup.
         table = jax.tree.map(self._whole_rows, self.table)
         plain = isinstance(table, jax.Array)
-        rows = jnp.take(table, input_ids, axis=0) if plain else table.take(input_ids)
+        rows = rows_of(table, input_ids) if plain else table.take(input_ids)
         if self.padding is not None:
             fixed = (input_ids == self.padding)[..., None]
             rows = jnp.where(fixed, jax.lax.stop_gradient(rows), rows)
