@@ -137,8 +137,9 @@ class Torch:
 
 
 class Ours:
-    """This project: a dense cache that the program donates, and on a CPU unrolled layers. One program
-    decodes STEPS tokens, as the program of `generate` decodes all.
+    """This project: a dense cache that the program donates, and on a CPU unrolled layers.
+
+    One program decodes STEPS tokens, as the program of `generate` decodes all.
 
     Args:
         quantized: Fields of a quantization configuration for every matrix; None: not quantized.

@@ -34,8 +34,8 @@ def rows_of(table: Float[Array, "v d"], ids: Int[Array, "*rows"]) -> Float[Array
     """Return the rows of the given token ids.
 
     XLA's CPU backend converts 16-bit rows to float32 and back. Before a loop of decoding, XLA would
-    convert the whole table, because the table is the same in each turn. The barrier ties the table to
-    the ids, which change.
+    convert the whole table, because the table is the same in each turn. The barrier ties the table
+    to the ids, which change.
     """
     if table.dtype.itemsize == 2 and jax.default_backend() == "cpu":
         table, ids = jax.lax.optimization_barrier((table, ids))
