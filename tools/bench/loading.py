@@ -30,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -229,24 +230,25 @@ def _ours(
 
 
 def _count_reads() -> Mapping[int, int]:
-    """Count the bytes of tensors that are read for each device from now on."""
+    """Count the bytes of tensors that are read for each device from now on, by any thread."""
     import jax
     from ed_models.checkpoints.tensor_files import TensorFiles
 
     counts = {device.id: 0 for device in jax.devices()}
-    total, original = [0], TensorFiles.read
-    make_array = jax.make_array_from_callback
+    of_thread, original = threading.local(), TensorFiles.read
+    make_array, lock = jax.make_array_from_callback, threading.Lock()
 
     def read(self: TensorFiles, name: str, index: tuple[int | slice, ...] = ()) -> np.ndarray:
         value = original(self, name, index)
-        total[0] += value.nbytes
+        of_thread.total = getattr(of_thread, "total", 0) + value.nbytes
         return value
 
     def make(shape: Any, sharding: Any, callback: Any, **options: Any) -> jax.Array:
         for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
-            before = total[0]
+            of_thread.total = 0
             callback(index)  # the callback caches its value, so nothing is read twice
-            counts[device.id] += total[0] - before
+            with lock:
+                counts[device.id] += of_thread.total
         return make_array(shape, sharding, callback, **options)
 
     TensorFiles.read, jax.make_array_from_callback = read, make  # type: ignore[method-assign]
