@@ -275,8 +275,8 @@ def test_lora_targets_select_the_layers_with_slots(llama, folders, prompts, merg
         engine.generate(prompts[3], GREEDY, lora_name="two"),
         merged["two"].generate(prompts[3], GREEDY),
     )
-    # q and down, A and B, two layers.
-    assert len(engine.loop.runner.weights.places) == 8
+    # q and down in two layers, each with A, B and the gain of DoRA.
+    assert len(engine.loop.runner.weights.places) == 12
 
 
 @pytest.mark.nightly
