@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_layers.context import STREAM, named
+from ed_layers.lookup import rows_of
 from ed_layers.projections.dot import Product
 from ed_layers.projections.linear import Initializer
 
@@ -28,18 +29,6 @@ class TableRows(Protocol):
     def take(self, rows: Int[Array, "*rows"]) -> Float[Array, "*rows d"]:
         """Return the rows of the given token ids."""
         ...
-
-
-def rows_of(table: Float[Array, "v d"], ids: Int[Array, "*rows"]) -> Float[Array, "*rows d"]:
-    """Return the rows of the given token ids.
-
-    XLA's CPU backend converts 16-bit rows to float32 and back. Before a loop of decoding, XLA would
-    convert the whole table, because the table is the same in each turn. The barrier ties the table
-    to the ids, which change.
-    """
-    if table.dtype.itemsize == 2 and jax.default_backend() == "cpu":
-        table, ids = jax.lax.optimization_barrier((table, ids))
-    return jnp.take(table, ids, axis=0)
 
 
 class Embed(nnx.Module):
@@ -81,7 +70,7 @@ class Embed(nnx.Module):
         # it again; gathering the rows first keeps a plain lookup.
         table = jax.tree.map(self._whole_rows, self.table)
         plain = isinstance(table, jax.Array)
-        rows = rows_of(table, input_ids) if plain else table.take(input_ids)
+        rows = rows_of(table, input_ids, axis=0) if plain else table.take(input_ids)
         if self.padding is not None:
             fixed = (input_ids == self.padding)[..., None]
             rows = jnp.where(fixed, jax.lax.stop_gradient(rows), rows)

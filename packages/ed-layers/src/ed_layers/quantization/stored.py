@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from ed_layers.lookup import rows_of
 from ed_layers.quantization.formats import FORMATS
 
 
@@ -177,7 +178,7 @@ class Stored:
 
         def of(leaf: jax.Array) -> jax.Array:
             # Quantized scales have one scale for a block of rows, and one offset for all rows.
-            return jnp.take(leaf, rows // (count // leaf.shape[-2]), axis=-2)
+            return rows_of(leaf, rows // (count // leaf.shape[-2]), axis=-2)
 
         return jax.tree.map(of, self).dense()
 
