@@ -1,4 +1,6 @@
-"""Products of bfloat16 are summed in float32 and rounded once, in any shape; gradients, too."""
+"""Products of bfloat16 are summed in float32 and rounded once, in any shape; gradients, too.
+
+Lookups of rows convert no table."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_layers.projections.dot import Transposed, dot
-from ed_layers.projections.matmul import batched, matmul
+from ed_layers.projections.matmul import batched, matmul, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,3 +82,31 @@ def test_another_platform_has_the_plain_product() -> None:
     text = jax.jit(matmul).trace(x, w).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("dot_general") == 1
     assert "tensor<4x5xf32>" not in text
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="only CPUs convert tables")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_a_loop_of_lookups_makes_no_copy_of_a_table(dtype: str) -> None:
+    def decode(table: jax.Array, token: jax.Array) -> jax.Array:
+        def step(_: int, token: jax.Array) -> jax.Array:
+            return jnp.argmax(rows_of(table, token, axis=0).astype(jnp.float32), axis=-1)
+
+        return jax.lax.fori_loop(0, 4, step, token)
+
+    table = jax.random.normal(jax.random.key(0), (4096, 64)).astype(dtype)
+    program = jax.jit(decode).lower(table, jnp.zeros((2,), jnp.int32)).compile()
+    assert program.memory_analysis().temp_size_in_bytes < table.nbytes / 8
+    expected = np.zeros(2, np.int64)
+    for _ in range(4):
+        expected = np.asarray(table, np.float32)[expected].argmax(-1)
+    np.testing.assert_array_equal(program(table, jnp.zeros((2,), jnp.int32)), expected)
+
+
+def test_gradients_of_lookups_in_16_bits() -> None:
+    table, ids = jnp.ones((5, 3), jnp.bfloat16), jnp.array([[1, 1], [4, 0]])
+    gradient = jax.grad(lambda table: jnp.sum(rows_of(table, ids, axis=0).astype(jnp.float32)))(
+        table
+    )
+    expected = np.zeros((5, 3), np.float32)
+    np.add.at(expected, np.asarray(ids), 1)
+    np.testing.assert_array_equal(gradient.astype(jnp.float32), expected)

@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_layers.context import STREAM, named
-from ed_layers.lookup import rows_of
 from ed_layers.projections.dot import Product
 from ed_layers.projections.linear import Initializer
+from ed_layers.projections.matmul import rows_of
 
 
 class TableRows(Protocol):

@@ -1,4 +1,4 @@
-"""Products of plain arrays, in the form that the platform computes fastest.
+"""Products and rows of plain arrays, in the form that the platform computes fastest.
 
 XLA's CPU backend computes a bfloat16 product at twice the speed of float32 under three conditions:
 the result is float32, there are at least two rows, and the matrix is not transposed. In any other
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Shaped
 
 from ed_layers import native
 
@@ -186,3 +186,18 @@ def wide(x: Float[Array, "n i"], w: jax.Array, *, transposed: bool) -> Float[Arr
     axes = (((1,), (1 if transposed else 0,)), ((), ()))
     y = jax.lax.dot_general(x, w, axes, preferred_element_type=jnp.float32)
     return y[:rows]
+
+
+def rows_of(
+    table: Shaped[Array, "*dims"], ids: Int[Array, "*rows"], *, axis: int
+) -> Shaped[Array, "*dims"]:
+    """Return the rows of the given indices along an axis.
+
+    XLA's CPU backend converts rows of less than 32 bits to larger numbers and back. Before a loop
+    of decoding, XLA would convert the whole table, because the table is the same in each turn. The
+    barrier ties the table to the indices, which change.
+    """
+    small = jnp.issubdtype(table.dtype, jnp.floating) and table.dtype.itemsize < 4
+    if small and jax.default_backend() == "cpu":
+        table, ids = jax.lax.optimization_barrier((table, ids))
+    return jnp.take(table, ids, axis=axis)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ed_layers.lookup import rows_of
+from ed_layers.projections.matmul import rows_of
 from ed_layers.quantization.formats import FORMATS
 
 
