@@ -53,8 +53,7 @@ struct PlainGradients {
 // Products of pairs of bfloat16 numbers, summed in float32.
 struct PairGradients {
   static bool take(const Attend& p) {
-    return p.q_is_bfloat16 && p.keys.kind == Stored::kBfloat16 &&
-           p.values.kind == Stored::kBfloat16 && p.key_dim % 8 == 0 && p.value_dim % 8 == 0;
+    return in_pairs(p) && p.value_dim % 8 == 0;
   }
 
   explicit PairGradients(const Attend& p)
@@ -64,10 +63,7 @@ struct PairGradients {
   void start(const Place& block) {
     keys_ = block.count;
     const uint16_t *k[kKeys], *v[kKeys];
-    auto* keys = static_cast<const uint16_t*>(p_.keys.data);
-    auto* values = static_cast<const uint16_t*>(p_.values.data);
-    block.each(p_, p_.keys, [&](int64_t i, const Place::At& at) { k[i] = keys + at.number; });
-    block.each(p_, p_.values, [&](int64_t i, const Place::At& at) { v[i] = values + at.number; });
+    find(p_, p_.keys, block, k), find(p_, p_.values, block, v);
     k_turned_.of(k, p_.key_dim / 2, keys_), v_turned_.of(v, p_.value_dim / 2, keys_);
     k_.of(k, keys_);
   }
@@ -125,7 +121,7 @@ struct Query {
 };
 
 // Make the weights of the scores [kKeys] of a query, and the gradient of its scores of `d`, the gradient
-// of its weights.
+// of its weights. `d_distance` has the biases of all query heads of the key head.
 inline void differentiate(const Attend& p, const Query& of, const Tokens& queries, const Tokens& keys,
                           const uint32_t* places, Seen what, float* scores, float* d,
                           float* d_distance) {
@@ -153,7 +149,10 @@ inline void differentiate(const Attend& p, const Query& of, const Tokens& querie
     store(scores + j, weight);
     store(d + j, weight * (load(d + j) - of.shared));
   }
-  if (p.by_distance) add_slopes(d, p.reach, queries, of.index, keys, d_distance);
+  if (p.by_distance) {
+    const int64_t of_group = of.head % (p.heads / p.groups);
+    add_slopes(d, p.reach, queries, of.index, keys, d_distance + of_group * (2 * p.reach + 1));
+  }
   for (int64_t j = 0; j < kKeys; j += kLanes) {
     store(d + j, load(d + j) * load(slopes + j));
     if (p.drop_below > 0) store(scores + j, load(scores + j) * load(factors + j));
@@ -198,8 +197,7 @@ void backward_by(const Attend& p, int64_t row, int64_t group, int64_t first_key,
           const int64_t of = (token + r) * p.heads + head;
           const Query query{row, head, first + r, r, p.lse[of], p.shared[of]};
           differentiate(p, query, queries, keys, places, what, scores.data + r * kKeys,
-                        d_scores.data + r * kKeys,
-                        d_distance + (head - group * repeat) * (2 * p.reach + 1));
+                        d_scores.data + r * kKeys, d_distance);
         }
         products.add(scores.data, d_scores.data, d_queries.data + first * width, d_keys.data,
                      d_values.data);

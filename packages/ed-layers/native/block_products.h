@@ -83,8 +83,7 @@ struct PairProducts {
   // Whether a call has bfloat16 numbers. A call whose sums have one order computes plain products,
   // because the order of few rows is another one here.
   static bool take(const Attend& p) {
-    return p.q_is_bfloat16 && p.keys.kind == Stored::kBfloat16 &&
-           p.values.kind == Stored::kBfloat16 && p.key_dim % 8 == 0 && !p.fixed;
+    return in_pairs(p) && !p.fixed;
   }
 
   PairProducts(const Attend& p, int64_t rows, int64_t rows_of_block)
@@ -102,7 +101,7 @@ struct PairProducts {
   void score(int64_t first, int64_t rows, float* scores) {
     if (rows <= kFewQueries) return score_few(first, rows, scores);
     if (!has_keys_) {
-      find(p_.keys);
+      find(p_, p_.keys, place_, found_);
       turned_.of(found_, p_.key_dim / 2, place_.count);
       has_keys_ = true;
     }
@@ -112,7 +111,11 @@ struct PairProducts {
   }
 
   void add_values(int64_t rows, const float* weights, float* out) {
-    if (!has_values_) find(p_.values), values_.of(found_, place_.count), has_values_ = true;
+    if (!has_values_) {
+      find(p_, p_.values, place_, found_);
+      values_.of(found_, place_.count);
+      has_values_ = true;
+    }
     round_all(weights, rows * kKeys, weights_.data);
     accumulate<PairWords>(weights_.data, kKeys / 2, 1, rows, values_.pairs, (place_.count + 1) / 2,
                           out_width, out, out_width);
@@ -124,16 +127,9 @@ struct PairProducts {
  private:
   static uint16_t* halves_of(const Scratch& of) { return reinterpret_cast<uint16_t*>(of.data); }
 
-  // Where the rows of the block lie.
-  void find(const Slots& from) {
-    auto* numbers = static_cast<const uint16_t*>(from.data);
-    place_.each(p_, from, [&](int64_t i, const Place::At& at) { found_[i] = numbers + at.number; });
-    for (int64_t i = 0; i < place_.skipped; ++i) found_[i] = found_[place_.skipped];
-  }
-
   // Each score is a sum over one row of keys, which are read where they lie.
   void score_few(int64_t first, int64_t rows, float* scores) {
-    find(p_.keys);
+    find(p_, p_.keys, place_, found_);
     const int64_t n = place_.count;
     for (int64_t j = n; j < (n + 7) / 8 * 8; ++j) found_[j] = found_[n - 1];  // of no account
     for (int64_t j = 0; j < n; j += 8)

@@ -170,6 +170,19 @@ struct Block {
 };
 
 #if defined(__AVX512BF16__)
+// Whether queries, keys and values are bfloat16 numbers, whose pairs can be multiplied.
+inline bool in_pairs(const Attend& p) {
+  return p.q_is_bfloat16 && p.keys.kind == Stored::kBfloat16 && p.values.kind == Stored::kBfloat16 &&
+         p.key_dim % 8 == 0;
+}
+
+// Where the bfloat16 rows of a block lie.
+inline void find(const Attend& p, const Slots& from, const Place& place, const uint16_t** rows) {
+  auto* numbers = static_cast<const uint16_t*>(from.data);
+  place.each(p, from, [&](int64_t i, const Place::At& at) { rows[i] = numbers + at.number; });
+  for (int64_t i = 0; i < place.skipped; ++i) rows[i] = rows[place.skipped];
+}
+
 // Rows of bfloat16 numbers in pairs, [pairs][whole vectors of `dim`, 2], with pointers to the pairs.
 struct PairedRows {
   explicit PairedRows(int64_t dim) : dim(dim), width((dim + 31) / 32 * 32), words(kKeys / 2 * width) {

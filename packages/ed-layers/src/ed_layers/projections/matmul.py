@@ -2,7 +2,7 @@
 
 XLA's CPU backend computes a bfloat16 product at twice the speed of float32 under three conditions:
 the result is float32, there are at least two rows, and the matrix is not transposed. In any other
-form XLA converts the matrix first, which takes two to ten times as long (measured on jaxlib 0.10
+form XLA converts the matrix first, and needs two to ten times the time (measured on jaxlib 0.10
 and 0.12 by `tools.bench.products`). A single row is therefore computed as two equal rows. Sums are
 float32 in every form, and the result is rounded once. The native library computes products of few
 rows if it is available (`ed_layers.native`).
