@@ -8,9 +8,10 @@ from ed_esurge.server.http.errors import MAX_MESSAGE, MAX_PROBLEMS
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 
-from tools.bench.attacks import ROUTES, attacks, long_text
+from tools.bench.attacks import ROUTES, attacks, long_text, scenarios
 
 SUITE = attacks()
+SCENARIOS = scenarios()
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,12 @@ def test_attacks_return_short_errors_or_answers(root, name):
     if answer.status_code != 200:
         assert len(answer.content) < 2 * MAX_MESSAGE
         assert answer.json()["error"]["message"].count("unknown key") <= MAX_PROBLEMS
+    assert httpx.get(f"{root}/health").status_code == 200
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_server_withstands_attacks_with_many_connections(root, name):
+    SCENARIOS[name](int(root.rpartition(":")[2]))
     assert httpx.get(f"{root}/health").status_code == 200
 
 

@@ -1,0 +1,32 @@
+"""The attack suite: requests and connections of strangers, tenants and broken clients.
+
+A module of this package contains one kind of attack. An attack is one of two things:
+
+- an `Ask`, one POST request that the server answers or rejects (`attacks`);
+- a `Scenario`, a function that attacks the server at a port of this machine with any number of
+  connections, and raises `AssertionError` if the server does not withstand (`scenarios`).
+
+`tests/security/test_attack_suite.py` runs every attack, and `python -m tools.bench.attacks`
+measures the latency of `/health` during each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tools.bench.attacks.bodies import bodies
+from tools.bench.attacks.requests import ROUTES, Ask, long_text
+
+__all__ = ["ROUTES", "Ask", "Scenario", "attacks", "long_text", "scenarios"]
+
+Scenario = Callable[[int], None]
+
+
+def attacks() -> dict[str, Ask]:
+    """Return the attacks with one request by name."""
+    return {**bodies()}
+
+
+def scenarios() -> dict[str, Scenario]:
+    """Return the attacks with several connections by name."""
+    return {}
