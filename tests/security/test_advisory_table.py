@@ -17,9 +17,13 @@ def rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_every_row_of_the_table_references_an_existing_test() -> None:
+def test_every_row_of_a_table_references_an_existing_test() -> None:
     missing = []
-    for advisory, _, _, _, test in rows():
+    tables = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables]
+    every_row = [row for row in cells if row[-1] not in ("test", "---")]
+    assert len(every_row) > len(rows())
+    for advisory, *_, test in every_row:
         path, _, name = test.strip("`").partition("::")
         file = ROOT / path
         tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])

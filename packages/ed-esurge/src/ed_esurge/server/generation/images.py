@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import ipaddress
 import socket
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -32,6 +31,7 @@ from ed_esurge.server.generation.media import (
     media_parts,
 )
 from ed_esurge.server.generation.requests import ChatMessage, ImagePart
+from ed_esurge.server.http.public_addresses import is_public
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -41,8 +41,6 @@ MAX_IMAGES, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS = 16, 2**24, 2**24
 # Formats whose decoders are enabled, and the time limit of a download in seconds.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 FETCH_SECONDS = 10.0
-# IPv6 addresses that contain an IPv4 address (RFC 6052).
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class TokenNames(Protocol):
@@ -260,15 +258,6 @@ async def numbers_of(host: str, port: int) -> list[str]:
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in found]
-
-
-def is_public(number: str) -> bool:
-    """Return whether an IP address belongs to the public internet."""
-    address = ipaddress.ip_address(number.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = ipaddress.IPv4Address(int(address) % 2**32) if address in _NAT64 else None
-        address = address.ipv4_mapped or address.sixtofour or inner or address
-    return address.is_global and not address.is_multicast
 
 
 def _packed(processor: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
