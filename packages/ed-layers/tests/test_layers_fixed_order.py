@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,21 +11,28 @@ import pytest
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
+from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers import fixed_order, sums
+from ed_layers.activations import activation
 from ed_layers.attention.kernel import Paged, Projected
 from ed_layers.attention.kernels import native
 from ed_layers.attention.scoring import Alibi, Scoring
 from ed_layers.cache.protocol import Pages
 from ed_layers.cache.ragged import RaggedBatch
+from ed_layers.depth.remat import names_in
 from ed_layers.native import library
+from ed_layers.projections.linear import Linear, project, project_activated, project_gated
 from ed_layers.projections.matmul import matmul
+from ed_layers.quantization.model import quantize
 from ed_layers.unordered_sums import call_ordered
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 pytestmark = pytest.mark.skipif(
     library.level() is None, reason="not built: python -m ed_layers.native build"
 )
 ONE = EasyDeLBaseConfig(batch_invariant=True, sharding_axis_dims=(1, 1, 1, 1, 1))
+PLAIN = EasyDeLBaseConfig(sharding_axis_dims=(1, 1, 1, 1, 1), native_kernels=False)
 MESH = EasyDeLBaseConfig(batch_invariant=True, sharding_axis_dims=(2, 2, 1, 2, 1))
 
 
@@ -165,3 +174,100 @@ def test_attention_over_pages_in_chunks_has_the_bits_of_a_whole_prompt(window, a
         whole = np.asarray(native.prompt_attention(call))[0]
         for first, last in [(0, 150), (0, 1), (149, 150), (100, 103), (64, 140)]:
             np.testing.assert_array_equal(np.asarray(chunk(first, last)), whole[first:last])
+
+
+FORMS = ("int8", "int4", "nf4", "fp8", "mxfp8", "mxfp4", "w8a8", "w4a8")
+
+
+def create_layers(count: int, dtype: str, bias: bool, form: str | None) -> list[Linear]:
+    """Create layers [64, 96] of one input."""
+    layers = []
+    for seed in range(count):
+        layer = Linear(
+            64,
+            96,
+            axes=(None, None),
+            use_bias=bias,
+            dtype=jnp.dtype(dtype),
+            param_dtype=jnp.dtype(dtype),
+            kernel_init=jax.nn.initializers.normal(0.2),
+            rngs=nnx.Rngs(seed),
+        )
+        if bias:
+            layer.bias.set_value(drawn(96, seed=seed, dtype=dtype))
+        layers.append(layer)
+    if form is None:
+        return layers
+    return quantize(nnx.List(layers), EasyDeLQuantizationConfig(form, pattern=""))
+
+
+def call_layers(kind: str, layers: list[Linear], x: jax.Array, act: str) -> jax.Array:
+    """Return what a block computes of its layers: with the library where it combines products."""
+    names = ("mlp_gate", "mlp_up")
+    if kind == "gated":
+        inner = project_gated(layers[0], layers[1], act, x, names)
+        return activation(act)(layers[0](x)) * layers[1](x) if inner is None else inner
+    if kind == "activated":
+        inner = project_activated(layers[0], act, x, "mlp_up")
+        return activation(act)(layers[0](x)) if inner is None else inner
+    return jnp.concatenate(project(layers, x), axis=-1)
+
+
+@pytest.mark.daily(
+    "*-0-None-float32-recomputed", "*-1-None-bfloat16-saved", "gated-0-int8-float32-recomputed"
+)
+@pytest.mark.parametrize("remat", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "bias", "form"),
+    [
+        *[(kind, bias, None) for kind in ("gated", "activated", "joined") for bias in (0, 1)],
+        *[("gated", 0, form) for form in FORMS],
+        *[("activated", 1, "int8"), ("joined", 1, "w8a8")],
+    ],
+)
+def test_gradients_in_one_order_are_those_of_plain_products(kind, bias, form, dtype, remat) -> None:
+    layers = create_layers({"gated": 2, "activated": 1, "joined": 3}[kind], dtype, bool(bias), form)
+    graphdef, params, codes = nnx.split(nnx.List(layers), nnx.Param, ...)
+    x = drawn(2, 5, 64, seed=7, dtype=dtype)
+
+    def call(params, x, config) -> jax.Array:
+        with library.chosen_by(config):
+            return call_layers(kind, nnx.merge(graphdef, params, codes), x, "gelu")
+
+    def loss(params, x, config) -> tuple[jax.Array, jax.Array]:
+        run = partial(call, config=config)
+        # jax traces the forward pass of a recomputed function after the block of `chosen_by`.
+        y = (jax.checkpoint(run) if remat else run)(params, x)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+    found = {}
+    for config in (ONE, PLAIN):
+        run = jax.jit(
+            jax.value_and_grad(partial(loss, config=config), argnums=(0, 1), has_aux=True)
+        )
+        (_, y), gradients = run(params, x)
+        found[config.batch_invariant] = gradients
+        if config is ONE:  # the bits of a forward pass without gradients
+            np.testing.assert_array_equal(y, jax.jit(partial(call, config=ONE))(params, x))
+    limit = 2e-5 if dtype == "float32" else 0.04
+    for a, b in zip(*(jax.tree.leaves(found[order]) for order in (True, False)), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= limit * np.linalg.norm(b)
+        assert np.linalg.norm(b) > 0
+
+
+@pytest.mark.parametrize("names", [("mlp_gate", "mlp_up"), ("mlp_up",)])
+def test_gated_projections_in_one_order_have_names_for_remat_policies(names) -> None:
+    layers = create_layers(2, "float32", False, None)
+
+    def loss(x: jax.Array) -> jax.Array:
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+        def block(x):
+            with library.chosen_by(ONE):
+                return call_layers("gated", layers, x, "silu")
+
+        return jnp.sum(jax.checkpoint(block, policy=policy)(x))
+
+    assert {*names} <= names_in(jax.make_jaxpr(jax.grad(loss))(drawn(5, 64)))

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ed_layers import fixed_order, native
+from ed_layers import native
 from ed_layers.activations import activation
 from ed_layers.projections.matmul import gradients_of_matrices, matmul
 
@@ -204,12 +204,17 @@ def one_by_one(
 def multiply_forward(
     static: Combination, x: jax.Array, weights: tuple[Weight, ...], biases: tuple[jax.Array, ...]
 ):
-    if static.act is None or fixed_order.active():
+    if static.act is None:
         return multiply(static, x, weights, biases), (x, weights, biases, None)
     # The backward pass of an activation reads the projections.
     projected: Any = multiply(static._replace(act=None, gated=False), x, weights, biases)
     projected = [checkpoint_name(y, n) for y, n in zip(projected, static.names, strict=True)]
-    return static.of(projected), (x, weights, biases, projected)
+    saved = x, weights, biases, projected
+    if static.choice.ordered is None:
+        return static.of(projected), saved
+    # The library applies the activation before it rounds, so the bits of a forward pass without
+    # gradients need the call of that pass.
+    return multiply(static, x, weights, biases), saved
 
 
 def multiply_backward(
