@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tools.bench.attacks import strangers
 from tools.bench.attacks.bodies import bodies
 from tools.bench.attacks.requests import ROUTES, Ask, long_text
 
@@ -29,4 +30,7 @@ def attacks() -> dict[str, Ask]:
 
 def scenarios() -> dict[str, Scenario]:
     """Return the attacks with several connections by name."""
-    return {}
+    return {
+        "methods as labels": strangers.send_method_labels,
+        "long targets": strangers.send_long_targets,
+    }

@@ -247,7 +247,7 @@ def create_app(
 
     app = Starlette(lifespan=lifespan, exception_handlers=errors.HANDLERS)
     app.state.server = server
-    app.add_route("/openapi.json", _openapi)
+    app.router.routes.append(_EndpointRoute("/openapi.json", _openapi, methods=["GET", "HEAD"]))
     for endpoint in ENDPOINTS:
         _register(app, server, endpoint)
     if keys:
@@ -397,6 +397,6 @@ class _EndpointRoute(Route):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child = super().matches(scope)
-        if match is not Match.NONE:
+        if match is Match.FULL:  # a partial match has a method that the route lacks
             child["route"] = self
         return match, child

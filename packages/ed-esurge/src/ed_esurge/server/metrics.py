@@ -9,6 +9,8 @@ import time
 from bisect import bisect_left
 from collections import Counter as NameCounts
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import nsmallest
+from http import HTTPStatus
 from itertools import accumulate
 from typing import ClassVar
 
@@ -43,6 +45,8 @@ _BETWEEN_TOKENS = (
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
 )
 ReadStats = Callable[[], Sequence[Mapping[str, float]]]
+#: Maximum number of adapters in one label of `vllm:lora_requests_info`.
+MAX_LISTED_ADAPTERS = 64
 _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 
 
@@ -256,7 +260,7 @@ class RequestTimer:
             now = time.monotonic()
             if self._last is None:
                 if self._adapter is not None:
-                    metrics.adapters.waiting[self._adapter] -= 1
+                    metrics.adapters.waiting -= NameCounts((self._adapter,))
                     metrics.adapters.running[self._adapter] += 1
                 metrics.first_token.observe(now - self._start)
                 metrics.prompt_tokens.inc(self._prompt_tokens)
@@ -295,8 +299,11 @@ class RequestTimer:
         if self._span is not None:
             self._span.end()
         if self._adapter is not None:
-            counts = self._metrics.adapters
-            (counts.waiting if self._last is None else counts.running)[self._adapter] -= 1
+            counts, name = self._metrics.adapters, NameCounts((self._adapter,))
+            if self._last is None:
+                counts.waiting -= name
+            else:
+                counts.running -= name
             self._adapter = None
         if self._open > 0:
             self._metrics.success["abort"].inc(self._open)
@@ -304,7 +311,10 @@ class RequestTimer:
 
 
 class AdapterCounts:
-    """The unfinished requests of each LoRA adapter, before and after their first token."""
+    """The unfinished requests of each LoRA adapter, before and after their first token.
+
+    Adapters without such requests have no entry, because clients choose the names of adapters.
+    """
 
     def __init__(self) -> None:
         self.waiting: NameCounts[str] = NameCounts()
@@ -462,7 +472,10 @@ class InfoCollector(Collector):
                 cache.add_metric([model, str(index), pages, *values], 1)
             if known.get("max_loras"):
                 counts = self._adapters.get(model, AdapterCounts())
-                used = [",".join(sorted(+one)) for one in (counts.waiting, counts.running)]
+                used = [
+                    ",".join(nsmallest(MAX_LISTED_ADAPTERS, one))
+                    for one in (counts.waiting, counts.running)
+                ]
                 adapters.add_metric([model, str(known["max_loras"]), *used], time.time())
         yield from (family for family in (cache, adapters) if family.samples)
 
@@ -488,8 +501,17 @@ class InfoCollector(Collector):
         return []
 
 
+# Values of the label `status`: the known ones, and "other".
+_STATUSES = frozenset({*map(int, HTTPStatus), 499})
+
+
 class HTTPMetrics:
-    """ASGI middleware that counts requests and their durations. Streams end with the last byte."""
+    """ASGI middleware that counts requests and their durations. Streams end with the last byte.
+
+    Every label value is of a closed set, because each combination of values needs memory until the
+    end of the server, and clients choose paths and methods. A request without a route, or with a
+    method that its route lacks, has the values "none".
+    """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self.app = app
@@ -511,8 +533,10 @@ class HTTPMetrics:
         try:
             await self.app(scope, receive, send_and_record)
         finally:
-            # The template of the route, because clients could create label values with paths.
-            handler = getattr(scope.get("route"), "path", "none")
-            method = scope["method"] if handler != "none" else "none"
-            self.metrics.http_requests.labels(handler, method, str(status)).inc()
+            route = scope.get("route")
+            handler, method = "none", "none"
+            if route is not None and scope["method"] in route.methods:
+                handler, method = route.path, scope["method"]
+            known = str(status) if status in _STATUSES else "other"
+            self.metrics.http_requests.labels(handler, method, known).inc()
             self.metrics.http_duration.labels(handler, method).observe(time.monotonic() - start)

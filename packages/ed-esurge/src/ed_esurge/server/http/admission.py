@@ -90,6 +90,43 @@ def client_of(scope: Scope) -> str:
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+#: Methods that a request may have; routes use some of them.
+METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH"})
+#: Maximum bytes of the path and the query, and of the complete head of a request. h11 has a limit
+#: for heads that arrive in several parts only.
+MAX_TARGET_BYTES, MAX_HEAD_BYTES = 2**13, 2**14
+
+
+def check_head(scope: Scope) -> None:
+    """Check the method and the sizes of the head of a request.
+
+    Raises:
+        APIError: 405, the method is unknown; 414, the target is too long; 431, the headers.
+    """
+    method = scope["method"]
+    if method not in METHODS:
+        raise APIError(
+            f"the method {method[:20]!r} is unknown: use one of {', '.join(sorted(METHODS))}",
+            status=405,
+            code="method_not_allowed",
+        )
+    target = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
+    if target > MAX_TARGET_BYTES:
+        raise APIError(
+            f"the URL has {target} bytes, and the limit is {MAX_TARGET_BYTES}: send long values in "
+            "the body of a POST request",
+            status=414,
+            code="url_too_long",
+        )
+    size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    if size > MAX_HEAD_BYTES:
+        raise APIError(
+            f"the headers have {size} bytes, and the limit is {MAX_HEAD_BYTES}: send fewer headers",
+            status=431,
+            code="headers_too_large",
+        )
+
+
 #: Methods without side effects. Any page may send them, because it cannot read the answers.
 SAFE = ("GET", "HEAD", "OPTIONS")
 
@@ -127,6 +164,11 @@ class Admission:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        try:
+            check_head(scope)
+        except APIError as error:
+            await error.response()(scope, receive, send)
             return
         headers = {
             name: value.decode("latin-1").strip().lower() for name, value in scope["headers"]

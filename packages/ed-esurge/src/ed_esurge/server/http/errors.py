@@ -134,7 +134,7 @@ class APIError(Exception):
         headers = {}
         if self.status in (429, 503):
             headers["Retry-After"] = "1"
-        if self.status in (408, 413):  # the client may still be sending the body
+        if self.status in (408, 413, 414, 431):  # the client may still be sending the body
             headers["Connection"] = "close"
         return ErrorResponse(self, headers)
 

@@ -15,6 +15,8 @@ from ed_esurge.server.http.fields import IGNORED
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?")
+#: Longest finite duration in seconds, about 31 years.
+MAX_SECONDS = 10**9
 _PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
 
 
@@ -22,7 +24,7 @@ def seconds_of(value: object) -> object:
     """Return a duration in seconds: a number, or Go's notation `1h30m`. Negative = infinity.
 
     Raises:
-        InvalidField: the text is no duration.
+        InvalidField: the text is no duration, or the duration is too long.
     """
     if isinstance(value, str):
         text = value.strip()
@@ -33,6 +35,11 @@ def seconds_of(value: object) -> object:
         value = amount if parts else abs(float(text))
         value = -value if text.startswith("-") else value
     if isinstance(value, int | float) and not isinstance(value, bool):
+        if value > MAX_SECONDS:
+            raise InvalidField(
+                f"the duration is longer than {MAX_SECONDS} seconds: send -1 to keep the model "
+                "loaded"
+            )
         return math.inf if value < 0 else float(value)
     return value
 

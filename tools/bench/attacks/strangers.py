@@ -1,0 +1,49 @@
+"""Attacks of strangers: heads and connections of clients without a key."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+
+#: Maximum growth of the answer of `/metrics` in bytes by one attack.
+METRICS_GROWTH = 2**16
+
+
+def send_raw(port: int, data: bytes) -> bytes:
+    """Return the first bytes of the answer to raw bytes; empty after a cut connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        try:
+            connection.sendall(data)
+            return connection.recv(65536)
+        except OSError:
+            return b""
+
+
+def count_bytes(port: int, path: str) -> int:
+    """Return the length of the answer to a GET request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", path)
+        return len(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
+def send_method_labels(port: int) -> None:
+    """Send methods of 40 KB, and many short ones, to routes. No method may become a label."""
+    before = count_bytes(port, "/metrics")
+    for path in ("/health", "/v1/models", "/nowhere"):
+        for number in range(30):
+            for size in (3, 40_000):
+                head = f"M{number}{'X' * size} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+                send_raw(port, head.encode())
+    growth = count_bytes(port, "/metrics") - before
+    assert growth < METRICS_GROWTH, f"/metrics has grown by {growth} bytes"
+
+
+def send_long_targets(port: int) -> None:
+    """Send URLs and headers of 60 KB. The server answers with a short error."""
+    for target in ("/" + "a" * 60_000, "/v1/models?" + "a" * 60_000, "/%00" * 15_000):
+        answer = send_raw(port, f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        assert len(answer) < 4096, target[:20]
+        assert answer[9:12] in (b"", b"400", b"414", b"431"), answer[:80]
