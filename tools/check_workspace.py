@@ -153,7 +153,22 @@ def top_level(root: Path, members: list[Package]) -> Iterator[str]:
         yield f"{name} is tracked at the top level: it belongs under one of {sorted(TOP_LEVEL)}"
 
 
+#: Files that are equal in two packages, because ed-data imports no other package.
+COPIES = {
+    "ed-data/src/ed_data/conversation.py": "ed-infra/src/ed_infra/conversation.py",
+}
+
+
+def copies(root: Path, members: list[Package]) -> Iterator[str]:
+    """Check that the files of `COPIES` have equal content."""
+    for copy, original in COPIES.items():
+        paths = [root / "packages" / name for name in (copy, original)]
+        if all(path.is_file() for path in paths) and len({p.read_bytes() for p in paths}) > 1:
+            yield f"packages/{copy} differs from packages/{original}: copy the original"
+
+
 CHECKS: list[Check] = [
+    copies,
     sibling_bounds,
     sources,
     changelogs,

@@ -209,11 +209,11 @@ def test_text_rows_may_have_a_field_named_tools(mixture, jsonl):
 def test_unused_template_arguments_are_logged(tokenizer, caplog):
     made = with_template(tokenizer, LINES)
     encoder = Encoder.create(made, Tokenization(), None)
-    example = Example({"content": CHAT}, place="row 1", template={"tools": [TOOL]})
+    example = Example({"content": CHAT}, place="row 1", template={"style": "brief"})
     with caplog.at_level(logging.WARNING, "ed_data"):
         encoder.encode([example, example], "x")
         encoder.encode([example], "x")
-    assert caplog.text.count("the chat template does not read 'tools'") == 1
+    assert caplog.text.count("the chat template does not read 'style'") == 1
 
 
 def test_rows_with_tools_use_the_tool_template(tokenizer, caplog):

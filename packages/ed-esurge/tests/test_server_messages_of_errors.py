@@ -32,7 +32,7 @@ def messages(*blocks, **fields):
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
 INTERNAL = re.compile(
     r"tagged-union|function-(after|before|wrap|plain)|\w+(Request|Options|Block|Item|Part)\b|"
     r"constrained-|literal\[|list\[|discriminator|model_type|pydantic|valid dictionary|instance of"

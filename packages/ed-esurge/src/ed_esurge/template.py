@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from ed_infra.conversation import ConversationFormat, Messages
 from ed_infra.errors import ConfigError
 
 from ed_esurge.tokenizer import Tokenizer
-from ed_esurge.tool_prompts import renders_tools, with_tools_as_text
 
 # Noncharacters of Unicode, which do not occur in regular text.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -30,12 +30,19 @@ class ChatTemplate:
     Args:
         tokenizer: a Hugging Face tokenizer.
         source: Jinja text that replaces the template of the tokenizer.
+        reads_parts: whether content must be a list of parts; None = a probe finds it.
 
     Raises:
         ConfigError: the tokenizer or the template is missing.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, source: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        source: str | None = None,
+        *,
+        reads_parts: bool | None = None,
+    ) -> None:
         if tokenizer is None:
             raise ConfigError("chat needs a tokenizer: give one to eSurge(model, tokenizer)")
         if source is None and getattr(tokenizer, "chat_template", None) is None:
@@ -44,6 +51,7 @@ class ChatTemplate:
                 "chat_template="
             )
         self.tokenizer, self.source = tokenizer, source
+        self._reads_parts = reads_parts
 
     def token_ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Return the token ids of a conversation; see `render`."""
@@ -54,37 +62,29 @@ class ChatTemplate:
     ) -> tuple[str, re.Pattern[str]]:
         """Return the text of a conversation and a pattern that matches its marked characters.
 
-        If the template renders no tools, the tools, calls and results are text of the messages, see
-        `ed_esurge.tool_prompts`.
+        The messages are converted to the form that the template accepts, see
+        `ed_infra.conversation`.
 
         Args:
             messages: list of `{"role": …, "content": …}`.
             options: options of `apply_chat_template` (`tools`, variables of the template, …).
         """
-        if not self.renders_tools:
-            tools = options.pop("tools", None) or ()
-            if tools or any(m.get("role") == "tool" or m.get("tool_calls") for m in messages):
-                messages = with_tools_as_text(messages, tools, system=self._takes_system)
-        return self._rendered(messages, options)
+        prepared, tools = self.conversation.prepare(messages, options.pop("tools", None) or ())
+        if tools:
+            options["tools"] = tools
+        return self._rendered(prepared, options)
 
     @cached_property
-    def renders_tools(self) -> bool:
-        """Whether the template itself renders tools."""
-        return renders_tools(self.source or self.tokenizer.chat_template)
+    def conversation(self) -> ConversationFormat:
+        """The shapes of conversations that the template accepts."""
 
-    @cached_property
-    def _takes_system(self) -> bool:
-        """Whether the template renders system messages."""
-        probe, parts = "probe-of-system", self.reads_parts()
+        def render(messages: Messages, **options: Any) -> str:
+            if self.source is not None:
+                options["chat_template"] = self.source
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
-        def message(role: str, text: str) -> dict[str, Any]:
-            return {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
-
-        messages = [message("system", probe), message("user", "a")]
-        try:
-            return probe in self._rendered(messages, {})[0]
-        except Exception:  # templates may raise any exception
-            return False
+        source = self.source or self.tokenizer.chat_template
+        return ConversationFormat(source, render, self._reads_parts)
 
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]
@@ -109,19 +109,6 @@ class ChatTemplate:
         given = {"add_generation_prompt": True, **marked(options), **own, "tokenize": False}
         text = self.tokenizer.apply_chat_template(marked([*messages]), **given)
         return text, re.compile(f"{re.escape(mark)}([0-9a-f]+){CLOSE}")
-
-    def reads_parts(self) -> bool:
-        """Return whether the template requires the content of a message as a list of parts and does
-        not accept text."""
-        probe = "probe-of-content"
-
-        def shown(content: object) -> bool:
-            try:
-                return probe in self.render([{"role": "user", "content": content}])[0]
-            except Exception:  # templates may raise any exception
-                return False
-
-        return not shown(probe) and shown([{"type": "text", "text": probe}])
 
     def plain(self, text: str, marks: re.Pattern[str]) -> str:
         """Return a rendered conversation without the marks."""

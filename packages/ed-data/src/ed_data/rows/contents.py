@@ -13,6 +13,10 @@ from ed_data.errors import DataError, did_you_mean
 from ed_data.schema import Content, Message
 
 
+#: A message has one of these fields.
+_MESSAGE_FIELDS = frozenset({"content", "tool_calls", "function_call"})
+
+
 def checked(value: Any, field: str, where: str, is_content: bool) -> Content | None:
     """Return a text, messages or ids; None if the value is empty.
 
@@ -50,8 +54,8 @@ def checked(value: Any, field: str, where: str, is_content: bool) -> Content | N
 
 
 def _is_message(value: dict[str, Any]) -> bool:
-    """Return whether a mapping is a chat message; a tool call has no content."""
-    return isinstance(value.get("role"), str) and ("content" in value or "tool_calls" in value)
+    """Return whether a mapping is a chat message; a call has no content."""
+    return isinstance(value.get("role"), str) and not _MESSAGE_FIELDS.isdisjoint(value)
 
 
 def checked_parts(

@@ -1,6 +1,7 @@
 """Encode chats: the chat template, the loss on the answers, and the end of a chat.
 
-The tokens of a chat are those of `apply_chat_template`. An end-of-text token is appended only to an
+The tokens of a chat are those of `apply_chat_template` for the messages that
+`ed_data.conversation` prepares. An end-of-text token is appended only to an
 answer at the end of a chat, if the template does not end it with an end token (and optional white
 space). A model that never sees an end token after an answer does not learn to stop.
 """
@@ -14,6 +15,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from ed_data.conversation import ConversationFormat
 from ed_data.errors import DataError
 from ed_data.schema import KWARGS, TOOLS, Message
 from ed_data.tokens.answers import with_answers
@@ -45,6 +47,7 @@ class ChatEncoder:
         self._tokenizer, self._eos = tokenizer, eos
         self._assistant_only_loss = assistant_only_loss
         self._unused: set[str] = set()
+        self._formats: dict[str, ConversationFormat] = {}
 
     @cached_property
     def _end_tokens(self) -> dict[int, str]:
@@ -69,8 +72,28 @@ class ChatEncoder:
 
     def _encode(self, items: list[DocumentField], begins_answer: bool) -> list[TokenSequence]:
         """Encode consecutive chats with equal template arguments together."""
-        runs = [list(run) for _, run in groupby(items, key=_arguments_key)]
+        prepared = [self._prepare(item) for item in items]
+        runs = [list(run) for _, run in groupby(prepared, key=_arguments_key)]
         return [tokens for run in runs for tokens in self._run(run, begins_answer)]
+
+    def _prepare(self, item: DocumentField) -> DocumentField:
+        """Return a chat whose messages the template accepts, and the arguments that it reads."""
+        template = chat_template(self._tokenizer, TOOLS in item.template)
+        if not template:
+            return item
+        if template not in self._formats:
+
+            def render(messages: list[Message], **options: Any) -> str:
+                options = {"chat_template": template, "tokenize": False, **options}
+                return str(self._tokenizer.apply_chat_template(messages, **options))
+
+            self._formats[template] = ConversationFormat(template, render)
+        chat: list[Message] = item.content  # type: ignore[assignment]
+        messages, tools = self._formats[template].prepare(chat, item.template.get(TOOLS) or ())
+        arguments = {name: value for name, value in item.template.items() if name != TOOLS}
+        if tools:
+            arguments[TOOLS] = tools
+        return item._replace(content=messages, template=arguments)
 
     def _run(self, items: list[DocumentField], begins_answer: bool) -> list[TokenSequence]:
         arguments = items[0].template

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ed_data")
 
 #: Increased when the same rows produce different tokens, which invalidates older caches.
-_VERSION = 2
+_VERSION = 3
 
 
 class Skipped(Protocol):

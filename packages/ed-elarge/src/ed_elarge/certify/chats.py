@@ -56,6 +56,68 @@ def tool_conversation(arguments: Any) -> SampleChat:
     ]
 
 
+def _call(name: str, arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": "call00001", "type": "function", "function": function}
+
+
+def _result(name: str, content: Any) -> dict[str, Any]:
+    return {"role": "tool", "name": name, "tool_call_id": "call00001", "content": content}
+
+
+_USER = {"role": "user", "content": QUESTION}
+_ASSISTANT = {"role": "assistant", "content": ANSWER}
+_PARTS = [{"type": "text", "text": "You answer"}, {"type": "text", "text": " briefly."}]
+
+#: Conversations as clients and data sets write them, which `ed_infra.conversation` prepares.
+SHAPES: dict[str, SampleChat] = {
+    "parts of text": [{"role": "user", "content": _PARTS}, _ASSISTANT],
+    "developer": [{"role": "developer", "content": "You answer briefly."}, _USER, _ASSISTANT],
+    "several systems": [
+        {"role": "system", "content": "You answer briefly."},
+        {"role": "system", "content": _PARTS},
+        *(_USER, _ASSISTANT),
+    ],
+    "late system": [
+        *(_USER, _ASSISTANT),
+        {"role": "system", "content": "You answer at length."},
+        *(_USER, _ASSISTANT),
+    ],
+    "several users": [_USER, {"role": "user", "content": _PARTS}, _ASSISTANT],
+    "several assistants": [_USER, _ASSISTANT, _ASSISTANT, _USER, _ASSISTANT],
+    "content null": [
+        _USER,
+        {"role": "assistant", "content": None, "tool_calls": [_call("weather", {"city": "Oslo"})]},
+        _result("weather", "12 degrees"),
+        _ASSISTANT,
+    ],
+    "arguments as text": [
+        _USER,
+        {"role": "assistant", "tool_calls": [_call("weather", '{"city": "Cologne"}')]},
+        _result("weather", [{"type": "text", "text": "12 degrees"}]),
+        _ASSISTANT,
+    ],
+    "arguments cut off": [
+        _USER,
+        {"role": "assistant", "content": "", "tool_calls": [_call("weather", '{"city": "Col')]},
+        _result("weather", "error"),
+        _ASSISTANT,
+    ],
+    "user after result": [
+        _USER,
+        {"role": "assistant", "content": "", "tool_calls": [_call("weather", "{}")]},
+        _result("weather", "12 degrees"),
+        *(_USER, _ASSISTANT),
+    ],
+    "reasoning": [_USER, {**_ASSISTANT, "reasoning": "Two."}, _USER, _ASSISTANT],
+    "older call": [
+        _USER,
+        {"role": "assistant", "function_call": {"name": "weather", "arguments": "{}"}},
+        {"role": "function", "name": "weather", "content": "12 degrees"},
+        _ASSISTANT,
+    ],
+}
+
 #: Texts that a tokenizer must return unchanged.
 TEXTS = (
     "The year 1984, at 3:45 pm.",

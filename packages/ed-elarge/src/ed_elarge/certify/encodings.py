@@ -45,7 +45,7 @@ class Encodings:
             found.append((name, chat, {}))
         if not found:
             raise Failed("the template renders none of the conversations")
-        if self._subject.template.renders_tools:
+        if self._subject.template.conversation.renders_tools:
             found.append(("tools", CONVERSATIONS["one turn"], {"tools": TOOLS}))
         return found
 

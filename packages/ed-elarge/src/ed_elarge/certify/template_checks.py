@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ed_elarge.certify.chats import ANSWER, CONVERSATIONS, TOOLS, tool_conversation
+from ed_elarge.certify.chats import ANSWER, CONVERSATIONS, SHAPES, TOOLS, tool_conversation
 from ed_elarge.certify.outcome import Failed, ModelCheck, NotApplicable, Outcome, passed, require
 from ed_elarge.certify.subject import CertifiedModel, read_json
 
@@ -54,6 +54,24 @@ def equal_tokens(subject: CertifiedModel) -> Outcome:
         _require_equal(trained[: len(whole)], whole, f"trainer and transformers differ in {name!r}")
         count += 1
     return passed(f"{count} conversations have equal tokens")
+
+
+def shapes_have_equal_tokens(subject: CertifiedModel) -> Outcome:
+    """Compare the tokens of engine and trainer for conversations as clients write them."""
+    encodings, count = subject.encodings, 0
+    for name, chat in SHAPES.items():
+        calls = any(message["role"] in ("tool", "function") for message in chat)
+        options: dict[str, Any] = {"tools": TOOLS} if calls else {}
+        try:
+            prompt = encodings.of_engine(chat, add_generation_prompt=False, **options)
+        except Exception:  # templates may raise any exception
+            continue
+        trained = encodings.of_trainer(chat, **options)[0]
+        _require_equal(
+            trained[: len(prompt)], prompt, f"trainer and engine differ in the shape {name!r}"
+        )
+        count += 1
+    return passed(f"{count} of {len(SHAPES)} shapes of conversations have equal tokens")
 
 
 def prompt_begins_training_text(subject: CertifiedModel) -> Outcome:
@@ -116,7 +134,7 @@ def messages_are_rendered(subject: CertifiedModel) -> Outcome:
 
 
 def tools_are_rendered(subject: CertifiedModel) -> Outcome:
-    if not subject.template.renders_tools:
+    if not subject.template.conversation.renders_tools:
         raise NotApplicable("the template renders no tools")
     text = subject.encodings.text(CONVERSATIONS["one turn"][:1], tools=TOOLS)
     for part in (TOOLS[0]["function"]["name"], "city"):
@@ -192,6 +210,11 @@ CHECKS = (
         "chat_tokens",
         "Engine, trainer and transformers produce the same tokens for a conversation.",
         equal_tokens,
+    ),
+    ModelCheck(
+        "conversation_shapes",
+        "Trainer and engine produce the same tokens for conversations as clients write them.",
+        shapes_have_equal_tokens,
     ),
     ModelCheck(
         "prompt_of_training",

@@ -110,11 +110,11 @@ class PromptEncoder:
         self.most_characters = max_model_len * longest
         self._template: ChatTemplate | None = None
         if chat_template or getattr(tokenizer, "chat_template", None):
-            self._template = ChatTemplate(tokenizer, chat_template)
+            self._template = ChatTemplate(
+                tokenizer, chat_template, reads_parts=None if oai_like_processor else False
+            )
         self.has_template = self._template is not None
         self.template_text = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
-        template = self._template
-        self._parts = template is not None and oai_like_processor and template.reads_parts()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ed-esurge-tokenizer")
 
     async def encode(
@@ -534,10 +534,6 @@ class PromptEncoder:
 
         def work() -> tuple[ChatTemplate, str, re.Pattern[str]]:
             texts = [message.for_template() for message in messages]
-            if self._parts:
-                for text in texts:
-                    if isinstance(text["content"], str):
-                        text["content"] = [{"type": "text", "text": text["content"]}]
             offered: dict[str, Any] = {}
             if tools:
                 offered["tools"] = [tool.for_template() for tool in tools]

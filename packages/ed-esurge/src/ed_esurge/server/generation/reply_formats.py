@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ed_infra.conversation import TOOL_FORMAT, renders_tools
+
 from ed_esurge.replies.forced import LISTED, NamedCall
 from ed_esurge.replies.formats import FormatT, by_name, detect
 from ed_esurge.replies.parser import Calls, ReplyParser
@@ -14,7 +16,6 @@ from ed_esurge.server.generation.requests import ChatRequest
 from ed_esurge.server.generation.structured import NamedTool
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.thinking import ThinkingBudget
-from ed_esurge.tool_prompts import FORMAT, renders_tools
 
 Parser = ReplyParser | NamedCall
 
@@ -27,7 +28,7 @@ class ReplyFormats:
         template: the chat template, Jinja text.
         enable_function_calling: False rejects tools.
         tool_parser_name: a name of `TOOL_FORMATS`; "auto" = detect the format in the template and
-            the vocabulary, or the format of `ed_esurge.tool_prompts` if the template renders no
+            the vocabulary, or the format of `ed_infra.conversation` if the template renders no
             tools.
         reasoning_parser: a name of `REASONING_FORMATS`; "auto" as above, "none" = thoughts are
             text.
@@ -55,7 +56,7 @@ class ReplyFormats:
 
         self._takes_tools = renders_tools(template)
         if not self._takes_tools and tool_parser_name == "auto":
-            tool_parser_name = FORMAT
+            tool_parser_name = TOOL_FORMAT
         self.tools = choose(TOOL_FORMATS, tool_parser_name, "tool_parser_name")
         self.reasoning = choose(REASONING_FORMATS, reasoning_parser, "reasoning_parser")
         added = tokenizer.added_tokens_decoder.values()
@@ -75,10 +76,10 @@ class ReplyFormats:
                 "enable_function_calling: true",
                 param="tools",
             )
-        if not self._takes_tools and self.tools is not TOOL_FORMATS[FORMAT]:
+        if not self._takes_tools and self.tools is not TOOL_FORMATS[TOOL_FORMAT]:
             raise APIError(
                 "this model's chat template does not support tools, and the server renders them "
-                f"only in the format {FORMAT!r}: start the server with a chat_template= that "
+                f"only in the format {TOOL_FORMAT!r}: start the server with a chat_template= that "
                 "supports tools, or without tool_parser_name",
                 param="tools",
             )

@@ -405,25 +405,15 @@ class ChatMessage(History):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message for a chat template: role and text, arguments as objects.
+        """Return the message for `ed_infra.conversation`, which prepares it for the template.
 
-        The content of a message with images or recordings is a list of parts.
+        The parts of images and recordings have no content.
         """
-        content: str | list[dict[str, str]] = ""
-        if isinstance(self.content, str):
-            content = self.content
-        elif self.content:
-            parts = [_part_for_template(part) for part in self.content]
-            texts = [part["text"] for part in parts if part["type"] == "text"]
-            content = "".join(texts) if len(texts) == len(parts) else parts
-        # `developer` is OpenAI's new name of `system`; templates only support the old name.
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": content}
-        for field in ("name", "tool_call_id", "reasoning_content"):
-            if getattr(self, field) is not None:
-                message[field] = getattr(self, field)
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        message = self.model_dump(exclude_none=True, exclude={"content"})
+        if isinstance(self.content, list):
+            message["content"] = [_part_for_template(part) for part in self.content]
+        elif self.content is not None:
+            message["content"] = self.content
         return message
 
 

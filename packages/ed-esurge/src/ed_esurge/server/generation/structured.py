@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from ed_infra.errors import ConfigError
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic_core import from_json
 
 from ed_esurge.grammars.store import GrammarsBusyError
 from ed_esurge.sampling import StructuredOutputs
@@ -85,11 +86,26 @@ class NamedTool(RequestBody):
     function: FunctionName
 
 
+def _dump_object(value: object) -> object:
+    """Return JSON text instead of an object, the format of transformers."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
 class CalledFunction(History):
-    """The function of a call, with arguments as JSON text."""
+    """The function of a call, with arguments as JSON text, which may be cut off."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(_dump_object)]
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> CalledFunction:
+        try:
+            arguments = from_json(self.arguments or "{}")
+        except ValueError:
+            return self
+        if not isinstance(arguments, dict):
+            raise InvalidField(f"the arguments {self.arguments!r:.80} are not a JSON object")
+        return self
 
 
 class ToolCall(History):
@@ -98,24 +114,6 @@ class ToolCall(History):
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    @model_validator(mode="after")
-    def _arguments_are_json(self) -> ToolCall:
-        self.for_template()
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the call for a chat template, with the arguments as an object."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise InvalidField(
-                f"the arguments {self.function.arguments!r:.80} are not a JSON object"
-            )
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
 
 
 def _distinct(value: object) -> object:
