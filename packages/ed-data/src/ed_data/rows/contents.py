@@ -12,7 +12,6 @@ from typing import Any
 from ed_data.errors import DataError, did_you_mean
 from ed_data.schema import Content, Message
 
-
 #: A message has one of these fields.
 _MESSAGE_FIELDS = frozenset({"content", "tool_calls", "function_call"})
 
