@@ -210,13 +210,15 @@ def call_layers(kind: str, layers: list[Linear], x: jax.Array, act: str) -> jax.
     if kind == "activated":
         inner = project_activated(layers[0], act, x, "mlp_up")
         return activation(act)(layers[0](x)) if inner is None else inner
+    if kind == "single":
+        return layers[0](x)
     return jnp.concatenate(project(layers, x), axis=-1)
 
 
 @pytest.mark.daily(
-    "*-0-None-float32-recomputed", "*-1-None-bfloat16-saved", "gated-0-int8-float32-recomputed"
+    "*-0-None-float32-recomputed", "*-1-None-bfloat16-looped", "single-0-nf4-float32-looped"
 )
-@pytest.mark.parametrize("remat", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("depth", ["saved", "recomputed", "looped"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("kind", "bias", "form"),
@@ -224,10 +226,13 @@ def call_layers(kind: str, layers: list[Linear], x: jax.Array, act: str) -> jax.
         *[(kind, bias, None) for kind in ("gated", "activated", "joined") for bias in (0, 1)],
         *[("gated", 0, form) for form in FORMS],
         *[("activated", 1, "int8"), ("joined", 1, "w8a8")],
+        *[("single", 0, form) for form in (None, *FORMS)],
     ],
 )
-def test_gradients_in_one_order_are_those_of_plain_products(kind, bias, form, dtype, remat) -> None:
-    layers = create_layers({"gated": 2, "activated": 1, "joined": 3}[kind], dtype, bool(bias), form)
+def test_gradients_in_one_order_are_those_of_plain_products(kind, bias, form, dtype, depth) -> None:
+    layers = create_layers(
+        {"gated": 2, "activated": 1, "joined": 3, "single": 1}[kind], dtype, bool(bias), form
+    )
     graphdef, params, codes = nnx.split(nnx.List(layers), nnx.Param, ...)
     x = drawn(2, 5, 64, seed=7, dtype=dtype)
 
@@ -237,8 +242,13 @@ def test_gradients_in_one_order_are_those_of_plain_products(kind, bias, form, dt
 
     def loss(params, x, config) -> tuple[jax.Array, jax.Array]:
         run = partial(call, config=config)
-        # jax traces the forward pass of a recomputed function after the block of `chosen_by`.
-        y = (jax.checkpoint(run) if remat else run)(params, x)
+        # jax traces the forward pass of inner functions again, after the block of `chosen_by`.
+        if depth == "recomputed":
+            run = jax.checkpoint(run)
+        if depth == "looped":
+            y = jax.lax.scan(lambda _, x: (None, run(params, x)), None, x[None])[1][0]
+        else:
+            y = run(params, x)
         return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
     found = {}

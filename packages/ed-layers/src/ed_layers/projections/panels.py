@@ -22,6 +22,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ed_layers.native.library import KernelChoice
 from ed_layers.native.products import (
     LEAST_SIZE,
     NUMBERS,
@@ -54,7 +55,7 @@ class InPanels(ABC):
 
     def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
-        return _product(precision, x, self)
+        return _product((precision, KernelChoice.present()), x, self)
 
 
 @jax.tree_util.register_dataclass
@@ -103,21 +104,28 @@ class Panels(InPanels):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(precision: PrecisionLike, x: Float[Array, "*rows i"], w: InPanels) -> jax.Array:
-    if not takes_panels(math.prod(x.shape[:-1]), x.dtype):
-        return dot(x, w.plain(), precision=precision)
-    rows = x.reshape(-1, x.shape[-1])
-    (y,) = w.products(rows, (w,), Epilogue())
+def _product(
+    static: tuple[PrecisionLike, KernelChoice], x: Float[Array, "*rows i"], w: InPanels
+) -> jax.Array:
+    precision, choice = static
+    with choice.again():
+        if not takes_panels(math.prod(x.shape[:-1]), x.dtype):
+            return dot(x, w.plain(), precision=precision)
+        rows = x.reshape(-1, x.shape[-1])
+        (y,) = w.products(rows, (w,), Epilogue())
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _forward(precision: PrecisionLike, x: jax.Array, w: InPanels):
-    return _product(precision, x, w), (x, w)
+def _forward(static: tuple[PrecisionLike, KernelChoice], x: jax.Array, w: InPanels):
+    return _product(static, x, w), (x, w)
 
 
-def _backward(precision: PrecisionLike, saved: tuple[jax.Array, InPanels], d_y: jax.Array):
-    x, w = saved
-    _, pull = jax.vjp(lambda x: dot(x, w.plain(), precision=precision), x)
+def _backward(
+    static: tuple[PrecisionLike, KernelChoice], saved: tuple[jax.Array, InPanels], d_y: jax.Array
+):
+    (precision, choice), (x, w) = static, saved
+    with choice.again():
+        _, pull = jax.vjp(lambda x: dot(x, w.plain(), precision=precision), x)
     return *pull(d_y), None
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class QArray(Stored):
 
     def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
-        return _product(precision, x, self)
+        return _product(ProductRule(precision, native.KernelChoice.present()), x, self)
 
     @staticmethod
     def fit(weights: Sequence[QArray], rows: int, dtype: DTypeLike) -> bool:
@@ -99,7 +99,7 @@ class Turned:
 
     def product(self, x: Float[Array, "*rows d"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., v], in the dtype of `x`."""
-        return _product(precision, x, self)
+        return _product(ProductRule(precision, native.KernelChoice.present()), x, self)
 
 
 def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Array]:
@@ -110,21 +110,34 @@ def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Arr
     return jnp.round(grouped / jnp.where(scale == 0, 1, scale)[..., None]), scale
 
 
+class ProductRule(NamedTuple):
+    """Static arguments of a product.
+
+    Attributes:
+        precision: of XLA's products.
+        choice: choice of kernels.
+    """
+
+    precision: PrecisionLike
+    choice: native.KernelChoice
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(precision: PrecisionLike, x: jax.Array, w: QArray | Turned) -> jax.Array:
+def _product(rule: ProductRule, x: jax.Array, w: QArray | Turned) -> jax.Array:
     stored = w.table if isinstance(w, Turned) else w
     if isinstance(w, Turned):
-        once = _turned_whole_numbers if stored.activations else partial(_turned, precision)
+        once = _turned_whole_numbers if stored.activations else partial(_turned, rule.precision)
     else:
-        once = _whole_numbers if w.activations else partial(_decoded, precision)
+        once = _whole_numbers if w.activations else partial(_decoded, rule.precision)
     by_xla = partial(_in_blocks, once)
     # Groups must run along the contracted dimension.
     fits = stored.axis == (-1 if isinstance(w, Turned) else -2)
     rows = math.prod(x.shape[:-1])
     takes = native.products.takes_codes
-    if not fits or not takes(rows, x.dtype, stored.codes, whole=stored.activations):
-        return by_xla(x, w)
-    return jax.lax.platform_dependent(x, w, cpu=_by_library, default=by_xla)
+    with rule.choice.again():
+        if not fits or not takes(rows, x.dtype, stored.codes, whole=stored.activations):
+            return by_xla(x, w)
+        return jax.lax.platform_dependent(x, w, cpu=_by_library, default=by_xla)
 
 
 def _by_library(x: Float[Array, "*rows i"], w: QArray | Turned) -> Float[Array, "*rows o"]:
@@ -151,16 +164,16 @@ def codes_of(w: QArray) -> native.products.QuantizedMatrix:
 
 
 def _product_forward(
-    precision: PrecisionLike, x: jax.Array, w: QArray | Turned
+    rule: ProductRule, x: jax.Array, w: QArray | Turned
 ) -> tuple[jax.Array, QArray | Turned]:
     # The backward pass stores codes, never the decoded matrix.
-    return _product(precision, x, w), w
+    return _product(rule, x, w), w
 
 
 def _product_backward(
-    precision: PrecisionLike, w: QArray | Turned, g: jax.Array
+    rule: ProductRule, w: QArray | Turned, g: jax.Array
 ) -> tuple[jax.Array, None]:
-    back = partial(_turned_back if isinstance(w, Turned) else _back, precision)
+    back = partial(_turned_back if isinstance(w, Turned) else _back, rule.precision)
     return _in_blocks(back, g, w, summed=True), None
 
 
