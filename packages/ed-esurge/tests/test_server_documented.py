@@ -261,7 +261,7 @@ def test_messages_accept_output_format_tool_errors_and_refusals(clients, engine)
     for thinking, fragment in (
         ({"type": "enabled", "budget_tokens": 1024}, "must be below max_tokens, which is 50"),
         ({"type": "enabled"}, "requires the type enabled"),
-        ({"type": "adaptive", "display": "omitted"}, "summarized"),
+        ({"type": "adaptive", "display": "hidden"}, "omitted"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=fragment):
             claude.messages.create(model="scripted", messages=SAY, max_tokens=50, thinking=thinking)

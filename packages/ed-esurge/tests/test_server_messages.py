@@ -150,8 +150,8 @@ def test_invalid_message_requests_raise_client_errors(client):
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "at least 1"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-            "'document' is not supported: use text",
+            {"messages": [{"role": "user", "content": [{"type": "hologram", "source": {}}]}]},
+            "'hologram' is not supported: use text",
         ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
         ({"tool_choice": {"type": "any"}}, "requires tools"),
@@ -208,10 +208,11 @@ def test_every_error_under_messages_has_anthropic_format():
         envelope(http.post("/messages", json={**body, "system": "a" * 9000}), 413, TOO_LARGE)
         foreign = {"host": "evil.example"}
         envelope(http.post("/messages", json=body, headers=foreign), 421, INVALID)
+        form = {"type": "json_schema", "schema": {"type": "nothing"}}
         said = envelope(
-            http.post("/messages", json={**body, "output_config": {"effort": "high"}}), 400, INVALID
+            http.post("/messages", json={**body, "output_config": {"format": form}}), 400, INVALID
         )
-        assert said.startswith("output_config.effort: ")
+        assert said.startswith("output_config.format: ")
         slow = {**body, "stream": True, "messages": [{"role": "user", "content": "reply call"}]}
         with http.stream("POST", "/messages", json=slow) as running:
             assert running.status_code == 200

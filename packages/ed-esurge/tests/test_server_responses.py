@@ -203,11 +203,11 @@ FILE = {"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input", "item_reference"),
         ({"input": "a", "background": True, "store": False}, "background", "store"),
         ({"input": "a", "conversation": "c"}, "conversation", "previous_response_id"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "function"),
+        ({"input": "a", "tools": [{"type": "teleport"}]}, "tools", "function"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "requires tools"),
         ({"input": "a", "text": NO_SCHEMA}, "text.format.schema", "missing"),
         ({"input": [PICTURE]}, "input[0].content[0].type", "does not accept images"),
-        ({"input": [FILE]}, "input", "is not supported: use input_text"),
+        ({"input": [FILE]}, "input", "send file_data"),
         ({"input": [SEEN]}, "input[0].content[0].type", "contain only text"),
     ],
 )

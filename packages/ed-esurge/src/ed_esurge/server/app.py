@@ -33,7 +33,7 @@ from ed_esurge.server.http import errors
 from ed_esurge.server.http.admission import Admission
 from ed_esurge.server.http.auth import ApiKey, BearerAuth, check_access
 from ed_esurge.server.http.body import read
-from ed_esurge.server.http.fields import HEADER, IGNORED
+from ed_esurge.server.http.fields import HEADER, IGNORED, TOOLS_HEADER
 from ed_esurge.server.http.forms import read_audio
 from ed_esurge.server.library.activity import Activity
 from ed_esurge.server.library.checkpoint_files import CheckpointFiles
@@ -259,7 +259,7 @@ def create_app(
             allow_origins=list(cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", HEADER],
+            expose_headers=["X-Request-Id", HEADER, TOOLS_HEADER],
         )
     if tracing is not None:
         app.add_middleware(TraceContext)
@@ -385,8 +385,9 @@ def _register(app: Starlette, server: ServedModels, endpoint: Endpoint) -> None:
         body = await reads(request, endpoint.accepts, server.state.limits, ignored)
         unknown.log(ignored, endpoint.path)
         response = await dispatch(server, endpoint, body, request)
-        if ignored.header is not None:
-            response.headers[HEADER] = ignored.header
+        for name, value in ((HEADER, ignored.header), (TOOLS_HEADER, ignored.tools_header)):
+            if value is not None:
+                response.headers[name] = value
         return response
 
     app.router.routes.append(_EndpointRoute(path, handle, methods=methods))

@@ -97,7 +97,7 @@ class ChatImages:
         allowed_domains: Collection[str],
     ) -> None:
         self._names = [name for name in names if name.startswith(("pixel_", "image_"))]
-        self._accepts, self._processor = "pixel_values" in names, processor
+        self.accepts_images, self._processor = "pixel_values" in names, processor
         self._domains = frozenset(name.lower() for name in allowed_domains)
         self._token = None if processor is None else _image_token(processor)
         ends_row = getattr(processor, "image_break_token_id", None)
@@ -118,7 +118,7 @@ class ChatImages:
         if not parts:
             return []
         path, first = parts[0]
-        if not self._accepts:
+        if not self.accepts_images:
             field = "type" if first.image_url is None else "image_url"
             IMAGE.refuse("this model does not accept images: send text only", f"{path}.{field}")
         if self._token is None:

@@ -437,9 +437,10 @@ class ServedModel:
 
 
 def new_id(kind: str, wanted: str | None) -> str:
-    """Return the id of an answer in OpenAI's format: `cmpl-…`, `chatcmpl-…`.
+    """Return the id of an answer in the format of its API: `chatcmpl-…`, `resp_…`, `msg_…`.
 
     Args:
         wanted: label of the client, which replaces the random part.
     """
-    return f"{kind}-{wanted or uuid.uuid4().hex}"
+    separator = "_" if kind in ("msg", "resp") else "-"
+    return f"{kind}{separator}{wanted or uuid.uuid4().hex}"

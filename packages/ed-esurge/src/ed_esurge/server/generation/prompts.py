@@ -407,7 +407,8 @@ class PromptEncoder:
         """Return the arguments of `conversation` for a chat request."""
         variables = request.chat_template_kwargs or {}
         if request.reasoning_effort is not None:
-            variables = {**self._thinking(request.reasoning_effort), **variables}
+            effort = self._thinking(request.reasoning_effort, hint=request.effort_is_hint)
+            variables = {**effort, **variables}
         return {
             "add_generation_prompt": request.add_generation_prompt,
             "continue_final_message": request.continue_final_message,
@@ -417,15 +418,18 @@ class PromptEncoder:
             "chat_template": request.chat_template,
         }
 
-    def _thinking(self, effort: str) -> dict[str, Any]:
+    def _thinking(self, effort: str, *, hint: bool) -> dict[str, Any]:
         """Return the template's variables for the amount of thinking.
+
+        Args:
+            hint: whether a template without such variables ignores the amount.
 
         Raises:
             APIError: 400, the template reads none of them.
         """
         known = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         read = {name: value for name, value in known.items() if name in self.template_text}
-        if not read and effort != "none":
+        if not read and not hint and effort != "none":
             raise APIError(
                 f"this model's chat template does not support a reasoning effort ({effort!r}): "
                 "omit it",
@@ -457,6 +461,8 @@ class PromptEncoder:
             APIError: 400, there is no template, it rejects the conversation, or an image or a
                 recording is invalid.
         """
+        if not self.media.accepts_images:
+            messages = [message.replace_optional_media() for message in messages]
         render = self._rendering(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -485,7 +491,8 @@ class PromptEncoder:
         Raises:
             APIError: see `conversation`.
         """
-        render = self._rendering(request.messages, **self._arguments(request))
+        messages = [message.replace_optional_media() for message in request.messages]
+        render = self._rendering(messages, **self._arguments(request))
 
         def work() -> str:
             template, text, marks = render()

@@ -56,6 +56,8 @@ class ChatRecordings:
         max_model_len: maximum number of tokens of a sequence, which limits the seconds.
     """
 
+    accepts_images = False
+
     def __init__(
         self, form: RecordingForm, extractor: Any, tokenizer: Any, max_model_len: int
     ) -> None:

@@ -315,21 +315,36 @@ class ImageURL(History):
     detail: Literal["auto", "low", "high"] | None = None
 
 
+#: Text for a model that cannot read an optional medium.
+OMITTED_MEDIUM = "[A tool has read an image here. This model reads only text.]"
+
+
 class MediumPart(History):
     """Base of the parts with an image or a recording."""
 
     _field: str | None = PrivateAttr(default=None)
     _content: str = PrivateAttr(default="image_url.url")
+    _optional: bool = PrivateAttr(default=False)
 
     @property
     def field(self) -> str | None:
         """The field of the part in a request of another API; None = the request is a chat."""
         return self._field
 
-    def at(self, field: str | None, content: str) -> Self:
-        """Return the part with its field in a request of another API, and the field inside of the
-        part with the content of the medium."""
-        self._field, self._content = field, content
+    @property
+    def is_optional(self) -> bool:
+        """Whether a model that reads only text receives a note instead of the medium."""
+        return self._optional
+
+    def at(self, field: str | None, content: str, *, optional: bool = False) -> Self:
+        """Return the part with its field in a request of another API.
+
+        Args:
+            field: the field of the part.
+            content: the field inside of the part with the content of the medium.
+            optional: see `is_optional`.
+        """
+        self._field, self._content, self._optional = field, content, optional
         return self
 
     def content_field(self, path: str) -> str:
@@ -404,6 +419,18 @@ class ChatMessage(History):
             raise InvalidField("is missing: a result requires the id of its call", "tool_call_id")
         return self
 
+    def replace_optional_media(self) -> Self:
+        """Return the message with a note instead of each optional image or recording."""
+        if not isinstance(self.content, list):
+            return self
+        content = [
+            TextPart(type="text", text=OMITTED_MEDIUM)
+            if isinstance(part, MediumPart) and part.is_optional
+            else part
+            for part in self.content
+        ]
+        return self.model_copy(update={"content": content})
+
     def for_template(self) -> dict[str, Any]:
         """Return the message for `ed_infra.conversation`, which prepares it for the template.
 
@@ -460,6 +487,18 @@ class ChatRequest(GenerationRequest, OtherTemplates):
     web_search_options: Annotated[None, unsupported("web search")] = None
     # A hint about the expected answer that only affects the speed.
     prediction: object = None
+
+    _effort_is_hint: bool = PrivateAttr(default=False)
+
+    @property
+    def effort_is_hint(self) -> bool:
+        """Whether a template without variables for thinking ignores `reasoning_effort`."""
+        return self._effort_is_hint
+
+    def with_effort_as_hint(self) -> Self:
+        """Return the request with `effort_is_hint`, as other APIs define the effort."""
+        self._effort_is_hint = True
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 IGNORED = "ed_esurge.ignored_keys"
 #: Header of an answer with the ignored keys of its request.
 HEADER = "X-Ignored-Fields"
+#: Header of an answer with the tools that this server cannot execute, which the model does not see.
+TOOLS_HEADER = "X-Omitted-Tools"
 # Limits of that header: number and length of the keys; limit of the keys that are logged once.
 MAX_NAMED, MAX_CHARACTERS, MAX_LOGGED = 8, 64, 1024
 
@@ -42,6 +44,7 @@ class IgnoredKeys:
         self.policy = policy
         self._names: dict[str, None] = {}
         self._more = 0
+        self._tools: dict[str, None] = {}
 
     @property
     def refuses(self) -> bool:
@@ -54,6 +57,16 @@ class IgnoredKeys:
             self._names[_printable(str(key)[: MAX_CHARACTERS + 1])] = None
         elif key not in self._names:
             self._more += 1
+
+    def add_tool(self, kind: str) -> None:
+        """Add the type of a tool that the model does not see."""
+        if len(self._tools) < MAX_NAMED:
+            self._tools[_printable(kind)] = None
+
+    @property
+    def tools_header(self) -> str | None:
+        """The value of `X-Omitted-Tools`; None = no such header."""
+        return ", ".join(self._tools) or None
 
     @property
     def names(self) -> list[str]:
@@ -135,6 +148,12 @@ class RequestBody(Options):
             elif value is not None or field.is_required():
                 result[key] = value
         return result
+
+
+def omit_tool(info: ValidationInfo, kind: str) -> None:
+    """Note a tool that this server cannot execute for the header of the answer."""
+    if isinstance(info.context, IgnoredKeys):
+        info.context.add_tool(kind)
 
 
 class History(RequestBody):

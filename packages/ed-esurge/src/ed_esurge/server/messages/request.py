@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from ed_esurge.sampling import MAX_STOPS, Word
 from ed_esurge.server.generation.requests import (
@@ -14,7 +13,6 @@ from ed_esurge.server.generation.requests import (
     ChatRequest,
     Effort,
     ImagePart,
-    ImageURL,
 )
 from ed_esurge.server.generation.structured import MAX_TOOLS, ToolName
 from ed_esurge.server.http.errors import InvalidField
@@ -23,10 +21,22 @@ from ed_esurge.server.http.fields import (
     JsonSchema,
     RequestBody,
     few,
-    parts_of,
+    omit_tool,
     unsupported,
     validated,
 )
+from ed_esurge.server.messages.blocks import (
+    ContentBlocks,
+    TextBlocks,
+    Thinking,
+    ToolResult,
+    ToolUse,
+    convert_blocks,
+    omits_block,
+)
+
+#: Limit of the edits of `context_management`.
+MAX_EDITS = 16
 
 #: Fields of the chat request -> fields of this API.
 NAMES = {
@@ -36,101 +46,10 @@ NAMES = {
 }
 
 
-class ContentBlock(History):
-    """Base of the blocks. `cache_control` has no effect."""
-
-    cache_control: dict[str, Any] | None = None
-
-
-class TextBlock(ContentBlock):
-    """Text."""
-
-    type: Literal["text"]
-    text: str
-    citations: list[Any] | None = None
-
-
-TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True)]
-
-
-class ToolUse(ContentBlock):
-    """A call in a message of the assistant."""
-
-    type: Literal["tool_use"]
-    id: Annotated[str, Field(max_length=256)]
-    name: str
-    input: dict[str, Any]
-    caller: dict[str, Any] | None = None
-
-
-class ToolResult(ContentBlock):
-    """The result of a call in a message of the user."""
-
-    type: Literal["tool_result"]
-    tool_use_id: Annotated[str, Field(max_length=256)]
-    content: Annotated[str | TextBlocks | None, parts_of("text"), few(MAX_PARTS)] = None
-    is_error: bool | None = None
-
-
-class Thinking(ContentBlock):
-    """Thoughts of the assistant in the conversation."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str | None = None
-
-
-class Base64Source(History):
-    """An image as base64 text."""
-
-    type: Literal["base64"]
-    media_type: Annotated[str, Field(max_length=128)]
-    data: str
-
-    @property
-    def address(self) -> str:
-        """The `data:` URL of the image."""
-        return f"data:{self.media_type};base64,{self.data}"
-
-
-class URLSource(History):
-    """The address of an image."""
-
-    type: Literal["url"]
-    url: str
-
-    @property
-    def address(self) -> str:
-        """The address of the image."""
-        return self.url
-
-
-class ImageBlock(ContentBlock):
-    """An image in a message of the user."""
-
-    type: Literal["image"]
-    source: Annotated[Base64Source | URLSource, Field(discriminator="type")]
-
-    def for_chat(self, field: str) -> ImagePart:
-        """Return the part of a chat message."""
-        url = ImageURL(url=self.source.address)
-        return ImagePart(type="image_url", image_url=url).at(field, "source")
-
-
-AnyBlock = Annotated[
-    TextBlock | ImageBlock | ToolUse | ToolResult | Thinking, Field(discriminator="type")
-]
-ContentBlocks = Annotated[
-    str | Annotated[list[AnyBlock], Field(fail_fast=True)],
-    parts_of("text", "image", "tool_use", "tool_result", "thinking"),
-    few(MAX_PARTS),
-]
-
-
 class AnthropicMessage(History):
-    """One message."""
+    """One message. A message of the system may stand between the turns."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: ContentBlocks
 
     def for_chat(self, field: str) -> list[dict[str, Any]]:
@@ -142,30 +61,15 @@ class AnthropicMessage(History):
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         results: list[dict[str, Any]] = []
-        parts: list[dict[str, Any] | ImagePart] = []
-        thoughts: list[str] = []
-        calls: list[dict[str, Any]] = []
+        images: list[ImagePart] = []
         for place, block in enumerate(self.content):
-            match block:
-                case TextBlock():
-                    parts.append({"type": "text", "text": block.text})
-                case ImageBlock():
-                    parts.append(block.for_chat(f"{field}.content[{place}]"))
-                case Thinking():
-                    thoughts.append(block.thinking)
-                case ToolUse():
-                    arguments = json.dumps(block.input, ensure_ascii=False)
-                    function = {"name": block.name, "arguments": arguments}
-                    calls.append({"id": block.id, "type": "function", "function": function})
-                case ToolResult():
-                    content = block.content or ""
-                    if isinstance(content, list):
-                        content = "".join(part.text for part in content)
-                    if block.is_error:  # templates have no field for errors
-                        content = f"Error: {content}"
-                    results.append(
-                        {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-                    )
+            if isinstance(block, ToolResult):
+                result, new = block.for_chat(f"{field}.content[{place}]")
+                results.append(result)
+                images += new
+        parts = [*images, *convert_blocks(self.content, f"{field}.content")]
+        thoughts = [block.thinking for block in self.content if isinstance(block, Thinking)]
+        calls = [block.for_chat() for block in self.content if isinstance(block, ToolUse)]
         content: Any = parts
         if all(isinstance(part, dict) for part in parts):
             content = "".join(part["text"] for part in parts if isinstance(part, dict))
@@ -200,6 +104,29 @@ class AnthropicTool(RequestBody):
         return {"type": "function", "function": function}
 
 
+class HostedTool(History):
+    """A tool that Anthropic's servers execute, such as a web search. The model does not see it."""
+
+    type: Annotated[str, Field(min_length=1, max_length=128)]
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _omit(self, info: ValidationInfo) -> HostedTool:
+        omit_tool(info, self.type)
+        return self
+
+
+def _tag_tool(tool: object) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "function" if kind in (None, "custom") else "hosted"
+
+
+AnyTool = Annotated[
+    Annotated[AnthropicTool, Tag("function")] | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(_tag_tool),
+]
+
+
 class AnthropicChoice(RequestBody):
     """Whether the model must call a function, and which one."""
 
@@ -214,9 +141,10 @@ class Thoughts(RequestBody):
     The budget is only a target. The number of tokens is limited by `max_tokens`.
     """
 
-    type: Literal["disabled", "adaptive", "enabled"]
+    type: Literal["disabled", "adaptive", "enabled", "between_tools"]
     budget_tokens: Annotated[int | None, Field(ge=1024, lt=2**31)] = None
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+    """`omitted` removes the thoughts from the answer."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Thoughts:
@@ -238,7 +166,29 @@ class OutputConfig(RequestBody):
     """The amount of thinking, and the format of the answer."""
 
     effort: Effort | None = None
+    """A hint, which templates without variables for thinking ignore."""
     format: OutputFormat | None = None
+    task_budget: dict[str, Any] | None = None
+    """A hint about the tokens of a whole task, without effect on one answer."""
+
+
+class AllThinking(RequestBody):
+    """Keeps the thoughts of all turns."""
+
+    type: Literal["all"]
+
+
+class ContextEdit(RequestBody):
+    """A change of the conversation. Only an edit without effect is supported."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | AllThinking
+
+
+class ContextManagement(RequestBody):
+    """Changes of the conversation by the server. This server keeps the messages as they are."""
+
+    edits: Annotated[list[ContextEdit], few(MAX_EDITS)] = Field(default_factory=list)
 
 
 class CountRequest(RequestBody):
@@ -249,7 +199,7 @@ class CountRequest(RequestBody):
         list[AnthropicMessage], Field(min_length=1, fail_fast=True), few(MAX_MESSAGES)
     ]
     system: str | Annotated[TextBlocks, few(MAX_PARTS)] | None = None
-    tools: Annotated[list[AnthropicTool], Field(fail_fast=True), few(MAX_TOOLS)] = Field(
+    tools: Annotated[list[AnyTool], Field(fail_fast=True), few(MAX_TOOLS)] = Field(
         default_factory=list
     )
     tool_choice: AnthropicChoice | None = None
@@ -259,11 +209,9 @@ class CountRequest(RequestBody):
     """Alias of `output_config.format` in older versions of the API."""
     # Fields about caching and speed, which have no effect.
     cache_control: dict[str, Any] | None = None
-    speed: Literal["standard"] | None = None
+    speed: Literal["standard", "fast"] | None = None
     container: Annotated[None, unsupported("containers")] = None
-    context_management: Annotated[
-        None, unsupported("context_management; shorten the messages", {})
-    ] = None
+    context_management: ContextManagement | None = None
     compaction: Annotated[None, unsupported("compaction; shorten the messages")] = None
     mcp_servers: Annotated[
         None, unsupported("mcp_servers; call them in the client, and send tools", [])
@@ -300,14 +248,15 @@ class CountRequest(RequestBody):
             del messages[-1]
         system = self.system
         if isinstance(system, list):
-            system = "".join(part.text for part in system)
+            system = "".join(part.text for part in system if not omits_block(part))
         if system:
             messages.insert(0, {"role": "system", "content": system})
         fields: dict[str, Any] = {"model": self.model, "messages": messages}
         if continued:
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools:
-            fields["tools"] = [tool.for_chat() for tool in self.tools]
+            functions = [tool for tool in self.tools if isinstance(tool, AnthropicTool)]
+            fields["tools"] = [tool.for_chat() for tool in functions]
         choice = self.tool_choice
         if choice is not None:
             plain = {"auto": "auto", "none": "none", "any": "required"}
@@ -317,6 +266,7 @@ class CountRequest(RequestBody):
         if self.thinking is not None:
             enabled = self.thinking.type != "disabled"
             fields["chat_template_kwargs"] = {"enable_thinking": enabled}
+            fields["include_reasoning"] = self.thinking.display != "omitted"
         wanted = self.output_config or OutputConfig()
         fields["reasoning_effort"] = wanted.effort
         form = wanted.format or self.output_format
@@ -331,7 +281,7 @@ class CountRequest(RequestBody):
         Raises:
             APIError: 400, fields contradict each other.
         """
-        return validated(ChatRequest, self.for_chat())
+        return validated(ChatRequest, self.for_chat()).with_effort_as_hint()
 
 
 class MessagesRequest(CountRequest):

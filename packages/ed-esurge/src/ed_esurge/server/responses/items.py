@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import unquote
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ed_esurge.server.generation.requests import (
     MAX_MESSAGES,
     MAX_PARTS,
+    OMITTED_MEDIUM,
     AudioPart,
     ImagePart,
     ImageURL,
@@ -18,11 +21,15 @@ from ed_esurge.server.generation.requests import (
 )
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import History, few, parts_of, unsupported
+from ed_esurge.server.responses.tools import OfferedTools
 
 Id = Annotated[str, Field(max_length=256)]
 PartType = Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
-#: Types of the parts of a message.
-_IN_MESSAGES = (*get_args(PartType), "input_image", "input_audio")
+#: Types of the parts of a message, and of the output of a call.
+_IN_MESSAGES = (*get_args(PartType), "input_image", "input_audio", "input_file")
+_IN_OUTPUTS = (*get_args(PartType), "input_image", "input_file")
+#: Longest head of a `data:` URL.
+_HEAD = 256
 
 
 class ResponsePart(History):
@@ -38,16 +45,11 @@ class ResponsePart(History):
 def _tag(part: object) -> str:
     """Return the kind of a part of a message."""
     kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return str(kind) if kind in ("input_image", "input_audio") else "text"
+    return str(kind) if kind in ("input_image", "input_audio", "input_file") else "text"
 
 
 ResponseParts = Annotated[
     list[ResponsePart], Field(fail_fast=True), parts_of(*get_args(PartType)), few(MAX_PARTS)
-]
-TextOrParts = Annotated[
-    str | Annotated[list[ResponsePart], Field(fail_fast=True)],
-    parts_of(*get_args(PartType)),
-    few(MAX_PARTS),
 ]
 
 
@@ -59,10 +61,16 @@ class ImageInput(History):
     detail: str | None = None
     file_id: Annotated[None, unsupported("files of images; send image_url")] = None
 
-    def for_chat(self, field: str | None) -> ImagePart:
-        """Return the part of a chat message."""
+    def for_chat(self, field: str | None, *, optional: bool = False) -> ImagePart:
+        """Return the part of a chat message.
+
+        Args:
+            field: the field of the part in the request.
+            optional: see `ImagePart.at`.
+        """
         url = None if self.image_url is None else ImageURL(url=self.image_url)
-        return ImagePart(type="image_url", image_url=url).at(field, "image_url")
+        part = ImagePart(type="image_url", image_url=url)
+        return part.at(field, "image_url", optional=optional)
 
 
 class AudioInput(History):
@@ -76,11 +84,55 @@ class AudioInput(History):
         return AudioPart(type="input_audio", input_audio=self.input_audio).at(field, "input_audio")
 
 
+class FileInput(History):
+    """A file of text."""
+
+    type: Literal["input_file"]
+    filename: Annotated[str | None, Field(max_length=1024)] = None
+    file_data: str | None = None
+    detail: str | None = None
+    file_id: Annotated[None, unsupported("stored files; send file_data")] = None
+    file_url: Annotated[None, unsupported("addresses of files; send file_data")] = None
+
+    @model_validator(mode="after")
+    def _readable(self) -> FileInput:
+        self.read_text()
+        return self
+
+    def read_text(self) -> str:
+        """Return the text of the file, after its name.
+
+        Raises:
+            InvalidField: the file is missing, or not text.
+        """
+        head, comma, data = (self.file_data or "").partition(",")
+        is_address = bool(comma) and head[:5].lower() == "data:" and len(head) <= _HEAD
+        if not is_address:
+            data, head = self.file_data or "", "data:;base64"
+        try:
+            raw = base64.b64decode(data, validate=True) if head.endswith(";base64") else None
+            text = unquote(data, errors="strict") if raw is None else raw.decode()
+        except ValueError:
+            raise InvalidField(
+                "is not text in UTF-8: send the text of the document", "file_data"
+            ) from None
+        if not data:
+            raise InvalidField("is missing", "file_data")
+        return f"{self.filename}:\n{text}\n" if self.filename else f"{text}\n"
+
+
 MessagePart = Annotated[
     Annotated[ResponsePart, Tag("text")]
     | Annotated[ImageInput, Tag("input_image")]
-    | Annotated[AudioInput, Tag("input_audio")],
+    | Annotated[AudioInput, Tag("input_audio")]
+    | Annotated[FileInput, Tag("input_file")],
     Discriminator(_tag),
+]
+#: The output of a call: text, or parts.
+CallOutput = Annotated[
+    str | Annotated[list[MessagePart], Field(fail_fast=True)],
+    parts_of(*_IN_OUTPUTS),
+    few(MAX_PARTS),
 ]
 
 
@@ -103,7 +155,7 @@ class MessageItem(History):
         if self.role != "assistant" or isinstance(self.content, str):
             return self
         for place, part in enumerate(self.content):
-            if not isinstance(part, ResponsePart):
+            if not isinstance(part, ResponsePart | FileInput):
                 raise InvalidField(
                     "messages of the assistant contain only text", f"content[{place}].type"
                 )
@@ -117,16 +169,15 @@ class MessageItem(History):
         """
         if isinstance(self.content, str):
             return self.content
-        texts = [part.text for part in self.content if isinstance(part, ResponsePart)]
-        if len(texts) == len(self.content):
-            return "".join(texts)
+        if all(isinstance(part, ResponsePart | FileInput) for part in self.content):
+            return text_of(self.content)
         parts: list[Any] = []
         for place, part in enumerate(self.content):
-            if isinstance(part, ResponsePart):
-                parts.append({"type": "text", "text": part.text})
+            if isinstance(part, ResponsePart | FileInput):
+                parts.append({"type": "text", "text": text_of([part])})
                 continue
-            made = part.for_chat(None if field is None else f"{field}.content[{place}]")
-            parts.append(made.model_dump(exclude_none=True) if field is None else made)
+            medium = part.for_chat(None if field is None else f"{field}.content[{place}]")
+            parts.append(medium.model_dump(exclude_none=True) if field is None else medium)
         return parts
 
 
@@ -137,6 +188,7 @@ class CallItem(History):
     call_id: Id
     name: str
     arguments: str
+    namespace: str | None = None
     id: Id | None = None
     status: str | None = None
 
@@ -146,7 +198,7 @@ class ResultItem(History):
 
     type: Literal["function_call_output"]
     call_id: Id
-    output: TextOrParts
+    output: CallOutput
     id: Id | None = None
     status: str | None = None
 
@@ -158,6 +210,7 @@ class CustomCallItem(History):
     call_id: Id
     name: str
     input: str
+    namespace: str | None = None
     id: Id | None = None
     status: str | None = None
 
@@ -167,7 +220,69 @@ class CustomResultItem(History):
 
     type: Literal["custom_tool_call_output"]
     call_id: Id
-    output: TextOrParts
+    output: CallOutput
+    id: Id | None = None
+    status: str | None = None
+
+
+class ClientCallItem(History):
+    """A call of a tool that the client executes by an item of its own, such as a shell."""
+
+    type: Literal["local_shell_call", "shell_call", "apply_patch_call"]
+    call_id: Id
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    id: Id | None = None
+    status: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the tool."""
+        return self.type.removesuffix("_call")
+
+    @property
+    def arguments(self) -> str:
+        """The arguments as JSON text."""
+        return json.dumps(self.action or self.operation or {}, ensure_ascii=False)
+
+
+class ClientResultItem(History):
+    """The result of such a call."""
+
+    type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
+    call_id: Id | None = None
+    output: str | list[Any] | None = None
+    id: Id | None = None
+    status: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The result as text."""
+        if isinstance(self.output, str):
+            return self.output
+        return json.dumps(self.output, ensure_ascii=False) if self.output else self.status or ""
+
+
+class SkippedItem(History):
+    """An item without text for the model: the work of OpenAI's servers, and references."""
+
+    type: Literal[
+        "additional_tools",
+        "code_interpreter_call",
+        "compaction",
+        "compaction_trigger",
+        "computer_call",
+        "computer_call_output",
+        "configuration_update",
+        "file_search_call",
+        "image_generation_call",
+        "item_reference",
+        "program",
+        "program_output",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    ]
     id: Id | None = None
     status: str | None = None
 
@@ -228,11 +343,13 @@ class ApprovalItem(History):
 
 
 def _items(value: object) -> object:
-    """Add the default type to messages."""
+    """Add the default type to messages, and to references, which have only an id."""
     if not isinstance(value, list):
         return value
     return [
-        {**item, "type": "message"} if isinstance(item, dict) and item.get("type") is None else item
+        {**item, "type": "message" if "role" in item or "content" in item else "item_reference"}
+        if isinstance(item, dict) and item.get("type") is None
+        else item
         for item in value
     ]
 
@@ -243,6 +360,9 @@ InputItem = Annotated[
     | ResultItem
     | CustomCallItem
     | CustomResultItem
+    | ClientCallItem
+    | ClientResultItem
+    | SkippedItem
     | ReasoningItem
     | McpListItem
     | McpCallItem
@@ -258,10 +378,18 @@ def text_of(content: str | Sequence[MessagePart]) -> str:
     """Return the text of a message's content."""
     if isinstance(content, str):
         return content
-    return "".join(part.text for part in content if isinstance(part, ResponsePart))
+    return "".join(
+        part.read_text() if isinstance(part, FileInput) else part.text
+        for part in content
+        if isinstance(part, ResponsePart | FileInput)
+    )
 
 
-def messages_of(items: str | Sequence[InputItem], field: str | None = None) -> list[dict[str, Any]]:
+def messages_of(
+    items: str | Sequence[InputItem],
+    field: str | None = None,
+    offered: OfferedTools | None = None,
+) -> list[dict[str, Any]]:
     """Return the chat messages of items. Adjacent items of the assistant are merged.
 
     Unanswered approval requests are omitted.
@@ -270,11 +398,18 @@ def messages_of(items: str | Sequence[InputItem], field: str | None = None) -> l
         items: the items.
         field: the field of the items in the request, for errors about images and recordings. None =
             the messages are JSON values.
+        offered: the tools that the model sees, for the names of calls.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
+    offered = offered or OfferedTools(())
+    images: list[Any] = []
     for place, item in enumerate(items):
+        if images and not isinstance(item, ResultItem | CustomResultItem):
+            # Templates render images only in messages of the user.
+            messages.append({"role": "user", "content": images})
+            images = []
         match item:
             case MessageItem(role="assistant"):
                 _of_assistant(messages)["content"] += text_of(item.content)
@@ -286,11 +421,19 @@ def messages_of(items: str | Sequence[InputItem], field: str | None = None) -> l
                 message = _of_assistant(messages)
                 message["reasoning_content"] = message.get("reasoning_content", "") + said
             case CallItem():
-                _call(messages, item.call_id, item.name, item.arguments)
+                name = offered.find_name(item.namespace, item.name)
+                _call(messages, item.call_id, name, item.arguments)
             case CustomCallItem():
-                _call(messages, item.call_id, item.name, json.dumps({"input": item.input}))
+                name = offered.find_name(item.namespace, item.name)
+                _call(messages, item.call_id, name, json.dumps({"input": item.input}))
+            case ClientCallItem():
+                _call(messages, item.call_id, item.name, item.arguments)
             case ResultItem() | CustomResultItem():
                 messages.append(_result(item.call_id, text_of(item.output)))
+                at = None if field is None else f"{field}[{place}]"
+                images += _convert_images(item.output, at)
+            case ClientResultItem():
+                messages.append(_result(item.call_id or item.id or "", item.text))
             case McpCallItem():
                 _call(messages, item.id, item.name, item.arguments)
                 failed = item.error if isinstance(item.error, str) else json.dumps(item.error)
@@ -298,7 +441,31 @@ def messages_of(items: str | Sequence[InputItem], field: str | None = None) -> l
                 messages.append(_result(item.id, text))
             case _:
                 pass
-    return messages
+    return [*messages, {"role": "user", "content": images}] if images else messages
+
+
+def _convert_images(output: str | Sequence[MessagePart], field: str | None) -> list[Any]:
+    """Return the images of a call's output as parts of a chat message.
+
+    A model that reads only text receives a note instead of such an image.
+    """
+    images: list[Any] = []
+    for place, part in enumerate(() if isinstance(output, str) else output):
+        if isinstance(part, ImageInput):
+            at = None if field is None else f"{field}.output[{place}]"
+            image = part.for_chat(at, optional=True)
+            images.append(image.model_dump(exclude_none=True) if field is None else image)
+    return images
+
+
+def omit_images(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of a model that reads only text, with a note instead of each image."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    note = {"type": "text", "text": OMITTED_MEDIUM}
+    parts = [note if part.get("type") == "image_url" else part for part in content]
+    return {**message, "content": parts}
 
 
 def denied(request: ApprovalRequestItem, reason: str | None) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ class McpCalls:
         listed = {item.server_label for item in _of(body, McpListItem)}
         if previous is not None:
             listed |= {tool.get("server_label") for tool in previous["tools"]}
-        names = {tool.name for tool in body.usable_tools if not isinstance(tool, McpTool)}
+        names = set(body.offered.functions)
         for tool in body.usable_tools:
             if not isinstance(tool, McpTool):
                 continue

@@ -11,7 +11,7 @@ from ed_esurge.outputs import PositionLogprobs
 from ed_esurge.replies.blocks import Block, Change
 from ed_esurge.server.generation.logprobs import TokenTexts, chat_logprobs
 from ed_esurge.server.http.streaming import named_event
-from ed_esurge.server.responses.tools import input_of
+from ed_esurge.server.responses.tools import CustomTool, OfferedTools, input_of
 
 EventFields = dict[str, Any]
 
@@ -55,18 +55,29 @@ class OutputItems:
     """Describes the blocks of a reply as items.
 
     Args:
-        custom: names of custom tools.
+        offered: the tools that the model sees.
         raw: whether the arguments of calls are the input of a custom tool itself.
         first: index of the first item of the reply in the output.
     """
 
-    def __init__(self, custom: frozenset[str], *, raw: bool, first: int) -> None:
-        self.custom, self._raw, self.first = custom, raw, first
+    def __init__(self, offered: OfferedTools, *, raw: bool, first: int) -> None:
+        self._offered, self._raw, self.first = offered, raw, first
         self.logprobs: dict[int, list[dict[str, Any]]] = {}
 
     def input(self, block: Block) -> str:
         """Return the input of a custom tool's call."""
         return block.text if self._raw else input_of(block.text)
+
+    def is_custom(self, block: Block) -> bool:
+        """Return whether a block is a call of a custom tool."""
+        tool = self._offered.functions.get(block.name) if block.kind == "call" else None
+        return isinstance(tool, CustomTool)
+
+    def describe_call(self, block: Block) -> dict[str, Any]:
+        """Return the id and the name of a call, with the namespace of its tool."""
+        namespace, name = self._offered.namespaces.get(block.name, (None, block.name))
+        described = {"call_id": block.call_id, "name": name}
+        return described if namespace is None else {**described, "namespace": namespace}
 
     def part(self, block: Block) -> dict[str, Any]:
         """Return the content of a message or of thoughts."""
@@ -78,13 +89,12 @@ class OutputItems:
     def item(self, block: Block, status: str) -> dict[str, Any]:
         """Return a block as an item of the output."""
         open_ = status == "in_progress"
-        if block.kind == "call" and block.name in self.custom:
-            known = {"call_id": block.call_id, "name": block.name}
+        if self.is_custom(block):
             text = "" if open_ else self.input(block)
-            known |= {"input": text, "status": status}
+            known = {**self.describe_call(block), "input": text, "status": status}
             return {"type": "custom_tool_call", "id": f"ctc_{block.id}", **known}
         if block.kind == "call":
-            known = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+            known = {**self.describe_call(block), "arguments": block.text}
             return {"type": "function_call", "id": f"fc_{block.id}", **known, "status": status}
         content = [] if open_ else [self.part(block)]
         if block.kind == "thoughts":
@@ -113,7 +123,7 @@ class OutputItems:
                 return [added]
             part = {**self.part(block), "text": ""}
             return [added, event("response.content_part.added", **inner, part=part)]
-        custom = block.kind == "call" and block.name in self.custom
+        custom = self.is_custom(block)
         kind, at = {
             "text": ("response.output_text", {**inner, "logprobs": new}),
             "thoughts": ("response.reasoning_text", inner),
@@ -133,7 +143,7 @@ class OutputItems:
                 event(f"{kind}.done", **at, input=text),
             ]
         elif block.kind == "call":
-            done = [event(f"{kind}.done", **at, arguments=block.text, name=block.name)]
+            done = [event(f"{kind}.done", **at, arguments=block.text, name=opened["name"])]
         else:
             if block.kind == "text":
                 at = {**at, "logprobs": self.logprobs.get(block.index, [])}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -16,11 +17,13 @@ from ed_esurge.server.responses.items import Id, Input, messages_of, stored_form
 from ed_esurge.server.responses.tools import (
     AllowedTools,
     AnyTool,
+    AnyToolType,
     Choice,
     CustomTool,
-    FunctionTool,
+    HostedTool,
     McpTool,
     NamedFunction,
+    OfferedTools,
 )
 
 #: Fields of the chat request -> fields of this API.
@@ -32,6 +35,19 @@ NAMES = {
 }
 #: Value of `include` that requests log-probabilities.
 LOGPROBS = "message.output_text.logprobs"
+
+
+#: Further content of an answer that a client may request.
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class TextFormat(RequestBody):
@@ -62,13 +78,14 @@ class TextOptions(RequestBody):
 
 
 class ReasoningOptions(RequestBody):
-    """The amount of thinking. Answers contain the thoughts, but no summary."""
+    """The amount of thinking. Answers contain the thoughts themselves instead of a summary."""
 
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
-    context: Literal["auto"] | None = None
-    mode: Literal["standard"] | None = None
+    """A hint, which templates without variables for thinking ignore."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Annotated[str | None, Field(max_length=64)] = None
 
 
 class PromptFields(RequestBody):
@@ -102,8 +119,21 @@ class PromptFields(RequestBody):
                 raise InvalidField(f"{name!r:.80} is not among the tools", "tool_choice")
         return self
 
+    @cached_property
+    def offered(self) -> OfferedTools:
+        """The functions and custom tools that the model sees.
+
+        Raises:
+            APIError: 400, there are too many tools, or two tools have the same name.
+        """
+        tools = [tool for tool in self.usable_tools if not isinstance(tool, McpTool | HostedTool)]
+        try:
+            return OfferedTools(tools)
+        except InvalidField as error:
+            raise APIError(str(error), param="tools") from None
+
     @property
-    def usable_tools(self) -> list[FunctionTool | CustomTool | McpTool]:
+    def usable_tools(self) -> list[AnyToolType]:
         """The tools that the model may call: `allowed_tools` selects a part."""
         choice = self.tool_choice
         if not isinstance(choice, AllowedTools):
@@ -138,18 +168,23 @@ class PromptFields(RequestBody):
             APIError: 400, fields contradict each other.
         """
         system = [] if self.instructions is None else [_system(self.instructions)]
+        messages = [*before, *messages_of(self.input, "input", self.offered)]
+        if not messages:
+            kinds = ", ".join(
+                sorted({item.type for item in self.input if not isinstance(item, str)})
+            )
+            raise APIError(f"has no item with text for the model, only {kinds}", param="input")
         choice: object = self.tool_choice
         if isinstance(choice, AllowedTools):
             choice = choice.mode
-        tools = [tool.for_chat() for tool in self.usable_tools if not isinstance(tool, McpTool)]
-        tools += mcp_tools
+        tools = [*self.offered.for_chat(), *mcp_tools]
         if isinstance(choice, NamedFunction):
             if all(tool["function"]["name"] != choice.name for tool in tools):
                 raise APIError(f"{choice.name!r} is not among the tools", param="tool_choice")
             choice = {"type": "function", "function": {"name": choice.name}}
         fields = {
             "model": self.model,
-            "messages": [*system, *before, *messages_of(self.input, "input")],
+            "messages": [*system, *messages],
             "tools": tools,
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -158,7 +193,7 @@ class PromptFields(RequestBody):
             "reasoning_effort": self.reasoning.effort,
             **self.chat_fields(),
         }
-        request = validated(ChatRequest, fields)
+        request = validated(ChatRequest, fields).with_effort_as_hint()
         raw = self.raw_tool
         wanted = raw.format.outputs() if raw is not None else None
         for tool in request.tools:
@@ -189,11 +224,9 @@ class ResponseRequest(PromptFields):
     image: Annotated[None, unsupported("images; this model answers with text only")] = None
     moderation: Annotated[None, unsupported("moderation")] = None
     prompt: Annotated[None, unsupported("stored prompts; send instructions")] = None
-    include: Annotated[
-        list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None,
-        few(16),
-    ] = None
-    """Encrypted thoughts have no effect, because the items of thoughts contain the thoughts."""
+    include: Annotated[list[Includable] | None, few(16)] = None
+    """Only log-probabilities have an effect: the items of thoughts contain the thoughts, and the
+    output has no items of the other kinds."""
     max_tool_calls: Annotated[int | None, Field(ge=1)] = None
     """Limit of the calls that this server sends to MCP servers."""
     # Fields about billing, speed and the client, which have no effect.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.http.body import aside, size_of
 from ed_esurge.server.http.errors import APIError, renamed
 from ed_esurge.server.mcp_servers import MAX_ROUNDS
-from ed_esurge.server.responses.items import Items, messages_of
+from ed_esurge.server.responses.items import InputItem, Items, messages_of, omit_images
 from ed_esurge.server.responses.mcp_calls import McpCalls
 from ed_esurge.server.responses.output import (
     EventFields,
@@ -29,7 +29,7 @@ from ed_esurge.server.responses.output import (
     status_of,
 )
 from ed_esurge.server.responses.request import NAMES, PromptFields, ResponseRequest
-from ed_esurge.server.responses.tools import AllowedTools, CustomTool, McpTool, NamedFunction
+from ed_esurge.server.responses.tools import AllowedTools, FunctionTool, NamedFunction
 from ed_esurge.server.stores import StoredResponse
 
 _ITEMS: TypeAdapter[Any] = TypeAdapter(Items)
@@ -147,7 +147,6 @@ class ResponseRun:
         self._model, self._body, self._request = model, body, request
         self._conversation, self._chat, self.turn = conversation, chat, turn
         self._mcp = conversation.mcp
-        self._custom = frozenset(t.name for t in body.tools if isinstance(t, CustomTool))
         self._thoughts = ""
         self._turns = [turn]
         self._stop = ""
@@ -216,7 +215,9 @@ class ResponseRun:
         output += self._first_items()
         first = len(output)
         for number in range(1, MAX_ROUNDS + 1):
-            shown = OutputItems(self._custom, raw=self._body.raw_tool is not None, first=first)
+            shown = OutputItems(
+                self._body.offered, raw=self._body.raw_tool is not None, first=first
+            )
             async with aclosing(self._changes(shown)) as items:
                 async for new in items:
                     yield new
@@ -265,7 +266,7 @@ class ResponseRun:
 
     async def _next_round(self, items: list[dict[str, Any]]) -> bool:
         """Begin the generation after the results of calls. Return False without room for tokens."""
-        chat = extended(self._chat, messages_of(_ITEMS.validate_python(items)))
+        chat = extended(self._chat, self._convert(_ITEMS.validate_python(items)))
         changes: dict[str, Any] = {"tool_choice": "none" if self._mcp.exhausted else None}
         if self._body.max_output_tokens is not None:
             used = sum(turn.generation.completion_tokens for turn in self._turns)
@@ -358,7 +359,14 @@ class ResponseRun:
         ]
         items = _ITEMS.validate_python(sent) if sent else []
         before, mcp = self._conversation.before, self._mcp
-        return [*before, *mcp.messages, *messages_of(self._body.input), *messages_of(items)]
+        new = [*self._convert(self._body.input), *self._convert(items)]
+        if not self._model.prompts.media.accepts_images:
+            new = [omit_images(message) for message in new]
+        return [*before, *mcp.messages, *new]
+
+    def _convert(self, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+        """Return the chat messages of items."""
+        return messages_of(items, offered=self._body.offered)
 
     def store(self) -> None:
         """Store the response in its current state."""
@@ -408,7 +416,7 @@ def initial_fields(turn: ChatGeneration, body: ResponseRequest) -> dict[str, Any
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    if isinstance(tool, McpTool | CustomTool):
+    if not isinstance(tool, FunctionTool):
         return tool.model_dump(exclude_none=True)
     return {"strict": None, **tool.model_dump()}
 
@@ -426,6 +434,7 @@ def usage(turns: list[ChatGeneration], reasoning: int) -> dict[str, Any]:
         "input_tokens": prompt,
         "input_tokens_details": {
             "cached_tokens": sum(one.cached_tokens for one in counts),
+            "cache_write_tokens": 0,
             **truncation(sum(one.truncated_tokens for one in counts)),
         },
         "output_tokens": generated,

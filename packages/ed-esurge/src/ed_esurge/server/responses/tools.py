@@ -1,16 +1,28 @@
-"""Tools of `/v1/responses`: functions, custom tools with text as input, tools of MCP servers."""
+"""Tools of `/v1/responses`: functions, custom tools with text as input, tools of MCP servers.
+
+Tools that this server cannot execute are accepted and not offered to the model.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from ed_esurge.sampling import StructuredOutputs
 from ed_esurge.server.generation.structured import MAX_TOOLS, ToolName
 from ed_esurge.server.http.errors import InvalidField
-from ed_esurge.server.http.fields import JsonSchema, RequestBody, few, unsupported
+from ed_esurge.server.http.fields import (
+    History,
+    JsonSchema,
+    RequestBody,
+    few,
+    omit_tool,
+    unsupported,
+)
 
 ToolNames = Annotated[list[str], few(MAX_TOOLS)]
 
@@ -138,7 +150,106 @@ class McpTool(RequestBody):
         return rules.never is None or name not in (rules.never.tool_names or ())
 
 
-AnyTool = Annotated[FunctionTool | CustomTool | McpTool, Field(discriminator="type")]
+class NamespaceTool(RequestBody):
+    """Functions and custom tools under a common name. The model sees each of them.
+
+    The name of a tool is unique in the request, or it begins with the name of its namespace.
+    """
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[
+        list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]], few(MAX_TOOLS)
+    ]
+
+
+#: Tools that OpenAI's servers or the client execute by items of their own.
+HostedType = Literal[
+    "apply_patch",
+    "code_interpreter",
+    "computer",
+    "computer_use",
+    "computer_use_preview",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "programmatic_tool_calling",
+    "shell",
+    "tool_search",
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+]
+
+
+class HostedTool(History):
+    """A tool that this server cannot execute. The model does not see it."""
+
+    type: HostedType
+
+    @model_validator(mode="after")
+    def _omit(self, info: ValidationInfo) -> HostedTool:
+        omit_tool(info, self.type)
+        return self
+
+
+AnyTool = Annotated[
+    FunctionTool | CustomTool | McpTool | NamespaceTool | HostedTool, Field(discriminator="type")
+]
+
+
+AnyToolType = FunctionTool | CustomTool | McpTool | NamespaceTool | HostedTool
+
+
+class OfferedTools:
+    """The tools of a request that the model sees, with unique names.
+
+    Attributes:
+        functions: the functions and custom tools by the name that the model sees.
+        namespaces: the namespace and the name of each tool of a namespace, by that name.
+
+    Args:
+        tools: the tools of a request.
+    """
+
+    def __init__(self, tools: Sequence[FunctionTool | CustomTool | NamespaceTool]) -> None:
+        listed: list[tuple[str, FunctionTool | CustomTool]] = []
+        for tool in tools:
+            if isinstance(tool, NamespaceTool):
+                listed += [(tool.name, one) for one in tool.tools]
+            else:
+                listed.append(("", tool))
+        if len(listed) > MAX_TOOLS:
+            raise InvalidField(
+                f"has {len(listed)} tools, and the limit of this server is {MAX_TOOLS}", "tools"
+            )
+        counts = Counter(tool.name for _, tool in listed)
+        self.functions: dict[str, FunctionTool | CustomTool] = {}
+        self.namespaces: dict[str, tuple[str, str]] = {}
+        for namespace, tool in listed:
+            name = tool.name
+            if namespace and counts[name] > 1:
+                name = f"{namespace}__{name}"
+            if name in self.functions:
+                raise InvalidField(f"two tools have the name {name!r}", "tools")
+            self.functions[name] = tool
+            if namespace:
+                self.namespaces[name] = namespace, tool.name
+        self._names = {pair: name for name, pair in self.namespaces.items()}
+
+    def for_chat(self) -> list[dict[str, Any]]:
+        """Return the tools of a chat request."""
+        chat = []
+        for name, tool in self.functions.items():
+            entry = tool.for_chat()
+            chat.append({**entry, "function": {**entry["function"], "name": name}})
+        return chat
+
+    def find_name(self, namespace: str | None, name: str) -> str:
+        """Return the name that the model sees for a call in the conversation."""
+        return name if namespace is None else self._names.get((namespace, name), name)
 
 
 class NamedFunction(RequestBody):
@@ -151,14 +262,16 @@ class NamedFunction(RequestBody):
 class AllowedTool(RequestBody):
     """One of the allowed tools."""
 
-    type: Literal["function", "custom", "mcp"]
+    type: Literal["function", "custom", "mcp", "namespace"] | HostedType
     name: str | None = None
     server_label: str | None = None
 
-    def matches(self, tool: FunctionTool | CustomTool | McpTool) -> bool:
+    def matches(self, tool: AnyToolType) -> bool:
         """Return whether this entry names a tool."""
         if isinstance(tool, McpTool):
-            return self.server_label == tool.server_label
+            return self.type == "mcp" and self.server_label == tool.server_label
+        if isinstance(tool, HostedTool):
+            return self.type == tool.type
         return self.type == tool.type and self.name == tool.name
 
 
