@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ed_data.batches.prompts import PromptLoader, build_prompts
     from ed_data.build import build_loader
     from ed_data.checks import check_names, idle_options, without_tokens
-    from ed_data.config import Inform, Mixture, Saving, Tokenization
+    from ed_data.config import Inform, Media, Mixture, Saving, Tokenization
     from ed_data.errors import DataError
     from ed_data.order.packing import Packing, pack
     from ed_data.report import Report, data_report
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _OWNERS = {
     "build": "build_loader",
     "checks": "check_names idle_options without_tokens",
-    "config": "Inform Mixture Saving Tokenization",
+    "config": "Inform Media Mixture Saving Tokenization",
     "errors": "DataError",
     "batches.loader": "Loader StreamLoader",
     "order.packing": "Packing pack",
@@ -49,6 +49,7 @@ __all__ = [
     "Example",
     "Inform",
     "Loader",
+    "Media",
     "Mixture",
     "Packing",
     "PromptLoader",

@@ -225,7 +225,8 @@ def _stream(
     for number, (key, place) in enumerate(keys):
         with named(key, place):
             inform: Inform = getattr(mixture, key)[place]
-            documents = Documents(inform, open_source(inform, files), encoder.schema)
+            source = open_source(inform, files)
+            documents = Documents(inform, source, encoder.schema, media=mixture.media)
             documents.check_first_row()
             keep = in_split(split, fraction if key == "informs" else None)
             seeds = (SHARDS, options.seed, number) if moves else None

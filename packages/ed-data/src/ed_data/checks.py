@@ -10,7 +10,7 @@ import glob
 import os
 from collections.abc import Iterator
 
-from ed_data.config import Mixture
+from ed_data.config import Media, Mixture
 from ed_data.config.source import FILE_TYPES, Inform
 from ed_data.errors import DataError, KeyPath
 from ed_data.rows.audio import RECORDING_KEYS
@@ -41,7 +41,7 @@ def check_names(mixture: Mixture, schema: Schema = TEXT, *, imports: bool = True
         for key in ("informs", "eval_informs")
         for i, inform in enumerate(getattr(mixture, key))
         if imports or _is_plain(inform)
-        for path, message in _names(inform, schema)
+        for path, message in _names(inform, schema, mixture.media)
     ]
 
 
@@ -104,7 +104,7 @@ def without_transcripts(mixture: Mixture) -> list[Remark]:
     return remarks
 
 
-def _names(inform: Inform, schema: Schema) -> Iterator[Remark]:
+def _names(inform: Inform, schema: Schema, media: Media) -> Iterator[Remark]:
     # Checks that read no rows need no readers, whose imports take a fifth of a second.
     from ed_data.rows.documents import Documents, function
     from ed_data.sources.python import resolve
@@ -120,7 +120,8 @@ def _names(inform: Inform, schema: Schema) -> Iterator[Remark]:
         # A callback may create any field, and `preprocessing_fn` any content.
         if inform.format_callback is None and _is_near(inform):
             content = {"preprocessing_fn": _any_text} if inform.preprocessing_fn else {}
-            first = Documents(inform.replace(num_rows=1, **content), schema=schema)
+            one = inform.replace(num_rows=1, **content)
+            first = Documents(one, schema=schema, media=media)
             first.check_first_row()
             next(iter(first), None)
     except DataError as error:

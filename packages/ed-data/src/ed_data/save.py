@@ -168,7 +168,7 @@ def _document_rows(
         encoder = Encoder.create(tokenizer, options, mixture.pack_eos_token_id, schema)
     names = [f"{c.name}_{options.output_field}".lstrip("_") for c in schema.columns]
     for inform in mixture.informs:
-        stream = read_documents(inform, folder, schema)
+        stream = read_documents(inform, folder, schema, mixture.media)
         while batch := list(islice(stream, options.batch_size)):
             tokens = iter(() if encoder is None else encoder.encode(batch, inform.label).tokens)
             for document in batch:

@@ -15,6 +15,8 @@ from ed_data.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
+    from ed_data.media_access import RemoteFile
+
 #: Fields by name, as stored in the source.
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -25,9 +27,9 @@ OPTIONAL_FIELDS = (TOOLS, KWARGS, IMAGES, IMAGE, AUDIOS, AUDIO)
 #: A text, chat messages, token ids, the steps of an answer, or the words of a text.
 Content = str | list[Message] | list[int] | list[str]
 #: A path or address, encoded bytes, both as in `datasets`, or pixels [height, width(, channels)].
-Image: TypeAlias = "str | bytes | dict[str, Any] | np.ndarray"
+Image: TypeAlias = "str | bytes | dict[str, Any] | np.ndarray | RemoteFile"
 #: A path or address, encoded bytes, `{path, bytes}`, or `{array, sampling_rate}`, as in `datasets`.
-Audio: TypeAlias = "str | bytes | dict[str, Any]"
+Audio: TypeAlias = "str | bytes | dict[str, Any] | RemoteFile"
 #: The training target of a document: its tokens, a second sequence, a class, a score, a choice, or
 #: the position of an answer.
 Task = Literal[

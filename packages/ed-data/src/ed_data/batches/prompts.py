@@ -258,7 +258,7 @@ def build_prompts(
     def scan(key: str, number: int) -> tuple[_Source, np.ndarray, np.ndarray]:
         with named(key, number):
             inform = getattr(mixture, key)[number]
-            documents = Documents(inform, open_source(inform, files), schema)
+            documents = Documents(inform, open_source(inform, files), schema, media=mixture.media)
             kept = ReadAgain(documents)
             examples: list[tuple[int, int]] = []
             short = []

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from ed_data.config.base import DataOptions
+from ed_data.config.media import Media
 from ed_data.config.source import Inform, path_text
 from ed_data.errors import KeyPath, did_you_mean
 from ed_data.languages import language_code
@@ -272,6 +273,8 @@ class Mixture(DataOptions):
     prefetch_buffer_size: Annotated[int, Field(ge=0, le=4096)] = 4
     """Number of prefetched batches."""
 
+    media: Media = Media()
+    """Hosts, stores and folders whose images and recordings rows may name."""
     tokenization: Tokenization = Tokenization()
     save: Saving | None = None
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, listing
+from ed_data.media_access import RemoteFile
 from ed_data.rows.example import RowAudio
-from ed_data.rows.media_files import found_file
+from ed_data.rows.media_files import MediaFolder
 from ed_data.rows.media_parts import MediaParts
 from ed_data.rows.recordings import header
 from ed_data.schema import AUDIO, AUDIOS, Audio, Content, Row
@@ -41,13 +42,12 @@ class AudioReader:
         self._least = inform.min_duration_in_seconds
         self._most = inform.max_duration_in_seconds
 
-    def of_transcript(self, row: Row, folder: str, where: str) -> RowAudio | str:
+    def of_transcript(self, row: Row, folder: MediaFolder, where: str) -> RowAudio | str:
         """Return the recording of a row with its transcript, or the reason to drop the row.
 
         Args:
             row: the row.
-            folder: folder of the row's file. Paths are relative to this folder or to the working
-                folder.
+            folder: the folder whose files the row may name.
             where: the row, for messages.
 
         Raises:
@@ -65,11 +65,12 @@ class AudioReader:
             return f"{self.field!r} is null"
         source = self._source(value, repr(self.field), folder, where)
         name = f", {source!r}" if isinstance(source, str) else ""
+        name = f", {source.address!r}" if isinstance(source, RemoteFile) else name
         audio = RowAudio(source, f"{where}{name}")
         return self._refusal(audio) or audio
 
     def of_chat(
-        self, row: Row, fields: dict[str, Content], folder: str, where: str
+        self, row: Row, fields: dict[str, Content], folder: MediaFolder, where: str
     ) -> tuple[dict[str, Content], list[RowAudio]] | str:
         """Return the fields with plain audio parts, and the recordings in the order of the parts;
         or the reason to drop the row.
@@ -116,9 +117,9 @@ class AudioReader:
             return f"shorter than min_duration_in_seconds ({self._least:g})"
         return None
 
-    def _source(self, value: object, name: str, folder: str, where: str) -> Audio:
+    def _source(self, value: object, name: str, folder: MediaFolder, where: str) -> Audio:
         if isinstance(value, str):
-            return found_file(value, folder, where, kind="recording", key=_KEY)
+            return folder.locate(value, where, kind="recording", key=_KEY)
         if isinstance(value, bytes) and value:
             return value
         if isinstance(value, dict):
@@ -127,7 +128,7 @@ class AudioReader:
             if value.get("bytes"):
                 return {"bytes": value["bytes"]}
             if isinstance(value.get("path"), str):
-                return found_file(value["path"], folder, where, kind="recording", key=_KEY)
+                return folder.locate(value["path"], where, kind="recording", key=_KEY)
         text = f"{type(value).__name__} {value!r}"
         raise DataError(
             f"{where}: {name} must be a recording: a path, bytes, {{path, bytes}}, or "

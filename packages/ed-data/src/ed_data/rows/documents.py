@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from ed_data.config.media import Media
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.rows.audio import RECORDING_KEYS, AudioReader
@@ -25,6 +25,7 @@ from ed_data.rows.contents import (
 )
 from ed_data.rows.example import Example, RowAudio, RowImage, image_key
 from ed_data.rows.images import ImageReader
+from ed_data.rows.media_files import MediaFolder
 from ed_data.rows.preferences import separated
 from ed_data.rows.template import template_arguments
 from ed_data.schema import (
@@ -36,8 +37,7 @@ from ed_data.schema import (
     Row,
     Schema,
 )
-from ed_data.sources import Cursor, Source, open_source, records, shard_sizes
-from ed_data.sources.files import FileSource
+from ed_data.sources import Cursor, FolderSource, Source, open_source, records, shard_sizes
 from ed_data.sources.lines import START, LineRecord, Spot
 from ed_data.sources.python import resolve
 
@@ -104,6 +104,7 @@ class Documents:
         source: the rows; opened if omitted.
         schema: the fields of a document.
         tally: counts dropped rows.
+        media: places outside of the data set whose files rows may name.
     """
 
     def __init__(
@@ -112,8 +113,9 @@ class Documents:
         source: Source | None = None,
         schema: Schema = TEXT,
         tally: Tally | None = None,
+        media: Media | None = None,
     ) -> None:
-        self.inform, self.schema = inform, schema
+        self.inform, self.schema, self.media = inform, schema, media
         self.source = source or open_source(inform)
         self.tally = tally or Tally()
         self.shards = shard_sizes(self.source)
@@ -248,12 +250,14 @@ class Documents:
             row = {inform.format_fields.get(name, name): value for name, value in row.items()}
         return row
 
-    def _folder(self, shard: int) -> str:
-        """Return the folder of a shard of the source, or an empty string if it is not a file."""
-        files = self.source.files if isinstance(self.source, FileSource) else ()
-        return os.path.dirname(files[shard].address) if files else ""
+    def _folder(self, shard: int) -> MediaFolder:
+        """Return the folder whose files the rows of a shard may name."""
+        source = self.source
+        return MediaFolder(
+            source.media_folders(shard) if isinstance(source, FolderSource) else (), self.media
+        )
 
-    def _document(self, record: LineRecord, folder: str) -> Example | None:
+    def _document(self, record: LineRecord, folder: MediaFolder) -> Example | None:
         if isinstance(record.row, DataError):
             raise record.row
         where = f"{self._name}, {record.place}"
@@ -392,7 +396,10 @@ class Documents:
 
 
 def documents(
-    inform: Inform, source: Source | None = None, schema: Schema = TEXT
+    inform: Inform,
+    source: Source | None = None,
+    schema: Schema = TEXT,
+    media: Media | None = None,
 ) -> Iterator[Example]:
     """Yield the documents of an inform, in the order of its rows.
 
@@ -402,7 +409,7 @@ def documents(
     Raises:
         DataError: a field does not exist or has the wrong type, or a function fails.
     """
-    return iter(Documents(inform, source, schema))
+    return iter(Documents(inform, source, schema, media=media))
 
 
 def _facts(inform: Inform, schema: Schema) -> dict[str, object]:

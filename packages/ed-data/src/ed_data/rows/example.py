@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from ed_data.media_access import RemoteFile
 from ed_data.schema import Audio, Content, Image, Row
 
 
@@ -69,7 +70,10 @@ class Example:
     @property
     def image(self) -> Image | list[Image] | None:
         """The image of the row; a list if the row has several, None if it has none."""
-        sources = [image.source for image in self.images]
+        sources: list[Image] = [
+            image.source.address if isinstance(image.source, RemoteFile) else image.source
+            for image in self.images
+        ]
         return sources[0] if len(sources) == 1 else sources or None
 
     @property
@@ -100,7 +104,9 @@ class Example:
 
 def image_key(image: Image) -> str:
     """Return a text that identifies an image: its path, or a hash of its content."""
-    if isinstance(image, dict):
+    if isinstance(image, RemoteFile):
+        raw = image.address
+    elif isinstance(image, dict):
         raw = image["bytes"]
     elif isinstance(image, bytes | str):
         raw = image
@@ -111,12 +117,14 @@ def image_key(image: Image) -> str:
 
 def _audio_key(audio: Audio) -> str:
     """Return a text that identifies a recording: the name of a file, or a hash of the content."""
+    name = audio.address if isinstance(audio, RemoteFile) else audio
     if isinstance(audio, dict) and audio.get("bytes"):
         audio = audio["bytes"]
     if isinstance(audio, bytes):
         return hashlib.blake2b(audio).hexdigest()
-    if isinstance(audio, str):
-        return audio.replace("\\", "/").rpartition("/")[2]
+    if isinstance(name, str):
+        return name.replace("\\", "/").rpartition("/")[2]
+    assert isinstance(audio, dict)
     samples = audio["array"]
     rate = f"{audio['sampling_rate']}{samples.shape}{samples.dtype}".encode()
     return hashlib.blake2b(rate + samples.tobytes()).hexdigest()

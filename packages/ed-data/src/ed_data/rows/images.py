@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ed_data.config import Inform
 from ed_data.errors import DataError
 from ed_data.rows.example import RowImage
-from ed_data.rows.media_files import found_file
+from ed_data.rows.media_files import MediaFolder
 from ed_data.rows.media_parts import MediaParts
 from ed_data.schema import IMAGE, IMAGES, Content, Image, Row
 
@@ -38,13 +38,12 @@ class ImageReader:
         self.key = "pixel_field" if inform.pixel_field else "image_field"
         self.required = inform.is_visual or required
 
-    def of_field(self, value: object, folder: str, where: str) -> list[Image]:
+    def of_field(self, value: object, folder: MediaFolder, where: str) -> list[Image]:
         """Return the images of a field with one image or a list of images; null has none.
 
         Args:
             value: value of the field.
-            folder: folder of the row's file. Paths are relative to this folder or to the working
-                folder.
+            folder: the folder whose files the row may name.
             where: the row, for messages.
 
         Raises:
@@ -62,7 +61,7 @@ class ImageReader:
         return [_encoded(item, name, folder, where) for item in items]
 
     def of_row(
-        self, row: Row, fields: dict[str, Content], folder: str, where: str
+        self, row: Row, fields: dict[str, Content], folder: MediaFolder, where: str
     ) -> tuple[dict[str, Content], list[RowImage]]:
         """Return the fields with plain image parts, and the images in the order of the parts.
 
@@ -99,15 +98,15 @@ def _numbered(images: list[Image], where: str) -> list[RowImage]:
     ]
 
 
-def _encoded(value: object, name: str, folder: str, where: str) -> Image:
+def _encoded(value: object, name: str, folder: MediaFolder, where: str) -> Image:
     if isinstance(value, str):
-        return _file(value, folder, where)
+        return folder.locate(value, where, kind="image", key="image_field")
     if isinstance(value, bytes) and value:
         return value
     if isinstance(value, dict) and value.get("bytes"):
         return {"bytes": value["bytes"], "path": value.get("path")}
     if isinstance(value, dict) and isinstance(value.get("path"), str):
-        return _file(value["path"], folder, where)
+        return folder.locate(value["path"], where, kind="image", key="image_field")
     raise _no_image(value, name, where)
 
 
@@ -117,10 +116,6 @@ def _no_image(value: object, name: str, where: str) -> DataError:
         f"{_short(value)}; correct the row, or use pixel_field for pixels",
         ("image_field",),
     )
-
-
-def _file(path: str, folder: str, where: str) -> str:
-    return found_file(path, folder, where, kind="image", key="image_field")
 
 
 def _pixels(value: object, field: str, where: str) -> np.ndarray:

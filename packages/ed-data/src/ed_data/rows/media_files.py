@@ -1,33 +1,168 @@
-"""The files of images and recordings that rows name."""
+"""The files of images and recordings that rows name: which files a row may read.
+
+A row is data of a stranger. It may contain a medium as bytes or as a `data:` address, name a file
+in the folder of its data set, or name a file at a place in `mixture.media.allowed`. All other paths
+and addresses are errors, and nothing is read or requested.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import os
+import re
+from collections.abc import Sequence
 
+from ed_data.config.media import STORES, WEB, Media, parse_scheme, split_store
 from ed_data.errors import DataError
+from ed_data.media_access import RemoteFile, is_listed
+
+#: Longest path of a file on common systems.
+_LONGEST = 4096
+#: Paths that Windows reads from another machine, or as a device.
+_UNC = re.compile(r"[\\/]{2}")
 
 
-def found_file(path: str, folder: str, where: str, *, kind: str, key: str) -> str:
-    """Return the absolute path of a file; an address is returned unchanged.
+class MediaFolder:
+    """The folder of a data set, and the other places whose files its rows may name.
 
     Args:
-        path: relative to the folder, or to the working folder.
-        folder: folder of the row's file.
-        where: the row, for messages.
-        kind: what the file contains, for messages.
-        key: the option of the inform that names the field.
+        folders: folders of the data set, as paths or addresses; the first contains the row's file.
+        media: the other places.
+    """
+
+    def __init__(self, folders: Sequence[str] = (), media: Media | None = None) -> None:
+        media = Media() if media is None else media
+        self.hosts = media.hosts
+        self._named = tuple(folders)
+        every = (*folders, *media.folders)
+        self._paths = [os.path.abspath(folder) for folder in every if parse_scheme(folder) is None]
+        self._roots = [*self._paths, *(os.path.realpath(path) for path in self._paths)]
+        addresses = [folder for folder in every if parse_scheme(folder) not in (None, *WEB)]
+        self._stores = [parts for each in addresses if (parts := split_store(each)) is not None]
+
+    def locate(self, text: str, where: str, *, kind: str, key: str) -> str | bytes | RemoteFile:
+        """Return the file that a row names: a path without links, content, or a remote file.
+
+        Args:
+            text: the path or address. A path is relative to the folder of the row's file, to an
+                allowed folder, or to the working folder.
+            where: the row, for messages.
+            kind: what the file contains, for messages.
+            key: the option of the inform that names the field.
+
+        Raises:
+            DataError: there is no such file, or rows may not name it.
+        """
+        if text[:5].lower() == "data:":
+            return decode_data_url(text, where, f"the {kind}")
+        scheme = parse_scheme(text)
+        if scheme == "file":
+            host, slash, rest = text.partition("://")[2].partition("/")
+            if host.lower() in ("", "localhost"):
+                return self._find(f"{slash}{rest}", text, where, kind, key)
+        elif scheme is None and "://" not in text:
+            return self._find(text, text, where, kind, key)
+        elif scheme in WEB:
+            if self.hosts:  # the host is compared when the file is read
+                return self._check_host(RemoteFile(text, self.hosts), where, kind, key)
+        elif (parts := split_store(text)) is not None and self._holds(parts):
+            return RemoteFile(text)
+        raise self._refuse(text, where, kind, key)
+
+    def _check_host(self, file: RemoteFile, where: str, kind: str, key: str) -> RemoteFile:
+        import httpx  # not needed to check a run file
+
+        try:
+            allowed = is_listed(httpx.URL(file.address), self.hosts)
+        except httpx.InvalidURL:
+            allowed = False
+        if not allowed:
+            raise self._refuse(file.address, where, kind, key)
+        return file
+
+    def _holds(self, parts: Sequence[str]) -> bool:
+        return any(tuple(parts[: len(store)]) == store for store in self._stores)
+
+    def _find(self, path: str, text: str, where: str, kind: str, key: str) -> str | RemoteFile:
+        if "\0" in path or len(path) > _LONGEST or _UNC.match(path):
+            raise self._refuse(text, where, kind, key)
+        base = self._named[0] if self._named else ""
+        if parse_scheme(base) in WEB:
+            return self._check_host(RemoteFile(f"{base}/{path}", self.hosts), where, kind, key)
+        if parse_scheme(base) is not None and not os.path.isabs(path):
+            address = f"{base}/{path}"
+            parts = split_store(address)
+            if parts is not None and self._holds(parts):
+                return RemoteFile(address)
+        candidates = [os.path.normpath(os.path.join(folder, path)) for folder in self._paths]
+        candidates.append(os.path.abspath(path))
+        inside = [each for each in candidates if _is_inside(each, self._roots)]
+        for candidate in inside:
+            try:
+                real = os.path.realpath(candidate)
+                if _is_inside(real, self._roots) and os.path.isfile(real):
+                    return real
+                outside = os.path.lexists(candidate) and not _is_inside(real, self._roots)
+            except (OSError, ValueError) as error:
+                raise DataError(
+                    f"{where}: the path {text!r:.200} of the {kind} is invalid: {error}; correct "
+                    "the path, or set on_error: skip",
+                    (key,),
+                ) from error
+            if outside:
+                raise self._refuse(text, where, kind, key)
+        if not inside:
+            raise self._refuse(text, where, kind, key)
+        raise DataError(
+            f"{where}: there is no {kind} {text!r:.200} in {base or os.getcwd()!r}; correct the "
+            "path, or set on_error: skip",
+            (key,),
+        )
+
+    def _refuse(self, text: str, where: str, kind: str, key: str) -> DataError:
+        scheme = parse_scheme(text)
+        place = "its folder"
+        if scheme in WEB:
+            place = "its host"
+        elif scheme is not None and scheme != "file" and scheme not in STORES:
+            place = "the folder of a store or a host"
+        folder = self._named[0] if self._named else "no folder"
+        return DataError(
+            f"{where}: a row may not name the {kind} {text!r:.200}, because it is outside of the "
+            f"folder of the data set ({folder}): move the file there, add {place} to "
+            "mixture.media.allowed, or set on_error: skip",
+            (key,),
+        )
+
+
+def decode_data_url(text: str, where: str, noun: str) -> bytes:
+    """Return the content of a `data:` address.
 
     Raises:
-        DataError: there is no such file.
+        DataError: the content is not base64 text.
     """
-    if "://" in path:
-        return path
-    plain = os.path.expanduser(path)
-    for candidate in (os.path.join(folder, plain), plain):
-        if os.path.isfile(candidate):
-            return os.path.abspath(candidate)
-    raise DataError(
-        f"{where}: there is no {kind} {path!r}, neither in {folder or '.'!r} nor in the working "
-        "folder; correct the path, or set on_error: skip",
-        (key,),
-    )
+    return decode_base64(text.partition(",")[2], where, noun, "data URL")
+
+
+def decode_base64(text: str, where: str, noun: str, form: str) -> bytes:
+    """Return the content of base64 text; `form` names the text in messages.
+
+    Raises:
+        DataError: the text is not base64.
+    """
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(
+            f"{where}: {noun} has an invalid {form}: {error}; correct the row, or set "
+            "on_error: skip"
+        ) from error
+
+
+def _is_inside(path: str, roots: Sequence[str]) -> bool:
+    plain = os.path.normcase(path)
+    for root in map(os.path.normcase, roots):
+        if plain == root or plain.startswith(root.rstrip(os.sep) + os.sep):
+            return True
+    return False

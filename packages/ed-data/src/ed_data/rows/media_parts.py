@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ed_data.errors import DataError
+from ed_data.rows.media_files import decode_base64, decode_data_url
 from ed_data.schema import Content, Message
 
 SourceT = TypeVar("SourceT")
@@ -116,21 +115,13 @@ class MediaParts(NamedTuple):
         if key is None:
             return None
         value: Any = part[key]
-        form = "base64 text"
         if isinstance(value, dict) and isinstance(value.get("url"), str):
             value = value["url"]
         elif isinstance(value, dict) and isinstance(value.get("data"), str):
             key, value = _BASE64, value["data"]
         if not isinstance(value, str):
             return value
-        if value.startswith("data:"):
-            key, value, form = _BASE64, value.partition(",")[2], "data URL"
-        if key != _BASE64:
-            return value.removeprefix("file://")
-        try:
-            return base64.b64decode(value, validate=True)
-        except binascii.Error as error:
-            raise DataError(
-                f"{where}: an {self.name} part has an invalid {form}: {error}; correct the row, or "
-                "set on_error: skip"
-            ) from error
+        noun = f"an {self.name} part"
+        if value[:5].lower() == "data:":
+            return decode_data_url(value, where, noun)
+        return value if key != _BASE64 else decode_base64(value, where, noun, "base64 text")

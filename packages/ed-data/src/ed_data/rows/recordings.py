@@ -8,12 +8,12 @@ Legend: n samples, c channels.
 
 from __future__ import annotations
 
-import io
 import re
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from ed_data.errors import DataError
+from ed_data.media_access import FileTooLargeError, open_file
 from ed_data.rows.example import RowAudio
 from ed_data.schema import Audio
 
@@ -66,7 +66,8 @@ def header(audio: RowAudio) -> Header:
         return Header(len(source["array"]), source["sampling_rate"], 1)
     decoder = _decoder()
     try:
-        info: _SoundFileInfo = decoder.info(_openable(source, where))
+        with _open_recording(source, where) as file:
+            info: _SoundFileInfo = decoder.info(file)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise _unreadable(where, error) from error
     claim = _CLAIM.search(info.extra_info)
@@ -104,7 +105,8 @@ def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
         samples = source["array"].astype(np.float32, copy=False)
     else:
         try:
-            decoded = _decoded(_openable(source, where))
+            with _open_recording(source, where) as file:
+                decoded = _decoded(file)
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise _unreadable(where, error) from error
         if len(decoded) != facts.frames:
@@ -119,7 +121,7 @@ def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(samples, np.float32)
 
 
-def _decoded(file: str | io.BytesIO) -> NDArray[np.float32]:
+def _decoded(file: IO[bytes]) -> NDArray[np.float32]:
     """Return the samples [n, c] of a file."""
     import numpy as np
 
@@ -132,27 +134,14 @@ def _decoded(file: str | io.BytesIO) -> NDArray[np.float32]:
     return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
-def _openable(source: Audio, where: str) -> str | io.BytesIO:
-    """Return the path of a local file, or the bytes of another recording."""
-    if isinstance(source, str):
-        import fsspec  # a tenth of a second, which checks of run files do not need
-
-        fs, path = fsspec.core.url_to_fs(source)
-        size = fs.size(path) or 0
-        if size > MAX_BYTES:
-            raise _too_large(where, size)
-        return path if "://" not in source else io.BytesIO(fs.cat_file(path))
-    raw = source["bytes"] if isinstance(source, dict) else source
-    if len(raw) > MAX_BYTES:
-        raise _too_large(where, len(raw))
-    return io.BytesIO(raw)
-
-
-def _too_large(where: str, size: int) -> DataError:
-    return DataError(
-        f"{where}: the recording has {size} bytes, and the limit is {MAX_BYTES}: split it, or set "
-        "on_error: skip"
-    )
+def _open_recording(source: Audio, where: str) -> IO[bytes]:
+    """Open an encoded recording."""
+    try:
+        return open_file(source["bytes"] if isinstance(source, dict) else source, MAX_BYTES)
+    except FileTooLargeError as error:
+        raise DataError(
+            f"{where}: the recording {error}: split it, or set on_error: skip"
+        ) from error
 
 
 def _decoder() -> ModuleType:

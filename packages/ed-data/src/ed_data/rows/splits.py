@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.config import Inform, Mixture
+from ed_data.config import Inform, Media, Mixture
 from ed_data.errors import DataError
 from ed_data.rows.documents import Documents
 from ed_data.rows.example import Example
@@ -174,7 +174,8 @@ def _documents(
 
     def read(key: str, number: int) -> Iterator[Example]:
         with named(key, number):
-            yield from read_documents(getattr(mixture, key)[number], folder, schema)
+            inform = getattr(mixture, key)[number]
+            yield from read_documents(inform, folder, schema, mixture.media)
 
     informs = range(len(mixture.informs))
     if mixture.eval_fraction is not None:
@@ -194,9 +195,11 @@ def _documents(
             yield from read("eval_informs", i)
 
 
-def read_documents(inform: Inform, files: FileCache, schema: Schema) -> Iterator[Example]:
+def read_documents(
+    inform: Inform, files: FileCache, schema: Schema, media: Media
+) -> Iterator[Example]:
     """Yield the documents of an inform; raise a `DataError` if there are none."""
-    return at_least_one(Documents(inform, open_source(inform, files), schema))
+    return at_least_one(Documents(inform, open_source(inform, files), schema, media=media))
 
 
 def at_least_one(documents: Documents) -> Iterator[Example]:

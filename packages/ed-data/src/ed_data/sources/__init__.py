@@ -48,6 +48,18 @@ class ShardedSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
+class FolderSource(Protocol):
+    """A source whose rows may name files in folders."""
+
+    def media_folders(self, shard: int) -> Sequence[str]:
+        """Return the folders, paths or addresses, whose files the rows of a shard may name.
+
+        Paths of rows are relative to the first folder.
+        """
+        ...
+
+
 class Cursor(NamedTuple):
     """A position in a source: the shard, and the position in the shard."""
 

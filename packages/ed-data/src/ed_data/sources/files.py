@@ -76,6 +76,12 @@ class FileSource:
                     raise record.row
                 yield record.place, record.row
 
+    def media_folders(self, shard: int) -> tuple[str, ...]:
+        """Return the folder of a file, and the folder that `data_files` names."""
+        file = self.files[shard]
+        folder = os.path.dirname(file.address)
+        return (folder,) if file.folder is None else (folder, file.folder)
+
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
     ) -> Iterator[LineRecord]:
@@ -136,20 +142,25 @@ def resolve_files(pattern: str, label: str, suffixes: Sequence[str] = ()) -> lis
         raise DataError(f"inform {label!r}: cannot open {pattern!r}: {error}") from error
     if not paths:
         raise DataError(f"inform {label!r}: no file matches {pattern!r}{_nearby(fs, path)}")
-    return [_source_file(fs, p) for p in paths]
+    folder = _source_address(fs, path) if fs.isdir(path) else None
+    return [_source_file(fs, p, folder) for p in paths]
 
 
-def _source_file(fs: fsspec.AbstractFileSystem, path: str) -> SourceFile:
+def _source_address(fs: fsspec.AbstractFileSystem, path: str) -> str:
+    return path if is_local(fs) else str(fs.unstrip_protocol(path))
+
+
+def _source_file(fs: fsspec.AbstractFileSystem, path: str, folder: str | None) -> SourceFile:
     if is_local(fs):
         stat = os.stat(path)
-        return SourceFile(fs, path, f"{stat.st_size}:{stat.st_mtime_ns}", path, stat.st_size)
+        identity = f"{stat.st_size}:{stat.st_mtime_ns}"
+        return SourceFile(fs, path, identity, path, stat.st_size, folder)
     about = fs.info(path)
     # The `ukey` of http depends only on the address, so these fields detect changes.
     changes = [str(about[key]) for key in _CHANGES if about.get(key) is not None]
     identity = ":".join([str(fs.ukey(path)), *changes])
-    return SourceFile(
-        fs, path, identity, str(fs.unstrip_protocol(path)), int(about.get("size") or 0)
-    )
+    size = int(about.get("size") or 0)
+    return SourceFile(fs, path, identity, _source_address(fs, path), size, folder)
 
 
 _CHANGES = ("ETag", "etag", "LastModified", "last_modified", "mtime")

@@ -39,6 +39,7 @@ class SourceFile:
         identity: a value that changes when the file is rewritten.
         address: path in messages; for a copy, the path of the original.
         size: size in bytes, 0 if unknown.
+        folder: the folder that `data_files` names; None if `data_files` names the file.
     """
 
     fs: fsspec.AbstractFileSystem
@@ -46,6 +47,7 @@ class SourceFile:
     identity: str
     address: str
     size: int = 0
+    folder: str | None = None
 
     def open(self, *, decompress: bool = True) -> IO[bytes]:
         """Open the file for reading bytes; the suffix determines the compression."""

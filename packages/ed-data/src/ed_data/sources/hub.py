@@ -8,9 +8,13 @@ because it also reads the skipped tables of its shard.)
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import unquote
 
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
 
 _ROWS = 1024  # rows of a table
+_DECODED = 64  # rows of which each may contain an image
 _ON_DISK = ("state.json", "dataset_dict.json")
 
 
@@ -65,24 +70,35 @@ class HubSource:
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
     ) -> Iterator[LineRecord]:
         """Yield the records starting at `start`; the source is one shard."""
-        data = _encoded(self._data.with_format(None))
+        # In this format `datasets` decodes nothing: it would read any path or address that a row
+        # names as an image, a recording, a video or a document.
+        data = self._data.with_format("arrow")
         names = present(columns, data.column_names)
         if names is not None:
             data = data.select_columns(names)
         if start.row:
             data = data.select(range(min(start.row, len(data)), len(data)))
-        for index, row in enumerate(data, start.row):
-            yield LineRecord(f"{self._name}, row {index}", dict(row), Spot(index), Spot(index + 1))
+        index = start.row
+        for each in data.iter(batch_size=_DECODED):
+            for row in cast("pa.Table", each).to_pylist():
+                place = f"{self._name}, row {index}"
+                yield LineRecord(place, row, Spot(index), Spot(index + 1))
+                index += 1
+
+    def media_folders(self, shard: int) -> tuple[str, ...]:
+        """Return the folders of the dataset and of its extracted archives."""
+        return _media_folders(self._name)
 
 
-def _encoded(data: Dataset) -> Dataset:
-    """Return the dataset with encoded recordings: `datasets` decodes them with torch."""
-    import datasets
+def _media_folders(where: str) -> tuple[str, ...]:
+    from datasets import config
+    from huggingface_hub import constants
 
-    for name, feature in data.features.items():
-        if isinstance(feature, datasets.Audio) and feature.decode:
-            data = data.cast_column(name, datasets.Audio(decode=False))
-    return data
+    extracted = str(config.EXTRACTED_DATASETS_PATH)
+    if os.path.isdir(where):
+        return os.path.abspath(where), extracted
+    cache = os.path.join(constants.HF_HUB_CACHE, "datasets--" + where.replace("/", "--"))
+    return f"hf://datasets/{where}", cache, extracted
 
 
 class HubStream:
@@ -107,6 +123,10 @@ class HubStream:
             for record in self.records(shard, columns):
                 assert not isinstance(record.row, DataError)
                 yield record.place, record.row
+
+    def media_folders(self, shard: int) -> tuple[str, ...]:
+        """Return the folders of the dataset and of its extracted archives."""
+        return _media_folders(self._name)
 
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
@@ -140,7 +160,7 @@ def _stream(inform: Inform, where: str, cache: FileCache) -> HubStream | FileSou
     label = inform.label
     config, split = _config_and_split(inform, where)
     try:
-        builder = datasets.load_dataset_builder(where, config)
+        builder = _open_builder(where, config, label)
         files: Any = getattr(builder.config, "data_files", None) or {}
         if files and split not in files:
             raise DataError(_no_split(label, split, files))
@@ -158,6 +178,76 @@ def _stream(inform: Inform, where: str, cache: FileCache) -> HubStream | FileSou
     return HubStream(where, data, version, int(getattr(info, "num_bytes", 0) or 0))
 
 
+def _open_builder(where: str, config: str | None, label: str) -> DatasetBuilder:
+    """Return the builder of a dataset whose files are all in the dataset.
+
+    The card of a dataset (README.md) may name data files, and `datasets` reads any path and any
+    address.
+
+    Raises:
+        DataError: the card names a file outside of the dataset.
+    """
+    import datasets
+
+    builder = datasets.load_dataset_builder(where, config)
+    files: Any = getattr(builder.config, "data_files", None) or {}
+    root = os.path.realpath(where) if os.path.isdir(where) else None
+    for file in (str(file) for each in files.values() for file in each):
+        if root is not None:
+            inside = os.path.realpath(file).startswith(root + os.sep) and "://" not in file
+        else:
+            inside = re.match(rf"hf://datasets/{re.escape(where)}(@[^/]+)?/(?!.*::)", file)
+        if not inside:
+            raise _outside(label, where, file)
+    return builder
+
+
+def _check_card(where: str, label: str) -> None:
+    """Check the data files of a card, before `datasets` looks for them."""
+    from datasets import config
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    cards = []
+    if os.path.isdir(where):
+        readme = os.path.join(where, config.REPOCARD_FILENAME)
+        options = os.path.join(where, config.REPOYAML_FILENAME)
+        if os.path.isfile(readme):
+            cards.append(DatasetCard.load(readme))
+        if os.path.isfile(options):
+            with open(options, encoding="utf-8") as file:
+                cards.append(DatasetCard(f"---\n{file.read()}\n---\n"))
+    else:
+        with contextlib.suppress(HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+            cards.append(DatasetCard.load(where))
+    configs = [MetadataConfigs.from_dataset_card_data(card.data) for card in cards]
+    for name in _texts([dict(each) for each in configs]):
+        plain = posixpath.normpath(unquote(name.replace("\\", "/")))
+        if "://" in name or "::" in name or plain.startswith(("/", "..", "~")):
+            raise _outside(label, where, name)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the paths in the `data_files` and `data_dir` of the configurations of a card."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if key in ("data_files", "data_dir", "path") or not isinstance(item, str):
+                yield from _texts(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _texts(item)
+
+
+def _outside(label: str, where: str, file: str) -> DataError:
+    return DataError(
+        f"inform {label!r}: the card of the dataset {where!r} names the data file {file!r:.200}, "
+        "which is not in the dataset: name the files that you trust in data_files"
+    )
+
+
 def _reads_part(builder: DatasetBuilder) -> bool:
     """Return whether the configuration of a parquet dataset selects columns or rows."""
     return any(getattr(builder.config, name, None) is not None for name in ("columns", "filters"))
@@ -171,6 +261,7 @@ def _config_and_split(inform: Inform, where: str) -> tuple[str | None, str]:
     """
     import datasets
 
+    _check_card(where, inform.label)
     name = inform.dataset_split_name
     if name is None:
         return None, inform.split
@@ -190,7 +281,9 @@ def _load(inform: Inform, where: str) -> Dataset:
         if os.path.isfile(os.path.join(where, "dataset_dict.json")):
             return _one(datasets.load_from_disk(where), inform.dataset_split_name or split, label)
         config, split = _config_and_split(inform, where)
-        return _one(datasets.load_dataset(where, config, split=split), split, label)
+        builder = _open_builder(where, config, label)
+        builder.download_and_prepare()
+        return _one(builder.as_dataset(split=split), split, label)
     except DataError:
         raise
     except (OSError, ValueError, DatasetsError) as error:

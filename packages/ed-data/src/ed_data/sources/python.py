@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -35,6 +36,10 @@ class PythonSource:
         for record in self.records(0, columns):
             assert not isinstance(record.row, DataError)
             yield record.place, record.row
+
+    def media_folders(self, shard: int) -> tuple[str, ...]:
+        """Return the working folder: the rows belong to the program that runs there."""
+        return (os.getcwd(),)
 
     def records(
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START

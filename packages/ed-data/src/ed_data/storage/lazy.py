@@ -47,7 +47,9 @@ class ReadAgain:
     def __init__(self, documents: Documents) -> None:
         self._first = documents
         # A second reader, so that repeated reads do not change the tally.
-        self._again = Documents(documents.inform, documents.source, documents.schema)
+        self._again = Documents(
+            documents.inform, documents.source, documents.schema, media=documents.media
+        )
         self._places = array("q")
         self._open: tuple[int, int, Iterator[Placed]] | None = None
 

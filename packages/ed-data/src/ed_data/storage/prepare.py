@@ -82,7 +82,7 @@ def _tokens(
     encoder = encoding.encoder
     source = open_source(inform, file_cache(mixture, cache_dir))
     label, schema = inform.label, encoder.schema
-    documents = Documents(inform, source, schema)
+    documents = Documents(inform, source, schema, media=mixture.media)
     if mixture.pack_on_the_fly:
         return _lazy(documents, encoding)
     key = {
@@ -124,7 +124,8 @@ def _tokens(
         # A tokenizer is not thread-safe, so the thread uses a copy.
         own = replace(encoder, tokenizer=copy.deepcopy(encoder.tokenizer))
         with contextlib.closing(Encoding(own, encoding.processes)) as background:
-            return write(Documents(inform, source, schema), background, through)
+            again = Documents(inform, source, schema, media=mixture.media)
+            return write(again, background, through)
 
     writing = _WRITING[folder] = BackgroundTokens(_lazy(documents, encoding), write_in_background)
     encoding.closing.callback(writing.close)

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
+from ed_data.media_access import RemoteFile, read_file
 from ed_data.rows.example import RowImage
 from ed_data.tokens.items import MediumTokens
 
@@ -333,7 +333,7 @@ def _decoded(image: RowImage) -> PIL.Image.Image:
         raise _unreadable(image.where, error) from error
 
 
-def _opened(source: str | bytes | dict[str, Any], where: str) -> PIL.Image.Image:
+def _opened(source: str | bytes | dict[str, Any] | RemoteFile, where: str) -> PIL.Image.Image:
     """Open an image; its pixels are decoded when they are read."""
     try:
         from PIL import Image, ImageOps
@@ -342,9 +342,7 @@ def _opened(source: str | bytes | dict[str, Any], where: str) -> PIL.Image.Image
             "reading images requires the package pillow: install ed-data[images]"
         ) from error
     try:
-        raw = _bytes_of(source)
-        if len(raw) > MAX_BYTES:
-            raise ValueError(f"the file has more than {MAX_BYTES} bytes")
+        raw = read_file(source["bytes"] if isinstance(source, dict) else source, MAX_BYTES)
         opened = Image.open(io.BytesIO(raw))
         if opened.format in _REFUSED_FORMATS:
             raise ValueError(f"the format {opened.format} is not supported")
@@ -357,15 +355,6 @@ def _opened(source: str | bytes | dict[str, Any], where: str) -> PIL.Image.Image
         return opened
     except Exception as error:  # decoders raise many types of exceptions for damaged data
         raise _unreadable(where, error) from error
-
-
-def _bytes_of(source: str | bytes | dict[str, Any]) -> bytes:
-    """Return the content of an encoded image; of a larger file, one byte more than the limit."""
-    if isinstance(source, str):
-        fs, path = fsspec.core.url_to_fs(source)
-        with fs.open(path, "rb") as file:
-            return file.read(MAX_BYTES + 1)
-    return source["bytes"] if isinstance(source, dict) else source
 
 
 def _unreadable(where: str, error: Exception) -> DataError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from ed_data.rows.example import RowAudio
 from ed_data.rows.recordings import samples_of
 from ed_infra.errors import ConfigError
@@ -28,7 +30,8 @@ def transcribe(session: Session, options: TranscribeOptions) -> None:
         raise ConfigError(f"{type(model).__name__} reads no recordings: use a model of speech")
     transcriber = Transcriber(model, speech_processor(elm))
     for file in options.files:
-        samples = samples_of(RowAudio(file, file), transcriber.sampling_rate)
+        audio = RowAudio(os.path.realpath(file), file)
+        samples = samples_of(audio, transcriber.sampling_rate)
         found = transcriber.transcribe(samples, language=options.language, task=options.task)
         session.summary.samples.append((file, found.text))
         print(f"{file}: {found.text}")

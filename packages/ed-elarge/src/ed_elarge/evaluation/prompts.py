@@ -19,7 +19,9 @@ def trains_on_chats(run: RunConfig) -> bool:
     """Return whether the first row of the mixture is a chat."""
     if run.mixture is None:
         return False
-    first = next(documents(run.mixture.informs[0], schema=run.schema), None)
+    first = next(
+        documents(run.mixture.informs[0], schema=run.schema, media=run.mixture.media), None
+    )
     return first is not None and _is_chat(first.content)
 
 
