@@ -6,8 +6,8 @@ import ipaddress
 import random
 
 import pytest
-from ed_data import media_access
-from ed_esurge.server.generation import images
+from ed_data import public_addresses
+from ed_esurge.server.http import public_addresses as server_addresses
 from packaging.version import Version
 
 from tools.workspace import ROOT, read_toml
@@ -70,10 +70,16 @@ def test_rows_and_requests_agree_on_public_addresses() -> None:
     numbers += [
         str(ipaddress.IPv6Address(generator.getrandbits(125) + 2**125)) for _ in range(2000)
     ]
+    numbers += [
+        str(network[place])
+        for networks in (server_addresses._RESERVED_V4, server_addresses._RESERVED_V6)
+        for network in networks
+        for place in (0, -1)
+    ]
     different = [
         number
         for number in [*KINDS, *numbers]
-        if media_access.is_public(number) != images.is_public(number)
+        if public_addresses.is_public(number) != server_addresses.is_public(number)
     ]
     assert not different
 

@@ -18,7 +18,8 @@ import fsspec
 import pytest
 from ed_data import DataError, Inform, Media, Mixture, build_prompts, documents
 from ed_data import media_access as access
-from ed_data.media_access import RemoteFile, is_public, open_local, read_file
+from ed_data.media_access import RemoteFile, open_local, read_file
+from ed_data.public_addresses import is_public
 from ed_data.rows.recordings import header
 from ed_data.schema import CTC, IMAGE_CLASSIFICATION
 from ed_data.sources import open_source

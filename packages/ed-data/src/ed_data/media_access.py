@@ -3,7 +3,7 @@
 Rows name these files, so each file has a limit of bytes, and each download a limit of time. Only
 regular files are read. A host is resolved once, its addresses must be public or in the list, and
 redirects are not followed. `ed_esurge.server.generation.images` downloads the images of requests
-by the same rules; `tests/security/test_media_rows.py` compares both.
+by the same rules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import functools
 import io
-import ipaddress
 import os
 import socket
 import ssl
@@ -22,19 +21,13 @@ from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from ed_data.config.media import WEB, Host, parse_scheme
+from ed_data.public_addresses import is_public
 
 if TYPE_CHECKING:
     import httpx
 
 #: Seconds of a download.
 DOWNLOAD_SECONDS = 120.0
-#: Global unicast addresses of IPv6, and addresses in them with a special meaning (IANA's registry).
-_UNICAST = ipaddress.ip_network("2000::/3")
-_SPECIAL = tuple(map(ipaddress.ip_network, ("2001::/23", "2001:db8::/32", "3fff::/20")))
-#: IPv6 addresses that contain an IPv4 address in their last 32 bits (RFC 6052).
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-#: The relays of 6to4 are anycast addresses of unknown owners (RFC 7526).
-_RELAYS = ipaddress.ip_network("192.88.99.0/24")
 
 
 class RemoteFile(NamedTuple):
@@ -215,16 +208,3 @@ def _tls() -> ssl.SSLContext:
     import httpx
 
     return httpx.create_ssl_context(trust_env=False)
-
-
-def is_public(number: str) -> bool:
-    """Return whether an IP address belongs to the public internet."""
-    address = ipaddress.ip_address(number.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = ipaddress.IPv4Address(int(address) % 2**32) if address in _NAT64 else None
-        inner = address.ipv4_mapped or address.sixtofour or inner
-        if inner is None:
-            special = any(address in network for network in _SPECIAL)
-            return address in _UNICAST and address.is_global and not special
-        address = inner
-    return address.is_global and not address.is_multicast and address not in _RELAYS

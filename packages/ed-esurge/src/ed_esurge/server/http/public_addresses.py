@@ -1,6 +1,6 @@
 """Which IP addresses belong to the public internet: the check of every download.
 
-`ed_data.rows.public_addresses` is the same file, because neither package imports the other.
+`ed_data.public_addresses` is the same file, because neither package imports the other.
 """
 
 from __future__ import annotations
