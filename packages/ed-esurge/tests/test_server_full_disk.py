@@ -130,7 +130,7 @@ def test_batch_without_its_file_fails_and_the_next_batch_runs(tmp_path, disk):
 
 
 def test_batch_worker_restarts_after_an_unexpected_error(tmp_path, disk, monkeypatch):
-    original, calls = BatchStore.next, []
+    original, calls = BatchStore.unfinished, []
 
     def broken(self):
         calls.append(1)
@@ -138,7 +138,7 @@ def test_batch_worker_restarts_after_an_unexpected_error(tmp_path, disk, monkeyp
             raise RuntimeError("a defect of the worker")
         return original(self)
 
-    monkeypatch.setattr(BatchStore, "next", broken)
+    monkeypatch.setattr(BatchStore, "unfinished", broken)
     with background(ScriptedEngine(), batch_directory=tmp_path) as url:
         batch = order(url, 2).json()["id"]
         until(lambda: httpx.get(f"{url}/batches/{batch}").json()["status"] == "completed")

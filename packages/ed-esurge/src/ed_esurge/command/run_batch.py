@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -72,7 +71,7 @@ async def answer_lines(
     Returns:
         the number of lines with a result, and the number of failed lines.
     """
-    from ed_esurge.server.batches.lines import answer_line, succeeded
+    from ed_esurge.server.batches.lines import answer_line, line_pieces, release, succeeded
     from ed_esurge.server.endpoints import BATCHED
 
     seen: set[str] = set()
@@ -82,7 +81,8 @@ async def answer_lines(
     async def write() -> None:
         entry = await running.popleft()
         counts[succeeded(entry)] += 1
-        to.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+        to.writelines(line_pieces(entry, ascii_only=False))
+        release(entry)
         to.flush()
 
     for number, raw in _numbered(source):

@@ -6,20 +6,47 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from ed_infra.options import Options
 from pydantic import Field, ValidationError
 from starlette.requests import Request
+from starlette.responses import Response
 
 from ed_esurge.server.generation.served_models import ServedModels
+from ed_esurge.server.http.admission import OVERLOADED, RESERVATION, Reservation
 from ed_esurge.server.http.auth import OWNER
-from ed_esurge.server.http.body import BODY_BYTES, aside, parsed_json
+from ed_esurge.server.http.body import BODY_BYTES, LONG_BODY, aside, parsed_json
 from ed_esurge.server.http.errors import APIError, from_validation
 from ed_esurge.server.http.fields import validated
+from ed_esurge.server.http.json_parts import JsonPieces
 from ed_esurge.server.routing import Endpoint, dispatch
 
 logger = logging.getLogger(__name__)
+
+# Seconds until a line is repeated that found too many bytes in flight, and their maximum.
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 16.0
+
+
+@dataclass(frozen=True)
+class AnswerPieces:
+    """The JSON text of a long answer in pieces, which no call parses or serializes again.
+
+    Attributes:
+        pieces: the text.
+        reservation: the bytes in flight until the text is written.
+    """
+
+    pieces: list[bytes]
+    reservation: Reservation
+
+
+def release(entry: dict[str, Any]) -> None:
+    """Release the bytes of an entry that was written."""
+    body = (entry["response"] or {}).get("body")
+    if isinstance(body, AnswerPieces):
+        body.reservation.close()
 
 
 class BatchLine(Options):
@@ -66,9 +93,21 @@ async def answer_line(
     except ValueError as error:
         entry["error"] = {"code": "invalid_json", "message": f"the line is not JSON: {error}"}
         return entry
-    status, body = await _answer(server, endpoints[line.url], line.body, raw, owner)
-    entry["response"] = {"status_code": status, "request_id": body.get("id", name), "body": body}
+    entry["response"] = await _answer(server, endpoints[line.url], line.body, raw, owner, name)
     return entry
+
+
+def line_pieces(entry: dict[str, Any], *, ascii_only: bool = True) -> list[bytes]:
+    """Return an entry as a line of JSON in pieces, with the line break."""
+    response = entry["response"] or {}
+    body = response.get("body")
+    if not isinstance(body, AnswerPieces):
+        return [json.dumps(entry, ensure_ascii=ascii_only).encode() + b"\n"]
+    start = json.dumps({**entry, "response": None}, ensure_ascii=ascii_only)
+    head = json.dumps({**response, "body": None}, ensure_ascii=ascii_only)
+    before, _, after = start.partition('"response": null')
+    opened = f'{before}"response": {head.removesuffix("null}")}'
+    return [opened.encode(), *body.pieces, f"}}{after}\n".encode()]
 
 
 def expired_line(raw: bytes, name: str) -> dict[str, Any]:
@@ -120,9 +159,49 @@ def _check(line: BatchLine, endpoints: Mapping[str, Endpoint], seen: set[str] | 
 
 
 async def _answer(
-    server: ServedModels, endpoint: Endpoint, body: dict[str, Any], raw: bytes, owner: str
-) -> tuple[int, Any]:
-    """Return status and body of the answer, as over HTTP."""
+    server: ServedModels,
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    raw: bytes,
+    owner: str,
+    name: str,
+) -> dict[str, Any]:
+    """Return status, id and body of the answer, as over HTTP.
+
+    A line that finds too many bytes in flight is repeated later.
+    """
+    wait = RETRY_SECONDS
+    while True:
+        reservation = Reservation(server.state.budget)
+        response = None
+        try:
+            response = await _respond(server, endpoint, body, raw, owner, reservation)
+        finally:
+            if not isinstance(response, JsonPieces):
+                reservation.close()
+        if response is not None:
+            break
+        await asyncio.sleep(wait)
+        wait = min(2 * wait, MAX_RETRY_SECONDS)
+    pieces = response.pieces if isinstance(response, JsonPieces) else [bytes(response.body)]
+    known: dict[str, Any] = {"status_code": response.status_code}
+    if sum(map(len, pieces)) < LONG_BODY:
+        reservation.close()
+        answer = json.loads(b"".join(pieces))
+        return {**known, "request_id": answer.get("id", name), "body": answer}
+    label = response.headers.get("x-request-id", name)
+    return {**known, "request_id": label, "body": AnswerPieces(pieces, reservation)}
+
+
+async def _respond(
+    server: ServedModels,
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    raw: bytes,
+    owner: str,
+    reservation: Reservation,
+) -> Response | None:
+    """Return the answer; None if too many bytes are in flight."""
     scope = {
         "type": "http",
         "method": "POST",
@@ -130,6 +209,7 @@ async def _answer(
         "headers": [],
         OWNER: owner,
         BODY_BYTES: len(raw),
+        RESERVATION: reservation,
     }
 
     async def never_disconnects() -> Any:
@@ -141,15 +221,14 @@ async def _answer(
         ignored = server.state.unknown_fields.request()
         request = await aside(lambda: validated(kind, body, ignored), len(raw))
         server.state.unknown_fields.log(ignored, endpoint.path)
-        response = await dispatch(server, endpoint, request, Request(scope, never_disconnects))
+        return await dispatch(server, endpoint, request, Request(scope, never_disconnects))
     except APIError as error:
-        response = error.response()
+        return None if error.code == OVERLOADED else error.response()
     except ValidationError as error:
-        response = from_validation(error.errors(include_url=False)).response()
+        return from_validation(error.errors(include_url=False)).response()
     except Exception:
         logger.exception("a line of a batch failed")
-        response = APIError("the server failed on this request", status=500).response()
-    return response.status_code, json.loads(bytes(response.body))
+        return APIError("the server failed on this request", status=500).response()
 
 
 def _parsed(server: ServedModels, raw: bytes) -> Any:

@@ -1,27 +1,38 @@
-"""The worker that answers the batches of a server, one at a time, between the other requests."""
+"""The worker that answers the batches of a server between the other requests.
+
+The oldest batch of each owner runs. The owners share the slots of lines equally, so a large batch
+does not delay the batches of other owners.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import os
 import re
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
+
+from pydantic_core import from_json
 
 from ed_esurge.server.batches.lines import (
     answer_line,
     expired_line,
     interrupted_line,
+    line_pieces,
+    release,
     succeeded,
 )
+from ed_esurge.server.batches.turns import LineSlots
 from ed_esurge.server.generation.served_models import ServedModels
+from ed_esurge.server.http.body import LONG_BODY, aside
 from ed_esurge.server.routing import Endpoint
 from ed_esurge.server.stores import OPEN, BatchStore, JsonFields, open_private
 
@@ -30,6 +41,9 @@ logger = logging.getLogger(__name__)
 # Seconds until lines without an answer are retried. The wait doubles after each failed write, up to
 # the maximum.
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+# Owners whose batches run concurrently, because a running batch has open files. Further owners wait
+# until a turn ends.
+MAX_OWNERS, TURN_SECONDS = 16, 60.0
 # Errors of a full or unavailable disk, which may be temporary.
 TEMPORARY = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE)
 
@@ -54,21 +68,70 @@ async def running(server: ServedModels, endpoints: Mapping[str, Endpoint]) -> As
             await task
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Worker:
+    """Answers the batches of up to `MAX_OWNERS` owners concurrently.
+
+    Attributes:
+        slots: the slots of running lines, which the owners share.
+        since: start of the turn of each running owner.
+        ended: end of the last turn of each waiting owner.
+    """
+
     server: ServedModels
     store: BatchStore
     endpoints: Mapping[str, Endpoint]
+    slots: LineSlots = field(init=False)
+    since: dict[str, float] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slots = LineSlots(self.store.limits.batch_concurrency)
 
     async def run(self) -> None:
-        """Answer batches forever. An error of a batch or of the disk does not end the loop."""
+        """Answer batches forever."""
+        running: dict[str, asyncio.Task[None]] = {}
+        added = self.server.batch_added
+        try:
+            while True:
+                added.clear()
+                for owner in self._waiting_owners()[: MAX_OWNERS - len(running)]:
+                    self.since[owner] = time.monotonic()
+                    running[owner] = asyncio.create_task(self._serve(owner))
+                wakeup = asyncio.create_task(added.wait())
+                try:
+                    await asyncio.wait({wakeup, *running.values()}, return_when=FIRST_COMPLETED)
+                finally:
+                    wakeup.cancel()
+                for owner in [name for name, task in running.items() if task.done()]:
+                    del self.since[owner]
+                    self.ended[owner] = time.monotonic()
+                    running.pop(owner).result()
+        finally:
+            for task in running.values():
+                task.cancel()
+            await asyncio.gather(*running.values(), return_exceptions=True)
+
+    def _waiting_owners(self) -> list[str]:
+        """Return the owners of unfinished batches that wait for a turn, longest wait first."""
+        owners = {batch["owner"]: None for batch in self.store.unfinished()}
+        waiting = [owner for owner in owners if owner not in self.since]
+        return sorted(waiting, key=lambda owner: self.ended.get(owner, 0.0))
+
+    def is_over(self, owner: str) -> bool:
+        """Return whether the turn of an owner is over, because other owners wait."""
+        if len(self.since) < MAX_OWNERS or time.monotonic() - self.since[owner] < TURN_SECONDS:
+            return False
+        return bool(self._waiting_owners())
+
+    async def _serve(self, owner: str) -> None:
+        """Answer the batches of an owner. An error of a batch or of the disk does not end this."""
         wait = RETRY_SECONDS
-        while True:
-            batch = self.store.next()
+        while not self.is_over(owner):
+            mine = (batch for batch in self.store.unfinished() if batch["owner"] == owner)
+            batch = next(mine, None)
             if batch is None:
-                self.server.batch_added.clear()
-                await self.server.batch_added.wait()
-                continue
+                return
             try:
                 await _BatchRun(self, batch).run()
             except Exception as group:
@@ -86,8 +149,8 @@ class _Worker:
             else:
                 wait = RETRY_SECONDS
                 self.server.stall_batches(None)
-                if batch["status"] in OPEN:  # the engine does not answer at the moment
-                    await asyncio.sleep(RETRY_SECONDS)
+                if batch["status"] in OPEN and not self.is_over(owner):
+                    await asyncio.sleep(RETRY_SECONDS)  # the engine does not answer at the moment
 
 
 async def _always(worker: _Worker) -> None:
@@ -128,15 +191,18 @@ def _fail(store: BatchStore, batch: JsonFields, error: BaseException) -> None:
 
 class _BatchRun:
     def __init__(self, worker: _Worker, batch: JsonFields) -> None:
-        self._server, self._store, self._batch = worker.server, worker.store, batch
+        self._worker, self._server, self._store = worker, worker.server, worker.store
+        self._batch = batch
         self._endpoints = {batch["endpoint"]: worker.endpoints[batch["endpoint"]]}
         self._ok, self._failed = self._store.results(batch, True), self._store.results(batch, False)
         self._done: set[int] = set()
         self._interrupted: set[int] = set()
-        self._unanswered = False
+        self._unanswered = self._is_full = False
+        self._writing = asyncio.Lock()
 
     async def run(self) -> None:
-        """Answer the remaining lines. Return early if a line cannot be answered at the moment."""
+        """Answer the remaining lines. Return early if a line cannot be answered at the moment, or
+        if other owners wait. The batch fails if its results exceed the quota of the owner."""
         store, batch = self._store, self._batch
         path = store.content(batch["input_file_id"])
         total = await asyncio.to_thread(_count, path)
@@ -149,6 +215,7 @@ class _BatchRun:
             errors = {"object": "list", "data": [{**data, "param": "input_file_id"}]}
             store.change(batch, "failed", errors=errors)
             return
+        store.recount_output(batch)
         counts = {"total": total}
         for key, part, file in (
             ("completed", self._ok, batch["output_file_id"]),
@@ -173,7 +240,7 @@ class _BatchRun:
         cancelled = batch["status"] == "cancelling"
         if self._unanswered and not cancelled:
             return
-        if batch["status"] == "in_progress":
+        if batch["status"] == "in_progress" and not self._is_full:
             store.change(batch, "finalizing")
         for key, part, name in (
             ("output_file_id", self._ok, "output"),
@@ -190,6 +257,16 @@ class _BatchRun:
         marks.unlink(missing_ok=True)
         expired = batch["expired_at"] is not None
         end = "cancelled" if cancelled else "expired" if expired else "completed"
+        if self._is_full and not cancelled:
+            most = store.limits.max_stored_bytes
+            message = (
+                "the results of further lines would exceed the storage of this API key, "
+                f"{most} bytes (max_stored_bytes): delete files, and send the other lines again"
+            )
+            data = {"code": "storage_quota_exceeded", "message": message, "line": None}
+            listed = {"object": "list", "data": [{**data, "param": None}]}
+            store.change(batch, "failed", errors=listed)
+            return
         store.change(batch, end)
 
     @property
@@ -204,33 +281,51 @@ class _BatchRun:
             files: files of the answers (True) and of the failed lines (False).
             started: file of the marks of lines in progress.
         """
-        batch, seen = self._batch, set()
-        gate = asyncio.Semaphore(self._store.limits.batch_concurrency)
+        batch, seen, owner = self._batch, set(), self._batch["owner"]
+        slots = self._worker.slots
 
         async def one(number: int, raw: bytes) -> None:
             try:
                 entry = await self._answer(number, raw, seen, started)
             finally:
-                gate.release()
+                slots.release(owner)
             if entry is None:
                 return
-            good = succeeded(entry)
-            _append(files[good], json.dumps(entry).encode() + b"\n")
-            batch["request_counts"]["completed" if good else "failed"] += 1
+            try:
+                await self._record(entry, files)
+            finally:
+                release(entry)
 
         async with asyncio.TaskGroup() as group:
             for number, raw in _numbered(path):
                 if number in self._done:
+                    await asyncio.sleep(0)
                     with suppress(ValueError, KeyError, TypeError):
-                        seen.add(json.loads(raw)["custom_id"])
+                        parsed = await aside(partial(from_json, raw), len(raw))
+                        seen.add(parsed["custom_id"])
                     continue
-                await gate.acquire()
-                if batch["status"] == "cancelling" or self._unanswered:
-                    gate.release()
+                await slots.acquire(owner)
+                self._unanswered = self._unanswered or self._worker.is_over(owner)
+                if batch["status"] == "cancelling" or self._unanswered or self._is_full:
+                    slots.release(owner)
                     break
                 group.create_task(one(number, raw))
         for file in files.values():
             os.fsync(file.fileno())
+
+    async def _record(self, entry: JsonFields, files: dict[bool, IO[bytes]]) -> None:
+        """Write the answer to a line, unless the storage of the owner is full."""
+        pieces, good = line_pieces(entry), succeeded(entry)
+        size = sum(map(len, pieces))
+        async with self._writing:
+            if self._is_full or not self._store.add_output(self._batch, size):
+                self._is_full = True
+            elif size < LONG_BODY:
+                _append(files[good], b"".join(pieces))
+            else:
+                await asyncio.to_thread(_append, files[good], pieces)
+            if not self._is_full:
+                self._batch["request_counts"]["completed" if good else "failed"] += 1
 
     async def _answer(
         self, number: int, raw: bytes, seen: set[str], started: IO[bytes]
@@ -297,17 +392,21 @@ def _open_marks(path: Path, session: str) -> set[int]:
     return {number for number, is_open in marks.items() if is_open}
 
 
-def _append(file: IO[bytes], line: bytes) -> None:
+def _append(file: IO[bytes], line: bytes | list[bytes]) -> None:
     """Write a complete line, or nothing.
+
+    Args:
+        line: the line, or its pieces.
 
     Raises:
         OSError: the line cannot be written.
     """
     size = os.fstat(file.fileno()).st_size
     try:
-        rest = memoryview(line)
-        while rest:
-            rest = rest[file.write(rest) :]
+        for piece in [line] if isinstance(line, bytes) else line:
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[file.write(rest) :]
     except OSError:
         os.truncate(file.fileno(), size)
         raise
