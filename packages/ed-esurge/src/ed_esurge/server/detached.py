@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from ed_esurge.server.http.errors import APIError
 
-#: Limit of the stored events of one answer, in characters.
+#: Limit of the stored events of one answer, in bytes.
 MAX_EVENTS = 2**22
 
 
@@ -15,40 +17,49 @@ class DetachedAnswer:
     """An answer in progress.
 
     Attributes:
-        task: the work.
+        task: the work; None after its end.
         events: the events so far; empty after they exceeded `MAX_EVENTS`.
         ended: whether no event follows.
-        size, count: characters and number of the events.
+        size, count: bytes and number of the events.
     """
 
-    def __init__(self, owner: str) -> None:
-        self.owner = owner
+    def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
-        self.events: list[str] = []
+        self.events: list[bytes] = []
+        self._cancelled = False
         self.size = self.count = 0
         self.ended = False
         self._changed = asyncio.Event()
 
     def append(self, event: str) -> None:
         """Store an event."""
-        self.size += len(event)
         self.count += 1
+        if self.size <= MAX_EVENTS:
+            text = event.encode()
+            self.size += len(text)
+            self.events.append(text)
         if self.size > MAX_EVENTS:
             self.events.clear()
-        else:
-            self.events.append(event)
         self._wake()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the stored events."""
+        return self.size if self.events else 0
 
     def end(self) -> None:
         """End the events."""
-        self.ended = True
+        self.ended, self.task = True, None
         self._wake()
 
     async def cancel(self) -> None:
         """Cancel the work and wait for its end."""
-        if self.task is not None and not self.task.done():
-            self.task.cancel()
-            await asyncio.wait([self.task])
+        task = self.task
+        if task is not None and not task.done():
+            if not self._cancelled:  # a second error could interrupt the last steps of the work
+                self._cancelled = True
+                task.cancel()
+            await asyncio.wait([task])
 
     def _wake(self) -> None:
         self._changed.set()
@@ -65,14 +76,14 @@ class DetachedAnswer:
             changed = self._changed
             if self.size > MAX_EVENTS:
                 raise APIError(
-                    f"the events of this response exceed {MAX_EVENTS} characters and are not "
+                    f"the events of this response exceed {MAX_EVENTS} bytes and are not "
                     "stored: retrieve the response without stream",
                     code="events_not_stored",
                 )
             if at < len(self.events):
                 new = self.events[at:]
                 at += len(new)
-                yield "".join(new)
+                yield b"".join(new).decode()
                 continue
             if self.ended:
                 return
@@ -88,26 +99,53 @@ class DetachedAnswers:
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._places: Counter[str] = Counter()
         self._running: set[DetachedAnswer] = set()
 
-    def check_room(self, owner: str) -> None:
-        """Raise APIError: 429, the key has too many unfinished answers."""
-        mine = sum(answer.owner == owner for answer in self._running)
-        if mine >= self._most:
+    @contextmanager
+    def claim(self, owner: str) -> Iterator[ExitStack]:
+        """Take one of the places of a key for an answer that the block prepares.
+
+        The place is free after the block, unless the block moves the yielded stack to `start`.
+
+        Raises:
+            APIError: 429, the key has too many unfinished answers.
+        """
+        count = self._places[owner]
+        if count >= self._most:
             raise APIError(
-                f"{mine} background responses of this API key are unfinished, the limit of this "
+                f"{count} background responses of this API key are unfinished, the limit of this "
                 "server (max_background_responses): try again after one of them has ended",
                 status=429,
                 code="rate_limit_exceeded",
             )
+        self._places[owner] += 1
+        with ExitStack() as place:
+            place.callback(self._leave, owner)
+            yield place
 
-    def start(self, answer: DetachedAnswer, work: Callable[[], Awaitable[None]]) -> None:
-        """Run the work of an answer in a task."""
+    def _leave(self, owner: str) -> None:
+        self._places[owner] -= 1
+        if not self._places[owner]:
+            del self._places[owner]
+
+    def start(
+        self, answer: DetachedAnswer, work: Callable[[], Awaitable[None]], place: ExitStack
+    ) -> None:
+        """Run the work of an answer in a task.
+
+        Args:
+            place: see `claim`; closed after the work.
+        """
 
         async def run() -> None:
             try:
                 await work()
+            except asyncio.CancelledError:
+                # A task that ends with this error would keep the frames of the work in memory.
+                pass
             finally:
+                place.close()
                 answer.end()
                 self._running.discard(answer)
 

@@ -17,7 +17,7 @@ import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,6 +56,7 @@ class BatchStore:
             for part in (self._root / "files").glob("*.part"):  # of interrupted uploads
                 part.unlink()
             self._files, self._batches = (self._load(kind) for kind in ("files", "batches"))
+            self._growing = {batch["id"]: self._output_bytes(batch) for batch in self.unfinished()}
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"batch_directory {directory} cannot be used ({error}): use a directory that this "
@@ -94,22 +95,53 @@ class BatchStore:
             APIError: 429, the owner has `max_files` files; 413, the files of the owner would exceed
                 `max_stored_bytes`.
         """
-        mine = [file["bytes"] for file in self._files.values() if file["owner"] == owner]
-        if len(mine) >= self.limits.max_files:
+        self._check_files(owner)
+        used = self.used_bytes(owner)
+        if used + size > self.limits.max_stored_bytes:
             raise APIError(
-                f"this API key has {len(mine)} files, the limit of this server (max_files): delete "
+                f"the files and running batches of this API key have {used} bytes, and {size} more "
+                f"would exceed the limit of this server, {self.limits.max_stored_bytes} "
+                "(max_stored_bytes): delete some files",
+                status=413,
+                code="storage_quota_exceeded",
+            )
+
+    def _check_files(self, owner: str) -> None:
+        count = sum(file["owner"] == owner for file in self._files.values())
+        if count >= self.limits.max_files:
+            raise APIError(
+                f"this API key has {count} files, the limit of this server (max_files): delete "
                 "some files",
                 status=429,
                 code="too_many_files",
             )
-        if sum(mine) + size > self.limits.max_stored_bytes:
-            raise APIError(
-                f"the files of this API key have {sum(mine)} bytes, and {size} more would exceed "
-                f"the limit of this server, {self.limits.max_stored_bytes} (max_stored_bytes): "
-                "delete some files",
-                status=413,
-                code="storage_quota_exceeded",
-            )
+
+    def used_bytes(self, owner: str) -> int:
+        """Return the bytes of an owner's files, and of the results of unfinished batches."""
+        stored = sum(file["bytes"] for file in self._files.values() if file["owner"] == owner)
+        batches = self._batches
+        return stored + sum(
+            size for name, size in self._growing.items() if batches[name]["owner"] == owner
+        )
+
+    def add_output(self, batch: JsonFields, size: int) -> bool:
+        """Count bytes of a batch's results before they are written.
+
+        Returns:
+            False if the results would exceed `max_stored_bytes`; the bytes are not counted then.
+        """
+        if self.used_bytes(batch["owner"]) + size > self.limits.max_stored_bytes:
+            return False
+        self._growing[batch["id"]] = self._growing.get(batch["id"], 0) + size
+        return True
+
+    def recount_output(self, batch: JsonFields) -> None:
+        """Count the results of a batch again, because a failed write leaves fewer bytes."""
+        self._growing[batch["id"]] = self._output_bytes(batch)
+
+    def _output_bytes(self, batch: JsonFields) -> int:
+        paths = (self.results(batch, True), self.results(batch, False), self.started(batch))
+        return sum(path.stat().st_size for path in paths if path.exists())
 
     def part(self) -> Path:
         """Create an empty file for the content of an upload."""
@@ -184,10 +216,11 @@ class BatchStore:
 
         Raises:
             APIError: 404, the file does not exist; 429, the owner has `max_batches` unfinished
-                batches.
+                batches, or `max_files` files, which leaves no room for results.
             OSError: the directory cannot be written.
         """
         self.file(file, owner, "input_file_id")
+        self._check_files(owner)
         waiting = sum(one["status"] in OPEN for one in self.batches(owner))
         if waiting >= self.limits.max_batches:
             raise APIError(
@@ -240,9 +273,9 @@ class BatchStore:
         """
         return self._mine(self._batches, name, owner, "batch", None)
 
-    def next(self) -> JsonFields | None:
-        """Return the oldest unfinished batch."""
-        return next((one for one in self._batches.values() if one["status"] in OPEN), None)
+    def unfinished(self) -> list[JsonFields]:
+        """Return the unfinished batches, oldest first."""
+        return [one for one in self._batches.values() if one["status"] in OPEN]
 
     def change(self, batch: JsonFields, status: str | None = None, **fields: object) -> None:
         """Change fields of a batch, and set the time of a new status. The file is written first.
@@ -254,6 +287,8 @@ class BatchStore:
             fields |= {"status": status, f"{status}_at": int(time.time())}
         self._write("batches", {**batch, **fields})
         batch.update(fields)
+        if batch["status"] not in OPEN:  # the results are files now
+            self._growing.pop(batch["id"], None)
 
     def results(self, batch: JsonFields, ok: bool) -> Path:
         """Return the path of the answered lines (`ok`) or of the failed lines."""
@@ -314,26 +349,49 @@ def public(fields: Mapping[str, Any]) -> JsonFields:
     return {name: value for name, value in fields.items() if name != "owner"}
 
 
+#: Limit of the stored responses of all owners together.
 MAX_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A stored response.
+    """A stored response. The parts are JSON texts, so that `size` is the memory.
 
     Attributes:
-        response: the response that was sent.
-        messages: the messages of the conversation including the response, without instructions.
-        size: length of all as JSON, in bytes.
+        ended_status: status of a response that has ended.
+        text: the response that was sent, in pieces.
+        messages: lists of the messages of the conversation including the response, without
+            instructions. Responses of one conversation share the earlier lists.
+        facts: what a later request reads: `labels`, the labels of the MCP servers, and `requests`,
+            the items that request approvals.
         items: the input items of the request.
         answer: the work and the events of a background response.
+        live: the fields of a response in progress, which has no texts yet.
     """
 
-    response: dict[str, Any]
-    messages: list[dict[str, Any]]
-    size: int
-    items: list[dict[str, Any]] = field(default_factory=list)
+    ended_status: str = ""
+    text: list[bytes] = field(default_factory=list)
+    messages: tuple[bytes, ...] = ()
+    facts: bytes = b'{"labels":[],"requests":[]}'
+    items: bytes = b"[]"
     answer: DetachedAnswer | None = None
+    live: dict[str, Any] | None = None
+
+    @property
+    def status(self) -> str:
+        """The status of the response."""
+        return self.ended_status if self.live is None else self.live["status"]
+
+    @property
+    def conversation_bytes(self) -> int:
+        """Bytes of the messages."""
+        return sum(map(len, self.messages))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts. Shared messages count in each response."""
+        own = sum(map(len, self.text)) + self.conversation_bytes + len(self.facts) + len(self.items)
+        return own + (0 if self.answer is None else self.answer.stored_bytes)
 
 
 class _Shelf:
@@ -344,18 +402,20 @@ class _Shelf:
     """
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.kept: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
         self.bytes = 0
 
-    def put(self, stored: StoredResponse) -> None:
-        """Add a response."""
-        self.kept[stored.response["id"]] = stored
-        self.bytes += stored.size
+    def put(self, name: str, stored: StoredResponse) -> int:
+        """Add a response, and return its size."""
+        size = stored.size
+        self.kept[name] = stored, size
+        self.bytes += size
+        return size
 
     def drop(self, name: str | None = None) -> int:
         """Remove a response, by default the oldest, and return its size."""
         name = next(iter(self.kept)) if name is None else name
-        size = self.kept.pop(name).size
+        _, size = self.kept.pop(name)
         self.bytes -= size
         return size
 
@@ -372,39 +432,27 @@ class ResponseStore:
         self._most, self._bytes = most, 0
         self._shelves: defaultdict[str, _Shelf] = defaultdict(_Shelf)
 
-    def put(
-        self,
-        response: dict[str, Any],
-        messages: list[dict[str, Any]],
-        owner: str,
-        *,
-        items: list[dict[str, Any]] | None = None,
-    ) -> None:
+    def put(self, name: str, stored: StoredResponse, owner: str) -> None:
         """Store a response, or replace an earlier state of a stored response.
 
         Args:
+            name: id of the response.
             owner: see `auth.owner_of`.
-            items: the input items of the request.
         """
-        own = self._shelves[owner]
-        known = own.kept.get(response["id"])
-        answer = None
-        if known is not None:
-            answer, items = known.answer, known.items
-            self._bytes -= own.drop(response["id"])
-        items = items or []
-        size = len(json.dumps([response, messages, items])) + (answer.size if answer else 0)
-        own.put(StoredResponse(response, messages, size, items, answer))
-        self._bytes += size
-        while len(own.kept) > self._most:
-            self._bytes -= own.drop()
+        shelf = self._shelves[owner]
+        if name in shelf.kept:
+            self._bytes -= shelf.drop(name)
+        self._bytes += shelf.put(name, stored)
+        while len(shelf.kept) > self._most:
+            self._bytes -= shelf.drop()
         while self._bytes > MAX_BYTES:
-            self._bytes -= max(self._shelves.values(), key=lambda shelf: shelf.bytes).drop()
+            self._bytes -= max(self._shelves.values(), key=lambda each: each.bytes).drop()
 
-    def attach(self, name: str, owner: str, answer: DetachedAnswer) -> None:
-        """Connect a stored response with its background work."""
-        own = self._shelves[owner]
-        own.kept[name] = replace(own.kept[name], answer=answer)
+    def recount(self, name: str, owner: str) -> None:
+        """Count the bytes of a response again, if it is stored: its events have grown."""
+        entry = self._shelves[owner].kept.get(name)
+        if entry is not None:
+            self.put(name, entry[0], owner)
 
     def get(self, name: str, owner: str, *, param: str | None = None) -> StoredResponse:
         """Return a response.
@@ -412,8 +460,8 @@ class ResponseStore:
         Raises:
             APIError: 404, the owner has no response of that id.
         """
-        known = self._shelves[owner].kept.get(name)
-        if known is None:
+        entry = self._shelves[owner].kept.get(name)
+        if entry is None:
             raise APIError(
                 f"the response {name!r:.100} does not exist: it was not stored, was deleted, or "
                 f"was replaced by later responses (the last {self._most} are stored)",
@@ -421,7 +469,7 @@ class ResponseStore:
                 param=param,
                 code="response_not_found",
             )
-        return known
+        return entry[0]
 
     def delete(self, name: str, owner: str) -> None:
         """Delete a response. Raises APIError: 404."""

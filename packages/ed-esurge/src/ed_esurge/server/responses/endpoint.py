@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Literal
 
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -17,13 +19,22 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.generation.served_models import ServedModels
+from ed_esurge.server.http.admission import RESERVATION
 from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, renamed
-from ed_esurge.server.http.streaming import RequestLifetime, StreamFormat, named_event
+from ed_esurge.server.http.json_parts import LONG_ANSWER, JsonPieces, write_json
+from ed_esurge.server.http.streaming import (
+    RequestLifetime,
+    StreamFormat,
+    named_event,
+    write_named_event,
+)
 from ed_esurge.server.responses.output import EventWriter
 from ed_esurge.server.responses.request import NAMES, PromptFields, ResponseRequest
 from ed_esurge.server.responses.run import ResponsePrompt, ResponseRun
 from ed_esurge.server.routing import LISTING, READING, REFUSALS, Endpoint, post
+from ed_esurge.server.stores import StoredResponse
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +103,7 @@ async def _stream(run: ResponseRun) -> AsyncGenerator[str]:
     writer = EventWriter()
     async with aclosing(run.events()) as items:
         async for new in items:
-            yield "".join(writer.write(fields) for fields in new)
+            yield "".join([await writer.write_long(fields, run.size) for fields in new])
 
 
 async def create(model: ServedModel, body: ResponseRequest, request: Request) -> Response:
@@ -106,20 +117,41 @@ async def create(model: ServedModel, body: ResponseRequest, request: Request) ->
         return await _detached(model, body, request)
     run = await ResponseRun.begin(model, body, request)
     return await run.turn.generation.answer(
-        body.stream, lambda: _stream(run), run.whole, StreamFormat(_error_event)
+        body.stream,
+        lambda: _stream(run),
+        run.whole,
+        StreamFormat(_error_event),
+        size=lambda: run.size,
     )
 
 
 async def _detached(model: ServedModel, body: ResponseRequest, request: Request) -> Response:
     """Begin a response that does not depend on the connection."""
     state = model.state
-    state.detached.check_room(model.owner)
-    run = await ResponseRun.begin(model, body, request)
-    answer = DetachedAnswer(model.owner)
-    run.fields["status"] = "queued"
-    run.store()
-    state.responses.attach(run.fields["id"], model.owner, answer)
-    queued = dict(run.fields)
+    # The bytes of the request and the response are in flight until the work ends.
+    with state.detached.claim(model.owner) as place:
+        reservation = state.reservation(request).move()
+        place.callback(reservation.close)
+        scope = {**request.scope, RESERVATION: reservation}
+        run = await ResponseRun.begin(model, body, Request(scope, request.receive))
+        answer = DetachedAnswer()
+        run.fields["status"] = "queued"
+        run.open(answer)
+        queued = dict(run.fields)
+        state.detached.start(answer, _work(model, body, run, answer), place.pop_all())
+    headers = answer_headers(run.turn.request_id, run.turn.generation.truncated_tokens)
+    if not body.stream:
+        return JSONResponse(queued, headers=headers)
+    return await model.lifetime(request).respond(
+        answer.follow(-1), headers, StreamFormat(_error_event)
+    )
+
+
+def _work(
+    model: ServedModel, body: ResponseRequest, run: ResponseRun, answer: DetachedAnswer
+) -> Callable[[], Awaitable[None]]:
+    """Return the work of a background response."""
+    state = model.state
 
     async def generate() -> None:
         writer = EventWriter()
@@ -127,7 +159,7 @@ async def _detached(model: ServedModel, body: ResponseRequest, request: Request)
         async with aclosing(run.events()) as items:
             async for new in items:
                 for fields in new:
-                    answer.append(writer.write(fields))
+                    answer.append(await writer.write_long(fields, run.size))
 
     async def work() -> None:
         stopping = asyncio.create_task(state.stopping.wait())
@@ -140,48 +172,42 @@ async def _detached(model: ServedModel, body: ResponseRequest, request: Request)
                 task.result()
                 return
             reason = "the server is stopping" if stopping.done() else f"it took {seconds:g} s"
-            _failed(run, answer, "server_error", f"the response was not finished: {reason}")
+            _fail(run, "server_error", f"the response was not finished: {reason}")
         except APIError as error:
-            _failed(run, answer, error.code or "server_error", str(error))
+            _fail(run, error.code or "server_error", str(error))
         except asyncio.CancelledError:
             run.fields["status"] = "cancelled"
-            _last(run, answer)
-            raise
         except Exception:
             logger.exception("a background response failed")
-            _failed(run, answer, "server_error", "the server failed on this response")
+            _fail(run, "server_error", "the server failed on this response")
         finally:
             stopping.cancel()
             task.cancel()
             await asyncio.gather(task, stopping, return_exceptions=True)
-            if body.store and run.fields["status"] != "completed":
-                run.fields["output"] = [
-                    one for one in run.fields["output"] if one.get("status") != "in_progress"
-                ]
+            await _end(run, answer)
+            state.responses.recount(run.fields["id"], model.owner)
 
-    async def held() -> None:
+    async def work_with_model() -> None:
         with model.activity.using():
             await work()
 
-    state.detached.start(answer, held)
-    headers = answer_headers(run.turn.request_id, run.turn.generation.truncated_tokens)
-    if not body.stream:
-        return JSONResponse(queued, headers=headers)
-    return await model.lifetime(request).respond(
-        answer.follow(-1), headers, StreamFormat(_error_event)
-    )
+    return work_with_model
 
 
-def _failed(run: ResponseRun, answer: DetachedAnswer, code: str, message: str) -> None:
+def _fail(run: ResponseRun, code: str, message: str) -> None:
     run.fields |= {"status": "failed", "error": {"code": code, "message": message}}
-    _last(run, answer)
 
 
-def _last(run: ResponseRun, answer: DetachedAnswer) -> None:
-    """Append the last event of a response that failed or was cancelled."""
-    kind = f"response.{run.fields['status']}"
-    fields = {"type": kind, "sequence_number": answer.count, "response": run.fields}
-    answer.append(named_event(kind, fields))
+async def _end(run: ResponseRun, answer: DetachedAnswer) -> None:
+    """Append the last event of a response that failed or was cancelled, and store the response."""
+    fields = run.fields
+    if fields["status"] in ("failed", "cancelled"):
+        output = [one for one in fields["output"] if one.get("status") != "in_progress"]
+        fields["output"] = output
+        kind = f"response.{fields['status']}"
+        last = {"type": kind, "sequence_number": answer.count, "response": fields}
+        await run.store()  # before the last event, after which clients continue the conversation
+        answer.append(await write_named_event(kind, last, run.size))
 
 
 def _error_event(error: APIError) -> str:
@@ -218,7 +244,7 @@ async def retrieve(server: ServedModels, request: Request) -> Response:
     name, owner = request.path_params["response_id"], owner_of(request.scope)
     stored = server.state.responses.get(name, owner)
     if request.query_params.get("stream") != "true":
-        return JSONResponse(stored.response)
+        return await _stored(stored)
     if stored.answer is None:
         raise APIError(
             "only responses with background: true have a stream that can be read again",
@@ -253,7 +279,14 @@ async def cancel(server: ServedModels, request: Request) -> Response:
     if stored.answer is None:
         raise APIError("only responses with background: true can be cancelled", param="response_id")
     await stored.answer.cancel()
-    return JSONResponse(stored.response)
+    return await _stored(server.state.responses.get(name, owner))
+
+
+async def _stored(stored: StoredResponse) -> Response:
+    """Return the answer with a stored response."""
+    if stored.live is None:
+        return JsonPieces(stored.text)
+    return JsonPieces(await write_json(stored.live, LONG_ANSWER))
 
 
 async def input_items(server: ServedModels, request: Request) -> Response:
@@ -264,7 +297,8 @@ async def input_items(server: ServedModels, request: Request) -> Response:
     """
     name, owner = request.path_params["response_id"], owner_of(request.scope)
     query = request.query_params
-    items = server.state.responses.get(name, owner).items
+    text = server.state.responses.get(name, owner).items
+    items: list[dict[str, Any]] = await aside(partial(from_json, text), len(text))
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise APIError(f"{order!r:.40} is not asc or desc", param="order")
@@ -279,15 +313,14 @@ async def input_items(server: ServedModels, request: Request) -> Response:
     size = _number(query, "limit", PAGE, 1, MAX_PAGE)
     page = items[:size]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return JSONResponse(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": first,
-            "last_id": last,
-            "has_more": len(items) > size,
-        }
-    )
+    fields = {
+        "object": "list",
+        "data": page,
+        "first_id": first,
+        "last_id": last,
+        "has_more": len(items) > size,
+    }
+    return JsonPieces(await write_json(fields, len(text)))
 
 
 _STORED = "/v1/responses/{response_id}"

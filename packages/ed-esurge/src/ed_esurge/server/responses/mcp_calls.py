@@ -48,7 +48,7 @@ class McpCalls:
         """Read the tools of the servers that the request names.
 
         Args:
-            previous: the previous response.
+            previous: `facts` of the previous response, see `StoredResponse`.
 
         Raises:
             APIError: 400, the server is unknown, or two tools have one name; 502, the server does
@@ -56,7 +56,7 @@ class McpCalls:
         """
         listed = {item.server_label for item in _of(body, McpListItem)}
         if previous is not None:
-            listed |= {tool.get("server_label") for tool in previous["tools"]}
+            listed.update(previous["labels"])
         names = set(body.offered.functions)
         for tool in body.usable_tools:
             if not isinstance(tool, McpTool):
@@ -101,9 +101,8 @@ class McpCalls:
             APIError: 400, an approval names an unknown request, or a tool that is not offered.
         """
         requests = {item.id: item for item in _of(body, ApprovalRequestItem)}
-        for item in previous["output"] if previous is not None else ():
-            if item["type"] == "mcp_approval_request":
-                requests[item["id"]] = ApprovalRequestItem.model_validate(item)
+        for item in previous["requests"] if previous is not None else ():
+            requests[item["id"]] = ApprovalRequestItem.model_validate(item)
         jobs = []
         for answer in _of(body, ApprovalItem):
             request = requests.get(answer.approval_request_id)

@@ -10,7 +10,7 @@ from typing import Any
 from ed_esurge.outputs import PositionLogprobs
 from ed_esurge.replies.blocks import Block, Change
 from ed_esurge.server.generation.logprobs import TokenTexts, chat_logprobs
-from ed_esurge.server.http.streaming import named_event
+from ed_esurge.server.http.streaming import named_event, write_named_event
 from ed_esurge.server.responses.tools import CustomTool, OfferedTools, input_of
 
 EventFields = dict[str, Any]
@@ -173,6 +173,18 @@ class EventWriter:
 
     def write(self, fields: EventFields) -> str:
         """Return an event as text."""
-        numbered = {"type": fields["type"], "sequence_number": self.count, **fields}
+        return named_event(fields["type"], self._number(fields))
+
+    async def write_long(self, fields: EventFields, size: int) -> str:
+        """Return an event as text.
+
+        Args:
+            size: bytes of the response. A thread writes long events.
+        """
+        if fields["type"].endswith(".delta"):
+            return self.write(fields)
+        return await write_named_event(fields["type"], self._number(fields), size)
+
+    def _number(self, fields: EventFields) -> EventFields:
         self.count += 1
-        return named_event(fields["type"], numbered)
+        return {"type": fields["type"], "sequence_number": self.count - 1, **fields}

@@ -10,14 +10,17 @@ from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from ed_esurge.replies.blocks import Block, Change
+from ed_esurge.server.detached import DetachedAnswer
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, truncation
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
-from ed_esurge.server.http.body import aside, size_of
+from ed_esurge.server.http.body import aside, parsed_json, size_of
 from ed_esurge.server.http.errors import APIError, renamed
+from ed_esurge.server.http.json_parts import encode, write_json
 from ed_esurge.server.mcp_servers import MAX_ROUNDS
 from ed_esurge.server.responses.items import InputItem, Items, messages_of, omit_images
 from ed_esurge.server.responses.mcp_calls import McpCalls
@@ -41,31 +44,64 @@ class ResponsePrompt:
     """The prompt of a response: the previous messages, the tools, and the chat request.
 
     Attributes:
-        before: messages of the previous responses.
-        previous: the previous response.
+        before: messages of the previous responses, as JSON texts of lists.
         mcp: the MCP tools of the response.
-        size: bytes of the request and the previous responses.
+        size: bytes of the request and the previous messages.
     """
 
     def __init__(self, model: ServedModel, body: PromptFields, request: Request) -> None:
         self._model, self._body = model, body
         self.size = size_of(request)
-        self.before: list[dict[str, Any]] = []
-        self.previous: dict[str, Any] | None = None
+        self.before: tuple[bytes, ...] = ()
+        self._facts: bytes | None = None
         if body.previous_response_id is not None:
             known: StoredResponse = model.state.responses.get(
                 body.previous_response_id, model.owner, param="previous_response_id"
             )
-            if known.response["status"] in ("queued", "in_progress"):
+            if known.status in ("queued", "in_progress"):
                 raise APIError(
                     "the previous response is not finished: wait for its end, or cancel it",
                     param="previous_response_id",
                     code="response_not_finished",
                 )
-            self.before, self.size = known.messages, self.size + known.size
-            self.previous = known.response
+            self.before, self._facts = known.messages, known.facts
+            self.size += known.conversation_bytes
+            self._check_size(request)
         most = body.max_tool_calls if isinstance(body, ResponseRequest) else None
         self.mcp = McpCalls(model.state.mcp, most)
+
+    def _check_size(self, request: Request) -> None:
+        """Check the bytes of the conversation, and count them as bytes in flight.
+
+        Raises:
+            APIError: 400, the conversation is too long; 503, too many bytes are in flight.
+        """
+        state = self._model.state
+        if self.size > state.limits.max_conversation_bytes:
+            raise APIError(
+                f"the conversation has {self.size} bytes with this request, and the limit of this "
+                f"server is {state.limits.max_conversation_bytes} (max_conversation_bytes): begin "
+                "a new conversation, and send the messages that the model needs",
+                param="previous_response_id",
+                code="conversation_too_long",
+            )
+        state.reservation(request).add(request.scope, self.size - size_of(request))
+
+    def _read_before(self) -> list[dict[str, Any]]:
+        """Return the messages of the previous responses.
+
+        Raises:
+            APIError: 400, the conversation has too many values.
+        """
+        try:
+            lists = parsed_json(b"[" + b",".join(self.before) + b"]")
+        except ValueError as error:
+            raise APIError(
+                f"the conversation has {error}: begin a new conversation",
+                param="previous_response_id",
+                code="conversation_too_long",
+            ) from None
+        return [message for messages in lists for message in messages]
 
     async def chat(self, *, execute: bool = True) -> ChatRequest:
         """Return the chat request, without the oldest turns if the request truncates.
@@ -77,10 +113,12 @@ class ResponsePrompt:
             APIError: see `PromptFields.chat` and `McpCalls`.
         """
         body, mcp = self._body, self.mcp
-        await mcp.prepare(body, self.previous)
+        facts = None if self._facts is None else from_json(self._facts)
+        await mcp.prepare(body, facts)
         if execute:
-            await mcp.approve(body, self.previous)
-        before = [*self.before, *mcp.messages]
+            await mcp.approve(body, facts)
+        earlier = await aside(self._read_before, self.size) if self.before else []
+        before = [*earlier, *mcp.messages]
         chat = await aside(partial(body.chat, before, mcp.chat_tools), self.size)
         if mcp.approved:
             chat = extended(chat, messages_of(_ITEMS.validate_python(mcp.approved)))
@@ -147,6 +185,7 @@ class ResponseRun:
         self._model, self._body, self._request = model, body, request
         self._conversation, self._chat, self.turn = conversation, chat, turn
         self._mcp = conversation.mcp
+        self._answer: DetachedAnswer | None = None
         self._thoughts = ""
         self._turns = [turn]
         self._stop = ""
@@ -160,7 +199,7 @@ class ResponseRun:
         with renamed(NAMES):
             conversation = ResponsePrompt(model, body, request)
             chat = await conversation.chat()
-            turn = await ChatGeneration.begin(model, chat, request, "resp")
+            turn = await ChatGeneration.begin(model, chat, request, "resp", stores=True)
         return cls(model, body, request, conversation, chat, turn)
 
     async def events(self) -> AsyncGenerator[list[EventFields]]:
@@ -276,7 +315,9 @@ class ResponseRun:
                 return False
         self._chat = chat.model_copy(update=changes)
         with renamed(NAMES):
-            self.turn = await ChatGeneration.begin(self._model, self._chat, self._request, "resp")
+            self.turn = await ChatGeneration.begin(
+                self._model, self._chat, self._request, "resp", stores=True
+            )
         self._turns.append(self.turn)
         return True
 
@@ -347,10 +388,10 @@ class ResponseRun:
             "usage": usage(self._turns, len(encoded[0])),
         }
         if self._body.store:
-            self.store()
+            await self.store()
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the messages of the conversation including the response, without instructions."""
+    def _new_messages(self) -> list[dict[str, Any]]:
+        """Return the messages of the request and the response, without instructions."""
         sent = [
             one
             for one in self.fields["output"]
@@ -358,22 +399,42 @@ class ResponseRun:
             or one["type"] not in ("function_call", "custom_tool_call")
         ]
         items = _ITEMS.validate_python(sent) if sent else []
-        before, mcp = self._conversation.before, self._mcp
         new = [*self._convert(self._body.input), *self._convert(items)]
         if not self._model.prompts.media.accepts_images:
             new = [omit_images(message) for message in new]
-        return [*before, *mcp.messages, *new]
+        return [*self._mcp.messages, *new]
 
     def _convert(self, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
         """Return the chat messages of items."""
         return messages_of(items, offered=self._body.offered)
 
-    def store(self) -> None:
-        """Store the response in its current state."""
-        model = self._model
-        model.state.responses.put(
-            self.fields, self.messages(), model.owner, items=self._body.input_items()
+    @property
+    def size(self) -> int:
+        """Bytes of the request and the response."""
+        return self._conversation.size + sum(turn.generation.size.bytes for turn in self._turns)
+
+    async def store(self) -> None:
+        """Store the ended response."""
+        size, model, fields = self.size, self._model, self.fields
+        messages = await write_json(await aside(self._new_messages, size), size)
+        items = await write_json(await aside(self._body.input_items, size), size)
+        requests = [one for one in fields["output"] if one["type"] == "mcp_approval_request"]
+        labels = [tool.get("server_label") for tool in fields["tools"]]
+        stored = StoredResponse(
+            fields["status"],
+            await write_json(fields, size),
+            (*self._conversation.before, b"".join(messages)),
+            encode({"labels": labels, "requests": requests}).encode(),
+            b"".join(items),
+            self._answer,
         )
+        model.state.responses.put(fields["id"], stored, model.owner)
+
+    def open(self, answer: DetachedAnswer) -> None:
+        """Make a background response in progress known to other requests."""
+        self._answer = answer
+        stored = StoredResponse(answer=answer, live=self.fields)
+        self._model.state.responses.put(self.fields["id"], stored, self._model.owner)
 
 
 def initial_fields(turn: ChatGeneration, body: ResponseRequest) -> dict[str, Any]:
