@@ -20,9 +20,13 @@ class ServerLimits(Options):
     max_body_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 2**23
     """Maximum size of a request body, in bytes (status 413)."""
     max_bytes_in_flight: Annotated[int, Field(ge=1024, lt=2**53)] = 2**29
-    """Maximum total size of the bodies and uploads of all requests in flight, in bytes (status 503,
-    with `Retry-After`). A client with another request in flight may use half. At least
+    """Maximum total size of the bodies, uploads and answers of all requests in flight, in bytes
+    (status 503, with `Retry-After`). A client with another request in flight may use half. At least
     `max_body_bytes`, `max_file_bytes` and `max_audio_bytes`."""
+    max_answer_bytes: Annotated[int | None, Field(ge=1024, lt=2**53)] = None
+    """Maximum memory of an answer, in bytes (status 400). The server computes a bound from prompts,
+    choices, tokens and log-probabilities before it admits a request. None: half of
+    `max_bytes_in_flight`."""
     max_concurrent_requests: PositiveInt = 1024
     """Maximum number of running and queued requests (status 429, with `Retry-After`)."""
     max_connections: PositiveInt = 4096
@@ -34,6 +38,9 @@ class ServerLimits(Options):
     max_stored_responses: Annotated[int, Field(ge=0, lt=2**31)] = 1024
     """Maximum number of `/v1/responses` results kept in memory for each API key. The oldest are
     dropped first."""
+    max_conversation_bytes: Annotated[int, Field(ge=1024, lt=2**53)] = 2**25
+    """Maximum size of a `/v1/responses` request with the stored messages of the conversation that
+    it continues, in bytes (status 400)."""
     max_background_responses: PositiveInt = 64
     """Maximum number of unfinished background responses for each API key (status 429)."""
     max_file_bytes: Annotated[int, Field(ge=1024, lt=2**31)] = 2**27
@@ -60,6 +67,12 @@ class ServerLimits(Options):
     request_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0
     """Timeout for answering a request, in seconds (status 408; a stream ends with an error)."""
 
+    @property
+    def answer_bytes(self) -> int:
+        """The maximum memory of an answer, in bytes."""
+        half = self.max_bytes_in_flight // 2
+        return half if self.max_answer_bytes is None else self.max_answer_bytes
+
     @model_validator(mode="after")
     def _bodies_fit(self) -> ServerLimits:
         longest = max(self.max_body_bytes, self.max_file_bytes, self.max_audio_bytes)
@@ -68,6 +81,11 @@ class ServerLimits(Options):
                 f"max_bytes_in_flight {self.max_bytes_in_flight} is below {longest}, the longest "
                 "body or file: raise max_bytes_in_flight, or lower max_body_bytes, "
                 "max_file_bytes and max_audio_bytes"
+            )
+        if self.answer_bytes > self.max_bytes_in_flight:
+            raise ValueError(
+                f"max_answer_bytes {self.answer_bytes} exceeds max_bytes_in_flight "
+                f"{self.max_bytes_in_flight}: lower max_answer_bytes, or raise max_bytes_in_flight"
             )
         return self
 

@@ -125,13 +125,15 @@ class CompletionOutput:
         self.text += new.text
         self.token_ids += new.token_ids
         if new.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + new.logprobs
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += new.logprobs
         self.cumulative_logprob = new.cumulative_logprob
         self.finish_reason = new.finish_reason
         self.stop_reason = new.stop_reason
         self.routed_experts = new.routed_experts
         if new.sampling_masks is not None:
-            self.sampling_masks = (self.sampling_masks or []) + new.sampling_masks
+            self.sampling_masks = [] if self.sampling_masks is None else self.sampling_masks
+            self.sampling_masks += new.sampling_masks
 
 
 @dataclass(slots=True)
@@ -202,6 +204,8 @@ class RequestOutput:
                 fresh = replace(out, token_ids=list(out.token_ids))
                 if out.logprobs is not None:
                     fresh.logprobs = list(out.logprobs)
+                if out.sampling_masks is not None:
+                    fresh.sampling_masks = list(out.sampling_masks)
                 self.outputs.append(fresh)
                 continue
             old.add(out)

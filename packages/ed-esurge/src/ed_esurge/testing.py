@@ -145,6 +145,8 @@ class ScriptedEngine:
         self._running += 1
         done = False
         try:
+            # The real engine creates them in its thread as well.
+            scores = await asyncio.to_thread(_prompt_logprobs, prompt_token_ids, sampling_params)
             sent = 0
             for choice in range(sampling_params.n):
                 reply = self._reply(prompt_token_ids, choice)
@@ -163,9 +165,7 @@ class ScriptedEngine:
                         outputs=[out],
                         finished=last,
                         metrics=metrics,
-                        prompt_logprobs=_prompt_logprobs(prompt_token_ids, sampling_params)
-                        if first
-                        else None,
+                        prompt_logprobs=scores if first else None,
                         delta=True,
                     )
         finally:

@@ -268,7 +268,7 @@ def create_app(
         hosts=allowed_hosts,
         origins=cors_origins or (),
         max_requests=limits.max_concurrent_requests,
-        max_bytes=limits.max_bytes_in_flight,
+        budget=state.budget,
     )
     app.add_middleware(HTTPMetrics, metrics=metrics)  # outermost, to count every status
     return app

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import codecs
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ed_esurge.outputs import PositionLogprobs
 from ed_esurge.server.generation.engine import ServedTokenizer
+from ed_esurge.server.http.json_parts import JsonItems
 
 # JSON cannot represent -inf. exp(-9999) is zero in float64.
 FLOOR = -9999.0
@@ -99,7 +100,20 @@ def chat_logprobs(
     texts: TokenTexts, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs], top: int
 ) -> dict[str, Any]:
     """Return `choices[].logprobs` of the chat endpoint for some consecutive tokens."""
+    return {"content": list(_chat_entries(texts, tokens, logprobs, top)), "refusal": None}
 
+
+def written_chat_logprobs(
+    texts: TokenTexts, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs], top: int
+) -> dict[str, Any]:
+    """Return the value of `chat_logprobs`, whose entries are created while they are written."""
+    content = JsonItems(lambda: _chat_entries(texts, tokens, logprobs, top))
+    return {"content": content, "refusal": None}
+
+
+def _chat_entries(
+    texts: TokenTexts, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs], top: int
+) -> Iterator[dict[str, Any]]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": texts.text_of(token),
@@ -107,31 +121,29 @@ def chat_logprobs(
             "bytes": list(texts.bytes_of(token)),
         }
 
-    content = []
     for token, position in zip(tokens, logprobs, strict=True):
         chosen = entry(token, max(position[token].logprob, FLOOR))
         chosen["top_logprobs"] = [entry(*pair) for pair in _alternatives(position, top)]
-        content.append(chosen)
-    return {"content": content, "refusal": None}
+        yield chosen
 
 
 def token_probabilities(
     texts: TokenTexts, tokens: Sequence[int], logprobs: Sequence[PositionLogprobs], top: int
-) -> list[dict[str, Any]]:
-    """Return `completion_probabilities` of llama.cpp: the entries of chats, with token ids."""
-    content: list[dict[str, Any]] = chat_logprobs(texts, tokens, logprobs, top)["content"]
-    for token, position, entry in zip(tokens, logprobs, content, strict=True):
+) -> Iterator[dict[str, Any]]:
+    """Yield `completion_probabilities` of llama.cpp: the entries of chats, with token ids."""
+    entries = _chat_entries(texts, tokens, logprobs, top)
+    for token, position, entry in zip(tokens, logprobs, entries, strict=True):
         entry["id"] = token
         best = _alternatives(position, top)
         for (other, _), alternative in zip(best, entry["top_logprobs"], strict=True):
             alternative["id"] = other
-    return content
+        yield entry
 
 
 def prompt_logprobs(
     texts: TokenTexts, positions: Sequence[PositionLogprobs | None] | None, count: int
-) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs` in vLLM's format.
+) -> JsonItems:
+    """Return `prompt_logprobs` in vLLM's format. The entries are created while they are written.
 
     Each prompt token except the first has the entries of that token and of the `count` most
     probable tokens, by token id.
@@ -149,7 +161,8 @@ def prompt_logprobs(
             if token == chosen or (one.rank or 0) <= count
         }
 
-    return [None if position is None else entries(position) for position in positions or []]
+    known = positions or ()
+    return JsonItems(lambda: (None if one is None else entries(one) for one in known))
 
 
 class CompletionLogprobs:

@@ -29,12 +29,14 @@ from ed_esurge.outputs import LabelSet, RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.detached import DetachedAnswers
 from ed_esurge.server.generation.abilities import GENERATES, POOLS, require
+from ed_esurge.server.generation.answer_size import NUMBER_BYTES, VECTOR_BYTES, AnswerSize
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.logprobs import TokenTexts
 from ed_esurge.server.generation.pooled_requests import PooledRequest
 from ed_esurge.server.generation.prompts import PromptEncoder, invalid_token
 from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.generation.requests import GenerationRequest
+from ed_esurge.server.http.admission import RESERVATION, Budget, Reservation
 from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, engine_unavailable
@@ -48,6 +50,9 @@ from ed_esurge.server.mcp_servers import McpServers
 from ed_esurge.server.metrics import ModelMetrics, RequestTimer
 from ed_esurge.server.stores import ResponseStore
 from ed_esurge.server.tracing import RequestSpan, Tracing
+
+# Numbers of a vector before the first vector of the model is known.
+_WIDTH = 1024
 
 
 class ServerState:
@@ -66,6 +71,7 @@ class ServerState:
             clients cannot replace weights.
 
     Attributes:
+        budget: the bytes of requests and answers in flight.
         draining: whether the server is stopping.
         stopping: set when the server aborts the running requests.
         responses: the stored responses.
@@ -90,6 +96,7 @@ class ServerState:
         self.detached = DetachedAnswers(limits.max_background_responses)
         self.trust_request_chat_template = trust_request_chat_template
         self.limits, self.tracing = limits, tracing
+        self.budget = Budget(limits.max_bytes_in_flight)
         self.enable_sleep_mode = enable_sleep_mode
         self.keys, self.share_prefix_cache = tuple(keys), share_prefix_cache
         self.unknown_fields = UnknownFieldsPolicy(unknown_fields)
@@ -97,6 +104,10 @@ class ServerState:
         self.stopping = asyncio.Event()
         self.responses = ResponseStore(limits.max_stored_responses)
         self.all_models: Callable[[], tuple[ServedModel, ...]] = tuple
+
+    def reservation(self, request: Request) -> Reservation:
+        """Return the reserved bytes of a request."""
+        return request.scope.get(RESERVATION) or Reservation(self.budget)
 
 
 def certified(certificate: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -164,6 +175,7 @@ class ServedModel:
         self.texts = TokenTexts(prompts.tokenizer)
         self._id_texts = TokenTexts(prompts.tokenizer, as_ids=True)
         self.created = int(time.time())
+        self._widths: dict[bool, int] = {}
 
     def texts_for(self, request: GenerationRequest) -> TokenTexts:
         """Return the texts of tokens in the log-probabilities of an answer."""
@@ -266,6 +278,32 @@ class ServedModel:
     def lifetime(self, request: Request) -> RequestLifetime:
         """Return the lifetime of a request that starts now."""
         return RequestLifetime(request, self.state.stopping, self.state.limits.request_timeout)
+
+    def answer_size(self, request: Request) -> AnswerSize:
+        """Return the counter of the bytes of an answer."""
+        return AnswerSize(request, self.state.limits, self.state.reservation(request))
+
+    def pooled_size(
+        self, request: Request, prompts: Sequence[CheckedPrompt], *, each_token: bool = False
+    ) -> AnswerSize:
+        """Check the bound of an answer with vectors, and count its bytes.
+
+        The width of the vectors is that of the last answer of the model.
+
+        Args:
+            each_token: whether each token has a vector.
+
+        Raises:
+            APIError: 400, the answer would be too large; 503, too many bytes are in flight.
+        """
+        size = self.answer_size(request)
+        rows = sum(map(len, prompts)) if each_token else len(prompts)
+        width = self._widths.get(each_token, _WIDTH)
+        count = rows * (width * NUMBER_BYTES + VECTOR_BYTES)
+        remedy = f"send fewer or shorter texts (the answer has {rows} vectors of {width} numbers)"
+        size.check(count, "input", remedy)
+        size.add(count)
+        return size
 
     def queue_options(self, request: GenerationRequest | PooledRequest) -> RequestOptions:
         """Return the keyword arguments of the engine that queue a request.
@@ -424,6 +462,7 @@ class ServedModel:
                 timer.observe(output)
                 self._check_ended(output)
             assert output.pooled is not None, "the last output of a pooled request has the vector"
+            self._widths[params.task == "token_embed"] = output.pooled.shape[-1]
             return output.pooled
 
         self.check_running()

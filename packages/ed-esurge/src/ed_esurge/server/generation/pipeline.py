@@ -23,6 +23,16 @@ from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestMetrics
 from ed_esurge.replies.blocks import BlockTracker, Change
 from ed_esurge.replies.events import CallEnds, Event, Reasoning, Reply, ReplyText
 from ed_esurge.sampling import SamplingParams, StructuredOutputs
+from ed_esurge.server.generation.answer_size import (
+    ID_BYTES,
+    SCORE_BYTES,
+    SCORE_TEXT_BYTES,
+    STORED_SCORE_BYTES,
+    TOKEN_BYTES,
+    AnswerCost,
+    AnswerSize,
+    score_count,
+)
 from ed_esurge.server.generation.beam_search import with_beams
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.prompts import EncodedPrompt
@@ -66,6 +76,8 @@ class RunningGeneration:
     Args:
         kind: prefix of the request id.
         numbered: whether the log and traces name each prompt by the request id and its index.
+        size: counter of the bytes of the answer.
+        stores: whether the endpoint stores the log-probabilities of the answer until its end.
 
     Attributes:
         completion_tokens: number of tokens generated so far.
@@ -81,9 +93,13 @@ class RunningGeneration:
         tasks: list[PromptTask],
         kind: str,
         *,
+        size: AnswerSize,
         numbered: bool = False,
+        stores: bool = False,
     ) -> None:
         self.model, self.tasks, self._numbered = model, tasks, numbered
+        self.size, self._counts = size, stores or not body.stream
+        self._score_bytes = STORED_SCORE_BYTES if stores else SCORE_BYTES + SCORE_TEXT_BYTES
         self.request_id = new_id(kind, body.request_id)
         self.lifetime = model.lifetime(request)
         self.prompt_tokens = sum(len(task.prompt) for task in tasks)
@@ -112,7 +128,11 @@ class RunningGeneration:
             async for index, delta in deltas:
                 self.times = delta.metrics
                 self._cached[index] = delta.metrics.num_cached_tokens
-                self.completion_tokens += delta.num_tokens
+                count = delta.num_tokens
+                self.completion_tokens += count
+                if self._counts:  # a stream sends its chunks at once
+                    scores = sum([len(at) for out in delta.outputs for at in out.logprobs or ()])
+                    self.size.add(count * TOKEN_BYTES + scores * self._score_bytes)
                 yield index, delta
 
     def _stream(self, index: int, task: PromptTask) -> AsyncGenerator[RequestOutput]:
@@ -134,6 +154,8 @@ class RunningGeneration:
         events: Callable[[], AsyncGenerator[str]],
         whole: Callable[[], Any],
         form: StreamFormat = OPENAI_STREAM,
+        *,
+        size: Callable[[], int] | None = None,
     ) -> Response:
         """Answer with a stream of events, or with one JSON body.
 
@@ -141,10 +163,11 @@ class RunningGeneration:
             events: returns the events of the stream.
             whole: returns a coroutine for the body.
             form: format of the stream.
+            size: returns the estimated bytes of the body; None = those of this generation.
         """
         if stream:
             return await self.lifetime.respond(events(), self.headers, form)
-        return await self.lifetime.answer(whole(), self.headers)
+        return await self.lifetime.answer(whole(), self.headers, size or (lambda: self.size.bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +206,7 @@ class ChatGeneration:
         blocks: the blocks of the reply, filled by `changes`.
         last: the piece with the finish reason, after `changes` has yielded that piece.
         plain: whether the reply is text only, without thoughts and calls.
+        stores: whether the endpoint reads the next two attributes.
         answer_tokens: tokens of the first choice so far.
         answer_logprobs: their log-probabilities, if requested.
     """
@@ -194,6 +218,7 @@ class ChatGeneration:
     blocks: BlockTracker = field(default_factory=BlockTracker)
     last: ReplyPiece | None = None
     plain: bool = False
+    stores: bool = False
     answer_tokens: list[int] = field(default_factory=list)
     answer_logprobs: list[PositionLogprobs] = field(default_factory=list)
     _characters: Counter[int] = field(default_factory=Counter)
@@ -212,6 +237,7 @@ class ChatGeneration:
         plain: EncodedPrompt | None = None,
         context: int | None = None,
         own_options: bool = False,
+        stores: bool = False,
     ) -> ChatGeneration:
         """Check a request, and create its prompt.
 
@@ -221,6 +247,7 @@ class ChatGeneration:
             plain: prompt that replaces the messages. The reply is text only.
             context: see `PromptEncoder.check`.
             own_options: whether `body` already has the sampling options of a derived model.
+            stores: whether the endpoint stores the tokens and log-probabilities of the answer.
 
         Raises:
             APIError: the conversation is too long, the template rejects it, or an option does not
@@ -234,13 +261,19 @@ class ChatGeneration:
         prompt = plain or await model.prompts.chat(body, size_of(request))
         if tokens:
             prompt = prompt.after(tokens)
+        requested = body.max_completion_tokens or body.max_tokens
         checked = model.prompts.check(
             prompt.tokens,
-            body.max_completion_tokens or body.max_tokens,
+            requested,
             param="messages",
             last=body.truncate_prompt_tokens,
             context=context,
         )
+        size = model.answer_size(request)
+        cost = chat_cost(body, len(checked), stores=stores)
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        most = size.fit_tokens(cost, requested, checked.max_tokens, name)
+        size.add(cost.prompt)
         ending = model.prompts.ending(checked)
         more: dict[str, Any] = {}
         if model.formats.shows_special(body):
@@ -254,14 +287,14 @@ class ChatGeneration:
             more["structured_outputs"] = structured
         params = await model.sampling_params(
             body,
-            checked.max_tokens,
+            most,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             **more,
         )
         task = PromptTask(checked, params, encoder_inputs=prompt.encoder_inputs)
-        generation = RunningGeneration(model, body, request, [task], kind)
-        return cls(body, generation, ending, plain=plain is not None)
+        generation = RunningGeneration(model, body, request, [task], kind, size=size, stores=stores)
+        return cls(body, generation, ending, plain=plain is not None, stores=stores)
 
     @property
     def model(self) -> ServedModel:
@@ -290,7 +323,7 @@ class ChatGeneration:
         result = []
         for out in delta.outputs:
             reason = out.finish_reason and finish_reason(out.finish_reason)
-            if out.index == 0:
+            if self.stores and out.index == 0:
                 self.answer_tokens += out.token_ids
                 self.answer_logprobs += out.logprobs or ()
             if make is None:
@@ -351,6 +384,15 @@ class ChatGeneration:
         async with aclosing(self.changes()) as items:
             async for _ in items:
                 pass
+
+
+def chat_cost(body: ChatRequest, prompt_tokens: int, *, stores: bool = False) -> AnswerCost:
+    """Return the bytes of the answer to a chat request; see `ChatGeneration.begin`."""
+    score = STORED_SCORE_BYTES if stores else SCORE_BYTES + SCORE_TEXT_BYTES
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    scored = score_count(body.prompt_logprobs) * (SCORE_BYTES + SCORE_TEXT_BYTES)
+    prompt = prompt_tokens * (scored + ID_BYTES * body.return_token_ids)
+    return AnswerCost(prompt, TOKEN_BYTES + score_count(top) * score, body.n)
 
 
 def with_defaults(

@@ -4,6 +4,7 @@ vLLM's."""
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -13,8 +14,11 @@ from ed_esurge.server.generation.requests import Messages, as_prompts
 from ed_esurge.server.generation.text_pairs import PairSide
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import RequestBody, unsupported
+from ed_esurge.server.http.json_parts import JsonItems, JsonText
 
 PoolingName = Literal["last", "mean"]
+# Numbers of one piece of text; the bytes of such a piece are a multiple of three.
+_NUMBERS = 3 * 2**11
 _DTYPES = {"float32": "f4", "float16": "f2"}
 _TEMPLATE = "start the server with chat_template="
 
@@ -133,10 +137,19 @@ class EncodingFields(RequestBody):
                 )
         return self
 
-    def encoded(self, vectors: np.ndarray) -> Any:
-        """Return numbers as lists, or as base64 of their bytes."""
+    def encoded(self, vectors: np.ndarray) -> JsonItems | JsonText:
+        """Return numbers as lists, or as base64 of their bytes, created while they are written."""
         if self.encoding_format == "float":
-            return vectors.tolist()
+            if vectors.ndim == 1:
+                return JsonItems(lambda: vectors.tolist(), _NUMBERS)
+            return JsonItems(lambda: (row.tolist() for row in vectors), 1)
         order = {"native": "=", "little": "<", "big": ">"}[self.endianness]
-        numbers = vectors.astype(order + _DTYPES[self.embed_dtype])
-        return base64.b64encode(numbers.tobytes()).decode()
+        form = order + _DTYPES[self.embed_dtype]
+
+        def texts() -> Iterator[str]:
+            flat = vectors.reshape(-1)
+            for start in range(0, len(flat), _NUMBERS):
+                numbers = flat[start : start + _NUMBERS].astype(form)
+                yield base64.b64encode(numbers.tobytes()).decode()
+
+        return JsonText(texts)

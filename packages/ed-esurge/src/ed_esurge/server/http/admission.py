@@ -12,10 +12,12 @@ from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.errors import APIError
 
 RESERVATION = "ed_esurge.reservation"
+#: Code of the error of a request that finds too many bytes in flight.
+OVERLOADED = "server_overloaded"
 
 
 class Budget:
-    """The bytes of the bodies and uploads of all requests in flight.
+    """The bytes of the bodies, uploads and answers of all requests in flight.
 
     A client (an API key, or the address of a client without a key) with several requests gets at
     most half of the budget, so that one client cannot block the others.
@@ -41,10 +43,10 @@ class Budget:
         others = held - own
         if self.used + count > self.most or (others and held + count > self.most // 2):
             raise APIError(
-                f"the server holds {self.used} bytes of request bodies, and its limit is "
+                f"the server holds {self.used} bytes of requests and answers, and its limit is "
                 f"{self.most} (max_bytes_in_flight; half of that for one client): try again later",
                 status=503,
-                code="server_overloaded",
+                code=OVERLOADED,
             )
         self.used += count
         self.by_client[client] += count
@@ -73,6 +75,17 @@ class Reservation:
             self._client = self._client or client_of(scope)
             self._budget.reserve(self._client, self._bytes, size - self._bytes)
             self._bytes = size
+
+    def add(self, scope: Scope, count: int) -> None:
+        """Reserve further bytes. Raises APIError: see `Budget.reserve`."""
+        self.grow(scope, self._bytes + count)
+
+    def move(self) -> Reservation:
+        """Return a reservation that takes over all bytes, for work that outlives the request."""
+        moved = Reservation(self._budget)
+        moved._client, moved._bytes = self._client, self._bytes
+        self._bytes = 0
+        return moved
 
     def close(self) -> None:
         """Release all bytes."""
@@ -145,7 +158,7 @@ class Admission:
             `*` = all.
         max_requests: maximum number of concurrent POST requests. GET requests (health, metrics)
             are not counted.
-        max_bytes: maximum number of bytes of request bodies in flight.
+        budget: the bytes in flight.
     """
 
     def __init__(
@@ -154,9 +167,9 @@ class Admission:
         hosts: Iterable[str] | None,
         origins: Iterable[str],
         max_requests: int,
-        max_bytes: int,
+        budget: Budget,
     ) -> None:
-        self.app, self.max_requests, self.budget = app, max_requests, Budget(max_bytes)
+        self.app, self.max_requests, self.budget = app, max_requests, budget
         self.hosts = None if hosts is None else frozenset(name.lower() for name in hosts)
         self.origins = frozenset(origin.lower().rstrip("/") for origin in origins)
         self.running = 0

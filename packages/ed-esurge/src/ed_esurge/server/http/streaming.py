@@ -7,7 +7,6 @@ are serialized once per request, not from models.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -15,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ed_esurge.server.http.errors import APIError, client_gone
+from ed_esurge.server.http.json_parts import JsonPieces, encode, write_json, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,6 @@ WRITER = "ed_esurge.write_chunk"
 DONE = "data: [DONE]\n\n"
 # Seconds to send the last event of a stream.
 LAST_EVENT_SECONDS = 5.0
-
-# `json.dumps(..., ensure_ascii=False)` would build an encoder on every call.
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 ErrorEvent = Callable[[APIError], str]
 """Writes the last event of a stream that fails."""
@@ -56,6 +53,11 @@ OPENAI_STREAM = StreamFormat()
 def named_event(event: str, fields: Mapping[str, Any]) -> str:
     """Return a server-sent event with a name."""
     return f"event: {event}\ndata: {encode(fields)}\n\n"
+
+
+async def write_named_event(event: str, fields: Mapping[str, Any], size: int) -> str:
+    """Return a server-sent event with a name; see `write_json` for `size`."""
+    return f"event: {event}\ndata: {await write_text(fields, size)}\n\n"
 
 
 class RequestLifetime:
@@ -130,11 +132,23 @@ class RequestLifetime:
         return EventStream(first, events, self, headers, form)
 
     async def answer(
-        self, body: Awaitable[Mapping[str, Any]], headers: Mapping[str, str]
+        self,
+        body: Awaitable[Mapping[str, Any]],
+        headers: Mapping[str, str],
+        size: Callable[[], int] = lambda: 0,
     ) -> Response:
-        """Answer with a JSON body."""
-        content = await self.run(body)
-        return client_gone() if content is None else JSONResponse(content, headers=dict(headers))
+        """Answer with a JSON body.
+
+        Args:
+            body: a JSON object, which may contain `JsonItems`.
+            size: returns the estimated bytes of the complete body.
+        """
+
+        async def write() -> list[bytes]:
+            return await write_json(await body, size())
+
+        pieces = await self.run(write())
+        return client_gone() if pieces is None else JsonPieces(pieces, headers)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,6 +19,7 @@ from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.requests import MAX_BIASES, MAX_LOGPROBS, ChatRequest
 from ed_esurge.server.http.errors import APIError, InvalidField, renamed
 from ed_esurge.server.http.fields import JsonSchema, few, unsupported, validated
+from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.http.streaming import StreamFormat, encode
 from ed_esurge.server.library.parameters import SamplingOptions, chat_fields
 
@@ -163,14 +164,20 @@ async def generated(
 
     async def whole() -> dict[str, Any]:
         (choice,) = await turn.choices()
-        return {**_head(turn, choice.out, choice.reply.content), **_last(turn, choice.out)}
+        known = _head(turn, choice.out, choice.reply.content)
+        if turn.body.logprobs:
+            known["completion_probabilities"] = JsonItems(lambda: _probabilities(turn, choice.out))
+        return {**known, **_last(turn, choice.out)}
 
     async def events() -> AsyncGenerator[str]:
         async with aclosing(turn.pieces()) as items:
             async for pieces in items:
                 for piece in pieces:
                     text = "".join(getattr(event, "text", "") for event in piece.events)
-                    yield _event({**_head(turn, piece.out, text), "stop": False})
+                    known = _head(turn, piece.out, text)
+                    if turn.body.logprobs:
+                        known["completion_probabilities"] = [*_probabilities(turn, piece.out)]
+                    yield _event({**known, "stop": False})
                     if piece.finish is not None:
                         end = {"index": 0, "content": "", "tokens": []}
                         yield _event({**end, **_last(turn, piece.out)})
@@ -187,12 +194,12 @@ def _error_event(error: APIError) -> str:
 
 
 def _head(turn: ChatGeneration, out: CompletionOutput, text: str) -> dict[str, Any]:
-    known: dict[str, Any] = {"index": 0, "content": text, "tokens": out.token_ids}
-    if turn.body.logprobs:
-        texts, top = turn.model.texts_for(turn.body), turn.body.top_logprobs or 0
-        shown = token_probabilities(texts, out.token_ids, out.logprobs or [], top)
-        known["completion_probabilities"] = shown
-    return known
+    return {"index": 0, "content": text, "tokens": out.token_ids}
+
+
+def _probabilities(turn: ChatGeneration, out: CompletionOutput) -> Iterator[dict[str, Any]]:
+    texts, top = turn.model.texts_for(turn.body), turn.body.top_logprobs or 0
+    return token_probabilities(texts, out.token_ids, out.logprobs or [], top)
 
 
 def _last(turn: ChatGeneration, out: CompletionOutput) -> dict[str, Any]:

@@ -69,6 +69,7 @@ async def chat(model: ServedModel, body: OllamaChatRequest, request: Request) ->
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
         asked = body.chat(model, chat_messages(body.messages), tools=tools)
         more: Any = {"context": body.sampling(model).get("num_ctx"), "own_options": True}
+        more["stores"] = True
         turn = await ChatGeneration.begin(model, asked, request, "ollama", **more)
 
     async def whole() -> dict[str, Any]:

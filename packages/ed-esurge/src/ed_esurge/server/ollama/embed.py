@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ed_esurge.server.generation.abilities import EMBEDS, require
+from ed_esurge.server.generation.answer_size import NUMBER_BYTES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.requests import MAX_PROMPTS
 from ed_esurge.server.http.fields import RequestBody, few, validated
+from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.ollama.keep_alive import KeepAlive, keep
 from ed_esurge.server.ollama.replies import Stopwatch
 from ed_esurge.server.ollama.requests import ModelReference
@@ -69,19 +72,24 @@ async def embed(model: ServedModel, body: EmbedRequest, request: Request) -> Res
     require(model, EMBEDS)
     watch = Stopwatch(model)
     keep(model, body.keep_alive, request)
+    sizes: list[int] = []
 
     async def whole() -> dict[str, Any]:
-        vectors, count = [], 0
+        vectors: np.ndarray = np.zeros((0, 0), np.float32)
+        count = 0
         if body.input:
-            vectors, count = await _vectors(model, body.input, body.truncate, body.dimensions)
+            vectors, count = await _vectors(
+                model, request, body.input, body.truncate, body.dimensions
+            )
+            sizes.append(vectors.size * NUMBER_BYTES)
         return {
             "model": model.name,
-            "embeddings": vectors,
+            "embeddings": JsonItems(lambda: (row.tolist() for row in vectors), 1),
             **watch.durations(),
             "prompt_eval_count": count,
         }
 
-    return await model.lifetime(request).answer(whole(), {})
+    return await model.lifetime(request).answer(whole(), {}, lambda: sum(sizes))
 
 
 async def embeddings(model: ServedModel, body: EmbeddingsRequest, request: Request) -> Response:
@@ -96,24 +104,29 @@ async def embeddings(model: ServedModel, body: EmbeddingsRequest, request: Reque
     async def whole() -> dict[str, Any]:
         if not body.prompt:
             return {"embedding": []}
-        vectors, _ = await _vectors(model, [body.prompt], True, None)
-        return {"embedding": vectors[0]}
+        vectors, _ = await _vectors(model, request, [body.prompt], True, None)
+        return {"embedding": vectors[0].tolist()}
 
     return await model.lifetime(request).answer(whole(), {})
 
 
 async def _vectors(
-    model: ServedModel, texts: list[str], truncate: bool, dimensions: int | None
-) -> tuple[list[list[float]], int]:
-    """Return normalized vectors, and the number of prompt tokens."""
+    model: ServedModel,
+    request: Request,
+    texts: list[str],
+    truncate: bool,
+    dimensions: int | None,
+) -> tuple[np.ndarray, int]:
+    """Return normalized vectors, [n, d], and the number of prompt tokens."""
     fields = {"input": texts, "truncate_prompt_tokens": -1 if truncate else None}
     asked = validated(EmbeddingRequest, fields)
     encoded = await EncodedTexts.of(model, asked)
     params = await encoded.embedding_params(asked, normalize=True)
+    model.pooled_size(request, encoded.prompts)
     vectors = await model.vectors(encoded.prompts, params, **model.queue_options(asked))
     if dimensions is not None:
         vectors = shortened(vectors, dimensions, normalize=True)
-    return vectors.tolist(), sum(len(prompt) for prompt in encoded.prompts)
+    return vectors, sum(len(prompt) for prompt in encoded.prompts)
 
 
 ENDPOINTS = (

@@ -138,6 +138,7 @@ async def _begin(model: ServedModel, body: GenerateRequest, request: Request) ->
         plain=plain,
         context=body.sampling(model).get("num_ctx"),
         own_options=True,
+        stores=True,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -21,11 +21,15 @@ from ed_esurge.replies.events import (
 )
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import ChatCompletion
-from ed_esurge.server.generation.logprobs import chat_logprobs, prompt_logprobs
+from ed_esurge.server.generation.logprobs import (
+    chat_logprobs,
+    prompt_logprobs,
+    written_chat_logprobs,
+)
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, FinishedChoice, openai_usage
 from ed_esurge.server.generation.requests import ChatRequest
-from ed_esurge.server.http.streaming import encode
+from ed_esurge.server.http.json_parts import JsonItems, encode
 from ed_esurge.server.openai.chunks import Chunks
 from ed_esurge.server.routing import post
 
@@ -50,7 +54,7 @@ async def _whole(turn: ChatGeneration) -> dict[str, Any]:
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model.name,
-        "choices": [_choice(model, body, choice) for choice in choices],
+        "choices": JsonItems(lambda: (_choice(model, body, one) for one in choices), group=0),
         "usage": openai_usage(turn.generation),
     }
     if body.prompt_logprobs is not None:
@@ -77,7 +81,7 @@ def _choice(model: ServedModel, body: ChatRequest, choice: FinishedChoice) -> di
     entry = {
         "index": choice.index,
         "message": message,
-        "logprobs": _logprobs(model, body, out),
+        "logprobs": _logprobs(model, body, out, written_chat_logprobs),
         "finish_reason": choice.finish,
     }
     if body.return_token_ids:
@@ -91,13 +95,14 @@ def _call(call: ReplyCall) -> dict[str, Any]:
 
 
 def _logprobs(
-    model: ServedModel, body: ChatRequest, out: CompletionOutput
+    model: ServedModel,
+    body: ChatRequest,
+    out: CompletionOutput,
+    create: Callable[..., dict[str, Any]] = chat_logprobs,
 ) -> dict[str, Any] | None:
     if not body.logprobs:
         return None
-    return chat_logprobs(
-        model.texts_for(body), out.token_ids, out.logprobs or [], body.top_logprobs or 0
-    )
+    return create(model.texts_for(body), out.token_ids, out.logprobs or [], body.top_logprobs or 0)
 
 
 def _deltas(events: Sequence[Event]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ed_esurge.server.http.streaming import encode
+from ed_esurge.server.http.json_parts import encode
 
 
 class Chunks:
@@ -43,6 +43,12 @@ class Chunks:
             extra: JSON fields of the chunk: `,"prompt_token_ids":[…]`.
         """
         scores = "null" if logprobs is None else encode(logprobs)
+        return self.written_choice(index, payload, scores, finish, extra)
+
+    def written_choice(
+        self, index: int, payload: str, scores: str, finish: str | None, extra: str = ""
+    ) -> str:
+        """Return a chunk with one choice, whose log-probabilities are JSON text."""
         reason = "null" if finish is None else f'"{finish}"'
         tail = self._tail
         if self._so_far is not None:

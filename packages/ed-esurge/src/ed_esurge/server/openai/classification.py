@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.generation.pooled_requests import TextRequest
+from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.openai.embeddings import EmbeddingUsage, EncodedTexts, token_counts
 from ed_esurge.server.routing import post
 
@@ -62,31 +64,33 @@ async def classify(model: ServedModel, body: ClassificationRequest, request: Req
     request_id = new_id("classify", body.request_id)
     texts = await EncodedTexts.of(model, body, embeds=False)
     options = model.queue_options(body)
+    size = model.pooled_size(request, texts.prompts)
 
     async def whole() -> dict[str, Any]:
         params = PoolingParams(normalize=False)
         logits = await model.vectors(texts.prompts, params, request_id, **options)
         scores = activated(labels, logits, body.use_activation)
-        data = [
-            {
-                "index": index,
-                "label": labels.names[row.argmax()],
-                "probs": row.tolist(),
-                "num_classes": len(row),
-            }
-            for index, row in enumerate(scores)
-        ]
+
+        def data() -> Iterator[dict[str, Any]]:
+            for index, row in enumerate(scores):
+                yield {
+                    "index": index,
+                    "label": labels.names[row.argmax()],
+                    "probs": row.tolist(),
+                    "num_classes": len(row),
+                }
+
         return {
             "id": request_id,
             "object": "list",
             "created": int(time.time()),
             "model": model.name,
-            "data": data,
+            "data": JsonItems(data, group=4),
             "usage": token_counts(texts.prompts, texts.truncated),
         }
 
     headers = answer_headers(request_id, texts.truncated)
-    return await model.lifetime(request).answer(whole(), headers)
+    return await model.lifetime(request).answer(whole(), headers, lambda: size.bytes)
 
 
 def labels_of(model: ServedModel, why: str) -> LabelSet:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -13,6 +13,15 @@ from starlette.responses import Response
 from ed_esurge.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.generation.abilities import GENERATES
+from ed_esurge.server.generation.answer_size import (
+    ID_BYTES,
+    SCORE_BYTES,
+    SCORE_TEXT_BYTES,
+    TOKEN_BYTES,
+    AnswerCost,
+    AnswerSize,
+    score_count,
+)
 from ed_esurge.server.generation.answers import Completion
 from ed_esurge.server.generation.logprobs import CompletionLogprobs, join, prompt_logprobs
 from ed_esurge.server.generation.models import ServedModel
@@ -26,7 +35,8 @@ from ed_esurge.server.generation.prompt_embeds import embedded
 from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.requests import CompletionRequest
 from ed_esurge.server.generation.structured import compile_one
-from ed_esurge.server.http.streaming import encode
+from ed_esurge.server.http.body import aside
+from ed_esurge.server.http.json_parts import JsonItems, encode, write_text
 from ed_esurge.server.openai.chunks import Chunks
 from ed_esurge.server.routing import post
 
@@ -43,7 +53,9 @@ async def complete(model: ServedModel, body: CompletionRequest, request: Request
     prompts = len(body.prompt_embeds) + len(body.prompt)
     model.check_generations(prompts * (body.best_of or body.n))
     tasks = await _tasks(model, body)
-    generation = RunningGeneration(model, body, request, tasks, "cmpl", numbered=True)
+    size = model.answer_size(request)
+    _check_size(size, body, tasks)
+    generation = RunningGeneration(model, body, request, tasks, "cmpl", size=size, numbered=True)
     completions = _Completions(body, generation)
     return await generation.answer(body.stream, completions.events, completions.whole)
 
@@ -95,6 +107,31 @@ async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask
     return tasks
 
 
+def _check_size(size: AnswerSize, body: CompletionRequest, tasks: list[PromptTask]) -> None:
+    """Check the bound of the answer, and count the bytes of its prompts.
+
+    Raises:
+        APIError: 400, the answer would be too large; 503, too many bytes are in flight.
+    """
+    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    scored = score_count(max((top for top in asked if top is not None), default=None))
+    repeated = sum(map(score_count, asked)) * SCORE_TEXT_BYTES
+    repeated += ID_BYTES * (body.return_token_ids + body.echo)
+    new = score_count(body.logprobs) * (SCORE_BYTES + SCORE_TEXT_BYTES) + TOKEN_BYTES
+    choices = body.best_of or body.n
+    prompts = new_tokens = 0
+    for task in tasks:
+        prompts += len(task.tokens) * (scored * SCORE_BYTES + choices * repeated)
+        new_tokens += choices * (task.params.max_tokens or 1)
+    size.check(
+        AnswerCost(prompts, new, 1).bytes(new_tokens),
+        "prompt" if prompts > new * new_tokens else "max_tokens",
+        "request fewer tokens, choices, prompts or log-probabilities, or send shorter prompts (the "
+        f"request has {len(tasks)} prompts with {choices} completions each)",
+    )
+    size.add(prompts)
+
+
 def _shown(task: PromptTask) -> list[int] | None:
     """Return the token ids of a prompt for the client; None for embeddings."""
     return None if task.encoder_inputs else task.tokens
@@ -121,17 +158,24 @@ class _Completions:
                     outputs[index] = delta
                 else:
                     known.add(delta)
-        choices: list[dict[str, Any]] = []
-        for task, output in zip(generation.tasks, outputs, strict=True):
-            if output is not None:
-                for completion in self._best(output):
-                    choices.append(self._choice(task, output, completion, len(choices)))
+        found = [
+            (task, output, completion)
+            for task, output in zip(generation.tasks, outputs, strict=True)
+            if output is not None
+            for completion in self._best(output)
+        ]
+        finishes = [self._finish(completion) for _, _, completion in found]
+
+        def choices() -> Iterator[dict[str, Any]]:
+            for index, (parts, finish) in enumerate(zip(found, finishes, strict=True)):
+                yield self._choice(*parts, index, finish)
+
         return {
             "id": generation.request_id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": generation.model.name,
-            "choices": choices,
+            "choices": JsonItems(choices, group=0),
             "usage": self._usage(),
         }
 
@@ -146,8 +190,16 @@ class _Completions:
 
         return sorted(output.outputs, key=score, reverse=True)[: body.n]
 
+    def _finish(self, completion: CompletionOutput) -> str:
+        return "length" if self._scores_only else finish_reason(completion.finish_reason)
+
     def _choice(
-        self, task: PromptTask, output: RequestOutput, completion: CompletionOutput, index: int
+        self,
+        task: PromptTask,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        index: int,
+        finish: str,
     ) -> dict[str, Any]:
         body, scores_only = self.body, self._scores_only
         logprobs = None
@@ -163,7 +215,7 @@ class _Completions:
             "index": index,
             "text": (task.echo or "") + ("" if scores_only else completion.text),
             "logprobs": logprobs,
-            "finish_reason": "length" if scores_only else finish_reason(completion.finish_reason),
+            "finish_reason": finish,
         }
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(
@@ -209,10 +261,9 @@ class _Completions:
                         writers[index] = self._writer()
                     writer = writers[index]
                     if first and task.echo is not None:
-                        known = scores.get(place) or []
-                        shown = writer and writer.prompt(task.echo, task.tokens, known)
+                        shown = await self._prompt_scores(writer, task, scores.get(place) or [])
                         payload = f'"text":{encode(task.echo)}'
-                        events.append(chunks.choice(index, payload, shown, None))
+                        events.append(chunks.written_choice(index, payload, shown, None))
                     finish = out.finish_reason and finish_reason(out.finish_reason)
                     if self._scores_only:
                         events.append(chunks.choice(index, f'"text":""{ids}', None, "length"))
@@ -227,6 +278,19 @@ class _Completions:
                     yield "".join(events)
         if body.include_usage:
             yield chunks.usage(self._usage())
+
+    @staticmethod
+    async def _prompt_scores(
+        writer: CompletionLogprobs | None,
+        task: PromptTask,
+        scores: Sequence[PositionLogprobs | None],
+    ) -> str:
+        """Return the JSON text of the log-probabilities of a prompt."""
+        if writer is None:
+            return "null"
+        size = sum(len(position) for position in scores if position) * SCORE_TEXT_BYTES
+        part = await aside(lambda: writer.prompt(task.echo or "", task.tokens, scores), size)
+        return await write_text(part, size)
 
     def _ids(self, task: PromptTask, out: CompletionOutput, first: bool) -> str:
         """Return the JSON fields of the token ids, if requested."""

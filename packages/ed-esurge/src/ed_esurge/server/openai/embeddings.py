@@ -16,12 +16,14 @@ from starlette.responses import Response
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import PoolingParams
 from ed_esurge.server.generation.abilities import EMBEDS, require
+from ed_esurge.server.generation.answer_size import NUMBER_BYTES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers, truncation
 from ed_esurge.server.generation.pooled_requests import EncodingFields, PoolingName, TextRequest
 from ed_esurge.server.generation.text_pairs import PairSide
 from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.routing import post
 
 
@@ -86,25 +88,30 @@ async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) ->
     texts = await EncodedTexts.of(model, body)
     params = await texts.embedding_params(body, normalize=body.normalize)
     options = model.queue_options(body)
+    size = model.pooled_size(request, texts.prompts)
 
     async def whole() -> dict[str, Any]:
         vectors = await model.vectors(texts.prompts, params, request_id, **options)
+        size.raise_to(vectors.size * NUMBER_BYTES)
         if body.dimensions is not None:
             vectors = shortened(vectors, body.dimensions, normalize=body.normalize)
         return {
             "id": request_id,
             "object": "list",
             "created": int(time.time()),
-            "data": [
-                {"object": "embedding", "index": index, "embedding": body.encoded(vector)}
-                for index, vector in enumerate(vectors)
-            ],
+            "data": JsonItems(
+                lambda: (
+                    {"object": "embedding", "index": index, "embedding": body.encoded(vector)}
+                    for index, vector in enumerate(vectors)
+                ),
+                group=0,
+            ),
             "model": model.name,
             "usage": token_counts(texts.prompts, texts.truncated),
         }
 
     headers = answer_headers(request_id, texts.truncated)
-    return await model.lifetime(request).answer(whole(), headers)
+    return await model.lifetime(request).answer(whole(), headers, lambda: size.bytes)
 
 
 @dataclass(frozen=True)

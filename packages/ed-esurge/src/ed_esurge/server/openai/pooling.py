@@ -11,11 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ed_esurge.server.generation.abilities import EMBEDS, EMBEDS_TOKENS, POOLS, require
+from ed_esurge.server.generation.answer_size import NUMBER_BYTES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.http.errors import APIError, InvalidField
 from ed_esurge.server.http.fields import unsupported
+from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.openai.classification import activated, labels_of
 from ed_esurge.server.openai.embeddings import (
     EmbeddingUsage,
@@ -94,9 +96,11 @@ async def pool(model: ServedModel, body: PoolingRequest, request: Request) -> Re
     if task == "token_embed":
         params = [each.replace(task="token_embed") for each in params]
     options = model.queue_options(body)
+    size = model.pooled_size(request, texts.prompts, each_token=task == "token_embed")
 
     async def whole() -> dict[str, Any]:
         rows = await model.pooled(texts.prompts, params, request_id, **options)
+        size.raise_to(sum(row.size for row in rows) * NUMBER_BYTES)
         vectors: list[np.ndarray] | np.ndarray = rows
         if labels is not None:
             vectors = activated(labels, np.stack(rows), body.normalize)
@@ -107,15 +111,18 @@ async def pool(model: ServedModel, body: PoolingRequest, request: Request) -> Re
             "object": "list",
             "created": int(time.time()),
             "model": model.name,
-            "data": [
-                {"index": index, "object": "pooling", "data": body.encoded(vector)}
-                for index, vector in enumerate(vectors)
-            ],
+            "data": JsonItems(
+                lambda: (
+                    {"index": index, "object": "pooling", "data": body.encoded(vector)}
+                    for index, vector in enumerate(vectors)
+                ),
+                group=0,
+            ),
             "usage": token_counts(texts.prompts, texts.truncated),
         }
 
     headers = answer_headers(request_id, texts.truncated)
-    return await model.lifetime(request).answer(whole(), headers)
+    return await model.lifetime(request).answer(whole(), headers, lambda: size.bytes)
 
 
 def _check_options(body: PoolingRequest, task: PoolingTask) -> None:

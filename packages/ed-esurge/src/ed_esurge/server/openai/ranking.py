@@ -7,7 +7,7 @@ the similarity of two vectors.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
@@ -27,6 +27,7 @@ from ed_esurge.server.generation.pooled_requests import PooledRequest, PoolingNa
 from ed_esurge.server.generation.requests import MAX_PROMPTS
 from ed_esurge.server.http.errors import APIError, InvalidField
 from ed_esurge.server.http.fields import few, unsupported
+from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.openai.embeddings import EmbeddingUsage, prompt_lengths, token_counts
 from ed_esurge.server.routing import post
 
@@ -185,6 +186,7 @@ async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Res
     request_id = new_id("score", body.request_id)
     texts = _Texts(first, second, (default, default), body, request_id)
     scorer = await _scorer(model, texts)
+    size = model.pooled_size(request, scorer.prompts)
 
     async def whole() -> dict[str, Any]:
         scores = await scorer.scores()
@@ -193,15 +195,17 @@ async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Res
             "object": "list",
             "created": int(time.time()),
             "model": model.name,
-            "data": [
-                {"index": index, "object": "score", "score": float(value)}
-                for index, value in enumerate(scores)
-            ],
+            "data": JsonItems(
+                lambda: (
+                    {"index": index, "object": "score", "score": float(value)}
+                    for index, value in enumerate(scores)
+                )
+            ),
             "usage": token_counts(scorer.prompts, scorer.truncated),
         }
 
     headers = answer_headers(request_id, scorer.truncated)
-    return await model.lifetime(request).answer(whole(), headers)
+    return await model.lifetime(request).answer(whole(), headers, lambda: size.bytes)
 
 
 async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> Response:
@@ -219,22 +223,25 @@ async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> R
     request_id = new_id("rerank", body.request_id)
     texts = _Texts([body.query], documents, prompts, body, request_id)
     scorer = await _scorer(model, texts)
+    size = model.pooled_size(request, scorer.prompts)
 
     async def whole() -> dict[str, Any]:
         scores = await scorer.scores()
         order = np.argsort(-scores, kind="stable").tolist()
-        results: list[dict[str, Any]] = []
-        for index in order[: body.top_n or len(order)]:
-            result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
-            if body.return_documents:
-                each = body.documents[index]
-                result["document"] = {"text": each} if isinstance(each, str) else each
-            results.append(result)
+
+        def results() -> Iterator[dict[str, Any]]:
+            for index in order[: body.top_n or len(order)]:
+                result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
+                if body.return_documents:
+                    each = body.documents[index]
+                    result["document"] = {"text": each} if isinstance(each, str) else each
+                yield result
+
         usage = token_counts(scorer.prompts, scorer.truncated)
         return {
             "id": request_id,
             "model": model.name,
-            "results": results,
+            "results": JsonItems(results, group=1),
             "usage": usage,
             "meta": {
                 "api_version": {"version": "2"},
@@ -243,7 +250,7 @@ async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> R
         }
 
     headers = answer_headers(request_id, scorer.truncated)
-    return await model.lifetime(request).answer(whole(), headers)
+    return await model.lifetime(request).answer(whole(), headers, lambda: size.bytes)
 
 
 @dataclass(frozen=True)

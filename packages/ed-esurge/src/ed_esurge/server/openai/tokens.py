@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from tokenizers import AddedToken
 
+from ed_esurge.server.generation.answer_size import ID_BYTES, STRING_BYTES
 from ed_esurge.server.generation.answers import (
     DetokenizedText,
     ModelCard,
@@ -22,7 +22,8 @@ from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.requests import DetokenizeRequest, TokenizeRequest
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
-from ed_esurge.server.http.body import aside, size_of
+from ed_esurge.server.http.body import size_of
+from ed_esurge.server.http.json_parts import JsonItems, JsonPieces, write_json
 from ed_esurge.server.routing import READING, Endpoint, post
 
 
@@ -45,20 +46,23 @@ async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) 
         "max_model_len": prompts.max_model_len,
         "tokens": tokens,
     }
+    size = model.answer_size(request)
+    count = len(tokens) * (ID_BYTES + STRING_BYTES * body.return_token_strs)
+    size.check(count, "prompt", f"send shorter texts (the answer has {len(tokens)} tokens)")
+    size.add(count)
+    if body.return_token_strs:
+        answer["token_strs"] = JsonItems(
+            lambda: (model.texts.text_of(token) for token in tokens), 2**12
+        )
+    answer["tokens"] = JsonItems(lambda: tokens, 2**12)
+    return JsonPieces(await write_json(answer, count))
 
-    def content() -> bytes:
-        if body.return_token_strs:
-            answer["token_strs"] = [model.texts.text_of(token) for token in tokens]
-        return to_json(answer)
 
-    return Response(await aside(content, len(tokens)), media_type="application/json")
-
-
-async def detokenize(model: ServedModel, body: DetokenizeRequest, request: Request) -> JSONResponse:
+async def detokenize(model: ServedModel, body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of token ids, with the names of vLLM and of llama.cpp."""
     model.prompts.check_ids(body.tokens, "tokens")
     text = await model.prompts.decode(body.tokens)
-    return JSONResponse({"prompt": text, "content": text})
+    return JsonPieces(await write_json({"prompt": text, "content": text}, 2 * len(text)))
 
 
 async def info(server: ServedModels, request: Request) -> JSONResponse:
