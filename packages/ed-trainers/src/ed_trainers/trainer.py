@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 import orbax.checkpoint as ocp
+from ed_infra.distributed import from_main
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 from ed_layers.quantization.model import dequantize, is_quantized
 from ed_models.adapters.lora import has_lora, merge_lora
@@ -18,6 +19,7 @@ from flax import nnx
 from ed_trainers.arguments import MethodEntry
 from ed_trainers.batches import Dataset, Feed, HostBatch, Share
 from ed_trainers.callbacks import Callback
+from ed_trainers.checkpoints.run_lock import RunLock
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared, RunData
 from ed_trainers.figures.metrics import RECORD
 from ed_trainers.optimizers import check_rules
@@ -261,11 +263,26 @@ class Trainer:
 
         Raises:
             ConfigError: train_dataset is missing, or its batches do not match the arguments.
-            CheckpointError: the checkpoints belong to another run, or cannot be read.
+            CheckpointError: the checkpoints belong to another run, or cannot be read; or another
+                run uses the directory.
             TrainingDiverged: the loss is not finite.
         """
         if self.feed is None:
             raise ConfigError("there is no train_dataset: pass one to the trainer")
+        memory = self.arguments.memory_directory
+        lock = RunLock(
+            Path(self.arguments.save_directory),
+            self.arguments.mirror_address,
+            launch=None if memory is None else Path(memory).parent.name,
+        )
+        from_main(lock.acquire)
+        try:
+            return self._train_locked(lock)
+        finally:
+            lock.release()
+
+    def _train_locked(self, lock: RunLock) -> TrainerOutput:
+        assert self.feed is not None
         if self.record.before_training is not None:
             self.record.before_training(
                 self.method,
@@ -284,6 +301,7 @@ class Trainer:
                 adopt=self.adopt,
                 save_model=self.save_model,
                 notify=self._notify,
+                lock=lock,
             )
         )
         try:

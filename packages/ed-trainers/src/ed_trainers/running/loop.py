@@ -19,6 +19,7 @@ from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.memory import MemoryCopies
 from ed_trainers.checkpoints.mirror import Mirror
+from ed_trainers.checkpoints.run_lock import RunLock
 from ed_trainers.checkpoints.run_record import compare_runs, describe_run, move_aside
 from ed_trainers.contract import Batch, MethodRun
 from ed_trainers.figures.flops import utilization
@@ -65,6 +66,7 @@ class Job:
         adopt: accepts a state whose arrays replace those of `begin`.
         save_model: writes the trained model to a directory, and returns the written directory.
         notify: calls the callbacks.
+        lock: the lock of the run, which the caller holds.
     """
 
     method: MethodRun
@@ -76,6 +78,7 @@ class Job:
     adopt: Callable[[EasyDeLState], None]
     save_model: Callable[[Path], Path]
     notify: Notify
+    lock: RunLock
 
 
 class TrainingLoop:
@@ -411,6 +414,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         self._save_asked = False
+        self.job.lock.check()
         # The rows of these steps must outlive a crash if the checkpoint does.
         self.log.flush()
         if self.checkpoints.save(self.step, self._state(), run=self._run_facts()):
@@ -419,6 +423,7 @@ class TrainingLoop:
     # --- the end ---
 
     def _end(self) -> dict[str, Any]:
+        self.job.lock.check()
         stopped_by = None if self.step >= self.total else self._stopped_by
         steps, best = self.checkpoints.steps(), self.checkpoints.best()
         path = self.checkpoints.path(steps[-1]) if steps else None
