@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import pytest
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
-from ed_infra.specs import EasyDeLQuantizationConfig
+from ed_infra.specs import EasyDeLQuantizationConfig, LoraSpec
 from ed_layers import fixed_order, sums
 from ed_layers.activations import activation
 from ed_layers.attention.kernel import Paged, Projected
@@ -20,6 +22,7 @@ from ed_layers.attention.scoring import Alibi, Scoring
 from ed_layers.cache.protocol import Pages
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.depth.remat import names_in
+from ed_layers.lora.layers import LoRALinear
 from ed_layers.native import library
 from ed_layers.projections.linear import Linear, project, project_activated, project_gated
 from ed_layers.projections.matmul import matmul
@@ -233,38 +236,65 @@ def test_gradients_in_one_order_are_those_of_plain_products(kind, bias, form, dt
     layers = create_layers(
         {"gated": 2, "activated": 1, "joined": 3, "single": 1}[kind], dtype, bool(bias), form
     )
+    check_gradients(partial(call_layers, kind, act="gelu"), layers, dtype, depth)
+
+
+def check_gradients(
+    call: Callable[[list[Any], jax.Array], jax.Array], layers: list[Any], dtype: str, depth: str
+) -> None:
+    """Check that layers have the bits of one order with gradients, and ordinary gradients."""
     graphdef, params, codes = nnx.split(nnx.List(layers), nnx.Param, ...)
     x = drawn(2, 5, 64, seed=7, dtype=dtype)
 
-    def call(params, x, config) -> jax.Array:
+    def run(params, x, config) -> jax.Array:
         with library.chosen_by(config):
-            return call_layers(kind, nnx.merge(graphdef, params, codes), x, "gelu")
+            return call(nnx.merge(graphdef, params, codes), x)
 
     def loss(params, x, config) -> tuple[jax.Array, jax.Array]:
-        run = partial(call, config=config)
+        block = partial(run, config=config)
         # jax traces the forward pass of inner functions again, after the block of `chosen_by`.
         if depth == "recomputed":
-            run = jax.checkpoint(run)
+            block = jax.checkpoint(block)
         if depth == "looped":
-            y = jax.lax.scan(lambda _, x: (None, run(params, x)), None, x[None])[1][0]
+            y = jax.lax.scan(lambda _, x: (None, block(params, x)), None, x[None])[1][0]
         else:
-            y = run(params, x)
+            y = block(params, x)
         return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
-    found = {}
+    gradients = {}
     for config in (ONE, PLAIN):
-        run = jax.jit(
-            jax.value_and_grad(partial(loss, config=config), argnums=(0, 1), has_aux=True)
-        )
-        (_, y), gradients = run(params, x)
-        found[config.batch_invariant] = gradients
+        both = jax.value_and_grad(partial(loss, config=config), argnums=(0, 1), has_aux=True)
+        (_, y), gradients[config.batch_invariant] = jax.jit(both)(params, x)
         if config is ONE:  # the bits of a forward pass without gradients
-            np.testing.assert_array_equal(y, jax.jit(partial(call, config=ONE))(params, x))
+            np.testing.assert_array_equal(y, jax.jit(partial(run, config=ONE))(params, x))
     limit = 2e-5 if dtype == "float32" else 0.04
-    for a, b in zip(*(jax.tree.leaves(found[order]) for order in (True, False)), strict=True):
+    for a, b in zip(*(jax.tree.leaves(gradients[order]) for order in (True, False)), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) <= limit * np.linalg.norm(b)
         assert np.linalg.norm(b) > 0
+
+
+@pytest.mark.daily("dora-nf4-looped", "lora-None-looped", "None-int8-looped")
+@pytest.mark.parametrize("depth", ["recomputed", "looped"])
+@pytest.mark.parametrize("form", [None, *FORMS])
+@pytest.mark.parametrize("adapter", [None, "lora", "dora"])
+def test_adapted_and_simulated_layers_have_one_order(adapter, form, depth) -> None:
+    """Adapters over plain and quantized matrices; without an adapter, matrices that simulate."""
+    if adapter is None and form is not None:
+        (layer,) = create_layers(1, "float32", True, None)
+        spec = EasyDeLQuantizationConfig(form, pattern="", simulate=True)
+        (layer,) = quantize(nnx.List([layer]), spec)
+    else:
+        (layer,) = create_layers(1, "float32", True, form)
+    if adapter is not None:
+        layer = LoRALinear(layer, LoraSpec(rank=6, dora=adapter == "dora"), jax.random.key(0))
+        layer.lora_b.set_value(drawn(6, 96, seed=3))
+    check_gradients(lambda layers, x: layers[0](x), [layer], "float32", depth)
+    rows = drawn(7, 64, seed=5)
+    with library.chosen_by(ONE):
+        call_ordered(lambda: layer(rows))
+        together, alone = (np.asarray(jax.jit(lambda x: layer(x))(x)) for x in (rows, rows[4:5]))
+    np.testing.assert_array_equal(alone, together[4:5])
 
 
 @pytest.mark.parametrize("names", [("mlp_gate", "mlp_up"), ("mlp_up",)])

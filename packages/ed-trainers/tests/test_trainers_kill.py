@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import kill_target
 import pytest
 from ed_trainers.figures.metrics import CLOCKED, read_rows
 
@@ -93,6 +94,22 @@ def killed_and_resumed(directory: Path, kills: list[int], *extra: str) -> list[d
     before = newest(directory)
     assert f"resumed from step {before} of {STEPS}" in finish(start(directory, *extra))
     return exact(directory)
+
+
+def test_run_killed_while_saving_continues_bit_for_bit(tmp_path, monkeypatch):
+    """Only the killed run is a process; its continuation and the whole run are in this one."""
+    killed = start(tmp_path / "killed", "--die-while-saving", "8", "--phase", "written")
+
+    def run(directory: Path) -> list[dict]:
+        monkeypatch.setattr(sys, "argv", [str(TARGET), str(directory), str(STEPS)])
+        kill_target.main()
+        return exact(directory)
+
+    uninterrupted = run(tmp_path / "whole")
+    assert killed.communicate()[0] is not None and killed.returncode == -signal.SIGKILL
+    assert newest(tmp_path / "killed") == 4
+    assert run(tmp_path / "killed") == uninterrupted
+    assert [r["step"] for r in uninterrupted if "loss" in r] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.nightly

@@ -158,7 +158,6 @@ def test_previews_begin_held_out_documents_and_sample_by_step(tmp_path):
     assert likeliest[0] == likeliest[1]
 
 
-@pytest.mark.nightly
 def test_documents_begin_with_their_prompts_or_their_first_half():
     batch = Pairs(rows=3).batch_at(0)
     counts = batch["chosen_segment_ids"].max(axis=1)

@@ -23,10 +23,12 @@ from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
+from ed_layers.fixed_order import rounded
 from ed_layers.projections.dot import Weight, dot
 from ed_layers.projections.embed import Embed
 from ed_layers.projections.linear import ExpertLinear, Linear
 from ed_layers.quantization.qarray import QArray
+from ed_layers.sums import over_axis
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +57,12 @@ class LowRank:
     def dense(self) -> jax.Array:
         """Return `W + scale * A B` in float32, without the factor."""
         assert isinstance(self.base, jax.Array | QArray), "an adapter lies over no other adapter"
-        return self.base.astype(jnp.float32) + self.scale * (self.a @ self.b)
+        return self.base.astype(jnp.float32) + rounded(self.scale * dot(self.a, self.b))
+
+    def column_norms(self) -> Float[Array, " o"]:
+        """Return the norm of each column of `dense`."""
+        # XLA would replace a division by a root by a product with another rounding.
+        return rounded(jnp.sqrt(over_axis(jnp.square(self.dense()), 0)))
 
     def product(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
@@ -66,12 +73,12 @@ class LowRank:
     def change(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `scale * x A B`."""
         inner = dot(x, self.a, precision=precision)
-        return dot(inner, self.b, precision=precision) * self.scale
+        return rounded(dot(inner, self.b, precision=precision) * self.scale)
 
     def finish(self, base: jax.Array, change: jax.Array) -> jax.Array:
         """Combine the two products."""
-        out = base + change
-        return out if self.factor is None else out * self.factor.astype(out.dtype)
+        out = rounded(base + change)
+        return out if self.factor is None else rounded(out * self.factor.astype(out.dtype))
 
 
 class LoRALinear(Linear):
@@ -100,7 +107,7 @@ class LoRALinear(Linear):
         if not self.spec.dora:
             return weight
         # The gradient treats the norm as a constant (section 4.3 of the paper).
-        length = jax.lax.stop_gradient(jnp.linalg.norm(weight.dense(), axis=0))
+        length = jax.lax.stop_gradient(weight.column_norms())
         return replace(weight, factor=self.lora_magnitude.get_value() / length)
 
     def __call__(self, x: Float[Array, "*rows i"], ctx: Ctx | None = None):
@@ -121,7 +128,7 @@ class LoRALinear(Linear):
         else:
             y = weight.finish(base, change)
         if self.use_bias:
-            y = y + self.bias.get_value().astype(self.dtype)
+            y = rounded(y + self.bias.get_value().astype(self.dtype))
         return y
 
     def merged(self) -> Linear:
@@ -153,8 +160,9 @@ class LoRAEmbed(Embed):
 
     def __call__(self, input_ids):
         """Look up [b, s] tokens: [b, s, d]."""
-        change = jnp.take(self.lora_a.get_value(), input_ids, axis=0) @ self.lora_b.get_value()
-        return super().__call__(input_ids) + (change * self.spec.scale).astype(self.dtype)
+        rows = jnp.take(self.lora_a.get_value(), input_ids, axis=0)
+        change = rounded(dot(rows, self.lora_b.get_value()) * self.spec.scale)
+        return rounded(super().__call__(input_ids) + change.astype(self.dtype))
 
     def merged(self) -> Embed:
         """Return the embedding without an adapter and with the updated table."""

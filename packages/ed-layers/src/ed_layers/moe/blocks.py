@@ -66,7 +66,7 @@ def product_of(params: ExpertParams, precision: PrecisionLike) -> ExpertProduct:
     def product(name: str, x: jax.Array) -> jax.Array:
         y = times(x, f"{name}.kernel")
         if f"{name}.lora_a" in params:
-            y = y + times(times(x, f"{name}.lora_a"), f"{name}.lora_b")
+            y = rounded(y + times(times(x, f"{name}.lora_a"), f"{name}.lora_b"))
         bias = params.get(f"{name}.bias")
         return y if bias is None else rounded(y + plain(bias).astype(x.dtype))
 

@@ -19,6 +19,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from ed_layers.projections.matmul import matmul
 from ed_layers.quantization.encoding import encoded
 from ed_layers.quantization.qarray import QArray, rounded
 
@@ -94,7 +95,7 @@ class Simulated:
 
     def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
-        product = partial(jnp.matmul, precision=precision)
+        product = partial(matmul, precision=precision)
         return _again(product, self, x)
 
     def grouped_product(
