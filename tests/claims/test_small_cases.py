@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 from ed_elarge.engine.rollout import EngineRollout
 from ed_esurge import EngineConfig, SamplingParams, eSurge
-from ed_infra.specs import QUANTIZATION_FORMATS, EasyDeLQuantizationConfig, LoraSpec
+from ed_infra.specs import (
+    KEPT_CODES,
+    QUANTIZATION_FORMATS,
+    EasyDeLQuantizationConfig,
+    LoraSpec,
+)
 from ed_infra.testing import tiny_llama
 from ed_layers.losses import cross_entropy_sum
 from ed_layers.native import library
@@ -162,10 +167,26 @@ def test_served_adapter_has_the_tokens_of_the_merged_model() -> None:
     assert served == sample(eSurge(merged, silent_mode=True, **options))[0] != plain
 
 
-@pytest.mark.parametrize("form", [name for name in QUANTIZATION_FORMATS if "gguf" not in name])
-def test_adapters_train_over_each_quantized_format(form) -> None:
+#: Formats of the matrices of a layer: without and with codes of activations.
+FORMATS = {
+    "weights": dict(
+        zip(
+            ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"),
+            ("nf4", "int8", "int4", "fp8", "mxfp8", "mxfp4"),
+            strict=True,
+        )
+    ),
+    "activations": {"self_attn": "w8a8", "mlp": "w4a8"},
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_adapters_train_over_each_quantized_format(kind) -> None:
     """They have the gradients over the decoded weights; with codes of activations, nearly."""
-    codes = adapt(create().quantize(EasyDeLQuantizationConfig(form)))
+    listed = [form for forms in FORMATS.values() for form in forms.values()]
+    assert sorted(listed) == sorted(QUANTIZATION_FORMATS.keys() - {*KEPT_CODES})
+    rules = [(name, EasyDeLQuantizationConfig(form)) for name, form in FORMATS[kind].items()]
+    codes = adapt(create().quantize(rules))
     ids = jnp.asarray(draw(0))
 
     def differentiate(model: LlamaForCausalLM) -> list[np.ndarray]:
@@ -180,7 +201,7 @@ def test_adapters_train_over_each_quantized_format(form) -> None:
         return [np.asarray(x) for x in jax.tree.leaves(jax.jit(jax.grad(loss))(adapters))]
 
     gradients, expected = differentiate(codes), differentiate(dequantize(codes))
-    limit = 0.2 if QUANTIZATION_FORMATS[form][1] else 1e-4
+    limit = 0.2 if kind == "activations" else 1e-4
     assert len(gradients) == 2 * len(list(lora_layers(codes)))
     for ours, plain in zip(gradients, expected, strict=True):
         assert np.linalg.norm(plain) > 0
