@@ -64,6 +64,9 @@ class ServerLimits(Options):
     """Number of batch lines that run concurrently."""
     body_timeout: Annotated[float, Field(gt=0, le=1e6)] = 30.0
     """Timeout for receiving the headers and the body of a request, in seconds (status 408)."""
+    write_timeout: Annotated[float, Field(gt=0, le=1e6)] = 60.0
+    """Time in which a client must read the waiting part of an answer, or 1024 bytes per second, in
+    seconds. The connection of a slower client is closed."""
     request_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0
     """Timeout for answering a request, in seconds (status 408; a stream ends with an error)."""
 

@@ -252,7 +252,12 @@ def create_app(
         _register(app, server, endpoint)
     if keys:
         open_paths = {endpoint.path for endpoint in ENDPOINTS if endpoint.access == "open"}
-        app.add_middleware(BearerAuth, keys=keys, open_paths=open_paths)
+        app.add_middleware(
+            BearerAuth,
+            keys=keys,
+            open_paths=open_paths,
+            max_requests=limits.max_concurrent_requests,
+        )
     if cors_origins is not None:
         app.add_middleware(
             CORSMiddleware,

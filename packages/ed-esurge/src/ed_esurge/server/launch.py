@@ -23,7 +23,13 @@ from uvicorn.logging import AccessFormatter, DefaultFormatter
 from ed_esurge.engine.transport import follow_all
 from ed_esurge.server.app import AppOptions, Engines, create_app
 from ed_esurge.server.http.admission import LOOPBACK
-from ed_esurge.server.http.connections import connection_class
+from ed_esurge.server.http.connections import (
+    SEND_BUFFER,
+    ConnectionSlots,
+    connection_class,
+    most_connections,
+)
+from ed_esurge.server.http.handshakes import TlsListener
 
 logger = logging.getLogger(__name__)
 
@@ -113,16 +119,37 @@ class _Server(uvicorn.Server):
         app: Starlette,
         on_ready: Callable[[], None],
         drain_seconds: float,
+        slots: ConnectionSlots,
     ) -> None:
         super().__init__(config)
         self._app = app
+        self._slots = slots
         self._on_ready = on_ready
         self._drain_seconds = drain_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self.config.is_ssl:
+            await super().startup([])
+            for listener in sockets or ():
+                self.servers.append(self._listen_with_tls(listener))
+        else:
+            await super().startup(sockets)
         if self.started:
             self._on_ready()
+
+    def _listen_with_tls(self, listener: socket.socket) -> Any:
+        config = self.config
+        assert config.ssl is not None, "uvicorn loads the certificate before the start"
+
+        def build_protocol() -> asyncio.Protocol:
+            kind: Any = config.http_protocol_class
+            state = self.server_state
+            return kind(config=config, server_state=state, app_state=self.lifespan.state)
+
+        seconds = self._app.state.server.state.limits.body_timeout
+        server = TlsListener(listener, config.ssl, build_protocol, self._slots, seconds)
+        server.start(config.backlog)
+        return server
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.state.server.state.draining = True
@@ -157,6 +184,7 @@ def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of its connections
     try:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
@@ -244,11 +272,14 @@ def background(
     port: int = 0,
     *,
     drain_seconds: int = 5,
+    ssl_keyfile: str | None = None,
+    ssl_certfile: str | None = None,
     **options: Unpack[AppOptions],
 ) -> Iterator[str]:
     """Serve from a thread during the block. Yields the URL (for notebooks and tests).
 
     Args:
+        ssl_keyfile, ssl_certfile: see `serve`.
         options: options of `create_app`.
     """
     ready = threading.Event()
@@ -259,7 +290,7 @@ def background(
         on_ready=ready.set,
         log_level="warning",
         drain_seconds=drain_seconds,
-        tls=(None, None),
+        tls=(ssl_keyfile, ssl_certfile),
         options=options,
     )
 
@@ -323,9 +354,11 @@ def _prepare(
         options = AppOptions(**{**options, "allowed_hosts": LOOPBACK})
     app = create_app(engine, **options)
     listener = _bind(host, port)
+    limits = app.state.server.state.limits
+    slots = ConnectionSlots(most_connections(limits))
     config = uvicorn.Config(
         app,
-        http=connection_class(app.state.server.state.limits),
+        http=connection_class(limits, slots),
         # The default configuration closes every log handler of the process.
         log_config=None,
         log_level=log_level,
@@ -338,5 +371,5 @@ def _prepare(
         ssl_keyfile=tls[0],
         ssl_certfile=tls[1],
     )
-    server = _Server(config, app, on_ready, drain_seconds)
+    server = _Server(config, app, on_ready, drain_seconds, slots)
     return server, listener, _url(host, listener, tls[0] is not None)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse
 
@@ -13,11 +12,9 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.fields import RequestBody, few
+from ed_esurge.server.http.fields import Metadata, RequestBody
 from ed_esurge.server.routing import LISTING, READING, REFUSALS, Endpoint
 from ed_esurge.server.stores import OPEN, BatchStore, JsonFields, public, refused_when_full
-
-_ShortText = Annotated[str, Field(max_length=512)]
 
 
 class BatchRequest(RequestBody):
@@ -33,7 +30,7 @@ class BatchRequest(RequestBody):
         "/v1/rerank",
     ]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[_ShortText, _ShortText] | None, few(16)] = None
+    metadata: Metadata | None = None
 
 
 class StoredFile(AnswerBody):

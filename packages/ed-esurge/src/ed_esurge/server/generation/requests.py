@@ -24,7 +24,17 @@ from ed_esurge.server.generation.structured import (
     with_allowed_tools,
 )
 from ed_esurge.server.http.errors import InvalidField
-from ed_esurge.server.http.fields import History, RequestBody, TokenIds, few, parts_of, unsupported
+from ed_esurge.server.http.fields import (
+    ClientData,
+    History,
+    Metadata,
+    RequestBody,
+    ShortText,
+    TokenIds,
+    few,
+    parts_of,
+    unsupported,
+)
 from ed_esurge.server.http.sampling_fields import LlamaSamplers, Stops
 
 
@@ -188,14 +198,14 @@ class GenerationRequest(Guided, LlamaSamplers, OtherSamplers):
     request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
 
     # Fields about billing and storage, which do not change the answer.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
+    user: ShortText | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    service_tier: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: ShortText | None = None
+    prompt_cache_options: ClientData | None = None
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> GenerationRequest:

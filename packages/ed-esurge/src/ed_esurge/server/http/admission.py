@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.auth import SAFE, owner_of
 from ed_esurge.server.http.errors import APIError
 
 RESERVATION = "ed_esurge.reservation"
@@ -27,7 +30,7 @@ class Budget:
     """
 
     def __init__(self, most: int) -> None:
-        self.most, self.used = most, 0
+        self.most, self.used, self.released = most, 0, 0
         self.by_client: Counter[str] = Counter()
 
     def reserve(self, client: str, own: int, count: int) -> None:
@@ -54,6 +57,7 @@ class Budget:
     def release(self, client: str, count: int) -> None:
         """Release the bytes of a request that has ended."""
         self.used -= count
+        self.released += count
         self.by_client[client] -= count
         if not self.by_client[client]:
             del self.by_client[client]
@@ -87,6 +91,11 @@ class Reservation:
         self._bytes = 0
         return moved
 
+    def shrink(self, count: int) -> None:
+        """Release some of the bytes."""
+        self._budget.release(self._client, count)
+        self._bytes -= count
+
     def close(self) -> None:
         """Release all bytes."""
         if self._bytes:
@@ -94,10 +103,66 @@ class Reservation:
             self._bytes = 0
 
 
+def return_free_memory() -> None:
+    """Let the C library return its free memory to the system, if it can.
+
+    glibc keeps the memory of long bodies and answers for later allocations.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:  # other C libraries return free memory by themselves
+            trim(0)
+
+
 def client_of(scope: Scope) -> str:
     """Return the client of a request: the digest of its key, or its address without a key."""
     address = scope.get("client") or ("",)
     return owner_of(scope) or str(address[0])
+
+
+#: Bytes of ended requests after which the C library returns its free memory to the system.
+RETURNED_BYTES = 2**26
+#: Length in bytes from which an answer is in the budget while its client reads.
+COUNTED_ANSWER = 2**16
+
+
+class CountedAnswer:
+    """The `send` of a request that counts a long answer until it has been written.
+
+    The head of the answer is sent with the first part of the body, so that an answer that does not
+    fit in the budget becomes an error. Streams consist of short parts, which are not counted.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._head: Message | None = None
+        self._refused = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message
+            return
+        if self._refused:
+            return
+        head, self._head = self._head, None
+        size = len(message.get("body", b""))
+        if head is None or size < COUNTED_ANSWER:
+            if head is not None:
+                await self._send(head)
+            await self._send(message)
+            return
+        reservation: Reservation = self._scope[RESERVATION]
+        try:
+            reservation.add(self._scope, size)
+        except APIError as error:
+            self._refused = True
+            await error.response()(self._scope, self._receive, self._send)
+            return
+        try:
+            await self._send(head)
+            await self._send(message)
+        finally:
+            reservation.shrink(size)
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -140,10 +205,6 @@ def check_head(scope: Scope) -> None:
         )
 
 
-#: Methods without side effects. Any page may send them, because it cannot read the answers.
-SAFE = ("GET", "HEAD", "OPTIONS")
-
-
 class Admission:
     """ASGI middleware that rejects foreign hosts, foreign web pages, and too many requests.
 
@@ -156,8 +217,8 @@ class Admission:
         hosts: allowed names and addresses in `Host`, without ports; None = any.
         origins: web origins whose pages may send requests, in addition to the server's own pages;
             `*` = all.
-        max_requests: maximum number of concurrent POST requests. GET requests (health, metrics)
-            are not counted.
+        max_requests: maximum number of concurrent requests with side effects, and of the others.
+            Each kind has its own count, so that a busy server answers GET requests.
         budget: the bytes in flight.
     """
 
@@ -172,7 +233,7 @@ class Admission:
         self.app, self.max_requests, self.budget = app, max_requests, budget
         self.hosts = None if hosts is None else frozenset(name.lower() for name in hosts)
         self.origins = frozenset(origin.lower().rstrip("/") for origin in origins)
-        self.running = 0
+        self.running = {True: 0, False: 0}  # by whether the method is safe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -204,9 +265,7 @@ class Admission:
                 code="origin_not_allowed",
             )
             await error.response()(scope, receive, send)
-        elif scope["method"] not in ("POST", "DELETE"):
-            await self.app(scope, receive, send)
-        elif self.running >= self.max_requests:
+        elif self.running[safe := scope["method"] in SAFE] >= self.max_requests:
             error = APIError(
                 f"the server is answering {self.max_requests} requests, its limit: try again later",
                 status=429,
@@ -214,13 +273,18 @@ class Admission:
             )
             await error.response()(scope, receive, send)
         else:
-            self.running += 1
+            self.running[safe] += 1
             reservation = scope[RESERVATION] = Reservation(self.budget)
             try:
-                await self.app(scope, receive, send)
+                # The answers of other methods are counted before their requests are admitted.
+                counted = CountedAnswer(scope, receive, send) if safe else send
+                await self.app(scope, receive, counted)
             finally:
-                self.running -= 1
+                self.running[safe] -= 1
                 reservation.close()
+                if self.budget.released >= RETURNED_BYTES:
+                    self.budget.released = 0
+                    asyncio.get_running_loop().run_in_executor(None, return_free_memory)
 
     def _is_foreign(self, headers: Mapping[bytes, str]) -> bool:
         """Return whether a page of an unlisted site sent the request.

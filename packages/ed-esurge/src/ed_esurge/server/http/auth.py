@@ -23,6 +23,9 @@ from ed_esurge.server.http.errors import APIError
 #: scope of a server without keys has neither.
 OWNER, ROLE = "ed_esurge.owner", "ed_esurge.role"
 
+#: Methods without side effects. Any page may send them, because it cannot read the answers.
+SAFE = ("GET", "HEAD", "OPTIONS")
+
 Access = Literal["open", "key", "admin"]
 """Who may call a route of a server with keys: anyone, any key, or an administrator."""
 
@@ -74,10 +77,12 @@ def read_keys(path: str | Path) -> list[ApiKey]:
 class _Account:
     """A key and its recent requests."""
 
-    def __init__(self, key: ApiKey) -> None:
+    def __init__(self, key: ApiKey, share: int | None) -> None:
         self.key, self.digest = key, bytes.fromhex(key.sha256)
         self.role = "admin" if key.admin else "key"
-        self.inside = 0
+        limits = [each for each in (key.max_concurrent_requests, share) if each is not None]
+        self._most = min(limits, default=None)
+        self.inside = {True: 0, False: 0}  # by whether the method is safe
         self._times: deque[float] = deque()
 
     def check(self) -> None:
@@ -89,14 +94,18 @@ class _Account:
                 code="invalid_api_key",
             )
 
-    def enter(self) -> None:
-        """Count a request. Raise APIError if the key has reached a limit."""
-        most, rate = self.key.max_concurrent_requests, self.key.requests_per_minute
+    def enter(self, method: str) -> None:
+        """Count a request. Raise APIError if the key has reached a limit.
+
+        GET requests have a count of their own, and no limit per minute, because clients poll.
+        """
+        safe = method in SAFE
+        most, rate = self._most, None if method != "POST" else self.key.requests_per_minute
         now = time.monotonic()
         while self._times and now - self._times[0] >= 60:
             self._times.popleft()
         limit = None
-        if most is not None and self.inside >= most:
+        if most is not None and self.inside[safe] >= most:
             limit = f"{most} concurrent requests"
         elif rate is not None and len(self._times) >= rate:
             limit = f"{rate} requests a minute"
@@ -108,7 +117,11 @@ class _Account:
             )
         if rate is not None:
             self._times.append(now)
-        self.inside += 1
+        self.inside[safe] += 1
+
+    def leave(self, method: str) -> None:
+        """End the count of a request."""
+        self.inside[method in SAFE] -= 1
 
 
 class BearerAuth:
@@ -119,11 +132,21 @@ class BearerAuth:
     Args:
         keys: the known keys. If all keys belong to administrators, other routes require no key.
         open_paths: paths without a key, for load balancers, Prometheus and browsers.
+        max_requests: maximum number of concurrent requests of the server. If there are several
+            keys of users, each may use half.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[ApiKey],
+        open_paths: Collection[str],
+        max_requests: int,
+    ) -> None:
         self.app = app
-        self._accounts = [_Account(key) for key in keys]
+        several = sum(not key.admin for key in keys) > 1
+        share = max(1, max_requests // 2) if several else None
+        self._accounts = [_Account(key, None if key.admin else share) for key in keys]
         self._open_paths = frozenset(open_paths)
         self._needed = not all(key.admin for key in keys)
 
@@ -142,8 +165,7 @@ class BearerAuth:
             if account is not None:
                 scope[OWNER], scope[ROLE] = account.key.sha256, account.role
                 account.check()
-                if scope["method"] == "POST":
-                    account.enter()
+                account.enter(scope["method"])
         except APIError as error:
             response = error.response()
             if error.status == 401:
@@ -153,8 +175,8 @@ class BearerAuth:
         try:
             await self.app(scope, receive, send)
         finally:
-            if account is not None and scope["method"] == "POST":
-                account.inside -= 1
+            if account is not None:
+                account.leave(scope["method"])
 
     def _account(self, scope: Scope) -> _Account | None:
         digest = hashlib.sha256(_key(scope)).digest()

@@ -12,7 +12,16 @@ from pydantic import Field, model_validator
 from ed_esurge.server.generation.requests import MAX_LOGPROBS, ChatRequest, Effort
 from ed_esurge.server.generation.structured import MAX_TOOLS
 from ed_esurge.server.http.errors import APIError, InvalidField
-from ed_esurge.server.http.fields import JsonSchema, RequestBody, few, unsupported, validated
+from ed_esurge.server.http.fields import (
+    ClientData,
+    JsonSchema,
+    Metadata,
+    RequestBody,
+    ShortText,
+    few,
+    unsupported,
+    validated,
+)
 from ed_esurge.server.responses.items import Id, Input, messages_of, stored_form
 from ed_esurge.server.responses.tools import (
     AllowedTools,
@@ -213,8 +222,8 @@ class ResponseRequest(PromptFields):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    metadata: Annotated[dict[str, str] | None, few(16)] = None
-    user: str | None = None
+    metadata: Metadata | None = None
+    user: ShortText | None = None
 
     # Extensions.
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
@@ -230,12 +239,12 @@ class ResponseRequest(PromptFields):
     max_tool_calls: Annotated[int | None, Field(ge=1)] = None
     """Limit of the calls that this server sends to MCP servers."""
     # Fields about billing, speed and the client, which have no effect.
-    client_metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: ClientData | None = None
+    service_tier: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: ShortText | None = None
+    prompt_cache_options: ClientData | None = None
     stream_options: dict[str, Any] | None = None
 
     @model_validator(mode="after")
