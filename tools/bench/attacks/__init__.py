@@ -33,4 +33,6 @@ def scenarios() -> dict[str, Scenario]:
     return {
         "methods as labels": strangers.send_method_labels,
         "long targets": strangers.send_long_targets,
+        "silent connections": strangers.hold_silent_connections,
+        "unread answers": strangers.leave_answers_unread,
     }

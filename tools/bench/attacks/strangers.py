@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
+from contextlib import ExitStack
 
 #: Maximum growth of the answer of `/metrics` in bytes by one attack.
 METRICS_GROWTH = 2**16
+JSON = "application/json"
 
 
 def send_raw(port: int, data: bytes) -> bytes:
@@ -47,3 +50,30 @@ def send_long_targets(port: int) -> None:
         answer = send_raw(port, f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
         assert len(answer) < 4096, target[:20]
         assert answer[9:12] in (b"", b"400", b"414", b"431"), answer[:80]
+
+
+def hold_silent_connections(port: int) -> None:
+    """Open connections without a request. Other clients are answered meanwhile."""
+    with ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+        assert count_bytes(port, "/health") > 0
+
+
+def leave_answers_unread(port: int) -> None:
+    """Request long answers and do not read them. Other clients are answered meanwhile."""
+    tool = {"type": "function", "description": "d" * 60_000, "parameters": {"type": "object"}}
+    tools = [{**tool, "name": f"f{number}"} for number in range(20)]
+    body = {"input": "a", "max_output_tokens": 1, "tools": tools, "tool_choice": "none"}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", "/v1/responses", json.dumps(body), {"Content-Type": JSON})
+    name = json.loads(connection.getresponse().read())["id"]
+    connection.close()
+    head = f"GET /v1/responses/{name} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
+    with ExitStack() as stack:
+        for _ in range(40):
+            reader = stack.enter_context(socket.socket())
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+            reader.connect(("127.0.0.1", port))
+            reader.sendall(head)
+        assert count_bytes(port, "/health") > 0

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from ed_esurge.server.generation.requests import Messages, as_prompts
 from ed_esurge.server.generation.text_pairs import PairSide
 from ed_esurge.server.http.errors import InvalidField
-from ed_esurge.server.http.fields import RequestBody, ShortText, unsupported
+from ed_esurge.server.http.fields import ClientText, RequestBody, unsupported
 from ed_esurge.server.http.json_parts import JsonItems, JsonText
 
 PoolingName = Literal["last", "mean"]
@@ -33,7 +33,7 @@ class PooledRequest(RequestBody):
     """Fields of every request for vectors or scores."""
 
     model: str | None = None
-    user: ShortText | None = None
+    user: ClientText | None = None
     request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=1024)] = None

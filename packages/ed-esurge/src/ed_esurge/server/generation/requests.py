@@ -26,10 +26,10 @@ from ed_esurge.server.generation.structured import (
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import (
     ClientData,
+    ClientText,
     History,
     Metadata,
     RequestBody,
-    ShortText,
     TokenIds,
     few,
     parts_of,
@@ -198,13 +198,13 @@ class GenerationRequest(Guided, LlamaSamplers, OtherSamplers):
     request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
 
     # Fields about billing and storage, which do not change the answer.
-    user: ShortText | None = None
+    user: ClientText | None = None
     metadata: Metadata | None = None
     store: bool | None = None
-    service_tier: ShortText | None = None
-    safety_identifier: ShortText | None = None
-    prompt_cache_key: ShortText | None = None
-    prompt_cache_retention: ShortText | None = None
+    service_tier: ClientText | None = None
+    safety_identifier: ClientText | None = None
+    prompt_cache_key: ClientText | None = None
+    prompt_cache_retention: ClientText | None = None
     prompt_cache_options: ClientData | None = None
 
     @model_validator(mode="after")

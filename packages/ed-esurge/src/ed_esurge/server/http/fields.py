@@ -195,13 +195,13 @@ def few(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-#: OpenAI's limits of `metadata`: number of pairs, and lengths of keys and values. Values of other
-#: fields that have no effect, such as `user`, have the limit of values.
+#: OpenAI's limits of `metadata`: number of pairs, and lengths of keys and values.
 MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
-ShortText = Annotated[str, Field(max_length=MAX_VALUE_CHARACTERS)]
 MetadataKey = Annotated[str, Field(max_length=MAX_KEY_CHARACTERS)]
-Metadata = Annotated[dict[MetadataKey, ShortText], few(MAX_PAIRS)]
-# An object of a client's program that has no effect.
+MetadataValue = Annotated[str, Field(max_length=MAX_VALUE_CHARACTERS)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], few(MAX_PAIRS)]
+# Fields about the client or its program, which have no effect.
+ClientText = Annotated[str, Field(max_length=4096)]
 ClientData = Annotated[dict[str, Any], few(64)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 

@@ -18,11 +18,12 @@ from ed_esurge.server.generation.structured import MAX_TOOLS, ToolName
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import (
     MAX_PAIRS,
+    ClientText,
     History,
     JsonSchema,
     MetadataKey,
+    MetadataValue,
     RequestBody,
-    ShortText,
     few,
     omit_tool,
     unsupported,
@@ -297,8 +298,8 @@ class MessagesRequest(CountRequest):
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     stream: bool = False
     # Fields about billing, which have no effect.
-    metadata: Annotated[dict[MetadataKey, ShortText | None], few(MAX_PAIRS)] | None = None
-    service_tier: ShortText | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue | None], few(MAX_PAIRS)] | None = None
+    service_tier: ClientText | None = None
 
     @model_validator(mode="after")
     def _budget(self) -> MessagesRequest:

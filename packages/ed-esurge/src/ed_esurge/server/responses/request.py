@@ -14,10 +14,10 @@ from ed_esurge.server.generation.structured import MAX_TOOLS
 from ed_esurge.server.http.errors import APIError, InvalidField
 from ed_esurge.server.http.fields import (
     ClientData,
+    ClientText,
     JsonSchema,
     Metadata,
     RequestBody,
-    ShortText,
     few,
     unsupported,
     validated,
@@ -223,7 +223,7 @@ class ResponseRequest(PromptFields):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     metadata: Metadata | None = None
-    user: ShortText | None = None
+    user: ClientText | None = None
 
     # Extensions.
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
@@ -240,10 +240,10 @@ class ResponseRequest(PromptFields):
     """Limit of the calls that this server sends to MCP servers."""
     # Fields about billing, speed and the client, which have no effect.
     client_metadata: ClientData | None = None
-    service_tier: ShortText | None = None
-    safety_identifier: ShortText | None = None
-    prompt_cache_key: ShortText | None = None
-    prompt_cache_retention: ShortText | None = None
+    service_tier: ClientText | None = None
+    safety_identifier: ClientText | None = None
+    prompt_cache_key: ClientText | None = None
+    prompt_cache_retention: ClientText | None = None
     prompt_cache_options: ClientData | None = None
     stream_options: dict[str, Any] | None = None
 
