@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 import httpx
 import pytest
 from ed_esurge.config import ServerLimits
-from ed_esurge.server.http.admission import COUNTED_ANSWER, Admission
+from ed_esurge.server.http.admission import COUNTED_ANSWER, Admission, Budget
 from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.http.connections import (
     IDLE_SECONDS,
@@ -155,7 +155,7 @@ def long_answer_app(size: int):
 
 
 def create_limited_app(size: int, most: int, requests: int) -> Admission:
-    return Admission(long_answer_app(size), None, (), requests, most)
+    return Admission(long_answer_app(size), None, (), requests, Budget(most))
 
 
 def test_long_answers_count_as_bytes_in_flight_until_they_are_read():
