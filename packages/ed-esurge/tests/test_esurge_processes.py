@@ -4,55 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-import time
-from contextlib import aclosing, suppress
+from contextlib import suppress
 
 import pytest
 from ed_esurge import SamplingParams, eSurge
 from ed_esurge.core.prefix_cache import prompt_keys
-from ed_esurge.engine import AsyncEngine
 from ed_esurge.engine.channel import ForgedMessageError
 from ed_esurge.engine.connection import Connection, ConnectionLost
 from ed_esurge.engine.intake import CheckedPrompt, TokenIdError
-from ed_esurge.processes.hub import ReplicaHub, device_shares
+from ed_esurge.processes.hub import device_shares
 from ed_esurge.processes.messages import described, error_of
-from ed_esurge.processes.replica import Replica
 from ed_esurge.processes.replica_group import ReplicaLostError
-from ed_esurge.processes.replicated_engine import ReplicatedEngine
 from ed_esurge.processes.sent_prefixes import SentPrefixes
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
-
-SECRET = b"a secret of this test"
-OPTIONS = {
-    "max_num_seqs": 4,
-    "page_size": 8,
-    "max_num_batched_tokens": 16,
-    "max_model_len": 128,
-    "max_num_seq_buckets": (4,),
-    "compile_runner": False,
-    "silent_mode": True,
-}
-
-
-class LocalReplica:
-    """A replica in a thread of this process, with its own connection."""
-
-    def __init__(self, hub: ReplicaHub, engine: eSurge) -> None:
-        self.connection = Connection.open(hub.address, SECRET)
-        self.connection.send({"model": None})
-        self.run = self.connection.receive()
-        self.engine = AsyncEngine(engine)
-        self.engine.start()
-        replica = Replica(self.connection, self.engine)
-        self.thread = threading.Thread(target=replica.serve)
-        self.thread.start()
-
-    def end(self) -> None:
-        """End the replica as a lost connection does."""
-        self.connection.close()
-        self.thread.join(60)
-        self.engine.shutdown()
+from local_replicas import OPTIONS, LocalReplica, collect_tokens, serving_replicas
 
 
 @pytest.fixture(scope="module")
@@ -63,30 +28,12 @@ def engines(llama, tokenizer) -> list[eSurge]:
 @pytest.fixture
 def replicated(engines, tokenizer):
     """An engine with two replicas, the replicas, and the hub."""
-    hub = ReplicaHub("127.0.0.1:0", SECRET)
-    config = engines[0].config
-    front = ReplicatedEngine("tiny", config, tokenizer, {"a": 1}, 2, lambda facts: None)
-    starting = threading.Thread(target=hub.start, args=(front, 0))
-    starting.start()
-    while "tiny" not in hub._engines:
-        time.sleep(0.01)
-    replicas = [LocalReplica(hub, engine) for engine in engines]
-    starting.join(60)
-    yield front, replicas, hub
-    hub.close()
+    with serving_replicas(engines[0].config, tokenizer, 2) as (front, hub, starting):
+        replicas = [LocalReplica(hub, engine) for engine in engines]
+        starting.join(60)
+        yield front, replicas, hub
     for replica in replicas:
         replica.end()
-
-
-async def collected(front, prompt, params, name):
-    """Return the tokens of a request."""
-    tokens = []
-    checked = CheckedPrompt(prompt, params.max_tokens)
-    async with aclosing(front.generate(checked, params, name)) as outputs:
-        async for output in outputs:
-            tokens += output.outputs[0].token_ids
-            assert output.prompt_token_ids == prompt
-    return tokens
 
 
 def test_two_replicas_answer_as_one_engine_and_a_lost_one_loses_no_unanswered_request(
@@ -101,18 +48,18 @@ def test_two_replicas_answer_as_one_engine_and_a_lost_one_loses_no_unanswered_re
 
     async def run() -> None:
         for kind, params in (("g", greedy), ("d", drawn)):  # seeds continue as in one engine
-            jobs = [collected(front, p, params, f"{kind}{i}") for i, p in enumerate(prompts)]
+            jobs = [collect_tokens(front, p, params, f"{kind}{i}") for i, p in enumerate(prompts)]
             answers = await asyncio.gather(*jobs)
             assert answers == [out.outputs[0].token_ids for out in expected[kind]]
         wrong = SamplingParams(logit_bias={10**6: 1.0}, max_tokens=2)
         with pytest.raises(TokenIdError):
-            await collected(front, prompts[0], wrong, "wrong")
+            await collect_tokens(front, prompts[0], wrong, "wrong")
         # A replica is lost: the caller of one of its requests has received an output.
         long = CheckedPrompt(prompts[1], 90)
         outputs = front.generate(long, greedy.replace(max_tokens=90), "begun")
         await anext(outputs)
         late = enumerate(prompts)
-        jobs = [asyncio.create_task(collected(front, p, greedy, f"late{i}")) for i, p in late]
+        jobs = [asyncio.create_task(collect_tokens(front, p, greedy, f"late{i}")) for i, p in late]
         await asyncio.sleep(0)
         front.replicas._requests["begun"].replica.drop()
         with pytest.raises(ReplicaLostError, match="send the request again"):
@@ -134,7 +81,7 @@ def test_requests_with_one_prefix_go_to_one_replica(replicated, tokenizer) -> No
     async def run() -> None:
         for turn in range(4):
             for group, head in enumerate(heads):
-                await collected(front, [*head, 50 + turn], params, f"{group}-{turn}")
+                await collect_tokens(front, [*head, 50 + turn], params, f"{group}-{turn}")
 
     asyncio.run(run())
     # Each head is computed once, and the three later prompts of its group find its 40 tokens.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,8 @@ from typing import Any
 
 from ed_esurge.engine.channel import SECRET
 from ed_esurge.engine.child_processes import wait_or_kill
-from ed_esurge.engine.connection import Connection, Listener, shared_secret
+from ed_esurge.engine.connection import GREETING_SECONDS, Connection, ConnectionLost, shared_secret
+from ed_esurge.engine.listener import Listener
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 
@@ -30,6 +30,10 @@ _RESTARTS = 10
 _END = 5.0
 #: Maximum number of lines of a log in a message.
 _SHOWN = 8
+#: Maximum bytes of a message of a worker.
+_MAX_MESSAGE_BYTES = 2**30
+#: Maximum number of connected workers.
+_MAX_WORKERS = 4096
 
 
 class ConnectedWorker:
@@ -106,7 +110,8 @@ class RunWorkers:
         self._closed = False
         os.environ.setdefault(SECRET, secrets.token_hex(32))
         try:
-            self._listener = Listener(address, self._serve)
+            secret = shared_secret()
+            self._listener = Listener(address, secret, self._serve, limit=_MAX_MESSAGE_BYTES)
         except OSError as error:
             raise ConfigError(
                 f"asynchronous.listen: the address {address} cannot be used ({error})"
@@ -168,27 +173,31 @@ class RunWorkers:
             )
         return _Child(role, log, process)
 
-    def _serve(self, stream: socket.socket) -> None:
-        """Follow one connection to its end."""
-        try:
-            connection = Connection(stream, accepted=True, secret=shared_secret())
-            hello = connection.receive()
-            connection.send(self._run)
-            if hello.get("role") not in self.in_vain or connection.receive().get("do") != "ready":
-                raise EasyDeLError(f"a worker has the unknown role {hello.get('role')!r}")
-        except EasyDeLError as error:
-            logger.warning("a worker was rejected: %s", error)
-            stream.close()
-            return
-        worker = ConnectedWorker(connection, str(hello["role"]))
+    def _serve(self, connection: Connection) -> None:
+        """Follow one connection to its end.
+
+        Raises:
+            EasyDeLError: the worker has an unknown role, or sent an invalid message.
+        """
+        hello = connection.receive(GREETING_SECONDS)
+        role = hello.get("role") if isinstance(hello, dict) else None
+        if not isinstance(role, str) or role not in self.in_vain:
+            raise EasyDeLError(f"a worker has the unknown role {str(role)[:64]!r}")
+        if len(self._workers) >= _MAX_WORKERS:
+            raise EasyDeLError(f"{_MAX_WORKERS} workers are connected: end one first")
+        connection.send(self._run)
+        worker = ConnectedWorker(connection, role)
         self._workers.add(worker)
         try:
+            ready = connection.receive()
+            if not isinstance(ready, dict) or ready.get("do") != "ready":
+                raise EasyDeLError("the first message of a worker is not `ready`")
             if not self._closed:
                 self._on_ready(worker)
             while True:
                 self._on_message(worker, connection.receive())
-        except EasyDeLError:
-            pass  # the connection ended
+        except ConnectionLost:
+            pass  # the worker is gone
         finally:
             self._workers.discard(worker)
             worker.close()

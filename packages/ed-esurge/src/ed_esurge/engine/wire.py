@@ -8,7 +8,12 @@ of the arrays, to which the head refers.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
+import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import jax
@@ -58,6 +63,12 @@ CLASSES: dict[str, type] = {
 }
 # Codes of msgpack's extensions.
 TUPLE, FROZENSET, OBJECT, ARRAY, ERROR = range(5)
+#: Maximum nesting of extensions. Deeper messages would overflow the stack of the interpreter.
+_MAX_DEPTH = 32
+#: Kinds of the types of arrays: booleans, numbers, and those of ml_dtypes.
+_ARRAY_KINDS = "biufcV"
+#: Bytes of a head from which the collection of garbage waits, which would visit each new list.
+_LONG_HEAD = 2**16
 
 
 class WireError(EasyDeLError):
@@ -131,20 +142,41 @@ def encode(value: object) -> bytes:
     return b"".join([len(head).to_bytes(8, "big"), head, *parts])
 
 
-def decode(data: bytes) -> Any:
+@functools.cache
+def classes_digest() -> str:
+    """Return a digest of the names and fields of `CLASSES`."""
+    fields = {
+        name: sorted(getattr(kind, "model_fields", None) or kind.__dataclass_fields__)
+        for name, kind in CLASSES.items()
+    }
+    return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+
+
+def decode(data: bytes, max_head: int | None = None) -> Any:
     """Return the value of encoded bytes. An error becomes an `EasyDeLError` with the same text.
 
+    Args:
+        data: the bytes of `encode`.
+        max_head: maximum bytes of the message without its arrays; None = no limit. The time of an
+            untrusted message depends on these bytes.
+
     Raises:
-        WireError: the bytes are not a valid encoding.
+        WireError: the bytes are not a valid encoding, or exceed the limit.
     """
     size = int.from_bytes(data[:8], "big")
     arrays = memoryview(data)[8 + size :]
+    depth = 0
 
     def unpack(packed: bytes | memoryview) -> Any:
         return msgpack.unpackb(packed, ext_hook=extension, strict_map_key=False)
 
     def extension(code: int, packed: bytes) -> Any:
+        nonlocal depth
+        if depth == _MAX_DEPTH:
+            raise ValueError(f"extensions are nested more than {_MAX_DEPTH} times")
+        depth += 1
         content = unpack(packed)
+        depth -= 1
         match code:
             case _ if code == TUPLE:
                 return tuple(content)
@@ -163,14 +195,30 @@ def decode(data: bytes) -> Any:
     try:
         if 8 + size > len(data):
             raise ValueError(f"{len(data)} bytes cannot have a head of {size}")
-        return unpack(memoryview(data)[8 : 8 + size])
+        if max_head is not None and size > max_head:
+            raise ValueError(f"a head of {size} bytes exceeds the limit of {max_head}")
+        with _paused_collection(size):
+            return unpack(memoryview(data)[8 : 8 + size])
     except Exception as error:  # msgpack, numpy and constructors raise different classes
         raise WireError(f"a message of another process cannot be read: {error}") from error
 
 
+@contextmanager
+def _paused_collection(size: int) -> Iterator[None]:
+    """Pause the collection of garbage while a long head is read."""
+    if size < _LONG_HEAD or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _read_array(arrays: memoryview, dtype: str, shape: list[int], start: int) -> np.ndarray:
     kind = np.dtype(dtype)
-    if kind.hasobject or min(shape, default=0) < 0 or start < 0:
+    if kind.kind not in _ARRAY_KINDS or kind.fields or min(shape, default=0) < 0 or start < 0:
         raise ValueError(f"no array has type {dtype}, shape {shape} and start {start}")
     flat = np.frombuffer(arrays, np.uint8, math.prod(shape) * kind.itemsize, start)
     return flat.view(kind).reshape(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -14,13 +15,27 @@ from ed_esurge.core.prefix_cache import prompt_keys
 from ed_esurge.engine.connection import Connection
 from ed_esurge.engine.followers import Follower
 from ed_esurge.engine.intake import CheckedPrompt, RequestOptions
-from ed_esurge.outputs import RequestOutput
+from ed_esurge.outputs import STEP_SIZES, RequestOutput
+from ed_esurge.processes.answer_check import AnswerCheck, is_count, is_text, require
 from ed_esurge.processes.message_writer import MessageWriter
 from ed_esurge.processes.sent_prefixes import SentPrefixes
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
 #: Difference in seconds up to which the clocks of two processes are those of one machine.
 _SAME_CLOCK = 1.0
+#: Seconds without progress after which a write to a replica ends its connection.
+_WRITE_SECONDS = 60.0
+#: Maximum bytes of a message of a replica without arrays, in addition to the requested answers.
+HEAD_BYTES = 2**22
+#: Maximum number of engines, adapters and statistics that a replica reports.
+_MAX_ENGINES, _MAX_ADAPTERS, _MAX_STATS = 1024, 4096, 128
+#: Statistics that the routes of the server read.
+_STATS = frozenset(
+    (
+        *("num_requests_running", "num_requests_waiting", "iteration_tokens_sum"),
+        *(f"iteration_tokens_{bound}" for bound in (*STEP_SIZES, "inf")),
+    )
+)
 
 
 @dataclass
@@ -30,6 +45,7 @@ class SentRequest:
     Attributes:
         message: the message for a replica.
         follower: receives the outputs.
+        answer: checks the outputs.
         token_ids: the prompt.
         keys: keys of the prompt's pages.
         completions: number of completions; 0 for a pooled request.
@@ -42,6 +58,7 @@ class SentRequest:
 
     message: dict[str, Any]
     follower: Follower
+    answer: AnswerCheck
     token_ids: list[int]
     keys: Sequence[bytes]
     completions: int
@@ -61,6 +78,7 @@ class SentRequest:
         options: RequestOptions,
         follower: Follower,
         config: EngineConfig,
+        vocab_size: int,
     ) -> SentRequest:
         """Return a request of the kind `generate` or `embed`."""
         keys: Sequence[bytes] = ()
@@ -76,7 +94,10 @@ class SentRequest:
             "params": params,
             "options": dict(options),
         }
-        return cls(message, follower, prompt.token_ids, keys, completions, prompt.max_tokens)
+        answer = AnswerCheck(request_id, prompt, params, vocab_size)
+        return cls(
+            message, follower, answer, prompt.token_ids, keys, completions, prompt.max_tokens
+        )
 
     @property
     def name(self) -> str:
@@ -91,9 +112,9 @@ class ConnectedReplica:
         connection: the connection to the process of the replica.
         index: number of the replica.
         ready: the first message of the replica.
+        token: the token of a process that the server started; None for other processes.
 
     Attributes:
-        pid: id of the process on its host.
         requests: ids of its unfinished requests.
         calls: id -> future of each unfinished call of a method.
         prefixes: the prefixes that were sent to the replica.
@@ -101,11 +122,24 @@ class ConnectedReplica:
         draining: whether the replica receives no new requests.
         version: number of the update of the weights that it has; 0 = those of its start.
         heard: time of the last message, monotonic.
+
+    Raises:
+        ReplicaMessageError: the message is invalid.
     """
 
-    def __init__(self, connection: Connection, index: int, ready: Mapping[str, Any]) -> None:
-        self.index, self.pid = index, int(ready["pid"])
+    def __init__(
+        self,
+        connection: Connection,
+        index: int,
+        ready: Mapping[str, Any],
+        token: str | None = None,
+    ) -> None:
+        self.index, self.token = index, token
+        now = ready.get("now")
+        require(isinstance(now, float) and math.isfinite(now), "a time that is no number")
         self._connection, self._writer = connection, MessageWriter(connection)
+        connection.limit_writes(_WRITE_SECONDS)
+        connection.head_limit = HEAD_BYTES
         self.requests: set[str] = set()
         self.calls: dict[str, Future[None]] = {}
         self.prefixes = SentPrefixes()
@@ -122,6 +156,21 @@ class ConnectedReplica:
         """Queue a message to the replica."""
         self._writer.put(message)
 
+    def add(self, request: SentRequest) -> None:
+        """Send a request, whose answer the replica may return."""
+        self.requests.add(request.name)
+        self.prefixes.add(request.keys)
+        assert self._connection.head_limit is not None, "set at the start"
+        self._connection.head_limit += request.answer.head_bytes
+        self.send(request.message)
+
+    def remove(self, request: SentRequest) -> None:
+        """Forget a request."""
+        if request.name in self.requests:
+            self.requests.remove(request.name)
+            assert self._connection.head_limit is not None, "set at the start"
+            self._connection.head_limit -= request.answer.head_bytes
+
     def close(self) -> None:
         """End the connection, which ends the process of the replica."""
         self._writer.close()
@@ -130,18 +179,39 @@ class ConnectedReplica:
         """End the connection without sending the queued messages."""
         self._connection.close()
 
-    def update(self, state: Mapping[str, Any]) -> None:
-        """Store the state that the replica has reported."""
-        self.stats, self.adapters = state["stats"], list(state["adapters"])
-        self.sleeping = bool(state["sleeping"])
-
-    def to_local_times(self, output: RequestOutput, arrival: float) -> None:
-        """Convert the times of an output to the clock of this process.
+    def update(self, state: Mapping[str, Any], max_num_seqs: int) -> None:
+        """Store the state that the replica has reported.
 
         Args:
-            arrival: time of the request in this process.
+            state: the message.
+            max_num_seqs: maximum number of running sequences of an engine.
+
+        Raises:
+            ReplicaMessageError: the state is invalid.
         """
-        metrics = output.metrics
+        names = ("stats", "adapters", "sleeping")
+        require(all(name in state for name in names), "a state with missing values")
+        stats, adapters, sleeping = (state[name] for name in names)
+        require(isinstance(stats, list) and 0 < len(stats) <= _MAX_ENGINES, "wrong statistics")
+        for each in stats:
+            require(isinstance(each, dict) and each.keys() >= _STATS, "missing statistics")
+            require(len(each) <= _MAX_STATS, "too many statistics")
+            for name, value in each.items():
+                require(is_text(name, 64) and isinstance(value, float), "a wrong statistic")
+                require(0 <= value <= 2**63, "a statistic outside its range")
+            require(each["num_requests_running"] <= max_num_seqs, "too many running requests")
+        require(isinstance(adapters, list) and len(adapters) <= _MAX_ADAPTERS, "wrong adapters")
+        for one in adapters:
+            require(isinstance(one, LoadedAdapter) and is_text(one.name, 1024), "a wrong adapter")
+            numbers = (one.number, one.place, one.rank)
+            require(all(is_count(each, 2**31) for each in numbers), "a wrong adapter")
+            source = one.source is None or is_text(one.source)
+            require(source and isinstance(one.dora, bool), "a wrong adapter")
+        require(isinstance(sleeping, bool), "a wrong state")
+        self.stats, self.adapters, self.sleeping = stats, adapters, sleeping
+
+    def to_local_times(self, output: RequestOutput) -> None:
+        """Convert the times of an output to the clock of this process."""
         if self._ahead:
             for name in (
                 "first_scheduled_time",
@@ -149,7 +219,6 @@ class ConnectedReplica:
                 "last_token_time",
                 "finished_time",
             ):
-                value = getattr(metrics, name)
-                if value is not None:
-                    setattr(metrics, name, value - self._ahead)
-        metrics.arrival_time = arrival
+                value = getattr(output.metrics, name)
+                if isinstance(value, float):
+                    setattr(output.metrics, name, value - self._ahead)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +17,11 @@ from ed_infra.logging import get_logger
 
 from ed_esurge.engine.channel import SECRET
 from ed_esurge.engine.child_processes import wait_or_kill
-from ed_esurge.engine.connection import Connection, Listener
+from ed_esurge.engine.connection import GREETING_SECONDS, Connection
+from ed_esurge.engine.listener import Listener
+from ed_esurge.processes.answer_check import is_text, require
+from ed_esurge.processes.connected_replica import HEAD_BYTES
+from ed_esurge.processes.messages import MAX_MESSAGE_BYTES, TOKEN
 from ed_esurge.processes.replicated_engine import ReplicatedEngine
 
 logger = get_logger(__name__)
@@ -30,16 +34,23 @@ END_SECONDS = 60.0
 _INTERVAL = 0.1
 #: Exit code of a process with invalid input.
 _BAD_INPUT = 2
+#: Connections of other hosts in addition to two for each replica, for example during restarts.
+_SPARE_CONNECTIONS = 16
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass
 class _LocalReplica:
-    """A process on this host."""
+    """A process on this host.
+
+    Attributes:
+        token: random text that identifies the connection of the process.
+    """
 
     engine: ReplicatedEngine
     environment: Mapping[str, str]
+    token: str
     process: subprocess.Popen[bytes]
     failures: int = 0
 
@@ -71,8 +82,9 @@ class ReplicaHub:
         self._failed: EasyDeLError | None = None
         self._closed, self._starting = threading.Event(), threading.Lock()
         self._connections: set[Connection] = set()
+        self._tokens: set[str] = set()
         try:
-            self._listener = Listener(address, self._connect)
+            self._listener = Listener(address, secret, self._connect, limit=MAX_MESSAGE_BYTES)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"replicas cannot connect to {address} ({error}): choose another address or port"
@@ -104,6 +116,7 @@ class ReplicaHub:
         Raises:
             EasyDeLError: a replica cannot start.
         """
+        engine.replicas.reserved = local
         self._engines[engine.model_name] = engine
         shares = device_shares(local)
 
@@ -113,8 +126,10 @@ class ReplicaHub:
 
         for number in range(local):
             environment = {**_environment(), **shares[number], SECRET: self._secret.decode()}
-            process = self._spawn(engine, environment)
-            self._local.append(_LocalReplica(engine, environment, process))
+            token = secrets.token_hex(16)
+            self._tokens.add(token)
+            process = self._spawn(engine, environment, token)
+            self._local.append(_LocalReplica(engine, environment, token, process))
             if number == 0:
                 engine.replicas.wait_ready(1, check)
         remote = engine.replicas.size - local
@@ -138,12 +153,12 @@ class ReplicaHub:
         wait_or_kill([one.process for one in self._local], END_SECONDS)
 
     def _spawn(
-        self, engine: ReplicatedEngine, environment: Mapping[str, str]
+        self, engine: ReplicatedEngine, environment: Mapping[str, str], token: str
     ) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", self._module, *self._command[1:], self.address]
         return subprocess.Popen(
             [*words, "--model-name", engine.model_name],
-            env=dict(environment),
+            env={**environment, TOKEN: token},
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             start_new_session=True,  # Ctrl-C reaches the server only, which drains
@@ -151,9 +166,10 @@ class ReplicaHub:
 
     def _supervise(self) -> None:
         while not self._closed.wait(_INTERVAL):
-            silent = {pid for engine in self._engines.values() for pid in engine.replicas.look()}
-            for one in self._local:
-                if one.process.pid in silent:
+            engines = list(self._engines.values())
+            silent = {token for engine in engines for token in engine.replicas.look()}
+            for one in list(self._local):
+                if one.token in silent:
                     one.process.kill()
                 if one.process.poll() is not None:
                     self._restart(one)
@@ -161,8 +177,9 @@ class ReplicaHub:
     def _restart(self, one: _LocalReplica) -> None:
         """Start a process again after its end, later after each failure."""
         engine, process = one.engine, one.process
-        if process.pid in engine.replicas.seen:
-            engine.replicas.seen.discard(process.pid)
+        self._tokens.discard(one.token)
+        if one.token in engine.replicas.seen:
+            engine.replicas.seen.discard(one.token)
             one.failures = 0
             logger.warning(
                 "a process of %s ended (%s): restarting", engine.model_name, process.returncode
@@ -184,22 +201,30 @@ class ReplicaHub:
         self._closed.wait(min(one.failures, 5))
         with self._starting:
             if not self._closed.is_set():
-                one.process = self._spawn(engine, one.environment)
+                one.token = secrets.token_hex(16)
+                self._tokens.add(one.token)
+                one.process = self._spawn(engine, one.environment, one.token)
 
-    def _connect(self, stream: socket.socket) -> None:
+    def _connect(self, connection: Connection) -> None:
         """Follow one connection to its end."""
-        connection: Connection | None = None
+        connection.head_limit = HEAD_BYTES
+        hello = connection.receive(GREETING_SECONDS)
+        require(isinstance(hello, dict), "a first message that is no dict")
+        model, token = hello.get("model"), hello.get("token")
+        require(model is None or is_text(model, 1024), "a wrong name of a model")
+        if not isinstance(token, str) or token not in self._tokens:
+            token = None
+        most = _SPARE_CONNECTIONS + 2 * sum(each.replicas.size for each in self._engines.values())
+        if token is None and len(self._connections) >= most:
+            raise EasyDeLError(f"{most} replicas are connected: end one before another joins")
+        self._connections.add(connection)
         try:
-            connection = Connection(stream, accepted=True, secret=self._secret)
-            self._connections.add(connection)
-            self._engine_for(connection.receive()["model"]).attend(connection)
-        except Exception as error:  # of the other end; the server must not end
+            self._engine_for(model).attend(connection, token)
+        except Exception:
             if not self._closed.is_set():
-                logger.warning("a connection of a replica ended: %s", error)
+                raise
         finally:
-            if connection is not None:
-                self._connections.discard(connection)
-            stream.close()
+            self._connections.discard(connection)
 
     def _engine_for(self, wanted: str | None) -> ReplicatedEngine:
         """Return the model with a name, or the model that lacks the most replicas."""

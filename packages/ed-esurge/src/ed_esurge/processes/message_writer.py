@@ -10,6 +10,8 @@ from typing import Any
 from ed_infra.errors import EasyDeLError
 
 from ed_esurge.engine.connection import Connection
+from ed_esurge.engine.wire import encode
+from ed_esurge.processes.messages import MAX_MESSAGES, described
 
 
 class MessageWriter:
@@ -17,10 +19,11 @@ class MessageWriter:
 
     Args:
         connection: the connection to the other process.
+        limit: maximum bytes of a list; a larger output is replaced by an error.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, limit: int | None = None) -> None:
+        self._connection, self._limit = connection, limit
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="replica-writer", daemon=True).start()
 
@@ -38,10 +41,27 @@ class MessageWriter:
             while not last:
                 messages = [self._queue.get()]
                 with suppress(queue.Empty):
-                    while True:
+                    while len(messages) < MAX_MESSAGES and messages[-1] is not None:
                         messages.append(self._queue.get_nowait())
-                last = None in messages
-                self._connection.send([each for each in messages if each is not None])
+                last = messages[-1] is None
+                self._send([each for each in messages if each is not None])
         except EasyDeLError:
             pass  # the connection is lost
         self._connection.close()
+
+    def _send(self, messages: list[dict[str, Any]]) -> None:
+        """Send a list, in parts if the list is too large."""
+        data = encode(messages)
+        if self._limit is None or len(data) <= self._limit:
+            self._connection.send_encoded(data)
+        elif len(messages) > 1:
+            middle = len(messages) // 2
+            self._send(messages[:middle])
+            self._send(messages[middle:])
+        else:
+            error = EasyDeLError(
+                f"the answer of the replica has {len(data)} bytes, and at most {self._limit} bytes "
+                "are allowed: request fewer log-probabilities, or a shorter prompt"
+            )
+            name = messages[0].get("id")
+            self._send([{"do": "failed", "id": name, "error": described(error)}])

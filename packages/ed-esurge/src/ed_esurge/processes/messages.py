@@ -13,6 +13,12 @@ from ed_models.tasks.audio_text import RecordingForm
 
 from ed_esurge.engine.intake import ContextLengthError, TokenIdError
 from ed_esurge.outputs import LabelSet
+from ed_esurge.processes.answer_check import MAX_TEXT, is_count, is_text, require
+
+#: Maximum number of messages that are sent together, and maximum bytes of those of a replica.
+MAX_MESSAGES, MAX_MESSAGE_BYTES = 1024, 2**28
+#: Environment variable with the token of a process that the server started.
+TOKEN = "ESURGE_REPLICA_TOKEN"
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,65 @@ class EngineFacts:
         return {**vars(self), "task": self.task.value, "recording_form": form and tuple(form)}
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> EngineFacts:
-        """Return the facts of `plain`."""
+    def read(cls, values: Any) -> EngineFacts:
+        """Return the facts of `plain`.
+
+        Raises:
+            ReplicaMessageError: a value is missing, or no engine has the value.
+        """
+        names = cls.__dataclass_fields__
+        require(
+            isinstance(values, dict) and values.keys() == names.keys(), "facts with other names"
+        )
+        tasks = [task.value for task in TaskType]
+        require(isinstance(values["task"], str) and values["task"] in tasks, "an unknown task")
         form = values["recording_form"]
-        own = {"task": TaskType(values["task"]), "recording_form": form and RecordingForm(*form)}
-        return cls(**{**values, **own})
+        if form is not None:
+            require(
+                isinstance(form, tuple) and len(form) == len(RecordingForm._fields), "a wrong form"
+            )
+            form = RecordingForm(*form)
+        facts = cls(**{**values, "task": TaskType(values["task"]), "recording_form": form})
+        facts._check()
+        return facts
+
+    def _check(self) -> None:
+        require(is_text(self.model_name, 1024), "a wrong name of the model")
+        for size in (self.max_model_len, self.vocab_size):
+            require(is_count(size, 2**31) and size > 0, "a wrong length or vocabulary")
+        ends = self.eos_token_ids
+        require(isinstance(ends, tuple) and len(ends) <= 2**12, "wrong end tokens")
+        require(all(is_count(token, self.vocab_size - 1) for token in ends), "wrong end tokens")
+        inputs = self.input_names
+        require(isinstance(inputs, tuple) and len(inputs) <= 64, "wrong inputs")
+        require(all(is_text(name, 256) for name in inputs), "wrong inputs")
+        labels = self.labels
+        require(labels is None or isinstance(labels, LabelSet), "wrong labels")
+        if labels is not None:
+            require(isinstance(labels.names, tuple), "wrong labels")
+            named = all(name is None or is_text(name, 4096) for name in labels.names)
+            require(named and labels.score_activation in ("identity", "sigmoid"), "wrong labels")
+            require(
+                labels.problem_type is None or is_text(labels.problem_type, 256), "wrong labels"
+            )
+        settings = self.embedding_settings
+        require(settings is None or isinstance(settings, EmbeddingSettings), "wrong settings")
+        if settings is not None:
+            texts = (settings.model_json, settings.transformer_json)
+            require(all(is_text(text) for text in texts), "wrong settings")
+            most = settings.max_seq_length
+            require(most is None or is_count(most, 2**31), "wrong settings")
+            require(isinstance(settings.include_prompt, bool), "wrong settings")
+        certificate = self.certificate
+        require(certificate is None or isinstance(certificate, dict), "a wrong certificate")
+
+    def differing_names(self, other: EngineFacts) -> list[str]:
+        """Return the names of the facts that two engines of one model do not share.
+
+        The certificate may differ, because the weights of the server may have been replaced.
+        """
+        names = self.__dataclass_fields__.keys() - {"certificate"}
+        return sorted(name for name in names if getattr(self, name) != getattr(other, name))
 
 
 #: Kinds of errors, each a subclass of the next.
@@ -64,19 +124,35 @@ _ATTRIBUTES = {
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """Return an error as plain values."""
+    """Return an error as plain values. A long text is cut."""
     kind = next((name for name, each in _KINDS.items() if isinstance(error, each)), None)
     if kind is None:
-        return {"kind": "error", "text": repr(error)}
+        return {"kind": "error", "text": repr(error)[:MAX_TEXT]}
     values = [getattr(error, name) for name in _ATTRIBUTES.get(kind, ())]
-    return {"kind": kind, "text": str(error), "values": values}
+    return {"kind": kind, "text": str(error)[:MAX_TEXT], "values": values}
 
 
-def error_of(values: Mapping[str, Any]) -> EasyDeLError:
-    """Return the error of `described`."""
-    kind, text, more = values["kind"], values["text"], values.get("values", ())
+def error_of(values: Any) -> EasyDeLError:
+    """Return the error of `described`.
+
+    Raises:
+        ReplicaMessageError: the values are not those of an error.
+    """
+    require(
+        isinstance(values, dict) and values.get("kind") in _KINDS, "an error of an unknown kind"
+    )
+    kind, text, more = values["kind"], values.get("text", ""), values.get("values", [])
+    require(is_text(text) and isinstance(more, list), "an error without a text")
+    if kind in _ATTRIBUTES:
+        require(len(more) == len(_ATTRIBUTES[kind]), "an error with missing values")
+        numbers = all(each is None or is_count(each, 2**53) or is_text(each, 256) for each in more)
+        require(numbers, "an error with wrong values")
     if kind == "token_id":
-        return TokenIdError(*more)
+        field, token, vocab_size = more
+        require(is_text(field) and type(token) is int and type(vocab_size) is int, "wrong values")
+        return TokenIdError(field, token, vocab_size)
     if kind == "context_length":
-        return ContextLengthError(text, *more)
+        prompt_tokens, max_tokens, max_model_len = more
+        require(type(prompt_tokens) is int and type(max_model_len) is int, "wrong values")
+        return ContextLengthError(text, prompt_tokens, max_tokens, max_model_len)
     return _KINDS[kind](text)

@@ -31,6 +31,7 @@ class RepeatedChanges:
         self._adapters: dict[str, str] = {}
         self._level: int | None = None
         self._dozing = self._rolling = False
+        self._may_sleep = False  # whether `sleep` was called since the last `wake_up`
 
     def repeat(self, replica: ConnectedReplica) -> list[Future[None]]:
         """Apply all changes since the start of the server to a new replica."""
@@ -47,13 +48,14 @@ class RepeatedChanges:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether a replica sleeps, or is about to."""
-        return self._dozing or any(one.sleeping for one in self._replicas.connected())
+        """Whether a replica sleeps as requested, or is about to."""
+        sleeping = self._may_sleep and any(o.sleeping for o in self._replicas.connected())
+        return self._dozing or sleeping
 
     async def sleep(self, level: int = 1) -> None:
         """Release the device memory of each replica."""
         check_level(level)
-        self._dozing, self._level = True, level
+        self._dozing, self._may_sleep, self._level = True, True, level
         try:
             await self._replicas.call_all("sleep", level)
         except EasyDeLError:
@@ -65,7 +67,7 @@ class RepeatedChanges:
     async def wake_up(self) -> None:
         """Resume after `sleep`."""
         await self._replicas.call_all("wake_up")
-        self._level = None
+        self._level, self._may_sleep = None, False
 
     async def load_lora_adapter(self, name: str, source: str | Path) -> None:
         """Load a LoRA adapter in each replica. If one replica fails, no replica keeps it."""

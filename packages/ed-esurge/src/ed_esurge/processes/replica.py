@@ -24,7 +24,7 @@ from ed_esurge.engine.async_engine import AsyncEngine
 from ed_esurge.engine.connection import Connection, shared_secret
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.processes.message_writer import MessageWriter
-from ed_esurge.processes.messages import EngineFacts, described
+from ed_esurge.processes.messages import MAX_MESSAGE_BYTES, TOKEN, EngineFacts, described
 
 logger = get_logger(__name__)
 
@@ -56,7 +56,7 @@ def serve_replica(
             created, or it has failed.
     """
     connection = Connection.open(address, shared_secret())
-    connection.send({"model": model_name})
+    connection.send({"model": model_name, "token": os.environ.get(TOKEN)})
     run = connection.receive()
     ready = threading.Event()
 
@@ -93,7 +93,7 @@ class Replica:
 
     def __init__(self, connection: Connection, engine: AsyncEngine) -> None:
         self._connection, self._engine = connection, engine
-        self._writer = MessageWriter(connection)
+        self._writer = MessageWriter(connection, MAX_MESSAGE_BYTES)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def serve(self) -> None:
@@ -118,7 +118,7 @@ class Replica:
 
         threading.Thread(target=read, name="replica-reader", daemon=True).start()
         facts = EngineFacts.of(self._engine).plain()
-        ready = {"do": "ready", "facts": facts, "pid": os.getpid(), "now": time.monotonic()}
+        ready = {"do": "ready", "facts": facts, "now": time.monotonic()}
         self._writer.put(ready)
         beating = asyncio.create_task(self._beat(inbox))
         try:

@@ -18,9 +18,10 @@ from ed_infra.logging import get_logger
 from ed_esurge.core.router import ReplicaRouter
 from ed_esurge.engine.connection import Connection
 from ed_esurge.engine.followers import Follower, OutputItem, hand_over
-from ed_esurge.outputs import RequestOutput
+from ed_esurge.outputs import RequestMetrics, RequestOutput
+from ed_esurge.processes.answer_check import is_text, require
 from ed_esurge.processes.connected_replica import ConnectedReplica, SentRequest
-from ed_esurge.processes.messages import error_of
+from ed_esurge.processes.messages import MAX_MESSAGES, error_of
 
 logger = get_logger(__name__)
 
@@ -47,17 +48,22 @@ class ReplicaGroup:
         model_name: name of the model, for messages.
         size: maximum number of replicas.
         page_size: number of tokens in a page of a replica.
+        max_num_seqs: maximum number of running sequences of an engine of a replica.
 
     Attributes:
         changed: the lock of the replicas and requests; notified when a replica is ready or lost.
-        seen: ids of the processes that have been ready.
+        reserved: number of replicas that only processes with a token may be.
+        seen: tokens of the processes that have been ready.
         closed: whether the replicas were ended.
     """
 
-    def __init__(self, model_name: str, size: int, page_size: int) -> None:
-        self.size, self.closed = size, False
-        self.seen: set[int] = set()
+    def __init__(
+        self, model_name: str, size: int, page_size: int, max_num_seqs: int = 2**16
+    ) -> None:
+        self.size, self.closed, self.reserved = size, False, 0
+        self.seen: set[str] = set()
         self._model_name, self._page_size = model_name, page_size
+        self._max_num_seqs = max_num_seqs
         self.changed = threading.Condition(threading.RLock())
         self._router = ReplicaRouter(size)
         self._replicas: dict[int, ConnectedReplica] = {}
@@ -116,9 +122,7 @@ class ReplicaGroup:
             new = size - known[where]
             self._router.place(name, where, new, request.completions, request.max_tokens)
             replica = request.replica = self._replicas[where]
-            replica.requests.add(name)
-            replica.prefixes.add(request.keys)
-            replica.send(request.message)
+            replica.add(request)
 
     def abort(self, name: str) -> None:
         """Abort a request. No effect after its end."""
@@ -136,11 +140,12 @@ class ReplicaGroup:
         self._requests.pop(name, None)
         self._waiting.pop(name, None)
         if request.replica is not None:
-            request.replica.requests.discard(name)
+            request.replica.remove(request)
             if output is None:
                 self._router.remove(name)
             else:
-                self._router.ended(name, output.metrics.num_generated_tokens)
+                most = request.completions * request.max_tokens
+                self._router.ended(name, min(output.metrics.num_generated_tokens, most))
 
     # ---- calls of methods
 
@@ -202,6 +207,7 @@ class ReplicaGroup:
         connection: Connection,
         ready: Mapping[str, Any],
         repeat: Callable[[ConnectedReplica], Sequence[Future[None]]],
+        token: str | None = None,
     ) -> ConnectedReplica | None:
         """Accept a replica. Send requests to the replica when it has repeated all changes.
 
@@ -209,25 +215,38 @@ class ReplicaGroup:
             connection: the connection to its process.
             ready: its first message.
             repeat: calls the methods that repeat the changes since the start of the server.
+            token: the token of a process that the server started; None for other processes.
 
         Returns:
             None if all replicas are connected.
+
+        Raises:
+            ReplicaMessageError: the message is invalid.
         """
         with self.changed:
-            index = next((i for i in range(self.size) if i not in self._replicas), None)
-            if index is None or self.closed:
+            if self.closed or not self._has_place(token):
                 logger.warning(
                     "a replica of %s was rejected: all %d are ready", self._model_name, self.size
                 )
                 return None
-            replica = self._replicas[index] = ConnectedReplica(connection, index, ready)
-            self.seen.add(replica.pid)
+            index = next(i for i in range(self.size) if i not in self._replicas)
+            replica = ConnectedReplica(connection, index, ready, token)
+            self._replicas[index] = replica
+            if token is not None:
+                self.seen.add(token)
             calls = repeat(replica)
             if not calls:
                 self._open(replica)
             for call in calls:
                 call.add_done_callback(partial(self._repeated, replica, calls))
         return replica
+
+    def _has_place(self, token: str | None) -> bool:
+        """Return whether a replica may connect. A token belongs to one connection."""
+        tokens = [one.token for one in self._replicas.values()]
+        if token is not None:
+            return token not in tokens and len(tokens) < self.size
+        return tokens.count(None) < self.size - self.reserved and len(tokens) < self.size
 
     def _repeated(
         self, replica: ConnectedReplica, calls: Sequence[Future[None]], call: Future[None]
@@ -282,6 +301,7 @@ class ReplicaGroup:
             EasyDeLError: the caller has an output already, or the request lost too many replicas.
         """
         request.replica = None
+        request.answer.restart()
         request.tries += 1
         if request.begun:
             raise ReplicaLostError(
@@ -295,39 +315,64 @@ class ReplicaGroup:
         self.submit(request)
 
     def take(self, replica: ConnectedReplica, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Apply the messages of a replica."""
-        items: list[tuple[Follower, OutputItem]] = []
-        with self.changed:
-            replica.heard = time.monotonic()
-            for message in messages:
-                match message["do"]:
-                    case "state":
-                        replica.update(message)
-                    case "called":
-                        call = replica.calls.pop(message["id"])
-                        problem = message["error"]
-                        if call.set_running_or_notify_cancel():
-                            if problem is None:
-                                call.set_result(None)
-                            else:
-                                call.set_exception(error_of(problem))
-                    case "output" | "failed":
-                        request = self._requests.get(message["id"])
-                        if request is None or request.replica is not replica:
-                            continue  # aborted
-                        items.append((request.follower, self._item(request, message)))
-        hand_over(items)
+        """Apply the messages of a replica.
 
-    def _item(self, request: SentRequest, message: Mapping[str, Any]) -> OutputItem:
+        Raises:
+            ReplicaMessageError: a message is invalid. The messages before are applied.
+        """
+        require(isinstance(messages, list) and len(messages) <= MAX_MESSAGES, "no list of messages")
+        items: list[tuple[Follower, OutputItem]] = []
+        try:
+            with self.changed:
+                replica.heard = time.monotonic()
+                for message in messages:
+                    self._apply(replica, message, items)
+        finally:
+            hand_over(items)
+
+    def _apply(
+        self,
+        replica: ConnectedReplica,
+        message: Mapping[str, Any],
+        items: list[tuple[Follower, OutputItem]],
+    ) -> None:
+        """Apply one message, and append the output or error of its request to `items`."""
+        require(isinstance(message, dict), "a message that is no dict")
+        kind, name = message.get("do"), message.get("id")
+        if kind in ("state", "ready"):
+            if kind == "state":
+                replica.update(message, self._max_num_seqs)
+            return
+        require(kind in ("called", "output", "failed"), "an unknown kind")
+        require(is_text(name, 2**12), "an id that is no text")
+        assert isinstance(name, str), "checked"
+        if kind == "called":
+            problem = message.get("error")
+            error = None if problem is None else error_of(problem)
+            require(name in replica.calls, "the result of a call that is not open")
+            call = replica.calls.pop(name)
+            if call.set_running_or_notify_cancel():
+                if error is None:
+                    call.set_result(None)
+                else:
+                    call.set_exception(error)
+            return
+        request = self._requests.get(name)
+        if request is not None and request.replica is replica:  # else aborted
+            items.append((request.follower, self._item(request, replica, message)))
+
+    def _item(
+        self, request: SentRequest, replica: ConnectedReplica, message: Mapping[str, Any]
+    ) -> OutputItem:
         """Return the output or the error of a message."""
         if message["do"] == "failed":
+            error = error_of(message.get("error"))
             self._forget(request)
-            return error_of(message["error"])
-        output: RequestOutput = message["output"]
-        assert request.replica is not None, "the replica has sent the output"
-        request.replica.to_local_times(output, request.arrival)
-        if request.begun:
-            output.prompt_token_ids, output.prompt = request.token_ids, None
+            return error
+        output = message.get("output")
+        if isinstance(output, RequestOutput) and isinstance(output.metrics, RequestMetrics):
+            replica.to_local_times(output)
+        output = request.answer.check(output, request.arrival)
         request.begun = True
         if output.finished:
             self._forget(request, output)
@@ -348,11 +393,11 @@ class ReplicaGroup:
                 self.changed.wait(interval)
             check()
 
-    def look(self) -> list[int]:
+    def look(self) -> list[str]:
         """End the requests that waited too long, and the connections of silent replicas.
 
         Returns:
-            the ids of the processes of silent replicas.
+            the tokens of the silent replicas that the server started.
         """
         now = time.monotonic()
         with self.changed:
@@ -365,7 +410,7 @@ class ReplicaGroup:
         for one in silent:
             logger.error("replica %d of %s does not respond", one.index, self._model_name)
             one.drop()
-        return [one.pid for one in silent]
+        return [one.token for one in silent if one.token is not None]
 
     def fail(self, reason: str) -> None:
         """Refuse requests as soon as no replica is ready, because none will start again."""

@@ -20,11 +20,12 @@ from ed_esurge.certificates import certificate_summary
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.commands import EncoderInput
-from ed_esurge.engine.connection import Connection
+from ed_esurge.engine.connection import Connection, ConnectionLost
 from ed_esurge.engine.followers import Follower
 from ed_esurge.engine.intake import CheckedPrompt, RequestOptions, seed_of, seeds_of
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.outputs import LabelSet, RequestOutput
+from ed_esurge.processes.answer_check import require
 from ed_esurge.processes.connected_replica import SentRequest
 from ed_esurge.processes.messages import EngineFacts
 from ed_esurge.processes.repeated_changes import RepeatedChanges
@@ -60,7 +61,7 @@ class ReplicatedEngine:
     ) -> None:
         self.model_name, self.config, self.tokenizer = name, config, tokenizer
         self.processor: Any = None
-        self.replicas = ReplicaGroup(name, replicas, config.page_size)
+        self.replicas = ReplicaGroup(name, replicas, config.page_size, config.max_num_seqs)
         self._changes = RepeatedChanges(self.replicas)
         self.sleep, self.wake_up = self._changes.sleep, self._changes.wake_up
         self.load_lora_adapter = self._changes.load_lora_adapter
@@ -68,7 +69,7 @@ class ReplicatedEngine:
         self._run, self._load_processor = dict(run), load_processor
         self._facts: EngineFacts | None = None
         self._grammars: Grammars | None = None
-        self._lock, self._arrivals = threading.Lock(), 0
+        self._lock, self._facts_lock, self._arrivals = threading.Lock(), threading.Lock(), 0
 
     # ---- properties of the model
 
@@ -212,7 +213,9 @@ class ReplicatedEngine:
             self._arrivals += len(seeds_of(params, seed))
         if isinstance(params, SamplingParams):
             params = params.replace(seed=seed)
-        return SentRequest.of(kind, prompt, params, request_id, options, follower, self.config)
+        return SentRequest.of(
+            kind, prompt, params, request_id, options, follower, self.config, self.vocab_size
+        )
 
     # ---- weights, memory and adapters
 
@@ -230,30 +233,46 @@ class ReplicatedEngine:
 
     # ---- connections of the replicas
 
-    def attend(self, connection: Connection) -> None:
-        """Follow the connection of a replica to its end."""
+    def attend(self, connection: Connection, token: str | None = None) -> None:
+        """Follow the connection of a replica to its end.
+
+        Args:
+            connection: the connection.
+            token: the token of a process that the server started; None for other processes.
+
+        Raises:
+            EasyDeLError: the replica sent an invalid message, or has another model.
+        """
         connection.send(self._run)
         messages = connection.receive()
-        self._read_facts(messages[0])
-        replica = self.replicas.enter(connection, messages[0], self._changes.repeat)
+        require(isinstance(messages, list) and messages, "no list of messages")
+        ready = messages[0]
+        require(isinstance(ready, dict) and ready.get("do") == "ready", "a missing first message")
+        self._read_facts(ready)
+        replica = self.replicas.enter(connection, ready, self._changes.repeat, token)
         if replica is None:
-            connection.close()
             return
         try:
             while True:
                 self.replicas.take(replica, messages)
                 messages = connection.receive()
-        except EasyDeLError:
+        except ConnectionLost:
             pass  # the replica is gone
         finally:
             self.replicas.leave(replica)
 
     def _read_facts(self, ready: Mapping[str, Any]) -> None:
-        """Store the facts of the first replica."""
-        if self._facts is not None:
-            return
-        self._facts = EngineFacts.read(ready["facts"])
-        self.processor = self._load_processor(self._facts)
-        self._grammars = Grammars.of(
-            self.tokenizer, self._facts.vocab_size, self._facts.eos_token_ids
-        )
+        """Store the facts of the first replica, and compare those of the others."""
+        facts = EngineFacts.read(ready.get("facts"))
+        with self._facts_lock:
+            if self._facts is not None:
+                names = self._facts.differing_names(facts)
+                if names:
+                    raise ConfigError(
+                        f"a replica of {self.model_name} has other values of {', '.join(names)} "
+                        "than the first replica: give all replicas the same model and options"
+                    )
+                return
+            self.processor = self._load_processor(facts)
+            self._grammars = Grammars.of(self.tokenizer, facts.vocab_size, facts.eos_token_ids)
+            self._facts = facts
