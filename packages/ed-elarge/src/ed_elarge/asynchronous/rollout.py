@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from ed_esurge.engine.wire import encode
+from ed_esurge.model import vocab_size_of
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_trainers.online.sample_ledger import (
     GIVEN,
@@ -31,6 +32,7 @@ from ed_trainers.rollout import Sampled, SampleRequest, Weights
 from ed_trainers.stored.arrays import flat_arrays
 
 from ed_elarge.asynchronous.joining import ENGINE, ENVIRONMENT
+from ed_elarge.asynchronous.message_check import TaskLimits, read_task
 from ed_elarge.asynchronous.workers import ConnectedWorker, RunWorkers
 from ed_elarge.model import eLargeModel
 
@@ -73,6 +75,8 @@ class AsynchronousRollout:
         }
         self._ready: list[ConnectedWorker] = []
         self._weights = b""
+        self._version = -1  # of the published weights
+        self._vocab_size = 0
         self._failure: EasyDeLError | None = None
 
     # --- for the trainer ---
@@ -99,7 +103,7 @@ class AsynchronousRollout:
         arrays = jax.device_get(flat_arrays(weights.trained))
         message = encode({"do": "weights", "version": weights.version, "arrays": arrays})
         with self._changed:
-            self._weights = message
+            self._weights, self._version = message, max(self._version, weights.version)
             for worker in self._of(ENGINE):
                 worker.send(message)
 
@@ -198,6 +202,7 @@ class AsynchronousRollout:
             )
             if self._ledger.cut:
                 print(f"{LEDGER}: {self._ledger.cut} incomplete bytes were cut off", flush=True)
+            self._vocab_size = vocab_size_of(self._elm.part("model"))
             serves = self._scores or self._options.environment is not None
             counts = {
                 ENGINE: self._options.engines,
@@ -237,12 +242,14 @@ class AsynchronousRollout:
             self._dispatch()
 
     def _on_message(self, worker: ConnectedWorker, message: Mapping[str, Any]) -> None:
-        number, place = map(int, message["name"].split("/"))
-        key, kind = (number, place), message["task"]
+        kind, key = read_task(message, worker.role)
+        number, place = key
         with self._changed:
             ledger = self._ledger
             if ledger is None or self._tasks[kind].get(key) is not worker:
                 return
+            if message["do"] != "failed":
+                self._limits(ledger, key).check(kind, message)
             if self._workers is not None:
                 self._workers.in_vain[worker.role] = 0
             if message["do"] == "failed":
@@ -260,6 +267,13 @@ class AsynchronousRollout:
             worker.load -= 1
             self._dispatch()
             self._changed.notify_all()
+
+    def _limits(self, ledger: SampleLedger, key: SampleKey) -> TaskLimits:
+        """Return what the result of a task may contain."""
+        request = self._requests[key[0]]
+        known = sum(len(part.tokens) for part in ledger.parts(key))
+        room = request.params["max_tokens"] - known
+        return TaskLimits(self._vocab_size, room, known, self._version, request.copies)
 
     def _on_tokens(self, ledger: SampleLedger, key: SampleKey, message: Mapping[str, Any]) -> bool:
         """Record tokens of an engine; return whether its task is done."""

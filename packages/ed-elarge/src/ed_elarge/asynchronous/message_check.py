@@ -1,0 +1,139 @@
+"""Checks of the messages of workers. A worker with a fault or an intruder may send anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from ed_infra.errors import EasyDeLError
+from ed_trainers.online.sample_ledger import SampleKey
+
+#: Kinds of tasks of each role.
+TASKS = {"engine": ("sample",), "environment": ("turn", "score")}
+#: Maximum characters of the text of an error.
+_MAX_TEXT = 2**20
+#: Maximum number of tokens of a message that ends an episode, which the sample does not contain.
+_LONG_TURN = 2**24
+
+
+class WorkerMessageError(EasyDeLError):
+    """A worker sent a message that no correct worker sends."""
+
+
+def require(condition: object, problem: str) -> None:
+    """Raise `WorkerMessageError` unless a condition holds."""
+    if not condition:
+        raise WorkerMessageError(f"a worker sent an invalid message: {problem}")
+
+
+def read_task(message: object, role: str) -> tuple[str, SampleKey]:
+    """Return the kind and the key of the task of a message.
+
+    Raises:
+        WorkerMessageError: the message belongs to no task of the role.
+    """
+    require(isinstance(message, dict), "it is no dict")
+    assert isinstance(message, dict), "checked"
+    kind, name = message.get("task"), message.get("name")
+    require(kind in TASKS.get(role, ()), "a task of another role")
+    require(message.get("do") in ("part", "done", "failed"), "an unknown kind")
+    require(isinstance(name, str) and len(name) <= 64, "a wrong name of a task")
+    assert isinstance(kind, str), "checked"
+    assert isinstance(name, str), "checked"
+    number, slash, place = name.partition("/")
+    digits = number + place
+    require(slash and number and place and digits.isascii() and digits.isdigit(), "a wrong name")
+    if message["do"] == "failed":
+        text = message.get("text")
+        require(isinstance(text, str) and len(text) <= _MAX_TEXT, "an error without a text")
+    return kind, (int(number), int(place))
+
+
+@dataclass(frozen=True)
+class TaskLimits:
+    """What the result of a task may contain.
+
+    Attributes:
+        vocab_size: number of tokens of the vocabulary.
+        room: number of tokens that the sample may still have.
+        known: number of tokens that the sample has.
+        version: newest version of the weights.
+        copies: number of samples of a prompt.
+    """
+
+    vocab_size: int
+    room: int
+    known: int
+    version: int
+    copies: int
+
+    def check(self, kind: str, message: Mapping[str, Any]) -> None:
+        """Check the result of a task.
+
+        Raises:
+            WorkerMessageError: no correct worker sends this result.
+        """
+        if kind == "score":
+            self._check_rewards(message.get("rewards"))
+        elif kind == "turn":
+            self._check_turn(message)
+        else:
+            self._check_sample(message)
+
+    def _check_tokens(self, tokens: object, most: int) -> list[int]:
+        require(isinstance(tokens, list) and len(tokens) <= most, "a wrong number of tokens")
+        assert isinstance(tokens, list), "checked"
+        known = all(type(token) is int and 0 <= token < self.vocab_size for token in tokens)
+        require(known, "a token outside the vocabulary")
+        return tokens
+
+    def _check_sample(self, message: Mapping[str, Any]) -> None:
+        tokens = self._check_tokens(message.get("tokens"), self.room)
+        done = message["do"] == "done"
+        require(not done or self.known + len(tokens) > 0, "a sample without tokens")
+        logprobs = message.get("logprobs")
+        require(
+            isinstance(logprobs, list) and len(logprobs) == len(tokens), "missing probabilities"
+        )
+        assert isinstance(logprobs, list), "checked"
+        numbers = all(isinstance(each, float) and each < math.inf for each in logprobs)
+        require(numbers, "a log-probability that is no number")
+        version = message.get("version")
+        require(type(version) is int and 0 <= version <= self.version, "an unknown version")
+        require(not done or isinstance(message.get("ended"), bool), "a missing end")
+        masks = message.get("masks")
+        if masks is not None:
+            require(
+                isinstance(masks, list) and len(masks) == len(tokens), "a wrong number of masks"
+            )
+            require(all(map(self._is_mask, masks)), "a wrong mask")
+        experts = message.get("experts")
+        if experts is not None:
+            right = isinstance(experts, np.ndarray) and experts.dtype == np.int16
+            require(right and experts.ndim == 3, "experts of a wrong shape")
+
+    def _is_mask(self, mask: object) -> bool:
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.int32 or mask.ndim != 1:
+            return False
+        return not mask.size or (mask.min() >= 0 and int(mask.max()) < self.vocab_size)
+
+    def _check_turn(self, message: Mapping[str, Any]) -> None:
+        require(isinstance(message.get("ends"), bool), "a missing end")
+        require(isinstance(message.get("done"), bool), "a missing end of the environment")
+        require(isinstance(message.get("reward"), float | int), "a reward that is no number")
+        self._check_tokens(message.get("tokens"), _LONG_TURN if message["ends"] else self.room)
+
+    def _check_rewards(self, rewards: object) -> None:
+        require(
+            isinstance(rewards, list) and len(rewards) == self.copies, "a wrong number of rewards"
+        )
+        assert isinstance(rewards, list), "checked"
+        require(all(isinstance(each, list) for each in rewards), "rewards that are no lists")
+        require(len({len(each) for each in rewards}) == 1, "rewards of different lengths")
+        for each in rewards:
+            require(
+                len(each) <= 2**12 and all(isinstance(one, float) for one in each), "wrong rewards"
+            )
