@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +18,9 @@ from typing import Annotated, Any, Literal
 from ed_infra.errors import ConfigError
 from ed_infra.options import Options
 from pydantic import Field, ValidationError, model_validator
+from pydantic_core import from_json
+
+from ed_esurge.server.mcp_transports import bounded_http_client, stdio_transport
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +29,10 @@ MAX_SERVERS, MAX_TOOLS_OF_SERVER, MAX_OUTPUT = 64, 128, 2**16
 #: Limits of the calls of one response, and of its rounds of generation.
 MAX_TOOL_CALLS, MAX_ROUNDS = 64, 16
 MAX_CONFIG_BYTES = 2**20
+#: Limit of the sessions of all owners, and seconds after which an unused session is closed.
+MAX_SESSIONS, IDLE_SECONDS = 64, 600.0
+#: Limit of the message of an error in characters.
+MAX_ERROR = 2048
 
 
 class McpServerOptions(Options):
@@ -91,21 +99,55 @@ def read_mcp_config(path: str | Path) -> dict[str, McpServerOptions]:
     return result
 
 
+# Codes of errors of the protocol; see `mcp_types`.
+CONNECTION_CLOSED, REQUEST_TIMEOUT = -32000, -32001
+
+
 class McpError(Exception):
     """A call or a connection failed. The message is for the model and the client."""
 
 
-class _Connection:
-    """A connection to one server, which is opened again after it ended."""
+class _Session:
+    """A connection of one owner to one server, which is opened again after it ended."""
 
     def __init__(self, label: str, options: McpServerOptions) -> None:
         self.label, self.options = label, options
+        self.calls = 0
+        self.used = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Any] | None = None
         self._stop = asyncio.Event()
         self.tools: list[dict[str, Any]] | None = None
 
-    async def client(self) -> Any:
+    async def request(self, send: Callable[[Any], Awaitable[Any]], failure: str) -> Any:
+        """Send a request of the connected client, and return its result.
+
+        Args:
+            send: sends the request with a client.
+            failure: beginning of the message of an error.
+
+        Raises:
+            McpError: the server failed, or did not answer in time.
+        """
+        self.calls += 1
+        try:
+            client = await self._client()
+            return await asyncio.wait_for(send(client), self.options.timeout)
+        except McpError:
+            raise
+        except Exception as error:
+            if isinstance(error, TimeoutError) or _code_of(error) == REQUEST_TIMEOUT:
+                seconds = self.options.timeout
+                raise McpError(f"{failure}: it did not answer within {seconds:g} s") from None
+            # The server reports other errors, such as invalid arguments, over a working connection.
+            if _code_of(error) in (None, CONNECTION_CLOSED):
+                self._drop(client)
+            raise McpError(f"{failure}: {error}"[:MAX_ERROR]) from error
+        finally:
+            self.calls -= 1
+            self.used = time.monotonic()
+
+    async def _client(self) -> Any:
         """Return the connected client. Raises McpError: the server does not answer."""
         if self._task is None or self._task.done():
             self._ready, self._stop = asyncio.get_running_loop().create_future(), asyncio.Event()
@@ -140,23 +182,21 @@ class _Connection:
     async def _transport(self, stack: AsyncExitStack) -> Any:
         options = self.options
         if options.command is not None:
-            from mcp import StdioServerParameters
+            return stdio_transport(options.command, options.args, options.env)
+        from mcp.client.streamable_http import streamable_http_client
 
-            return StdioServerParameters(
-                command=options.command, args=list(options.args), env=options.env
-            )
-        if not options.headers:
-            return options.url
-        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
-
-        http = await stack.enter_async_context(create_mcp_http_client(headers=options.headers))
+        http = await stack.enter_async_context(bounded_http_client(options.headers))
         assert options.url is not None, "a server has a command or a url"
         return streamable_http_client(options.url, http_client=http)
 
-    def drop(self) -> None:
-        """End the connection. The next use opens a new one."""
-        self._stop.set()
-        self._task = None
+    def _drop(self, client: Any) -> None:
+        """End the connection of a client. The next request opens a new one."""
+        ready = self._ready
+        if ready is None or not ready.done() or ready.cancelled() or ready.exception() is not None:
+            return
+        if ready.result() is client:  # a later connection has another client
+            self._stop.set()
+            self._task = None
 
     async def close(self) -> None:
         """End the connection and wait for its end."""
@@ -166,8 +206,18 @@ class _Connection:
             self._task.cancel()
 
 
+def _code_of(error: Exception) -> int | None:
+    """Return the code of an error of the protocol; None for other errors."""
+    from mcp.shared.exceptions import MCPError
+
+    return error.code if isinstance(error, MCPError) else None
+
+
 class McpServers:
     """The MCP servers of the operator.
+
+    Each owner (API key) has its own session with a server, so that the end of a session interrupts
+    no calls of other owners.
 
     Args:
         servers: label -> options of the server.
@@ -175,29 +225,55 @@ class McpServers:
 
     def __init__(self, servers: Mapping[str, McpServerOptions]) -> None:
         self.servers = dict(servers)
-        self._connections: dict[str, _Connection] = {}
+        self._sessions: dict[tuple[str, str], _Session] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
-    def _connection(self, label: str) -> _Connection:
-        if label not in self._connections:
-            self._connections[label] = _Connection(label, self.servers[label])
-        return self._connections[label]
+    def _session(self, label: str, owner: str) -> _Session:
+        """Return the session of an owner.
 
-    async def tools(self, label: str) -> list[dict[str, Any]]:
+        Raises:
+            McpError: other owners use too many sessions.
+        """
+        self._close_idle()
+        key = label, owner
+        if key not in self._sessions:
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise McpError(
+                    f"{MAX_SESSIONS} sessions with MCP servers are in use, the limit of this "
+                    "server: try again later"
+                )
+            self._sessions[key] = _Session(label, self.servers[label])
+        return self._sessions[key]
+
+    def _close_idle(self) -> None:
+        """Close unused sessions: after `IDLE_SECONDS`, or the oldest if there is no room."""
+        now = time.monotonic()
+        idle = sorted(
+            (session.used, key) for key, session in self._sessions.items() if not session.calls
+        )
+        for used, key in idle:
+            if now - used < IDLE_SECONDS and len(self._sessions) < MAX_SESSIONS:
+                return
+            task = asyncio.create_task(self._sessions.pop(key).close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def tools(self, label: str, owner: str) -> list[dict[str, Any]]:
         """Return the tools of a server: name, description, input_schema, annotations.
+
+        Args:
+            owner: see `http.auth.owner_of`.
 
         Raises:
             McpError: the server does not answer.
         """
-        connection = self._connection(label)
-        if connection.tools is None:
-            client = await connection.client()
-            try:
-                listed = await asyncio.wait_for(client.list_tools(), connection.options.timeout)
-            except Exception as error:
-                connection.drop()
-                raise McpError(f"the MCP server {label!r} lists no tools: {error}") from error
-            allowed = connection.options.allowed_tools
-            connection.tools = [
+        session = self._session(label, owner)
+        if session.tools is None:
+            listed = await session.request(
+                lambda client: client.list_tools(), f"the MCP server {label!r} lists no tools"
+            )
+            allowed = session.options.allowed_tools
+            session.tools = [
                 {
                     "name": tool.name,
                     "description": tool.description or "",
@@ -207,25 +283,28 @@ class McpServers:
                 for tool in listed.tools[:MAX_TOOLS_OF_SERVER]
                 if allowed is None or tool.name in allowed
             ]
-        return connection.tools
+        return session.tools
 
-    async def call(self, label: str, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, label: str, name: str, arguments: str, owner: str) -> str:
         """Return the text of a tool's result, at most `MAX_OUTPUT` characters.
 
+        Args:
+            arguments: JSON text of an object.
+            owner: see `http.auth.owner_of`.
+
         Raises:
-            McpError: the tool failed, or did not answer in time.
+            McpError: the arguments are no object, the tool failed, or did not answer in time.
         """
-        connection = self._connection(label)
-        client = await connection.client()
-        seconds = connection.options.timeout
         try:
-            result = await asyncio.wait_for(client.call_tool(name, dict(arguments)), seconds)
-        except TimeoutError:
-            raise McpError(f"the tool did not answer within {seconds:g} s") from None
-        except Exception as error:
-            connection.drop()
-            raise McpError(f"the call failed: {error}") from error
-        texts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+            values = from_json(arguments or "{}")
+        except ValueError as error:
+            raise McpError(f"the arguments are not valid JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise McpError(f"the arguments {arguments!r:.80} are not a JSON object")
+        result = await self._session(label, owner).request(
+            lambda client: client.call_tool(name, values), "the call failed"
+        )
+        texts = (getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
         text = "\n".join(texts)
         if len(text) > MAX_OUTPUT:
             text = f"{text[:MAX_OUTPUT]}\n[{len(text) - MAX_OUTPUT} more characters]"
@@ -234,6 +313,7 @@ class McpServers:
         return text
 
     async def close(self) -> None:
-        """End all connections."""
-        for connection in self._connections.values():
-            await connection.close()
+        """End all sessions."""
+        for session in self._sessions.values():
+            await session.close()
+        await asyncio.gather(*self._closing)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from urllib.parse import unquote
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import from_json
 
 from ed_esurge.server.generation.requests import (
     MAX_MESSAGES,
@@ -435,7 +436,7 @@ def messages_of(
             case ClientResultItem():
                 messages.append(_result(item.call_id or item.id or "", item.text))
             case McpCallItem():
-                _call(messages, item.id, item.name, item.arguments)
+                _call(messages, item.id, item.name, _object_text(item.arguments))
                 failed = item.error if isinstance(item.error, str) else json.dumps(item.error)
                 text = f"error: {failed}" if item.error is not None else item.output or ""
                 messages.append(_result(item.id, text))
@@ -495,6 +496,15 @@ def stored_form(items: str | Sequence[InputItem], prefix: str) -> list[dict[str,
             fields["content"] = [part]
         result.append({"id": f"{prefix}_{place}", "status": "completed", **fields})
     return result
+
+
+def _object_text(arguments: str) -> str:
+    """Return arguments for a chat template, which requires an object: `[1]` as `{"value": [1]}`."""
+    try:
+        value = from_json(arguments or "{}")
+    except ValueError:  # templates receive arguments that were cut off as text
+        return arguments
+    return arguments if isinstance(value, dict) else json.dumps({"value": value})
 
 
 def _call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +24,7 @@ class McpCalls:
 
     Args:
         servers: the servers of the operator.
+        owner: owner of the request, see `http.auth.owner_of`.
         most: limit of the calls; None = `MAX_TOOL_CALLS`.
 
     Attributes:
@@ -35,8 +35,9 @@ class McpCalls:
         count: number of calls so far.
     """
 
-    def __init__(self, servers: McpServers, most: int | None = None) -> None:
-        self._servers, self._most = servers, min(most or MAX_TOOL_CALLS, MAX_TOOL_CALLS)
+    def __init__(self, servers: McpServers, owner: str, most: int | None = None) -> None:
+        self._servers, self._owner = servers, owner
+        self._most = min(most or MAX_TOOL_CALLS, MAX_TOOL_CALLS)
         self._tools: dict[str, McpTool] = {}
         self.lists: list[dict[str, Any]] = []
         self.chat_tools: list[dict[str, Any]] = []
@@ -71,7 +72,7 @@ class McpCalls:
                     code="unknown_mcp_server",
                 )
             try:
-                tools = await self._servers.tools(label)
+                tools = await self._servers.tools(label, self._owner)
             except McpError as error:
                 raise APIError(str(error), status=502, param="tools", code="mcp_error") from None
             tools = [one for one in tools if tool.allows(one["name"])]
@@ -172,10 +173,9 @@ class McpCalls:
             self.count += 1
             error = None
             try:
-                values = json.loads(arguments or "{}")
                 label = self._tools[name].server_label
-                item["output"] = await self._servers.call(label, name, values)
-            except (McpError, ValueError) as problem:
+                item["output"] = await self._servers.call(label, name, arguments, self._owner)
+            except McpError as problem:
                 error = str(problem)
         return {**item, "error": error, "status": "completed" if error is None else "failed"}
 

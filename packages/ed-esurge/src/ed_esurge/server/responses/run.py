@@ -68,7 +68,7 @@ class ResponsePrompt:
             self.size += known.conversation_bytes
             self._check_size(request)
         most = body.max_tool_calls if isinstance(body, ResponseRequest) else None
-        self.mcp = McpCalls(model.state.mcp, most)
+        self.mcp = McpCalls(model.state.mcp, model.owner, most)
 
     def _check_size(self, request: Request) -> None:
         """Check the bytes of the conversation, and count them as bytes in flight.
