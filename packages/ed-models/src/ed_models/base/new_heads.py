@@ -15,6 +15,28 @@ from ed_models.weights.blocks import Shape
 logger = get_logger(__name__)
 
 
+#: Last parts of the names of parameters that only training reads: they replace masked inputs.
+TRAINING_ONLY = ("mask_token", "masked_spec_embed")
+
+
+def new_training_tensors(config: Any, missing: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+    """Return random values of missing parameters that only training reads, and log them.
+
+    Args:
+        config: configuration of the checkpoint.
+        missing: shapes of the tensors that the checkpoint lacks.
+    """
+    names = [name for name in missing if name.rpartition(".")[2] in TRAINING_ONLY]
+    if names:
+        once(
+            logger,
+            f"the checkpoint has no {', '.join(names)}, which only training with masked inputs "
+            "reads: the values are random",
+        )
+    rng, std = np.random.default_rng(0), getattr(config, "initializer_range", 0.02)
+    return {name: rng.normal(0.0, std, missing[name]).astype(np.float32) for name in names}
+
+
 def new_heads(
     task: TaskType,
     config: Any,

@@ -66,8 +66,8 @@ class TextTower(Decoder):
     layer_class = TextLayer
     input_names = ("input_ids", "attention_mask")
     WEIGHTS = renamed(TEXT_NAMES, *STANDARD)
-    # Published checkpoints of a tower alone.
-    OTHER_NAMES: ClassVar[dict[str, str]] = {"text_model": ""}
+    #: Names of the tower in checkpoints of both towers, and of a tower alone.
+    TOWER_NAMES: ClassVar[tuple[str, ...]] = ("text_model",)
 
     @staticmethod
     def norm_of(parts):

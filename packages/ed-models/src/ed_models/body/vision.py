@@ -32,8 +32,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from ed_models.adapters.peft_layout import Modules
 from ed_models.base.module import EasyDeLBaseModule
-from ed_models.base.new_heads import new_heads
+from ed_models.base.new_heads import new_heads, new_training_tensors
 from ed_models.body.context import layer_context
 from ed_models.body.layers import DecoderLayer
 from ed_models.body.resizing import resized_grid
@@ -71,6 +72,18 @@ VIT_NAMES: Mapping[str, str] = {
     "mlp.down_proj": "output.dense",
     "norm": "layernorm",
 }
+#: Names of checkpoints -> names of the modules of transformers 5.
+VIT_MODULES = Modules(
+    {
+        "encoder.layer": "layers",
+        "attention.attention.query": "attention.q_proj",
+        "attention.attention.key": "attention.k_proj",
+        "attention.attention.value": "attention.v_proj",
+        "attention.output.dense": "attention.o_proj",
+        "intermediate.dense": "mlp.fc1",
+        "output.dense": "mlp.fc2",
+    }
+)
 #: The kernel of the patches, and the attention of a pooler like SigLIP's.
 VISION_RULES = (
     Rule("{path}.patch_embedding.kernel", "{path}.patch_embedding.weight", permute(1, 2, 3, 0)),
@@ -300,8 +313,12 @@ class VisionTower(EasyDeLBaseModule):
     rules: ClassVar[tuple[Rule, ...]] = VISION_RULES
     others: ClassVar[tuple[str, ...]] = ()
     new_layers: ClassVar[tuple[str, ...]] = ()
-    # Published checkpoints of a tower alone.
-    OTHER_NAMES: ClassVar[Mapping[str, str]] = {"vision_model": ""}
+    #: Names of the modules of transformers 5.
+    MODULES: ClassVar[Modules] = Modules()
+    #: Names of the tower in multimodal checkpoints, and in checkpoints of a tower alone.
+    TOWER_NAMES: ClassVar[tuple[str, ...]] = (
+        *("vision_tower.vision_model", "model.vision_tower", "vision_tower", "vision_model"),
+    )
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -370,7 +387,8 @@ class VisionTower(EasyDeLBaseModule):
     @classmethod
     def new_tensors(cls, config: Any, missing: Mapping[str, Shape]) -> Mapping[str, np.ndarray]:
         """Return a random pooler for a checkpoint without one, and log a warning."""
-        return new_heads(TaskType.BASE_VISION, config, missing, cls.new_layers)
+        pooler = new_heads(TaskType.BASE_VISION, config, missing, cls.new_layers)
+        return {**pooler, **new_training_tensors(config, missing)}
 
     @property
     def features(self) -> int:

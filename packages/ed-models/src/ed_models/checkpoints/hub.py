@@ -367,24 +367,34 @@ def _for_task(
     task: TaskType | str,
     directory: Path,
 ) -> EasyDeLBaseConfig:
-    """Return the configuration of the model of a task: of a vision-language checkpoint, the text
-    half for tasks that only the language model has."""
-    text: Any = getattr(config, "text_config", None)
-    if not isinstance(text, EasyDeLBaseConfig):
-        return config
+    """Return the configuration of the model of a task: of a multimodal checkpoint, the text half
+    or the vision tower for tasks that only this part has."""
+    parts = [getattr(config, name, None) for name in ("text_config", "vision_config")]
+    for part in parts:
+        if isinstance(part, EasyDeLBaseConfig) and _selects_part(
+            part, config, module_class, task, directory
+        ):
+            part.read_basics_from_config(config)
+            shared = ("tie_word_embeddings", "quantization_config")
+            return part.replace(**{name: getattr(config, name, None) for name in shared})
+    return config
+
+
+def _selects_part(
+    part: Any,
+    config: EasyDeLBaseConfig,
+    module_class: type[LoadableT] | None,
+    task: TaskType | str,
+    directory: Path,
+) -> bool:
+    """Return whether only a part of a multimodal model has a class or a task."""
     if module_class is not None:
         own = getattr(module_class, "model_type", None)
-        is_half = own == text.model_type != config.model_type
-    else:
-        task = canonical_task(task)
-        task = task_of(directory) if task == TaskType.AUTO_BIND else task
-        is_half = task not in registry.tasks_of(config.model_type)
-        is_half = is_half and task in registry.tasks_of(text.model_type)
-    if not is_half:
-        return config
-    text.read_basics_from_config(config)
-    shared = ("tie_word_embeddings", "quantization_config")
-    return text.replace(**{name: getattr(config, name, None) for name in shared})
+        return own == part.model_type != config.model_type
+    task = canonical_task(task)
+    task = task_of(directory) if task == TaskType.AUTO_BIND else task
+    is_part = task not in registry.tasks_of(config.model_type)
+    return is_part and task in registry.tasks_of(part.model_type)
 
 
 def _placed(layers: nnx.List, config: EasyDeLBaseConfig, *, shard: bool) -> nnx.List:

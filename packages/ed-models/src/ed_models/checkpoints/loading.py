@@ -31,11 +31,12 @@ from jax.typing import DTypeLike
 
 from ed_models.checkpoints.filling import fill, fill_quantized, fill_simulated, fill_stored
 from ed_models.checkpoints.gguf.kept_codes import kept_codes
+from ed_models.checkpoints.leftovers import find_leftovers, rename_legacy_tensors
 from ed_models.checkpoints.packed_tensors import unpacked
 from ed_models.checkpoints.quantized_tensors import PARTS_AS_THEY_ARE, parts_of, stored_rules
 from ed_models.checkpoints.task_rules import rules_of
 from ed_models.checkpoints.tensor_files import TensorFiles, arrays
-from ed_models.checkpoints.text_halves import text_tensors
+from ed_models.checkpoints.text_halves import text_tensors, tower_tensors
 from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights.rules import TIED, Rule, renamer
 from ed_models.weights.separate import SeparateParam
@@ -211,7 +212,9 @@ def prepare(
     made = draft(config)
     files = files.shaped(made.weights.hf_shapes, config)
     files = text_tensors(files, made.weights.hf_shapes)
-    files = _with_prefix(files, made.weights.hf_shapes)
+    files = tower_tensors(files, getattr(cls, "TOWER_NAMES", ()))
+    files = rename_legacy_tensors(files, made.weights.hf_shapes)
+    files = _with_prefix(cls, files, made.weights.hf_shapes)
     files = _with_our_names(cls, files, made.weights.hf_shapes)
     if is_packed:
         files = _without_zero_biases(made.weights, files)
@@ -221,7 +224,7 @@ def prepare(
         missing = {n: shape for n, shape in made.weights.hf_shapes.items() if n not in files}
         new = cls.new_tensors(config, missing)  # type: ignore[attr-defined]
         files = files.joined(arrays(files, new)) if new else files
-    if getattr(config, "tie_word_embeddings", False) and _left_over(made.weights, files):
+    if getattr(config, "tie_word_embeddings", False) and find_leftovers(made.weights, files):
         untied = config.replace(tie_word_embeddings=False)
         other = draft(untied)
         merged = _with_one_matrix(cls, other.weights, files, param_dtype)
@@ -345,7 +348,7 @@ def check(
     """
     wanted = weights.hf_shapes
     missing = [name for name in wanted if name not in files]
-    extra = _left_over(weights, files)
+    extra = find_leftovers(weights, files)
     both = [(name, files[name]) for name in wanted if name in files]
     shapes = [
         f"{name}: the file has {list(entry.shape)}, the model {list(wanted[name])}"
@@ -372,10 +375,6 @@ def check(
         )
 
 
-def _left_over(weights: WeightMap, files: TensorFiles) -> list[str]:
-    return [n for n in files if n not in weights.hf_shapes and not weights.ignores(n)]
-
-
 def _kind(dtype: np.dtype) -> str:
     kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
     return next((k.__name__ for k in kinds if jnp.issubdtype(dtype, k)), dtype.name)
@@ -388,7 +387,7 @@ def _listing(what: str, entries: list[str], limit: int = 12) -> list[str]:
     return [f"  {what} ({len(entries)}):", *(f"    {e}" for e in entries[:limit]), *rest]
 
 
-def _with_prefix(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
+def _with_prefix(cls: type, files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
     """Add or drop the first part of all names: `h.0.…` and `transformer.h.0.…`.
 
     A body that was saved without its head lacks that part, and a body alone has names without
@@ -400,7 +399,11 @@ def _with_prefix(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
     ((other, _),) = Counter(name.partition(".")[0] for name in files).most_common(1)
     longer = {n: f"{prefix}.{n}" for n in files}
     shorter = {n: n.removeprefix(f"{other}.") for n in files}
-    fitting = ({n: new for n, new in m.items() if new in wanted} for m in (longer, shorter))
+    rename = renamer(getattr(cls, "OTHER_NAMES", {}))
+    fitting = (
+        {n: new for n, new in m.items() if new in wanted or rename(new) in wanted}
+        for m in (longer, shorter)
+    )
     return files.renamed(max(fitting, key=len))
 
 
@@ -414,7 +417,7 @@ def _with_our_names(cls: type, files: TensorFiles, wanted: Collection[str]) -> T
 def _without_zero_biases(weights: WeightMap, files: TensorFiles) -> TensorFiles:
     """Remove biases of zeros that the model lacks: AutoGPTQ adds one to each of
     its layers."""
-    biases = [n for n in _left_over(weights, files) if n.endswith(".bias")]
+    biases = [n for n in find_leftovers(weights, files) if n.endswith(".bias")]
     return files.renamed({n: None for n in biases if not files.read(n).any()})
 
 

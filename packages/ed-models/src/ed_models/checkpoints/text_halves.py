@@ -11,7 +11,7 @@ transformers, because run files are checked with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -135,7 +135,7 @@ def text_tensors(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
     if any(name.startswith((*prefixes, *_OTHERS)) for name in wanted):
         return files
     if any(name.startswith(prefixes) for name in files):
-        names = {name: _text_name(name) for name in files}
+        names = {name: text_name(name) for name in files}
     else:
         names = {name: None if name.startswith(_OTHERS) else name for name in files}
     others = [name for name, text_name in names.items() if text_name is None]
@@ -149,7 +149,31 @@ def text_tensors(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
     return files.renamed(names) if others or any(n != to for n, to in names.items()) else files
 
 
-def _text_name(name: str) -> str | None:
+def tower_tensors(files: TensorFiles, tower_names: Sequence[str]) -> TensorFiles:
+    """Return the tensors of a tower of a multimodal checkpoint under the names of the tower alone.
+
+    Both towers of a checkpoint may have tensors of the same names, so the other tensors are
+    removed, with one warning.
+
+    Args:
+        files: the tensors of the checkpoint.
+        tower_names: names of the tower in multimodal checkpoints; empty for other models.
+    """
+    prefix = next((f"{t}." for t in tower_names if any(n.startswith(f"{t}.") for n in files)), None)
+    if prefix is None:
+        return files
+    others = [name for name in files if not name.startswith(prefix)]
+    if others:
+        once(
+            logger,
+            f"{files.directory}: only the tower {prefix[:-1]!r} is loaded, and {len(others)} other "
+            f"tensors ({min(others)}, …) are not read",
+        )
+    names = {n: n.removeprefix(prefix) if n.startswith(prefix) else None for n in files}
+    return files.renamed(names)
+
+
+def text_name(name: str) -> str | None:
     """Return the name in a text-only checkpoint, or None outside the language model."""
     for prefix, replacement in _PREFIXES.items():
         if name.startswith(prefix):

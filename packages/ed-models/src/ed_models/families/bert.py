@@ -45,8 +45,6 @@ class BertForMaskedLM(MaskedLM):
     """BERT with a head that predicts tokens."""
 
     body_class = BertModel
-    # Names of norms in the checkpoints of the first release.
-    OTHER_NAMES = {"gamma": "weight", "beta": "bias"}
     names = EncoderNames(
         body=bert_body("bert"),
         heads={

@@ -201,5 +201,9 @@ class DebertaV2ForMaskedLM(MaskedLM):
             TaskType.QUESTION_ANSWERING: HeadNames("qa_outputs", dropout=None),
         },
         rules=(Rule("{path}.conv.kernel", "{path}.conv.weight", permute(2, 1, 0)),),
-        others=("lm_predictions", "mask_predictions"),
+        others=(
+            *("lm_predictions", "mask_predictions"),
+            # Published checkpoints have absolute positions, which relative attention replaces.
+            *("deberta.embeddings.position_embeddings", "embeddings.position_embeddings"),
+        ),
     )

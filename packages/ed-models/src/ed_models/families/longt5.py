@@ -53,6 +53,9 @@ class LongT5Config(EasyDeLBaseConfig, transformers.LongT5Config):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        # A head that differs from the embedding is separate, and its inputs are scaled as before.
+        if kwargs.get("scale_decoder_outputs") and kwargs.get("tie_word_embeddings") is False:
+            self.tie_word_embeddings = False
         if self.encoder_attention_type not in ATTENTIONS:
             raise ConfigError(
                 f"longt5: encoder_attention_type={self.encoder_attention_type!r} must be one of "
@@ -143,8 +146,8 @@ class LongT5ForConditionalGeneration(Seq2SeqLM):
     @property
     def is_tied(self) -> bool:
         """Whether the head is the embedding, as in T5 v1.0."""
-        return self.config.scale_decoder_outputs
+        return self.config.scale_decoder_outputs and self.config.tie_word_embeddings
 
     def head(self):
-        head = super().head()
-        return replace(head, scale=self.config.d_model**-0.5) if self.is_tied else head
+        head, config = super().head(), self.config
+        return replace(head, scale=config.d_model**-0.5) if config.scale_decoder_outputs else head

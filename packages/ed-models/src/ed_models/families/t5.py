@@ -36,6 +36,12 @@ class T5Config(EasyDeLBaseConfig, transformers.T5Config):
     )
     initializer_range = INITIALIZER_RANGE
 
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        # A head that differs from the embedding is separate, and its inputs are scaled as before.
+        if kwargs.get("scale_decoder_outputs") and kwargs.get("tie_word_embeddings") is False:
+            self.tie_word_embeddings = False
+
 
 class T5Model(EncoderDecoder):
     """Embedding, encoder, decoder."""
@@ -57,8 +63,8 @@ class T5ForConditionalGeneration(Seq2SeqLM):
     @property
     def is_tied(self) -> bool:
         """Whether the head is the embedding, as in T5 v1.0."""
-        return self.config.scale_decoder_outputs
+        return self.config.scale_decoder_outputs and self.config.tie_word_embeddings
 
     def head(self):
-        head = super().head()
-        return replace(head, scale=self.config.d_model**-0.5) if self.is_tied else head
+        head, config = super().head(), self.config
+        return replace(head, scale=config.d_model**-0.5) if config.scale_decoder_outputs else head

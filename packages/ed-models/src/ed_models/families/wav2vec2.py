@@ -144,11 +144,6 @@ class Wav2Vec2ForCTC(CTCModel):
     """Wav2Vec2 with a CTC head."""
 
     body_class = Wav2Vec2Model
-    # Names of checkpoints that torch wrote before its version 2.1.
-    OTHER_NAMES = {
-        "weight_g": "parametrizations.weight.original0",
-        "weight_v": "parametrizations.weight.original1",
-    }
     WEIGHTS = (
         Rule("model.masked_spec_embed", "wav2vec2.masked_spec_embed", equal),
         Rule(

@@ -5,17 +5,21 @@ Legend: b batch, n samples, t time steps, v labels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.enums import TaskType
 from ed_infra.outputs import TokenClassifierOutput
 from ed_layers.parts import Parts
 from jaxtyping import Array, Float, Int
 
+from ed_models.base.new_heads import new_heads, new_training_tensors
 from ed_models.tasks.encoders import common
 from ed_models.tasks.head_model import HeadModel
+from ed_models.weights.blocks import Shape
 
 
 class CTCModel(HeadModel):
@@ -49,6 +53,12 @@ class CTCModel(HeadModel):
         body = self.model(input_values, key=key, **inputs)
         logits = self.lm_head(body.last_hidden_state).astype(jnp.float32)
         return TokenClassifierOutput(logits=logits, **common(body))
+
+    @classmethod
+    def new_tensors(cls, config: Any, missing: Mapping[str, Shape]) -> Mapping[str, np.ndarray]:
+        """Return a random head for a checkpoint of pretraining, and log a warning."""
+        head = new_heads(TaskType.CTC, config, missing, ["lm_head"])
+        return {**head, **new_training_tensors(config, missing)}
 
 
 def best_labels(logits: Float[np.ndarray, "t v"], blank: int) -> list[int]:

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_models.base.module import EasyDeLBaseModule
-from ed_models.base.new_heads import new_heads
+from ed_models.base.new_heads import new_heads, new_training_tensors
 from ed_models.body.vision import VisionTower, tower_rules
 from ed_models.tasks.classification import problem_loss, problem_of
 from ed_models.tasks.encoders import common
@@ -46,6 +46,7 @@ class ImageClassifier(EasyDeLBaseModule):
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         tower = cls.tower_class
+        cls.MODULES = tower.MODULES
         # Published towers alone have no prefix.
         unread = [name for name in tower.others if not name.startswith("classifier.")]
         unread += [f"{cls.prefix}.{name}" for name in tower.others]
@@ -71,9 +72,22 @@ class ImageClassifier(EasyDeLBaseModule):
         self.model = self.tower_class(
             vision, dtype, param_dtype, precision, pooling=False, rngs=rngs
         )
-        parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
         features = vision.hidden_size * (2 if self.tower_class.reads == "both" else 1)
-        self.score = parts.linear(features, config.num_labels, axes=("embed", None), bias=True)
+        self.add_head(Parts(config, rngs, self.dtype, self.param_dtype, precision), features)
+
+    def add_head(self, parts: Parts, features: int) -> None:
+        """Create the head for this number of features."""
+        labels = parts.config.num_labels
+        self.score = parts.linear(features, labels, axes=("embed", None), bias=True)
+
+    def scores(self, x: Float[Array, "b n d"], **inputs: Any) -> Float[Array, "b n"]:
+        """Return the scores of the labels.
+
+        Args:
+            x: outputs of the tower.
+            inputs: the arguments of the tower.
+        """
+        return self.score(self.model.classified(x, **inputs))
 
     def __call__(
         self, pixel_values: Float[Array, "b c h w"], **inputs: Any
@@ -85,7 +99,7 @@ class ImageClassifier(EasyDeLBaseModule):
             inputs: further arguments of `VisionTower`, such as `interpolate_pos_encoding`.
         """
         body = self.model(pixel_values, **inputs)
-        logits = self.score(self.model.classified(body.last_hidden_state, **inputs))
+        logits = self.scores(body.last_hidden_state, **inputs)
         return ImageClassifierOutput(logits=logits.astype(jnp.float32), **common(body))
 
     def compute_loss(
@@ -105,4 +119,5 @@ class ImageClassifier(EasyDeLBaseModule):
         cls, config: EasyDeLBaseConfig, missing: Mapping[str, Shape]
     ) -> Mapping[str, np.ndarray]:
         """Return a random head for a checkpoint of another task, and log a warning."""
-        return new_heads(TaskType.IMAGE_CLASSIFICATION, config, missing, ["classifier"])
+        head = new_heads(TaskType.IMAGE_CLASSIFICATION, config, missing, ["classifier"])
+        return {**head, **new_training_tensors(config, missing)}

@@ -67,9 +67,10 @@ T5_WEIGHTS = renamed(
     t5_names(),
     Rule("{path}.mlp.up_proj.kernel", "{path}.mlp.{up}.weight", up_projection),
     *STANDARD,
-    # Copies of the shared embedding.
+    # Copies of the shared embedding, and a table of positions that no attention reads.
     ignore("encoder.embed_tokens.weight"),
     ignore("decoder.embed_tokens.weight"),
+    ignore("{path}.EncDecAttention.relative_attention_bias.weight"),
 )
 
 
