@@ -6,30 +6,45 @@ Which matrix of transformers' model is which of ours, `ed_models.adapters.peft_l
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from ed_infra import parameter_names
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 from ed_infra.specs import LoraSpec
+from ed_layers.quantization.qarray import QArray
 from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from ed_models.adapters.initial_values import read_matrix, subtract_initial_part
 from ed_models.adapters.peft_layout import (
     EXPERT_PARAMETERS,
     Matrix,
+    find_module,
     joined,
     matrices_of,
     packed,
     parted,
     unpacked,
 )
-from ed_models.adapters.saved_modules import covering, module_names, weights_of
+from ed_models.adapters.peft_settings import (
+    build_spec,
+    get_pattern_value,
+    read_settings,
+    read_start,
+)
+from ed_models.adapters.saved_modules import (
+    base_state,
+    covering,
+    list_modules,
+    module_names,
+    weights_of,
+)
 from ed_models.adapters.values import (
     LayerAdapter,
     M,
@@ -40,6 +55,7 @@ from ed_models.adapters.values import (
 )
 from ed_models.checkpoints.checks import ADAPTER_NAME
 from ed_models.checkpoints.finite import is_finite
+from ed_models.checkpoints.saving import layer_values
 
 CONFIG, TENSORS = ADAPTER_NAME, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -61,15 +77,6 @@ _HEADS: Mapping[TaskType | None, tuple[str, tuple[str, ...]]] = {
     TaskType.SEQUENCE_CLASSIFICATION: ("SEQ_CLS", ("classifier", "score")),
     TaskType.TOKEN_CLASSIFICATION: ("TOKEN_CLS", ("classifier", "score")),
     TaskType.QUESTION_ANSWERING: ("QUESTION_ANS", ("qa_outputs",)),
-}
-#: Settings of PEFT that change numbers and are not computed here: name -> the value that is.
-_UNUSED: dict[str, object] = {
-    "bias": "none",
-    "layers_pattern": None,
-    "layer_replication": None,
-    "lora_bias": False,
-    "use_qalora": False,
-    "alora_invocation_tokens": None,
 }
 
 
@@ -120,7 +127,9 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
     task_type = _TASK_TYPES.get(task)
     if task in _HEADS and not set(_HEADS[task][1]).isdisjoint(modules):
         task_type = _HEADS[task][0]
-    settings = _settings(specs, touched, matrices, base, task_type)
+    known = [n for n, matrix in matrices.items() if matrix.parameter is not None]
+    known += list_modules(model, weights_of(model))
+    settings = _settings(specs, touched, known, base, task_type)
     settings["modules_to_save"] = modules or None
     (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
@@ -144,7 +153,7 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
         ConfigError: the adapter uses an unsupported setting.
     """
     directory = Path(directory)
-    settings = _read_settings(directory / CONFIG)
+    settings = read_settings(directory / CONFIG)
     try:
         tensors = load_file(directory / TENSORS)
     except (OSError, SafetensorError) as error:
@@ -266,7 +275,7 @@ def _depth(matrix: Matrix) -> int:
 def _settings(
     specs: Mapping[str, LoraSpec],
     touched: Mapping[str, Matrix],
-    matrices: Mapping[str, Matrix],
+    known: Sequence[str],
     base: str | None,
     task_type: str | None,
 ) -> dict[str, object]:
@@ -275,16 +284,11 @@ def _settings(
 
     def targets(parameters: bool) -> list[str]:
         """Return the last parts of the names if these are unique, otherwise the names."""
-        chosen = [n for n, m in touched.items() if (m.parameter is not None) == parameters]
+        chosen = {n for n, m in touched.items() if (m.parameter is not None) == parameters}
         parts = 2 if parameters else 1
         ends = sorted({".".join(name.split(".")[-parts:]) for name in chosen})
-        alike = [
-            name
-            for name, m in matrices.items()
-            if (m.parameter is not None) == parameters
-            and ".".join(name.split(".")[-parts:]) in ends
-        ]
-        return ends if set(alike) == set(chosen) else sorted(chosen)
+        alike = {name for name in known if ".".join(name.split(".")[-parts:]) in ends}
+        return ends if alike == chosen else sorted(chosen)
 
     return {
         "peft_type": "LORA",
@@ -306,25 +310,6 @@ def _settings(
 
 
 # Theirs -> ours.
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-        kind = settings.get("peft_type") if isinstance(settings, dict) else None
-        raise ConfigError(
-            f"{path} has the peft_type {kind!r}; adapters of the type 'LORA' are read"
-        )
-    for name, value in _UNUSED.items():
-        if settings.get(name) not in (value, None, [], {}):
-            raise ConfigError(
-                f"{path} has {name}: {settings[name]!r}, which is not supported; merge the "
-                "adapter with PEFT (merge_and_unload) and load the merged model"
-            )
-    return settings
 
 
 def _by_module(
@@ -361,9 +346,11 @@ def _ours(
         if matrix.parameter is None or any(f".{name}".endswith(f".{end}") for end in named)
     }
     by_key = {key: touched[name] for name, key in _keys(touched).items()}
+    start = read_start(settings, directory / CONFIG)
     adapter: dict[str, LayerAdapter] = {}
     wrong: list[str] = []
-    for module, parts in modules.items():
+    for stored_module, parts in modules.items():
+        module = find_module(model, stored_module, by_key)
         matrix = by_key.get(module)
         if matrix is None:
             wrong.append(f"{module}: no such module{did_you_mean(module, by_key)}")
@@ -382,7 +369,12 @@ def _ours(
                 f"{[outputs, inputs]}{of}"
             )
             continue
-        spec = _spec(matrix.name, ours[0].shape[-1], settings)
+        rank = ours[0].shape[-1]
+        expected = get_pattern_value(matrix.name, settings.get("rank_pattern"), settings.get("r"))
+        if expected not in (None, rank):
+            wrong.append(f"{module}: the rank is {rank}, and the settings have {expected}")
+            continue
+        spec = build_spec(matrix.name, rank, settings)
         magnitude = None
         if spec.dora:
             magnitude = parts.get(_MAGNITUDE)
@@ -390,9 +382,38 @@ def _ours(
                 got = "missing" if magnitude is None else f"{list(magnitude.shape)}"
                 wrong.append(f"{module}: {_MAGNITUDE} is {got}, not [{matrix.sizes[1]}]")
                 continue
-        adapter |= parted(matrix, LayerAdapter(spec, *ours, magnitude), shapes)
+        whole = LayerAdapter(spec, *ours, magnitude)
+        if start is not None and not matrix.is_embedding:
+            whole = _without_start(whole, matrix, model, start)
+        adapter |= parted(matrix, whole, shapes)
     _check_fits(wrong, directory)
     return adapter
+
+
+def _without_start(
+    adapter: LayerAdapter, matrix: Matrix, model: nnx.Module, start: str
+) -> LayerAdapter:
+    """Return an adapter for the unchanged base; of a model without values, the adapter itself."""
+    state = base_state(model)
+    leaves = jax.tree.leaves(state)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return adapter
+    names = {piece.ours for piece in matrix.pieces}
+    quantized = [
+        name
+        for path, variable in nnx.to_flat_state(state)
+        if isinstance(variable.get_value(), QArray)
+        for name in parameter_names.canonical(path)
+        if name in names
+    ]
+    if quantized or matrix.experts is not None:
+        kind = "quantized" if quantized else "those of experts"
+        raise ConfigError(
+            f"the adapter has init_lora_weights: {start!r}, which changes the weights of the base, "
+            f"and the weights of {matrix.name} are {kind}: load the adapter onto a base that is "
+            "not quantized, merge it, and quantize the merged model"
+        )
+    return subtract_initial_part(adapter, matrix, read_matrix(matrix, layer_values(state)), start)
 
 
 def _shapes(model: nnx.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -401,19 +422,3 @@ def _shapes(model: nnx.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
         shape = variable.get_value().shape
         for name in parameter_names.canonical(path):
             yield name, shape[1:] if parameter_names.is_stacked(path) else shape
-
-
-def _spec(name: str, rank: int, settings: Mapping[str, Any]) -> LoraSpec:
-    """Rank and scale of one matrix; patterns of names come before the setting of all."""
-    alpha = settings.get("lora_alpha", rank)
-    for pattern, value in (settings.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            alpha = value
-            break
-    return LoraSpec(
-        rank=rank,
-        alpha=alpha,
-        dropout=settings.get("lora_dropout") or 0.0,
-        rslora=bool(settings.get("use_rslora")),
-        dora=bool(settings.get("use_dora")),
-    )

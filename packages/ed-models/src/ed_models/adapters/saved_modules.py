@@ -32,15 +32,20 @@ M = TypeVar("M", bound=nnx.Module)
 _LISTED = 10
 
 
-def weights_of(model: Any) -> WeightMap:
-    """Return the tensors of a model without its adapters."""
+def base_state(model: Any) -> nnx.State:
+    """Return the parameters of a model without its adapters."""
 
     def is_base(path: object, variable: nnx.Variable) -> bool:
         if isinstance(variable, SavedParam):
             return True
         return not isinstance(variable, nnx.LoRAParam | SlotParam | OriginalParam)
 
-    return weight_map(type(model), nnx.state(model, is_base), model.config)
+    return nnx.state(model, is_base)
+
+
+def weights_of(model: Any) -> WeightMap:
+    """Return the tensors of a model without its adapters."""
+    return weight_map(type(model), base_state(model), model.config)
 
 
 def module_names(model: Any, weights: WeightMap) -> dict[str, str]:
@@ -48,6 +53,12 @@ def module_names(model: Any, weights: WeightMap) -> dict[str, str]:
     modules = getattr(type(model), "MODULES", None)
     rename = renamer({} if modules is None else modules.names)
     return {name: rename(name) for name in weights.hf_shapes}
+
+
+def list_modules(model: Any, weights: WeightMap) -> list[str]:
+    """Return the names of the modules of transformers' model, of layers and of what has layers."""
+    names = module_names(model, weights).values()
+    return list(dict.fromkeys(module for name in names for module in _prefixes(name)))
 
 
 def parameters_of(model: Any, names: str | Iterable[str]) -> list[str]:

@@ -161,7 +161,11 @@ def _by_name(
     return leaves, frozenset(parts)
 
 
-def layer_values(state: nnx.State) -> Callable[[str, tuple[int, ...]], np.ndarray]:
+#: (canonical name, leading positions) -> values on the host.
+LayerValues = Callable[[str, tuple[int, ...]], np.ndarray]
+
+
+def layer_values(state: nnx.State) -> LayerValues:
     """Return a function (canonical name, leading positions) -> values on the host."""
     leaves, _ = _by_name(state)
     return lambda name, at: _at(*leaves[name], at)
