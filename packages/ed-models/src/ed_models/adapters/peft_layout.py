@@ -17,7 +17,7 @@ Legend: i in features, o out features, r rank, e experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,12 +31,15 @@ from flax import nnx
 
 from ed_models.adapters.saved_modules import weights_of
 from ed_models.adapters.values import LayerAdapter
+from ed_models.checkpoints.text_halves import text_name
 from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights.blocks import Piece, Shape
 from ed_models.weights.rules import renamer, split, transpose
 
 Rename = Callable[[str], str]
 
+#: How often a name is renamed: an old name may lead to another one.
+_RENAMES = 3
 #: Parameters of a module of experts, from the inner wrapper to the outer one.
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -48,12 +51,15 @@ class Modules:
     Attributes:
         names: parts of a checkpoint name -> parts of a module name; see
             `ed_models.weights.rules.renamed`.
+        separate: last parts of the name of a checkpoint matrix -> those of the modules that share
+            the matrix, in the order of their rows.
         swapped: PEFT swaps the inputs and outputs of experts (Llama 4, whose parameters are [e, i,
         o]
             without a marker).
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
+    separate: Mapping[str, Sequence[str]] = field(default_factory=dict)
     swapped: bool = False
 
 
@@ -104,10 +110,16 @@ class Matrix:
         return as_slice(piece.hf_region[piece.perm[1]])
 
 
+def modules_of(model: Any) -> Modules:
+    """Return the names of the modules of a model; a body alone has those of its family."""
+    family = getattr(type(model), "head_class", None)
+    return getattr(type(model), "MODULES", getattr(family, "MODULES", Modules()))
+
+
 def matrices_of(model: Any) -> dict[str, Matrix]:
     """Return the matrices of transformers' model that can have adapters, by name."""
     weights = weights_of(model)
-    modules: Modules = getattr(type(model), "MODULES", Modules())
+    modules = modules_of(model)
     rename = renamer(modules.names)
     kinds = {
         name: kind
@@ -121,9 +133,61 @@ def matrices_of(model: Any) -> dict[str, Matrix]:
     for theirs, pieces in weights.by_hf.items():
         kind = kinds.get(pieces[0].ours.rpartition(".")[0])
         if kind not in (None, ExpertLinear) and theirs.endswith(".weight"):
-            name = rename(theirs.removesuffix(".weight"))
+            stored = theirs.removesuffix(".weight")
+            shared = next((end for end in modules.separate if stored.endswith(f".{end}")), None)
+            if shared is not None:
+                parts = modules.separate[shared]
+                found |= _separate(weights, theirs, rename(stored.removesuffix(shared)), parts)
+                continue
+            name = rename(stored)
             found[name] = Matrix(name, None, weights.hf_shapes[theirs], None, pieces)
     return found
+
+
+def _separate(
+    weights: WeightMap, tensor: str, parent: str, parts: Sequence[str]
+) -> dict[str, Matrix]:
+    """Return the matrices of modules that share one tensor of a checkpoint."""
+    ours = dict.fromkeys(piece.ours for piece in weights.by_hf[tensor])
+    matrices = {}
+    for name, part in zip(ours, parts, strict=True):
+        relation = transpose({name: weights.shapes[name]}, lambda: "", None)
+        ((shape),) = relation.hf_shapes.values()
+        module = f"{parent.rstrip('.')}.{part}"
+        matrices[module] = Matrix(module, None, shape, None, relation.pieces)
+    return matrices
+
+
+def find_module(model: Any, name: str, modules: Container[str]) -> str:
+    """Return the name in transformers 5 of a module of an adapter; unknown names are unchanged.
+
+    Adapters of earlier releases have the names of checkpoints, and adapters of a multimodal model
+    may belong to its text model or its tower, which is loaded alone.
+
+    Args:
+        model: the model that reads the adapter.
+        name: name of the module in the file.
+        modules: the names of the modules in transformers 5.
+    """
+    if name in modules:
+        return name
+    cls = type(model)
+    to_module = renamer(modules_of(model).names)
+    to_stored = renamer(getattr(cls, "OTHER_NAMES", {}))
+    candidates = [name]
+    for tower in getattr(cls, "TOWER_NAMES", ()):
+        if name.startswith(f"{tower}."):
+            candidates.append(name.removeprefix(f"{tower}."))
+    if (text := text_name(name)) is not None:
+        candidates.append(text)
+    for candidate in candidates:
+        for _ in range(_RENAMES):
+            if candidate in modules:
+                return candidate
+            if (module := to_module(candidate)) in modules:
+                return module
+            candidate = to_stored(candidate)
+    return name
 
 
 def _expert_matrices(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ed_models.adapters.peft_layout import Modules
 from ed_models.body.vision import under
 from ed_models.weights.rules import STANDARD, Rule, fused, permute, renamed
 
@@ -16,6 +17,8 @@ TOWER = "model.visual"
 TIED = {"lm_head.kernel": "model.language_model.embed_tokens.embedding"}
 #: Other names of tensors in checkpoints -> the names that the rules have.
 OTHER_NAMES = {"model.visual": "visual", "model.language_model": "model"}
+#: Names of checkpoints -> names of the modules of transformers 5.
+MODULES = Modules({"model": "model.language_model", "visual": "model.visual"})
 #: Our names of text and tower -> those of checkpoints of Qwen2-VL and Qwen2.5-VL.
 STORED = {"model.language_model": "model", TOWER: "visual"}
 _TOWER = {

@@ -15,6 +15,7 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ed_models.adapters.peft_layout import Modules
 from ed_models.body.vision import VISION_RULES, VIT_NAMES, VisionLayer
 from ed_models.weights.blocks import Relation, Shape
 from ed_models.weights.rules import Rule, equal, split, transpose
@@ -26,6 +27,17 @@ DINOV2_NAMES: Mapping[str, str] = {
     "post_attention_layernorm": "norm2",
     "mlp.up_proj": "mlp.fc1",
 }
+#: Names of checkpoints -> names of the modules of transformers 5.
+DINOV2_MODULES = Modules(
+    {
+        "attention.attention.query": "attention.q_proj",
+        "attention.attention.key": "attention.k_proj",
+        "attention.attention.value": "attention.v_proj",
+        "attention.output.dense": "attention.o_proj",
+        "mlp.weights_out": "mlp.down_proj",
+    },
+    separate={"mlp.weights_in": ("mlp.gate_proj", "mlp.up_proj")},
+)
 
 
 def _last_layer(ours: Mapping[str, Shape], hf: Callable[..., str], config: Any) -> Relation:

@@ -26,6 +26,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ed_models.adapters.peft_layout import Modules
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.over_decoder import OverDecoder
 from ed_models.body.vision import tower_rules
@@ -35,12 +36,25 @@ from ed_models.weights.rules import STANDARD, Rule, renamed
 TIED = {"lm_head.kernel": "model.language_model.embed_tokens.embedding"}
 #: Names of checkpoints before transformers 5, and of models in memory -> names of checkpoints.
 OTHER_NAMES = {
+    "model.language_model.model": "language_model.model",
+    "language_model.model.model": "language_model.model",
     "vision_tower.vision_model": "vision_tower",
     "model.vision_tower": "vision_tower",
     "model.multi_modal_projector": "multi_modal_projector",
     "model.language_model": "language_model.model",
     "lm_head": "language_model.lm_head",
 }
+#: Names of checkpoints -> names of the modules of transformers 5.
+MODULES = Modules(
+    {
+        "language_model.lm_head": "lm_head",
+        "language_model.model": "model.language_model",
+        "vision_tower": "model.vision_tower",
+        "audio_tower": "model.audio_tower",
+        "multi_modal_projector": "model.multi_modal_projector",
+        "image_newline": "model.image_newline",
+    }
+)
 #: Our names of the decoder and the projector -> names of checkpoints.
 STORED = {
     "lm_head": "language_model.lm_head",

@@ -23,7 +23,14 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_models.body.tiles import OTHER_NAMES, TIED, WEIGHTS, TiledImageTextModel, joined_squares
+from ed_models.body.tiles import (
+    MODULES,
+    OTHER_NAMES,
+    TIED,
+    WEIGHTS,
+    TiledImageTextModel,
+    joined_squares,
+)
 from ed_models.tasks.image_text import ImageTextLM
 
 
@@ -82,4 +89,5 @@ class AyaVisionForConditionalGeneration(ImageTextLM):
     DERIVED = {}
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
+    MODULES = MODULES
     WEIGHTS = WEIGHTS

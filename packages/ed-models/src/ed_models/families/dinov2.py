@@ -14,7 +14,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 
-from ed_models.body.scaled_vision import DINOV2_NAMES, DINOV2_RULES, DINOv2Layer
+from ed_models.body.scaled_vision import DINOV2_MODULES, DINOV2_NAMES, DINOV2_RULES, DINOv2Layer
 from ed_models.body.vision import VisionEmbeddings, VisionTower
 from ed_models.tasks.image_classification import ImageClassifier
 
@@ -38,6 +38,7 @@ class Dinov2Model(VisionTower):
     interpolates = True
     reads = "both"
     names, rules = DINOV2_NAMES, DINOV2_RULES
+    MODULES = DINOV2_MODULES
     others = ("embeddings.mask_token", "classifier.{path}")
 
     @staticmethod

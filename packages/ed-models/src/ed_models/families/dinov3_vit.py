@@ -22,6 +22,7 @@ from ed_layers.attention.blocks.settings import MaskRule, Rotary
 from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.parts import Parts
 
+from ed_models.adapters.peft_layout import Modules
 from ed_models.body.scaled_vision import ScaledVisionLayer
 from ed_models.body.vision import VisionEmbeddings, VisionTower
 
@@ -63,6 +64,8 @@ class DINOv3ViTModel(VisionTower):
         "input_layernorm": "norm1",
         "post_attention_layernorm": "norm2",
     }
+    # The modules of transformers 5; checkpoints have `layer.0` alone.
+    MODULES = Modules({"layer": "model.layer"})
     others = ("embeddings.register_tokens",)  # a model without registers has an empty tensor
 
     @staticmethod

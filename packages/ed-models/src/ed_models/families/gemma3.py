@@ -25,7 +25,7 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_models.body.tiles import OTHER_NAMES, TIED, WEIGHTS, TiledImageTextModel
+from ed_models.body.tiles import MODULES, OTHER_NAMES, TIED, WEIGHTS, TiledImageTextModel
 from ed_models.tasks.image_text import ImageTextLM
 
 
@@ -91,4 +91,5 @@ class Gemma3ForConditionalGeneration(ImageTextLM):
     reads_ahead = "image"
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
+    MODULES = MODULES
     WEIGHTS = WEIGHTS

@@ -28,7 +28,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.body.scaled_vision import ScaledVisionLayer
-from ed_models.body.tiles import OTHER_NAMES, TIED, WEIGHTS, TiledImageTextModel, joined_squares
+from ed_models.body.tiles import (
+    MODULES,
+    OTHER_NAMES,
+    TIED,
+    WEIGHTS,
+    TiledImageTextModel,
+    joined_squares,
+)
 from ed_models.body.vision import VIT_NAMES, VisionEmbeddings, VisionTower, tower_rules
 from ed_models.tasks.image_text import ImageTextLM
 
@@ -159,4 +166,5 @@ class InternVLForConditionalGeneration(ImageTextLM):
     DERIVED = {}
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
+    MODULES = MODULES
     WEIGHTS = (*tower_rules("model.vision_tower", "vision_tower", NAMES), *WEIGHTS)

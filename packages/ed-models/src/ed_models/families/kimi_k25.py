@@ -34,6 +34,7 @@ from jaxtyping import Array, Float
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25Config as _Config
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig as _Vision
 
+from ed_models.adapters.peft_layout import Modules
 from ed_models.body.context import layer_context
 from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.packed_images import PatchForm
@@ -68,6 +69,22 @@ OTHER_NAMES = {
     "vision_tower.encoder.patch_embed": "vision_tower.patch_embed",
     "model.mm_projector": "mm_projector",
 }
+#: Names of checkpoints -> names of the modules of transformers 5.
+MODULES = Modules(
+    {
+        "language_model.lm_head": "lm_head",
+        "language_model.model": "model.language_model",
+        "vision_tower.encoder.blocks.{i}.mlp.fc0": "model.vision_tower.layers.{i}.mlp.fc1",
+        "vision_tower.encoder.blocks.{i}.mlp.fc1": "model.vision_tower.layers.{i}.mlp.fc2",
+        "vision_tower.encoder.blocks.{i}.wo": "model.vision_tower.layers.{i}.attn.proj",
+        "vision_tower.encoder.blocks": "model.vision_tower.layers",
+        "vision_tower": "model.vision_tower",
+        "mm_projector.proj.0": "model.mm_projector.in_proj",
+        "mm_projector.proj.2": "model.mm_projector.out_proj",
+        "mm_projector": "model.mm_projector",
+    },
+    separate={"wqkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj")},
+)
 STORED = {"model.language_model": "language_model.model", "lm_head": "language_model.lm_head"}
 
 
@@ -200,6 +217,7 @@ class KimiK25ForConditionalGeneration(RasterImageTextLM):
     DERIVED = {}
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
+    MODULES = MODULES
     WEIGHTS = (
         *tower_rules(TOWER, "vision_tower", NAMES, RULES),
         *tower_rules(f"{TOWER}.merger", "mm_projector", PROJECTOR, STANDARD),

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from ed_models.body.packed_image_text import PackedImageTextModel
 from ed_models.body.packed_weights import PACKED_WEIGHTS
-from ed_models.body.tiles import OTHER_NAMES, TIED, TwoLayerProjector
+from ed_models.body.tiles import MODULES, OTHER_NAMES, TIED, TwoLayerProjector
 from ed_models.tasks.packed_image_text import PackedImageTextLM
 
 
@@ -63,4 +63,5 @@ class LlavaForConditionalGeneration(PackedImageTextLM):
     DERIVED = {}
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
+    MODULES = MODULES
     WEIGHTS = PACKED_WEIGHTS

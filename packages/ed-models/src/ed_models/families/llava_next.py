@@ -16,7 +16,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 
 from ed_models.body.sized_tiles import NAMES, RULES, SizedImageTextModel
-from ed_models.body.tiles import TIED
+from ed_models.body.tiles import MODULES, TIED
 from ed_models.body.unpadded import TileGrids
 from ed_models.tasks.sized_image_text import SizedImageTextLM
 
@@ -54,4 +54,5 @@ class LlavaNextForConditionalGeneration(SizedImageTextLM):
     DERIVED = {}
     TIED_WEIGHTS = TIED
     OTHER_NAMES = NAMES
+    MODULES = MODULES
     WEIGHTS = RULES

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from ed_models.body.packed_image_text import PackedImageTextModel
 from ed_models.body.packed_weights import PACKED_WEIGHTS
-from ed_models.body.tiles import OTHER_NAMES, TIED
+from ed_models.body.tiles import MODULES, OTHER_NAMES, TIED
 from ed_models.tasks.packed_image_text import PackedImageTextLM
 from ed_models.weights.rules import Rule, transpose
 
@@ -86,6 +86,7 @@ class Mistral3ForConditionalGeneration(PackedImageTextLM):
     DERIVED = {}
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
+    MODULES = MODULES
     WEIGHTS = (
         Rule(
             "model.multi_modal_projector.patch_merger.kernel",

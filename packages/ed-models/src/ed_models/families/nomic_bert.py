@@ -17,6 +17,7 @@ from ed_layers.attention.blocks.settings import Rotary
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
+from ed_models.adapters.peft_layout import Modules
 from ed_models.body.context import rope_settings
 from ed_models.body.encoder import BIDIRECTIONAL, EncoderLayer, TextEncoder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames
@@ -70,6 +71,16 @@ class NomicBertForMaskedLM(MaskedLM):
     """NomicBERT with a head that predicts tokens."""
 
     body_class = NomicBertModel
+    MODULES = Modules(
+        {
+            "encoder.layers": "layers",
+            "attn.out_proj": "self_attn.o_proj",
+            "mlp.fc11": "mlp.up_proj",
+            "mlp.fc12": "mlp.gate_proj",
+            "mlp.fc2": "mlp.down_proj",
+        },
+        separate={"attn.Wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
+    )
     names = EncoderNames(
         body={
             "model.embed_tokens": "nomic_bert.embeddings.word_embeddings",

@@ -24,7 +24,7 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_models.body.tiles import OTHER_NAMES, TIED, WEIGHTS, TiledImageTextModel
+from ed_models.body.tiles import MODULES, OTHER_NAMES, TIED, WEIGHTS, TiledImageTextModel
 from ed_models.tasks.image_text import ImageTextLM
 
 
@@ -77,6 +77,7 @@ class PaliGemmaForConditionalGeneration(ImageTextLM):
     input_names = (*ImageTextLM.input_names, "token_type_ids")
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
+    MODULES = MODULES
     WEIGHTS = WEIGHTS
 
     def head(self):

@@ -26,7 +26,7 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import DecoderLayer, window_of
 from ed_models.body.patch_tower import PatchLayer, PatchTower
-from ed_models.body.patch_weights import MERGER, OTHER_NAMES, TIED, patch_weights
+from ed_models.body.patch_weights import MERGER, MODULES, OTHER_NAMES, TIED, patch_weights
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.patched_image_text import PatchedImageTextLM
 
@@ -110,4 +110,5 @@ class Qwen2VLForConditionalGeneration(PatchedImageTextLM):
     DERIVED = {}
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
+    MODULES = MODULES
     WEIGHTS = patch_weights({**MERGER, "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"})

@@ -14,7 +14,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.parts import Parts
 
-from ed_models.body.vision import VIT_NAMES, VisionEmbeddings, VisionTower
+from ed_models.body.vision import VIT_MODULES, VIT_NAMES, VisionEmbeddings, VisionTower
 from ed_models.body.vision_pooling import TokenPooling
 from ed_models.tasks.image_classification import ImageClassifier
 
@@ -35,6 +35,7 @@ class ViTModel(VisionTower):
     """Embeddings, layers, a norm and a pooler."""
 
     names = VIT_NAMES
+    MODULES = VIT_MODULES
     others = ("embeddings.mask_token", "pooler.dense.{path}", "classifier.{path}", "decoder.{path}")
     new_layers = ("pooler.dense",)
 

@@ -24,7 +24,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.body.audio_text import AUDIO_WEIGHTS, OTHER_NAMES, AudioTextModel, AudioTower
-from ed_models.body.tiles import TIED
+from ed_models.body.tiles import MODULES, TIED
 from ed_models.tasks.audio_text import AudioTextLM
 
 
@@ -92,4 +92,5 @@ class VoxtralForConditionalGeneration(AudioTextLM):
     DERIVED = {}
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
+    MODULES = MODULES
     WEIGHTS = AUDIO_WEIGHTS
