@@ -58,6 +58,7 @@ class DetachedAnswer:
         if task is not None and not task.done():
             if not self._cancelled:  # a second error could interrupt the last steps of the work
                 self._cancelled = True
+                await asyncio.sleep(0)  # a task that has not begun would not run its last steps
                 task.cancel()
             await asyncio.wait([task])
 
@@ -154,6 +155,7 @@ class DetachedAnswers:
 
     async def close(self) -> None:
         """Cancel all unfinished answers."""
+        await asyncio.sleep(0)  # see `DetachedAnswer.cancel`
         tasks = [answer.task for answer in self._running if answer.task is not None]
         for task in tasks:
             task.cancel()

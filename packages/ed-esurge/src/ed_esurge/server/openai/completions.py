@@ -117,7 +117,8 @@ def _check_size(size: AnswerSize, body: CompletionRequest, tasks: list[PromptTas
     scored = score_count(max((top for top in asked if top is not None), default=None))
     repeated = sum(map(score_count, asked)) * SCORE_TEXT_BYTES
     repeated += ID_BYTES * (body.return_token_ids + body.echo)
-    new = score_count(body.logprobs) * (SCORE_BYTES + SCORE_TEXT_BYTES) + TOKEN_BYTES
+    # `best_of` compares log-probabilities that the client did not request.
+    new = score_count(tasks[0].params.logprobs) * (SCORE_BYTES + SCORE_TEXT_BYTES) + TOKEN_BYTES
     choices = body.best_of or body.n
     prompts = new_tokens = 0
     for task in tasks:
