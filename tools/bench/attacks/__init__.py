@@ -35,4 +35,5 @@ def scenarios() -> dict[str, Scenario]:
         "long targets": strangers.send_long_targets,
         "silent connections": strangers.hold_silent_connections,
         "unread answers": strangers.leave_answers_unread,
+        "documents": strangers.request_documents,
     }

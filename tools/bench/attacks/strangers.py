@@ -77,3 +77,10 @@ def leave_answers_unread(port: int) -> None:
             reader.connect(("127.0.0.1", port))
             reader.sendall(head)
         assert count_bytes(port, "/health") > 0
+
+
+def request_documents(port: int) -> None:
+    """Request the longest documents again and again."""
+    for path in ("/openapi.json", "/metrics", "/"):
+        for _ in range(30):
+            assert count_bytes(port, path) > 0

@@ -155,7 +155,7 @@ class ChatTemplate:
         original: Any = getattr(self.tokenizer, "_tokenizer", None)
         if original is None:
             return None
-        copy = type(original).from_str(original.to_str())
+        copy = _copy_tokenizer(original)
         copy.no_padding()
         copy.no_truncation()
         copy.encode_special_tokens = True
@@ -169,6 +169,24 @@ class ChatTemplate:
             return self._text_only.encode(piece, add_special_tokens=False).ids
         options: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True}
         return list(self.tokenizer(piece, **options)["input_ids"])
+
+
+def _copy_tokenizer(original: Any) -> Any:
+    """Return a Rust tokenizer with flags of its own, and the model and components of another.
+
+    A copy through text would take a second for a large vocabulary, and hold the interpreter lock.
+    """
+    copy = type(original)(original.model)
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        component = getattr(original, name)
+        if component is not None:
+            setattr(copy, name, component)
+    added = original.get_added_tokens_decoder()
+    for _, token in sorted(added.items()):
+        (copy.add_special_tokens if token.special else copy.add_tokens)([token])
+    if copy.get_added_tokens_decoder() == added:
+        return copy
+    return type(original).from_str(original.to_str())  # the ids of the added tokens have gaps
 
 
 def texts_in(value: Any) -> Iterator[str]:

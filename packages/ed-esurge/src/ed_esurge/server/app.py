@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
@@ -14,7 +15,7 @@ from ed_infra.errors import ConfigError
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
@@ -32,7 +33,7 @@ from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http import errors
 from ed_esurge.server.http.admission import Admission
 from ed_esurge.server.http.auth import ApiKey, BearerAuth, check_access
-from ed_esurge.server.http.body import read
+from ed_esurge.server.http.body import in_thread, read
 from ed_esurge.server.http.fields import HEADER, IGNORED, TOOLS_HEADER
 from ed_esurge.server.http.forms import read_audio
 from ed_esurge.server.library.activity import Activity
@@ -372,7 +373,8 @@ def _prompts(
 
 
 async def _openapi(_: Request) -> Response:
-    return JSONResponse(openapi.document(server_version()))
+    text = await in_thread(partial(openapi.render_document, server_version()))
+    return Response(text, media_type="application/json")
 
 
 def _register(app: Starlette, server: ServedModels, endpoint: Endpoint) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import threading
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,6 +17,19 @@ from ed_esurge.server.http.errors import is_anthropic, is_ollama
 from ed_esurge.server.messages.endpoint import AnthropicError
 from ed_esurge.server.ollama.replies import OllamaError
 from ed_esurge.server.routing import REFUSALS, Endpoint
+
+_RENDERING = threading.Lock()
+
+
+def render_document(version: str) -> bytes:
+    """Return the text of the document. The first call creates the text, which takes long."""
+    with _RENDERING:
+        return _render(version)
+
+
+@cache
+def _render(version: str) -> bytes:
+    return json.dumps(document(version), ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def document(version: str) -> dict[str, Any]:

@@ -34,6 +34,10 @@ class ServedTokenizer(Tokenizer, Protocol):
         """Return the ids of all tokens."""
         ...
 
+    def convert_tokens_to_ids(self, tokens: str) -> int | None:
+        """Return the id of a piece; that of the unknown token, or None, outside the vocabulary."""
+        ...
+
     def convert_ids_to_tokens(self, ids: int) -> str | None:
         """Return the piece of a token id; None outside the vocabulary."""
         ...

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from ed_esurge.template import ChatTemplate
 
 
 class InfillTokens(Protocol):
     """The part of a tokenizer that decides whether a model can fill gaps."""
 
-    def get_vocab(self) -> Mapping[str, int]:
-        """Return the id of each token."""
+    def convert_tokens_to_ids(self, tokens: str) -> int | None:
+        """Return the id of a token; that of the unknown token, or None, without such a token."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        """Return the token of an id."""
         ...
 
 
@@ -57,15 +63,72 @@ INFILL_FORMATS: Mapping[str, InfillFormat] = {
 }
 
 
+def find_token(tokenizer: InfillTokens, name: str) -> int | None:
+    """Return the id of a token; None if the vocabulary lacks the token.
+
+    `get_vocab` would copy the complete vocabulary.
+    """
+    token = tokenizer.convert_tokens_to_ids(name)
+    known = isinstance(token, int) and tokenizer.convert_ids_to_tokens(token) == name
+    return token if known else None
+
+
 def infill_tokens(tokenizer: InfillTokens) -> InfillFormat | None:
     """Return the format whose tokens a vocabulary contains; None = the model fills no gaps."""
-    vocabulary: Collection[str] = tokenizer.get_vocab()
+
+    def has(names: Iterable[str]) -> bool:
+        return all(find_token(tokenizer, name) is not None for name in names if name)
+
     best = None
     for known in INFILL_FORMATS.values():
         needed = [known.prefix, known.suffix, known.middle]
-        if all(token in vocabulary for token in needed if token):
-            extras = [token in vocabulary for token in (known.repository, known.file) if token]
-            if all(extras):
+        if has(needed):
+            if has([known.repository, known.file]):
                 return known
             best = best or InfillFormat(*needed, suffix_first=known.suffix_first)
     return best
+
+
+class InfillPrompts:
+    """Builds the prompts of gaps for one model.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer. The first prompt creates a copy of the tokenizer that
+            encodes special tokens in texts as text.
+
+    Attributes:
+        form: None = the model fills no gaps.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.form = infill_tokens(tokenizer)
+        self._encoder = ChatTemplate(tokenizer, "")
+
+    def build(self, before: str, after: str, files: Sequence[tuple[str, str]]) -> list[int]:
+        """Return the tokens of a prompt. The texts never become special tokens.
+
+        Args:
+            before, after: the texts around the gap.
+            files: names and texts of other files of the repository.
+        """
+        form, text = self.form, self._encoder.as_text
+        assert form is not None, "the caller has checked the form"
+
+        def token(name: str) -> list[int]:
+            known = find_token(self._tokenizer, name) if name else None
+            return [] if known is None else [known]
+
+        first = [*token(form.prefix), *text(before)]
+        second = [*token(form.suffix), *text(after)]
+        parts = [*second, *first] if form.suffix_first else [*first, *second]
+        others: list[int] = []
+        if files and form.file:
+            others = [*token(form.repository), *text("repository\n" if form.repository else "")]
+            for name, content in files:
+                others += [*token(form.file), *text(f"{name}\n{content}\n")]
+            others += token(form.file)
+        start = getattr(self._tokenizer, "bos_token_id", None)
+        add = getattr(self._tokenizer, "add_bos_token", False)
+        begin = [start] if isinstance(start, int) and add else []
+        return [*begin, *others, *parts, *token(form.middle)]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from ed_infra.errors import ConfigError
@@ -23,7 +24,7 @@ from ed_esurge.engine.intake import (
 )
 from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.images import ChatImages
-from ed_esurge.server.generation.infilling import infill_tokens
+from ed_esurge.server.generation.infilling import InfillPrompts
 from ed_esurge.server.generation.recordings import ChatRecordings
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.generation.structured import Tool
@@ -115,6 +116,7 @@ class PromptEncoder:
             )
         self.has_template = self._template is not None
         self.template_text = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
+        self.gaps = InfillPrompts(tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ed-esurge-tokenizer")
 
     async def encode(
@@ -245,8 +247,7 @@ class PromptEncoder:
         Raises:
             APIError: 400, the model cannot fill gaps, or a text is too long.
         """
-        form = infill_tokens(self.tokenizer)
-        if form is None:
+        if self.gaps.form is None:
             raise APIError(
                 "this model has no special tokens for a text after the answer (fill in the "
                 "middle): put the text into the prompt",
@@ -256,31 +257,8 @@ class PromptEncoder:
         texts = [before, after, *(part for file in files for part in file)]
         self._check_texts(texts, param)
         self._check_length(sum(map(len, texts)), param)
-        ids = self.tokenizer.get_vocab()
-        encoder = ChatTemplate(self.tokenizer, "")
-
-        def work() -> list[int]:
-            def text(piece: str) -> list[int]:
-                return encoder.as_text(piece)
-
-            def token(name: str) -> list[int]:
-                return [ids[name]] if name else []
-
-            first = [*token(form.prefix), *text(before)]
-            second = [*token(form.suffix), *text(after)]
-            parts = [*second, *first] if form.suffix_first else [*first, *second]
-            others: list[int] = []
-            if files and form.file:
-                others = [*token(form.repository), *text("repository\n" if form.repository else "")]
-                for name, content in files:
-                    others += [*token(form.file), *text(f"{name}\n{content}\n")]
-                others += token(form.file)
-            start = getattr(self.tokenizer, "bos_token_id", None)
-            add = getattr(self.tokenizer, "add_bos_token", False)
-            begin = [start] if isinstance(start, int) and add else []
-            return [*begin, *others, *parts, *token(form.middle)]
-
-        return await self._aside(work, sum(map(len, texts)))
+        build = partial(self.gaps.build, before, after, files)
+        return await self._aside(build, sum(map(len, texts)))
 
     async def first_tokens(self, texts: Sequence[str], count: int) -> list[str]:
         """Return the beginning of each text, up to a number of tokens."""

@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse
 
 from ed_esurge.server.generation.abilities import EMBEDS, GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
-from ed_esurge.server.generation.infilling import infill_tokens
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
@@ -141,7 +140,7 @@ def _of_model(model: ServedModel) -> list[str]:
             known.append("vision")
         if model.formats.reasoning is not None:
             known.append("thinking")
-        if infill_tokens(model.prompts.tokenizer) is not None:
+        if model.prompts.gaps.form is not None:
             known.append("insert")
     elif EMBEDS.has(model):
         known.append("embedding")
