@@ -14,7 +14,7 @@ import json
 import os
 import time
 import uuid
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +56,13 @@ class BatchStore:
             for part in (self._root / "files").glob("*.part"):  # of interrupted uploads
                 part.unlink()
             self._files, self._batches = (self._load(kind) for kind in ("files", "batches"))
-            self._growing = {batch["id"]: self._output_bytes(batch) for batch in self.unfinished()}
+            self._growing: dict[str, int] = {}
+            # Bytes of the files and the growing results of each owner.
+            self._used: Counter[str] = Counter()
+            for one in self._files.values():
+                self._used[one["owner"]] += one["bytes"]
+            for batch in self.unfinished():
+                self.recount_output(batch)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"batch_directory {directory} cannot be used ({error}): use a directory that this "
@@ -118,11 +124,7 @@ class BatchStore:
 
     def used_bytes(self, owner: str) -> int:
         """Return the bytes of an owner's files, and of the results of unfinished batches."""
-        stored = sum(file["bytes"] for file in self._files.values() if file["owner"] == owner)
-        batches = self._batches
-        return stored + sum(
-            size for name, size in self._growing.items() if batches[name]["owner"] == owner
-        )
+        return self._used[owner]
 
     def add_output(self, batch: JsonFields, size: int) -> bool:
         """Count bytes of a batch's results before they are written.
@@ -132,16 +134,18 @@ class BatchStore:
         """
         if self.used_bytes(batch["owner"]) + size > self.limits.max_stored_bytes:
             return False
-        self._growing[batch["id"]] = self._growing.get(batch["id"], 0) + size
+        self._set_output(batch, self._growing.get(batch["id"], 0) + size)
         return True
+
+    def _set_output(self, batch: JsonFields, size: int) -> None:
+        self._used[batch["owner"]] += size - self._growing.pop(batch["id"], 0)
+        if size:
+            self._growing[batch["id"]] = size
 
     def recount_output(self, batch: JsonFields) -> None:
         """Count the results of a batch again, because a failed write leaves fewer bytes."""
-        self._growing[batch["id"]] = self._output_bytes(batch)
-
-    def _output_bytes(self, batch: JsonFields) -> int:
         paths = (self.results(batch, True), self.results(batch, False), self.started(batch))
-        return sum(path.stat().st_size for path in paths if path.exists())
+        self._set_output(batch, sum(path.stat().st_size for path in paths if path.exists()))
 
     def part(self) -> Path:
         """Create an empty file for the content of an upload."""
@@ -171,6 +175,7 @@ class BatchStore:
         self._write("files", fields)  # first, so that a failure leaves `part` unchanged
         os.replace(part, self.content(fields["id"]))
         self._files[fields["id"]] = fields
+        self._used[owner] += fields["bytes"]
         return fields
 
     def files(self, owner: str) -> list[JsonFields]:
@@ -203,7 +208,7 @@ class BatchStore:
                 "and wait",
                 status=409,
             )
-        del self._files[name]
+        self._used[owner] -= self._files.pop(name)["bytes"]
         for path in (self._root / "files" / f"{name}.json", self.content(name)):
             path.unlink(missing_ok=True)
 
@@ -288,7 +293,7 @@ class BatchStore:
         self._write("batches", {**batch, **fields})
         batch.update(fields)
         if batch["status"] not in OPEN:  # the results are files now
-            self._growing.pop(batch["id"], None)
+            self._set_output(batch, 0)
 
     def results(self, batch: JsonFields, ok: bool) -> Path:
         """Return the path of the answered lines (`ok`) or of the failed lines."""
