@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,10 @@ from ed_elarge.errors import Document, InputError, Problem, Span, ValuePath
 
 MAX_DEPTH = 64
 """Maximum number of nested levels; the options of this project need fewer than ten."""
+MAX_BYTES = 2**20
+"""Maximum size of a file; run files have a few kilobytes."""
+MAX_INCLUDES = 64
+"""Maximum number of paths in the `include` keys of a run file and its included files."""
 MAX_VALUES = 100_000
 """Maximum number of values after expansion of aliases, which bounds nested aliases."""
 
@@ -35,7 +38,8 @@ _INT = re.compile(r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
-_VARIABLE = re.compile(r"\$\{env:([A-Za-z_]\w*)(:-[^}]*)?\}")
+# The text of a default ends before the next variable, so that the search is linear.
+_VARIABLE = re.compile(r"\$\{env:([A-Za-z_]\w*)(:-(?:[^}$]|\$(?!\{))*)?\}")
 _SCALARS = (
     ("null", re.compile(r"~|null|Null|NULL|"), [*"~nN", ""]),
     ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), [*"tTfF"]),
@@ -52,18 +56,42 @@ def read(path: str | Path) -> Document:
         InputError: A file is missing, is not UTF-8 text or valid YAML, repeats a key, or includes
             itself.
     """
-    return _read(Path(path), ())
+    return _Reading().read(Path(path), ())
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> Document:
-    """Read a file that the files `above` include."""
-    name, here = str(path), path.resolve()
-    if here in above:
-        files = " -> ".join(file.name for file in (*above, here))
-        raise InputError(name, [Problem((), f"the file includes itself: {files}")])
+class _Reading:
+    """One run file and its included files; each file is read once."""
+
+    def __init__(self) -> None:
+        self._documents: dict[Path, Document] = {}
+        self._includes = 0
+
+    def read(self, path: Path, above: tuple[Path, ...]) -> Document:
+        """Read a file that the files `above` include."""
+        name, here = str(path), path.resolve()
+        if here in above:
+            files = " -> ".join(file.name for file in (*above, here))
+            raise InputError(name, [Problem((), f"the file includes itself: {files}")])
+        self._includes += bool(above)
+        if self._includes > MAX_INCLUDES:
+            message = f"the file and its includes have more than {MAX_INCLUDES} paths in include"
+            raise InputError(name, [Problem((), f"{message}: join the files")])
+        if here not in self._documents:
+            document = _read_file(path)
+            self._documents[here] = included(document, partial(self.read, above=(*above, here)))
+        return self._documents[here]
+
+
+def _read_file(path: Path) -> Document:
+    """Read a file without its includes."""
+    name = str(path)
     try:
-        document = parse(path.read_text(encoding="utf-8"), name)
-        return included(document, partial(_read, above=(*above, here)))
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            message = f"has more than {MAX_BYTES:,} bytes: a run file contains options, not data"
+            raise InputError(name, [Problem((), message)])
+        return parse(raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n"), name)
     except UnicodeDecodeError as error:
         message = f"is not UTF-8 text (byte {error.start})"
     except FileNotFoundError:
@@ -148,12 +176,17 @@ class _Builder:
     def __init__(self, document: Document) -> None:
         self.document = document
         self.problems: list[Problem] = []
+        self._merges: dict[int, dict[Any, tuple[Node, Node]]] = {}  # by mapping; keys to nodes
+        self._steps = 0
         self._open: list[Node] = []  # ancestors of the current node; an alias to one is a cycle
 
     def build(self, node: Node, path: ValuePath) -> Any:
         self.document.values[path] = self._span(node)
         if len(self.document.values) > MAX_VALUES:
             message = f"aliases make more than {MAX_VALUES:,} values of this file"
+            raise InputError(self.document, [Problem(path[:1], message)])
+        if len(path) > MAX_DEPTH:
+            message = f"aliases nest values more than {MAX_DEPTH} levels deep"
             raise InputError(self.document, [Problem(path[:1], message)])
         if any(node is parent for parent in self._open):
             self.problems.append(
@@ -177,10 +210,10 @@ class _Builder:
     def _mapping(self, node: MappingNode, path: ValuePath) -> dict[Any, Any]:
         out: dict[Any, Any] = {}
         first: dict[Any, Span] = {}
-        merged: list[tuple[Any, Node, Node]] = []
+        merged: dict[Any, tuple[Node, Node]] = {}
         for key_node, value_node in node.value:
             if key_node.tag == _CORE + "merge":
-                merged.extend(self._merge(value_node, path))
+                self._merge(value_node, path, merged)
                 continue
             key = self._key(key_node, path)
             here = (*path, key)
@@ -191,24 +224,53 @@ class _Builder:
                 continue
             first[key] = self.document.keys[here] = self._span(key_node)
             out[key] = self.build(value_node, here)
-        for key, key_node, value_node in merged:
+        for key, (key_node, value_node) in merged.items():
             if key not in out:
                 self.document.keys[(*path, key)] = self._span(key_node)
                 out[key] = self.build(value_node, (*path, key))
         return out
 
-    def _merge(self, node: Node, path: ValuePath) -> Iterator[tuple[Any, Node, Node]]:
-        """Yield the keys that `<<: *anchor` merges; in a list, earlier mappings take precedence."""
+    def _merge(self, node: Node, path: ValuePath, into: dict[Any, tuple[Node, Node]]) -> None:
+        """Add the keys that `<<: *anchor` merges; in a list, earlier mappings take precedence."""
         for source in node.value if isinstance(node, SequenceNode) else [node]:
             if not isinstance(source, MappingNode):
                 self.document.values[(*path, "<<")] = self._span(source)
                 self.problems.append(Problem((*path, "<<"), "<< needs a mapping to merge"))
                 continue
-            for key_node, value_node in source.value:
-                if key_node.tag == _CORE + "merge":
-                    yield from self._merge(value_node, path)
-                else:
-                    yield self._key(key_node, path), key_node, value_node
+            for key, nodes in self._merged_keys(source, path).items():
+                self._count_step(path)
+                into.setdefault(key, nodes)
+
+    def _merged_keys(self, source: MappingNode, path: ValuePath) -> dict[Any, tuple[Node, Node]]:
+        """Return the keys of a mapping with those that it merges; each mapping is read once."""
+        known = self._merges.get(id(source))
+        if known is not None:
+            return known
+        if any(source is parent for parent in self._open):
+            message = "an alias (*name) refers to a node that contains it"
+            self.problems.append(Problem((*path, "<<"), message))
+            return {}
+        keys: dict[Any, tuple[Node, Node]] = {}
+        below: dict[Any, tuple[Node, Node]] = {}
+        self._open.append(source)
+        if len(self._open) > MAX_DEPTH:
+            message = f"<< merges mappings more than {MAX_DEPTH} levels deep"
+            raise InputError(self.document, [Problem(path[:1], message)])
+        for key_node, value_node in source.value:
+            self._count_step(path)
+            if key_node.tag == _CORE + "merge":
+                self._merge(value_node, path, below)
+            else:
+                keys.setdefault(self._key(key_node, path), (key_node, value_node))
+        self._open.pop()
+        self._merges[id(source)] = {**below, **keys}
+        return self._merges[id(source)]
+
+    def _count_step(self, path: ValuePath) -> None:
+        self._steps += 1
+        if self._steps > MAX_VALUES:
+            message = f"<< merges more than {MAX_VALUES:,} values of this file"
+            raise InputError(self.document, [Problem(path[:1], message)])
 
     def _key(self, node: Node, path: ValuePath) -> Any:
         if isinstance(node, ScalarNode):

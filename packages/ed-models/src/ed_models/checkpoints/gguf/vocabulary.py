@@ -35,6 +35,11 @@ SPECIAL: Mapping[str, str] = {
 }
 SPACE = "\u2581"
 _LONGEST = 256  # characters of a token that is the result of merges
+#: Merges that follow from scores, for each token, and their characters for each character of the
+#: vocabulary. Vocabularies of SentencePiece have about 2 merges for each token.
+_MAX_MERGES, _MAX_CHARACTERS = 6, 8
+_FREE_MERGES, _FREE_CHARACTERS = 2**14, 2**18  # for small vocabularies
+_MAX_ADDED = 2**17  # tokens that are found before a text is divided
 
 
 class TokenTable:
@@ -68,6 +73,12 @@ class TokenTable:
     def added(self) -> list[dict[str, Any]]:
         """Return the tokens that are found before a text is divided."""
         kinds = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
+        count = sum(kind in kinds for kind in self.types)
+        if count > _MAX_ADDED:
+            raise CheckpointError(
+                f"{KEY}.token_type marks {count} tokens as special or user-defined, and "
+                f"{_MAX_ADDED} are allowed: the file is damaged"
+            )
         return [
             {
                 "id": number,
@@ -239,14 +250,29 @@ def merges_of_scores(vocabulary: TokenTable) -> list[list[str]]:
         )
         if kind in (NORMAL, USER_DEFINED, UNUSED)
     }
-    found = []
-    for token, score in usable.items():
+    # The merges are counted before any is stored: all parts of one text of 250 characters as tokens
+    # would have 2.6 million merges.
+    most = _FREE_MERGES + _MAX_MERGES * len(usable)
+    longest = _FREE_CHARACTERS + _MAX_CHARACTERS * sum(map(len, usable))
+    count = characters = 0
+    for token, _ in _cuts(usable):
+        count, characters = count + 1, characters + len(token)
+        if count > most or characters > longest:
+            raise CheckpointError(
+                f"the {len(usable)} tokens of {KEY} have more than {most} merges, or merges of "
+                f"more than {longest} characters: the file is damaged"
+            )
+    found = sorted((-usable[token], vocabulary.ids[token], cut) for token, cut in _cuts(usable))
+    tokens = vocabulary.tokens
+    return [[tokens[number][:cut], tokens[number][cut:]] for _, number, cut in found]
+
+
+def _cuts(usable: Mapping[str, float]) -> Iterator[tuple[str, int]]:
+    """Yield the tokens that are two tokens, and the length of the first one."""
+    for token in usable:
         for cut in range(1, min(len(token), _LONGEST)):
-            left, right = token[:cut], token[cut:]
-            if left in usable and right in usable:
-                found.append((-score, vocabulary.ids[token], cut, left, right))
-    found.sort()
-    return [[left, right] for *_, left, right in found]
+            if token[:cut] in usable and token[cut:] in usable:
+                yield token, cut
 
 
 def _unknown(vocabulary: TokenTable) -> str | None:
