@@ -93,6 +93,9 @@ def compare_runs(
     ]
     if saved.get("total_steps") != run.get("total_steps"):
         changed.append(f"total steps {saved.get('total_steps')} -> {run.get('total_steps')}")
+    # Checkpoints of earlier versions do not contain the dtype.
+    if saved.get("param_dtype", run.get("param_dtype")) != run.get("param_dtype"):
+        changed.append(f"param_dtype {saved['param_dtype']} -> {run.get('param_dtype')}")
     return f"changed since that checkpoint: {', '.join(changed)}" if changed else None
 
 
@@ -103,6 +106,7 @@ def describe_run(
     loader: Mapping[str, Any],
     fingerprint: str | None,
     model: Mapping[str, Any] | None = None,
+    param_dtype: str | None = None,
 ) -> dict[str, Any]:
     """Return the description of a run, as JSON values.
 
@@ -113,6 +117,7 @@ def describe_run(
         fingerprint: identity of data and order; None if the loader has none.
         model: the facts from which `ed_trainers.convert` creates the model; see
             `saved.model_facts`.
+        param_dtype: dtypes of the trained parameters.
     """
     return {
         "arguments": arguments.model_dump(mode="json"),
@@ -120,6 +125,7 @@ def describe_run(
         "loader": dict(loader),
         "fingerprint": fingerprint,
         "model": model,
+        "param_dtype": param_dtype,
     }
 
 

@@ -183,6 +183,8 @@ class TrainingLoop:
         schedule = build_schedule(self.arguments, self.total)
         state = self.job.begin()
         self._model_facts = model_facts(state.model)
+        dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(state.graphstate)}
+        self._param_dtype = ", ".join(sorted(dtypes))
         tx = state.tx or build_optimizer(self.arguments, schedule)
         # The frozen weights are not in a checkpoint: the ones that are there stay.
         template = state.abstract(tx).replace(graphother=state.graphother)
@@ -238,6 +240,7 @@ class TrainingLoop:
             loader=self.job.feed.state_dict(),
             fingerprint=self.job.feed.fingerprint,
             model=self._model_facts,
+            param_dtype=self._param_dtype,
         )
         return facts | {"meter": self.meter.saved(stopped=self._stopped_by is not None)}
 
