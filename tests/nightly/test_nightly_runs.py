@@ -136,7 +136,7 @@ def test_slice_reports_and_logs_each_outcome(project: Path, tmp_path: Path, capf
     for line in [
         "FAILED test_first.py::test_fails",
         "  repeat it: uv run pytest -n 0 -m nightly test_first.py::test_dies",
-        f"1 tests skipped: {NO_SERVER}",
+        f"skipped: {NO_SERVER} (1):",
         "  test_first.py::test_skipped",
         "no test of test_third.py was collected: could not import 'absent_module': "
         "No module named 'absent_module'",
@@ -177,7 +177,7 @@ def test_slice_ends_at_its_limit_and_keeps_the_finished_results(
     assert run_slice(root=tmp_path, log=log, stored=tmp_path / "none.tsv") == 0
     assert read_log(log)["test_slow.py::test_quick"].outcome == "passed"
     printed = capfd.readouterr().out
-    assert "2 tests deferred, because the time is over" in printed
+    assert "deferred tests, because the time is over (2):" in printed
     assert "2 deferred, 1 passed" in printed
 
 

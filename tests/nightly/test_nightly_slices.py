@@ -8,7 +8,15 @@ import random
 import pytest
 
 from tools.nightly.results import NEVER, PATH, Result, read_results
-from tools.nightly.slices import CAPACITY, COUNT, PART, Test, estimate_seconds, make_plan, sort_out
+from tools.nightly.slices import (
+    CAPACITY,
+    COUNT,
+    PART,
+    Test,
+    compare_entries,
+    estimate_seconds,
+    make_plan,
+)
 
 SECONDS = random.Random(0)
 TESTS = [
@@ -159,12 +167,15 @@ def test_one_new_result_moves_few_tests_to_other_slices() -> None:
 def test_vanished_and_new_tests_are_reported() -> None:
     tests = [Test("a.py::test_a", "a.py"), Test("a.py::test_b", "a.py")]
     results = {"a.py::test_a": Result("11111111", 1.0), "a.py::test_c": Result("11111111", 1.0)}
-    assert sort_out(tests, results, skipped_files={}) == (["a.py::test_b"], ["a.py::test_c"])
+    assert compare_entries(tests, results, skipped_files={}) == (["a.py::test_b"], ["a.py::test_c"])
 
 
 def test_tests_of_a_file_that_is_skipped_here_have_not_vanished() -> None:
     results = {"a.py::test_c": Result("11111111", 1.0)}
-    assert sort_out([], results, skipped_files={"a.py": "could not import 'ray'"}) == ([], [])
+    assert compare_entries([], results, skipped_files={"a.py": "could not import 'ray'"}) == (
+        [],
+        [],
+    )
 
 
 def test_recorded_seconds_of_all_tests_fit_into_the_slices() -> None:

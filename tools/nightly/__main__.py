@@ -38,7 +38,7 @@ from tools.nightly.running import (
     read_history,
     run_slice,
 )
-from tools.nightly.slices import make_plan, sort_out
+from tools.nightly.slices import compare_entries, make_plan
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, text in [("slice", "print the tests of a commit"), ("run", "run them")]:
         commands.add_parser(name, help=text).add_argument("--commit", default="HEAD")
     recording = commands.add_parser("record", help="add results to the file")
-    recording.add_argument("logs", nargs="*", type=Path, default=[LOG], help=f"default: {LOG.name}")
+    recording.add_argument("logs", nargs="*", type=Path, help=f"default: {LOG.name}")
     recording.add_argument("--all", action="store_true", help="add new and remove vanished tests")
     commands.add_parser("check", help="name new and vanished tests; status 1 if a test vanished")
     given = parser.parse_args(arguments)
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.command == "run":
             return run_slice(given.commit)
         if given.command == "record":
-            return record_results(given.logs, given.all)
+            return record_results(given.logs or [LOG], given.all)
         return check_entries()
     except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def print_results(outcome: str) -> int:
     """Print the last results, oldest first."""
-    results = merge_results(read_results(), read_log())
+    results = merge_results(read_results(PATH), read_log(LOG))
     for test in sort_by_age(results, read_history()):
         result = results[test]
         if result.outcome.startswith(outcome):
@@ -92,24 +92,24 @@ def print_slice(name: str) -> int:
     """Print the tests that a commit runs."""
     commit = read_commit(name)
     tests, _ = collect_tests()
-    plan = make_plan(tests, read_results(), commit.number)
+    plan = make_plan(tests, read_results(PATH), commit.number)
     print("\n".join([*describe_plan(plan, commit), *plan.ids]))
     return 0
 
 
 def record_results(logs: list[Path], add_all: bool) -> int:
     """Add the results of logs to the file, and delete the default log."""
-    old = results = read_results()
+    old = results = read_results(PATH)
     for log in logs:
         if not log.is_file() and log != LOG:
             raise ValueError(f"{log} does not exist: name a log of `tools.nightly.plugin`")
         results = merge_results(results, read_log(log))
     if add_all:
         tests, skipped_files = collect_tests()
-        new, vanished = sort_out(tests, results, skipped_files)
+        new, vanished = compare_entries(tests, results, skipped_files)
         results = {test: result for test, result in results.items() if test not in set(vanished)}
         results |= {test: Result(NEVER, 0.0) for test in new}
-    write_results(results)
+    write_results(results, PATH)
     if LOG in logs:
         LOG.unlink(missing_ok=True)
     changed = sum(results.get(test) != old.get(test) for test in results.keys() | old.keys())
@@ -120,9 +120,9 @@ def record_results(logs: list[Path], add_all: bool) -> int:
 def check_entries() -> int:
     """Print the tests without an entry, and the entries without a test."""
     tests, skipped_files = collect_tests()
-    new, vanished = sort_out(tests, read_results(), skipped_files)
-    lines = list_tests("have no entry", new, len(new))
-    lines += list_tests("have an entry, and do not exist", vanished, len(vanished))
+    new, vanished = compare_entries(tests, read_results(PATH), skipped_files)
+    lines = list_tests("tests without an entry", new, len(new))
+    lines += list_tests("entries without a test", vanished, len(vanished))
     print("\n".join(lines) or "each nightly test has an entry")
     return 1 if vanished else 0
 

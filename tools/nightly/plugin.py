@@ -77,8 +77,8 @@ class Listing:
             mark = item.get_closest_marker("xdist_group")
             group = mark.args[0] if mark and mark.args else item.nodeid.partition("::")[0]
             tests.append([item.nodeid, group])
-        found = {"tests": tests, "skipped_files": self.skipped_files}
-        self.path.write_text(json.dumps(found), encoding="utf-8")
+        listing = {"tests": tests, "skipped_files": self.skipped_files}
+        self.path.write_text(json.dumps(listing), encoding="utf-8")
 
 
 class Clock:

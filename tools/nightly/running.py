@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.nightly.results import LOG, NEVER, Result, merge_results, read_log, read_results
-from tools.nightly.slices import COUNT, LAST_START, LIMIT, Plan, Test, make_plan, sort_out
+from tools.nightly.slices import COUNT, LAST_START, LIMIT, Plan, Test, compare_entries, make_plan
 from tools.workspace import ROOT
 
 #: Variables that change what a test does; the printed commands set those that are set.
@@ -45,31 +45,31 @@ def read_commit(name: str = "HEAD", root: Path = ROOT) -> Commit:
     Raises:
         ValueError: The name is unknown in this repository.
     """
-    if not _git(root, "rev-parse", "--git-dir"):
+    if not run_git(root, "rev-parse", "--git-dir"):
         return Commit(NEVER, 0, "no git repository: the first slice")
-    full = _git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    full = run_git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
     if not full:
         raise ValueError(f"{name!r} is no commit of this repository: see `git log`")
-    if _git(root, "rev-parse", "--is-shallow-repository") == "true":
+    if run_git(root, "rev-parse", "--is-shallow-repository") == "true":
         return Commit(full[:8], int(full[:8], 16), "the hash: this clone is shallow")
-    number = int(_git(root, "rev-list", "--count", full))
+    number = int(run_git(root, "rev-list", "--count", full))
     return Commit(full[:8], number, f"commit number {number}")
 
 
 def read_history(root: Path = ROOT) -> list[str]:
     """Return eight digits of each commit of the history, oldest first."""
-    return [full[:8] for full in _git(root, "rev-list", "--reverse", "HEAD").split()]
+    return [full[:8] for full in run_git(root, "rev-list", "--reverse", "HEAD").split()]
 
 
-def _git(root: Path, *arguments: str) -> str:
+def run_git(root: Path, *arguments: str) -> str:
     """Return what git prints; nothing after an error, or without git."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
         )
     except FileNotFoundError:
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return process.stdout.strip() if process.returncode == 0 else ""
 
 
 def collect_tests(root: Path = ROOT) -> tuple[list[Test], dict[str, str]]:
@@ -84,11 +84,12 @@ def collect_tests(root: Path = ROOT) -> tuple[list[Test], dict[str, str]]:
             *(sys.executable, "-m", "pytest", "-p", "tools.nightly.plugin", "-m", "nightly"),
             *("-n", "0", "--collect-only", "-q", f"--nightly-list={path}"),
         ]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-        if done.returncode not in (0, 5) or not path.is_file():
-            raise RuntimeError(f"the tests cannot be collected:\n{done.stdout}{done.stderr}")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    return [Test(*test) for test in found["tests"]], found["skipped_files"]
+        process = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        if process.returncode not in (0, 5) or not path.is_file():
+            output = process.stdout + process.stderr
+            raise RuntimeError(f"the tests cannot be collected:\n{output}")
+        listing = json.loads(path.read_text(encoding="utf-8"))
+    return [Test(*test) for test in listing["tests"]], listing["skipped_files"]
 
 
 def run_slice(
@@ -168,10 +169,10 @@ def run_pytest(arguments: Sequence[str], root: Path, limit: float) -> int:
         print(f"\nthe slice is ended after {limit:.0f} s", flush=True)
         return TIMED_OUT
     finally:
-        _end_processes(process)
+        end_processes(process)
 
 
-def _end_processes(process: subprocess.Popen[bytes]) -> None:
+def end_processes(process: subprocess.Popen[bytes]) -> None:
     """End pytest with its workers: first with an interrupt, so that it prints its summary."""
     for number, wait in ((signal.SIGINT, 20), (signal.SIGKILL, 5)):
         try:
@@ -192,10 +193,10 @@ def describe_plan(plan: Plan, commit: Commit) -> list[str]:
         f"{sum(plan.seconds.values()):.0f} processor seconds"
     ]
     for title, ids in [
-        ("new, so they run in every slice until they have a result", plan.new),
-        ("failed or deferred last time, so they run again", plan.again),
-        ("deferred, because the slice is full", plan.deferred),
-        ("longer than a slice, so only the nightly workflow runs them", plan.too_long),
+        ("new tests, which run in every slice until they have a result", plan.new),
+        ("tests that failed or were deferred last time, so they run again", plan.again),
+        ("deferred tests, because the slice is full", plan.deferred),
+        ("tests longer than a slice, which only the nightly workflow runs", plan.too_long),
     ]:
         lines += list_tests(title, ids)
     return lines
@@ -205,8 +206,8 @@ def describe_changes(
     tests: Iterable[Test], results: Mapping[str, Result], skipped_files: Mapping[str, str]
 ) -> list[str]:
     """Return the lines about entries of tests that no longer exist."""
-    _, vanished = sort_out(tests, results, skipped_files)
-    title = "have results, but no longer exist: `python -m tools.nightly record --all` removes them"
+    _, vanished = compare_entries(tests, results, skipped_files)
+    title = "entries without a test, which `python -m tools.nightly record --all` removes"
     return list_tests(title, vanished)
 
 
@@ -214,7 +215,7 @@ def list_tests(title: str, ids: Sequence[str], limit: int = LISTED) -> list[str]
     """Return a heading with the number of tests, and their names."""
     if not ids:
         return []
-    lines = [f"{len(ids)} tests {title}:", *(f"  {test}" for test in ids[:limit])]
+    lines = [f"{title} ({len(ids)}):", *(f"  {test}" for test in ids[:limit])]
     return [*lines, f"  and {len(ids) - limit} more"] if len(ids) > limit else lines
 
 
@@ -232,11 +233,11 @@ def describe_outcomes(
         counts["skipped"] = sum(map(len, skips.values()))
     lines = [""]
     for outcome, ids in skips.items():
-        lines.append(f"{len(ids)} tests {outcome}")
+        lines.append(f"{outcome} ({len(ids)}):")
         lines += [f"  {name}" for name in count_functions(ids)]
     for file, reason in sorted(skipped_files.items()):
         lines.append(f"no test of {file} was collected: {reason}")
-    lines += list_tests("deferred, because the time is over", groups.get("deferred", []))
+    lines += list_tests("deferred tests, because the time is over", groups.get("deferred", []))
     for test in groups.get("failed", []):
         lines += [f"FAILED {test}", f"  repeat it: {get_repeat_command(test)}"]
     summary = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))

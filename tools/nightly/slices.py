@@ -22,10 +22,10 @@ COUNT = 31
 #: Processes of a run, as in `pyproject.toml`.
 PROCESSES = 2
 #: Seconds after which a run of a slice starts no test, and seconds after which the run is ended.
-LAST_START, LIMIT = 12 * 60, 15 * 60
+LAST_START, LIMIT = 11 * 60, 15 * 60
 #: Processor seconds of a slice: less than `PROCESSES * LAST_START`, because the collection takes
 #: a minute and the two processes do not end together.
-CAPACITY = 1200.0
+CAPACITY = 1080.0
 #: Processor seconds of a file above which its tests are divided.
 PART = 240.0
 #: Share of a slice for tests that are not its own: new, failed and deferred tests.
@@ -197,7 +197,7 @@ def fit_tests(
     return fitting, beyond
 
 
-def sort_out(
+def compare_entries(
     tests: Iterable[Test], results: Mapping[str, Result], skipped_files: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """Return the tests without an entry, and the entries without a test.
