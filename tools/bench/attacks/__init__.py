@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.bench.attacks import strangers
+from tools.bench.attacks import answers, strangers
 from tools.bench.attacks.bodies import bodies
 from tools.bench.attacks.requests import ROUTES, Ask, long_text
 
@@ -25,7 +25,7 @@ Scenario = Callable[[int], None]
 
 def attacks() -> dict[str, Ask]:
     """Return the attacks with one request by name."""
-    return {**bodies()}
+    return {**bodies(), **answers.large_answers()}
 
 
 def scenarios() -> dict[str, Scenario]:
@@ -36,4 +36,7 @@ def scenarios() -> dict[str, Scenario]:
         "silent connections": strangers.hold_silent_connections,
         "unread answers": strangers.leave_answers_unread,
         "documents": strangers.request_documents,
+        "background responses at once": answers.race_background_responses,
+        "cancelled responses": answers.cancel_large_responses,
+        "growing conversation": answers.grow_conversation,
     }
