@@ -39,7 +39,7 @@ from ed_esurge.server.generation.requests import GenerationRequest
 from ed_esurge.server.http.admission import RESERVATION, Budget, Reservation
 from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.http.body import aside
-from ed_esurge.server.http.errors import APIError, engine_unavailable
+from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
 from ed_esurge.server.http.fields import UnknownFieldsPolicy
 from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
 from ed_esurge.server.http.streaming import RequestLifetime
@@ -405,9 +405,9 @@ class ServedModel:
         except ContextLengthError as error:  # a truncated conversation with images
             raise APIError(str(error), param="messages", code="context_length_exceeded") from None
         except ConfigError as error:
-            raise APIError(str(error)) from error
+            raise APIError(hide_paths(error)) from error
         except EasyDeLError as error:
-            raise engine_unavailable(str(error)) from error
+            raise engine_unavailable(hide_paths(error)) from error
         finally:
             timer.over()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -11,11 +12,13 @@ from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
 
 from ed_esurge.certificates import certificate_summary
 from ed_esurge.server.generation.models import ServedModel, ServerState, certified
-from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.errors import APIError, hide_paths
 from ed_esurge.server.library.definitions import DefinitionStore, ModelDefinition
 from ed_esurge.server.library.directory import ModelDirectory
 from ed_esurge.server.metrics import ServerMetrics
 from ed_esurge.server.stores import BatchStore
+
+logger = logging.getLogger(__name__)
 
 
 class ServedModels:
@@ -121,10 +124,12 @@ class ServedModels:
                     code="model_loading",
                 ) from None
             except ConfigError as error:
-                raise APIError(str(error), param="model", code="model_not_loadable") from None
+                raise APIError(
+                    hide_paths(error, directory.folder), param="model", code="model_not_loadable"
+                ) from None
             except EasyDeLError as error:
                 raise APIError(
-                    f"the model {name!r} cannot be loaded: {error}",
+                    f"the model {name!r} cannot be loaded: {hide_paths(error, directory.folder)}",
                     status=500,
                     code="model_not_loadable",
                 ) from error
@@ -214,7 +219,11 @@ class ServedModels:
         known = {card["id"] for card in cards}
         for name in self.known_names(owner):
             if name not in known:
-                cards.append(self._card_on_demand(name))
+                try:
+                    cards.append(self._card_on_demand(name))
+                except (EasyDeLError, OSError, ValueError) as error:
+                    # The files changed, or are damaged. The other models are listed.
+                    logger.warning("the model %s is not listed: %s", name, error)
         return cards
 
     def _card_on_demand(self, name: str) -> dict[str, Any]:

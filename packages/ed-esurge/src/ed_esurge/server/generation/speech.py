@@ -14,7 +14,7 @@ from ed_esurge.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ed_esurge.sampling import PoolingParams
 from ed_esurge.server.generation.abilities import TRANSCRIBES, require
 from ed_esurge.server.generation.models import ServedModel
-from ed_esurge.server.http.errors import APIError, engine_unavailable
+from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
 from ed_esurge.speech.errors import AudioError, AudioTooLongError, QueueFullError
 from ed_esurge.speech.options import TranscriptionOptions
 
@@ -81,7 +81,7 @@ async def heard(
             code="audio_too_long",
         ) from None
     except AudioError as error:
-        raise APIError(str(error), param="file", code="invalid_audio") from None
+        raise APIError(hide_paths(error), param="file", code="invalid_audio") from None
     except QueueFullError as error:
         raise APIError(str(error), status=429, code="rate_limit_exceeded") from None
     except ConfigError as error:
@@ -90,7 +90,7 @@ async def heard(
         param = next((fields[name] for name in fields if str(error).startswith(name)), None)
         raise APIError(str(error), param=param, code="invalid_value") from None
     except EasyDeLError as error:
-        raise engine_unavailable(str(error)) from error
+        raise engine_unavailable(hide_paths(error)) from error
     finally:
         timer.over()
 

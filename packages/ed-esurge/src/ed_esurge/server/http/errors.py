@@ -7,6 +7,7 @@ The official clients turn `{"error": {"message", "type", "param", "code"}}`, or 
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -232,6 +233,22 @@ def shortened(text: str, most: int) -> str:
         return text
     half = (most - 5) // 2
     return f"{text[:half]} ... {text[-half:]}"
+
+
+# An absolute path of at least two folders or files, not part of a URL.
+_ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~-])(?:/[^\s/'\":,;()<>\]\[]+){2,}/?")
+
+
+def hide_paths(error: object, *folders: object) -> str:
+    """Return the text of an error of the server with names instead of absolute paths.
+
+    Args:
+        folders: folders of the server. Paths in a folder are relative to the folder.
+    """
+    text = str(error)
+    for folder in folders:
+        text = text.replace(f"{folder}/", "")
+    return _ABSOLUTE_PATH.sub(lambda path: path[0].rstrip("/").rpartition("/")[2], text)
 
 
 def _printable(text: str) -> str:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from ed_infra.errors import CheckpointError
+from pydantic import BaseModel, Field, StrictInt, TypeAdapter
 
 #: Maximum length of a header of a safetensors file, in bytes; see the format's documentation.
 MAX_HEADER = 100_000_000
+#: Limit of numbers of a configuration, and of the elements of a tensor.
+MAX_NUMBER = 2**48
 UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
 
 
@@ -26,7 +30,10 @@ class CheckpointFiles:
     @staticmethod
     def is_checkpoint(path: Path) -> bool:
         """Return whether a directory contains a model."""
-        return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+        try:
+            return (path / "config.json").is_file() and any(_weight_files(path))
+        except OSError:  # this process may not read the folder
+            return False
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -36,7 +43,7 @@ class CheckpointFiles:
     @cached_property
     def weight_files(self) -> list[Path]:
         """The files with weights, by name."""
-        return sorted(self.path.glob("*.safetensors"))
+        return sorted(_weight_files(self.path))
 
     @property
     def size(self) -> int:
@@ -97,7 +104,7 @@ class CheckpointFiles:
     @property
     def family(self) -> str:
         """The model type of `config.json`."""
-        return str(self.config.get("model_type", "unknown"))
+        return str(self.config.get("model_type", "unknown"))[:64]
 
     @property
     def chat_template(self) -> str:
@@ -108,12 +115,28 @@ class CheckpointFiles:
         known = _json(self.path / "tokenizer_config.json").get("chat_template")
         return known if isinstance(known, str) else ""
 
+    def check(self) -> None:
+        """Read every file that lists of models need.
+
+        Raises:
+            CheckpointError: a file is damaged, or was deleted.
+        """
+        try:
+            _ = self.size, self.modified, self.parameters, self.dtype, self.chat_template
+        except (OSError, ValueError) as error:
+            reason = type(error).__name__
+            raise CheckpointError(
+                f"{self.path.name} has a file that is damaged or cannot be read ({reason}): "
+                "copy the files again, or remove the folder"
+            ) from error
+
     def text_field(self, *names: str) -> int | None:
         """Return the first known field of the language model's configuration."""
         text = self.config.get("text_config")
         for fields in (self.config, text if isinstance(text, dict) else {}):
             for name in names:
-                if isinstance(value := fields.get(name), int):
+                value = fields.get(name)
+                if type(value) is int and 0 < value < MAX_NUMBER:
                     return value
         return None
 
@@ -142,19 +165,44 @@ def size_name(count: int) -> str:
 def _json(file: Path) -> dict[str, Any]:
     try:
         known = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return known if isinstance(known, dict) else {}
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    """Yield the files with weights. A pipe or a device would block the reader."""
+    return (file for file in folder.glob("*.safetensors") if file.is_file())
+
+
+class _Tensor(BaseModel):
+    """The entry of a tensor in a header."""
+
+    dtype: Annotated[str, Field(max_length=16)]
+    shape: Annotated[list[Annotated[StrictInt, Field(ge=0, lt=MAX_NUMBER)]], Field(max_length=16)]
+    data_offsets: tuple[Annotated[StrictInt, Field(ge=0)], Annotated[StrictInt, Field(ge=0)]]
+
+
+_HEADER = TypeAdapter(dict[str, _Tensor])
 
 
 def _header(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        if length > MAX_HEADER:
+        size = file.stat().st_size - 8
+        if length > min(MAX_HEADER, size):
             raise CheckpointError(f"{file} is no safetensors file: its header has {length} bytes")
-        try:
-            known = json.loads(opened.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{file} is no safetensors file: {error}") from None
-    known.pop("__metadata__", None)
+        text = opened.read(length)
+    try:
+        known = json.loads(text)
+        if isinstance(known, dict):
+            known.pop("__metadata__", None)
+        tensors = _HEADER.validate_python(known)
+    except (ValueError, RecursionError) as error:
+        reason = type(error).__name__
+        raise CheckpointError(f"{file} is no safetensors file ({reason} in its header)") from None
+    for tensor in tensors.values():
+        first, end = tensor.data_offsets
+        if not first <= end <= size - length or math.prod(tensor.shape) >= MAX_NUMBER:
+            raise CheckpointError(f"{file} is no safetensors file: a tensor is outside of the file")
     return known

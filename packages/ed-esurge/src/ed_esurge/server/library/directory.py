@@ -58,6 +58,23 @@ def _is_folder_name(part: str) -> bool:
     )
 
 
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders with usual names in a folder, sorted; none if it cannot be read."""
+    try:
+        return [path for path in sorted(folder.iterdir()) if _is_usual(path)]
+    except OSError:
+        return []
+
+
+def _is_usual(path: Path) -> bool:
+    """Return whether a path is a folder with a name that answers can contain."""
+    try:
+        path.name.encode()  # names of Linux can be other bytes
+        return path.is_dir() and not path.name.startswith(".") and path.name.isprintable()
+    except (OSError, UnicodeEncodeError):
+        return False
+
+
 class ModelDirectory(Generic[ServedT]):
     """The models of a directory.
 
@@ -118,22 +135,17 @@ class ModelDirectory(Generic[ServedT]):
 
     def names(self) -> list[str]:
         """Return the names of the models, sorted."""
-        paths = [
-            path
-            for path in sorted(self.folder.iterdir())
-            if path.is_dir() and not path.name.startswith(".")
-        ]
+        paths = _folders(self.folder)
         deeper = [
             inner
             for path in paths
             if not CheckpointFiles.is_checkpoint(path)
-            for inner in sorted(path.iterdir())
-            if inner.is_dir()
+            for inner in _folders(path)
         ]
         found = [
             path.relative_to(self.folder).as_posix()
             for path in (*paths, *deeper)
-            if not path.name.startswith(".") and CheckpointFiles.is_checkpoint(path)
+            if CheckpointFiles.is_checkpoint(path)
         ]
         return found[:MAX_MODELS]
 

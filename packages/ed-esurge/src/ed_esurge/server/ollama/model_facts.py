@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
+
+from ed_infra.errors import EasyDeLError
 
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
@@ -25,6 +28,9 @@ class ModelDetails(AnswerBody):
     families: list[str]
     parameter_size: str
     quantization_level: str
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,12 +113,17 @@ def _files_of(model: ServedModel) -> CheckpointFiles | None:
 
 
 def listed(server: ServedModels, owner: str) -> list[ListedModel]:
-    """Return the facts about every name that a key may use. A derived model without its source is
-    omitted."""
-    found = []
+    """Return the facts about every name that a key may use. A derived model without its source,
+    and a model with damaged files, are omitted."""
+    models = []
     for name in server.known_names(owner):
         try:
-            found.append(ListedModel.of(server, name, owner))
+            model = ListedModel.of(server, name, owner)
+            if model.files is not None:
+                model.files.check()
+            models.append(model)
         except APIError:
             continue
-    return found
+        except (EasyDeLError, OSError) as error:
+            logger.warning("the model %s is not listed: %s", name, error)
+    return models

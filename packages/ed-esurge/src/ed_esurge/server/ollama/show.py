@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ed_infra.errors import CheckpointError
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -14,6 +15,7 @@ from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
 from ed_esurge.server.http.body import in_thread
+from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.library.checkpoint_files import CheckpointFiles
 from ed_esurge.server.ollama.model_facts import ListedModel, ModelDetails
@@ -59,13 +61,18 @@ async def show(server: ServedModels, body: ShowRequest, request: Request) -> JSO
     """Return facts about a model, without loading the model.
 
     Raises:
-        APIError: 404, the model does not exist.
+        APIError: 400, the files of the model are damaged; 404, the model does not exist.
     """
     owner = owner_of(request.scope)
 
     def work() -> dict[str, Any]:
         facts = ListedModel.of(server, body.model, owner)
         definition, files = facts.definition, facts.files
+        if files is not None:
+            try:
+                files.check()
+            except CheckpointError as error:
+                raise APIError(str(error), param="model", code="model_not_loadable") from None
         template = files.chat_template if files is not None else ""
         if facts.model is not None:
             template = facts.model.prompts.template_text
@@ -124,7 +131,8 @@ def _capabilities(facts: ListedModel) -> list[str]:
         return _of_model(model)
     files = facts.files
     assert files is not None, "a model has files, or is in memory"
-    architectures = " ".join(map(str, files.config.get("architectures") or ()))
+    known = files.config.get("architectures")
+    architectures = " ".join(map(str, known)) if isinstance(known, list) else ""
     if "ForCausalLM" not in architectures and "ForConditionalGeneration" not in architectures:
         return ["embedding"]
     return ["completion", "tools"] if files.chat_template else ["completion"]

@@ -17,7 +17,7 @@ from ed_esurge.server.generation.answers import Sleeping
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
-from ed_esurge.server.http.errors import APIError, engine_unavailable
+from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.operations.directories import inside
 from ed_esurge.server.routing import READING, Endpoint, post
@@ -108,9 +108,9 @@ async def _done(work: Awaitable[None]) -> None:
     try:
         await work
     except ConfigError as error:
-        raise APIError(str(error), status=409) from None
+        raise APIError(hide_paths(error), status=409) from None
     except EasyDeLError as error:
-        raise engine_unavailable(str(error)) from error
+        raise engine_unavailable(hide_paths(error)) from error
 
 
 def _state(models: Sequence[ServedModel]) -> JSONResponse:
@@ -173,9 +173,11 @@ async def load(model: ServedModel, body: LoadAdapterRequest, request: Request) -
             model.adapter_owners[body.lora_name] = owners
         await model.engine.load_lora_adapter(body.lora_name, path)
     except (ConfigError, CheckpointError) as error:
-        raise APIError(str(error).replace(str(path), body.lora_path), param="lora_path") from None
+        raise APIError(
+            hide_paths(str(error).replace(str(path), body.lora_path)), param="lora_path"
+        ) from None
     except EasyDeLError as error:
-        raise engine_unavailable(str(error)) from error
+        raise engine_unavailable(hide_paths(error)) from error
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -199,9 +201,9 @@ async def unload(
     try:
         await model.engine.unload_lora_adapter(body.lora_name)
     except ConfigError as error:  # a concurrent request has unloaded the adapter
-        raise APIError(str(error), status=404, param="lora_name") from None
+        raise APIError(hide_paths(error), status=404, param="lora_name") from None
     except EasyDeLError as error:
-        raise engine_unavailable(str(error)) from error
+        raise engine_unavailable(hide_paths(error)) from error
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

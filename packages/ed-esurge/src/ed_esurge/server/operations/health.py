@@ -25,7 +25,7 @@ from ed_esurge.server.generation.answers import HealthState, Load, Version
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.generation.speech import speech_engine
-from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.errors import APIError, hide_paths
 from ed_esurge.server.routing import Endpoint
 
 # Time limit for the token of the decode check.
@@ -102,7 +102,7 @@ async def _decode(model: ServedModel) -> str | None:
     except APIError as error:
         return error.message
     except (EasyDeLError, RuntimeError) as error:
-        return str(error)
+        return hide_paths(error)
 
 
 async def metrics(server: ServedModels, request: Request) -> Response:

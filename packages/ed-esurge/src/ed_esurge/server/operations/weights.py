@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from ed_esurge.server.generation.answers import WeightsUpdate
 from ed_esurge.server.generation.models import ServedModel
-from ed_esurge.server.http.errors import APIError, engine_unavailable
+from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.operations.directories import inside
 from ed_esurge.server.routing import post
@@ -50,13 +50,13 @@ async def update(model: ServedModel, body: UpdateWeightsRequest, request: Reques
     try:
         await load(path)
     except CheckpointError as error:
-        text = str(error).replace(str(path), body.model_path)
+        text = hide_paths(str(error).replace(str(path), body.model_path))
         raise APIError(text, param="model_path") from None
     except ConfigError as error:
-        text = str(error).replace(str(path), body.model_path)
+        text = hide_paths(str(error).replace(str(path), body.model_path))
         raise APIError(text, status=409, param="model_path") from None
     except EasyDeLError as error:
-        raise engine_unavailable(str(error)) from error
+        raise engine_unavailable(hide_paths(error)) from error
     return JSONResponse({"success": True, "message": "the weights were replaced"})
 
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.errors import APIError, hide_paths
 from ed_esurge.server.mcp_servers import MAX_TOOL_CALLS, McpError, McpServers
 from ed_esurge.server.responses.items import (
     ApprovalItem,
@@ -74,7 +74,9 @@ class McpCalls:
             try:
                 tools = await self._servers.tools(label, self._owner)
             except McpError as error:
-                raise APIError(str(error), status=502, param="tools", code="mcp_error") from None
+                raise APIError(
+                    hide_paths(error), status=502, param="tools", code="mcp_error"
+                ) from None
             tools = [one for one in tools if tool.allows(one["name"])]
             for one in tools:
                 if one["name"] in names:
