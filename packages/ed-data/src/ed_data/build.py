@@ -17,7 +17,14 @@ from ed_data.order.reading import SHARDS, MixedDocuments, Passes
 from ed_data.order.stream import StreamPlan
 from ed_data.order.windows import RowOptions
 from ed_data.rows.documents import Documents
-from ed_data.rows.splits import check_split, default_cache_dir, file_cache, in_split, named
+from ed_data.rows.splits import (
+    check_split,
+    choose_schema,
+    default_cache_dir,
+    file_cache,
+    in_split,
+    named,
+)
 from ed_data.save import save_mixture
 from ed_data.schema import TEXT, Schema
 from ed_data.sources import open_source
@@ -87,6 +94,8 @@ def build_loader(
         DataError: a name cannot be resolved, data is missing or empty, or options contradict each
             other.
     """
+    folder = mixture.cache_dir or cache_dir or default_cache_dir()
+    schema = choose_schema(mixture, schema, file_cache(mixture, folder))
     length = _seq_length(mixture, seq_length) if schema.has_text else 1
     kind = None if processor is None else "images" if recordings is None else "recordings"
     limit = _document_limit(mixture, length, schema, kind)
@@ -108,7 +117,6 @@ def build_loader(
             mixture = mixture.replace(pack_on_the_fly=True)
     rows = batch_size or mixture.batch_size or 1
     seed = mixture.seed if mixture.seed is not None else _DEFAULT_SEED if seed is None else seed
-    folder = mixture.cache_dir or cache_dir or default_cache_dir()
     tokenizer = load_tokenizer(mixture, tokenizer) if schema.has_text else None
     encoder = Encoder.create(
         tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, media, limit, audio

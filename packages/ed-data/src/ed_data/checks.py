@@ -14,7 +14,7 @@ from ed_data.config import Media, Mixture
 from ed_data.config.source import FILE_TYPES, Inform
 from ed_data.errors import DataError, KeyPath
 from ed_data.rows.audio import RECORDING_KEYS
-from ed_data.schema import ONE_PER_ROW, PROMPT, TEXT, Schema
+from ed_data.schema import COMPLETION, ONE_PER_ROW, PROMPT, TEXT, Schema
 
 #: The path of a key in the mixture, and a message about it.
 Remark = tuple[KeyPath, str]
@@ -122,6 +122,8 @@ def _names(inform: Inform, schema: Schema, media: Media) -> Iterator[Remark]:
             content = {"preprocessing_fn": _any_text} if inform.preprocessing_fn else {}
             one = inform.replace(num_rows=1, **content)
             first = Documents(one, schema=schema, media=media)
+            if first.has_completions():
+                first = Documents(one, schema=COMPLETION, media=media)
             first.check_first_row()
             next(iter(first), None)
     except DataError as error:

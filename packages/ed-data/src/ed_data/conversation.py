@@ -87,6 +87,8 @@ class ConversationFormat:
             tools: functions in the format of OpenAI.
         """
         prepared = [normalize_message(message) for message in messages]
+        if any(isinstance(m["content"], list) for m in prepared) and not self.accepts_parts:
+            prepared = [_join_text_parts(message) for message in prepared]
         if not self.renders_tools:
             if tools or any(m["role"] == "tool" or m.get("tool_calls") for m in prepared):
                 prepared = write_tools_as_text(prepared, tools, self.accepts("system"))
@@ -106,11 +108,13 @@ class ConversationFormat:
     @cached_property
     def reads_parts(self) -> bool:
         """Whether the template requires content as a list of parts and does not accept text."""
-        text, parts = (
-            self._shows([{"role": "user", "content": content}])
-            for content in ("probe-0", [{"type": "text", "text": "probe-0"}])
-        )
-        return parts and not text
+        return self.accepts_parts and not self._shows([{"role": "user", "content": "probe-0"}])
+
+    @cached_property
+    def accepts_parts(self) -> bool:
+        """Whether the template renders the texts of a list of parts."""
+        parts = [{"type": "text", "text": "probe-0"}]
+        return self._shows([{"role": "user", "content": parts}], without=_LIST_MARKS)
 
     @cached_property
     def reads_arguments_as_text(self) -> bool:
@@ -135,10 +139,12 @@ class ConversationFormat:
             self._accepted[shape] = self._shows(messages)
         return self._accepted[shape]
 
-    def _shows(self, messages: Messages) -> bool:
+    def _shows(self, messages: Messages, without: Sequence[str] = ()) -> bool:
         try:
             text = self._render(messages)
         except Exception:  # templates may raise any exception
+            return False
+        if any(mark in text for mark in without):
             return False
         return all(f"probe-{place}" in text for place in range(len(messages)))
 
@@ -224,6 +230,8 @@ class ConversationFormat:
         return "probe-reply" in (self._render_call(arguments, reply=True) or "")
 
 
+#: Texts that show a list of parts as Python or JSON writes it.
+_LIST_MARKS = ("'type':", '"type":')
 #: Roles of the messages of a shape.
 _SHAPES = {
     "system": ("system", "user"),
@@ -239,14 +247,16 @@ _PAIRS = {("user", "user"): "users", ("assistant", "assistant"): "assistants"}
 def normalize_message(message: Mapping[str, Any]) -> Message:
     """Return a message in one form, which does not depend on the template.
 
-    Content is text, or a list of parts with an image or a recording. `developer` becomes `system`,
+    Content is text, or a list of parts. `developer` becomes `system`,
     `function` and `function_call` become `tool` and `tool_calls`, `reasoning` becomes
     `reasoning_content`. Fields without a value are omitted.
     """
     normal = {key: value for key, value in message.items() if value is not None}
     role = str(normal.get("role"))
     normal["role"] = ROLE_ALIASES.get(role, role)
-    normal["content"] = _join_text_parts(normal.get("content", ""))
+    content = normal.get("content", "")
+    is_list = isinstance(content, (list, tuple))
+    normal["content"] = [_normalize_part(part) for part in content] if is_list else content
     reasoning = normal.get("reasoning")
     if "reasoning_content" not in normal and isinstance(reasoning, str):
         normal["reasoning_content"] = normal.pop("reasoning")
@@ -271,19 +281,23 @@ def _normalize_call(call: Mapping[str, Any]) -> Message:
     return {"type": "function", **others, "function": function}
 
 
-def _join_text_parts(content: Any) -> Any:
-    """Return text instead of a list of text parts."""
-    if not isinstance(content, (list, tuple)):
-        return content
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, Mapping) and part.get("type", "text") in _TEXT_TYPES:
-            texts.append(str(part.get("text") or ""))
-        else:
-            return list(content)
-    return "".join(texts)
+def _normalize_part(part: Any) -> Any:
+    """Return a part with text in one form: `{"type": "text", "text": …}`."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_TYPES:
+        return {"type": "text", "text": str(part.get("text") or "")}
+    return part
+
+
+def _join_text_parts(message: Message) -> Message:
+    """Return a message with text instead of a list of text parts."""
+    content = message["content"]
+    if not isinstance(content, list):
+        return message
+    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        return message
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 _TEXT_TYPES = ("text", "input_text", "output_text")

@@ -18,7 +18,7 @@ from ed_data.batches.loader import Loader
 from ed_data.build import build_loader
 from ed_data.config import Mixture
 from ed_data.minhash import near_duplicates
-from ed_data.rows.splits import default_cache_dir
+from ed_data.rows.splits import choose_schema, default_cache_dir, file_cache
 from ed_data.schema import TEXT, Schema
 from ed_data.storage.prepare import prepare
 from ed_data.storage.store import StorePart
@@ -219,6 +219,8 @@ def data_report(
             for inform in mixture.informs
         ]
         mixture = mixture.replace(informs=informs, streaming=False, pack_on_the_fly=True)
+    folder = mixture.cache_dir or cache_dir or default_cache_dir()
+    schema = choose_schema(mixture, schema, file_cache(mixture, folder))
     media, audio = medium_encoders(
         mixture,
         schema,
@@ -234,7 +236,6 @@ def data_report(
     encoder = Encoder.create(
         tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, media, None, audio
     )
-    folder = mixture.cache_dir or cache_dir or default_cache_dir()
     encoding = Encoding(encoder, mixture.tokenization.num_proc)
     with contextlib.closing(encoding):
         parts = prepare(mixture, encoding, "train", folder)

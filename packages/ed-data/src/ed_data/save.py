@@ -16,7 +16,7 @@ import numpy as np
 from ed_data.batches.arrays import NumpyBatch
 from ed_data.config import Mixture, Saving
 from ed_data.errors import DataError
-from ed_data.rows.splits import default_cache_dir, file_cache, read_documents
+from ed_data.rows.splits import choose_schema, default_cache_dir, file_cache, read_documents
 from ed_data.rows.template import template_fields
 from ed_data.schema import TEXT, Image, Row, Schema
 from ed_data.sources.files import is_local
@@ -162,6 +162,7 @@ def _document_rows(
     schema: Schema,
 ) -> Iterator[Row]:
     folder = file_cache(mixture, cache_dir or default_cache_dir())
+    schema = choose_schema(mixture, schema, folder)
     options = mixture.tokenization
     encoder = None
     if tokenizer is not None:

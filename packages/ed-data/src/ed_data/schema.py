@@ -24,6 +24,39 @@ Message = dict[str, Any]
 TOOLS, KWARGS, IMAGES, IMAGE = "tools", "chat_template_kwargs", "images", "image"
 AUDIOS, AUDIO = "audios", "audio"
 OPTIONAL_FIELDS = (TOOLS, KWARGS, IMAGES, IMAGE, AUDIOS, AUDIO)
+
+
+class Cell(str):
+    """The text of a cell of a csv or tsv file, which has no types.
+
+    Text fields read the text. Fields with numbers read a number, `true`, `false`, or nothing.
+    """
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> float | bool | str | None:
+        """The number or boolean of the cell; None for an empty cell; another text unchanged."""
+        text = self.strip()
+        if not text or text.lower() in ("null", "none", "na", "nan"):
+            return None
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        try:
+            return int(text)
+        except ValueError:
+            pass
+        try:
+            return float(text)
+        except ValueError:
+            return str(self)
+
+
+def read_cell(value: Any) -> Any:
+    """Return the value of a cell of a text file; other values are returned unchanged."""
+    return value.value if isinstance(value, Cell) else value
+
+
 #: A text, chat messages, token ids, the steps of an answer, or the words of a text.
 Content = str | list[Message] | list[int] | list[str]
 #: A path or address, encoded bytes, both as in `datasets`, or pixels [height, width(, channels)].
@@ -292,7 +325,7 @@ def _used(attributes: dict[str, Any], optional: tuple[str, ...]) -> dict[str, An
 
 _ANSWER = Column("", "completion", "prompt")
 #: A text, a chat, or token ids in one field.
-TEXT = Schema((Column("", "content"),))
+TEXT = Schema((Column("", "content"),), other_content=("messages",))
 #: A prompt for rollouts; see `ed_data.batches.prompts`.
 PROMPT = Schema((Column("", "prompt"),), "prompt")
 #: A prompt and its answer; only the answer has loss.

@@ -114,10 +114,24 @@ class Feed:
     @property
     def steps_per_epoch(self) -> int | None:
         """Number of batches in one pass over the data, if the dataset knows its length."""
+        return self._count_batches()
+
+    def _count_batches(self) -> int | None:
         steps = getattr(self.dataset, "steps_per_epoch", None)
         if steps is None and isinstance(self.dataset, Sized):
             steps = len(self.dataset)
         return None if steps is None else int(steps)
+
+    def count_steps(self, epochs: int) -> int | None:
+        """Return the number of batches of several passes, if the dataset knows its length.
+
+        A dataset that cannot count them has the same number of batches in each pass.
+        """
+        count = getattr(self.dataset, "count_steps", None)
+        if count is not None:
+            return int(count(epochs))
+        steps = self._count_batches()
+        return None if steps is None else steps * epochs
 
     def batch(self, step: int) -> HostBatch:
         """Return the rows of this process of the batch of update `step` (from 0).

@@ -248,12 +248,13 @@ class Trainer:
         """
         if self.arguments.max_training_steps is not None:
             return self.arguments.max_training_steps
-        per_epoch = None if self.feed is None else self.feed.steps_per_epoch
-        if per_epoch is None:
+        epochs = self.arguments.num_train_epochs
+        steps = None if self.feed is None else self.feed.count_steps(epochs)
+        if steps is None:
             raise ConfigError("train_dataset has no length: set max_training_steps")
-        if per_epoch < 1:
+        if steps < 1:
             raise ConfigError("train_dataset has no full batch: use more data or a smaller batch")
-        return per_epoch * self.arguments.num_train_epochs
+        return steps
 
     def train(self) -> TrainerOutput:
         """Train to the end, from the newest checkpoint if there is one.

@@ -69,6 +69,10 @@ class Loader:
         """Number of batches of the first epoch: full ones for training (at least 1), else all."""
         return self._order.steps_per_epoch
 
+    def count_steps(self, epochs: int) -> int:
+        """Return the number of batches of several passes; see `RowPlan.count_steps`."""
+        return self._order.count_steps(epochs)
+
     @property
     def stats(self) -> dict[str, Any]:
         """Statistics of the first epoch, see `RowPlan.stats`."""

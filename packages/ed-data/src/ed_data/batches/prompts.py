@@ -135,6 +135,10 @@ class PromptLoader:
             return max(size // self.batch_size, 1)
         return -(-size // self.batch_size)
 
+    def count_steps(self, epochs: int) -> int:
+        """Return the number of batches in which each prompt occurs `epochs` times."""
+        return -(-self._order.epoch_size * epochs // self.batch_size)
+
     def batch_at(self, step: int) -> Prompts:
         """Return the prompts of a step.
 

@@ -115,6 +115,12 @@ class Inform(DataOptions):
     `{path, bytes}`, or `{array, sampling_rate}`. It is never cut: the limits of durations drop
     rows, and a recording that is too long for the model is an error.
 
+    A row has the fields that the method reads, or one of the published formats: `alpaca`
+    (`instruction`, `input`, `output`), `sharegpt` (`conversations` with `from` and `value`),
+    `llava` (the same, with `<image>` in the texts, and `image`), or `openai` (`messages`, or
+    `preferred_output` and `non_preferred_output`). `format` names it; otherwise the fields of a row
+    determine the format, and the log names it. `format_fields` is applied before.
+
     The content of a row is a text, a list of chat messages (`{"role": …, "content": …}`), or a
     list of token ids. Rows with chats may have the fields `tools` (a list of JSON schemas, or its
     JSON text) and `chat_template_kwargs` (a mapping), which are arguments of the chat template. The
@@ -141,6 +147,9 @@ class Inform(DataOptions):
     """Field with the path or the bytes of an image, or a list of images."""
     pixel_field: str | None = None
     """Field with the pixels of an image: numbers [height, width] or [height, width, channels]."""
+    format: Literal["alpaca", "llava", "openai", "sharegpt"] | None = None
+    """Published format of the rows; default: found by the fields of a row, unless the row has the
+    fields that the method reads."""
     text_field: str | None = None
     """Alias of `content_field` in rows with images or recordings."""
     audio_field: str | None = None

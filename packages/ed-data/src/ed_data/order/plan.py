@@ -85,6 +85,13 @@ class RowPlan:
         rows, size = self.rows_in_epoch(0), self._options.batch_size
         return max(rows // size, 1) if self.endless else -(-rows // size)
 
+    def count_steps(self, epochs: int) -> int:
+        """Return the number of batches in which each row occurs `epochs` times.
+
+        The last batch contains rows of the next epoch if the rows do not fill it.
+        """
+        return -(-self.rows_in_epoch(0) * epochs // self._options.batch_size)
+
     @property
     def stats(self) -> dict[str, Any]:
         """Statistics of the first epoch.

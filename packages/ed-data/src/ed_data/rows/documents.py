@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,22 +25,31 @@ from ed_data.rows.contents import (
     span,
 )
 from ed_data.rows.example import Example, RowAudio, RowImage, image_key
+from ed_data.rows.formats import FORMAT_FIELDS, FORMATS, convert_row, detect_format
 from ed_data.rows.images import ImageReader
 from ed_data.rows.media_files import MediaFolder
 from ed_data.rows.preferences import separated
 from ed_data.rows.template import template_arguments
 from ed_data.schema import (
     CLASSIFYING,
+    COMPLETION,
     IMAGE,
     OPTIONAL_FIELDS,
     TEXT,
     Content,
     Row,
     Schema,
+    read_cell,
 )
 from ed_data.sources import Cursor, FolderSource, Source, open_source, records, shard_sizes
 from ed_data.sources.lines import START, LineRecord, Spot
 from ed_data.sources.python import resolve
+
+log = logging.getLogger("ed_data")
+
+#: Fields with a question, and with answers to it.
+_PROMPTS = ("prompt", "instruction", "question", "query", "input")
+_ANSWERS = ("completion", "output", "response", "answer", "chosen", "rejected")
 
 
 @dataclass
@@ -131,6 +141,7 @@ class Documents:
             self._names[schema.content] = inform.text_field
             self._content_is_named = True
         self._other_content = () if self._content_is_named else schema.other_content
+        self._detected: set[str] = set()
         self._images = ImageReader(inform, required=schema.has_image)
         self._audio = AudioReader(inform)
         self._parts = {column.field: column for column in schema.columns if column.in_parts}
@@ -153,6 +164,8 @@ class Documents:
             wanted += OPTIONAL_FIELDS
             wanted += self._other_content
             wanted += [self._audio.field]
+            if not self._content_is_named:
+                wanted += [TEXT.content, *FORMAT_FIELDS]
             self._columns = list(dict.fromkeys(wanted))
 
     def __iter__(self) -> Iterator[Example]:
@@ -197,31 +210,61 @@ class Documents:
         about = getattr(self.source, "outline", None) or self.source.fingerprint
         return {"source": about, **_facts(self.inform, self.schema)}
 
-    def check_first_row(self) -> None:
-        """Check that a schema with one field does not read only the prompts of preference pairs.
-
-        A field that `content_field` names explicitly is accepted, unless it is `prompt`.
-
-        Raises:
-            DataError: the row has the fields `chosen` and `rejected`, and the schema reads only
-                `prompt` or a field that the inform does not name.
-        """
-        name = self._names[self.schema.content]
-        if self.schema != TEXT or (self._content_is_named and name != "prompt"):
-            return
+    def first_row(self) -> Row | None:
+        """Return the first row with converted fields; None if it is missing or invalid."""
         first = next((r for i in range(len(self.shards)) for r in records(self.source, i)), None)
         if first is None or isinstance(first.row, DataError):
-            return
+            return None
         try:
-            row = self._formatted(first.row, first.place)
+            return self._formatted(first.row, first.place)
         except DataError:  # the error is raised again when the row is read
+            return None
+
+    def has_completions(self) -> bool:
+        """Return whether the first row has a prompt and its completion instead of a content."""
+        if self.schema != TEXT or self._content_is_named:
+            return False
+        row = self.first_row() or {}
+        return {"prompt", "completion"} <= row.keys() and self.schema.content not in row
+
+    def check_first_row(self) -> None:
+        """Check that the method reads what the first row can teach.
+
+        A field that `content_field` names explicitly is accepted, unless it is a prompt.
+
+        Raises:
+            DataError: the row has answers, such as `completion`, `chosen` and `rejected`, and the
+                schema reads only the prompt, or a field that the inform does not name.
+        """
+        name = self._names[self.schema.content]
+        if self.schema != TEXT:
             return
-        if row and {"chosen", "rejected"} <= row.keys():
+        row = self.first_row() or {}
+        answers = [field for field in _ANSWERS if row.get(field) is not None and field != name]
+        is_pair = {"chosen", "rejected"} <= row.keys()
+        if not answers or (self._content_is_named and name not in _PROMPTS):
+            if answers and not is_pair:
+                log.warning(
+                    "inform %s: the rows have the field %r, which is not trained on, because "
+                    "content_field is %r",
+                    self.inform.label,
+                    answers[0],
+                    name,
+                )
+            return
+        if is_pair:
             raise DataError(
-                f"inform {self.inform.label!r}, {first.place}: the row is a preference pair "
-                f"('chosen' and 'rejected'), but only its {name!r} would be trained on: use a "
-                "method for pairs (dpo, orpo, reward), or name the field, such as content_field: "
-                "chosen",
+                f"inform {self.inform.label!r}: the first row is a preference pair ('chosen' and "
+                f"'rejected'), but only its {name!r} would be trained on: use a method for pairs "
+                "(dpo, orpo, reward), or name the field, such as content_field: chosen",
+                ("content_field",),
+            )
+        if self._content_is_named:
+            raise DataError(
+                f"inform {self.inform.label!r}: the rows have the answer {answers[0]!r}, but only "
+                f"their {name!r} would be trained on: omit content_field, and name the fields "
+                f"prompt and completion (format_fields: {{{name}: prompt, {answers[0]}: "
+                "completion}) to learn the answers",
                 ("content_field",),
             )
 
@@ -248,7 +291,34 @@ class Documents:
                         ("format_fields",),
                     )
             row = {inform.format_fields.get(name, name): value for name, value in row.items()}
+        return self._converted(row, where)
+
+    def _converted(self, row: Row, where: str) -> Row:
+        """Return a row of a published format with the fields that the schema reads."""
+        name = self.inform.format
+        if name is None and not self._content_is_named and not self._is_readable(row):
+            name = detect_format(row)
+            if name is not None and name not in self._detected:
+                self._detected.add(name)
+                log.info(
+                    "inform %s: the rows have the format %s (%s)",
+                    self.inform.label,
+                    name,
+                    FORMATS[name].about,
+                )
+        row = row if name is None else convert_row(name, row, where)
+        if self.schema == COMPLETION and not self._is_readable(row):
+            # A chat or a text beside rows with completions: all of it is learned.
+            content = next((f for f in (TEXT.content, "messages") if f in row), None)
+            if content is not None:
+                return {**row, "prompt": "", "completion": row[content]}
         return row
+
+    def _is_readable(self, row: Row) -> bool:
+        """Return whether a row has the fields with text that the schema reads."""
+        if self.schema == TEXT:
+            return TEXT.content in row or {"prompt", "completion"} <= row.keys()
+        return all(name in row for name in self._names.values()) or self._has_implicit_prompt(row)
 
     def _folder(self, shard: int) -> MediaFolder:
         """Return the folder whose files the rows of a shard may name."""
@@ -359,7 +429,7 @@ class Documents:
         columns = {column.name: column for column in self.schema.columns}
         result: list[float | tuple[float, ...]] = []
         for value in self.schema.values:
-            if value.default is not None and row.get(value.field) is None:
+            if value.default is not None and read_cell(row.get(value.field)) is None:
                 result.append(value.default)
                 continue
             if value.token_types:
@@ -369,6 +439,8 @@ class Documents:
             if value.other_field in row and field not in row:
                 field = value.other_field
             found = _take(row, field, "format_fields", where)
+            # The name of a class may look like a number.
+            found = found if found in value.classes else read_cell(found)
             column, convert = columns[value.column], number
             if self.schema.has_spans:
                 ends = span(found, fields[str(column.second)], field, where)
@@ -425,6 +497,8 @@ def _facts(inform: Inform, schema: Schema) -> dict[str, object]:
     if schema.has_audio or RECORDING_KEYS & inform.model_fields_set:
         limits = inform.min_duration_in_seconds, inform.max_duration_in_seconds
         facts["audio"] = [inform.audio_field, *limits]
+    if inform.format is not None:
+        facts["format"] = inform.format
     if inform.on_error != "raise":
         facts["on_error"] = inform.on_error
     return facts if schema == TEXT else {**facts, "schema": schema.as_json()}

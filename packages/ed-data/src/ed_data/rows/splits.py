@@ -18,7 +18,7 @@ from ed_data.config import Inform, Media, Mixture
 from ed_data.errors import DataError
 from ed_data.rows.documents import Documents
 from ed_data.rows.example import Example
-from ed_data.schema import TEXT, Content, Schema
+from ed_data.schema import COMPLETION, TEXT, Content, Schema
 from ed_data.sources import open_source
 from ed_data.sources.files import FileCache
 
@@ -119,6 +119,28 @@ def held_out(hashes: Sequence[NDArray[np.uint64]], fraction: float) -> list[NDAr
     return masks
 
 
+def choose_schema(mixture: Mixture, schema: Schema, files: FileCache | None = None) -> Schema:
+    """Return the schema of prompts and completions if rows for the schema of texts have both.
+
+    Args:
+        mixture: the sources.
+        schema: the schema that the method requires.
+        files: see `file_cache`.
+
+    Raises:
+        DataError: a source cannot be read.
+    """
+    if schema != TEXT:
+        return schema
+    for key in ("informs", "eval_informs"):
+        for number, inform in enumerate(getattr(mixture, key)):
+            with named(key, number):
+                source = open_source(inform, files)
+                if Documents(inform, source, schema, media=mixture.media).has_completions():
+                    return COMPLETION
+    return schema
+
+
 def in_split(split: str, fraction: float | None) -> Callable[[Example], bool]:
     """Return a test whether a streamed document belongs to a split.
 
@@ -162,7 +184,7 @@ def texts(
             for message in content:
                 if isinstance(message, str):  # a step of an answer
                     yield message
-                elif isinstance(message, dict) and isinstance(message["content"], str):
+                elif isinstance(message, dict) and isinstance(message.get("content"), str):
                     yield message["content"]
 
 
@@ -171,6 +193,7 @@ def _documents(
 ) -> Iterator[Example]:
     check_split(mixture, split)
     folder = file_cache(mixture, cache_dir or mixture.cache_dir or default_cache_dir())
+    schema = choose_schema(mixture, schema, folder)
 
     def read(key: str, number: int) -> Iterator[Example]:
         with named(key, number):

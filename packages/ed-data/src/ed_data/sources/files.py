@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ class FileSource:
         self.files = [
             file
             for pattern in inform.files
-            for file in resolve_files(pattern, inform.label, FILE_TYPES[inform.kind])
+            for file in resolve_files(pattern, inform.label, FILE_TYPES[inform.kind], inform.split)
         ]
         self.shards = [file.size for file in self.files]
         #: Names and sizes, which are equal for copies of the files.
@@ -108,14 +109,66 @@ def _wait(failures: int, cache: FileCache, error: Exception) -> None:
     time.sleep(seconds)
 
 
-def resolve_files(pattern: str, label: str, suffixes: Sequence[str] = ()) -> list[SourceFile]:
+#: Words in the names of files and folders that name a split, as `datasets` reads them.
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    "validation": ("validation", "valid", "val", "dev"),
+}
+#: Files that `datasets` writes beside the data: results of `map` and `filter`.
+_CACHE_FILE = re.compile(r"(^|/)(cache-[0-9a-f]+[^/]*|tmp[a-z0-9_]+)\.arrow$")
+
+
+def find_split(path: str) -> str | None:
+    """Return the split that a path inside a folder names; None if it names none."""
+    words = re.split(r"[^a-z0-9]+", path.lower())
+    names = [split for word in words for split, known in SPLIT_WORDS.items() if word in known]
+    return names[0] if names else None
+
+
+def select_split(paths: Sequence[str], folder: str, split: str, label: str) -> list[str]:
+    """Return the files of a folder that are the data of a split.
+
+    Cache files of `datasets` are no data. If files or subfolders name several splits, or only
+    another one, the files of `split` are read.
+
+    Raises:
+        DataError: the files name splits, and none is `split`.
+    """
+    data = [path for path in paths if not _CACHE_FILE.search(path)]
+    by_path = {path: find_split(path.removeprefix(folder)) for path in data}
+    names = {name for name in by_path.values() if name is not None}
+    wanted = next((name for name, known in SPLIT_WORDS.items() if split in known), split)
+    if names and wanted not in names:
+        raise DataError(
+            f"inform {label!r}: the files of the folder {folder!r} belong to the splits "
+            f"{', '.join(sorted(names))}, and none to {split!r}: name the files, such as "
+            f"data_files: {{{split}: …}}"
+        )
+    chosen = [path for path in data if not names or by_path[path] == wanted]
+    if len(chosen) < len(paths):
+        ignored = sorted({*paths} - {*chosen})
+        log.info(
+            "inform %s: %d files of the folder are not read, because they belong to another split "
+            "or are caches of datasets; the first: %s",
+            label,
+            len(ignored),
+            ignored[0],
+        )
+    return chosen
+
+
+def resolve_files(
+    pattern: str, label: str, suffixes: Sequence[str] = (), split: str = "train"
+) -> list[SourceFile]:
     """Resolve a path, glob, address or folder to its files, sorted.
 
     Args:
-        pattern: a folder means all files with one of the suffixes in it and its subfolders,
-            except hidden files.
+        pattern: a folder means the files of the split with one of the suffixes in it and its
+            subfolders, except hidden files; see `select_split`.
         label: name of the inform, for messages.
         suffixes: suffixes of files, optionally followed by that of a compression.
+        split: name of the split.
 
     Raises:
         DataError: the protocol is not installed, or no file matches.
@@ -131,6 +184,7 @@ def resolve_files(pattern: str, label: str, suffixes: Sequence[str] = ()) -> lis
             ends = tuple(a + b for a in suffixes for b in ("", *COMPRESSIONS))
             inside = (p for p in fs.find(path) if "/." not in p.removeprefix(path))
             paths = sorted(p for p in inside if p.lower().endswith(ends))
+            paths = select_split(paths, path, split, label)
             if not paths:
                 raise DataError(
                     f"inform {label!r}: the folder {pattern!r} contains no file that ends with "

@@ -19,7 +19,8 @@ from fsspec.utils import infer_compression
 
 from ed_data.config.source import COMPRESSIONS, Inform
 from ed_data.errors import DataError
-from ed_data.schema import OPTIONAL_FIELDS, Row
+from ed_data.schema import OPTIONAL_FIELDS, Cell, Row
+from ed_data.sources.features import read_features, row_decoder
 from ed_data.sources.lines import START, LineRecord, Lines, Spot, decoded
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def _csv(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start:
                     return
                 if not values:
                     continue
-                row: Row | DataError = dict(zip(names, values, strict=False))
+                row: Row | DataError = dict(zip(names, map(Cell, values), strict=False))
                 if len(values) != len(names):
                     row = _misfit(place, names, values, delimiter)
             except csv.Error as error:
@@ -283,6 +284,7 @@ def _parquet(
     with file.open(decompress=False) as stream:
         try:
             table = pq.ParquetFile(stream)
+            decode = row_decoder(read_features(table.schema_arrow.metadata))
             sizes = [
                 table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)
             ]
@@ -293,7 +295,7 @@ def _parquet(
             groups = range(first, len(sizes))
             names = present(columns, table.schema_arrow.names)
             batches = table.iter_batches(_ARROW_ROWS, row_groups=groups, columns=names)
-            yield from _numbered(file, batches, before, start.row)
+            yield from _numbered(file, batches, before, start.row, decode)
         except pa.ArrowException as error:
             raise DataError(
                 f"{file.address} is not a parquet file, or is truncated: {error}"
@@ -307,15 +309,22 @@ def _arrow(
 
     with file.open() as stream:
         try:
-            yield from _numbered(file, _arrow_batches(stream, columns), 0, start.row)
+            batches, metadata = _arrow_batches(stream, columns)
+            decode = row_decoder(read_features(metadata))
+            yield from _numbered(file, batches, 0, start.row, decode)
         except pa.ArrowException as error:
             raise DataError(
                 f"{file.address} is not an arrow file, or is truncated: {error}"
             ) from error
 
 
-def _arrow_batches(stream: IO[bytes], columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
-    """Yield batches of both layouts of arrow files: with a footer, and the stream of `datasets`."""
+def _arrow_batches(
+    stream: IO[bytes], columns: Sequence[str] | None
+) -> tuple[Iterator[pa.RecordBatch], dict[bytes, bytes] | None]:
+    """Return the batches of both layouts of arrow files, and the metadata of the schema.
+
+    The layouts are a file with a footer, and the stream of `datasets`.
+    """
     import pyarrow as pa
 
     try:
@@ -323,25 +332,45 @@ def _arrow_batches(stream: IO[bytes], columns: Sequence[str] | None) -> Iterator
         batches = map(reader.get_batch, range(reader.num_record_batches))
     except pa.ArrowInvalid:
         stream.seek(0)
-        batches = iter(pa.ipc.open_stream(stream))
-    for batch in batches:
-        names = present(columns, batch.schema.names)
-        chosen = batch.select(names) if names else batch
-        for start in range(0, chosen.num_rows, _ARROW_ROWS):
-            yield chosen.slice(start, _ARROW_ROWS)
+        reader = pa.ipc.open_stream(stream)
+        batches = iter(reader)
+
+    def select() -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            names = present(columns, batch.schema.names)
+            chosen = batch.select(names) if names else batch
+            for start in range(0, chosen.num_rows, _ARROW_ROWS):
+                yield chosen.slice(start, _ARROW_ROWS)
+
+    return select(), reader.schema.metadata
 
 
 def _numbered(
-    file: SourceFile, batches: Iterator[pa.RecordBatch], number: int, start: int
+    file: SourceFile,
+    batches: Iterator[pa.RecordBatch],
+    number: int,
+    start: int,
+    decode: Callable[[Row], Row],
 ) -> RowReader:
-    """Yield the rows of tables from `start` on; `number` is the number of the first row."""
+    """Yield the rows of tables from `start` on.
+
+    Args:
+        number: the number of the first row of the tables.
+        start: the number of the first row to yield.
+        decode: decodes the columns that `datasets` stores as JSON text.
+    """
     for batch in batches:
         if number + batch.num_rows <= start:
             number += batch.num_rows
             continue
         for row in batch.slice(max(start - number, 0)).to_pylist():
             at = max(start, number)
-            yield LineRecord(f"{file.address}, row {at}", row, Spot(at), Spot(at + 1))
+            place = f"{file.address}, row {at}"
+            try:
+                decoded_row: Row | DataError = decode(row)
+            except ValueError as error:
+                decoded_row = DataError(f"{place}: a column of the type Json is not JSON: {error}")
+            yield LineRecord(place, decoded_row, Spot(at), Spot(at + 1))
             number = at + 1
 
 

@@ -19,6 +19,7 @@ from urllib.parse import unquote
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.schema import Row
+from ed_data.sources.features import row_decoder
 from ed_data.sources.files import FileCache, FileSource
 from ed_data.sources.formats import present
 from ed_data.sources.lines import START, LineRecord, Spot
@@ -79,10 +80,11 @@ class HubSource:
         if start.row:
             data = data.select(range(min(start.row, len(data)), len(data)))
         index = start.row
+        decode = row_decoder(self._data.features.to_dict())
         for each in data.iter(batch_size=_DECODED):
             for row in cast("pa.Table", each).to_pylist():
                 place = f"{self._name}, row {index}"
-                yield LineRecord(place, row, Spot(index), Spot(index + 1))
+                yield LineRecord(place, decode(row), Spot(index), Spot(index + 1))
                 index += 1
 
     def media_folders(self, shard: int) -> tuple[str, ...]:
@@ -134,6 +136,8 @@ class HubStream:
         """Yield the records of one shard; tables before `start` are skipped without conversion."""
         data = self._data.shard(num_shards=len(self.shards), index=shard)
         before = 0
+        features = self._data.features
+        decode = row_decoder({} if features is None else features.to_dict())
         try:
             for each in data.with_format("arrow").iter(batch_size=_ROWS):
                 table = cast("pa.Table", each)
@@ -144,7 +148,7 @@ class HubStream:
                 rows = table.slice(first).to_pylist() if first < table.num_rows else []
                 for number, row in enumerate(rows, before + first):
                     place = f"{self._name}, shard {shard}, row {number}"
-                    yield LineRecord(place, row, Spot(number), Spot(number + 1))
+                    yield LineRecord(place, decode(row), Spot(number), Spot(number + 1))
                 before += table.num_rows
         except (OSError, ValueError) as error:
             raise DataError(

@@ -430,6 +430,11 @@ class RolloutFeed(Feed):
         generations = super().steps_per_epoch
         return None if generations is None else generations * self._options.updates_per_generation
 
+    def count_steps(self, epochs: int) -> int | None:
+        """Return the number of updates of several passes, if the dataset has a length."""
+        generations = super().count_steps(epochs)
+        return None if generations is None else generations * self._options.updates_per_generation
+
     def batch(self, step: int) -> HostBatch:
         """Return the rows of update `step`; the first update of a generation samples.
 
@@ -455,7 +460,7 @@ class RolloutFeed(Feed):
         rollout.publish(self._phase.policy(weights))
         total = self._run.arguments.max_training_steps
         if total is None:
-            total = (self.steps_per_epoch or 0) * self._run.arguments.num_train_epochs
+            total = self.count_steps(self._run.arguments.num_train_epochs) or 0
         end = -(-total // self._options.updates_per_generation)
         for later in range(number, min(number + rollout.max_staleness + 1, end)):
             rollout.issue(self._phase.request(super().batch(later), later))
