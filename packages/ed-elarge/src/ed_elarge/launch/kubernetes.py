@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from ed_infra.errors import ConfigError, unknown_name
 
+from ed_elarge.config import nodes
 from ed_elarge.config.layers import INCLUDE
 from ed_elarge.exits import STOPPED_VARIABLE
 from ed_elarge.launch.launched_run import LaunchedRun, jax_variables
@@ -96,6 +97,7 @@ def manifests(job: LaunchedRun) -> Objects:
             "of its host"
         )
     name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:40].strip("-") or "run"
+    name = name if name[0].isalpha() else f"run-{name}"[:40].strip("-")  # a Service needs a letter
     if job.server is not None:
         return [_run_file(job, name, options), *_server(job, name, options)]
     several = len(job.points) > 1
@@ -135,10 +137,16 @@ def _metadata(name: str, job: str, options: Mapping[str, str], **more: Any) -> d
     return {"name": name, **space, "labels": labels, **more}
 
 
+def _file_key(job: LaunchedRun) -> str:
+    """Return the name of the run file in the pods, which is a key of a ConfigMap."""
+    return re.sub(r"[^-._a-zA-Z0-9]+", "-", Path(job.file).name).lstrip(".")[-253:] or "run.yaml"
+
+
 def _run_file(job: LaunchedRun, name: str, options: Mapping[str, str]) -> dict[str, Any]:
     path = job.directory / job.file
     text = path.read_text(encoding="utf-8")
-    if INCLUDE in yaml.safe_load(text):
+    value = nodes.parse(text, job.file).value  # PyYAML merges in exponential time
+    if isinstance(value, Mapping) and INCLUDE in value:
         raise ConfigError(
             f"{job.file} includes other files, which the pods do not have: write the sections into "
             "one file"
@@ -147,7 +155,7 @@ def _run_file(job: LaunchedRun, name: str, options: Mapping[str, str]) -> dict[s
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(f"{name}-run-file", name, options),
-        "data": {path.name: text},
+        "data": {_file_key(job): text},
     }
 
 
@@ -223,7 +231,7 @@ def _ray_job(
     """Return a RayJob: its head runs `elarge launch --on ray`, its workers are the hosts."""
     hosts, slices, selector, resources = _devices(job, options)
     folder = options.get("directory", "/workspace")
-    words = ["elarge", "launch", f"{_FILES}/{Path(job.file).name}", "--on", "ray"]
+    words = ["elarge", "launch", f"{_FILES}/{_file_key(job)}", "--on", "ray"]
     words += ["--hosts", str(hosts * slices), *(w for s in job.setup for w in ("--setup", s))]
     words += ["--option", f"restarts={_number(options, 'restarts', 3, least=0)}"]
     devices = {"nvidia.com/gpu": "gpu", "google.com/tpu": "tpu"}
@@ -363,7 +371,7 @@ def _pod(
     """Return the specification of a pod with one container, which receives the signals."""
     folder = options.get("directory", "/workspace")
     words = job.words(point)
-    words[1] = f"{_FILES}/{Path(job.file).name}"
+    words[1] = f"{_FILES}/{_file_key(job)}"
     script = "\n".join(["set -e", *job.setup, f"exec {shlex.join(words)}"])
     volumes: Objects = [{"name": "run-file", "configMap": {"name": f"{name}-run-file"}}]
     mounts: Objects = [{"name": "run-file", "mountPath": _FILES, "readOnly": True}]

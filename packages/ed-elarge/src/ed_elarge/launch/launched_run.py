@@ -47,12 +47,14 @@ class LaunchedRun:
 
     @property
     def name(self) -> str:
-        """Name of the job: the file without its suffix."""
-        return Path(self.file).stem
+        """Name of the job: the file without its suffix, and without characters that a header of a
+        script or a pattern of file names could interpret."""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(self.file).stem).strip("-.")[:100] or "run"
 
     def words(self, point: Sequence[str]) -> list[str]:
         """Return the command of a run as words."""
-        return ["elarge", self.file, *(word for pair in point for word in ("--set", pair))]
+        file = f"./{self.file}" if self.file.startswith("-") else self.file
+        return ["elarge", file, *(word for pair in point for word in ("--set", pair))]
 
     def command(self, point: Sequence[str]) -> str:
         """Return the command of a run, quoted for a shell."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ed_elarge.launch.launched_run import LaunchedRun, jax_variables
 _PORT = 8476
 #: Options that this launcher reads; all others are options of ssh (`-o NAME=VALUE`).
 _OWN = ("hosts-file", "port")
+#: `[USER@]HOST`; neither part may be read as an option, or by the shell of a proxy command.
+_DESTINATION = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_:\[][A-Za-z0-9_.:%\[\]-]*")
 
 
 def read_hosts(path: Path) -> list[str]:
@@ -31,7 +34,7 @@ def read_hosts(path: Path) -> list[str]:
         host = line.partition("#")[0].strip()
         if not host:
             continue
-        if len(host.split()) > 1 or host.startswith("-"):
+        if not _DESTINATION.fullmatch(host):
             raise ConfigError(f"{path}:{number}: {host!r} must be HOST or USER@HOST")
         hosts.append(host)
     if not hosts:
