@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -133,3 +134,55 @@ def test_unknown_protocol_and_unreadable_store_are_errors(tmp_path, store, monke
     monkeypatch.setattr(type(fs), "ls", refused)
     with pytest.raises(CheckpointError, match=r"cannot be read \(PermissionError: access denied\)"):
         Mirror(address, "metrics.jsonl", print).fetch(tmp_path / "checkpoints")
+
+
+def fill_disk(monkeypatch, name, capacity):
+    """Let files of one direction fail when they have more than `capacity` bytes together."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    copy, used = getattr(LocalFileSystem, name), []
+
+    def limited(fs, source, target, **more):
+        content = Path(source).read_bytes()
+        if sum(used) + len(content) > capacity[0]:
+            Path(target).write_bytes(content[:10])
+            raise OSError(28, "No space left on device")
+        used.append(len(content))
+        return copy(fs, source, target, **more)
+
+    monkeypatch.setattr(LocalFileSystem, name, limited)
+
+
+def test_mirror_that_fills_keeps_earlier_copies_and_no_partial_one(tmp_path, monkeypatch, capsys):
+    store = tmp_path / "store"
+    mirror = Mirror(f"file://{store}", "metrics.jsonl", print)
+    every = lambda steps: set(steps)  # noqa: E731
+    mirror.push(checkpoint(tmp_path / "run", 2), every)
+    mirror.wait()
+    capacity = [100]
+    fill_disk(monkeypatch, "put_file", capacity)
+    mirror.push(checkpoint(tmp_path / "run", 4), every)
+    mirror.wait()
+    assert mirror.failed is not None and "No space left" in mirror.failed
+    assert [path.name for path in store.iterdir()] == ["2"]
+    assert checksums.damage(tmp_path / "run/checkpoints/4") is None
+    capacity[0] = 10**9
+    mirror.push(checkpoint(tmp_path / "run", 6), every)
+    mirror.wait()
+    assert mirror.failed is None
+    assert Mirror(f"file://{store}", "metrics.jsonl", print).fetch(tmp_path / "new/checkpoints")
+    assert (tmp_path / "new/checkpoints/6").is_dir()
+
+
+def test_disk_that_fills_during_a_download_keeps_no_part(tmp_path, monkeypatch):
+    address = f"file://{tmp_path}/store"
+    pushed_mirror = Mirror(address, "metrics.jsonl", print)
+    pushed_mirror.push(checkpoint(tmp_path / "run", 2), set)
+    pushed_mirror.wait()
+    capacity = [100]
+    fill_disk(monkeypatch, "get_file", capacity)
+    with pytest.raises(CheckpointError, match="the disk is full; free space"):
+        Mirror(address, "metrics.jsonl", print).fetch(tmp_path / "new/checkpoints")
+    assert not [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
+    capacity[0] = 10**9
+    assert Mirror(address, "metrics.jsonl", print).fetch(tmp_path / "new/checkpoints") == 1

@@ -231,7 +231,8 @@ def local_copy(file: SourceFile, cache: FileCache) -> SourceFile:
     key = hashlib.sha256(f"{file.address}\0{file.identity}".encode()).hexdigest()[:24]
     target = Path(cache.folder, key, os.path.basename(file.path))
     fresh = target.exists() and (
-        cache.expiry is None or time.time() - target.stat().st_mtime < cache.expiry
+        # A clock that jumped back would keep a copy of the future forever.
+        cache.expiry is None or abs(time.time() - target.stat().st_mtime) < cache.expiry
     )
     if not fresh:
         remove_abandoned(target.parent)

@@ -16,6 +16,7 @@ second. When the launcher is gone, the process saves and ends.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import select
@@ -61,13 +62,48 @@ def run_member(folder: str, words: Sequence[str], run: Callable[[Sequence[str]],
     root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     base = root / f"elarge-{os.getuid()}"
     make_private(base)
-    for other in base.iterdir():
-        if time.time() - other.stat().st_mtime > _OLD:
-            shutil.rmtree(other, ignore_errors=True)
     copies = base / folder
     copies.mkdir(parents=True, exist_ok=True)
+    # The descriptor stays open in this process and in its forks, and so does the lock.
+    descriptor = lock_folder(copies)
+    remove_abandoned(base)
     _prepare(words[0])
-    return _Member(copies, words, run).serve()
+    try:
+        return _Member(copies, words, run).serve()
+    finally:
+        os.close(descriptor)
+
+
+def lock_folder(copies: Path) -> int:
+    """Lock the folder of a member until the descriptor is closed in all its processes."""
+    descriptor = os.open(copies.parent / f".{copies.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    with suppress(OSError):  # another process of the same member still ends
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def remove_abandoned(base: Path) -> None:
+    """Delete the copies of launches that ended a day ago.
+
+    The locks decide whether a launch runs: a clock may jump, and writing a copy does not change the
+    time of the launch's folder.
+    """
+    for launch in base.iterdir():
+        with suppress(OSError):  # another member may delete the folder, too
+            if time.time() - launch.stat().st_mtime > _OLD and not _is_locked(launch):
+                shutil.rmtree(launch, ignore_errors=True)
+
+
+def _is_locked(launch: Path) -> bool:
+    for file in launch.glob(".*.lock"):
+        descriptor = os.open(file, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def _prepare(file: str) -> None:

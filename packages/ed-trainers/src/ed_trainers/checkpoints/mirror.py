@@ -10,12 +10,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
 from ed_infra.errors import CheckpointError, ConfigError
 
-from ed_trainers.stored import checksums
+from ed_trainers.stored import checksums, disk
 
 #: Protocols without folders, whose `makedirs` would create a missing bucket.
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
@@ -82,6 +83,10 @@ class Mirror:
             for other in set(there) - kept(there):
                 self._remove(other)
         except Exception as error:  # each protocol has its own types of errors
+            # The rest of a copy would fill the store, and the copies of later steps need the space.
+            with suppress(Exception):
+                if not self._fs.exists(f"{self._root}/{step}/{checksums.FILE}"):
+                    self._remove(step)
             self.failed = (
                 f"checkpoint {step} could not be copied to {self.address} "
                 f"({type(error).__name__}: {error}); {checkpoint} is intact: run the same command "
@@ -165,6 +170,12 @@ class Mirror:
         except CheckpointError:
             raise
         except Exception as error:  # each protocol has its own types of errors
+            shutil.rmtree(directory.parent / _COPY, ignore_errors=True)
+            if disk.is_full(error):
+                raise CheckpointError(
+                    f"a checkpoint of mirror_address {self.address} cannot be written to "
+                    f"{directory}: the disk is full; free space, or set another save_directory"
+                ) from error
             raise CheckpointError(
                 f"mirror_address {self.address} cannot be read ({type(error).__name__}: {error}): "
                 "correct it, or remove it to continue without copies"
