@@ -36,6 +36,7 @@ def scenarios() -> dict[str, Scenario]:
         "silent connections": strangers.hold_silent_connections,
         "unread answers": strangers.leave_answers_unread,
         "documents": strangers.request_documents,
+        "extreme fields": strangers.send_extreme_fields,
         "background responses at once": answers.race_background_responses,
         "cancelled responses": answers.cancel_large_responses,
         "growing conversation": answers.grow_conversation,

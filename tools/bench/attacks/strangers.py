@@ -84,3 +84,23 @@ def request_documents(port: int) -> None:
     for path in ("/openapi.json", "/metrics", "/"):
         for _ in range(30):
             assert count_bytes(port, path) > 0
+
+
+def send_extreme_fields(port: int) -> None:
+    """Send integers of 400 digits, metadata of 100 KB, and gaps of a few bytes."""
+    digits = "9" * 400
+    message = '"messages": [{"role": "user", "content": "a"}], "max_tokens": 1'
+    bodies = {
+        "/api/generate": f'{{"model": "scripted", "prompt": "a", "keep_alive": {digits}}}',
+        "/api/embed": f'{{"model": "scripted", "input": "a", "keep_alive": -{digits}}}',
+        "/v1/messages": f'{{"model": "m", {message}, "metadata": {{"k": "{"v" * 100_000}"}}}}',
+        "/v1/chat/completions": f'{{{message}, "metadata": {{"{"k" * 100_000}": "v"}}}}',
+        "/infill": '{"input_prefix": "a", "input_suffix": "b", "n_predict": 1}',
+    }
+    for path, body in bodies.items():
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST", path, body, {"Content-Type": JSON})
+        answer = connection.getresponse()
+        assert answer.status < 500, path
+        assert len(answer.read()) < 4096
+        connection.close()
