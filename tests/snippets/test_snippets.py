@@ -24,12 +24,15 @@ PAGES = [
 
 
 def cases() -> Iterator[pytest.ParameterSet]:
-    """Yield one case per page and language; each YAML block and each skipped block is a case."""
+    """Yield one case per page and language; each YAML block and each skipped block is a case.
+
+    The id of such a block has its number on the page, which most edits of a page do not change.
+    """
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
         found = blocks(page)
-        for block in found:
-            alone = f"{name}:{block.line}"
+        for number, block in enumerate(found, start=1):
+            alone = f"{name}:{block.language}:{number}"
             if block.skip:
                 mark = pytest.mark.skip(reason=block.skip)
                 yield pytest.param([block], id=alone, marks=mark)
