@@ -13,6 +13,7 @@ from ed_models.tasks.pooling import Pooling
 from ed_trainers import arguments_class, trainer_class
 from ed_trainers.arguments import METHODS
 from ed_trainers.losses import neftune
+from encoder_runs import CASES, build_encoder
 from flax import nnx
 from method_runs import Pairs, apart, documents, near, near_reports, one_step, packed
 from pydantic import ValidationError
@@ -108,7 +109,10 @@ def step(toy):
 
     def step(method, batch, accumulation=1, dims=ONE, **given):
         entry = METHODS[method]
-        others = (*entry.needs, *entry.may_read)
+        if method in CASES:
+            learner, tokenizer = build_encoder(method, dims=dims), CASES[method].tokenizer
+            return one_step(method, learner, batch, accumulation, {}, tokenizer, **given)
+        others = (*entry.needs, *(name for name in entry.may_read if name == "reference"))
         frozen = {name: toy.model(dims, seed=5) for name in others}
         options = {**OPTIONS.get(method, {}), **given}
         return one_step(method, model(method, dims), batch, accumulation, frozen, **options)
@@ -214,7 +218,8 @@ def test_noise_on_embeddings_reaches_the_learner(step, batches, monkeypatch, met
     def table(model):
         return lambda ids: model.embed_tokens[...].astype(jnp.float32)[ids]
 
-    monkeypatch.setattr(neftune, "token_table", table)
+    if method not in CASES:
+        monkeypatch.setattr(neftune, "token_table", table)
     batch = batches[METHODS[method].rows]
     plain, report = step(method, batch)
     noisy, noisy_report = step(method, batch, neftune_noise_alpha=5.0)

@@ -166,6 +166,8 @@ def test_online_method_reads_synced_reference_and_resumes(toy, tmp_path, method,
         given = {}
     elif method == "ppo":
         given = {"num_iterations": 2}
+    elif method == "sdpo":  # its usual teacher, a running mean, follows the learner itself
+        given = {"num_iterations": 2, "teacher_model_kind": "base", "distillation_weight": 0.5}
     else:
         given = {"num_iterations": 2, "reward_functions": ()}
     more = {"num_train_epochs": 1, "beta": 0.1, "learning_rate": 0.3, **MOVES, **given}
