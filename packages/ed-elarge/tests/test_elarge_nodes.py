@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ed_elarge.config import nodes
-from ed_elarge.errors import InputError
+from ed_elarge.errors import MAX_SHOWN, InputError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,3 +112,20 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="not UTF-8"):
         nodes.read(tmp_path / "binary.yaml")
+
+
+def test_message_of_many_problems_shows_the_first_and_counts_all():
+    text = "".join(f"k{number}: 1\nk{number}: 2\n" for number in range(500))
+    with pytest.raises(InputError) as caught:
+        nodes.parse(text, "run.yaml")
+    message = str(caught.value)
+    assert message.count("duplicate key") == MAX_SHOWN
+    assert "the other 436 errors are not shown" in message
+    assert message.endswith("500 errors in run.yaml")
+    assert len(caught.value.problems) == 500
+
+
+def test_message_of_a_long_line_does_not_quote_the_line():
+    with pytest.raises(InputError) as caught:
+        nodes.parse("{" + ", ".join(["a: 1"] * 10_000) + "}", "run.yaml")
+    assert len(str(caught.value)) < 20_000

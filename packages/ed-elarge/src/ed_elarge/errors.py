@@ -72,6 +72,8 @@ class Document:
             return f"{self.name}: {message}"
         number = str(span.line + 1)
         text = self.line(span.line)
+        if len(text) > _MAX_LINE:
+            return f"{self.name}:{number}:{span.column + 1}: {message}"
         # The caret line repeats tabs, so that the caret is below the value at every tab width.
         indent = "".join(c if c == "\t" else " " for c in text[: span.column])
         caret = "^" * max(1, min(span.end, len(text)) - span.column)
@@ -104,6 +106,12 @@ class Problem(NamedTuple):
     on_key: bool = False
 
 
+#: Maximum number of problems in the message of an error.
+MAX_SHOWN = 64
+#: Maximum characters of a line of a file in a message.
+_MAX_LINE = 400
+
+
 class InputError(ConfigError):
     """All problems of one file or mapping, in the order of the file.
 
@@ -115,9 +123,11 @@ class InputError(ConfigError):
     def __init__(self, document: Document | str, problems: Sequence[Problem]) -> None:
         self.document = document if isinstance(document, Document) else Document(document)
         self.problems = sorted(problems, key=self.document.sort_key)
-        parts = [self.document.show(problem) for problem in self.problems]
+        parts = [self.document.show(problem) for problem in self.problems[:MAX_SHOWN]]
+        if len(self.problems) > MAX_SHOWN:
+            parts.append(f"the other {len(self.problems) - MAX_SHOWN} errors are not shown")
         if len(parts) > 1:
-            parts.append(f"{len(parts)} errors in {self.document.name}")
+            parts.append(f"{len(self.problems)} errors in {self.document.name}")
         super().__init__("\n".join(parts))
 
 

@@ -7,9 +7,24 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
+#: Maximum characters of a message. Messages quote files, which may contain names of any length.
+MAX_MESSAGE = 2**15
+
+
+def shorten_message(text: str) -> str:
+    """Return a text, or the beginning and the end of a text longer than `MAX_MESSAGE`."""
+    if len(text) <= MAX_MESSAGE:
+        return text
+    end = MAX_MESSAGE // 4
+    begin = MAX_MESSAGE - end
+    return f"{text[:begin]} [{len(text) - begin - end} characters are left out] {text[-end:]}"
+
 
 class EasyDeLError(Exception):
-    """Base class of the errors of this project."""
+    """Base class of the errors of this project. A long message is shortened."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(shorten_message(a) if isinstance(a, str) else a for a in arguments))
 
 
 class ConfigError(EasyDeLError, ValueError):
