@@ -7,12 +7,13 @@ import http.server
 import io
 import json
 import os
+import tarfile
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fsspec
 import pytest
@@ -457,3 +458,59 @@ def test_special_addresses_are_not_public(number: str) -> None:
 @pytest.mark.parametrize("number", PUBLIC)
 def test_addresses_of_the_internet_are_public(number: str) -> None:
     assert is_public(number)
+
+
+def _add_tar_member(archive: tarfile.TarFile, name: str, content: bytes = b"", **more: Any) -> None:
+    member = tarfile.TarInfo(name)
+    for key, value in more.items():
+        setattr(member, key, value)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz"])
+def test_archives_of_a_dataset_read_and_write_nothing_outside(tmp_path: Path, kind: str) -> None:
+    secret, row = tmp_path / "secret.jsonl", b'{"content": "mine"}\n'
+    secret.write_text('{"content": "secret"}\n')
+    folder = tmp_path / "set"
+    folder.mkdir()
+    outside = ["../evil.jsonl", f"{tmp_path}/evil.jsonl", "a/../../../evil.jsonl"]
+    if kind == "zip":
+        with zipfile.ZipFile(folder / "train.zip", "w") as archive:
+            archive.writestr("train.jsonl", row)
+            for name in outside:
+                archive.writestr(name, row)
+            link = zipfile.ZipInfo("link.jsonl")
+            link.external_attr = 0o120777 << 16
+            archive.writestr(link, str(secret))
+    else:
+        with tarfile.open(folder / f"train.{kind}", "w:gz" if kind == "tar.gz" else "w") as archive:
+            _add_tar_member(archive, "train.jsonl", row)
+            for name in outside:
+                _add_tar_member(archive, name, row)
+            links = {"type": tarfile.SYMTYPE, "linkname": str(secret)}
+            _add_tar_member(archive, "link.jsonl", **links)
+            _add_tar_member(archive, "hard.jsonl", **{**links, "type": tarfile.LNKTYPE})
+            _add_tar_member(archive, "pipe.jsonl", type=tarfile.FIFOTYPE)
+    try:
+        rows = [row for _, row in open_source(Inform(type="hf", data_files=str(folder))).rows()]
+    except DataError:
+        rows = []
+    assert "secret" not in str(rows)
+    assert not [*tmp_path.rglob("evil*")]
+
+
+def test_rows_in_archives_read_nothing_outside(folder: Path, site: Site) -> None:
+    addresses = ["../secret-x.png", f"{folder.parent}/secret-x.png", f"{site.url}/x.png", "x.png"]
+    rows = "".join(json.dumps({"image": each, "label": 0}) + "\n" for each in addresses)
+    with zipfile.ZipFile(folder / "rows.zip", "w") as archive:
+        archive.writestr("rows.jsonl", rows)
+        archive.writestr("x.png", png())
+    with tarfile.open(folder / "rows.tar", "w") as archive:
+        _add_tar_member(archive, "rows.jsonl", rows.encode())
+    for name in ("zip", "tar"):
+        inform = Inform(
+            type="json", data_files=f"{name}://rows.jsonl::{folder}/rows.{name}", on_error="skip"
+        )
+        assert not [*documents(inform, schema=IMAGE_CLASSIFICATION)]
+    assert not site.requests
