@@ -10,6 +10,7 @@ import pytest
 from tools.nightly import __main__ as command
 from tools.nightly.results import NEVER, Result, read_results, write_results
 from tools.nightly.slices import Test
+from tools.workspace import ROOT
 
 STORED = {
     "a.py::test_new": Result("22222222", 3.0),
@@ -102,3 +103,10 @@ def test_slice_prints_the_tests_and_rejects_an_unknown_commit(capsys) -> None:
     assert "tests that failed or were deferred last time" in printed
     assert command.main(["slice", "--commit", "no-such-commit"]) == 2
     assert "'no-such-commit' is no commit" in capsys.readouterr().err
+
+
+def test_check_of_each_commit_runs_a_slice_and_knows_the_number_of_commits() -> None:
+    steps = (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()
+    assert "  uv run python -m tools.nightly run" in steps
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert "fetch-depth: 0" in workflow

@@ -122,8 +122,8 @@ def run_slice(
     }
     tests, skipped_files = collect_tests(root)
     plan = make_plan(tests, results, commit.number)
-    print("\n".join(describe_plan(plan, commit)), flush=True)
-    print("\n".join(describe_changes(tests, results, skipped_files)), flush=True)
+    changes = describe_changes(tests, results, skipped_files)
+    print("\n".join([*describe_plan(plan, commit), *changes]), flush=True)
     if not plan.ids:
         print("this slice has no tests")
         return 0
@@ -139,6 +139,10 @@ def run_slice(
         # xdist ends a run when a test ends its process; the other tests run in a new one.
         if status == TIMED_OUT or len(remaining) == len(before):
             break
+    with log.open("a", encoding="utf-8") as file:
+        for test in remaining:  # tests that the limit ended, or did not reach
+            entry = {"id": test, "commit": commit.hash, "seconds": 0.0, "outcome": "deferred"}
+            file.write(json.dumps(entry) + "\n")
     print("\n".join(describe_outcomes(plan, outcomes, skipped_files, time.time() - began)))
     is_red = any(result.outcome == "failed" for result in outcomes.values())
     return 1 if is_red or (remaining and status != TIMED_OUT) else 0
