@@ -116,3 +116,40 @@ def damaged() -> dict[str, bytes]:
         "TIFF that refers to itself": b"II*\0" + struct.pack("<IHI", 8, 0, 8),
         "size of WebP": b"RIFF\xff\xff\xff\xffWEBPVP8 \xff\xff\xff\xff" + b"\0" * 40,
     }
+
+
+def segment(marker: int, data: bytes) -> bytes:
+    """Return a segment of a JPEG file."""
+    return bytes((0xFF, marker)) + struct.pack(">H", len(data) + 2) + data
+
+
+def pack_bits(bits: str) -> bytes:
+    """Return the entropy-coded bytes of a text of bits."""
+    padded = bits + "1" * (-len(bits) % 8)
+    data = int(padded, 2).to_bytes(len(padded) // 8, "big")
+    return data.replace(b"\xff", b"\xff\0")
+
+
+def scanned(scans: int, side: int = 4096) -> bytes:
+    """Return a gray progressive JPEG file whose scans need few bytes and much time.
+
+    The first scan has the DC coefficients, and each of the others repeats that no block has an AC
+    coefficient.
+    """
+    blocks = (side // 8) ** 2
+    run, extra = 2**14 + 0x2AAA, f"{0x2AAA:014b}"
+    empty = pack_bits(("0" + extra) * (-(-blocks // run)))
+    tables = b"\x00" + b"\1" + b"\0" * 15 + b"\0" + b"\x10" + b"\1" + b"\0" * 15 + b"\xe0"
+    scan = segment(0xDA, b"\1\1\0\x01\x3f\0") + empty
+    return b"".join(
+        (
+            b"\xff\xd8",
+            segment(0xDB, b"\0" + b"\1" * 64),
+            segment(0xC2, struct.pack(">BHHB", 8, side, side, 1) + b"\1\x11\0"),
+            segment(0xC4, tables),
+            segment(0xDA, b"\1\1\0\0\0\0"),
+            b"\0" * (blocks // 8),
+            scan * (scans - 1),
+            b"\xff\xd9",
+        )
+    )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from ed_esurge.children.process import start_python
 from ed_esurge.grammars.build import GrammarSource
 from ed_esurge.grammars.limits import GrammarError
 
@@ -79,15 +78,8 @@ class _Connection:
 
     def __init__(self) -> None:
         self.answers: dict[int, GrammarFuture] = {}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ed_esurge.grammars.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
-                "TOKENIZERS_PARALLELISM": "false",
-            },
+        self.process = start_python(
+            "ed_esurge.grammars.worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         threading.Thread(target=self._read, name="esurge-grammar-trials", daemon=True).start()
 

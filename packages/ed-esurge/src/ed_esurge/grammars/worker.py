@@ -15,16 +15,15 @@ import heapq
 import itertools
 import json
 import os
-import resource
 import selectors
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ed_esurge.children.limits import limit_memory, limit_time
 from ed_esurge.grammars.build import make_tokenizer
 from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.trial import SlowStepError, compile_grammar, try_matcher
@@ -191,16 +190,8 @@ def _limit() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # other systems do not enforce this limit
-        with open("/proc/self/statm") as file:
-            own = int(file.read().split()[0]) * resource.getpagesize()
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = own + STACK + MEMORY
-        if hard == resource.RLIM_INFINITY or hard > most:
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
+    limit_memory(STACK + MEMORY)
+    limit_time(CPU_SECONDS, WALL_SECONDS)
 
 
 def _write(target: int, data: bytes) -> None:

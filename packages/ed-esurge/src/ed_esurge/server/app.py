@@ -358,6 +358,7 @@ def _prompts(
         media: ChatImages | ChatRecordings = ChatImages(names, processor, media_domains)
     else:
         media = ChatRecordings(form, processor, engine.tokenizer, engine.max_model_len)
+    media.start()
     if getattr(engine.tokenizer, "chat_template", None) is None:
         chat_template = chat_template or getattr(processor, "chat_template", None)
     return PromptEncoder(

@@ -15,6 +15,7 @@ from ed_esurge.server.generation.abilities import EndpointAbility, require
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import Access, owner_of
+from ed_esurge.server.http.errors import client_gone
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.http.streaming import EventStream
 
@@ -118,7 +119,21 @@ async def dispatch(
         model = await stack.enter_async_context(server.using(name, owner_of(request.scope)))
         if endpoint.ability is not None:
             require(model, endpoint.ability)
-        response = await endpoint.answer(model, body, request)
+        response = await _answer(model, endpoint, body, request)
         if isinstance(response, EventStream):  # the model stays in memory until the stream ends
             response.held = stack.pop_all()
         return response
+
+
+async def _answer(
+    model: ServedModel, endpoint: Endpoint, body: BaseModel, request: Request
+) -> Response:
+    """Return the answer of an endpoint to a body. Cancel the work if the client leaves before.
+
+    The handler of a form reads the body itself, and an operator's change is never cancelled.
+    """
+    work = endpoint.answer(model, body, request)
+    if endpoint.form or endpoint.access != "key":
+        return await work
+    response = await model.lifetime(request).run(work)
+    return client_gone() if response is None else response

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float
 
+from ed_esurge.children.process import JobGroup
 from ed_esurge.speech.channels import check_form, mono
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.errors import AudioError
@@ -19,7 +20,11 @@ SHORTEST = 0.1
 
 
 def decoded(
-    data: bytes, rate: int, max_seconds: float, decoder: DecoderProcess
+    data: bytes,
+    rate: int,
+    max_seconds: float,
+    decoder: DecoderProcess,
+    group: JobGroup | None = None,
 ) -> Float[np.ndarray, " n"]:
     """Return the samples of an audio file as float32, the mean of its channels.
 
@@ -31,6 +36,7 @@ def decoded(
         rate: samples of a second.
         max_seconds: limit of the length.
         decoder: reads the files that are no WAV files.
+        group: the jobs that are cancelled together.
 
     Raises:
         AudioTooLongError: the recording is longer than `max_seconds`.
@@ -40,7 +46,7 @@ def decoded(
         raise AudioError("the audio file is empty")
     wav = WavFile.read(data)
     if wav is None:
-        found, blocks = decoder.read(data, max_seconds)
+        found, blocks = decoder.read(data, max_seconds, group)
     else:
         check_form(wav.rate, wav.channels)
         found, blocks = wav.rate, mono(wav.blocks(), int(max_seconds * wav.rate))

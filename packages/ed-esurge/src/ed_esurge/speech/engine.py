@@ -15,6 +15,7 @@ import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, EasyDeLError
 
+from ed_esurge.children.process import JobGroup
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.engine.intake import CheckedPrompt, RequestOptions
@@ -131,7 +132,7 @@ class SpeechEngine:
         on_start()
         loop = asyncio.get_running_loop()
         found: asyncio.Queue[Any] = asyncio.Queue()
-        aborted = threading.Event()
+        aborted, jobs = threading.Event(), JobGroup()
 
         def put(item: Any) -> None:
             loop.call_soon_threadsafe(found.put_nowait, item)
@@ -139,7 +140,7 @@ class SpeechEngine:
         def work() -> Any:
             samples = audio
             if isinstance(audio, bytes):
-                samples = decoded(audio, self.sampling_rate, max_seconds, self._files)
+                samples = decoded(audio, self.sampling_rate, max_seconds, self._files, jobs)
             return self._transcribed(samples, options, client, aborted, put)
 
         def ended(done: Future[Any]) -> None:
@@ -159,6 +160,7 @@ class SpeechEngine:
             yield item.result()
         finally:
             aborted.set()
+            jobs.cancel()
 
     def _transcribed(
         self,

@@ -2,13 +2,12 @@
 
 An image is a `data:` URL, or a URL of a host in `allowed_media_domains` whose addresses are public
 or in `allowed_media_domains`, too. The limits of bytes and pixels are checked before the pixels are
-decoded.
+decoded, in a limited child process (`ed_esurge.pictures`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import socket
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,7 +20,9 @@ import numpy as np
 from ed_infra.inputs import COUNTS, GRID, POSITIONS, SIZES
 from ed_models.body.packed_images import PatchForm, from_positions, in_blocks
 
+from ed_esurge.children.process import JobGroup
 from ed_esurge.core.commands import EncoderInput
+from ed_esurge.pictures.decoder import PictureDecoder, PictureError
 from ed_esurge.server.generation.media import (
     IMAGE,
     RECORDING,
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
 
 #: Limits of one request: number of images, and bytes and pixels of each image.
 MAX_IMAGES, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS = 16, 2**24, 2**24
-# Formats whose decoders are enabled, and the time limit of a download in seconds.
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
+# Longest side of an image in pixels. The time of an image processor depends on each side.
+MAX_SIDE = 2**16
+# Time limit of a download in seconds.
 FETCH_SECONDS = 10.0
 
 
@@ -102,6 +104,12 @@ class ChatImages:
         self._token = None if processor is None else _image_token(processor)
         ends_row = getattr(processor, "image_break_token_id", None)
         self._of_image = {token for token in (self._token, ends_row) if token is not None}
+        self._decoder = PictureDecoder()
+
+    def start(self) -> None:
+        """Start the process that decodes images, if the model accepts images."""
+        if self._accepts and self._token is not None:
+            self._decoder.start()
 
     async def sources(self, messages: Sequence[ChatMessage]) -> list[ImageSource]:
         """Return the encoded images of a conversation in order.
@@ -196,7 +204,7 @@ class ChatImages:
             yield answer
 
     def expanded(
-        self, text: str, sources: Sequence[ImageSource]
+        self, text: str, sources: Sequence[ImageSource], group: JobGroup | None = None
     ) -> tuple[str, list[ProcessedMedium]]:
         """Process the images, and replace the text of each image by the tokens of its features.
 
@@ -204,13 +212,14 @@ class ChatImages:
             text: the rendered conversation, with one image token per image. The texts of users
                 contain no image tokens, see `ChatTemplate.render`.
             sources: at least one image, see `sources`.
+            group: the jobs that are cancelled together.
 
         Raises:
             APIError: 400, an image is invalid, or the template has no placeholder for it.
         """
         processor = self._processor
         assert processor is not None, "`sources` has checked the processor"
-        process = partial(self._processed, processor, alone=len(sources) == 1)
+        process = partial(self._processed, processor, alone=len(sources) == 1, group=group)
         return expanded(text, processor.image_token, sources, process, IMAGE)
 
     def located(
@@ -229,12 +238,24 @@ class ChatImages:
         return located(tokens, images, self._token, self._of_image, IMAGE)
 
     def _processed(
-        self, processor: ImageTextProcessor, source: ImageSource, *, alone: bool
+        self,
+        processor: ImageTextProcessor,
+        source: ImageSource,
+        *,
+        alone: bool,
+        group: JobGroup | None,
     ) -> ProcessedMedium:
         data = source.data
-        image = opened(data, source.param) if isinstance(data, bytes) else data.convert("RGB")
+        try:
+            if isinstance(data, bytes):
+                image = self._decoder.read(data, MAX_IMAGE_PIXELS, group)
+            else:
+                image = data.convert("RGB")
+        except PictureError as error:
+            IMAGE.refuse(str(error), source.param)
         images: list[Any] = [image]
         own = getattr(processor, "image_processor", None)
+        _check_shape(image, own, source.param)
         if not alone and COUNTS in (getattr(own, "model_input_names", None) or ()):
             images = [[image, image.resize((2, 2))]]
         assert self._token is not None, "`sources` has checked the processor"
@@ -318,24 +339,27 @@ def _decoded(url: str, param: str) -> bytes:
     return IMAGE.decoded(data, MAX_IMAGE_BYTES, param)
 
 
-def opened(data: bytes, param: str) -> PIL.Image.Image:
-    """Return the RGB image in an encoded image. Check the number of pixels before decoding.
+def _check_shape(image: PIL.Image.Image, processor: Any, param: str) -> None:
+    """Check that an image processor does not enlarge a narrow image without a limit.
 
-    Args:
-        param: field of the request for errors.
+    A processor such as CLIP's enlarges the shortest side to a fixed length before it crops.
 
     Raises:
-        APIError: 400, the format is unknown, or the image is too large or damaged.
+        APIError: 400.
     """
-    from PIL import Image, ImageOps
-
-    try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-        if image.width * image.height <= MAX_IMAGE_PIXELS:
-            return ImageOps.exif_transpose(image).convert("RGB")
-        size = f"{image.width} x {image.height}"
-    except Image.DecompressionBombError:
-        size = "too many"
-    except Exception:  # decoders raise many types of exceptions for damaged data
-        IMAGE.refuse(f"the image cannot be decoded: send {', '.join(FORMATS)}", param)
-    IMAGE.refuse(f"the image has {size} pixels, and the limit is {MAX_IMAGE_PIXELS} pixels", param)
+    short, long = sorted(image.size)
+    if long > MAX_SIDE:
+        IMAGE.refuse(f"the image has a side of {long} pixels, and the limit is {MAX_SIDE}", param)
+    size = getattr(processor, "size", None)
+    if size is None:
+        return
+    edge = size.get("shortest_edge")
+    if not edge or size.get("longest_edge"):
+        return
+    most = max(1, 2 * MAX_IMAGE_PIXELS // edge**2)
+    if long > most * short:
+        IMAGE.refuse(
+            f"the image has {image.width} x {image.height} pixels, and the longer side may be at "
+            f"most {most} times the shorter side: crop the image",
+            param,
+        )

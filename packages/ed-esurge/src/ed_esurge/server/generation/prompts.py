@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ed_infra.errors import ConfigError
 
+from ed_esurge.children.process import JobGroup
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.intake import (
@@ -43,6 +44,9 @@ T = TypeVar("T")
 # the streams of other clients for about 5 ms. Few threads, because a tokenizer uses much memory.
 LONG_TEXT = 10_000
 THREADS = 2
+# Threads that decode images and recordings. They mostly wait for a child process, and never delay
+# the prompts of text.
+MEDIA_THREADS = 4
 # Number of tokens at the end of a prompt that are searched for the beginning of thoughts.
 ENDING = 16
 
@@ -118,6 +122,9 @@ class PromptEncoder:
         self.template_text = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
         self.gaps = InfillPrompts(tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ed-esurge-tokenizer")
+        self._media_threads = ThreadPoolExecutor(
+            MEDIA_THREADS, thread_name_prefix="ed-esurge-media"
+        )
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, param: str = "prompt"
@@ -452,16 +459,29 @@ class PromptEncoder:
         )
         sources = await self.media.sources(messages)
 
-        def work() -> EncodedPrompt:
-            template, text, marks = render()
-            if not sources:
+        weight = size + 100 * (len(messages) + len(tools))
+        if not sources:
+
+            def encode() -> EncodedPrompt:
+                template, text, marks = render()
                 return EncodedPrompt(template.encode(text, marks))
-            text, media = self.media.expanded(text, sources)
+
+            return await self._aside(encode, weight)
+        template, text, marks = await self._aside(render, weight)
+        group = JobGroup()
+        expand = partial(self.media.expanded, text, sources, group)
+        loop = asyncio.get_running_loop()
+        try:
+            text, media = await loop.run_in_executor(self._media_threads, expand)
+        except asyncio.CancelledError:
+            group.cancel()
+            raise
+
+        def locate() -> EncodedPrompt:
             tokens = template.encode(text, marks)
             return EncodedPrompt(tokens, self.media.located(tokens, media))
 
-        weight = size + 100 * (len(messages) + len(tools))
-        return await self._aside(work, LONG_TEXT if sources else weight)
+        return await self._aside(locate, LONG_TEXT)
 
     async def text_of(self, request: ChatRequest) -> str:
         """Return the text of a chat request after the template.

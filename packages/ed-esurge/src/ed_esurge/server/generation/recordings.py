@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from ed_infra.inputs import SOUND
 from ed_models.tasks.audio_text import RecordingForm
 
+from ed_esurge.children.process import JobGroup
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation.media import (
     IMAGE,
@@ -67,6 +69,11 @@ class ChatRecordings:
         self._most = max(1, max_model_len // form.length)
         self._decoder = DecoderProcess()
 
+    def start(self) -> None:
+        """Start the process that reads recordings, if the model accepts recordings."""
+        if self._extract is not None:
+            self._decoder.start()
+
     async def sources(self, messages: Sequence[ChatMessage]) -> list[RecordingSource]:
         """Return the encoded recordings of a conversation in order.
 
@@ -94,7 +101,7 @@ class ChatRecordings:
         return found
 
     def expanded(
-        self, text: str, sources: Sequence[RecordingSource]
+        self, text: str, sources: Sequence[RecordingSource], group: JobGroup | None = None
     ) -> tuple[str, list[ProcessedMedium]]:
         """Process the recordings, and replace the token of each recording by those of its features.
 
@@ -102,11 +109,12 @@ class ChatRecordings:
             text: the rendered conversation, with one placeholder token per recording. The texts of
                 users contain no placeholder tokens, see `ChatTemplate.render`.
             sources: at least one recording, see `sources`.
+            group: the jobs that are cancelled together.
 
         Raises:
             APIError: 400, a recording is invalid, or the template has no placeholder for it.
         """
-        return expanded(text, self._text, sources, self._processed, RECORDING)
+        return expanded(text, self._text, sources, partial(self._processed, group=group), RECORDING)
 
     def located(
         self, tokens: Sequence[int], recordings: Sequence[ProcessedMedium]
@@ -114,7 +122,7 @@ class ChatRecordings:
         """Return the encoder inputs of the recordings in a prompt; see `media.located`."""
         return located(tokens, recordings, self._form.token, {self._form.token}, RECORDING)
 
-    def _processed(self, source: RecordingSource) -> ProcessedMedium:
+    def _processed(self, source: RecordingSource, group: JobGroup | None) -> ProcessedMedium:
         """Return the parts of a recording in the form that the model reads."""
         bins, frames = self._form.shape
         rate, samples = int(self._extract.sampling_rate), frames * int(self._extract.hop_length)
@@ -123,7 +131,7 @@ class ChatRecordings:
         if (source.kind == "wav") != (WavFile.read(source.data) is not None):
             RECORDING.refuse(f"the data is no {source.kind} file: set the format", source.param)
         try:
-            sound = decoded(source.data, rate, seconds, self._decoder)
+            sound = decoded(source.data, rate, seconds, self._decoder, group)
         except AudioTooLongError:
             RECORDING.refuse(
                 f"the recording is longer than {seconds:g} seconds, the limit", source.param

@@ -1,0 +1,1 @@
+"""Child processes that do work on data of clients within limits of time and memory."""

@@ -1,0 +1,195 @@
+"""The server's interface to a worker process that does each job in a limited child.
+
+A fault of the work, such as a crash or an endless loop, ends the child of one job, and not the
+server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ed_esurge.children.messages import END, MEMORY, read_message, write_options
+
+
+class ChildEndedError(Exception):
+    """The child has ended without a result: it crashed, reached a limit, or was cancelled."""
+
+
+class ChildMemoryError(ChildEndedError):
+    """The child has reached its limit of memory."""
+
+
+@dataclass(frozen=True)
+class ChildLimits:
+    """Limits of a child.
+
+    Attributes:
+        cpu_seconds: processor time.
+        memory: bytes in addition to those of the worker process and of the data.
+        wall_seconds: elapsed time, which ends a child that waits.
+    """
+
+    cpu_seconds: float
+    memory: int
+    wall_seconds: float = 120.0
+
+
+class JobGroup:
+    """The jobs of one request, which end together when the client leaves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._sockets: set[socket.socket] = set()
+
+    def cancel(self) -> None:
+        """End the running jobs, whose threads then raise `ChildEndedError`, and start no more."""
+        with self._lock:
+            self._cancelled = True
+            for peer in self._sockets:
+                with contextlib.suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def holding(self, peer: socket.socket) -> Iterator[None]:
+        """Let `cancel` end the job of a socket inside the block.
+
+        Raises:
+            ChildEndedError: the group is cancelled.
+        """
+        with self._lock:
+            if self._cancelled:
+                raise ChildEndedError
+            self._sockets.add(peer)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sockets.discard(peer)
+
+
+class WorkerProcess:
+    """Does jobs in children of a worker process, which starts with the first job.
+
+    Args:
+        task: the module of the worker process, see `ed_esurge.children.worker`.
+    """
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker process after its start."""
+        return None if self._connection is None else self._connection.process.pid
+
+    def start(self) -> None:
+        """Start the worker process if none runs, without waiting for its imports."""
+        with self._lock:
+            self._connect()
+
+    def messages(
+        self,
+        data: bytes,
+        options: dict[str, Any],
+        limits: ChildLimits,
+        group: JobGroup | None = None,
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the messages of the child of a job, without the last.
+
+        Closing the iterator ends the child.
+
+        Args:
+            data: the bytes to work on.
+            options: options of the task, as JSON.
+            group: the jobs that are cancelled together.
+
+        Raises:
+            ChildEndedError: the child has ended early.
+        """
+        group = group or JobGroup()
+        peer, other = socket.socketpair()
+        with peer, group.holding(peer):
+            peer.settimeout(limits.wall_seconds)
+            with other, self._lock:
+                self._connect().send(other)
+            try:
+                write_options(peer, asdict(limits))
+                write_options(peer, options)
+                peer.sendall(data)
+                peer.shutdown(socket.SHUT_WR)
+                while True:
+                    kind, content = read_message(peer)
+                    if kind == END:
+                        return
+                    if kind == MEMORY:
+                        raise ChildMemoryError
+                    yield kind, content
+            except (OSError, EOFError):  # the child has ended, or its time
+                raise ChildEndedError from None
+
+    def _connect(self) -> _Connection:
+        connection = self._connection
+        if connection is None or connection.process.poll() is not None:
+            if connection is not None:
+                connection.close()
+            connection = self._connection = _Connection(self._task)
+            weakref.finalize(self, connection.close)
+        return connection
+
+
+class _Connection:
+    """A worker process, and the socket that passes the sockets of jobs to the process."""
+
+    def __init__(self, task: str) -> None:
+        self._jobs, other = socket.socketpair()
+        with other:
+            self.process = start_python(
+                task,
+                str(other.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+            )
+
+    def send(self, peer: socket.socket) -> None:
+        """Pass the socket of a job. Raises ChildEndedError: the process has just ended."""
+        try:
+            socket.send_fds(self._jobs, [b"."], [peer.fileno()])
+        except OSError:
+            raise ChildEndedError from None
+
+    def close(self) -> None:
+        """End the process."""
+        self._jobs.close()
+        self.process.wait()
+
+
+def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
+    """Start a module in another Python process, which imports from the same folders.
+
+    Args:
+        options: options of `subprocess.Popen`.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        },
+        **options,
+    )

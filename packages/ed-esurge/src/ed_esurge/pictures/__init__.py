@@ -1,0 +1,1 @@
+"""Pictures of clients: decoding in limited child processes."""
