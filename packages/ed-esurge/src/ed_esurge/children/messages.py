@@ -53,13 +53,15 @@ def read_message(peer: socket.socket) -> tuple[bytes, bytes]:
 
 
 def write_options(peer: socket.socket, options: dict[str, Any]) -> None:
-    """Write the options of a job, which fit one message."""
-    write_message(peer, END, json.dumps(options).encode())
+    """Write the options of a job."""
+    content = json.dumps(options).encode()
+    peer.sendall(HEAD.pack(END, len(content)) + content)
 
 
 def read_options(peer: socket.socket) -> dict[str, Any]:
     """Return the options of a job."""
-    return json.loads(read_message(peer)[1])
+    _, length = HEAD.unpack(read_exactly(peer, HEAD.size))
+    return json.loads(read_exactly(peer, length))
 
 
 def read_exactly(source: socket.socket, count: int) -> bytes:

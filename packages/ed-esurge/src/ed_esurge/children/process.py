@@ -6,6 +6,7 @@ server.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -13,11 +14,14 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ed_esurge.children.messages import END, MEMORY, read_message, write_options
+
+T = TypeVar("T")
 
 
 class ChildEndedError(Exception):
@@ -75,6 +79,16 @@ class JobGroup:
         finally:
             with self._lock:
                 self._sockets.discard(peer)
+
+
+async def run_cancellable(threads: Executor, work: Callable[[JobGroup], T]) -> T:
+    """Return the result of work in a thread. Cancelling the task ends the jobs of the work."""
+    group = JobGroup()
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, work, group)
+    except asyncio.CancelledError:
+        group.cancel()
+        raise
 
 
 class WorkerProcess:

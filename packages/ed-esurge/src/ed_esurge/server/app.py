@@ -196,6 +196,8 @@ def create_app(
             if not more:  # `release` stops the models of the directory
                 own.append(served)
         prompts = _prompts(served, chat_template, oai_like_processor, allowed_media_domains)
+        if trust_request_chat_template:
+            prompts.renderer.start()
         formats = ReplyFormats(
             prompts.tokenizer,
             prompts.template_text,

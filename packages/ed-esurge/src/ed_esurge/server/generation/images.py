@@ -108,7 +108,7 @@ class ChatImages:
 
     def start(self) -> None:
         """Start the process that decodes images, if the model accepts images."""
-        if self._accepts and self._token is not None:
+        if self.accepts_images and self._token is not None:
             self._decoder.start()
 
     async def sources(self, messages: Sequence[ChatMessage]) -> list[ImageSource]:

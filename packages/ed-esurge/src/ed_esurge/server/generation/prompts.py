@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 from ed_infra.errors import ConfigError
 
-from ed_esurge.children.process import JobGroup
+from ed_esurge.children.process import run_cancellable
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.intake import (
@@ -26,7 +25,9 @@ from ed_esurge.engine.intake import (
 from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.images import ChatImages
 from ed_esurge.server.generation.infilling import InfillPrompts
+from ed_esurge.server.generation.media import ProcessedMedium
 from ed_esurge.server.generation.recordings import ChatRecordings
+from ed_esurge.server.generation.rendering import ConversationRenderer, Render, RenderedText
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.generation.text_pairs import (
@@ -36,7 +37,7 @@ from ed_esurge.server.generation.text_pairs import (
     first_tokens,
 )
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.template import ChatTemplate, texts_in
+from ed_esurge.template import ChatTemplate
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ THREADS = 2
 # Threads that decode images and recordings. They mostly wait for a child process, and never delay
 # the prompts of text.
 MEDIA_THREADS = 4
+# Threads that wait for the templates of requests, which are rendered in a child process, too.
+TEMPLATE_THREADS = 2
 # Number of tokens at the end of a prompt that are searched for the beginning of thoughts.
 ENDING = 16
 
@@ -113,17 +116,23 @@ class PromptEncoder:
         # A longer text always has more tokens than `max_model_len`.
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self.most_characters = max_model_len * longest
-        self._template: ChatTemplate | None = None
+        template: ChatTemplate | None = None
         if chat_template or getattr(tokenizer, "chat_template", None):
-            self._template = ChatTemplate(
+            template = ChatTemplate(
                 tokenizer, chat_template, reads_parts=None if oai_like_processor else False
             )
-        self.has_template = self._template is not None
+        self.has_template = template is not None
         self.template_text = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
         self.gaps = InfillPrompts(tokenizer)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ed-esurge-tokenizer")
         self._media_threads = ThreadPoolExecutor(
             MEDIA_THREADS, thread_name_prefix="ed-esurge-media"
+        )
+        self._template_threads = ThreadPoolExecutor(
+            TEMPLATE_THREADS, thread_name_prefix="ed-esurge-template"
+        )
+        self.renderer = ConversationRenderer(
+            tokenizer, template, self.template_text, self.most_characters, self._check_length
         )
 
     async def encode(
@@ -448,7 +457,7 @@ class PromptEncoder:
         """
         if not self.media.accepts_images:
             messages = [message.replace_optional_media() for message in messages]
-        render = self._rendering(
+        render = self.renderer.prepare(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -458,30 +467,32 @@ class PromptEncoder:
             chat_template=chat_template,
         )
         sources = await self.media.sources(messages)
-
         weight = size + 100 * (len(messages) + len(tools))
-        if not sources:
+        if not sources and chat_template is None:
 
             def encode() -> EncodedPrompt:
-                template, text, marks = render()
+                template, text, marks = render(None)
                 return EncodedPrompt(template.encode(text, marks))
 
             return await self._aside(encode, weight)
-        template, text, marks = await self._aside(render, weight)
-        group = JobGroup()
-        expand = partial(self.media.expanded, text, sources, group)
-        loop = asyncio.get_running_loop()
-        try:
-            text, media = await loop.run_in_executor(self._media_threads, expand)
-        except asyncio.CancelledError:
-            group.cancel()
-            raise
+        template, text, marks = await self._render(render, chat_template is not None, weight)
+        media: list[ProcessedMedium] = []
+        if sources:
+            expand = partial(self.media.expanded, text, sources)
+            text, media = await run_cancellable(self._media_threads, expand)
 
         def locate() -> EncodedPrompt:
             tokens = template.encode(text, marks)
-            return EncodedPrompt(tokens, self.media.located(tokens, media))
+            located = self.media.located(tokens, media) if media else ()
+            return EncodedPrompt(tokens, located)
 
-        return await self._aside(locate, LONG_TEXT)
+        return await self._aside(locate, max(weight, len(text)))
+
+    async def _render(self, render: Render, untrusted: bool, weight: int) -> RenderedText:
+        """Return a rendered conversation. The template of a request has other threads."""
+        if untrusted:
+            return await run_cancellable(self._template_threads, render)
+        return await self._aside(partial(render, None), weight)
 
     async def text_of(self, request: ChatRequest) -> str:
         """Return the text of a chat request after the template.
@@ -490,83 +501,10 @@ class PromptEncoder:
             APIError: see `conversation`.
         """
         messages = [message.replace_optional_media() for message in request.messages]
-        render = self._rendering(messages, **self._arguments(request))
-
-        def work() -> str:
-            template, text, marks = render()
-            return template.plain(text, marks)
-
-        return await self._aside(work, LONG_TEXT)
-
-    def _rendering(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: dict[str, Any] | None,
-        tools: Sequence[Tool],
-        documents: Sequence[dict[str, Any]],
-        chat_template: str | None,
-    ) -> Callable[[], tuple[ChatTemplate, str, re.Pattern[str]]]:
-        """Return a function that renders a conversation: the template, the text and the pattern of
-        its marks. See `conversation` and `ChatTemplate.render`."""
-        template = self._template
-        if chat_template is not None:
-            template = ChatTemplate(self.tokenizer, chat_template)
-        if template is None:
-            raise APIError(
-                "this model has no chat template, which messages require: use /v1/completions, or "
-                "start the server with chat_template=, such as chatml",
-                code="no_chat_template",
-            )
-        # Reject the arguments of `apply_chat_template` that are not variables of the template.
-        variables = variables or {}
-        taken = sorted(variables.keys() & _RESERVED)
-        if taken:
-            raise APIError(
-                f"{taken[0]!r} is not a variable of the template; use its own request field",
-                param="chat_template_kwargs",
-            )
-
-        if documents and template.source is None and "documents" not in self.template_text:
-            raise APIError(
-                "documents are not supported by this model's chat template: put them into a "
-                "message",
-                param="documents",
-                code="unsupported_value",
-            )
-
-        def work() -> tuple[ChatTemplate, str, re.Pattern[str]]:
-            texts = [message.for_template() for message in messages]
-            offered: dict[str, Any] = {}
-            if tools:
-                offered["tools"] = [tool.for_template() for tool in tools]
-            if documents:
-                offered["documents"] = list(documents)
-            self._check_length(sum(map(len, texts_in((texts, offered)))), "messages")
-            try:
-                text, marks = template.render(
-                    texts,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    **offered,
-                    **variables,
-                )
-            except Exception as error:  # a template can raise any exception for a client's messages
-                raise APIError(
-                    f"the chat template rejects these messages: {error}", param="messages"
-                ) from error
-            self._check_length(len(text), "messages")
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise APIError(
-                    f"the messages are not valid Unicode: {error.reason}", param="messages"
-                ) from error
-            return template, text, marks
-
-        return work
+        render = self.renderer.prepare(messages, **self._arguments(request))
+        untrusted = request.chat_template is not None
+        template, text, marks = await self._render(render, untrusted, LONG_TEXT)
+        return await self._aside(partial(template.plain, text, marks), len(text))
 
 
 def invalid_token(error: TokenIdError, param: str) -> APIError:
@@ -576,22 +514,3 @@ def invalid_token(error: TokenIdError, param: str) -> APIError:
         param=param,
         code="invalid_value",
     )
-
-
-_RESERVED = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "max_length",
-    "messages",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-}

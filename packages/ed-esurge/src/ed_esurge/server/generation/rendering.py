@@ -1,0 +1,190 @@
+"""Conversations as text: templates of the model in this process, of requests in a child."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ed_esurge.children.process import JobGroup
+from ed_esurge.server.generation.engine import ServedTokenizer
+from ed_esurge.server.generation.requests import ChatMessage
+from ed_esurge.server.generation.structured import Tool
+from ed_esurge.server.http.errors import APIError
+from ed_esurge.template import ChatTemplate, texts_in
+from ed_esurge.untrusted_template import (
+    TooLongTextError,
+    UntrustedTemplateError,
+    UntrustedTemplates,
+)
+
+RenderedText = tuple[ChatTemplate, str, re.Pattern[str]]
+"""The template, the text, and the pattern of its marks; see `ChatTemplate.render`."""
+Render = Callable[[JobGroup | None], RenderedText]
+"""Renders a conversation, and lets a group cancel the work."""
+
+#: Limit of the texts that a template may repeat: characters of the variables of a request (or of
+#: its special tokens), times messages.
+MAX_REPEATED = 2**25
+
+
+class ConversationRenderer:
+    """Renders conversations for one model.
+
+    Args:
+        tokenizer: Hugging Face tokenizer of the model.
+        template: the template of the model; None = there is none.
+        template_text: the text of the template.
+        most: limit of a text in characters.
+        check_length: raises APIError for a number of characters beyond the limit.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ServedTokenizer,
+        template: ChatTemplate | None,
+        template_text: str,
+        most: int,
+        check_length: Callable[[int, str], None],
+    ) -> None:
+        self._tokenizer, self._template, self._template_text = tokenizer, template, template_text
+        self._most, self._check_length = most, check_length
+        self._untrusted = UntrustedTemplates(tokenizer)
+
+    def start(self) -> None:
+        """Start the process that renders the templates of requests."""
+        self._untrusted.start()
+
+    def prepare(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
+        documents: Sequence[dict[str, Any]] = (),
+        chat_template: str | None = None,
+    ) -> Render:
+        """Return the function that renders a conversation; see `PromptEncoder.conversation`.
+
+        Raises:
+            APIError: 400, there is no template, or a variable is reserved.
+        """
+        template = self._template
+        if chat_template is not None:
+            named = getattr(self._tokenizer, "chat_template", None)
+            if isinstance(named, Mapping):
+                chat_template = named.get(chat_template, chat_template)
+            template = ChatTemplate(self._tokenizer, chat_template)
+        if template is None:
+            raise APIError(
+                "this model has no chat template, which messages require: use /v1/completions, or "
+                "start the server with chat_template=, such as chatml",
+                code="no_chat_template",
+            )
+        # Reject the arguments of `apply_chat_template` that are not variables of the template.
+        variables = variables or {}
+        taken = sorted(variables.keys() & _RESERVED)
+        if taken:
+            raise APIError(
+                f"{taken[0]!r} is not a variable of the template; use its own request field",
+                param="chat_template_kwargs",
+            )
+
+        if documents and template.source is None and "documents" not in self._template_text:
+            raise APIError(
+                "documents are not supported by this model's chat template: put them into a "
+                "message",
+                param="documents",
+                code="unsupported_value",
+            )
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **variables,
+        }
+
+        def work(group: JobGroup | None) -> RenderedText:
+            texts = [message.for_template() for message in messages]
+            offered: dict[str, Any] = {}
+            if tools:
+                offered["tools"] = [tool.for_template() for tool in tools]
+            if documents:
+                offered["documents"] = list(documents)
+            self._check_length(sum(map(len, texts_in((texts, offered)))), "messages")
+            _check_repetition(variables, len(texts))
+            try:
+                if chat_template is None:
+                    text, marks = template.render(texts, **offered, **options)
+                else:
+                    given = {**offered, **options}
+                    text, marks = self._render_apart(chat_template, texts, given, group)
+            except APIError:
+                raise
+            except Exception as error:  # a template can raise any exception for a client's messages
+                raise APIError(
+                    f"the chat template rejects these messages: {error}", param="messages"
+                ) from error
+            self._check_length(len(text), "messages")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise APIError(
+                    f"the messages are not valid Unicode: {error.reason}", param="messages"
+                ) from error
+            return template, text, marks
+
+        return work
+
+    def _render_apart(
+        self,
+        source: str,
+        messages: list[dict[str, Any]],
+        options: dict[str, Any],
+        group: JobGroup | None,
+    ) -> tuple[str, re.Pattern[str]]:
+        try:
+            return self._untrusted.render(source, messages, options, self._most, group)
+        except TooLongTextError as error:
+            self._check_length(error.characters, "messages")
+            raise
+        except UntrustedTemplateError as error:
+            raise APIError(
+                f"the chat template rejects these messages: {error}", param="messages"
+            ) from None
+
+
+def _check_repetition(variables: Mapping[str, Any], messages: int) -> None:
+    """Check the size of the variables, which a template may write once for each message.
+
+    Raises:
+        APIError: 400.
+    """
+    size = sum(map(len, texts_in(variables)))
+    if size * messages > MAX_REPEATED:
+        raise APIError(
+            f"chat_template_kwargs has {size} characters, and the template may repeat them in each "
+            f"of the {messages} messages: send at most {MAX_REPEATED // messages} characters, or "
+            "put the text into a message",
+            param="chat_template_kwargs",
+        )
+
+
+_RESERVED = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
