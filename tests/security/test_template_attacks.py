@@ -121,13 +121,13 @@ def test_template_ends_when_the_client_leaves(monkeypatch):
     monkeypatch.setattr(untrusted_template, "CPU_SECONDS", 1000.0)
     monkeypatch.setattr(untrusted_template, "WALL_SECONDS", 1000.0)
     started: list[UntrustedTemplates] = []
-    start = UntrustedTemplates.start
+    create = UntrustedTemplates.__init__
 
-    def record(templates: UntrustedTemplates) -> None:
+    def record(templates: UntrustedTemplates, tokenizer: Any) -> None:
         started.append(templates)
-        start(templates)
+        create(templates, tokenizer)
 
-    monkeypatch.setattr(UntrustedTemplates, "start", record)
+    monkeypatch.setattr(UntrustedTemplates, "__init__", record)
     with background(ScriptedEngine(), trust_request_chat_template=True) as url:
         assert ask(url, CHAT_TEMPLATE).status_code == 200
         (templates,) = started

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from tools.bench.attacks import answers, strangers
 from tools.bench.attacks.bodies import bodies
+from tools.bench.attacks.media import media
 from tools.bench.attacks.requests import ROUTES, Ask, long_text
 
 __all__ = ["ROUTES", "Ask", "Scenario", "attacks", "long_text", "scenarios"]
@@ -25,7 +26,7 @@ Scenario = Callable[[int], None]
 
 def attacks() -> dict[str, Ask]:
     """Return the attacks with one request by name."""
-    return {**bodies(), **answers.large_answers()}
+    return {**bodies(), **answers.large_answers(), **media()}
 
 
 def scenarios() -> dict[str, Scenario]:

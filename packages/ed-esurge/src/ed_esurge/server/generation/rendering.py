@@ -52,8 +52,9 @@ class ConversationRenderer:
         self._untrusted = UntrustedTemplates(tokenizer)
 
     def start(self) -> None:
-        """Start the process that renders the templates of requests."""
-        self._untrusted.start()
+        """Start the process that renders the templates of requests, and wait for its imports."""
+        message = {"role": "user", "content": "a"}
+        self._untrusted.render("{{ messages[0].content }}", [message], {}, 2**20)
 
     def prepare(
         self,
