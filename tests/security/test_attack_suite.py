@@ -18,7 +18,8 @@ SCENARIOS = scenarios()
 def root(tmp_path_factory):
     engine = ScriptedEngine(max_model_len=2**12)
     folder = tmp_path_factory.mktemp("batches")
-    with background(engine, batch_directory=folder, unknown_fields="refuse") as url:
+    options = {"unknown_fields": "refuse", "trust_request_chat_template": True}
+    with background(engine, batch_directory=folder, **options) as url:
         yield url.removesuffix("/v1")
 
 

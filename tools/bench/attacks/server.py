@@ -17,7 +17,8 @@ import tempfile
 from ed_esurge.server import serve
 from ed_esurge.testing import ScriptedEngine
 with tempfile.TemporaryDirectory() as folder:
-    serve(ScriptedEngine(max_model_len={MAX_MODEL_LEN}), port=0, batch_directory=folder)
+    engine = ScriptedEngine(max_model_len={MAX_MODEL_LEN})
+    serve(engine, port=0, batch_directory=folder, trust_request_chat_template=True)
 """
 
 
