@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 
 from tools.nightly import running
-from tools.nightly.results import Result, format_results, read_log
-from tools.nightly.running import collect_tests, get_repeat_command, read_commit, run_slice
+from tools.nightly.results import NEVER, Result, format_results, read_log
+from tools.nightly.running import (
+    collect_tests,
+    get_repeat_command,
+    read_commit,
+    read_current,
+    run_slice,
+)
 from tools.nightly.slices import Plan
 from tools.workspace import ROOT
 
@@ -239,3 +245,16 @@ def test_log_contains_only_nightly_tests(project: Path, tmp_path: Path) -> None:
         "test_second.py::test_long",
     }
     assert {entry["commit"] for entry in entries} == {COMMIT}
+
+
+def test_deferred_test_keeps_its_seconds_and_a_new_one_remains_new(tmp_path: Path) -> None:
+    stored, log = tmp_path / "results.tsv", tmp_path / "log.jsonl"
+    never = Result(NEVER, 0.0)
+    stored.write_text(format_results({"a::known": Result(COMMIT, 9.0), "a::never": never}))
+    entry = {"commit": "11111111", "seconds": 0.0, "outcome": "deferred"}
+    names = ("a::known", "a::never", "a::new")
+    log.write_text("".join(json.dumps({"id": name, **entry}) + "\n" for name in names))
+    assert read_current(stored, log) == {
+        "a::known": Result(COMMIT, 9.0, "deferred"),
+        "a::never": never._replace(outcome="deferred"),
+    }

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.nightly.results import LOG, NEVER, Result, merge_results, read_log, read_results
+from tools.nightly.results import LOG, NEVER, PATH, Result, merge_results, read_log, read_results
 from tools.nightly.slices import COUNT, LAST_START, LIMIT, Plan, Test, compare_entries, make_plan
 from tools.workspace import ROOT
 
@@ -115,11 +115,7 @@ def run_slice(
     """
     began = time.time()
     commit = read_commit(name, root)
-    results = read_results(stored) if stored else read_results()
-    known = read_log(log)
-    results = merge_results(results, known) | {
-        test: result for test, result in known.items() if result.outcome == "deferred"
-    }
+    results = read_current(stored or PATH, log)
     tests, skipped_files = collect_tests(root)
     plan = make_plan(tests, results, commit.number)
     changes = describe_changes(tests, results, skipped_files)
@@ -146,6 +142,19 @@ def run_slice(
     print("\n".join(describe_outcomes(plan, outcomes, skipped_files, time.time() - began)))
     is_red = any(result.outcome == "failed" for result in outcomes.values())
     return 1 if is_red or (remaining and status != TIMED_OUT) else 0
+
+
+def read_current(stored: Path, log: Path) -> dict[str, Result]:
+    """Return the stored results with those of a log.
+
+    A deferred test keeps its commit and its seconds; without an entry, the test remains new.
+    """
+    results, known = read_results(stored), read_log(log)
+    results = merge_results(results, known)
+    for test, result in known.items():
+        if result.outcome == "deferred" and test in results:
+            results[test] = results[test]._replace(outcome="deferred")
+    return results
 
 
 def write_arguments(

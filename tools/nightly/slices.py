@@ -26,6 +26,8 @@ LAST_START, LIMIT = 11 * 60, 15 * 60
 #: Processor seconds of a slice: less than `PROCESSES * LAST_START`, because the collection takes
 #: a minute and the two processes do not end together.
 CAPACITY = 1080.0
+#: Expected seconds of a test above which no slice contains it.
+LONGEST = LAST_START - 120.0
 #: Processor seconds of a file above which its tests are divided.
 PART = 240.0
 #: Share of a slice for tests that are not its own: new, failed and deferred tests.
@@ -88,8 +90,9 @@ def make_plan(
     number %= COUNT
     tests = sorted(set(tests))
     estimates = estimate_seconds([test.id for test in tests], results)
-    too_long = [test.id for test in tests if estimates[test.id] > capacity]
-    parts = split_into_parts([t for t in tests if estimates[t.id] <= capacity], estimates)
+    longest = min(capacity, LONGEST)
+    too_long = [test.id for test in tests if estimates[test.id] > longest]
+    parts = split_into_parts([t for t in tests if estimates[t.id] <= longest], estimates)
     slices = assign_slices(parts)
     urgency = {test.id: rank_urgency(results.get(test.id)) for test in tests}
 
