@@ -71,12 +71,13 @@ def test_record_moves_results_of_runs_into_the_file(files, capsys) -> None:
     assert path.read_text() == before
 
 
-def test_record_of_all_adds_new_tests_and_removes_vanished_ones(files) -> None:
+def test_pruned_record_loses_vanished_tests_and_new_tests_remain_new(files, capsys) -> None:
     path, _ = files
-    assert command.main(["record", "--all"]) == 0
-    results = read_results(path)
-    assert results.keys() == {test.id for test in TESTS}
-    assert results["a.py::test_added"] == Result(NEVER, 0.0)
+    assert command.main(["record", "--prune"]) == 0
+    assert read_results(path).keys() == STORED.keys() - {"a.py::test_gone"}
+    capsys.readouterr()
+    assert command.main(["check"]) == 0
+    assert "tests without an entry (1):\n  a.py::test_added" in capsys.readouterr().out
 
 
 def test_record_of_another_log_keeps_that_log(files, tmp_path: Path, capsys) -> None:

@@ -4,7 +4,7 @@
     uv run python -m tools.nightly slice --commit HEAD  the tests that a commit runs
     uv run python -m tools.nightly run                  run the slice of this commit, as CI
     uv run python -m tools.nightly record               add the results of runs here to the file
-    uv run python -m tools.nightly record --all         also list new tests, remove vanished ones
+    uv run python -m tools.nightly record --prune       also remove entries of vanished tests
     uv run python -m tools.nightly check                name tests without entry, and the opposite
 
 The file is tests/nightly/results.tsv. `run` adds its results to .cache/nightly/log.jsonl, which git
@@ -22,7 +22,6 @@ from tools.nightly.results import (
     LOG,
     NEVER,
     PATH,
-    Result,
     format_seconds,
     merge_results,
     read_log,
@@ -55,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         commands.add_parser(name, help=text).add_argument("--commit", default="HEAD")
     recording = commands.add_parser("record", help="add results to the file")
     recording.add_argument("logs", nargs="*", type=Path, help=f"default: {LOG.name}")
-    recording.add_argument("--all", action="store_true", help="add new and remove vanished tests")
+    recording.add_argument("--prune", action="store_true", help="remove entries of vanished tests")
     commands.add_parser("check", help="name new and vanished tests; status 1 if a test vanished")
     given = parser.parse_args(arguments)
     try:
@@ -66,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.command == "run":
             return run_slice(given.commit)
         if given.command == "record":
-            return record_results(given.logs or [LOG], given.all)
+            return record_results(given.logs or [LOG], given.prune)
         return check_entries()
     except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -97,18 +96,17 @@ def print_slice(name: str) -> int:
     return 0
 
 
-def record_results(logs: list[Path], add_all: bool) -> int:
+def record_results(logs: list[Path], prune: bool) -> int:
     """Add the results of logs to the file, and delete the default log."""
     old = results = read_results(PATH)
     for log in logs:
         if not log.is_file() and log != LOG:
             raise ValueError(f"{log} does not exist: name a log of `tools.nightly.plugin`")
         results = merge_results(results, read_log(log))
-    if add_all:
+    if prune:
         tests, skipped_files = collect_tests()
-        new, vanished = compare_entries(tests, results, skipped_files)
+        _, vanished = compare_entries(tests, results, skipped_files)
         results = {test: result for test, result in results.items() if test not in set(vanished)}
-        results |= {test: Result(NEVER, 0.0) for test in new}
     write_results(results, PATH)
     if LOG in logs:
         LOG.unlink(missing_ok=True)

@@ -220,7 +220,7 @@ def describe_changes(
 ) -> list[str]:
     """Return the lines about entries of tests that no longer exist."""
     _, vanished = compare_entries(tests, results, skipped_files)
-    title = "entries without a test, which `python -m tools.nightly record --all` removes"
+    title = "entries without a test, which `python -m tools.nightly record --prune` removes"
     return list_tests(title, vanished)
 
 
