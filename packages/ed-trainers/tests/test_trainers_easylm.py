@@ -13,7 +13,7 @@ from ed_models.families.llama import LlamaForCausalLM
 from ed_trainers import CheckpointManager
 from ed_trainers.compare import differences
 from ed_trainers.convert import convert
-from ed_trainers.easylm import StreamFile, in_halves, in_pairs
+from ed_trainers.easylm import StreamFile, TreeFile, in_halves, in_pairs, open_arrays, write_tree
 from flax import serialization, traverse_util
 from safetensors.numpy import load_file, save_file
 
@@ -126,6 +126,18 @@ def test_a_training_state_has_its_parameters_under_params(saved, stream, tmp_pat
     }
     path = streamed(tmp_path / "streaming_train_state", state)
     assert list(differences(saved, convert(path, tmp_path / "out", config=saved))) == []
+
+
+def test_a_file_of_flax_has_the_arrays_of_the_stream(saved, stream, tmp_path):
+    names = open_arrays(stream)
+    path = write_tree(tmp_path / "flax_params", ((name, names.read(name)) for name in names))
+    assert serialization.msgpack_restore(path.read_bytes())["lm_head"]["kernel"].shape == (16, 32)
+    assert isinstance(open_arrays(path), TreeFile)
+    assert list(differences(stream, path)) == []
+    assert list(differences(saved, convert(path, tmp_path / "out", config=saved))) == []
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="not a complete file of flax"):
+        convert(path, tmp_path / "cut", config=saved)
 
 
 def test_checkpoints_become_streams_and_two_are_compared(saved, stream, tmp_path):

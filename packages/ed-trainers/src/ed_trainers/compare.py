@@ -190,9 +190,9 @@ def _of_orbax(path: Path) -> tuple[list[str], Read]:
 
 
 def _of_easylm(path: Path) -> tuple[list[str], Read]:
-    from ed_trainers.easylm import StreamFile
+    from ed_trainers.easylm import open_arrays
 
-    stream = StreamFile(path)
+    stream = open_arrays(path)
     return list(stream), stream.read
 
 

@@ -204,10 +204,15 @@ def _to_gguf(source: str | Path, target: Path, dtype: str | None) -> Path:
     """Write a model, or the model of a checkpoint, with the tokenizer next to it."""
     if not (Path(source) / "arrays").is_dir():
         return to_gguf(source, target, dtype=dtype)
-    run = Path(source).absolute().parent.parent  # runs/mine/checkpoints/100
-    places = (Path(source), run / "model", run / "tokenizer", run)
-    tokenizer = next((place for place in places if (place / "tokenizer.json").is_file()), None)
+    tokenizer = tokenizer_of(source)
     return save_gguf(model_of(source), target, tokenizer=tokenizer, dtype=dtype)
+
+
+def tokenizer_of(checkpoint: str | Path) -> Path | None:
+    """Return the directory with the tokenizer of a checkpoint; None: the run has saved none."""
+    run = Path(checkpoint).absolute().parent.parent  # runs/mine/checkpoints/100
+    places = (Path(checkpoint), run / "model", run / "tokenizer", run)
+    return next((place for place in places if (place / "tokenizer.json").is_file()), None)
 
 
 def main() -> int:

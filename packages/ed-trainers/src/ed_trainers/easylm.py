@@ -22,7 +22,7 @@ from ed_infra.errors import CheckpointError, ConfigError
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.tensor_files import TensorFiles
 from ed_models.checkpoints.tensor_writer import TensorSpec, write_tensors
-from flax import serialization
+from flax import serialization, traverse_util
 from jaxtyping import Shaped
 
 # Names in a layer: Hugging Face's, and EasyLM's.
@@ -123,6 +123,70 @@ def write_stream(path: str | Path, arrays: Iterable[tuple[str, np.ndarray]]) -> 
     return path
 
 
+class TreeFile(Mapping[str, Record]):
+    """The arrays of a file of flax, a tree of parameters that is one msgpack object.
+
+    Args:
+        path: the file; the arrays are in memory.
+
+    Raises:
+        CheckpointError: it is no such file, or is cut.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            tree = serialization.msgpack_restore(self.path.read_bytes())
+            flat = traverse_util.flatten_dict(tree, sep="/")
+        except (ValueError, TypeError, AssertionError, msgpack.UnpackException) as error:
+            raise CheckpointError(
+                f"{self.path} is not a complete file of flax's msgpack "
+                f"({type(error).__name__}: {error}): pass a complete file"
+            ) from error
+        self._arrays = {k: v for k, v in flat.items() if isinstance(v, np.ndarray)}
+
+    def __getitem__(self, name: str) -> Record:
+        array = self._arrays[name]
+        return Record(0, array.shape, array.dtype)
+
+    def __iter__(self) -> Any:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def read(self, name: str) -> np.ndarray:
+        """Return an array."""
+        return self._arrays[name]
+
+
+def open_arrays(path: str | Path) -> StreamFile | TreeFile:
+    """Open a stream, or a file of flax: such a file begins with a map, and a stream with a list."""
+    with Path(path).open("rb") as file:
+        first = file.read(1)
+    is_map = first[:1] in (b"\xde", b"\xdf") or (first and 0x80 <= first[0] <= 0x8F)
+    return TreeFile(path) if is_map else StreamFile(path)
+
+
+def parameters_of(arrays: Iterable[str]) -> dict[str, str]:
+    """Return EasyLM's name -> the stored name, of the parameters in a file of parameters or of a
+    complete training state."""
+    names = list(arrays)
+    lead = next((lead for lead in _LEADS if any(name.startswith(lead) for name in names)), "")
+    return {name.removeprefix(lead): name for name in names if name.startswith(lead)}
+
+
+def write_tree(path: str | Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Path:
+    """Write arrays by name as one file of flax, which appears when it is complete."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tree = traverse_util.unflatten_dict(dict(arrays), sep="/")
+    partial = path.with_name(f".{path.name}.part")
+    partial.write_bytes(serialization.msgpack_serialize(tree))
+    partial.replace(path)
+    return path
+
+
 class Tensor(NamedTuple):
     """A tensor of LLaMA in both layouts.
 
@@ -218,9 +282,8 @@ def from_easylm(source: str | Path, target: str | Path, config: str | Path) -> P
     target = Path(target)
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not empty: name a new directory")
-    stream, settings = StreamFile(source), _config(hub.resolve(str(config)))
-    lead = next((lead for lead in _LEADS if any(name.startswith(lead) for name in stream)), "")
-    here = {name.removeprefix(lead): name for name in stream if name.startswith(lead)}
+    stream, settings = open_arrays(source), _config(hub.resolve(str(config)))
+    here = parameters_of(stream)
     tensors = layout(settings)
     names = {tensor.name: own for own, tensor in tensors.items()}
     _check_names(names, here, str(source))

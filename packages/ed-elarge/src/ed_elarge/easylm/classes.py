@@ -7,6 +7,8 @@ configuration is a run file: its path, or a mapping of its sections.
 
 from __future__ import annotations
 
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +23,7 @@ from ed_trainers.state import EasyDeLState
 from ed_trainers.state import create_optimizer as _create_optimizer
 from flax import nnx
 
+from ed_elarge.easylm import checkpoints
 from ed_elarge.model import eLargeModel
 
 __all__ = ["CheckpointManager", "DataProcessor", "LLaMAModel", "ModelServer", "create_optimizer"]
@@ -45,26 +48,29 @@ class LLaMAModel:
 
     @classmethod
     def load_checkpoint(cls, path: str | Path, *, config: str | Path | None = None) -> Self:
-        """Load a model.
+        """Load a model from the present contents of a file.
+
+        A file is converted at each call, into a temporary folder that is removed with the model.
 
         Args:
-            path: A directory in Hugging Face layout, a checkpoint of a run, or a streaming
-                checkpoint of EasyLM (`params::FILE` and `trainstate_params::FILE` also name one).
-            config: For a stream: the directory with the model's `config.json`. None: the folder of
-                the stream.
+            path: A directory in Hugging Face layout, a checkpoint of a run, or a file of EasyLM
+                (`params::FILE`, `trainstate_params::FILE` and `flax_params::FILE` also name one).
+            config: For a file: the directory with the model's `config.json`. None: the folder of
+                the file.
         """
-        name = str(path).rpartition("::")[2]
-        if not Path(name).is_file() and not (Path(name) / "arrays").is_dir():
-            return cls({"model": {"name_or_path": name}})
-        from ed_trainers.convert import convert
-
+        kind, name = checkpoints.parse_address(str(path))
         file = Path(name)
-        settings = (config or file.parent) if file.is_file() else None
-        target = file.with_name(f"{file.name}.huggingface")
-        if not (target / "config.json").is_file():
-            convert(file, target, config=settings)
-        tokenizer = {} if settings is None else {"tokenizer": str(settings)}
-        return cls({"model": {"name_or_path": str(target), **tokenizer}})
+        if not file.is_file() and not (file / "arrays").is_dir():
+            return cls({"model": {"name_or_path": name}})
+        copy = tempfile.TemporaryDirectory(prefix="easylm-")
+        target = Path(copy.name) / file.name
+        model: dict[str, Any] = {"name_or_path": str(target)}
+        tokenizer = checkpoints.convert_to_model(kind, file, target, config)
+        if tokenizer is not None:
+            model["tokenizer"] = str(tokenizer)
+        self = cls({"model": model})
+        weakref.finalize(self.elm, copy.cleanup)
+        return self
 
     @property
     def state(self) -> EasyDeLState:
