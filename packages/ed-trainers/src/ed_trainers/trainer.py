@@ -13,6 +13,7 @@ from ed_infra.distributed import from_main
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 from ed_layers.quantization.model import dequantize, is_quantized
 from ed_models.adapters.lora import has_lora, merge_lora
+from ed_models.checkpoints.model_card import write_card
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -363,6 +364,7 @@ class Trainer:
         if has_lora(model):
             adapter = directory.parent / ADAPTER
             model.save_pretrained(adapter)
+            self._save_tokenizer(adapter)
             merges = self.arguments.merge_adapters
             if not (not is_quantized(model) if merges is None else merges):
                 self._save_beside(adapter)
@@ -371,12 +373,17 @@ class Trainer:
                 model = dequantize(model)
             model = merge_lora(model)
         model.save_pretrained(directory)
+        if jax.process_index() == 0:
+            write_card(directory, model)
         self._save_beside(directory)
         return directory
 
-    def _save_beside(self, directory: Path) -> None:
+    def _save_tokenizer(self, directory: Path) -> None:
         if self.processing_class is not None and jax.process_index() == 0:
             with_length(self.processing_class, self._model).save_pretrained(directory)
+
+    def _save_beside(self, directory: Path) -> None:
+        self._save_tokenizer(directory)
         if self.record.extension is not None:
             self._refresh()
             self.record.extension.save(self._model, directory)

@@ -49,6 +49,7 @@ class Summary:
         self.samples: list[tuple[Prompt, str]] = []
         self.chats = False
         self.task = TaskType.CAUSAL_LM
+        self.training: list[str] = []
         self._shown = False
 
     @property
@@ -70,6 +71,10 @@ class Summary:
         self.metrics = dict(output.metrics)
         self.chats = trains_on_chats(run)
         self.task = run.task
+        sources = run.mixture.informs if run.mixture is not None else ()
+        files = [source.data_files or source.type for source in sources]
+        names = [f if isinstance(f, str) else ", ".join(map(str, f)) for f in files if f]
+        self.training = [f"- Method: `{run.method}`", *(f"- Data: `{name}`" for name in names)]
 
     def evaluated(self, results: dict[str, Any], path: Path | None) -> None:
         """Record the metrics of an evaluation and the file with its results."""
@@ -154,6 +159,8 @@ class Summary:
         }
         from ed_trainers.report import write_report
 
+        for folder in filter(None, (self.model, self.adapter)):
+            self._complete_card(folder)
         text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
         (directory / "summary.json").write_text(text, "utf-8")
         write_report(directory)
@@ -161,6 +168,23 @@ class Summary:
         if serve:
             serve["actions"] = ["serve"]
             (directory / "serve.yaml").write_text(yaml.safe_dump(serve, sort_keys=False), "utf-8")
+
+    def _complete_card(self, folder: Path) -> None:
+        """Add the training, its metrics and the evaluation to the card of a model."""
+        from ed_models.checkpoints.model_card import add_section
+
+        rows = [f"- {name}: {value:g}" for name, value in self.metrics.items()]
+        add_section(folder, "Training", [*self.training, *rows])
+        if self.evaluation:
+            add_section(
+                folder,
+                "Evaluation",
+                [
+                    f"- {task}, {name}: {value:g}"
+                    for task, metrics in self.evaluation.items()
+                    for name, value in harness.shown(metrics).items()
+                ],
+            )
 
     def _served(self) -> dict[str, Any]:
         """Return the sections that serve the trained model; empty if the engine cannot."""

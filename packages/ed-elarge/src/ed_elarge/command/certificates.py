@@ -32,7 +32,15 @@ def certify(
     """
 
     def work() -> int:
-        from ed_elarge.certify.receipt import PAGE_NAME, certificate, findings, write
+        from ed_models.checkpoints.model_card import add_section
+
+        from ed_elarge.certify.receipt import (
+            JSON_NAME,
+            PAGE_NAME,
+            certificate,
+            findings,
+            write,
+        )
         from ed_elarge.certify.subject import CertifiedModel
 
         subject, found = CertifiedModel(directory, against), []
@@ -43,6 +51,8 @@ def certify(
             found.append(finding)
         values, folder = certificate(subject, found), output or directory
         write(values, folder)
+        counts = [f"- {count} {status}" for status, count in values["summary"].items()]
+        add_section(subject.folder, "Certificate", [*counts, f"- Checks: `{JSON_NAME}`"])
         print(", ".join(f"{count} {status}" for status, count in values["summary"].items()))
         print(folder / PAGE_NAME)
         return int(values["summary"]["failed"] > 0)

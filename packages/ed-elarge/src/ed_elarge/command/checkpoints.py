@@ -120,11 +120,13 @@ def _load(model: str, dtype: str, **options: Any) -> Any:
 def _save(model: Any, source: str, target: Path) -> None:
     """Save a model with the tokenizer of its source."""
     from ed_infra.errors import CheckpointError
+    from ed_models.checkpoints.model_card import write_card
     from ed_models.checkpoints.tokenizers import load_tokenizer
 
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: choose a new directory")
     model.save_pretrained(target)
+    write_card(target, model)
     with suppress(CheckpointError):  # a model without a tokenizer
         load_tokenizer(source).save_pretrained(target)
     print(target)

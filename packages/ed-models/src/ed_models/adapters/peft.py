@@ -131,6 +131,8 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
     known += list_modules(model, weights_of(model))
     settings = _settings(specs, touched, known, base, task_type)
     settings["modules_to_save"] = modules or None
+    if task_type is None:
+        settings["auto_mapping"] = describe_class(model)
     (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
@@ -230,6 +232,23 @@ def _check_fits(wrong: Sequence[str], directory: Path) -> None:
 
 
 # Ours -> theirs.
+
+
+def describe_class(model: Any) -> dict[str, str] | None:
+    """Return the class of transformers that PEFT loads the base with, for tasks without a name.
+
+    None for classes that transformers does not have.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if model.config.model_type not in CONFIG_MAPPING:
+        return None
+    config_class = CONFIG_MAPPING[model.config.model_type]
+    package, _, module = config_class.__module__.rpartition(".")
+    return {
+        "base_model_class": model.architecture or type(model).__name__,
+        "parent_library": f"{package}.{module.replace('configuration_', 'modeling_')}",
+    }
 
 
 def _saved_tensors(

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from ed_models.adapters.lora import has_lora
 from ed_models.adapters.peft import save_adapter
+from ed_models.checkpoints.model_card import write_card
 from ed_models.checkpoints.saving import TokenizerFiles, save
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def save_pretrained(
             "(unwrap_lora_to_layers) to save a model"
         )
     save_adapter(model, save_directory, base=model.config.name_or_path or None)
+    if jax.process_index() == 0:
+        write_card(Path(save_directory), model, is_adapter=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(Path(save_directory))
 

@@ -20,6 +20,8 @@ from ed_models.checkpoints.text_halves import CONDITIONAL, text_settings
 
 #: The file of sentence-transformers that lists the modules of an embedding model.
 MODULES_NAME = "modules.json"
+#: The settings of a model of sentence-transformers.
+SENTENCE_NAME = "config_sentence_transformers.json"
 #: The settings of an adapter in PEFT's layout.
 ADAPTER_NAME = "adapter_config.json"
 logger = get_logger(__name__)
@@ -90,6 +92,22 @@ def read_settings(path: Path, task: TaskType | None = None) -> Mapping[str, Any]
     return text_settings(content, path, task)
 
 
+def read_cross_encoder(directory: Path) -> Mapping[str, Any] | None:
+    """Return the settings of a cross-encoder of sentence-transformers 6; None for other files.
+
+    Earlier versions store the settings in config.json.
+    """
+    path = directory / SENTENCE_NAME
+    if not path.is_file() or path.stat().st_size > _MAX_CONFIG:
+        return None
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    is_pair = isinstance(stored, dict) and stored.get("model_type") == "CrossEncoder"
+    return stored if is_pair else None
+
+
 def task_of(directory: Path) -> TaskType:
     """Return the task of a checkpoint.
 
@@ -100,7 +118,8 @@ def task_of(directory: Path) -> TaskType:
         CheckpointError: the class belongs to an unsupported task.
     """
     if (directory / MODULES_NAME).is_file():
-        return TaskType.EMBEDDING
+        is_pair = read_cross_encoder(directory) is not None
+        return TaskType.SEQUENCE_CLASSIFICATION if is_pair else TaskType.EMBEDDING
     path = directory / "config.json"
     settings = read_settings(path)
     names = settings.get("architectures") or []

@@ -35,6 +35,7 @@ from ed_models.checkpoints.checks import (
     MODULES_NAME,
     check_config,
     check_tokenizer,
+    read_cross_encoder,
     read_settings,
     task_of,
 )
@@ -45,7 +46,7 @@ from ed_models.checkpoints.pickled_files import PICKLED, open_tensors
 from ed_models.checkpoints.text_halves import MODEL_TYPES
 
 #: Files of a repository that are downloaded; other copies of the weights are not.
-SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
+SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "README.md")
 WEIGHTS = ("*.safetensors",)
 #: Settings of the modules of sentence-transformers.
 _MODULES = ("*_Pooling/config.json", "*_Dense/config.json")
@@ -197,6 +198,10 @@ def read_config(
     """
     path = directory / "config.json"
     stored = read_settings(path, task)
+    pair_settings = read_cross_encoder(directory)
+    if pair_settings is not None and pair_settings.get("activation_fn"):
+        activation = {"activation_fn": pair_settings["activation_fn"]}
+        stored = {**stored, "sentence_transformers": activation}
     model_type = stored.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise CheckpointError(f'{path} has no "model_type"')
@@ -290,6 +295,9 @@ def from_pretrained(
     own = getattr(module_class, "model_task", own)
     config = read_config(directory, own, **changes)
     config = _for_task(config, module_class, task, directory)
+    # Adapters and model cards state their base.
+    is_local = Path(name_or_path).expanduser().exists()
+    config.name_or_path = str(directory.resolve() if is_local else name_or_path)
     check_tokenizer(directory, getattr(config, "vocab_size", None))
     cls = _class_for(module_class, task, config, directory)
     if truncate_dim is not None and not hasattr(cls, "truncate_embeddings"):
