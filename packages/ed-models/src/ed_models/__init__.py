@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ed_models.auto import AutoEasyDeLConfig as AutoEasyDeLConfig
     from ed_models.auto import AutoEasyDeLModel as AutoEasyDeLModel
     from ed_models.auto import AutoEasyDeLModelForCausalLM as AutoEasyDeLModelForCausalLM
+    from ed_models.auto import AutoEasyDeLModelForCTC as AutoEasyDeLModelForCTC
     from ed_models.auto import AutoEasyDeLModelForEmbedding as AutoEasyDeLModelForEmbedding
     from ed_models.auto import (
         AutoEasyDeLModelForImageClassification as AutoEasyDeLModelForImageClassification,
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from ed_models.auto import AutoEasyDeLModelForSeq2SeqLM as AutoEasyDeLModelForSeq2SeqLM
     from ed_models.auto import (
         AutoEasyDeLModelForSequenceClassification as AutoEasyDeLModelForSequenceClassification,
+    )
+    from ed_models.auto import (
+        AutoEasyDeLModelForSpeechSeq2Seq as AutoEasyDeLModelForSpeechSeq2Seq,
     )
     from ed_models.auto import (
         AutoEasyDeLModelForTokenClassification as AutoEasyDeLModelForTokenClassification,
@@ -62,6 +66,8 @@ __getattr__, __dir__, __all__ = attach(
         "AutoEasyDeLModelForReward": "ed_models.auto",
         "AutoEasyDeLModelForSeq2SeqLM": "ed_models.auto",
         "AutoEasyDeLModelForSequenceClassification": "ed_models.auto",
+        "AutoEasyDeLModelForSpeechSeq2Seq": "ed_models.auto",
+        "AutoEasyDeLModelForCTC": "ed_models.auto",
         "EasyBridgeMixin": "ed_models.base.methods",
         "EasyDeLBaseModule": "ed_models.base.module",
         "EasyGenerationMixin": "ed_models.base.methods",

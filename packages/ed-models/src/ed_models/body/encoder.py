@@ -168,6 +168,8 @@ class TextEncoder(Decoder):
         x = embedded(self.embed_tokens, input_ids, inputs_embeds)
         if inputs.get("segment_ids") is None and inputs.get("position_ids") is None:
             self.check_length(x.shape[1])
+            if input_ids is not None and attention_mask is None:
+                inputs["position_ids"] = count_tokens(input_ids, self.config)
         if hasattr(self, "embed_types"):
             types = jnp.zeros(x.shape[:2], jnp.int32) if token_type_ids is None else token_type_ids
             x = x + self.embed_types(types)
@@ -181,6 +183,18 @@ class TextEncoder(Decoder):
 def first_position(config: Any) -> int:
     """Return the row of the position table that belongs to the first token."""
     return getattr(config, "first_position", 0)
+
+
+def count_tokens(input_ids: Int[Array, "b s"], config: Any) -> Int[Array, "b s"] | None:
+    """Return the positions of tokens that are not padding; None = all positions count.
+
+    The first relatives of RoBERTa take positions from the token ids: padding has the position
+    before the first token.
+    """
+    if not first_position(config) or config.pad_token_id is None:
+        return None
+    is_token = jnp.asarray(input_ids) != config.pad_token_id
+    return jnp.where(is_token, jnp.cumsum(is_token, axis=1) - 1, -1)
 
 
 def only_encoder(config: Any) -> None:

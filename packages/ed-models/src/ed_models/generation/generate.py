@@ -43,6 +43,8 @@ from ed_models.generation.prompts import (
     decoder_start,
     encoder_inputs,
     is_encoder_decoder,
+    longest_sequence,
+    processor_names_of,
     prompt_inputs,
     token_ids,
 )
@@ -104,8 +106,9 @@ def generate(
         checkpoint: text of the checkpoint's generation_config.json.
     """
     config = model.config
-    given = {name: options[name] for name in model.input_names if options.get(name) is not None}
-    options = {name: value for name, value in options.items() if name not in model.input_names}
+    array_names = *model.input_names, *processor_names_of(model)
+    given = {name: options[name] for name in array_names if options.get(name) is not None}
+    options = {name: value for name, value in options.items() if name not in array_names}
     if attention_mask is not None:
         given["attention_mask"] = attention_mask
     arrays = prompt_inputs(model, input_ids, {**(inputs or {}), **given})
@@ -141,7 +144,8 @@ def generate(
         if "input_ids" in arrays:
             ids = arrays["input_ids"]
             known = vocab_size_of(config, encoder=True)
-            encoder = encoder_inputs(PromptBatch.read(ids, attention_mask, padding, known))
+            tokens = PromptBatch.read(ids, attention_mask, padding, known)
+            encoder = encoder_inputs(tokens, longest_sequence(config))
         else:
             own = [name for name in arrays if not name.startswith("decoder_")]
             encoder = arrays.select(own)

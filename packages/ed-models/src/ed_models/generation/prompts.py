@@ -204,6 +204,8 @@ def prompt_inputs(
     """
     if input_ids is not None:
         arrays = model.batched_inputs(token_ids(input_ids), arrays)
+        unread = processor_names_of(model)
+        arrays = {name: array for name, array in arrays.items() if name not in unread}
     inputs = Inputs({name: np.asarray(array) for name, array in arrays.items()})
     if input_ids is not None:
         inputs = Inputs({"input_ids": token_ids(input_ids), **inputs}, inputs.declared)
@@ -219,6 +221,11 @@ def prompt_inputs(
         if len(array) != len(inputs[main]):
             raise ConfigError(f"{name} has {len(array)} rows, but {main} has {len(inputs[main])}")
     return inputs
+
+
+def processor_names_of(model: LanguageModel) -> tuple[str, ...]:
+    """Return the arrays of processors of transformers that only `batched_inputs` reads."""
+    return getattr(model, "processor_names", ())
 
 
 def decoder_start(model: LanguageModel, start: int | None, inputs: Inputs) -> tuple[Any, Any]:
@@ -243,9 +250,16 @@ def decoder_start(model: LanguageModel, start: int | None, inputs: Inputs) -> tu
     return np.full((rows, 1), start, np.int32), None
 
 
-def encoder_inputs(prompts: PromptBatch) -> Inputs:
-    """Return the arrays of an encoder, padded on the right to a bucketed length."""
-    width = bucket(prompts.ids.shape[1])
+def encoder_inputs(prompts: PromptBatch, limit: int | None) -> Inputs:
+    """Return the arrays of an encoder, padded on the right to a bucketed length.
+
+    Args:
+        prompts: the tokens of the encoder.
+        limit: number of positions of the encoder; None = any number. A longer text is not padded.
+    """
+    length = prompts.ids.shape[1]
+    width = bucket(length)
+    width = width if limit is None else max(length, min(width, limit))
     pad = ((0, 0), (0, width - prompts.ids.shape[1]))
     ids = np.where(prompts.kept, prompts.ids, 0)
     return Inputs(

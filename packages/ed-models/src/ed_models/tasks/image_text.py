@@ -36,6 +36,9 @@ class ImageTextLM(CausalLM):
     #: Names of the arrays of images.
     image_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
     input_names = (*CausalLM.input_names, *image_names, IMAGE_FEATURES)
+    #: Further arrays of processors of transformers, which `batched_inputs` reads, or which follow
+    #: from the tokens.
+    processor_names: ClassVar[tuple[str, ...]] = ("mm_token_type_ids",)
     #: Which tokens attend to later ones: those of an image, those of a prompt, or none. A step of
     #: the engine computes them together.
     reads_ahead: Literal["image", "prompt"] | None = None

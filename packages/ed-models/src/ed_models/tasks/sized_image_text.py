@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
-from ed_infra.inputs import GRIDS, SIZES, Encoded, Inputs
+from ed_infra.inputs import COUNTS, GRIDS, SIZES, Encoded, Inputs
 
 from ed_models.body.unpadded import TileGrids, rows_of_tiles, with_grids
 from ed_models.tasks.image_text import ImageTextLM
@@ -32,6 +32,7 @@ class SizedImageTextLM(ImageTextLM):
 
     image_names = ("pixel_values", SIZES, GRIDS)
     input_names = (*ImageTextLM.input_names, SIZES, GRIDS)
+    processor_names = (*ImageTextLM.processor_names, COUNTS)
 
     @property
     def grids(self) -> TileGrids:
