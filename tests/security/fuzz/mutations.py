@@ -23,6 +23,7 @@ _MARK = "\ue000number\ue000"
 _EXTREMES = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 _EXTREMES_OF_8 = (*_EXTREMES, 2**63 - 1, 2**63, 2**64 - 1)
 Path = tuple[Any, ...]
+_MAX_DEPTH = 150
 
 
 def list_paths(value: Any, above: Path = ()) -> list[Path]:
@@ -112,7 +113,7 @@ def mutate_json(value: Any, rng: random.Random, others: Sequence[Any] = ()) -> A
         elif kind == 4 and isinstance(here, int | float):
             new = rng.choice([-here, here + 1, here * 2**20, float(here), str(here), _MARK])
         elif kind == 5:
-            new = nest(here, rng.choice([1, 2, 40, 300]), rng)
+            new = nest(here, rng.choice([1, 2, 20, 60]), rng)
         elif kind == 6 and others:
             other = rng.choice(others)
             new = copy.deepcopy(get_value(other, rng.choice(list_paths(other))))
@@ -121,6 +122,9 @@ def mutate_json(value: Any, rng: random.Random, others: Sequence[Any] = ()) -> A
         else:
             new = rng.choice([[here], {"type": here}, None, str(here)[:2000]])
         value = set_value(value, path, new)
+        # Python's functions on values are recursive; `write_json` nests texts more deeply.
+        if max(map(len, list_paths(value))) > _MAX_DEPTH:
+            return copy.deepcopy(rng.choice(VALUES))
     return value
 
 
@@ -130,6 +134,9 @@ def write_json(value: Any, rng: random.Random) -> bytes:
     text = text.replace(json.dumps(_MARK), rng.choice(RAW_NUMBERS))
     text = text.replace(json.dumps(_MARK, ensure_ascii=False), rng.choice(RAW_NUMBERS))
     data = text.encode("utf-8", "surrogatepass")
+    if rng.random() < 0.01:
+        depth = rng.choice([500, 2000, 100_000])
+        data = b"[" * depth + data + b"]" * depth
     return mutate_bytes(data, rng) if rng.random() < 0.1 else data
 
 
