@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from ed_elarge.config import nodes
 from ed_elarge.errors import InputError
+from maximal_run_file import dry_run
 
 
 def merges(levels: int, width: int) -> str:
@@ -97,3 +99,57 @@ def test_large_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"a: " + b"1" * 2**20)
     with pytest.raises(InputError, match="has more than"):
         nodes.read(tmp_path / "a.yaml")
+
+
+#: Names that no file can have, or whose user does not exist.
+NAMES = {
+    "long": "a" * 5000,
+    "long part": "b/" * 9 + "c" * 300,
+    "NUL": "a\0b",
+    "user": "~nobody-9/x",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "include",
+        "model",
+        "tokenizer",
+        "data_files",
+        "save_directory",
+        "include_path",
+        "local_tasks",
+    ],
+)
+def test_names_that_no_file_can_have_are_errors_without_a_traceback(
+    key, name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "model": {"name_or_path": str(tmp_path)},
+        "mixture": {"informs": [{"data_files": "rows.jsonl", "content_field": "text"}]},
+        "trainer": {"trainer_type": "sft", "save_directory": str(tmp_path / "run")},
+        "actions": ["train"],
+    }
+    value = NAMES[name]
+    if key == "include":
+        config["include"] = value
+    elif key == "model":
+        config["model"]["name_or_path"] = value
+    elif key == "tokenizer":
+        config["tokenizer"] = {"name_or_path": value}
+    elif key == "data_files":
+        config["mixture"]["informs"][0]["data_files"] = value
+    elif key == "save_directory":
+        config["trainer"]["save_directory"] = str(tmp_path) + "/" + value
+    elif key == "include_path":
+        config["eval"] = {"include_path": [value], "tasks": ["piqa"]}
+    else:
+        config["eval"] = {"local_tasks": [{"name": "a", "data_files": value}]}
+    text = yaml.safe_dump(config)
+    code, output = dry_run(text)
+    assert code == 2, output
+    assert "Traceback" not in output
+    assert len(output) < 60_000

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ed_elarge.config.local_paths import expand_path, is_file
 from ed_elarge.errors import Document, InputError, Problem, Span, ValuePath
 
 INCLUDE = "include"
@@ -48,8 +49,8 @@ def included(document: Document, read: Any) -> Document:
         raise InputError(document, [Problem((INCLUDE,), message)])
     below: Document | None = None
     for name in names:
-        path = Path(document.name).parent / Path(name).expanduser()
-        if not path.is_file():
+        path = Path(document.name).parent / expand_path(name)
+        if not is_file(path):
             raise InputError(document, [Problem((INCLUDE,), f"no such file: {path}")])
         one = read(path)
         below = one if below is None else merged(below, one)

@@ -27,6 +27,7 @@ from ed_trainers.options.rows import RowKind
 
 from ed_elarge.config import architectures
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
+from ed_elarge.config.local_paths import expand_path, is_file
 from ed_elarge.config.sections import (
     WITHOUT_TEXT,
     AsynchronousSection,
@@ -125,7 +126,7 @@ class RunConfig:
     def folder(self) -> Path:
         """Folder of the run file, or the working directory for a configuration from Python."""
         file = Path(self.document.name)
-        return file.absolute().parent if file.is_file() else Path.cwd()
+        return file.absolute().parent if is_file(file) else Path.cwd()
 
     @property
     def method(self) -> str:
@@ -273,7 +274,7 @@ class RunConfig:
         model = self.model
         if model is None or model.config is not None:
             return model.config if model is not None else None
-        path = Path(str(model.name_or_path)).expanduser() / "config.json"
+        path = expand_path(str(model.name_or_path)) / "config.json"
         try:
             config = json.loads(path.read_text("utf-8"))
             # Without a trainer, the checkpoint names the task.

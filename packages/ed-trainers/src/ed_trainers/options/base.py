@@ -383,7 +383,14 @@ class TrainingArguments(Options):
                 "complete checkpoints are copied"
             )
         for path in (Path(value), *Path(value).parents):
-            if path.is_file():
+            try:
+                is_file = path.is_file()
+            except OSError as error:  # for example, a name that is too long
+                raise conflict(
+                    f"save_directory {value[:200]!r} cannot be a directory ({error.strerror}): use "
+                    "a shorter name, or another folder"
+                ) from None
+            if is_file:
                 raise conflict(f"{path} is a file: save_directory must name a directory")
         return value
 

@@ -28,6 +28,7 @@ from ed_trainers.rewards import check_name, user_code, wrong_settings
 from ed_trainers.rewards.rules import RULES
 
 from ed_elarge.config import architectures
+from ed_elarge.config.local_paths import exists, expand_path, is_file, is_folder
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import OtherModelSection
 from ed_elarge.errors import Problem, ValuePath
@@ -173,7 +174,7 @@ def local_tasks(run: RunConfig) -> Iterator[Problem]:
     for i, task in enumerate(run.eval.local_tasks if run.eval is not None else ()):
         for key, files in task.files().items():
             for file in files:
-                if "://" not in file and not glob.glob(file) and not Path(file).exists():
+                if "://" not in file and not glob.glob(file) and not exists(file):
                     problem = f"{file} does not exist"
                     yield Problem(("eval", "local_tasks", i, key), problem)
 
@@ -181,7 +182,7 @@ def local_tasks(run: RunConfig) -> Iterator[Problem]:
 def include_path(run: RunConfig) -> Iterator[Problem]:
     """Check the directories with task files."""
     for i, directory in enumerate(run.eval.include_path):
-        if not Path(directory).is_dir():
+        if not is_folder(directory):
             yield Problem(("eval", "include_path", i), f"no such directory: {directory}")
 
 
@@ -249,7 +250,7 @@ def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
             )
     for key in ("ssl_keyfile", "ssl_certfile", "api_key_file", "mcp_config"):
         file = getattr(options, key)
-        if file is not None and not Path(file).is_file():
+        if file is not None and not is_file(file):
             yield Problem((key,), f"no such file: {file}")
 
 
@@ -260,14 +261,14 @@ def written_file(run: RunConfig, action: Action) -> Iterator[Problem]:
     if path is not None:
         for message in _unwritable(Path(path).parent):
             yield Problem((name,), message)
-        if Path(path).is_dir():
+        if is_folder(path):
             yield Problem((name,), f"{path} is a folder: set the path of a file")
 
 
 def recordings(run: RunConfig, action: Action) -> Iterator[Problem]:
     """Check that the recordings of the action exist."""
     for i, file in enumerate(action.options.files):
-        if "://" not in file and not Path(file).expanduser().is_file():
+        if "://" not in file and not is_file(expand_path(file)):
             yield Problem(("files", i), f"there is no recording {file}: correct the path")
 
 
@@ -283,7 +284,7 @@ def _kept_codes(run: RunConfig, value: str) -> Iterator[Problem]:
     """Check that a run which keeps the codes of a GGUF file has one."""
     form = run.weight_format
     method = form.quantization_method if form is not None else ""
-    directory = Path(value).expanduser()
+    directory = expand_path(value)
     if method in KEPT_CODES and not (value.endswith(".gguf") or _has_gguf_file(directory)):
         yield Problem(
             ("quantization", "model", "quantization_method"),
@@ -297,11 +298,11 @@ def _has_gguf_file(directory: Path) -> bool:
 
 
 def _model_directory(path: ValuePath, value: str, needed: tuple[str, ...]) -> Iterator[Problem]:
-    directory = Path(value).expanduser()
+    directory = expand_path(value)
     is_gguf = value.endswith(".gguf")
-    if is_gguf and (directory.is_file() or _HUB_ID.fullmatch(value.rpartition("/")[0])):
+    if is_gguf and (is_file(directory) or _HUB_ID.fullmatch(value.rpartition("/")[0])):
         return
-    if directory.is_dir():
+    if is_folder(directory):
         if _has_gguf_file(directory):
             return
         if not any((directory / name).exists() for name in needed):
@@ -334,8 +335,8 @@ def _without_place(address: str) -> str:
 
 
 def _exists(file: str) -> bool:
-    path = Path(file).expanduser()
-    return path.exists() or bool(glob.glob(str(path), recursive=True))
+    path = expand_path(file)
+    return exists(path) or bool(glob.glob(str(path), recursive=True))
 
 
 def _not_importable(address: str) -> Iterator[str]:
@@ -379,12 +380,12 @@ def _unwritable(directory: Path) -> Iterator[str]:
     """Yield why a folder, which may not exist yet, is not writable."""
     try:
         existing = directory
-        while not existing.exists() and existing != existing.parent:
+        while not exists(existing) and existing != existing.parent:
             existing = existing.parent
     except OSError as error:
         yield f"cannot create the folder {directory}: {error.strerror}"
         return
-    if not existing.is_dir():
+    if not is_folder(existing):
         yield f"cannot create the folder {directory}: {existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"cannot write to {directory}: {existing} belongs to another user"
