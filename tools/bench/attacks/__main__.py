@@ -6,7 +6,9 @@
 The server runs in a separate process with a scripted engine, so the times are those of the server.
 The first table contains the milliseconds per megabyte for bodies of growing length. A linear route
 has the same figure in every column. The second table contains the worst latency of `GET /health`
-while several clients repeat one attack.
+while several clients repeat one attack. The third table contains the result of 10,000 honest and
+hostile requests at once: the latency of `/health`, the memory of the server before and after, and
+the number of honest answers that differ from those before the load.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tools.bench.attacks import attacks, scenarios
+from tools.bench.attacks.mixed import run_mixed_load
 from tools.bench.attacks.requests import LIMIT, ROUTES, Ask, long_body, long_text
 from tools.bench.attacks.server import Client, running
 from tools.bench.measure import command_line, cores, cpu_name, table
@@ -88,19 +91,46 @@ def latencies(client: Client, seconds: float, senders: int) -> str:
     return table(head, rows)
 
 
+def mixed(client: Client, seconds: float, count: int) -> str:
+    """Return the table of a mixed load."""
+    idle = canary(client, seconds, None)
+    result = run_mixed_load(client, attacks(), count)
+    growth = result.after - result.before
+    statuses = ", ".join(f"{status}: {n}" for status, n in sorted(result.statuses.items()))
+    rows = [
+        ["requests", str(result.requests)],
+        ["answers to hostile requests by status", statuses],
+        ["honest answers", str(result.honest)],
+        ["honest answers that differ", str(result.different)],
+        ["honest requests that a limit refused", str(result.busy)],
+        ["/health idle, worst ms", f"{idle[-1] * 1e3:.0f}"],
+        ["/health under load, median ms", f"{result.health[len(result.health) // 2] * 1e3:.0f}"],
+        ["/health under load, worst ms", f"{result.health[-1] * 1e3:.0f}"],
+        ["memory before, MiB", f"{result.before / 2**20:.0f}"],
+        ["memory at most, MiB", f"{result.peak / 2**20:.0f}"],
+        ["memory after, MiB", f"{result.after / 2**20:.0f}"],
+        ["growth, MiB", f"{growth / 2**20:.0f}"],
+    ]
+    return table(["mixed load", ""], rows)
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = command_line("attacks", __doc__)
-    parser.add_argument("--only", choices=("routes", "attacks"))
+    parser.add_argument("--only", choices=("routes", "attacks", "mixed"))
     parser.add_argument("--senders", type=int, default=2, help="clients that attack together")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each attack")
+    parser.add_argument("--requests", type=int, default=10_000, help="requests of the mixed load")
     values = parser.parse_args()
     print(f"{cpu_name()}, {cores()} cores, {values.senders} clients attack together\n")
     with running() as client:
-        if values.only != "attacks":
+        if values.only in (None, "routes"):
             print(routes(client), "\n", flush=True)
-        if values.only != "routes":
-            print(latencies(client, values.seconds, values.senders))
+        if values.only in (None, "attacks"):
+            print(latencies(client, values.seconds, values.senders), "\n", flush=True)
+    if values.only in (None, "mixed"):
+        with running() as client:  # the memory of a new process
+            print(mixed(client, values.seconds, values.requests))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,15 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 class Client:
-    """A client that sends each request to one server over a new connection."""
+    """A client that sends each request to one server over a new connection.
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    Args:
+        port: port of the server.
+        pid: id of the process of the server.
+    """
+
+    def __init__(self, port: int, pid: int) -> None:
+        self.port, self.pid = port, pid
 
     def ask(self, request: Ask) -> tuple[int, float, int]:
         """Return status, seconds and bytes of a response; status 0 means a cut connection."""
@@ -62,7 +67,7 @@ def running() -> Iterator[Client]:
     try:
         assert process.stdout is not None
         url = process.stdout.readline().split()[2]
-        yield Client(int(url.split(":")[2].split("/")[0]))
+        yield Client(int(url.split(":")[2].split("/")[0]), process.pid)
     finally:
         process.terminate()
         process.wait(60)
