@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError, UndefinedError
 from packaging.version import Version
 
+from tests.security.fuzz.routes import VisionEngine
 from tools.workspace import ROOT, read_toml
 
 KEY = "a-secret-key"
@@ -229,10 +230,15 @@ def test_template_variables_cannot_replace_renderer_arguments(
     assert variable in answer.json()["error"]["message"]
 
 
-def test_server_does_not_download_addresses_in_requests(http: httpx.Client) -> None:
+@pytest.mark.parametrize("sees", [True, False])
+def test_server_does_not_download_addresses_in_requests(sees: bool) -> None:
     """Checks images and files by URL, and Markdown images in a text."""
     asked = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with (
+        background(VisionEngine() if sees else ScriptedEngine()) as url,
+        httpx.Client(base_url=url, timeout=30) as http,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
         listener.settimeout(0.5)
 
         def watch() -> None:
@@ -254,7 +260,8 @@ def test_server_does_not_download_addresses_in_requests(http: httpx.Client) -> N
         for part in parts:
             body = {**CHAT, "messages": [{"role": "user", "content": [part]}]}
             answer = http.post("chat/completions", json=body)
-            assert answer.status_code == (200 if part["type"] == "text" else 400), answer.text
+            accepted = part["type"] == "text"
+            assert answer.status_code == (200 if accepted else 400), answer.text
         http.post("responses", json={"input": f"![an image]({address})", "max_output_tokens": 16})
         watcher.join()
     assert not asked.is_set()
