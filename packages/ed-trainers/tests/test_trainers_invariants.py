@@ -1,4 +1,6 @@
-"""What holds for every method over a Llama: storage of layers, merged adapters, microbatches.
+"""What holds for every method: storage of layers, merged adapters, microbatches, chunks.
+
+Methods of language models train a Llama, and the others a tiny model of their task.
 
 Packing, meshes, chunks and microbatches of single methods are in the tests of their kind, over a
 model that compiles in a second; here each of them is a row of one table.
@@ -16,9 +18,11 @@ from ed_infra.specs import LoraSpec
 from ed_infra.testing import tiny_llama
 from ed_models.adapters.lora import merge_lora
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+from ed_trainers import arguments_class
 from ed_trainers.arguments import METHODS
 from ed_trainers.online.phase import Phase
 from ed_trainers.stored.arrays import flat_arrays
+from encoder_runs import CASES, build_encoder
 from flax import nnx
 from method_runs import near_reports, one_step
 from online_runs import END, ToyRollout
@@ -50,14 +54,20 @@ GIVEN = {
 CHANGES = {"grad_norm", "figures"}
 
 
+#: Methods whose step has one microbatch, because its loss compares the rows with each other.
+WHOLE = {"embedding", "contrastive"}
+
+
 class Prompted(dict):
     """Prompts, as a batch of rows for the tests' own step."""
 
     input_ids = tuple(np.random.default_rng(4).integers(3, 32, (8, 3)).tolist())
 
 
-def llama(method="sft", scan=True, seed=0):
-    """The learner of a method."""
+def build_learner(method="sft", scan=True, seed=0):
+    """Return the model that a method trains."""
+    if method in CASES:
+        return build_encoder(method, scan=scan, seed=seed)
     entry = METHODS[method]
     fields = tiny_llama(
         num_hidden_layers=2,
@@ -78,7 +88,7 @@ def llama(method="sft", scan=True, seed=0):
 
 def adapted(method):
     """A learner whose adapters change its outputs."""
-    learner = llama(method).apply_lora(LoraSpec(rank=2), seed=1)
+    learner = build_learner(method).apply_lora(LoraSpec(rank=2), seed=1)
     state = nnx.state(learner, nnx.LoRAParam)
     learned = jax.tree.map(lambda x: x + 0.1 * np.cos(np.arange(x.size)).reshape(x.shape), state)
     nnx.update(learner, learned)
@@ -93,10 +103,15 @@ def step(monkeypatch):
     def step(method, learner, accumulation=1, **given):
         entry = METHODS[method]
         others = (*entry.needs, *(name for name in entry.may_read if name == "reference"))
-        frozen = {name: llama(seed=5) for name in others}
+        frozen = {name: build_learner(seed=5) for name in others}
         given = {**GIVEN.get(method, {}), **given}
         if entry.samples:
             return online_step(method, learner, accumulation, frozen=frozen, **given)
+        if method in CASES:
+            case = CASES[method]
+            return one_step(
+                method, learner, case.batch(), accumulation, frozen, case.tokenizer, **given
+            )
         rows = Prompted(input_ids=np.zeros((8, 1))) if method == "seq_kd" else BATCHES[entry.rows]()
         return one_step(method, learner, rows, accumulation, frozen, **given)
 
@@ -122,11 +137,23 @@ def same(left, right, tolerance=2e-5):
         assert np.abs(left[name] - array).max() <= tolerance * largest, name
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_has_a_model_rows_and_valid_options(method):
+    """The nightly tests below train each method; a new method without a row here fails by day."""
+    entry = METHODS[method]
+    family = CASES[method].family if method in CASES else "llama"
+    assert registry.get_module(entry.task, family)
+    options = {name: value for name, value in GIVEN.get(method, {}).items() if name != "rewards"}
+    assert arguments_class(method)(**options)
+    has_rows = entry.samples or method == "seq_kd" or entry.rows in BATCHES
+    assert has_rows or CASES[method].batch()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
 def test_scanned_step_matches_unrolled_step(step, method):
-    moved, report = step(method, llama(method))
-    other, other_report = step(method, llama(method, scan=False))
+    moved, report = step(method, build_learner(method))
+    other, other_report = step(method, build_learner(method, scan=False))
     same(other, moved)
     near_reports(other_report, report, 2e-5)
 
@@ -134,7 +161,7 @@ def test_scanned_step_matches_unrolled_step(step, method):
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
 def test_adapter_step_matches_merged_model_step(step, method):
-    _, plain = step(method, llama(method))
+    _, plain = step(method, build_learner(method))
     _, report = step(method, adapted(method))
     _, merged = step(method, merge_lora(adapted(method)))
     left, right = ({n: v for n, v in r.items() if n not in CHANGES} for r in (report, merged))
@@ -144,12 +171,12 @@ def test_adapter_step_matches_merged_model_step(step, method):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "embedding"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in WHOLE])
 def test_any_number_of_microbatches_is_one_step(step, method):
-    """1 x 8 = 4 x 2 = 8 x 1; of `embedding` a step has one, where all texts see each other."""
-    moved, report = step(method, llama(method))
+    """1 x 8 = 4 x 2 = 8 x 1; rows of the methods in `WHOLE` are compared with each other."""
+    moved, report = step(method, build_learner(method))
     for accumulation in (2, 8):
-        other, other_report = step(method, llama(method), accumulation)
+        other, other_report = step(method, build_learner(method), accumulation)
         same(other, moved)
         near_reports(other_report, report, 2e-5)
 
@@ -159,8 +186,8 @@ def test_any_number_of_microbatches_is_one_step(step, method):
     "method", [n for n, e in METHODS.items() if "lmhead_chunksize" in e.arguments.model_fields]
 )
 def test_chunked_loss_step_matches_unchunked_step(step, method):
-    moved, report = step(method, llama(method))
-    other, other_report = step(method, llama(method), lmhead_chunksize=7)
+    moved, report = step(method, build_learner(method))
+    other, other_report = step(method, build_learner(method), lmhead_chunksize=7)
     same(other, moved)
     near_reports(other_report, report, 2e-5)
 

@@ -25,6 +25,8 @@ SYNCED = [
 ]
 MOVES = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 2}
 STEPS = 7
+#: Methods that compare completions of the learner with those of the reference, once each.
+COMPETES = ("xpo", "nash_md")
 
 
 def pairs(directory, model, *, method="dpo", data=None, frozen=None, callbacks=(), **given):
@@ -155,23 +157,27 @@ def test_initial_learner_is_copied_once_as_reference(toy, tmp_path):
     assert output.metrics["train_loss"] < np.log(2) - 1e-3
 
 
+def build_online_options(method):
+    """Return the options of a method that samples, whose reference follows the learner."""
+    own = {} if method in COMPETES else {"num_iterations": 2}
+    if method == "sdpo":  # its usual teacher, a running mean, follows the learner itself
+        own |= {"teacher_model_kind": "base", "distillation_weight": 0.5}
+    return {"num_train_epochs": 1, "beta": 0.1, "learning_rate": 0.3, **MOVES, **own}
+
+
+@pytest.mark.parametrize("method", SYNCED[3:])
+def test_each_method_that_samples_accepts_a_synced_reference(method):
+    assert arguments_class(method)(**build_online_options(method)).sync_ref_model
+
+
 @pytest.mark.parametrize(
     "method",
     [pytest.param(n, marks=() if n == "grpo" else pytest.mark.nightly) for n in SYNCED[3:]],
 )
 def test_online_method_reads_synced_reference_and_resumes(toy, tmp_path, method, monkeypatch):
     """A method that samples reads the present reference, and resumes within a generation."""
-    competes = method in ("xpo", "nash_md")
-    if competes:
-        given = {}
-    elif method == "ppo":
-        given = {"num_iterations": 2}
-    elif method == "sdpo":  # its usual teacher, a running mean, follows the learner itself
-        given = {"num_iterations": 2, "teacher_model_kind": "base", "distillation_weight": 0.5}
-    else:
-        given = {"num_iterations": 2, "reward_functions": ()}
-    more = {"num_train_epochs": 1, "beta": 0.1, "learning_rate": 0.3, **MOVES, **given}
-    more.pop("reward_functions", None)
+    competes = method in COMPETES
+    more = build_online_options(method)
 
     def run(directory, *callbacks):
         made = online(
