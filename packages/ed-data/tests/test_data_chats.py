@@ -263,3 +263,28 @@ def test_table_rejects_tools_missing_in_its_first_rows(tokenizer, mixture, jsonl
     options = mixture([], informs=informs, pack_tokens=False, save=saving)
     with pytest.raises(DataError, match="a later row has the fields chat_template_kwargs, tools"):
         build_loader(options, with_template(tokenizer, SHOWING), seq_length=256)
+
+
+def test_marked_answers_end_where_the_tokenizer_drops_white_space():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["first", "question", "an", "answer", "SECRET", "<end>", "<pad>"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words_only = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<end>", pad_token="<pad>"
+    )
+    words_only.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} <end>"
+        "\n{% endgeneration %}{% else %}{{ m.content }} <end>\n{% endif %}{% endfor %}"
+    )
+    chat = [
+        {"role": "user", "content": "first question"},
+        {"role": "assistant", "content": "an answer"},
+        {"role": "user", "content": "SECRET"},
+        {"role": "assistant", "content": "answer"},
+    ]
+    ids, mask = encoded(words_only, chat, {}, assistant_only_loss=True)
+    learned = words_only.decode([t for t, flag in zip(ids, mask, strict=True) if flag])
+    assert learned.split() == ["an", "answer", "<end>", "answer", "<end>"]

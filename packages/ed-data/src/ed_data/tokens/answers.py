@@ -11,7 +11,7 @@ not belong to the answer. Character offsets determine the tokens of an answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ed_data.schema import Message
@@ -55,11 +55,23 @@ def with_answers(
             "answers with {% generation %} … {% endgeneration %}"
         ) from error
     places: list[TokenSpan] = encoded["offset_mapping"]  # type: ignore[assignment]
-    mask = [
-        int(any(start < stop and begin < stop and start < end for begin, end in spans))
-        for start, stop in places
-    ]
-    return list(encoded["input_ids"]), mask  # type: ignore[arg-type]
+    return list(encoded["input_ids"]), mask_tokens(places, spans)  # type: ignore[arg-type]
+
+
+def mask_tokens(places: Sequence[TokenSpan], spans: Sequence[TokenSpan]) -> list[int]:
+    """Return 1 for each token with a character of a span, else 0.
+
+    Args:
+        places: first character of each token, and the character after it, in order.
+        spans: ranges of characters, in order.
+    """
+    mask, span = [0] * len(places), 0
+    for number, (start, stop) in enumerate(places):
+        while span < len(spans) and spans[span][1] <= start:
+            span += 1
+        if span < len(spans) and start < stop and spans[span][0] < stop:
+            mask[number] = 1
+    return mask
 
 
 class _Turns:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ed_data.conversation import ConversationFormat
 from ed_data.errors import DataError
 from ed_data.schema import KWARGS, TOOLS, Message
-from ed_data.tokens.answers import with_answers
+from ed_data.tokens.answers import mask_tokens, with_answers
 from ed_data.tokens.items import DocumentField, TokenSequence, with_blame
 from ed_data.tokens.tokenizers import chat_template, end_tokens
 
@@ -109,18 +109,46 @@ class ChatEncoder:
             return with_blame(self._with_found_answers, items, problem)
 
         def encode(chats: list[DocumentField]) -> list[TokenSequence]:
+            if masked:
+                return self._with_marked_answers(chats, template)
             output: Any = self._tokenizer.apply_chat_template(
                 [chat.content for chat in chats],  # type: ignore[arg-type]
                 tokenize=True,
                 return_dict=True,
                 add_generation_prompt=begins_answer,
-                return_assistant_tokens_mask=masked,
                 **arguments,
             )
-            masks = output["assistant_masks"] if masked else [None] * len(chats)
-            return list(map(TokenSequence, output["input_ids"], masks))
+            return list(map(TokenSequence, output["input_ids"]))
 
         return with_blame(encode, items, "the chat template cannot render the messages")
+
+    def _with_marked_answers(
+        self, items: list[DocumentField], template: str
+    ) -> list[TokenSequence]:
+        """Encode chats whose answers the template marks with `{% generation %}`.
+
+        The offsets of the tokens determine the mask. transformers asks for the token of the last
+        character of a mark, and if the tokenizer drops this character, its mask reaches to the end
+        of the chat.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        arguments: Any = {**self._tokenizer.special_tokens_map, **items[0].template}
+        chats: Any = [item.content for item in items]
+        texts, places = render_jinja_template(
+            chats, chat_template=template, return_assistant_tokens_mask=True, **arguments
+        )
+        try:
+            encoded: Any = self._tokenizer(
+                list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+        except NotImplementedError as error:
+            raise ValueError(
+                "the tokenizer does not return character offsets, which assistant_only_loss "
+                "requires: use its fast version"
+            ) from error
+        rows = zip(encoded["input_ids"], encoded["offset_mapping"], places, strict=True)
+        return [TokenSequence(ids, mask_tokens(offsets, spans)) for ids, offsets, spans in rows]
 
     def _with_found_answers(self, items: list[DocumentField]) -> list[TokenSequence]:
         texts = self._end_tokens.values()
