@@ -328,5 +328,66 @@ def test_epochs_are_passes_over_the_rows(tmp_path, tokenizer, rows, size, epochs
     assert len(counts) == rows and min(counts.values()) >= epochs
 
 
+LONG = {"prompt": "p" * 40, "completion": "c"}
+SHORT = {"prompt": "p", "completion": "c" * 5}
+MIDDLE = {"prompt": "p" * 4, "completion": "c" * 60}
+
+
+def load(tmp_path, tokenizer, rows, **options):
+    tokenization = options.pop("tokenization", {})
+    mixture = Mixture(
+        informs=[Inform(data_files=str(written(tmp_path, *rows)))],
+        tokenization=tokenization,
+        **options,
+    )
+    return build_loader(mixture, tokenizer, batch_size=1, seq_length=32, shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("truncation", "texts", "said"),
+    [
+        (None, ("p" * 31, "pc", "ppppc"), ("2 of the first 3", "lose their end", "1 of these")),
+        ("right", ("p" * 31, "pc", "ppppc"), ("2 of the first 3", "lose their end", "1 of these")),
+        ("left", ("p" * 30 + "c", "pc", "c" * 31), ("2 of the first 3", "lose their beginning")),
+        ("drop", ("pc",), ("2 of the first 3", "are dropped")),
+        ("split", ("p" * 31,), ("2 of the first 3", "are split")),
+    ],
+)
+def test_longer_documents_are_counted_and_cut_as_requested(
+    tmp_path, tokenizer, caplog, truncation, texts, said
+):
+    options = {} if truncation is None else {"truncation": truncation}
+    with caplog.at_level(logging.INFO, "ed_data"):
+        loader = load(tmp_path, tokenizer, [LONG, SHORT, MIDDLE], tokenization=options)
+    for text in said:
+        assert text in caplog.text
+    assert ("lose their whole answer" in caplog.text) == ("1 of these" in said)
+    rows = loader.stats["rows"]
+    assert rows == {"drop": 1, "split": 6}.get(truncation, 3)
+    for step, text in enumerate(texts):
+        batch = loader.batch_at(step)
+        shown = tokenizer.decode(batch["input_ids"][0][batch["segment_ids"][0] > 0])
+        assert text in shown
+
+
+def test_pairs_that_lose_an_answer_are_counted(tmp_path, tokenizer, caplog):
+    row = {"prompt": "p" * 40, "chosen": "c", "rejected": "d"}
+    short = {"prompt": "p", "chosen": "c", "rejected": "d"}
+    mixture = Mixture(informs=[Inform(data_files=str(written(tmp_path, row, short, row)))])
+    with caplog.at_level(logging.WARNING, "ed_data"):
+        build_loader(mixture, tokenizer, batch_size=1, seq_length=32, schema=PREFERENCE)
+    assert "2 of these documents lose their whole answer" in caplog.text
+
+
+def test_documents_with_a_prompt_per_column_keep_their_beginning(tmp_path, tokenizer):
+    row = {"prompt": "p", "chosen": "c", "rejected": "d"}
+    mixture = Mixture(
+        informs=[Inform(data_files=str(written(tmp_path, row)))],
+        tokenization={"truncation": "left"},
+    )
+    with pytest.raises(DataError, match="cannot lose their beginning"):
+        build_loader(mixture, tokenizer, seq_length=32, schema=PREFERENCE)
+
+
 def test_completion_rows_have_the_schema_of_completions():
     assert COMPLETION.columns[0].context == "prompt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,7 @@ def build_loader(
         shuffle_rows=shuffle_rows,
         seed=seed,
         endless=split == "train",
+        cut=mixture.tokenization.cut or "right",
     )
     pad = None if tokenizer is None else tokenizer.pad_token_id
     layout = BatchLayout(
@@ -204,6 +206,7 @@ def _indexed(
     plan = RowPlan(order, parts, options, index)
     if encoder.has_loss_mask:
         plan.check_labels()
+    plan.report_cuts(logging.WARNING if encoder.has_loss_mask else logging.INFO)
     return Loader(
         plan,
         layout,
@@ -272,6 +275,7 @@ def _order_details(
         **order_details(mixture, split, options.seed, shuffle),
         "pack_strategy": options.strategy,
         "max_length": options.max_length,
+        **({} if options.cut == "right" else {"cut": options.cut}),
         "pack_shuffle": options.shuffle_rows,
         "seq_length": options.seq_length,
     }
@@ -326,7 +330,13 @@ def _document_limit(
     whole = len(schema.columns) > 1 or bool(schema.values) or media is not None
     kind = media or f"{len(schema.columns)} columns"
     kind = "values" if schema.values and len(schema.columns) == 1 else kind
-    if whole and options.truncation is False:
+    if whole and options.cut == "left":
+        raise DataError(
+            f"documents with {kind} begin with a prompt and cannot lose their beginning: use "
+            "truncation: right or drop",
+            ("tokenization", "truncation"),
+        )
+    if whole and options.cut == "split":
         raise DataError(
             f"documents with {kind} are never split over rows: remove truncation: false",
             ("tokenization", "truncation"),
@@ -339,7 +349,6 @@ def _document_limit(
         )
     if options.max_length is not None:
         return options.max_length
-    cut = options.truncation
-    if cut is None:
-        cut = whole or not mixture.pack_tokens
-    return seq_length if cut else None
+    if options.cut is None:
+        return seq_length if whole or not mixture.pack_tokens else None
+    return None if options.cut == "split" else seq_length

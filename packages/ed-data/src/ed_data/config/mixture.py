@@ -35,10 +35,11 @@ class Tokenization(DataOptions):
 
     `max_length` truncates documents. Without `max_length`, packing splits a long document over
     several rows, and documents that are not packed are truncated at the sequence length.
-    `truncation: true` also truncates in packing; `truncation: false` splits in both cases. An
-    end-of-text token ends each document that is not truncated. A chat has the tokens of the chat
-    template: an end-of-text token follows only an answer that the template does not end with an end
-    token.
+    `truncation: right` (or true) also truncates in packing; `split` (or false) splits in both
+    cases; `left` removes the beginning of longer documents, and `drop` omits them. The log counts
+    the longer documents, and those whose answers are removed completely. An end-of-text token ends
+    each document that is not truncated. A chat has the tokens of the chat template: an end-of-text
+    token follows only an answer that the template does not end with an end token.
 
     `assistant_only_loss` restricts the loss of chats to the answers and their end tokens. An answer
     is the text in `{% generation %}` of the chat template; without such marks, it is the text that
@@ -52,8 +53,8 @@ class Tokenization(DataOptions):
     """Id or folder of the tokenizer; default: the tokenizer of the model."""
     max_length: TokenCount | None = None
     """Number of tokens at which a document is truncated."""
-    truncation: bool | None = None
-    """Whether documents longer than a row are truncated, see above."""
+    truncation: bool | Literal["drop", "left", "right", "split"] | None = None
+    """What happens to documents that are longer than a row, see above."""
     padding: Annotated[Literal["max_length", "longest"], BeforeValidator(_padding)] = "max_length"
     """Pad to the sequence length, or to the longest row of the batch."""
     add_special_tokens: bool = True
@@ -75,11 +76,18 @@ class Tokenization(DataOptions):
     """Whether the loss of chats is restricted to the answers."""
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
-        if self.truncation is False and self.max_length is not None:
+        if self.cut == "split" and self.max_length is not None:
             yield (
                 ("max_length",),
                 "max_length truncates documents, but truncation: false disables truncation",
             )
+
+    @property
+    def cut(self) -> Literal["drop", "left", "right", "split"] | None:
+        """What happens to longer documents; None = packing splits, and other rows are truncated."""
+        if isinstance(self.truncation, bool):
+            return "right" if self.truncation else "split"
+        return self.truncation
 
 
 _COMPRESSIONS = {

@@ -157,6 +157,41 @@ class RowPlan:
         """
         self.window(0).check_labels()
 
+    def report_cuts(self, level: int) -> None:
+        """Log how many documents of the first window are cut, dropped or split.
+
+        Args:
+            level: level of the message about split documents.
+        """
+        options = self._options
+        cuts = self.window(0).count_cuts(options)
+        if not cuts.longer:
+            return
+        limit = options.seq_length if options.max_length is None else options.max_length
+        about = (
+            f"{cuts.longer:,} of the first {cuts.documents:,} documents are longer than "
+            f"{limit:,} tokens"
+        )
+        if options.max_length is None:
+            if options.strategy != "wrapped":
+                log.log(
+                    level,
+                    "%s and are split over several rows, so the later parts are learned without "
+                    "their beginning; tokenization.truncation: drop, left or right avoids that",
+                    about,
+                )
+            return
+        effect = {"drop": "are dropped", "left": "lose their beginning"}.get(
+            options.cut, "lose their end"
+        )
+        log.warning("%s and %s", about, effect)
+        if cuts.unlearned:
+            log.warning(
+                "%s of these documents lose their whole answer, so nothing of them is learned: "
+                "increase the sequence length, or set tokenization.truncation: drop or left",
+                f"{cuts.unlearned:,}",
+            )
+
     def _first_step(self, number: int) -> int:
         """Return the step in which a window begins; all earlier windows have been counted."""
         return (self._ends[number - 1] if number else 0) // self._options.batch_size

@@ -8,10 +8,11 @@ state contains the current position. Both kinds pack a window and select its row
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ed_data.errors import DataError
 from ed_data.order.mixing import IntArray, permutation
@@ -104,6 +105,8 @@ class RowOptions:
         seq_length: maximum number of tokens of a row.
         strategy: packing strategy, or None for one document (or piece of a document) per row.
         max_length: number of tokens at which documents are truncated; None truncates nothing.
+        cut: what happens to a longer document: its end (`right`) or its beginning (`left`) is
+            removed, or the document is dropped (`drop`).
         shuffle_rows: number of rows that are shuffled together; None keeps their order.
         seed: seed of the row order.
         endless: epochs follow one another, and a batch may contain rows of two epochs. Otherwise
@@ -117,6 +120,21 @@ class RowOptions:
     shuffle_rows: int | None
     seed: int
     endless: bool
+    cut: str = "right"
+
+
+class CutDocuments(NamedTuple):
+    """The documents of a window that are longer than allowed.
+
+    Attributes:
+        documents: number of documents of the window.
+        longer: number of documents that are cut, dropped or split.
+        unlearned: number of documents that have tokens with loss, but none after the cut.
+    """
+
+    documents: int
+    longer: int
+    unlearned: int
 
 
 @dataclass(frozen=True)
@@ -159,20 +177,48 @@ class Window:
         for i, each in enumerate(tokens):
             here = source == i
             lengths[here] = each.lengths(document[here])
-        truncated = 0
+        truncated, skipped = 0, np.zeros_like(lengths)
         if options.max_length is not None:
-            kept = np.minimum(lengths, options.max_length)
-            truncated = int((lengths - kept).sum())
-            lengths = kept
+            limited = np.minimum(lengths, options.max_length)
+            if options.cut == "drop":
+                limited = np.where(lengths > options.max_length, 0, lengths)
+            if options.cut == "left":
+                skipped = lengths - limited
+            truncated = int((lengths - limited).sum())
+            lengths = limited
         if options.strategy is None:
             packing = one_per_row(lengths, options.seq_length)
         else:
             packing = pack(lengths, options.seq_length, options.strategy)
+        if skipped.any():
+            packing = replace(packing, start=packing.start + skipped[packing.document])
         if options.shuffle_rows is not None:
             packing = packing.reordered(
                 permutation(packing.rows, *key, buffer=options.shuffle_rows)
             )
         return cls(tokens, source, document, packing, truncated)
+
+    def count_cuts(self, options: RowOptions) -> CutDocuments:
+        """Count the documents that are longer than allowed; see `CutDocuments`.
+
+        Only the longer documents are read. With several columns, a document is unlearned if one of
+        its columns is.
+        """
+        limit = options.seq_length if options.max_length is None else options.max_length
+        longer = unlearned = 0
+        for i, source in enumerate(self.tokens):
+            document = self.document[self.source == i]
+            long = document[source.lengths(document) > limit]
+            longer += len(long)
+            if options.max_length is None or options.cut == "drop":
+                continue
+            for at in range(0, len(long), _CHECKED):
+                part = long[at : at + _CHECKED]
+                lost = np.zeros(len(part), bool)
+                for column in range(source.columns):
+                    lost |= _lose_labels(source, part, column, limit, left=options.cut == "left")
+                unlearned += int(lost.sum())
+        return CutDocuments(len(self.document), longer, unlearned)
 
     def check_labels(self) -> None:
         """Check that a token of the window has loss.
@@ -207,6 +253,23 @@ class Window:
                     if len(ids) and (mask is None or mask.any()):
                         return True
         return False
+
+
+def _lose_labels(
+    source: StoredTokens, document: IntArray, column: int, limit: int, *, left: bool
+) -> NDArray[np.bool_]:
+    """Return for each document whether it has tokens with loss only in the part that is removed."""
+    lengths = source.lengths(document, column)
+    _, mask = source.gather(document, np.zeros_like(lengths), lengths, column)
+    if mask is None:
+        return np.zeros(len(document), bool)
+    ends = np.cumsum(lengths)
+    lost = np.zeros(len(document), bool)
+    for number, (end, length) in enumerate(zip(ends.tolist(), lengths.tolist(), strict=True)):
+        labels = mask[end - length : end]
+        remaining = labels[-limit:] if left else labels[:limit]
+        lost[number] = bool(labels.any()) and not remaining.any()
+    return lost
 
 
 def one_per_row(lengths: IntArray, capacity: int) -> Packing:
