@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 
 import numpy as np
 import pytest
-from ed_data import DataError, Inform, Mixture, build_loader
+from ed_data import DataError, Inform, Mixture, build_loader, build_prompts
 from ed_data.checks import check_names
 from ed_data.rows.documents import Documents
 from ed_data.rows.formats import FORMATS, convert_row, detect_format
 from ed_data.schema import COMPLETION, LABELLED, PREFERENCE, SCORED_PAIR, TEXT, Cell
 from ed_data.sources.files import find_split, select_split
+from ed_data.tokens.tokenizers import count_ids
 
 QUESTION, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
 TURNS = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
@@ -387,6 +389,45 @@ def test_documents_with_a_prompt_per_column_keep_their_beginning(tmp_path, token
     )
     with pytest.raises(DataError, match="cannot lose their beginning"):
         build_loader(mixture, tokenizer, seq_length=32, schema=PREFERENCE)
+
+
+def with_note(tokenizer, **special):
+    own = pickle.loads(pickle.dumps(tokenizer))
+    own.add_tokens(["<note>"])
+    for name, token in special.items():
+        setattr(own, name, token)
+    return own
+
+
+def test_ids_without_a_row_in_the_embedding_are_an_error_that_names_them(tmp_path, tokenizer):
+    own, rows = with_note(tokenizer), count_ids(tokenizer)
+    mixture = Mixture(
+        informs=[Inform(data_files=str(written(tmp_path, {"content": "a"}, {"content": "<note>"})))]
+    )
+    message = rf"rows.jsonl:2: .*'<note>' has the id {rows}.*{rows} rows"
+    for options in ({}, {"pack_on_the_fly": True}):
+        changed = mixture.replace(**options)
+        with pytest.raises(DataError, match=message):
+            build_loader(changed, own, batch_size=2, seq_length=16, embedding_rows=rows).batch_at(0)
+    loader = build_loader(mixture, own, batch_size=2, seq_length=16, embedding_rows=rows + 1)
+    assert loader.batch_at(0)["input_ids"].max() == rows
+    prompts = Mixture(
+        informs=[Inform(data_files=str(written(tmp_path, {"prompt": "a"}, {"prompt": "<note>"})))]
+    )
+    with pytest.raises(DataError, match="'<note>'"):
+        build_prompts(prompts, own, batch_size=1, embedding_rows=rows)
+
+
+def test_padding_needs_no_row_in_the_embedding(tmp_path, tokenizer):
+    own, rows = with_note(tokenizer, pad_token="<note>"), count_ids(tokenizer)
+    mixture = Mixture(informs=[Inform(data_files=str(written(tmp_path, {"content": "a"})))])
+    loader = build_loader(mixture, own, batch_size=1, seq_length=16, embedding_rows=rows)
+    assert loader.batch_at(0)["input_ids"].max() < rows
+
+
+def test_ids_with_holes_are_counted_by_the_largest(tokenizer):
+    assert count_ids(tokenizer) == max(tokenizer.get_vocab().values()) + 1
+    assert count_ids(with_note(tokenizer)) == count_ids(tokenizer) + 1
 
 
 def test_completion_rows_have_the_schema_of_completions():

@@ -41,6 +41,8 @@ from ed_data.tokens.tokenizers import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger("ed_data")
+
 #: Increased when the same options produce different batches; older states are then rejected.
 ORDER_VERSION = 1
 _LONGEST_MULTIPLE = 8  # the length of batches that are padded to their longest row
@@ -62,6 +64,7 @@ def build_loader(
     decoder_start_token_id: int | None = None,
     time_steps: TimeSteps | None = None,
     recordings: RecordingLayout | None = None,
+    embedding_rows: int | None = None,
 ) -> Loader | StreamLoader:
     """Tokenize a mixture, or read its tokens from the cache, and return the loader of its batches.
 
@@ -90,6 +93,8 @@ def build_loader(
             an error.
         recordings: the recordings that an audio-language model reads. Chats may then contain
             recordings, and batches contain `input_features` [b, i, m, f].
+        embedding_rows: number of rows of the model's embedding. A document with a larger id is
+            then an error; a padding token without a row is replaced by the end-of-text token.
 
     Raises:
         DataError: a name cannot be resolved, data is missing or empty, or options contradict each
@@ -120,7 +125,14 @@ def build_loader(
     seed = mixture.seed if mixture.seed is not None else _DEFAULT_SEED if seed is None else seed
     tokenizer = load_tokenizer(mixture, tokenizer) if schema.has_text else None
     encoder = Encoder.create(
-        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, media, limit, audio
+        tokenizer,
+        mixture.tokenization,
+        mixture.pack_eos_token_id,
+        schema,
+        media,
+        limit,
+        audio,
+        embedding_rows,
     )
     shuffle = shuffle and split == "train"
     shuffle_rows = None
@@ -137,6 +149,9 @@ def build_loader(
         cut=mixture.tokenization.cut or "right",
     )
     pad = None if tokenizer is None else tokenizer.pad_token_id
+    if isinstance(pad, int) and embedding_rows is not None and pad >= embedding_rows:
+        log.info("the padding token %d has no row in the embedding: rows are padded otherwise", pad)
+        pad = None
     layout = BatchLayout(
         batch_size=rows,
         seq_length=length,

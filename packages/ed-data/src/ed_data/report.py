@@ -186,6 +186,7 @@ def data_report(
     decoder_start_token_id: int | None = None,
     time_steps: TimeSteps | None = None,
     recordings: RecordingLayout | None = None,
+    embedding_rows: int | None = None,
     near: bool = False,
     samples: int = 3,
 ) -> Report:
@@ -206,6 +207,7 @@ def data_report(
         decoder_start_token_id: see `build_loader`.
         time_steps: see `build_loader`.
         recordings: see `build_loader`.
+        embedding_rows: see `build_loader`.
         near: search near-duplicates (MinHash), which is slower.
         samples: number of rows in the report.
 
@@ -234,7 +236,14 @@ def data_report(
         mixture = mixture.replace(pack_on_the_fly=True)
     tokenizer = load_tokenizer(mixture, tokenizer)
     encoder = Encoder.create(
-        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, media, None, audio
+        tokenizer,
+        mixture.tokenization,
+        mixture.pack_eos_token_id,
+        schema,
+        media,
+        None,
+        audio,
+        embedding_rows,
     )
     encoding = Encoding(encoder, mixture.tokenization.num_proc)
     with contextlib.closing(encoding):
@@ -251,6 +260,7 @@ def data_report(
         decoder_start_token_id=decoder_start_token_id,
         time_steps=time_steps,
         recordings=recordings,
+        embedding_rows=embedding_rows,
     )
     assert isinstance(loader, Loader)
     lengths = [part.tokens.lengths(part.members) for part in parts]

@@ -223,6 +223,7 @@ def build_prompts(
     shuffle: bool = True,
     schema: Schema = PROMPT,
     processor: ModelProcessor | None = None,
+    embedding_rows: int | None = None,
 ) -> PromptLoader:
     """Return the loader of a mixture's prompts.
 
@@ -241,6 +242,8 @@ def build_prompts(
         schema: the field of the prompt.
         processor: processor of a vision-language model. Batches then contain `images`, and the
             prompts one placeholder token for each feature of an image.
+        embedding_rows: number of rows of the model's embedding. A prompt with a larger id is then
+            an error.
 
     Raises:
         DataError: a name cannot be resolved, data is missing or empty, or a row cannot be read.
@@ -254,7 +257,12 @@ def build_prompts(
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
     tokenizer = load_tokenizer(mixture, tokenizer)
     encoder = Encoder.create(
-        tokenizer, mixture.tokenization, mixture.pack_eos_token_id, schema, media
+        tokenizer,
+        mixture.tokenization,
+        mixture.pack_eos_token_id,
+        schema,
+        media,
+        embedding_rows=embedding_rows,
     )
     files = file_cache(mixture, mixture.cache_dir or cache_dir or default_cache_dir())
     limit = mixture.tokenization.max_length
@@ -267,6 +275,8 @@ def build_prompts(
             examples: list[tuple[int, int]] = []
             short = []
             for i, example in enumerate(kept):
+                if encoder.embedding_rows is not None:
+                    encoder.encode_prompts([example], inform.label)
                 examples.append((example.digest, example.content_digest))
                 if limit is None or _fits(encoder, example, inform.label, limit):
                     short.append(i)

@@ -21,8 +21,8 @@ import numpy as np
 
 from ed_data.cache import new_file, remove_abandoned
 from ed_data.errors import DataError
-from ed_data.order.mixing import DocumentOrder
-from ed_data.order.windows import PlannedRows, RowOptions, Window, rows_of
+from ed_data.order.mixing import DocumentOrder, IntArray
+from ed_data.order.windows import PlannedRows, RowOptions, Window, count_cuts, rows_of
 from ed_data.storage.store import StorePart
 
 log = logging.getLogger("ed_data")
@@ -164,7 +164,7 @@ class RowPlan:
             level: level of the message about split documents.
         """
         options = self._options
-        cuts = self.window(0).count_cuts(options)
+        cuts = count_cuts(self.tokens, *self._select(0), options)
         if not cuts.longer:
             return
         limit = options.seq_length if options.max_length is None else options.max_length
@@ -196,13 +196,19 @@ class RowPlan:
         """Return the step in which a window begins; all earlier windows have been counted."""
         return (self._ends[number - 1] if number else 0) // self._options.batch_size
 
-    def _make(self, number: int) -> Window:
+    def _select(self, number: int) -> tuple[IntArray, IntArray]:
+        """Return the source and the number of each document of a window."""
         epoch, place = divmod(number, self.windows_per_epoch)
         source, index = self._order.take(epoch, place * WINDOW, (place + 1) * WINDOW)
         document = np.empty_like(index)
         for i, part in enumerate(self._parts):
             here = source == i
             document[here] = part.members[index[here]]
+        return source, document
+
+    def _make(self, number: int) -> Window:
+        source, document = self._select(number)
+        epoch, place = divmod(number, self.windows_per_epoch)
         key = (_ROWS, self._options.seed, epoch, place)
         return Window.packed(self.tokens, source, document, self._options, key)
 

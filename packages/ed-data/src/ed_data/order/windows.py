@@ -198,28 +198,6 @@ class Window:
             )
         return cls(tokens, source, document, packing, truncated)
 
-    def count_cuts(self, options: RowOptions) -> CutDocuments:
-        """Count the documents that are longer than allowed; see `CutDocuments`.
-
-        Only the longer documents are read. With several columns, a document is unlearned if one of
-        its columns is.
-        """
-        limit = options.seq_length if options.max_length is None else options.max_length
-        longer = unlearned = 0
-        for i, source in enumerate(self.tokens):
-            document = self.document[self.source == i]
-            long = document[source.lengths(document) > limit]
-            longer += len(long)
-            if options.max_length is None or options.cut == "drop":
-                continue
-            for at in range(0, len(long), _CHECKED):
-                part = long[at : at + _CHECKED]
-                lost = np.zeros(len(part), bool)
-                for column in range(source.columns):
-                    lost |= _lose_labels(source, part, column, limit, left=options.cut == "left")
-                unlearned += int(lost.sum())
-        return CutDocuments(len(self.document), longer, unlearned)
-
     def check_labels(self) -> None:
         """Check that a token of the window has loss.
 
@@ -253,6 +231,37 @@ class Window:
                     if len(ids) and (mask is None or mask.any()):
                         return True
         return False
+
+
+def count_cuts(
+    tokens: Sequence[StoredTokens], source: IntArray, document: IntArray, options: RowOptions
+) -> CutDocuments:
+    """Count the documents that are longer than allowed; see `CutDocuments`.
+
+    Only the longer documents are read. With several columns, a document is unlearned if one of its
+    columns is.
+
+    Args:
+        tokens: sources of tokens.
+        source: [documents] index into `tokens`.
+        document: [documents] number of the document in its source.
+        options: the limits.
+    """
+    limit = options.seq_length if options.max_length is None else options.max_length
+    longer = unlearned = 0
+    for i, each in enumerate(tokens):
+        numbers = document[source == i]
+        long = numbers[each.lengths(numbers) > limit]
+        longer += len(long)
+        if options.max_length is None or options.cut == "drop":
+            continue
+        for at in range(0, len(long), _CHECKED):
+            part = long[at : at + _CHECKED]
+            lost = np.zeros(len(part), bool)
+            for column in range(each.columns):
+                lost |= _lose_labels(each, part, column, limit, left=options.cut == "left")
+            unlearned += int(lost.sum())
+    return CutDocuments(len(document), longer, unlearned)
 
 
 def _lose_labels(

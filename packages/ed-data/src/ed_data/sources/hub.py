@@ -80,7 +80,8 @@ class HubSource:
         if start.row:
             data = data.select(range(min(start.row, len(data)), len(data)))
         index = start.row
-        decode = row_decoder(self._data.features.to_dict())
+        features: Any = self._data.features.to_dict()
+        decode = row_decoder(features)
         for each in data.iter(batch_size=_DECODED):
             for row in cast("pa.Table", each).to_pylist():
                 place = f"{self._name}, row {index}"
@@ -136,8 +137,8 @@ class HubStream:
         """Yield the records of one shard; tables before `start` are skipped without conversion."""
         data = self._data.shard(num_shards=len(self.shards), index=shard)
         before = 0
-        features = self._data.features
-        decode = row_decoder({} if features is None else features.to_dict())
+        features: Any = {} if self._data.features is None else self._data.features.to_dict()
+        decode = row_decoder(features)
         try:
             for each in data.with_format("arrow").iter(batch_size=_ROWS):
                 table = cast("pa.Table", each)

@@ -26,11 +26,18 @@ from ed_data.tokens.items import (
     MediumEncoder,
     TokenSequence,
     WhiteSpace,
+    check_embedding_rows,
     ended,
+    mask_prompt,
     with_blame,
 )
 from ed_data.tokens.parts import answered, by_words, in_pairs, windows
-from ed_data.tokens.tokenizers import chat_template, plain_backend, tokenizer_fingerprint
+from ed_data.tokens.tokenizers import (
+    chat_template,
+    count_ids,
+    plain_backend,
+    tokenizer_fingerprint,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +70,8 @@ class Encoder:
         schema: the columns of a document.
         media: encodes the images or the recordings of documents; None refuses chats with media.
         audio: encodes recordings and transcripts; None for schemas without recordings.
+        embedding_rows: number of rows of the model's embedding, if the tokenizer has ids without a
+            row. Documents with such ids are errors.
         max_length: number of tokens at which documents are truncated, to truncate the longer text
             of a pair, and to check that truncation removes no medium and no part of a transcript.
     """
@@ -76,6 +85,7 @@ class Encoder:
     media: MediumEncoder | None = None
     max_length: int | None = None
     audio: AudioEncoder | None = None
+    embedding_rows: int | None = None
 
     @classmethod
     def create(
@@ -87,6 +97,7 @@ class Encoder:
         media: MediumEncoder | None = None,
         max_length: int | None = None,
         audio: AudioEncoder | None = None,
+        embedding_rows: int | None = None,
     ) -> Encoder:
         """Validate the options against the tokenizer and return the encoder.
 
@@ -99,6 +110,7 @@ class Encoder:
             media: see `Encoder.media`.
             max_length: see `Encoder.max_length`.
             audio: see `Encoder.audio`.
+            embedding_rows: number of rows of the model's embedding; None = unknown.
 
         Raises:
             DataError: there is no end-of-document id, `assistant_only_loss` needs a chat template,
@@ -118,10 +130,18 @@ class Encoder:
                 "mixture.pack_eos_token_id to the id that ends a document",
                 ("pack_eos_token_id",),
             )
-        if not 0 <= eos < len(tokenizer):
+        count = count_ids(tokenizer)
+        if not 0 <= eos < count:
             raise DataError(
                 f"pack_eos_token_id={eos} is invalid: the ids of the tokenizer are 0 to "
-                f"{len(tokenizer) - 1}",
+                f"{count - 1}",
+                ("pack_eos_token_id",),
+            )
+        if embedding_rows is not None and eos >= embedding_rows:
+            raise DataError(
+                f"the token {tokenizer.convert_ids_to_tokens(eos)!r}, which ends documents, has "
+                f"the id {eos}, and the model has {embedding_rows} rows of embeddings: use the "
+                "tokenizer of the model, or set mixture.pack_eos_token_id",
                 ("pack_eos_token_id",),
             )
         if options.assistant_only_loss and not chat_template(tokenizer):
@@ -151,12 +171,17 @@ class Encoder:
             media,
             max_length if media is not None or pairs or audio is not None else None,
             audio,
+            embedding_rows if embedding_rows is not None and embedding_rows < count else None,
         )
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, including added tokens."""
-        return 1 if self.tokenizer is None else len(self.tokenizer)
+        """Number of ids, including added tokens and holes."""
+        return 1 if self.tokenizer is None else self._id_count
+
+    @cached_property
+    def _id_count(self) -> int:
+        return count_ids(self.tokenizer)
 
     @property
     def has_loss_mask(self) -> bool:
@@ -193,6 +218,8 @@ class Encoder:
             options += [self.audio.fingerprint, self.max_length]
         elif self.max_length is not None:
             options.append(self.max_length)
+        if self.embedding_rows is not None:
+            options.append(["embedding_rows", self.embedding_rows])
         of_tokenizer = "" if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
         return f"{of_tokenizer}:{json.dumps(options)}"
 
@@ -223,11 +250,13 @@ class Encoder:
             columns = [self._column(documents, column, label) for column in self.schema.columns]
         if self._has_placeholders:
             columns = [self._with_media(documents, column, label) for column in columns]
+        for sequences in columns:
+            check_embedding_rows(self, documents, sequences, label)
         arrays, values = [], []
         for column, sequences, prompts in zip(
             self.schema.columns, columns, self._prompt_lengths(columns), strict=True
         ):
-            arrays.append([_arrays(t, n) for t, n in zip(sequences, prompts, strict=True)])
+            arrays.append([mask_prompt(t, n) for t, n in zip(sequences, prompts, strict=True)])
             if self.schema.values:
                 values.append(
                     [
@@ -339,6 +368,7 @@ class Encoder:
             for d in documents
         ]
         prompts = self._prompts(items)
+        check_embedding_rows(self, documents, list(map(TokenSequence, prompts)), label)
         if not self._has_placeholders:
             return prompts
         sequences = self._with_media(documents, list(map(TokenSequence, prompts)), label)
@@ -444,7 +474,7 @@ class Encoder:
     def _transcripts(
         self, documents: list[Example], items: list[DocumentField], label: str
     ) -> list[TokenSequence]:
-        """Encode transcripts, and check that they and their recordings fit the model."""
+        """Encode transcripts, and check that they fit the model."""
         assert self.audio is not None
         result: list[TokenSequence] = []
         texts = self._texts(items, self.add_special_tokens)
@@ -566,12 +596,3 @@ class Encoder:
                 )
             result.append(tokens)
         return result
-
-
-def _arrays(tokens: TokenSequence, prompt: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Return the ids, and 1 for each token with loss; the prompt has no loss."""
-    ids = np.asarray(tokens.ids, np.int64)
-    mask = tokens.mask
-    flags = np.ones(len(ids), np.uint8) if mask is None else np.array(mask, np.uint8)
-    flags[:prompt] = 0
-    return ids, flags

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
@@ -13,6 +14,8 @@ from ed_data.schema import Content
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ed_data.rows.example import Example
 
 T = TypeVar("T")
 
@@ -183,3 +186,45 @@ def with_blame(
         raise DataError(
             f"{blamed.where}: {problem}: {reason}; correct the row, or drop it in format_callback"
         ) from error
+
+
+class EmbeddedTokenizer(Protocol):
+    """A tokenizer, and the number of rows of the model's embedding; None = each id has a row."""
+
+    tokenizer: Any
+    embedding_rows: int | None
+
+
+def check_embedding_rows(
+    of: EmbeddedTokenizer,
+    documents: Sequence[Example],
+    sequences: Sequence[TokenSequence],
+    label: str,
+) -> None:
+    """Check that each id of the documents has a row in the embedding of the model.
+
+    Raises:
+        DataError: an id has no row.
+    """
+    rows = of.embedding_rows
+    if rows is None:
+        return
+    for document, sequence in zip(documents, sequences, strict=True):
+        largest = max(sequence.ids, default=0)
+        if largest >= rows:
+            raise DataError(
+                f"inform {label!r}, {document.place}: the token "
+                f"{of.tokenizer.convert_ids_to_tokens(largest)!r} has the id {largest}, and the "
+                f"model has {rows} rows of embeddings (ids 0 to {rows - 1}): use the tokenizer of "
+                "the model, remove the token from the data or the chat template, or resize the "
+                "embedding of the checkpoint"
+            )
+
+
+def mask_prompt(tokens: TokenSequence, prompt: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Return the ids, and 1 for each token with loss; the prompt has no loss."""
+    ids = np.asarray(tokens.ids, np.int64)
+    mask = tokens.mask
+    flags = np.ones(len(ids), np.uint8) if mask is None else np.array(mask, np.uint8)
+    flags[:prompt] = 0
+    return ids, flags

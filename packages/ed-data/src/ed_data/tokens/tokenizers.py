@@ -54,6 +54,15 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
+def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest id of a tokenizer plus one.
+
+    `len(tokenizer)` is the number of tokens, which is less if the ids have holes.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return max((*tokenizer.get_vocab().values(), *added, -1)) + 1
+
+
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """Return the Rust tokenizer, or None if transformers changes its result or there is none.
 

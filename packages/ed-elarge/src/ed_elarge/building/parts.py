@@ -222,6 +222,7 @@ def _labels(run: RunConfig) -> dict[str, Any]:
 
 
 def _new_model(elm: eLargeModel) -> CausalLM:
+    from ed_data.tokens.tokenizers import count_ids
     from ed_infra import registry
 
     run, tokens = elm.config, elm.build_tokenizer()
@@ -229,9 +230,9 @@ def _new_model(elm: eLargeModel) -> CausalLM:
     config = new_config(run, of_tokens, _layout(run))
     with run.blame("model", "config"):
         vocab_size = config.get_text_config().vocab_size if of_tokens else 0
-        if tokens is not None and vocab_size < len(tokens):
+        if tokens is not None and of_tokens and vocab_size < count_ids(tokens):
             raise ConfigError(
-                f"vocab_size {vocab_size} is less than the tokenizer's {len(tokens)} "
+                f"vocab_size {vocab_size} is less than the tokenizer's {count_ids(tokens)} "
                 "tokens: raise it, or omit it"
             )
         module = registry.get_module(run.task, config.model_type)
@@ -247,8 +248,10 @@ def _new_model(elm: eLargeModel) -> CausalLM:
 
 def _of_tokenizer(run: RunConfig, tokens: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the fields of a new model that depend on the tokenizer."""
+    from ed_data.tokens.tokenizers import count_ids
+
     return {
-        "vocab_size": len(tokens),
+        "vocab_size": count_ids(tokens),
         "bos_token_id": tokens.bos_token_id,
         "eos_token_id": tokens.eos_token_id,
         "pad_token_id": tokens.pad_token_id,
@@ -428,6 +431,7 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
         build: Any = build_prompts
         if run.has_images:
             options["processor"] = elm.part("processor")
+        options["embedding_rows"] = embedding_rows(run)
     else:
         build = build_loader
         options["seq_length"] = sequence_length(run) if run.has_text else None
@@ -443,6 +447,8 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
 def other_inputs(elm: eLargeModel) -> dict[str, Any]:
     """Return the arguments of `build_loader` for models that do not read one sequence of tokens."""
     run, options = elm.config, dict[str, Any]()
+    if run.has_text:
+        options["embedding_rows"] = embedding_rows(run)
     if run.has_processor:
         options["processor"] = elm.part("processor")
     if run.has_recordings:
@@ -452,6 +458,23 @@ def other_inputs(elm: eLargeModel) -> dict[str, Any]:
     if run.schema.task == "ctc":
         options["time_steps"] = speech.time_steps(elm.part("model").config)
     return options
+
+
+def embedding_rows(run: RunConfig) -> int | None:
+    """Return the number of rows of the embedding of a stored model.
+
+    None for a new model, whose rows follow from the tokenizer, and for a model without the field.
+    """
+    from ed_models.checkpoints import hub
+
+    section = run.model
+    if section is None or section.config is not None or section.name_or_path is None:
+        return None
+    with run.blame("model", "name_or_path"):
+        revision = section.extra_kwargs.revision
+        config: Any = hub.read_config(hub.resolve(str(section.name_or_path), revision=revision))
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    return rows if isinstance(rows, int) else None
 
 
 def sequence_length(run: RunConfig) -> int | None:
