@@ -48,7 +48,15 @@ class RegistryError(ConfigError):
 
 
 class CheckpointError(EasyDeLError, ValueError):
-    """A checkpoint is missing, incomplete, or does not match the model."""
+    """A checkpoint is missing, incomplete, or does not match the model.
+
+    Attributes:
+        field: The key to change. The YAML runner reports its line.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None):
+        super().__init__(message)
+        self.field = field
 
 
 #: Longer names get no suggestion: the time of a comparison is quadratic in the length.

@@ -31,6 +31,11 @@ class RunningTrainer(Protocol):
         """The present state, optimizer state and all; the next step overwrites it."""
         ...
 
+    @property
+    def total_steps(self) -> int:
+        """Number of updates of the whole run."""
+        ...
+
     def weights(self) -> Weights:
         """The present weights, readable until the next step begins."""
         ...

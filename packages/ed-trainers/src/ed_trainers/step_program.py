@@ -20,52 +20,11 @@ from ed_infra.outputs import Metric
 from ed_infra.sharding.placement import ShardedConfig
 from ed_layers.programs import programs_of
 
+from ed_trainers.checkpoints.run_record import LOOP_OPTIONS
 from ed_trainers.contract import Batch, Loss, MethodRun, Models
 from ed_trainers.options.base import TrainingArguments
 
 PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_trainers")
-#: Options that the loop alone reads. The optimizer and the schedule have fingerprints of their own.
-LOOP_OPTIONS = frozenset(
-    (
-        "num_train_epochs",
-        "max_training_steps",
-        "training_time_limit",
-        "eval_batch_size",
-        "save_directory",
-        "save_steps",
-        "save_total_limit",
-        "do_last_save",
-        "merge_adapters",
-        "resume_if_possible",
-        "mirror_address",
-        "memory_directory",
-        "memory_save_steps",
-        "log_steps",
-        "report_steps",
-        "evaluation_steps",
-        "save_best_k",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "greater_is_better",
-        "use_ema",
-        "progress_bar_type",
-        "use_tensorboard",
-        "report_to",
-        "project",
-        "run_name",
-        "peak_flops_per_device",
-        "generation_interval",
-        "generation_prompts",
-        "generation_num_prompts",
-        "generation_max_new_tokens",
-        "generation_temperature",
-        "generation_top_p",
-        "benchmark_interval",
-        "benchmarks",
-        "profile_start_step",
-        "profile_steps",
-    )
-)
 _NAME = "step"
 
 

@@ -28,7 +28,7 @@ from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.roles import REWARD
 from ed_trainers.placement import Placement, place_model
 from ed_trainers.probes import Benchmark, probes_of
-from ed_trainers.report import write_report
+from ed_trainers.report import PAGE, write_report
 from ed_trainers.rewards import RewardFunction
 from ed_trainers.rollout import AheadRollout, Rollout, Weights
 from ed_trainers.running.evaluation import Evaluator
@@ -57,6 +57,7 @@ class TrainerOutput:
         save_directory: the directory of the run; a saved model is in its folder `model`.
         stopped_by: None if training reached its end, else the reason to stop ("SIGTERM", "SIGINT",
             "time limit", or the reason of a callback). Training can resume from `checkpoint_path`.
+        trained_steps: number of updates of this call; 0 if the run had finished before.
     """
 
     state: EasyDeLState
@@ -65,6 +66,7 @@ class TrainerOutput:
     save_directory: Path
     stopped_by: str | None = None
     best_checkpoint_path: Path | None = None
+    trained_steps: int = 0
 
 
 #: Milliseconds in which all processes must have created their model.
@@ -95,6 +97,8 @@ class Trainer:
             methods with rewards.
         reward_folders: folders in which the files and modules of named reward functions are
             searched before the working directory.
+        settings: values outside of the arguments that determine the result, by key, such as the
+            name of the model. Checkpoints record them, and a run that resumes compares them.
 
     Raises:
         ConfigError: an argument has the wrong class, a frozen model is missing or not read, a
@@ -121,6 +125,7 @@ class Trainer:
         rollout: Rollout | None = None,
         reward_functions: Sequence[RewardFunction] = (),
         reward_folders: Sequence[str | Path] = (),
+        settings: Mapping[str, Any] | None = None,
     ):
         name = type(self).__name__
         if not isinstance(arguments, self.entry.arguments):
@@ -140,6 +145,7 @@ class Trainer:
         if (reward_functions or reward_folders) and not rewarded:
             raise ConfigError(f"{name} reads no rewards: omit reward_functions and reward_folders")
         self.arguments = arguments
+        self.settings = settings
         self._state = model if isinstance(model, EasyDeLState) else None
         self._model = model.model if isinstance(model, EasyDeLState) else model
         # On CPUs, the first collective waits only 30 seconds for a process that still compiles:
@@ -304,6 +310,7 @@ class Trainer:
                 save_model=self.save_model,
                 notify=self._notify,
                 lock=lock,
+                settings=self.settings,
             )
         )
         try:
@@ -316,7 +323,8 @@ class Trainer:
             if isinstance(self.rollout, AheadRollout):
                 self.rollout.close()
         directory = Path(self.arguments.save_directory)
-        if jax.process_index() == 0 and (directory / RECORD).is_file():
+        written = outcome["trained_steps"] == 0 and (directory / PAGE).is_file()
+        if jax.process_index() == 0 and (directory / RECORD).is_file() and not written:
             _report(directory)
         return TrainerOutput(save_directory=directory, **outcome)
 

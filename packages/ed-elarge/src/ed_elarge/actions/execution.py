@@ -8,7 +8,6 @@ import pkgutil
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ed_data.schema import TEXT
@@ -63,7 +62,6 @@ def execute(run: RunConfig, *, verbose: bool = False) -> int:
     for number, action in enumerate(run.actions):
         if ACTIONS[action.name].prepare and not prepared:
             _prepare(session.elm)
-            provenance.write(run)
             prepared = True
         try:
             with run.blame_at(action.path):
@@ -90,6 +88,8 @@ def _prepare(elm: eLargeModel) -> None:
     # The engine of the other runs prepares a step while the device computes the one before.
     if run.will("train") and not run.will("serve") and not run.method_entry.samples:
         freed_memory.compute_in_calling_thread()
+    if run.will("train"):
+        elm.set_watchers(*elm.watchers, provenance.create_recorder(run))
     for action in run.actions:
         prepare = ACTIONS[action.name].prepare
         if prepare:
@@ -152,15 +152,14 @@ def train(session: Session, options: NoOptions) -> None:
     from ed_elarge.evaluation import heldout_metrics
 
     elm, summary = session.elm, session.summary
-    directory = elm.config.directory
-    before = _newest_step(directory)
     output = elm.train()
     summary.trained(output, elm.config)
     session.stopped = output.stopped_by
     if session.stopped is not None:
         return
-    if before is not None and before == output.metrics["steps"]:
-        print(f"the training had already finished ({before} steps)")
+    if output.trained_steps == 0:
+        steps = int(output.metrics["steps"])
+        print(f"the training had already finished ({steps} steps)")
     held_out = elm.build_eval_dataset()
     if held_out is not None and elm.config.schema == TEXT and elm.config.task == TaskType.CAUSAL_LM:
         batches = _with_progress(held_out, "evaluating on held-out text")
@@ -177,17 +176,13 @@ def _with_progress(loader: Loader | StreamLoader, what: str) -> Iterable[Any]:
     )
 
 
-def _newest_step(directory: Path) -> int | None:
-    """Return the step of the newest checkpoint, from the folder names."""
-    names = [p.name for p in (directory / "checkpoints").glob("*") if p.name.isdigit()]
-    return max(map(int, names), default=None)
-
-
 def evaluate(session: Session, options: EvalOptions) -> None:
     """Evaluate with lm-evaluation-harness, or on local tasks."""
     elm = session.elm
     results = elm.eval(**options.model_dump(exclude_unset=True))
     tasks = elm.prepare_eval(options)  # cached
+    if tasks.results is not None:
+        provenance.write_beside(elm.config, tasks.results)
     session.summary.evaluated(results, tasks.results)
     if tasks.options.print_results:
         session.summary.print_evaluation(results)

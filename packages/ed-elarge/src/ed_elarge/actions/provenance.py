@@ -1,7 +1,8 @@
 """What produced a result: the resolved configuration, package versions and seed of a run.
 
-`config.yaml` and `environment.json` are written next to the output of each run, before its first
-action. `elarge diff --run` compares them.
+`config.yaml` and `environment.json` describe the output next to them. A training run writes them
+before its first step, and an evaluation with its results. A run that trains nothing, or that is
+refused, leaves them unchanged. `elarge diff --run` compares them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import yaml
 from ed_infra.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ed_trainers import Callback
+    from ed_trainers.callbacks import RunningTrainer
+
     from ed_elarge.config.run_config import RunConfig
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
@@ -41,33 +45,35 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write(run: RunConfig) -> None:
-    """Write configuration and environment next to each output of a run.
+def create_recorder(run: RunConfig) -> Callback:
+    """Return the callback that writes configuration and environment of a run that trains."""
+    from ed_trainers import Callback
 
-    A training run writes into its directory. Without a trainer, an evaluation with `output_path:
-    results.json` writes `results.config.yaml` and `results.environment.json`. A run without output
-    writes nothing.
+    class Recorder(Callback):
+        def on_train_begin(self, trainer: RunningTrainer, step: int) -> None:
+            if step < trainer.total_steps:
+                _write(run, run.directory / CONFIG, run.directory / ENVIRONMENT)
+
+    return Recorder()
+
+
+def write_beside(run: RunConfig, results: Path) -> None:
+    """Write configuration and environment of an evaluation next to its results.
+
+    The files of `results.json` are `results.config.yaml` and `results.environment.json`.
     """
-    for config, environment in _places(run):
-        config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text(run.to_yaml(secrets=False), "utf-8")
-        environment.write_text(json.dumps(_facts(run), indent=2) + "\n", "utf-8")
+    names = (f"{results.stem}.{name}" for name in (CONFIG, ENVIRONMENT))
+    _write(run, *(results.with_name(name) for name in names))
 
 
-def _places(run: RunConfig) -> list[tuple[Path, Path]]:
-    if run.trainer is not None and run.will("train"):
-        return [(run.directory / CONFIG, run.directory / ENVIRONMENT)]
-    found = []
-    for action in run.actions:
-        if action.name == "eval":
-            output = action.options.over(run.eval).output_path
-            path = Path(output) if output is not None else None
-            if path is None and run.trainer is not None:
-                path = run.directory / "eval" / "results.json"
-            if path is not None:
-                names = (f"{path.stem}.{name}" for name in (CONFIG, ENVIRONMENT))
-                found.append(tuple(path.with_name(name) for name in names))
-    return found
+def _write(run: RunConfig, config: Path, environment: Path) -> None:
+    from ed_infra.distributed import is_main
+
+    if not is_main():
+        return
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(run.to_yaml(secrets=False), "utf-8")
+    environment.write_text(json.dumps(_facts(run), indent=2) + "\n", "utf-8")
 
 
 def _facts(run: RunConfig) -> dict[str, Any]:

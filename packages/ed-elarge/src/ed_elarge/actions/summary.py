@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ed_elarge.evaluation.heldout_metrics import HeldoutMetrics
 
 
+SUMMARY = "summary.json"
+
 #: Tasks of models that the engine does not serve.
 _NOT_SERVED = (
     TaskType.MASKED_LM,
@@ -50,6 +52,8 @@ class Summary:
         self.chats = False
         self.task = TaskType.CAUSAL_LM
         self.training: list[str] = []
+        #: The stored summary of a run that had finished before.
+        self._recorded: dict[str, Any] = {}
         self._shown = False
 
     @property
@@ -69,6 +73,9 @@ class Summary:
         self.directory = run.directory
         self.base = {k: run.written[k] for k in ("model", "quantization") if run.written.get(k)}
         self.metrics = dict(output.metrics)
+        if output.trained_steps == 0:
+            self._recorded = _read_summary(run.directory / SUMMARY)
+            self.metrics |= self._recorded.get("metrics", {})
         self.chats = trains_on_chats(run)
         self.task = run.task
         sources = run.mixture.informs if run.mixture is not None else ()
@@ -150,38 +157,48 @@ class Summary:
         return rows
 
     def _keep(self, directory: Path) -> None:
-        """Write `summary.json`, the report, and a run file that serves the model."""
-        figures = {
-            "metrics": self.metrics,
-            "learned": self.heldout.to_dict() if self.heldout is not None else None,
-            "evaluation": self.evaluation,
-            "samples": [{"prompt": p, "completion": c} for p, c in self.samples],
-        }
+        """Write `summary.json`, the report, and a run file that serves the model.
+
+        The summary of a run that had finished before keeps its figures, and gets those of new
+        evaluations.
+        """
         from ed_trainers.report import write_report
 
+        recorded = self._recorded
+        samples = [{"prompt": p, "completion": c} for p, c in self.samples]
+        learned = self.heldout.to_dict() if self.heldout is not None else None
+        evaluation = {**recorded.get("evaluation", {}), **self.evaluation}
         for folder in filter(None, (self.model, self.adapter)):
-            self._complete_card(folder)
-        text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
-        (directory / "summary.json").write_text(text, "utf-8")
-        write_report(directory)
+            self._complete_card(folder, evaluation)
+        figures = {
+            "metrics": self.metrics,
+            "learned": recorded.get("learned") or learned,
+            "evaluation": evaluation,
+            "samples": samples or recorded.get("samples", []),
+        }
+        figures = json.loads(json.dumps(figures))
+        if figures != recorded:
+            text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
+            (directory / SUMMARY).write_text(text, "utf-8")
+            write_report(directory)
         serve = self._served()
-        if serve:
+        if serve and not (recorded and (directory / "serve.yaml").is_file()):
             serve["actions"] = ["serve"]
             (directory / "serve.yaml").write_text(yaml.safe_dump(serve, sort_keys=False), "utf-8")
 
-    def _complete_card(self, folder: Path) -> None:
+    def _complete_card(self, folder: Path, evaluation: dict[str, dict[str, float]]) -> None:
         """Add the training, its metrics and the evaluation to the card of a model."""
         from ed_models.checkpoints.model_card import add_section
 
         rows = [f"- {name}: {value:g}" for name, value in self.metrics.items()]
         add_section(folder, "Training", [*self.training, *rows])
-        if self.evaluation:
+        if evaluation:
             add_section(
                 folder,
                 "Evaluation",
                 [
                     f"- {task}, {name}: {value:g}"
-                    for task, metrics in self.evaluation.items()
+                    for task, metrics in evaluation.items()
                     for name, value in harness.shown(metrics).items()
                 ],
             )
@@ -230,6 +247,15 @@ class Summary:
             messages = [{"role": "user", "content": "Hello"}]
             return "chat/completions", {"messages": messages, "max_tokens": 32}
         return "completions", {"prompt": "The", "max_tokens": 32}
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    """Return a stored summary; empty if the file is missing or damaged."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _against(other: float, own: float) -> tuple[str, str]:

@@ -7,7 +7,7 @@ first use of the part and caches the result. Each function imports the packages 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,7 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase | None:
                 run.schema,
                 mask_token=run.task == TaskType.MASKED_LM,
                 special_tokens=run.method_entry.special_tokens,
+                resumes=run.resumes,
             )
         else:
             made = load_tokenizer(**_tokenizer_source(run))
@@ -566,8 +567,38 @@ def trainer(elm: eLargeModel) -> Trainer:
         frozen=frozen,
         benchmark=benchmark,
         callbacks=elm.watchers,
+        settings=list_settings(run),
         **more,
     )
+
+
+def list_settings(run: RunConfig) -> dict[str, Any]:
+    """Return the values outside of the trainer and the data that determine the result, by key.
+
+    The configuration of the model is not among them: a checkpoint contains the configuration.
+    """
+    sections: dict[str, Any] = {
+        "model": _model_section(run),
+        "lora": run.adapters,
+        "quantization.model": run.weight_format,
+        **{role.section: run.sections.get(role.section) for role in ROLES.values()},
+    }
+    settings: dict[str, Any] = {"loader.dtype": run.loader.dtype}
+    for name, section in sections.items():
+        settings[name] = "absent" if section is None else "present"
+        if section is not None:
+            dumped = section.model_dump(mode="json", exclude={"config"})
+            settings |= {f"{name}.{key}": value for key, value in _flatten(dumped)}
+    return settings
+
+
+def _flatten(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{below}", inner) for below, inner in _flatten(value))
+        else:
+            yield key, value
 
 
 def rollout(elm: eLargeModel) -> EngineRollout | AsynchronousRollout:

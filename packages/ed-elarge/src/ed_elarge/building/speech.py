@@ -58,8 +58,9 @@ def train_processor(run: RunConfig, options: TokenizerTraining) -> ProcessorMixi
     facts: dict[str, Any] = {"task": run.schema.task, "kind": kind}
     facts |= {name: fields.get(name) for name in ("num_mel_bins", "max_source_positions")}
     directory = run.directory / "tokenizer"
+    load = AutoProcessor.from_pretrained
     return kept_or_made(
-        options, mixture, directory, run.schema, make, AutoProcessor.from_pretrained, facts
+        options, mixture, directory, run.schema, make, load, facts, resumes=run.resumes
     )
 
 

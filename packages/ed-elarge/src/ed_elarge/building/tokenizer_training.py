@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ed_data.cache import exclusive
 from ed_data.config import Inform, Mixture
 from ed_data.schema import TEXT, Schema
+from ed_infra.errors import ConfigError
 
 from ed_elarge.config.sections import TokenizerTraining
 
@@ -31,14 +32,17 @@ def load_or_train(
     *,
     mask_token: bool = False,
     special_tokens: Sequence[str] = (),
+    resumes: bool = False,
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `model.tokenizer.train`.
 
     The tokenizer is stored in `directory` with a record of its options and data. If they change,
     the tokenizer is trained again. Held-out texts are not read. `mask_token` adds a mask
-    token, and `special_tokens` adds others.
+    token, and `special_tokens` adds others. `resumes` protects the tokenizer of a run with
+    checkpoints.
 
     Raises:
+        ConfigError: The run resumes, and its tokenizer has other options or data.
         DataError: There is no text, or a source cannot be read.
     """
 
@@ -61,11 +65,15 @@ def load_or_train(
     def load(folder: Path) -> PreTrainedTokenizerBase:
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        # transformers would save these facts of the load with the tokenizer.
+        for name in ("is_local", "local_files_only"):
+            tokenizer.init_kwargs.pop(name, None)
+        return tokenizer
 
     facts: dict[str, Any] = {"mask_token": True} if mask_token else {}
     facts |= {"special_tokens": list(special_tokens)} if special_tokens else {}
-    return kept_or_made(options, mixture, directory, schema, make, load, facts)
+    return kept_or_made(options, mixture, directory, schema, make, load, facts, resumes=resumes)
 
 
 def kept_or_made(
@@ -76,6 +84,8 @@ def kept_or_made(
     make: Callable[[], T],
     load: Callable[[Path], T],
     facts: Mapping[str, Any],
+    *,
+    resumes: bool = False,
 ) -> T:
     """Return the tokenizer or processor in `directory` if its record is equal; else make it.
 
@@ -87,10 +97,23 @@ def kept_or_made(
         make: makes and returns the tokenizer or processor.
         load: returns the one in a folder.
         facts: further values that determine the result.
+        resumes: whether the checkpoints next to `directory` are continued.
+
+    Raises:
+        ConfigError: the run resumes, and its tokenizer has other options or data.
     """
     record = _record(options, mixture, schema, facts)
     if _is_kept(directory, record):
         return load(directory)
+    if resumes and (directory / _RECORD).exists():
+        steps = [p for p in (directory.parent / "checkpoints").glob("*") if p.name.isdigit()]
+        if steps:
+            raise ConfigError(
+                f"the checkpoints in {directory.parent} use a tokenizer that was trained with "
+                "other options or on other data than the run file has now: change them back, or "
+                "set another trainer.save_directory (trainer.resume_if_possible: false moves the "
+                "earlier run aside)"
+            )
     made = make()
     _publish(made, record, directory)
     return made

@@ -123,6 +123,11 @@ class RunConfig:
         return Path(self.trainer.save_directory) if self.trainer is not None else Path()
 
     @property
+    def resumes(self) -> bool:
+        """Whether training continues the checkpoints of an earlier run in the directory."""
+        return self.trainer is not None and self.trainer.resume_if_possible
+
+    @property
     def folder(self) -> Path:
         """Folder of the run file, or the working directory for a configuration from Python."""
         file = Path(self.document.name)
@@ -361,7 +366,8 @@ class RunConfig:
     def blame_at(self, path: ValuePath) -> Iterator[None]:
         """Locate input errors of the block at `path`, which starts at the top of the file.
 
-        A `MeshError` is located at `sharding.axis_dims`. Without a file errors are not changed.
+        A `MeshError` is located at `sharding.axis_dims`, and an error with a `field` at this key.
+        Without a file errors are not changed.
         """
         try:
             yield
@@ -371,11 +377,31 @@ class RunConfig:
             if not self.document.text:
                 raise
             problem = Problem(path, str(error), on_key=True)
+            key = getattr(error, "field", None)
             if isinstance(error, MeshError):
                 problem = self.place(Problem(("sharding", "axis_dims"), str(error), on_key=True))
+            elif key is not None:
+                problem = problem._replace(path=self._find_key(path, key))
             elif isinstance(error, DataError) and error.path:
                 problem = self.place(Problem(("mixture", *error.path), str(error)))
             raise self.error([problem]) from error
+
+    def _find_key(self, path: ValuePath, key: str) -> ValuePath:
+        """Return the location of the key of an error in the block at `path`.
+
+        Args:
+            path: The block.
+            key: A key of the block or of the trainer, or a dotted key that starts at the sections.
+        """
+        first, *rest = key.split(".")
+        if first in self.sections and rest:
+            return self.place(Problem((first, *rest), "")).path
+        block = value_at(self.document.value, path)
+        if isinstance(block, Mapping) and key in block:
+            return (*path, key)
+        if self.trainer is not None and key in type(self.trainer).model_fields:
+            return self.place(Problem(("trainer", key), "")).path
+        return path
 
     # As plain values.
 

@@ -282,7 +282,7 @@ class Checkpoints:
             if wrong is not None:
                 unreadable.append((step, wrong))
                 continue
-            changed = compare_runs(saved, run, where, difference)
+            changed = compare_runs(saved, run, where, difference, step)
             check_fit(flat_abstract(changing(state)), arrays_there, where, dtypes=True)
             self._check_base(state, saved, where)
             try:

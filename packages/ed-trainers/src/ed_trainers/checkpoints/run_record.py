@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ed_infra.config.fields import FIELDS
 from ed_infra.errors import CheckpointError
 
 from ed_trainers.options.base import TrainingArguments
@@ -26,26 +27,60 @@ MUST_MATCH = (
     "sync_ref_model",
 )
 
-# Arguments whose change affects the results, although the run can resume from the checkpoint.
-_CHANGE_THE_COURSE = (
-    "learning_rate",
-    "learning_rate_end",
-    "scheduler",
-    "scheduler_kwargs",
-    "warmup_steps",
-    "optimizer_kwargs",
-    "weight_decay",
-    "learning_rate_rules",
-    "weight_decay_rules",
-    "clip_grad",
-    "sigma_factor",
-    "rolling_interval_length",
-    "label_smoothing_factor",
-    "z_loss_coefficient",
-    "neftune_noise_alpha",
-    "ref_model_mixup_alpha",
-    "ref_model_sync_steps",
-    "gradient_accumulation_steps",
+#: Options that the loop alone reads. Their change does not change the weights of a step.
+LOOP_OPTIONS = frozenset(
+    (
+        "num_train_epochs",
+        "max_training_steps",
+        "training_time_limit",
+        "eval_batch_size",
+        "save_directory",
+        "save_steps",
+        "save_total_limit",
+        "do_last_save",
+        "merge_adapters",
+        "resume_if_possible",
+        "mirror_address",
+        "memory_directory",
+        "memory_save_steps",
+        "log_steps",
+        "report_steps",
+        "evaluation_steps",
+        "save_best_k",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "use_ema",
+        "progress_bar_type",
+        "use_tensorboard",
+        "report_to",
+        "project",
+        "run_name",
+        "peak_flops_per_device",
+        "generation_interval",
+        "generation_prompts",
+        "generation_num_prompts",
+        "generation_max_new_tokens",
+        "generation_temperature",
+        "generation_top_p",
+        "benchmark_interval",
+        "benchmarks",
+        "profile_start_step",
+        "profile_steps",
+    )
+)
+
+# Options that change the memory and the time of a step. `max_length` is part of the fingerprint of
+# the data.
+_SAME_RESULT = frozenset(("image_feature_cache_gib", "lmhead_chunksize", "max_length"))
+# Fields of a configuration that do not change the results of a model.
+_OTHER_FIELDS = frozenset(("transformers_version", "dtype", "torch_dtype", "architectures"))
+
+#: Files and folders of a run in its directory. A run that starts again moves them aside.
+RUN_FILES = (
+    *("checkpoints", "metrics.jsonl", "samples.ledger", "tensorboard", "model", "adapter"),
+    *("config.yaml", "environment.json", "summary.json", "report.html", "serve.yaml"),
+    *("eval", "benchmarks"),
 )
 
 
@@ -54,6 +89,7 @@ def compare_runs(
     run: Mapping[str, Any],
     where: str,
     difference: Callable[[Mapping[str, Any]], str],
+    step: int = 0,
 ) -> str | None:
     """Compare the run of a checkpoint with the present run.
 
@@ -63,12 +99,14 @@ def compare_runs(
         where: the checkpoint, for messages.
         difference: describes the difference between the present data and the data of a saved loader
             state, if their fingerprints differ.
+        step: number of updates of the checkpoint.
 
     Returns:
         A description of the changes that affect the results; None if there are none.
 
     Raises:
-        CheckpointError: the checkpoint belongs to another run.
+        CheckpointError: the checkpoint belongs to another run, or to a finished run with other
+            values.
     """
     before, now = saved["arguments"], run["arguments"]
     # A missing name is an option that did not exist when the checkpoint was written.
@@ -78,7 +116,8 @@ def compare_runs(
             raise CheckpointError(
                 f"{where} was trained with {name} {before[name]!r}, now it is "
                 f"{now.get(name)!r}: change it back, or use another save_directory "
-                "(resume_if_possible=False moves this run aside)"
+                "(resume_if_possible=False moves this run aside)",
+                field=name,
             )
     if saved.get("fingerprint") != run.get("fingerprint"):
         raise CheckpointError(
@@ -86,17 +125,56 @@ def compare_runs(
             f"({difference(saved['loader'])}): change it back, or use another save_directory "
             "(resume_if_possible=False moves this run aside)"
         )
-    changed = [
-        f"{name} {before[name]!r} -> {now.get(name)!r}"
-        for name in _CHANGE_THE_COURSE
-        if name in changed_names
-    ]
+    changed = {
+        name: (before[name], now.get(name))
+        for name in changed_names
+        if name not in LOOP_OPTIONS and name not in _SAME_RESULT
+    }
+    changed |= _compare_values(saved.get("settings"), run.get("settings"))
+    changed |= _compare_values(_list_model_fields(saved), _list_model_fields(run))
     if saved.get("total_steps") != run.get("total_steps"):
-        changed.append(f"total steps {saved.get('total_steps')} -> {run.get('total_steps')}")
+        changed["total steps"] = saved.get("total_steps"), run.get("total_steps")
     # Checkpoints of earlier versions do not contain the dtype.
     if saved.get("param_dtype", run.get("param_dtype")) != run.get("param_dtype"):
-        changed.append(f"param_dtype {saved['param_dtype']} -> {run.get('param_dtype')}")
-    return f"changed since that checkpoint: {', '.join(changed)}" if changed else None
+        changed["param_dtype"] = saved["param_dtype"], run.get("param_dtype")
+    if not changed:
+        return None
+    plain = ("total steps", "param_dtype")
+    listing = ", ".join(
+        f"{name} {old} -> {new}" if name in plain else f"{name} {old!r} -> {new!r}"
+        for name, (old, new) in changed.items()
+    )
+    if step >= run["total_steps"]:
+        key = next((name for name in changed if name not in plain), "max_training_steps")
+        raise CheckpointError(
+            f"{where} is the end of a run that finished with other values ({listing}), and "
+            "training with the present values would change nothing: set another save_directory "
+            f"for a new run, more than {step} steps (max_training_steps) to continue this run "
+            "with the present values, or change them back",
+            field=key,
+        )
+    return f"changed since that checkpoint: {listing}"
+
+
+def _list_model_fields(run: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the fields of the model's configuration that determine its results, by key."""
+    fields = (run.get("model") or {}).get("config")
+    if fields is None:
+        return None
+    names = (name for name in fields if name not in _OTHER_FIELDS and name not in FIELDS)
+    return {f"model.config.{name}": fields[name] for name in names if name[:1] != "_"}
+
+
+def _compare_values(
+    before: Mapping[str, Any] | None, now: Mapping[str, Any] | None
+) -> dict[str, tuple[Any, Any]]:
+    """Return name -> both values where they differ.
+
+    A name that is missing in the earlier values did not exist when the checkpoint was written.
+    """
+    if before is None or now is None:
+        return {}
+    return {n: (value, now.get(n)) for n, value in before.items() if now.get(n) != value}
 
 
 def describe_run(
@@ -107,6 +185,7 @@ def describe_run(
     fingerprint: str | None,
     model: Mapping[str, Any] | None = None,
     param_dtype: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the description of a run, as JSON values.
 
@@ -118,6 +197,7 @@ def describe_run(
         model: the facts from which `ed_trainers.convert` creates the model; see
             `saved.model_facts`.
         param_dtype: dtypes of the trained parameters.
+        settings: values outside of the arguments that determine the result, by key.
     """
     return {
         "arguments": arguments.model_dump(mode="json"),
@@ -126,18 +206,18 @@ def describe_run(
         "fingerprint": fingerprint,
         "model": model,
         "param_dtype": param_dtype,
+        "settings": None if settings is None else dict(settings),
     }
 
 
-def move_aside(directory: Path, names: tuple[str, ...]) -> Path | None:
+def move_aside(directory: Path) -> Path | None:
     """Move the files of an earlier run to `<directory>/earlier-<n>`; return None without such
     files.
 
     Args:
         directory: the run's `save_directory`.
-        names: names of the files and folders of a run in this directory.
     """
-    present = [directory / name for name in names if (directory / name).exists()]
+    present = [directory / name for name in RUN_FILES if (directory / name).exists()]
     if not present:
         return None
     target = free_name(directory, "earlier")

@@ -27,8 +27,7 @@ from ed_trainers.figures.meter import Meter
 from ed_trainers.figures.metrics import RECORD, MetricsLog
 from ed_trainers.figures.profile import ProfileWindow
 from ed_trainers.figures.progress import Progress
-from ed_trainers.figures.sinks import TENSORBOARD, sinks_of
-from ed_trainers.online.sample_ledger import LEDGER
+from ed_trainers.figures.sinks import sinks_of
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches, pad_rows
 from ed_trainers.probes import Probe
@@ -67,6 +66,7 @@ class Job:
         save_model: writes the trained model to a directory, and returns the written directory.
         notify: calls the callbacks.
         lock: the lock of the run, which the caller holds.
+        settings: values outside of the arguments that determine the result, by key.
     """
 
     method: MethodRun
@@ -79,6 +79,7 @@ class Job:
     save_model: Callable[[Path], Path]
     notify: Notify
     lock: RunLock
+    settings: Mapping[str, Any] | None = None
 
 
 class TrainingLoop:
@@ -89,12 +90,12 @@ class TrainingLoop:
         self.arguments = job.method.arguments
         self.total = job.total_steps
         self.stop = StopRequest(self.arguments.training_time_limit)
-        self.step = 0
+        self.step = self._first_step = 0
         self.progress: Progress | None = None
         directory = Path(self.arguments.save_directory)
         first = jax.process_index() == 0
         if not self.arguments.resume_if_possible and first:
-            moved = move_aside(directory, (CHECKPOINTS, RECORD, TENSORBOARD, MODEL, LEDGER))
+            moved = move_aside(directory)
             if moved is not None:
                 print(f"the earlier run in {directory} was moved to {moved}", flush=True)
         self._mirror: Mirror | None = None
@@ -196,7 +197,7 @@ class TrainingLoop:
             self.job.adopt(state)  # releases the initial parameters
         elif state.opt_state is None:
             state = state.init_tx(tx)
-        self.step = int(state.step)
+        self.step = self._first_step = int(state.step)
         self.log.restart(self.step)
         kind, columns = self.arguments.progress_bar_type, self.job.method.record.progress_columns
         self.progress = Progress(kind, total=self.total, done=self.step, columns=columns)
@@ -218,7 +219,8 @@ class TrainingLoop:
             found = self._memory.restore_newest(template, after=max(steps, default=-1))
             if found is not None:
                 step, _, saved = found
-                compare_runs(saved, self._run_facts(), f"the copy of step {step}", difference)
+                where = f"the copy of step {step}"
+                compare_runs(saved, self._run_facts(), where, difference, step)
                 self._say(f"step {step} was read from the memory of the hosts")
                 return found
         if not steps:
@@ -241,6 +243,7 @@ class TrainingLoop:
             fingerprint=self.job.feed.fingerprint,
             model=self._model_facts,
             param_dtype=self._param_dtype,
+            settings=self.job.settings,
         )
         return facts | {"meter": self.meter.saved(stopped=self._stopped_by is not None)}
 
@@ -449,6 +452,7 @@ class TrainingLoop:
         return {
             "state": self._state(),
             "metrics": self._summary(),
+            "trained_steps": self.step - self._first_step,
             "checkpoint_path": path,
             "best_checkpoint_path": None if best is None else self.checkpoints.path(best),
             "stopped_by": stopped_by,
