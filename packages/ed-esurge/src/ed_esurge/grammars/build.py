@@ -9,7 +9,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ed_esurge.grammars.limits import GrammarError, check_lark, check_regex, check_schema
+from ed_esurge.grammars.gbnf import convert_gbnf
+from ed_esurge.grammars.limits import check_lark, check_regex, check_schema
 from ed_esurge.grammars.rewriting import rewritten
 
 GrammarSource = tuple[str, Any]
@@ -18,6 +19,10 @@ GrammarSource = tuple[str, Any]
 # At most one space is allowed between JSON tokens. Otherwise a model may generate white space
 # without end.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+# Without this option, llguidance tokenizes a text that must follow, and allows only these tokens.
+# An added token stands there for its text (`<think>` in a key), but does not match the text.
+ANY_TOKENS = '\n%llguidance {"no_forcing": true}'
 
 # Limits of the compilation and of each matcher step. A matcher that exceeds a limit fails. The
 # limits of grammar size and lexer states also limit memory: a state uses about 600 bytes.
@@ -52,25 +57,25 @@ def grammar_text(source: GrammarSource) -> str:
         GrammarError: the text is not a grammar, or is too deep or too large.
     """
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     kind, content = source
     if kind == "json_schema":
         check_schema(content)
-        return LLMatcher.grammar_from_json_schema(rewritten(content), defaults=JSON_STYLE)
+        text = LLMatcher.grammar_from_json_schema(rewritten(content), defaults=JSON_STYLE)
+        schema = {**json.loads(text)["grammars"][0], "name": "schema"}
+        return json.dumps({"grammars": [{"lark_grammar": f"start: @schema{ANY_TOKENS}"}, schema]})
     if kind == "regex":
         check_regex(content)
-        return LLMatcher.grammar_from_regex(content)
+        pattern = json.loads(LLMatcher.grammar_from_regex(content))["grammars"][0]
+        return pattern["lark_grammar"] + ANY_TOKENS
     if kind == "choice":
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in content)
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        return f"start: {texts}{ANY_TOKENS}"
     if "::=" in content:
-        try:
-            content = gbnf_to_lark(content)
-        except Exception as error:  # the converter raises plain exceptions
-            raise GrammarError(f"the GBNF grammar is invalid: {error}") from None
+        content = convert_gbnf(content)
     check_lark(content)
-    return LLMatcher.grammar_from_lark(content)
+    # Text in braces is already llguidance's format.
+    return content if content.lstrip().startswith("{") else content + ANY_TOKENS
 
 
 def build(tokenizer: Any, text: str) -> Any:
