@@ -252,3 +252,74 @@ def test_keep_alive_accepts_seconds_and_durations(value, seconds):
     for wrong in ("5 minutes", "m", "1h-5m"):
         with pytest.raises(ValueError, match="duration"):
             seconds_of(wrong)
+
+
+@pytest.mark.parametrize("keep_alive", [-1, "-1", "-1m", -0.5, 300, "5m"])
+def test_every_route_keeps_models_as_long_as_the_client_asks(client, keep_alive):
+    calls = (
+        lambda: client.generate("scripted", "reply plain", keep_alive=keep_alive).response,
+        lambda: client.chat("scripted", say("plain"), keep_alive=keep_alive).message.content,
+        lambda: [*client.generate("scripted", "reply plain", keep_alive=keep_alive, stream=True)],
+        lambda: client.generate("scripted", "", keep_alive=keep_alive).done,
+    )
+    assert all(call() for call in calls)
+
+
+@pytest.mark.parametrize("route", ["/api/embed", "/api/embeddings"])
+def test_embeddings_accept_models_that_stay_forever(root, route):
+    body = {"model": "scripted", "input": "a", "prompt": "a", "keep_alive": -1}
+    answer = httpx.post(root + route, json=body)
+    assert "keep_alive" not in answer.text and answer.status_code in (200, 400), answer.text
+
+
+#: Every option of the official client, with a value that it documents.
+OPTIONS = {
+    "num_keep": 5,
+    "seed": 42,
+    "num_predict": 100,
+    "top_k": 20,
+    "top_p": 0.9,
+    "tfs_z": 1.0,
+    "typical_p": 0.7,
+    "repeat_last_n": -1,
+    "temperature": 0.8,
+    "repeat_penalty": 1.2,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 1.0,
+    "penalize_newline": True,
+    "stop": ["\n", "user:"],
+    "numa": False,
+    "num_ctx": 1024,
+    "num_batch": 2,
+    "num_gpu": 1,
+    "main_gpu": 0,
+    "low_vram": False,
+    "use_mmap": True,
+    "num_thread": 8,
+    "vocab_only": False,
+    "mirostat": 0,
+    "mirostat_tau": 0.8,
+    "mirostat_eta": 0.6,
+    "use_mlock": False,
+    "f16_kv": True,
+    "logits_all": False,
+    "embedding_only": False,
+}
+
+
+def test_options_of_the_official_client_reach_the_engine(client, engine):
+    known = ollama.Options.model_fields
+    answer = client.generate("scripted", "reply plain", options={k: OPTIONS[k] for k in known})
+    assert answer.done
+    params = params_of(engine)
+    for option, field in (("seed", "seed"), ("top_k", "top_k"), ("top_p", "top_p")):
+        assert getattr(params, field) == OPTIONS[option]
+    assert params.max_tokens == 100 and params.temperature == 0.8
+    assert params.repetition_penalty == 1.2 and params.presence_penalty == 1.5
+    assert [*params.stop] == ["\n", "user:"]
+
+
+def test_show_reads_the_older_spelling_of_model(root):
+    answers = [httpx.post(f"{root}/api/show", json={key: "scripted"}) for key in ("model", "name")]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].json() == answers[1].json()

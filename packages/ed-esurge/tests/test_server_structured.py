@@ -296,3 +296,51 @@ def test_deeply_nested_schemas_are_rejected(scripted):
     body = {"messages": messages, "response_format": json_schema(schema)}
     with pytest.raises(openai.BadRequestError, match="deeper"):
         scripted.post("/chat/completions", body=body, cast_to=object)
+
+
+#: Fields of llama.cpp, SGLang and text-generation-inference, and the format of the answer.
+OTHER_NAMES = {
+    "grammar": ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+    "ebnf": ({"ebnf": 'root ::= "yes" | "no"'}, "yes|no"),
+    "regex": ({"regex": "[ab]{3}"}, "[ab]{3}"),
+    "json_schema": ({"json_schema": {"enum": ["x", "y"]}}, '"[xy]"'),
+    "json_schema as text": ({"json_schema": '{"enum": ["x", "y"]}'}, '"[xy]"'),
+    "bare schema": (
+        {"response_format": {"type": "json_object", "schema": {"const": 7}}},
+        "7",
+    ),
+    "schema without name": (
+        {"response_format": {"type": "json_schema", "schema": {"const": 7}}},
+        "7",
+    ),
+    "value": ({"response_format": {"type": "json_object", "value": {"const": 7}}}, "7"),
+    "empty grammar": ({"grammar": "", "regex": "a"}, "a"),
+}
+
+
+@pytest.mark.daily("grammar", "bare schema")
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_known_fields_of_other_servers_constrain_the_answer(client, name):
+    fields, pattern = OTHER_NAMES[name]
+    assert re.fullmatch(pattern, ask(client, extra_body=fields).choices[0].message.content)
+    if "response_format" not in fields:
+        answer = client.completions.create(
+            model="tiny", prompt="hi", max_tokens=20, extra_body=fields
+        )
+        assert re.fullmatch(pattern, answer.choices[0].text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"grammar": "root ::= ("}, "grammar"),
+        ({"json_schema": {"type": "no"}}, "json_schema"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "no"}}}, "response_format"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        ({"grammar": 'root ::= "a"', "guided_regex": "a"}, "grammar"),
+    ],
+)
+def test_broken_values_of_known_fields_are_errors(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(client, extra_body=fields)
+    assert error.value.param == param, error.value

@@ -192,12 +192,21 @@ class JSONSchema(RequestBody):
 class ResponseFormat(RequestBody):
     """The format of an answer."""
 
+    ALIASES: ClassVar[dict[str, str]] = {"schema": "bare_schema", "value": "bare_schema"}
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
+    bare_schema: JsonSchema | None = None
+    """The schema without a name: `schema` of llama.cpp, `value` of text-generation-inference."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.bare_schema is not None:
+            if self.type == "text" or self.json_schema is not None:
+                raise InvalidField(
+                    "requires a type of JSON, and no json_schema beside it", "schema"
+                )
+        elif (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidField("requires the type json_schema, and vice versa", "json_schema")
         return self
 
@@ -206,7 +215,8 @@ class ResponseFormat(RequestBody):
         """JSON schema as JSON text; None = plain text."""
         if self.type == "text":
             return None
-        schema = self.json_schema.json_schema if self.json_schema is not None else None
+        named = self.json_schema.json_schema if self.json_schema is not None else None
+        schema = self.bare_schema if self.bare_schema is not None else named
         return ANY_OBJECT if schema is None else json.dumps(schema)
 
 
@@ -262,13 +272,18 @@ class StructuredOutputsField(RequestBody):
 
 
 class Guided(RequestBody):
-    """vLLM's fields for structured output, including the deprecated names. At most one is set."""
+    """Fields for structured output of vLLM, llama.cpp and SGLang. At most one is set."""
 
     structured_outputs: StructuredOutputsField | None = None
     guided_json: SchemaOrText | None = None
     guided_regex: _GrammarText | None = None
     guided_choice: _ChoiceTexts | None = None
     guided_grammar: _GrammarText | None = None
+    # The names of llama.cpp and SGLang.
+    json_schema: SchemaOrText | None = None
+    grammar: _GrammarText | None = None
+    ebnf: _GrammarText | None = None
+    regex: _GrammarText | None = None
 
     def outputs(self) -> dict[str, StructuredOutputs]:
         """Return the structured outputs by the names of their fields."""
@@ -276,14 +291,17 @@ class Guided(RequestBody):
         if self.structured_outputs is not None:
             for name, wanted in self.structured_outputs.outputs().items():
                 result[f"structured_outputs.{name}"] = wanted
-        if self.guided_json is not None:
-            result["guided_json"] = StructuredOutputs(json_schema=json.dumps(self.guided_json))
-        if self.guided_regex is not None:
-            result["guided_regex"] = StructuredOutputs(regex=self.guided_regex)
+        for name in ("guided_json", "json_schema"):
+            if (schema := getattr(self, name)) is not None:
+                result[name] = StructuredOutputs(json_schema=json.dumps(schema))
+        for name in ("guided_regex", "regex"):
+            if pattern := getattr(self, name):
+                result[name] = StructuredOutputs(regex=pattern)
         if self.guided_choice is not None:
             result["guided_choice"] = StructuredOutputs(choice=tuple(self.guided_choice))
-        if self.guided_grammar is not None:
-            result["guided_grammar"] = StructuredOutputs(grammar=self.guided_grammar)
+        for name in ("guided_grammar", "grammar", "ebnf"):
+            if grammar := getattr(self, name):
+                result[name] = StructuredOutputs(grammar=grammar)
         return result
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 
 from ed_esurge.server.generation.models import ServedModel
@@ -44,7 +44,9 @@ def seconds_of(value: object) -> object:
     return value
 
 
-KeepAlive = Annotated[float | None, BeforeValidator(seconds_of)]
+KeepAlive = Annotated[
+    Annotated[float, Field(allow_inf_nan=True)] | None, BeforeValidator(seconds_of)
+]
 
 
 def keep(model: ServedModel, seconds: float | None, request: Request) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 from ed_infra.errors import CheckpointError
 from starlette.requests import Request
@@ -37,6 +37,8 @@ _INFO = {
 
 class ShowRequest(RequestBody):
     """Body of `POST /api/show`."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"name": "model"}
 
     model: ModelReference
     verbose: bool = False
