@@ -183,6 +183,16 @@ def test_commands_about_files_import_neither_jax_nor_transformers(
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
+def test_commands_print_warnings_of_every_package() -> None:
+    names = ["easydel.ed_esurge.engine", "easydel.ed_models", "ed_data", "ed_esurge.server"]
+    code = (
+        "import logging\nfrom ed_elarge.exits import guarded\n"
+        f"guarded(lambda: [logging.getLogger(n).warning('of %s', n) for n in {names!r}] and 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == [f"of {name}" for name in names]
+
+
 def test_version_and_completion_are_available() -> None:
     code, out, _ = elarge("--version")
     assert (code, out) == (0, f"elarge {versions()['ed-elarge']}\n")

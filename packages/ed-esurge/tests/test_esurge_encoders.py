@@ -9,10 +9,13 @@ import jax
 import numpy as np
 import pytest
 from ed_esurge import PoolingParams, SamplingParams, eSurge
+from ed_esurge.config import EngineConfig
 from ed_esurge.core.plan import PlanRow
+from ed_esurge.engine.encoder_setup import EncoderSetup
 from ed_esurge.runner.encoder_runner import grouped
 from ed_infra import registry
 from ed_infra.errors import ConfigError
+from ed_infra.logging import forget_said
 from ed_layers.native import library
 from flax import nnx
 
@@ -60,6 +63,18 @@ def test_vectors_equal_those_of_the_model(task):
         assert lengths == pytest.approx([1.0] * len(PROMPTS), abs=1e-5)
     else:  # scores of labels are never normalized
         np.testing.assert_allclose(unit[0].pooled, outputs[0].pooled, atol=1e-6)
+
+
+def test_lowered_length_of_an_encoder_is_reported(caplog):
+    model = build("embedding")
+    forget_said()
+    longest = model.config.max_position_embeddings
+    setup = EncoderSetup.resolve(model, EngineConfig(max_model_len=longest + 100))
+    assert setup.limits.max_model_len == longest
+    assert f"max_model_len {longest + 100} exceeds the model's {longest} tokens" in caplog.text
+    caplog.clear()
+    EncoderSetup.resolve(model, EngineConfig())
+    assert not caplog.text
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from ed_data.errors import DataError
 from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.logging import show_messages
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -57,7 +58,9 @@ def guarded(work: Callable[[], int | None], *, verbose: bool = False) -> int:
 
     Invalid input prints one message and returns 2. A device without sufficient memory prints one
     message and returns 1. Other errors are defects or failures of the machine, and are raised.
+    Warnings of this project are printed.
     """
+    show_messages()
     try:
         return work() or 0
     except KeyboardInterrupt:

@@ -6,6 +6,8 @@ import logging
 import sys
 
 ROOT = "easydel"
+#: Every logger whose children are the loggers of this project's modules.
+LOGGERS = (ROOT, "ed_data", "ed_esurge", "ed_elarge")
 _said: set[str] = set()
 _process = 0
 
@@ -42,6 +44,18 @@ def once(logger: logging.Logger, message: str, level: int = logging.WARNING) -> 
 def forget_said() -> None:
     """Allow `once` to repeat messages; for tests."""
     _said.clear()
+
+
+def show_messages(level: int = logging.WARNING) -> None:
+    """Print the messages of this project from `level`, and warnings of other libraries, to stderr.
+
+    Commands call this function before their work. A program that configured logging keeps its
+    handlers.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if level < logging.WARNING:
+        for name in LOGGERS:
+            logging.getLogger(name).setLevel(level)
 
 
 def setup(level: int | str = logging.INFO) -> None:

@@ -14,6 +14,7 @@ from ed_data.schema import TEXT
 from ed_infra import freed_memory
 from ed_infra.compilation.cache import keep_compiled_programs
 from ed_infra.enums import TaskType
+from ed_infra.logging import show_messages
 
 from ed_elarge.actions import provenance
 from ed_elarge.actions.summary import Summary
@@ -54,7 +55,7 @@ def execute(run: RunConfig, *, verbose: bool = False) -> int:
     if not sys.stderr.isatty():
         # tqdm reads the variable at import; lm-eval and datasets draw progress bars into files
         os.environ.setdefault("TQDM_DISABLE", "1")
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
+    show_messages(logging.INFO if verbose else logging.WARNING)
     session = Session(eLargeModel.from_run(run))
     check_machine(run)
     stopped_code = stopped_exit_code()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -134,10 +133,6 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
     options = options_of(values, EngineConfig)
     rules, fields = quantization_of(values)
     dims = dims_of(values.sharding_axis_dims, values.tensor_parallel_size)
-    logger = logging.getLogger("ed_esurge")
-    logger.setLevel(logging.INFO)
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
     import jax
     from ed_infra.enums import TaskType
     from ed_models.checkpoints import hub

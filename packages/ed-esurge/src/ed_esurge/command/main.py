@@ -18,6 +18,7 @@ Exit codes: 0 success; 2 invalid input (one message); 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from types import ModuleType
 
 from ed_infra.errors import EasyDeLError
 from ed_infra.garbage import uncollected
+from ed_infra.logging import show_messages
 
 from ed_esurge.command.flags import read_config
 
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     own = dict(commands.choices)
     values = parser.parse_args(words)
+    show_messages(logging.INFO)
     try:
         if getattr(values, "config", None) is not None:
             # Flags of the file come first: a later flag replaces an earlier one.

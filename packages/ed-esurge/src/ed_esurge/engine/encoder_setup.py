@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ed_infra.errors import ConfigError
+from ed_infra.logging import get_logger, once
 from ed_models.generation.prompts import longest_sequence
 from ed_models.protocol import LanguageModel
 
@@ -15,6 +16,8 @@ from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import embedding_settings_of, platform_of
 from ed_esurge.runner.encoder_runner import EncoderRunner
 from ed_esurge.runner.protocol import Runner
+
+logger = get_logger(__name__)
 
 #: Options for models with keys and values, or with sampling.
 _UNSUPPORTED = (
@@ -53,6 +56,12 @@ class EncoderSetup:
         settings = embedding_settings_of(model)
         stored = longest_sequence(model.config), settings and settings.max_seq_length
         longest = min([config.max_model_len, *(limit for limit in stored if limit is not None)])
+        if longest < config.max_model_len and "max_model_len" in config.model_fields_set:
+            once(
+                logger,
+                f"max_model_len {config.max_model_len} exceeds the model's {longest} tokens: the "
+                f"engine uses {longest}",
+            )
         platform = platform_of(model)
         seqs = config.max_num_seqs
         if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:
