@@ -14,6 +14,7 @@ from ed_elarge.command.main import app
 from ed_elarge.launch import ssh
 from ed_elarge.launch.launched_run import LaunchedRun, parse_options, parse_sweep
 from ed_elarge.launch.launchers import LAUNCHERS
+from ed_elarge.launch.ray_host import HostProcesses
 from ed_infra.errors import ConfigError
 
 RUN = """\
@@ -212,6 +213,52 @@ def test_failed_process_stops_the_others_and_decides_the_exit_code(
     assert launch("--on", "ssh", "--option", "hosts-file=hosts") == 3
     out = capsys.readouterr().out
     assert "[second] number 1\n" in out
+
+
+def test_local_processes_use_the_interpreter_of_the_launcher(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "jax.py").write_text(
+        "raise RuntimeError('a module of the run replaces an installed one')"
+    )
+    program(here / "elarge", "exit 9")
+    monkeypatch.setenv("PATH", f"{here}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    model = "{config: {model_type: llama}, tokenizer: gpt2/gpt2}"
+    Path("run.yaml").write_text(f"model: {model}\nactions: [validate]\n")
+    assert launch("--on", "local") == 0
+    assert "[0] the configuration is valid\n" in capfd.readouterr().out
+    Path("run.yaml").write_text(RUN)
+    for words in ([], ["--elastic", "1"]):
+        assert launch("--on", "local", *words, "--dry-run") == 0
+        assert f"exec {sys.executable} -P -m ed_elarge " in capfd.readouterr().out
+
+
+def test_elastic_run_whose_hosts_lack_the_program_ends_at_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = here / "tools"
+    tools.mkdir()
+    program(tools / "ssh", 'for word; do last="$word"; done; exec sh -c "$last"')
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    # A connection that is lost otherwise is made again after this time.
+    monkeypatch.setattr("ed_elarge.launch.elastic._WAIT", 3600.0)
+    words = ["--on", "ssh", "--option", "hosts-file=hosts", "--elastic", "2"]
+    assert launch(*words) == 127
+    assert "cannot start elarge: install the program" in capsys.readouterr().err
+
+
+def test_ray_host_finds_programs_next_to_its_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", f"/usr/bin{os.pathsep}/bin")
+    host = HostProcesses()
+    host.begin(["echo $PATH"])
+    lines: list[str] = []
+    codes: list[int | None] = [None]
+    while codes == [None]:
+        more, codes = host.poll(1.0)
+        lines += [line for _, line in more]
+    assert lines[0].startswith(str(Path(sys.executable).parent))
 
 
 @pytest.mark.nightly

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from ed_elarge.config.run_config import RunConfig
 
+# The name of `python -m ed_elarge`.
+_PROGRAMS = {"__main__.py": "elarge"}
+
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 
 #: Distributions whose versions matter to a run.
@@ -81,9 +84,10 @@ def _facts(run: RunConfig) -> dict[str, Any]:
     import jax
 
     trainer, mixture = run.trainer, run.mixture
+    program = Path(sys.argv[0]).name
     return {
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [_PROGRAMS.get(program, program), *sys.argv[1:]],
         "versions": versions(),
         "platform": platform.platform(),
         "devices": [f"{device.platform}: {device.device_kind}" for device in jax.devices()],

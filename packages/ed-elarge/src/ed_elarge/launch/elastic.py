@@ -38,6 +38,8 @@ _WAIT = 120.0
 _RESTARTS = 10
 #: Seconds in which the members must remove their copies and end.
 _END = 10.0
+#: Exit codes of a shell that cannot start a program, which no later connection repairs.
+_NO_PROGRAM = (126, 127)
 
 #: A report of a member with the number of its connection; None: the connection has ended.
 MemberReport = tuple[int, int, dict[str, Any] | None]
@@ -117,6 +119,13 @@ class _Connection:
         """End the program of the connection."""
         self._program.kill()
 
+    @property
+    def has_no_program(self) -> bool:
+        """Whether the connection ended because its host cannot start the program."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.port == 0 and self._program.wait(1.0) in _NO_PROGRAM
+        return False
+
     def wait(self, seconds: float) -> None:
         """Wait for the end of the program; end it after some seconds."""
         try:
@@ -141,6 +150,7 @@ class _Elastic:
         self._asked = self._heeded = 0  # requests of the user to stop
         self._by = 0  # the signal
         self._code: int | None = None
+        self._unable: set[int] = set()  # members whose hosts lack the program
 
     def on_signal(self, number: int, frame: object) -> None:
         """Note a request to stop: the first one saves, the second one kills."""
@@ -187,7 +197,10 @@ class _Elastic:
             return  # an earlier connection
         connection.heard = time.monotonic()
         if report is None:
+            unable = connection.has_no_program
             self._lose(member, "its connection ended")
+            if unable:
+                self._give_up(member)
         elif "joined" in report:
             connection.port = int(report["joined"][1])
             self._carry_out(self._membership.joined(member))
@@ -201,6 +214,20 @@ class _Elastic:
         connection.wait(0)
         self._again[member] = time.monotonic() + self._job.rejoin
         self._carry_out(self._membership.lost(member, reason))
+
+    def _give_up(self, member: int) -> None:
+        """Connect to a member without program no more; end the run if too few members remain."""
+        del self._again[member]
+        self._unable.add(member)
+        host = self._planned[member].host
+        reason = (
+            f"{host} cannot start {self._job.program[0]}: install the program, or activate its "
+            "environment with --setup"
+        )
+        if len(self._planned) - len(self._unable) < max(self._job.least, 1):
+            self._finish(Finish(_NO_PROGRAM[1], reason))
+        else:
+            _say(reason)
 
     def _check_clocks(self, now: float) -> None:
         absent, before, self._looked = self._membership.absent, self._looked, now

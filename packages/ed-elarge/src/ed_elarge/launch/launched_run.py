@@ -32,6 +32,7 @@ class LaunchedRun:
         server: Host and port of the server, if the run only serves.
         least: Smallest number of processes of an elastic run; 0: the run is not elastic.
         rejoin: Seconds until an elastic run connects to a lost host again.
+        program: The words that start this program on the hosts.
     """
 
     file: str
@@ -44,6 +45,7 @@ class LaunchedRun:
     server: tuple[str, int] | None = None
     least: int = 0
     rejoin: float = 30.0
+    program: tuple[str, ...] = ("elarge",)
 
     @property
     def name(self) -> str:
@@ -54,7 +56,7 @@ class LaunchedRun:
     def words(self, point: Sequence[str]) -> list[str]:
         """Return the command of a run as words."""
         file = f"./{self.file}" if self.file.startswith("-") else self.file
-        return ["elarge", file, *(word for pair in point for word in ("--set", pair))]
+        return [*self.program, file, *(word for pair in point for word in ("--set", pair))]
 
     def command(self, point: Sequence[str]) -> str:
         """Return the command of a run, quoted for a shell."""
@@ -73,13 +75,13 @@ class LaunchedRun:
         """
         launch = secrets.token_hex(8)
         change = f"cd {shlex.quote(str(self.directory))}"
-        words = self.words(self.points[0])
+        words = self.words(self.points[0])[len(self.program) :]
         return [
             " && ".join(
                 [
                     change,
                     *self.setup,
-                    f"exec {shlex.join([words[0], 'member', f'{launch}/{number}', *words[1:]])}",
+                    f"exec {shlex.join([*self.program, 'member', f'{launch}/{number}', *words])}",
                 ]
             )
             for number in range(count)

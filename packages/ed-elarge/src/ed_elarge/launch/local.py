@@ -1,8 +1,13 @@
-"""This machine: several processes of a run, for machines without a cluster and for trials."""
+"""This machine: several processes of a run, for machines without a cluster and for trials.
+
+The processes use the interpreter of the launcher, whose environment may not be activated.
+"""
 
 from __future__ import annotations
 
 import shlex
+import sys
+from dataclasses import replace
 
 from ed_infra.errors import ConfigError
 
@@ -18,7 +23,7 @@ def processes(job: LaunchedRun) -> list[HostProcess]:
     Raises:
         ConfigError: The options are those of another launcher.
     """
-    _check(job)
+    job = _check_local(job)
     coordinator = f"{_HOST}:{free_port(_HOST)}"
     return [
         HostProcess(str(number), ("bash", "-c", shell))
@@ -33,7 +38,7 @@ def connections(job: LaunchedRun) -> list[HostProcess]:
     Raises:
         ConfigError: The options are those of another launcher.
     """
-    _check(job)
+    job = _check_local(job)
     return [HostProcess(_HOST, ("bash", "-c", shell)) for shell in job.member_shells(job.processes)]
 
 
@@ -51,7 +56,12 @@ def start(job: LaunchedRun) -> int:
     return run_all(processes(job))
 
 
-def _check(job: LaunchedRun) -> None:
+def _check_local(job: LaunchedRun) -> LaunchedRun:
+    """Return the run with the interpreter of this process.
+
+    Raises:
+        ConfigError: The options are those of another launcher.
+    """
     if job.options:
         raise ConfigError(f"--option {job.options[0][0]}: --on local has no options")
     if job.hosts > 1:
@@ -61,3 +71,5 @@ def _check(job: LaunchedRun) -> None:
         )
     if len(job.points) > 1:
         raise ConfigError("--sweep needs a queue: use --on slurm, or start one run after another")
+    # -P: modules in the folder of the run do not replace installed ones.
+    return replace(job, program=(sys.executable, "-P", "-m", "ed_elarge"))

@@ -12,9 +12,11 @@ import queue
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO
 
 #: Seconds in which a stopped process must end before it is killed, and in which the output of an
@@ -55,8 +57,13 @@ class HostProcesses:
         return socket.gethostname(), ray.util.get_node_ip_address(), port
 
     def begin(self, commands: Sequence[str]) -> None:
-        """Start one process per shell command."""
+        """Start one process per shell command.
+
+        The programs next to the interpreter of this process are found first.
+        """
         prepare = _ends_with_parent()
+        folders = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+        environment = {**os.environ, "PATH": os.pathsep.join(folders)}
         for number, command in enumerate(commands):
             child = subprocess.Popen(
                 ["bash", "-c", command],
@@ -65,6 +72,7 @@ class HostProcesses:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
+                env=environment,
                 start_new_session=True,
                 preexec_fn=prepare,
             )
