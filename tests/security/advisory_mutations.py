@@ -172,7 +172,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         Edit(
             f"{ESURGE}/server/http/forms.py",
             "MAX_PARTS, MAX_HEADERS, MAX_HEADER = 64, 8, 1000",
-            "MAX_PARTS, MAX_HEADERS, MAX_HEADER = 10**9, 10**9, 10**9",
+            "MAX_PARTS, MAX_HEADERS, MAX_HEADER = 64, 10**9, 10**9",
         ),
     ),
     f"{CLASSES}::test_minimum_versions_of_http_libraries_are_fixed_releases": (
@@ -198,13 +198,18 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
             "        if count > min(most, self.size // least):",
             "        if count > 2**63:",
         ),
+        Edit(
+            f"{MODELS}/checkpoints/gguf/header.py",
+            "        if count > self.end - self.at:",
+            "        if count < 0:",
+        ),
     ),
     "packages/ed-models/tests/test_models_tensor_files.py"
     "::test_impossible_offsets_raise_checkpoint_error": (
         Edit(
             f"{MODELS}/checkpoints/tensor_files.py",
-            "            or bits != 8 * (entry.stop - entry.start)\n",
-            "",
+            "            not 8 + length <= entry.start <= entry.stop <= size\n",
+            "            False\n",
         ),
     ),
     f"{BAD_CHECKPOINTS}::test_a_header_that_claims_more_than_the_file": (
