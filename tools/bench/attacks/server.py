@@ -16,8 +16,15 @@ SERVER = f"""
 import tempfile
 from ed_esurge.server import serve
 from ed_esurge.testing import ScriptedEngine
+
+class Forgetful(dict):
+    # The scripted engine records its requests for tests, which is no memory of the server.
+    def __setitem__(self, key, value):
+        pass
+
 with tempfile.TemporaryDirectory() as folder:
     engine = ScriptedEngine(max_model_len={MAX_MODEL_LEN})
+    engine.requests, engine.options = Forgetful(), Forgetful()
     serve(engine, port=0, batch_directory=folder, trust_request_chat_template=True)
 """
 
