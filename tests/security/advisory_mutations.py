@@ -571,6 +571,32 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
             "    copy = type(original).from_str(original.to_str())\n",
         ),
     ),
+    "tests/security/test_template_attacks.py::test_hostile_templates_return_short_errors": (
+        Edit(
+            f"{ESURGE}/children/worker.py",
+            'limit_time(limits["cpu_seconds"], limits["wall_seconds"])',
+            'limit_time(limits["cpu_seconds"] * 30, limits["wall_seconds"] * 30)',
+        ),
+    ),
+    "packages/ed-elarge/tests/test_elarge_member_folders.py"
+    "::test_copies_of_a_live_launch_stay_and_those_of_an_ended_one_go": (
+        Edit(f"{ELARGE}/launch/member.py", " and not _is_locked(launch):", ":"),
+    ),
+    "packages/ed-data/tests/test_data_media_rows.py::test_features_of_datasets_are_not_decoded": (
+        Edit(
+            f"{DATA}/sources/hub.py",
+            '            for each in data.with_format("arrow").iter(batch_size=_ROWS):\n'
+            '                table = cast("pa.Table", each)\n',
+            "            import pyarrow\n"
+            "            for each in data.with_format(None).iter(batch_size=_ROWS):\n"
+            "                table = pyarrow.table(each)\n",
+        ),
+        Edit(
+            f"{DATA}/sources/hub.py",
+            '        data = self._data.with_format("arrow")',
+            "        data = self._data.with_format(None)",
+        ),
+    ),
     # ---- replicas and workers
     f"{ESURGE_TESTS}/test_esurge_processes.py::test_connection_without_the_secret_is_rejected": (
         Edit(
@@ -629,14 +655,10 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
 WITHOUT_MUTATION = (
     "packages/ed-data/tests/test_data_media_rows.py"
     "::test_archives_of_a_dataset_read_and_write_nothing_outside",
-    "packages/ed-data/tests/test_data_media_rows.py::test_features_of_datasets_are_not_decoded",
-    "packages/ed-elarge/tests/test_elarge_member_folders.py"
-    "::test_copies_of_a_live_launch_stay_and_those_of_an_ended_one_go",
     "packages/ed-esurge/tests/test_server_damaged_folders.py"
     "::test_lists_contain_the_healthy_models",
     "packages/ed-esurge/tests/test_server_response_memory.py"
     "::test_bytes_of_background_responses_are_counted_until_and_after_their_end",
     "packages/ed-layers/tests/test_layers_native_boundary.py"
     "::test_every_target_refuses_damaged_calls",
-    "tests/security/test_template_attacks.py::test_hostile_templates_return_short_errors",
 )

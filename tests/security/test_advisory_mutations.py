@@ -87,5 +87,7 @@ def test_test_of_a_row_fails_without_the_defense(copy: Path, test: str) -> None:
     output = done.stdout + done.stderr
     if " skipped" in output and " failed" not in output:
         pytest.skip("the test of the row is skipped here")
-    # 1: a test failed. 2 and more: pytest itself could not run the test.
-    assert done.returncode == 1 and " failed" in output, output[-3000:]
+    # 1: a test failed. 2 and more: pytest itself could not run the test. A signal: the attack ended
+    # the process.
+    failed = done.returncode == 1 and " failed" in output
+    assert failed or done.returncode < 0, output[-3000:]
