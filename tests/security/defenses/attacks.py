@@ -1,0 +1,376 @@
+"""Mutations of the rows about attacks found on this project, by the test of a row."""
+
+from __future__ import annotations
+
+from tests.security.defenses.edits import (
+    _ADMISSION,
+    _WIRE,
+    DATA,
+    ELARGE,
+    ESURGE,
+    ESURGE_TESTS,
+    INFRA,
+    MODELS,
+    TRAINERS,
+    Edit,
+)
+
+#: Test of a row -> the mutation of its defense.
+ATTACKS: dict[str, tuple[Edit, ...]] = {
+    # ---- requests that hold resources
+    f"{ESURGE_TESTS}/test_server_metric_labels.py"
+    "::test_metrics_have_a_limited_size_after_every_possible_request": (
+        Edit(
+            f"{ESURGE}/server/metrics.py",
+            'if route is not None and scope["method"] in route.methods:',
+            "if route is not None:",
+        ),
+        Edit(_ADMISSION, "    if method not in METHODS:", "    if False:"),
+    ),
+    f"{ESURGE_TESTS}/test_server_public_addresses.py"
+    "::test_addresses_of_private_kinds_are_not_public": (
+        Edit(
+            f"{ESURGE}/server/http/public_addresses.py",
+            "return not any(address in network for network in _RESERVED_V4)",
+            "return True",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_extreme_numbers.py"
+    "::test_extreme_keep_alive_is_answered_or_rejected": (
+        Edit(
+            f"{ESURGE}/server/ollama/keep_alive.py",
+            "        if value > MAX_SECONDS:",
+            "        if False:",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_metadata.py::test_metadata_beyond_the_limits_is_refused": (
+        Edit(
+            f"{ESURGE}/server/http/fields.py",
+            "MAX_VALUE_CHARACTERS = 16, 64, 512",
+            "MAX_VALUE_CHARACTERS = 16000, 64000, 512000",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_answer_sizes.py"
+    "::test_large_answers_are_refused_before_the_engine_receives_the_request": (
+        Edit(
+            f"{ESURGE}/server/generation/answer_size.py",
+            "        if size > self.most:",
+            "        if False:",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_unread_answers.py"
+    "::test_connections_without_a_tls_handshake_count_and_end": (
+        Edit(
+            f"{ESURGE}/server/http/connections.py",
+            "if len(self._open) >= self.most and not self._evict_idle(now):",
+            "if False:",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_unread_answers.py::test_unread_answers_end_after_the_time_limit": (
+        Edit(
+            f"{ESURGE}/server/http/connections.py",
+            "        return read - before < LOWEST_RATE * (now - since)",
+            "        return False",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_unread_answers.py"
+    "::test_one_of_several_keys_takes_at_most_half_of_the_requests": (
+        Edit(
+            f"{ESURGE}/server/http/auth.py",
+            "share = max(1, max_requests // 2) if several else None",
+            "share = None",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_response_memory.py"
+    "::test_concurrent_background_requests_do_not_exceed_their_limit": (
+        Edit(
+            f"{ESURGE}/server/detached.py", "        if count >= self._most:", "        if False:"
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_batch_quotas.py"
+    "::test_results_beyond_the_storage_of_the_owner_end_the_batch": (
+        Edit(
+            f"{ESURGE}/server/batches/worker.py",
+            "        if self._is_full and not cancelled:",
+            "        if False:",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_mcp_attacks.py::test_invalid_arguments_fail_only_their_call": (
+        Edit(
+            f"{ESURGE}/server/mcp_servers.py",
+            "        if not isinstance(values, dict):",
+            "        if False:",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_mcp_attacks.py"
+    "::test_dying_tool_interrupts_no_call_of_another_key": (
+        Edit(f"{ESURGE}/server/mcp_servers.py", "key = label, owner\n", "key = label, ''\n"),
+    ),
+    f"{ESURGE_TESTS}/test_esurge_forged_certificates.py::test_forged_certificate_is_not_shown": (
+        Edit(
+            f"{ESURGE}/certificates.py",
+            "            elif digest != hashes[file.name]:",
+            "            elif False:",
+        ),
+    ),
+    # ---- rows, run files and locks
+    "packages/ed-data/tests/test_data_media_rows.py"
+    "::test_rows_read_nothing_outside_of_their_data_set": (
+        Edit(
+            f"{DATA}/rows/media_files.py",
+            "inside = [each for each in candidates if _is_inside(each, self._roots)]",
+            "inside = list(candidates)",
+        ),
+        Edit(
+            f"{DATA}/rows/media_files.py",
+            "if _is_inside(real, self._roots) and os.path.isfile(real):",
+            "if os.path.isfile(real):",
+        ),
+    ),
+    "packages/ed-data/tests/test_data_media_rows.py"
+    "::test_a_file_that_became_a_link_a_pipe_or_large_is_not_read": (
+        Edit(f"{DATA}/media_access.py", "    if os.path.realpath(path) != path:", "    if False:"),
+        Edit(f"{DATA}/media_access.py", 'getattr(os, "O_NOFOLLOW", 0)', "0"),
+    ),
+    "packages/ed-data/tests/test_data_media_rows.py"
+    "::test_listed_names_with_private_addresses_are_not_requested": (
+        Edit(
+            f"{DATA}/media_access.py",
+            "if not (is_public(number) or number in names):",
+            "if False:",
+        ),
+    ),
+    "packages/ed-data/tests/test_data_media_rows.py"
+    "::test_cards_of_datasets_name_only_their_own_files": (
+        Edit(
+            f"{DATA}/sources/hub.py",
+            "            raise _outside(label, where, file)",
+            "            pass",
+        ),
+        Edit(
+            f"{DATA}/sources/hub.py",
+            "            raise _outside(label, where, name)",
+            "            pass",
+        ),
+    ),
+    "tests/security/test_media_rows.py"
+    "::test_minimum_version_of_fsspec_runs_no_code_of_references": (
+        Edit("packages/ed-data/pyproject.toml", '"fsspec>=2026.6"', '"fsspec>=2025.3"'),
+    ),
+    "packages/ed-elarge/tests/test_elarge_hostile_run_files.py::test_nested_merges_are_read_once": (
+        Edit(
+            f"{ELARGE}/config/nodes.py",
+            "known = self._merges.get(id(source))",
+            "known = None",
+        ),
+    ),
+    "packages/ed-elarge/tests/test_elarge_hostile_run_files.py"
+    "::test_unfinished_variables_are_read_in_linear_time": (
+        Edit(
+            f"{ELARGE}/config/nodes.py",
+            r"(:-(?:[^}$]|\$(?!\{))*)?",
+            r"(:-[^}]*)?",
+        ),
+    ),
+    "packages/ed-elarge/tests/test_elarge_hostile_names.py::test_slurm_script_runs_only_elarge": (
+        Edit(
+            f"{ELARGE}/launch/slurm.py",
+            "directory=shlex.quote(str(job.directory)),",
+            "directory=str(job.directory),",
+        ),
+    ),
+    "packages/ed-models/tests/test_models_gguf_expanding_vocabulary.py"
+    "::test_tokens_with_many_cuts_are_an_error_before_merges_are_stored": (
+        Edit(
+            f"{MODELS}/checkpoints/gguf/vocabulary.py",
+            "_MAX_MERGES, _MAX_CHARACTERS = 6, 8",
+            "_MAX_MERGES, _MAX_CHARACTERS = 6 * 10**6, 8 * 10**6",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_answer_sizes.py"
+    "::test_bytes_of_growing_answers_are_in_flight_until_the_answer_ends": (
+        Edit(
+            f"{ESURGE}/server/generation/answer_size.py",
+            "            self._reservation.add(self._scope, target - self._reserved)",
+            "            pass",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_batch_quotas.py"
+    "::test_small_batch_of_another_key_ends_during_a_large_batch": (
+        Edit(
+            f"{ESURGE}/server/batches/turns.py",
+            "place = min(self._waiting, key=lambda entry: self._running[entry[0]])",
+            "place = self._waiting[0]",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_batch_quotas.py"
+    "::test_batch_without_room_for_its_files_is_rejected": (
+        Edit(
+            f"{ESURGE}/server/stores.py",
+            "        if count >= self.limits.max_files:",
+            "        if False:",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_cheap_requests.py"
+    "::test_document_is_created_once_for_all_requests": (
+        Edit(f"{ESURGE}/server/openapi.py", "@cache\ndef _render(", "def _render("),
+    ),
+    f"{ESURGE_TESTS}/test_server_damaged_folders.py"
+    "::test_damaged_model_returns_an_error_without_paths": (
+        Edit(
+            f"{ESURGE}/server/http/errors.py",
+            "    text = str(error)\n    for folder in folders:",
+            "    return str(error)\n    for folder in folders:",
+        ),
+    ),
+    **{
+        f"packages/ed-trainers/tests/test_trainers_run_lock.py::{name}": (
+            Edit(
+                f"{TRAINERS}/checkpoints/run_lock.py",
+                "        deadline = time.monotonic() + ENDING_SECONDS\n",
+                "        return\n        deadline = time.monotonic() + ENDING_SECONDS\n",
+            ),
+        )
+        for name in (
+            "test_second_process_is_refused_and_names_the_first",
+            "test_trainer_changes_no_file_of_a_live_run",
+            "test_renewals_and_not_clocks_decide_about_locks_of_other_hosts",
+        )
+    },
+    "packages/ed-trainers/tests/test_trainers_mirror.py"
+    "::test_mirror_that_fills_keeps_earlier_copies_and_no_partial_one": (
+        Edit(
+            f"{TRAINERS}/checkpoints/mirror.py",
+            "                    self._remove(step)",
+            "                    pass",
+        ),
+    ),
+    # ---- pictures, templates and stored responses
+    "tests/security/test_image_attacks.py"
+    "::test_jpeg_of_too_many_scans_is_refused_before_decoding": (
+        Edit(
+            f"{ESURGE}/pictures/decoder_worker.py",
+            "            if count > MAX_SCANS:",
+            "            if count > 10**9:",
+        ),
+    ),
+    "tests/security/test_image_attacks.py"
+    "::test_narrow_pictures_are_refused_before_they_are_enlarged": (
+        Edit(
+            f"{ESURGE}/server/generation/images.py",
+            "    if long > most * short:",
+            "    if long > most * short * 10**6:",
+        ),
+    ),
+    "tests/security/test_image_attacks.py::test_decoding_ends_when_the_client_leaves": (
+        Edit(f"{ESURGE}/children/process.py", "        group.cancel()", "        pass"),
+    ),
+    "tests/security/test_template_attacks.py::test_variables_that_a_template_repeats_are_limited": (
+        Edit(
+            f"{ESURGE}/server/generation/rendering.py",
+            "    if size * messages > MAX_REPEATED:",
+            "    if False:",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_answer_sizes.py"
+    "::test_long_answers_are_written_by_a_thread_in_short_pieces": (
+        Edit(
+            f"{ESURGE}/server/http/json_parts.py",
+            "    if size < LONG_ANSWER:\n        return [",
+            "    if size >= 0:\n        return [",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_response_memory.py"
+    "::test_conversations_share_their_messages_and_have_a_limit": (
+        Edit(
+            f"{ESURGE}/server/responses/run.py",
+            "        if self.size > state.limits.max_conversation_bytes:",
+            "        if False:",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_cheap_requests.py::test_requests_do_not_copy_the_vocabulary": (
+        Edit(
+            f"{ESURGE}/template.py",
+            "    copy = type(original)(original.model)\n",
+            "    copy = type(original).from_str(original.to_str())\n",
+        ),
+    ),
+    "tests/security/test_template_attacks.py::test_hostile_templates_return_short_errors": (
+        Edit(
+            f"{ESURGE}/children/worker.py",
+            'limit_time(limits["cpu_seconds"], limits["wall_seconds"])',
+            'limit_time(limits["cpu_seconds"] * 30, limits["wall_seconds"] * 30)',
+        ),
+    ),
+    "packages/ed-elarge/tests/test_elarge_member_folders.py"
+    "::test_copies_of_a_live_launch_stay_and_those_of_an_ended_one_go": (
+        Edit(f"{ELARGE}/launch/member.py", " and not _is_locked(launch):", ":"),
+    ),
+    "packages/ed-data/tests/test_data_media_rows.py::test_features_of_datasets_are_not_decoded": (
+        Edit(
+            f"{DATA}/sources/hub.py",
+            '            for each in data.with_format("arrow").iter(batch_size=_ROWS):\n'
+            '                table = cast("pa.Table", each)\n',
+            "            import pyarrow\n"
+            "            for each in data.with_format(None).iter(batch_size=_ROWS):\n"
+            "                table = pyarrow.table(each)\n",
+        ),
+        Edit(
+            f"{DATA}/sources/hub.py",
+            '        data = self._data.with_format("arrow")',
+            "        data = self._data.with_format(None)",
+        ),
+    ),
+    # ---- replicas and workers
+    f"{ESURGE_TESTS}/test_esurge_processes.py::test_connection_without_the_secret_is_rejected": (
+        Edit(
+            f"{ESURGE}/engine/channel.py",
+            "if not hmac.compare_digest(code, self._code(sender, message)):",
+            "if len(code) != _SIZE:",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_esurge_listener.py"
+    "::test_more_strangers_than_files_do_not_end_the_listener": (
+        Edit(
+            f"{ESURGE}/engine/listener.py",
+            "                if not self._closed.is_set():\n                    self._warn",
+            "                return\n                if not self._closed.is_set():\n"
+            "                    self._warn",
+        ),
+        Edit(f"{ESURGE}/engine/listener.py", "MAX_PENDING = 32", "MAX_PENDING = 10**6"),
+    ),
+    f"{ESURGE_TESTS}/test_esurge_listener.py::test_slow_greeting_ends_at_one_deadline": (
+        Edit(
+            f"{ESURGE}/engine/connection.py",
+            "                    if remaining <= 0:\n",
+            "                    remaining = GREETING_SECONDS\n"
+            "                    if remaining <= 0:\n",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_esurge_listener.py::test_ends_of_different_versions_reject_each_other": (
+        Edit(f"{ESURGE}/engine/connection.py", "    if there == here:\n", "    if there:\n"),
+    ),
+    f"{ESURGE_TESTS}/test_esurge_lying_replicas.py"
+    "::test_lie_of_a_replica_ends_its_connection_and_no_request": (
+        Edit(
+            f"{ESURGE}/processes/answer_check.py",
+            '        require(known, "a token outside the vocabulary")\n        tokens',
+            "        tokens",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_esurge_lying_replicas.py"
+    "::test_hostile_frame_of_a_replica_ends_its_connection": (
+        Edit(_WIRE, "        if depth == _MAX_DEPTH:", "        if depth < 0:"),
+    ),
+    "packages/ed-elarge/tests/test_elarge_lying_workers.py::test_invalid_results_are_rejected": (
+        Edit(
+            f"{ELARGE}/asynchronous/message_check.py",
+            '        require(known, "a token outside the vocabulary")\n',
+            "",
+        ),
+    ),
+    "packages/ed-infra/tests/test_infra_messages.py"
+    "::test_long_messages_keep_their_beginning_and_end": (
+        Edit(f"{INFRA}/errors.py", "MAX_MESSAGE = 2**15", "MAX_MESSAGE = 2**40"),
+    ),
+}
