@@ -129,3 +129,10 @@ def test_message_of_a_long_line_does_not_quote_the_line():
     with pytest.raises(InputError) as caught:
         nodes.parse("{" + ", ".join(["a: 1"] * 10_000) + "}", "run.yaml")
     assert len(str(caught.value)) < 20_000
+
+
+def test_pairs_of_surrogates_are_characters_and_halves_are_errors():
+    assert value('{"a": "\\ud83d\\ude00", "\\ud83d\\ude00": 1}') == {"a": "😀", "😀": 1}
+    for text in ('a: "\\ud83d"', 'a: "\\ude00\\ud83d"', '"\\ud83d": 1', '"a\\udfff": {b: 1}'):
+        with pytest.raises(InputError, match="half of a pair of surrogates"):
+            nodes.parse(text)

@@ -284,8 +284,8 @@ class _Builder:
         tag, text = node.tag.removeprefix(_CORE), node.value
         try:
             match tag:
-                case "str":
-                    return text
+                case "str":  # JSON writes characters such as emojis as pairs of surrogates
+                    return text.encode("utf-16", "surrogatepass").decode("utf-16")
                 case "null":
                     return None
                 case "bool":
@@ -295,7 +295,8 @@ class _Builder:
                 case "float":
                     return float(re.sub(r"\.(?=inf|nan)", "", text.lower().replace("_", "")))
         except ValueError:
-            self.problems.append(Problem(path, f"{text!r} is not a valid {tag}"))
+            kind = "text: it has half of a pair of surrogates" if tag == "str" else tag
+            self.problems.append(Problem(path, f"{text!r} is not a valid {kind}"))
             return None
         self.problems.append(Problem(path, f"the YAML tag {node.tag!r} is not supported"))
         return None
