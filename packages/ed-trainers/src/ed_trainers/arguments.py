@@ -15,7 +15,7 @@ from typing import Literal
 
 from ed_infra import lazy
 from ed_infra.enums import TaskType
-from ed_infra.errors import ConfigError, unknown_name
+from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 from ed_infra.options import Positive
 
 from ed_trainers.options.answers import MultipleChoiceArguments, QuestionAnsweringArguments
@@ -412,3 +412,15 @@ def _idle_probes(arguments: TrainingArguments) -> list[tuple[str, str]]:
     if steps is not None and first is not None and first > steps:
         idle.append(("profile_start_step", f"the run ends after {steps} steps"))
     return idle
+
+
+def suggest_of_other_methods(arguments: type[TrainingArguments], key: str) -> str:
+    """Return the nearest key of the methods with other arguments, as the end of a sentence."""
+    methods: dict[str, list[str]] = {}
+    for method, options in ARGUMENTS.items():
+        if options is not arguments:
+            for name in (*options.model_fields, *options.ALIASES):
+                methods.setdefault(name, []).append(method)
+    hint = did_you_mean(key, methods)
+    name = hint.partition("'")[2].rpartition("'")[0]
+    return f"{hint} (a key of {', '.join(methods[name])})" if name else ""

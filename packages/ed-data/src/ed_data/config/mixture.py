@@ -127,7 +127,7 @@ class Saving(DataOptions):
     # All shards are open at the same time, and a process may open about a thousand files.
     num_shards: Annotated[int, Field(gt=0, le=512)] = 1
     """Number of files; rows are distributed over them in turn."""
-    max_shard_size: Annotated[int | None, BeforeValidator(_bytes)] = None
+    max_shard_size: Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_bytes)] = None
     """Maximum size of a file in bytes, or as text such as "500MB"; requires `num_shards: 1`."""
     compression: str | None = None
     """Compression: for parquet snappy, gzip, zstd, lz4, brotli; for arrow zstd, lz4; for json gzip,

@@ -79,7 +79,7 @@ def _tokenizer_kind(value: Any) -> str:
 
 
 TokenizerOption = Annotated[
-    Annotated[str, Tag("path")] | Annotated[TokenizerSection, Tag("section")],
+    Annotated[Name, Tag("path")] | Annotated[TokenizerSection, Tag("section")],
     Discriminator(_tokenizer_kind),
 ]
 

@@ -142,7 +142,8 @@ SECTIONS: dict[str, Section] = {
     ),
     "loader": Section(LoaderSection, finishes="ed_elarge.building.parts:show_parameters"),
     "sharding": Section(
-        ShardingSection, checks=(model_fields.sharding_fields, model_fields.mesh_axes)
+        ShardingSection,
+        checks=(model_fields.sharding_fields, model_fields.mesh_axes, model_fields.mesh_sizes),
     ),
     "platform": Section(PlatformSection),
     "base_config": Section(

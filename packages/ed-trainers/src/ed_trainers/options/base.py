@@ -293,6 +293,12 @@ class TrainingArguments(Options):
         scheduler = info.data.get("scheduler")
         return value if scheduler is None else checked_settings(scheduler, value, SCHEDULERS)
 
+    @classmethod
+    def _hint(cls, key: str) -> str:
+        from ed_trainers.arguments import suggest_of_other_methods
+
+        return super()._hint(key) or suggest_of_other_methods(cls, key)
+
     @field_validator("learning_rate_end")
     @classmethod
     def _decays(cls, value: float | None, info: ValidationInfo) -> float | None:
@@ -301,6 +307,12 @@ class TrainingArguments(Options):
             raise conflict(
                 f"learning_rate_end has no effect with scheduler {scheduler!r}: "
                 f"omit it, or use one of {', '.join(DECAYING)}"
+            )
+        highest = info.data.get("learning_rate")
+        if value is not None and highest is not None and value > highest:
+            raise conflict(
+                f"learning_rate_end {value:g} is above learning_rate {highest:g}, from which the "
+                "schedule decays: lower learning_rate_end, or raise learning_rate"
             )
         return value
 

@@ -8,12 +8,13 @@ from ed_elarge.config.run_config import RunConfig
 from ed_elarge.errors import Problem
 
 #: Actions that use the trained model of the run.
-_AFTER_TRAINING = ("eval", "generate", "serve")
+_AFTER_TRAINING = ("eval", "generate", "serve", "transcribe")
 
 
 def warnings(run: RunConfig) -> Iterator[Problem]:
     """Yield each warning."""
     yield from _unsaved_model(run)
+    yield from _unpacked_rows(run)
     yield from _pages(run)
 
 
@@ -25,6 +26,16 @@ def _unsaved_model(run: RunConfig) -> Iterator[Problem]:
             "the model in memory, and no later run can load it"
         )
         yield Problem(("trainer", "do_last_save"), message)
+
+
+def _unpacked_rows(run: RunConfig) -> Iterator[Problem]:
+    mixture = run.mixture
+    if mixture is not None and mixture.pack_on_the_fly and not mixture.pack_tokens:
+        message = (
+            "pack_tokens is off, so rows are tokenized when a batch needs them, but not packed: "
+            "set pack_tokens: true to pack them"
+        )
+        yield Problem(("mixture", "pack_on_the_fly"), message)
 
 
 def _pages(run: RunConfig) -> Iterator[Problem]:

@@ -189,9 +189,14 @@ def include_path(run: RunConfig) -> Iterator[Problem]:
 def device_warnings(run: RunConfig) -> Iterator[Problem]:
     """Yield a warning if the mesh needs more devices than this machine has, or does not divide."""
     count = _local_devices(run.platform.backend if run.platform is not None else None)
-    if run.sharding is None or count is None or run.sharding.dcn_axis_dims is not None:
+    if run.sharding is None or count is None:
         return
-    dims = run.sharding.axis_dims
+    fields = run.config_fields()
+    _, slices = fields.get("sharding_dcn_axis_dims", (None, run.sharding.dcn_axis_dims))
+    default = ("sharding", "axis_dims"), run.sharding.axis_dims
+    path, dims = fields.get("sharding_axis_dims", default)
+    if slices is not None:
+        return
     fixed = math.prod(dim for dim in dims if dim != -1)
     if fixed > count or (-1 in dims and count % fixed):
         ways = "a multiple of " if -1 in dims else ""
@@ -199,7 +204,7 @@ def device_warnings(run: RunConfig) -> Iterator[Problem]:
             f"{list(dims)} needs {ways}{fixed} devices, and this machine has {count}: change the "
             "sizes, or run on other hosts"
         )
-        yield Problem(("sharding", "axis_dims"), message)
+        yield Problem(path, message)
 
 
 def _local_devices(backend: str | None) -> int | None:

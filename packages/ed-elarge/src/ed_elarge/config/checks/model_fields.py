@@ -191,6 +191,31 @@ def mesh_axes(run: RunConfig) -> Iterator[Problem]:
                 yield Problem(path, f"the mesh has no axis {name!r}{listing}")
 
 
+def mesh_sizes(run: RunConfig) -> Iterator[Problem]:
+    """Check that the mesh has one size for each name, from whichever section they are."""
+    if run.sharding is None or run.base_config is None:
+        return
+    config = (run.model.config if run.model is not None else None) or {}
+    given = {canonical_field(str(key)): (("model", "config", key), config[key]) for key in config}
+    given |= run.config_fields()
+    names_path, names = given.get("sharding_axis_names", (None, run.sharding.axis_names))
+    if not isinstance(names, (list, tuple)):
+        return  # another check reports the type
+    sections = {
+        "sharding_axis_dims": run.sharding.axis_dims,
+        "sharding_dcn_axis_dims": run.sharding.dcn_axis_dims,
+    }
+    for field, default in sections.items():
+        path, sizes = given.get(field, (names_path, default))
+        if path is None or not isinstance(sizes, (list, tuple)) or len(sizes) == len(names):
+            continue
+        yield Problem(
+            path,
+            f"{field} has {len(sizes)} sizes {list(sizes)}, and the mesh has {len(names)} axes "
+            f"{list(names)}: set one size for each axis",
+        )
+
+
 def adapters_or_rules(run: RunConfig) -> Iterator[Problem]:
     """Reject `lora` together with rules that select trainable parameters."""
     if run.lora is not None and run.trainer is not None and run.trainer.trainable_rules:

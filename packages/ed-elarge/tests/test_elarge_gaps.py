@@ -1,0 +1,81 @@
+"""Values that passed unnoticed: each is an error or a warning at its key."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from ed_elarge.config import nodes
+from ed_elarge.config.checks import advice, machine
+from ed_elarge.config.normalize import normalize
+from ed_elarge.config.run_config import RunConfig
+from ed_elarge.config.table import ACTIONS
+from ed_elarge.errors import InputError
+from run_files import with_changes
+
+
+def read(**changes: Any) -> RunConfig:
+    return normalize(nodes.parse(json.dumps(with_changes(**changes)), "r.yaml"))
+
+
+MESHES = [
+    ("base_config__values__sharding_axis_dims", [1]),
+    ("base_config__values__axis_dims", [1, 1, 1, 1, 1, 1]),
+    ("base_config__values__sharding_axis_names", ["dp"]),
+    ("base_config__values__sharding_dcn_axis_dims", [1]),
+    ("model__config__sharding_axis_dims", [1]),
+    ("model__config__sharding_axis_names", ["dp", "tp"]),
+]
+REFUSED: list[tuple[str, Any, str]] = [
+    ("model__tokenizer", "", "at least 1 character"),
+    ("model__tokenizer__name_or_path", "", "at least 1 character"),
+    ("mixture__save", {"path": "x", "max_shard_size": -1}, "greater than 0"),
+    ("mixture__save", {"path": "x", "max_shard_size": 0}, "greater than 0"),
+    ("mixture__save", {"path": "x", "max_shard_size": "0MB"}, "greater than 0"),
+    *((key, value, "set one size for each axis") for key, value in MESHES),
+    ("trainer__beeta", 0.1, "did you mean 'beta'? (a key of dpo, "),
+    ("trainer__num_generatons", 4, "did you mean 'num_generations'? (a key of grpo, "),
+    ("trainer__reward_function", [], "did you mean 'reward_functions'?"),
+    ("trainer__lerning_rate", 1.0, "did you mean 'learning_rate'?"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), REFUSED)
+def test_broken_value_is_an_error_at_its_key(key: str, value: Any, words: str) -> None:
+    changes = {"model__tokenizer": {}} if key.startswith("model__tokenizer__") else {}
+    with pytest.raises(InputError) as error:
+        read(**changes, **{key: value})
+    where = key.replace("__", ".").replace("name_or_path", "")
+    assert where.split(".")[0] in str(error.value) and where.split(".")[-1] in str(error.value)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine", "polynomial", "wsd"])
+def test_learning_rate_does_not_rise_at_the_end(scheduler: str) -> None:
+    values = {"trainer__scheduler": scheduler, "trainer__learning_rate": 1e-4}
+    with pytest.raises(InputError, match=r"is above learning_rate 0\.0001"):
+        read(**values, trainer__learning_rate_end=1e-3)
+    read(**values, trainer__learning_rate_end=1e-4)
+
+
+def test_packing_on_the_fly_without_packing_is_a_warning() -> None:
+    def show(**changes: Any) -> str:
+        return "".join(read(mixture__pack_on_the_fly=True, **changes).warning_texts())
+
+    assert "set pack_tokens: true" in show(mixture__pack_tokens=False)
+    assert "pack_on_the_fly:" not in show()
+
+
+def test_every_action_that_uses_the_model_warns_when_it_is_not_saved() -> None:
+    users = {name for name, kind in ACTIONS.items() if kind.prepare} - {"train"}
+    assert set(advice._AFTER_TRAINING) == users
+    run = read(trainer__do_last_save=False, actions=["train", "generate"])
+    assert "the trained model is not saved: generate" in "".join(run.warning_texts())
+
+
+def test_mesh_of_base_config_is_compared_with_the_devices() -> None:
+    run = read(base_config__values__sharding_axis_dims=[3, 7, 1, 1, 1])
+    problems = list(machine.device_warnings(run))
+    assert [p.path for p in problems] == [("base_config", "values", "sharding_axis_dims")]
+    assert "needs 21 devices" in problems[0].message
