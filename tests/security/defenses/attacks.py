@@ -262,9 +262,6 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             "    if long > most * short * 10**6:",
         ),
     ),
-    "tests/security/test_image_attacks.py::test_decoding_ends_when_the_client_leaves": (
-        Edit(f"{ESURGE}/children/process.py", "        group.cancel()", "        pass"),
-    ),
     "tests/security/test_template_attacks.py::test_variables_that_a_template_repeats_are_limited": (
         Edit(
             f"{ESURGE}/server/generation/rendering.py",
