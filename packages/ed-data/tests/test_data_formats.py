@@ -149,6 +149,15 @@ def read(file, schema=TEXT, **options):
     return [d.fields for d in Documents(Inform(data_files=str(file), **options), schema=schema)]
 
 
+@pytest.mark.proves("mixture.informs.format")
+def test_a_named_format_is_used_in_rows_with_other_fields(tmp_path):
+    row = {"content": "text", "instruction": "a?", "output": "b"}
+    file = written(tmp_path, row)
+    assert read(file) == [{"content": "text"}]
+    (fields,) = read(file, COMPLETION, format="alpaca")
+    assert fields == {"prompt": [QUESTION], "completion": [ANSWER]}
+
+
 def test_formats_are_detected_and_named_in_the_log(tmp_path, caplog):
     file = written(tmp_path, {"conversations": TURNS}, {"conversations": TURNS})
     with caplog.at_level(logging.INFO, "ed_data"):

@@ -424,6 +424,7 @@ def test_cards_of_datasets_name_only_their_own_files(
     assert not site.requests
 
 
+@pytest.mark.proves("mixture.media", "mixture.media.allowed")
 def test_a_mixture_applies_its_list_to_every_reader(folder: Path, tokenizer) -> None:
     rows = folder / "rows.jsonl"
     rows.write_text(json.dumps({"image": "../secret-x.png", "text": "a"}))

@@ -8,7 +8,8 @@ from pathlib import Path
 from ed_data import data_report
 from ed_infra.errors import ConfigError
 
-from ed_elarge.building.parts import other_inputs, sequence_length
+from ed_elarge.building.parts import other_inputs
+from ed_elarge.building.stored_config import sequence_length
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
 from ed_elarge.model import eLargeModel

@@ -22,6 +22,7 @@ from ed_trainers.options.classification import ClassifierArguments
 
 from ed_elarge.building import images, speech
 from ed_elarge.building.engines import served_task
+from ed_elarge.building.stored_config import count_embedding_rows, sequence_length
 from ed_elarge.config.adaptation import WeightFormat
 from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.config.run_config import RunConfig
@@ -432,7 +433,7 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
         build: Any = build_prompts
         if run.has_images:
             options["processor"] = elm.part("processor")
-        options["embedding_rows"] = embedding_rows(run)
+        options["embedding_rows"] = count_embedding_rows(run)
     else:
         build = build_loader
         options["seq_length"] = sequence_length(run) if run.has_text else None
@@ -449,7 +450,7 @@ def other_inputs(elm: eLargeModel) -> dict[str, Any]:
     """Return the arguments of `build_loader` for models that do not read one sequence of tokens."""
     run, options = elm.config, dict[str, Any]()
     if run.has_text:
-        options["embedding_rows"] = embedding_rows(run)
+        options["embedding_rows"] = count_embedding_rows(run)
     if run.has_processor:
         options["processor"] = elm.part("processor")
     if run.has_recordings:
@@ -459,41 +460,6 @@ def other_inputs(elm: eLargeModel) -> dict[str, Any]:
     if run.schema.task == "ctc":
         options["time_steps"] = speech.time_steps(elm.part("model").config)
     return options
-
-
-def embedding_rows(run: RunConfig) -> int | None:
-    """Return the number of rows of the embedding of a stored model.
-
-    None for a new model, whose rows follow from the tokenizer, and for a model without the field.
-    """
-    from ed_models.checkpoints import hub
-
-    section = run.model
-    if section is None or section.config is not None or section.name_or_path is None:
-        return None
-    with run.blame("model", "name_or_path"):
-        revision = section.extra_kwargs.revision
-        config: Any = hub.read_config(hub.resolve(str(section.name_or_path), revision=revision))
-    rows = getattr(config.get_text_config(), "vocab_size", None)
-    return rows if isinstance(rows, int) else None
-
-
-def sequence_length(run: RunConfig) -> int | None:
-    """Return the tokens of one sequence; log a default, which the model's positions limit."""
-    length, key = run.sequence_length
-    if key or length is None or run.trainer is None:
-        return length
-    model = _model_section(run)
-    if run.known_positions is None and model.config is None:
-        from ed_models import AutoEasyDeLConfig
-
-        with run.blame("model"):
-            name, revision = str(model.name_or_path), model.extra_kwargs.revision
-            config: Any = AutoEasyDeLConfig.from_pretrained(name, revision=revision)
-        text = getattr(config, "text_config", None) or config
-        length = run.trainer.default_length(getattr(text, "max_position_embeddings", None))
-    logger.info("sequences have %d tokens, the default of %s: set max_length", length, run.method)
-    return length
 
 
 def _decoder_start(elm: eLargeModel) -> int:
