@@ -99,8 +99,8 @@ class Summary:
     def print_evaluation(self, results: dict[str, Any]) -> None:
         """Print a line for each metric of an evaluation."""
         for task, metrics in harness.figures(results).items():
-            for name, value in harness.shown(metrics).items():
-                print(f"{task}: {name} {value:.4f}")
+            for name, text in harness.describe(metrics).items():
+                print(f"{task}: {name} {text}")
 
     def show(self) -> None:
         """Print the summary and write its figures to the run's directory, in process 0."""
@@ -152,8 +152,8 @@ class Summary:
             ]
         for task, metrics in self.evaluation.items():
             rows.append((task, "", "on local rows" if task in self.local else "by lm-eval"))
-            shown = harness.shown(metrics)
-            rows += [(f"  {name}", f"{value:.4f}", "") for name, value in shown.items()]
+            texts = harness.describe(metrics)
+            rows += [(f"  {name}", text, "") for name, text in texts.items()]
         return rows
 
     def _keep(self, directory: Path) -> None:
@@ -197,9 +197,9 @@ class Summary:
                 folder,
                 "Evaluation",
                 [
-                    f"- {task}, {name}: {value:g}"
+                    f"- {task}, {name}: {text}"
                     for task, metrics in evaluation.items()
-                    for name, value in harness.shown(metrics).items()
+                    for name, text in harness.describe(metrics).items()
                 ],
             )
 

@@ -377,8 +377,9 @@ class EvalSection(Options):
     write_out: bool = False
     log_samples: bool = False
     """Write each example with its answer to the result file."""
-    bootstrap_iters: Whole = 0
-    """Resamplings for standard errors; 0 omits the errors."""
+    bootstrap_iters: Whole = 1000
+    """Resamplings for standard errors of metrics that are no means, such as a perplexity. 0 omits
+    all standard errors."""
     apply_chat_template: StrictBool | StrictStr = False
     system_instruction: str | None = None
     fewshot_as_multiturn: bool = False

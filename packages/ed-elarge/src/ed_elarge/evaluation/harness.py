@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +20,11 @@ from ed_elarge.config.sections import EvalSection
 
 if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
+
+# Variable of lm-eval; set, it computes standard errors without processes of its own.
+_ONE_PROCESS = "DISABLE_MULTIPROC"
+#: End of the names of standard errors.
+ERROR = "_stderr"
 
 
 class Tasks:
@@ -111,32 +118,47 @@ class Tasks:
         if options.temperature:
             keywords["do_sample"] = True
         keywords |= options.gen_kwargs or {}
-        results = evaluator.simple_evaluate(
-            model=adapter,
-            tasks=list(options.tasks),
-            task_manager=self.manager,
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
-            cache_requests=options.cache_requests,
-            check_integrity=options.check_integrity,
-            write_out=options.write_out,
-            log_samples=options.log_samples,
-            bootstrap_iters=options.bootstrap_iters,
-            apply_chat_template=options.apply_chat_template,
-            system_instruction=options.system_instruction,
-            fewshot_as_multiturn=options.fewshot_as_multiturn,
-            gen_kwargs=keywords or None,
-            predict_only=options.predict_only,
-            random_seed=options.random_seed,
-            numpy_random_seed=options.numpy_random_seed,
-            fewshot_random_seed=options.fewshot_random_seed,
-        )
+        with _without_processes():
+            results = evaluator.simple_evaluate(
+                model=adapter,
+                tasks=list(options.tasks),
+                task_manager=self.manager,
+                num_fewshot=options.num_fewshot,
+                limit=options.limit,
+                cache_requests=options.cache_requests,
+                check_integrity=options.check_integrity,
+                write_out=options.write_out,
+                log_samples=options.log_samples,
+                bootstrap_iters=options.bootstrap_iters,
+                apply_chat_template=options.apply_chat_template,
+                system_instruction=options.system_instruction,
+                fewshot_as_multiturn=options.fewshot_as_multiturn,
+                gen_kwargs=keywords or None,
+                predict_only=options.predict_only,
+                random_seed=options.random_seed,
+                numpy_random_seed=options.numpy_random_seed,
+                fewshot_random_seed=options.fewshot_random_seed,
+            )
         text = json.dumps(results, indent=2, ensure_ascii=False, default=_plain) + "\n"
         file = results_file or self.results
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, "utf-8")
         return json.loads(text)
+
+
+@contextmanager
+def _without_processes() -> Iterator[None]:
+    """Compute standard errors in this process: a fork of a process with devices can hang."""
+    before = os.environ.get(_ONE_PROCESS)
+    os.environ[_ONE_PROCESS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ONE_PROCESS]
+        else:
+            os.environ[_ONE_PROCESS] = before
 
 
 def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -149,6 +171,16 @@ def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
             if isinstance(value, float) and "," in name
         }
     return out
+
+
+def describe(metrics: dict[str, float]) -> dict[str, str]:
+    """Return each metric to print as text, with its standard error."""
+    texts = {}
+    for name, value in shown(metrics).items():
+        error = metrics.get(f"{name}{ERROR}")
+        if not name.endswith(ERROR):
+            texts[name] = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+    return texts
 
 
 def shown(metrics: dict[str, float]) -> dict[str, float]:
