@@ -1,4 +1,4 @@
-"""Texts of grammars for `uniqueItems` and overlapping `oneOf` satisfy the original schema."""
+"""Texts of grammars for schemas that are rewritten satisfy the original schema."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from ed_esurge.grammars.build import build, grammar_text, make_tokenizer
+from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.rewriting import rewritten
 from ed_esurge.testing import byte_tokenizer
 
@@ -15,6 +16,14 @@ jsonschema = pytest.importorskip("jsonschema")
 COLORS = {"enum": ["red", "green", "blue"]}
 CIRCLE = {"type": "object", "properties": {"r": {"type": "integer"}}, "required": ["r"]}
 SQUARE = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+BOOLEAN = {"type": "boolean"}
+
+
+def make_object(properties, **keywords):
+    """Return a schema of objects."""
+    return {"type": "object", "properties": properties, **keywords}
+
+
 NAMED = {
     "type": "object",
     "properties": {"r": {"type": "integer"}, "name": {"const": "x"}},
@@ -42,6 +51,70 @@ SCHEMAS = {
     "subset": {"oneOf": [CIRCLE, NAMED]},
     "three": {"oneOf": [CIRCLE, NAMED, SQUARE, {"type": "null"}]},
     "listed": {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c", 1]}]},
+    "names of text": make_object({}, propertyNames={"type": "string"}, maxProperties=2),
+    "names of a list": make_object({"a": BOOLEAN}, propertyNames={"enum": ["a", "b"]}),
+    "names of a pattern": make_object({}, propertyNames={"pattern": "^[ab]$"}, maxProperties=2),
+    "names of a length": make_object({}, propertyNames={"maxLength": 1}, maxProperties=2),
+    "unevaluated": make_object({"a": BOOLEAN}, unevaluatedProperties=False, required=["a"]),
+    "unevaluated true": {"type": "array", "items": BOOLEAN, "unevaluatedItems": True},
+    "whole floats": {"type": "array", "items": BOOLEAN, "minItems": 1.0, "maxItems": 2.0},
+    "contains anything": {"type": "array", "items": BOOLEAN, "contains": {}, "maxItems": 2},
+    "if alone": {"if": {"type": "string"}, "type": "boolean"},
+    "then alone": {"then": {"type": "string"}, "else": False, "type": "boolean"},
+    "condition": make_object(
+        {"k": {"enum": ["x", "y"]}, "v": {"type": ["boolean", "null"]}},
+        required=["k", "v"],
+        additionalProperties=False,
+        **{"if": {"properties": {"k": {"const": "x"}}, "required": ["k"]}},
+        **{"then": {"properties": {"v": BOOLEAN}}, "else": {"properties": {"v": {"const": None}}}},
+    ),
+    "not required": make_object({"b": BOOLEAN, "c": BOOLEAN}, **{"not": {"required": ["b"]}}),
+    "not both": make_object(
+        {"b": BOOLEAN, "c": BOOLEAN},
+        additionalProperties=False,
+        minProperties=1,
+        **{"not": {"required": ["b", "c"]}},
+    ),
+    "not one of": make_object(
+        {"b": BOOLEAN, "c": BOOLEAN},
+        additionalProperties=False,
+        **{"not": {"anyOf": [{"required": ["b"]}, {"required": ["c"]}]}},
+    ),
+    "not a type": {"not": {"type": ["object", "array", "string", "number"]}},
+    "not listed": {"enum": ["a", "b", 1], "not": {"enum": ["a"]}},
+    "not empty": {"type": "string", "maxLength": 2, "not": {"const": ""}},
+    "not a text": {"type": "string", "pattern": "^[ab]{1,2}$", "not": {"enum": ["a", "ab"]}},
+    "not a value": make_object(
+        {"k": {"enum": ["x", "y", "z"]}},
+        required=["k"],
+        **{"not": {"properties": {"k": {"const": "x"}}}},
+    ),
+    "not long": {"type": "string", "not": {"minLength": 3}},
+    "dependencies": make_object(
+        {"a": BOOLEAN, "b": BOOLEAN, "c": {"type": "null"}},
+        additionalProperties=False,
+        dependentRequired={"a": ["b"]},
+        dependentSchemas={"c": {"required": ["a"]}},
+    ),
+    "one required": make_object(
+        {"a": BOOLEAN, "b": BOOLEAN},
+        additionalProperties=False,
+        oneOf=[{"required": ["a"]}, {"required": ["b"]}],
+    ),
+    "inner of outer": {"oneOf": [NAMED, {**CIRCLE, "additionalProperties": False}]},
+    "shorter": {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 2}]},
+    "beside anyOf": make_object(
+        {"a": BOOLEAN, "b": BOOLEAN, "c": BOOLEAN},
+        additionalProperties=False,
+        anyOf=[{"required": ["c"]}, {"required": ["a"]}],
+        oneOf=[{"required": ["a"]}, {"required": ["b"]}],
+    ),
+    "name and pattern": make_object(
+        {"a": {"type": "integer", "minimum": 1}},
+        required=["a"],
+        additionalProperties=False,
+        patternProperties={"^a$": {"type": "integer", "maximum": 9}},
+    ),
     "types": {"oneOf": [{"type": "boolean"}, {"type": "integer"}, CIRCLE]},
 }
 
@@ -72,7 +145,7 @@ def texts(schema, count):
             yield tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-@pytest.mark.daily("unique", "three")
+@pytest.mark.daily("unique", "three", "not both", "condition", "dependencies", "not a text")
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_texts_of_rewritten_schemas_satisfy_the_original_schema(name):
     schema = SCHEMAS[name]
@@ -81,7 +154,7 @@ def test_texts_of_rewritten_schemas_satisfy_the_original_schema(name):
     assert len(found) > 5
     for value in found:
         validator.validate(value)
-    if name in ("unique", "objects", "three"):
+    if name in ("unique", "objects", "three", "dependencies", "not both"):
         assert len({json.dumps(value) for value in found}) > 3
 
 
@@ -92,6 +165,9 @@ def test_schemas_without_an_equivalent_stay_unchanged():
         {"oneOf": [{}, {}]},
         {"oneOf": [{"type": "number"}, {"type": "integer"}]},
         {"oneOf": [CIRCLE, CIRCLE]},
+        {"type": "string", "not": {"pattern": "a"}},
+        {"type": "array", "contains": {"type": "string"}},
+        {"type": "object", "unevaluatedProperties": False, "allOf": [{}]},
     ):
         assert json.loads(rewritten(json.dumps(schema))) == schema
 
@@ -101,3 +177,65 @@ def test_schemas_without_an_equivalent_stay_unchanged():
 def test_unique_arrays_of_too_many_values_stay_as_they_are(bounds):
     schema = {"type": "array", "items": {"enum": [*range(30_000)]}, "uniqueItems": True, **bounds}
     assert json.loads(rewritten(json.dumps(schema))) == schema
+
+
+FORMATS = {
+    "date": (
+        ["2024-02-29", "2000-02-29", "1999-12-31"],
+        ["2023-02-29", "1900-02-29", "2024-04-31"],
+    ),
+    "date-time": (["2024-02-29T23:59:59Z"], ["2023-02-29T00:00:00Z", "2024-01-01T24:00:00Z"]),
+    "uri-reference": (["", "/a/b?c=d#e", "a", "https://a.b/c", "#x"], ["a b", "<"]),
+    "json-pointer": (["", "/a~1b/0"], ["a", "/~2"]),
+    "relative-json-pointer": (["0", "1/a", "2#"], ["/a", "01"]),
+    "byte": (["", "QUI=", "QUJD"], ["Q", "QUI"]),
+    "url": (["https://a.b/c"], ["x y"]),
+    "ip-address": (["127.0.0.1"], ["300.1.1.1"]),
+    "password": (["any text"], []),
+    "int64": (["-12"], ["x"]),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_match_the_texts_of_their_definition(name):
+    tokenizer = byte_tokenizer()
+    serialized = tokenizer.backend_tokenizer.to_str()
+    known = make_tokenizer(serialized, len(tokenizer), [tokenizer.eos_token_id])
+    schema = {"type": "string", "format": name}
+    grammar = grammar_text(("json_schema", json.dumps(schema)))
+    for texts_, right in zip(FORMATS[name], (True, False), strict=True):
+        for text in texts_:
+            matcher = build(known, grammar)
+            tokens = known.tokenize_str(json.dumps(text))
+            taken = matcher.try_consume_tokens(tokens) == len(tokens)
+            assert (taken and matcher.is_accepting()) is right, text
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+@pytest.mark.parametrize(
+    ("keyword", "bound"),
+    [
+        ("minimum", 2**53 + 1),
+        ("exclusiveMinimum", 2**60),
+        ("maximum", -(2**53) - 3),
+        ("maximum", 10**400),
+        ("multipleOf", 2**53 + 1),
+    ],
+)
+def test_bounds_that_are_not_exact_are_refused_with_their_path(keyword, bound, kind):
+    schema = make_object({"id": {"type": kind, keyword: bound}})
+    with pytest.raises(GrammarError, match=rf"at \$\.properties\.id: .*`{keyword}`"):
+        rewritten(json.dumps(schema))
+
+
+def test_large_bounds_around_exact_numbers_stay_within_the_bounds():
+    schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+    result = json.loads(rewritten(json.dumps(schema)))
+    assert result == {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1024}
+
+
+@pytest.mark.parametrize("pattern", ["^s", "e$", "", "size|x"])
+def test_patterns_that_match_a_property_are_refused_with_their_path(pattern):
+    inner = make_object({"size": {"type": "integer"}}, patternProperties={pattern: {"maximum": 9}})
+    with pytest.raises(GrammarError, match=r"at \$\.properties\.a: `patternProperties`"):
+        rewritten(json.dumps(make_object({"a": inner})))

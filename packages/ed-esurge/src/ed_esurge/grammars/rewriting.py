@@ -1,4 +1,4 @@
-"""JSON schemas in terms of keywords that llguidance supports: `uniqueItems` and `oneOf`.
+"""JSON schemas in terms of keywords that llguidance supports.
 
 A rewritten schema is at most stricter than the original. If no such schema is found, the keyword
 stays, and the compiler rejects the schema.
@@ -13,47 +13,67 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ed_esurge.grammars.limits import resolve
+from ed_esurge.grammars.keywords import simplify_keywords
+from ed_esurge.grammars.negation import (
+    TYPES,
+    exclude,
+    negate,
+    required_names,
+    target_of,
+    type_of,
+    types_of,
+)
 
 #: Limit of the arrays that replace one `uniqueItems`, and of the alternatives of one `oneOf`.
 MAX_ARRAYS, MAX_ALTERNATIVES = 330, 32
-_TYPES = ("null", "boolean", "object", "array", "number", "string")
 _INSIDE = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def rewritten(text: str) -> str:
-    """Return the text of a schema without `uniqueItems` and `oneOf`, where that is possible."""
-    if "uniqueItems" not in text and "oneOf" not in text:
-        return text
+    """Return the text of a schema without keywords that llguidance lacks, where that is possible.
+
+    Raises:
+        GrammarError: llguidance would match a part of the schema wrongly; the message has its path.
+    """
     try:
         schema = json.loads(text)
-        return json.dumps(_rewritten(schema, schema))
+        return json.dumps(_rewritten(schema, schema, "$"))
     except RecursionError:  # the compiler has its own limit of levels
         return text
 
 
-def _rewritten(schema: Any, root: Any) -> Any:
+def _rewritten(schema: Any, root: Any, path: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     result = dict(schema)
     for key in _INSIDE:
         if isinstance(result.get(key), dict):
-            result[key] = _rewritten(result[key], root)
+            result[key] = _rewritten(result[key], root, f"{path}.{key}")
     for key in _LISTS:
         if isinstance(result.get(key), list):
-            result[key] = [_rewritten(one, root) for one in result[key]]
+            result[key] = [
+                _rewritten(one, root, f"{path}.{key}[{place}]")
+                for place, one in enumerate(result[key])
+            ]
     for key in _NAMED:
         if isinstance(result.get(key), dict):
-            result[key] = {name: _rewritten(one, root) for name, one in result[key].items()}
+            result[key] = {
+                name: _rewritten(one, root, f"{path}.{key}.{name}")
+                for name, one in result[key].items()
+            }
+    result = simplify_keywords(result, root, path)
     if "uniqueItems" in result:
         result = _unique(result, root)
-    if isinstance(result.get("oneOf"), list) and "anyOf" not in result:
-        apart = _apart(result["oneOf"], root)
-        if apart is not None:
+    if isinstance(result.get("oneOf"), list):
+        alternatives = _apart(result, root)
+        if alternatives is not None:
             del result["oneOf"]
-            result["anyOf"] = apart
+            if "anyOf" in result:
+                result["allOf"] = [*result.get("allOf", []), {"anyOf": alternatives}]
+            else:
+                result["anyOf"] = alternatives
     return result
 
 
@@ -99,7 +119,7 @@ def _unique(schema: dict[str, Any], root: Any) -> dict[str, Any]:
 
 def _values(schema: Any, root: Any) -> list[Any] | None:
     """Return the distinct values of a schema, if they are listed."""
-    schema = _target(schema, root)
+    schema = target_of(schema, root)
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -113,10 +133,10 @@ def _values(schema: Any, root: Any) -> list[Any] | None:
     else:
         return None
     kinds = schema.get("type")
-    allowed = _types(schema) if kinds is not None else set(_TYPES)
+    allowed = types_of(schema) if kinds is not None else set(TYPES)
     if not set(schema) <= {"const", "enum", "type", "title", "description", "default"}:
         return None
-    return [*{_key(value): value for value in listed if _type_of(value) in allowed}.values()]
+    return [*{_key(value): value for value in listed if type_of(value) in allowed}.values()]
 
 
 def _key(value: Any) -> str:
@@ -137,14 +157,15 @@ def _plain(value: Any) -> Any:
 # ---- oneOf
 
 
-def _apart(options: list[Any], root: Any) -> list[Any] | None:
+def _apart(schema: Mapping[str, Any], root: Any) -> list[Any] | None:
     """Return alternatives of which a value never matches two; None if that is not possible.
 
-    An object of one alternative loses the properties that other alternatives require.
+    An alternative loses the values that another one also matches.
     """
+    options = schema["oneOf"]
     if not 0 < len(options) <= MAX_ALTERNATIVES:
         return None
-    known = [_target(one, root) for one in options]
+    known = [target_of(one, root) for one in options]
     if not all(isinstance(one, dict) for one in known):
         return None
     lists = [_values(one, root) for one in known]
@@ -153,106 +174,51 @@ def _apart(options: list[Any], root: Any) -> list[Any] | None:
         counts = Counter(map(_key, every))
         once = [one for one in every if counts[_key(one)] == 1]
         return [{"enum": once}] if once else None
-    without: list[set[str]] = [set() for _ in known]
-    for (i, one), (j, other) in itertools.combinations(enumerate(known), 2):
-        if _disjoint(one, other, root):
-            continue
-        free = _required(other) - _required(one)
-        back = _required(one) - _required(other)
-        if free and _is_object(one):
-            without[i].add(min(free))
-        elif back and _is_object(other):
-            without[j].add(min(back))
-        else:
-            return None
-        if not (_is_object(one) and _is_object(other)):
-            return None
-    return [
-        one if not names else _without(target, names)
-        for one, target, names in zip(options, known, without, strict=True)
-    ]
-
-
-def _without(schema: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    properties = dict(schema.get("properties", {}))
-    if schema.get("additionalProperties") is False:
-        for name in names:
-            properties.pop(name, None)
-    else:
-        properties |= dict.fromkeys(names, False)
-    return {**schema, "properties": properties}
+    # An alternative without a type has the type of the whole schema.
+    if "type" in schema:
+        known = [one if "type" in one else {"type": schema["type"], **one} for one in known]
+    pairs = [*itertools.combinations(range(len(known)), 2)]
+    shared = [pair for pair in pairs if not _disjoint(known[pair[0]], known[pair[1]], root)]
+    result: list[Any] = []
+    for place, one in enumerate(known):
+        rest: dict[str, Any] | None = one
+        for pair in shared:
+            if place not in pair or rest is None:
+                continue
+            other = known[pair[1] if place == pair[0] else pair[0]]
+            others = negate(other, rest, root)
+            rest = exclude(rest, others) if others else None
+        if rest is one:
+            result.append(options[place])
+        elif rest is not None:
+            result.append(rest)
+    return result or None
 
 
 def _disjoint(one: Mapping[str, Any], other: Mapping[str, Any], root: Any) -> bool:
     """Return whether no value matches both schemas."""
-    if not _types(one) & _types(other):
+    if not types_of(one) & types_of(other):
         return True
     values, others = _values(one, root), _values(other, root)
     if values is not None and others is not None:
         return not set(map(_key, values)) & set(map(_key, others))
-    if not (_is_object(one) and _is_object(other)):
+    if types_of(one) != {"object"} or types_of(other) != {"object"}:
         return False
-    if one.get("additionalProperties") is False and _required(other) - _names(one):
+    if one.get("additionalProperties") is False and required_names(other) - _names(one):
         return True
-    if other.get("additionalProperties") is False and _required(one) - _names(other):
+    if other.get("additionalProperties") is False and required_names(one) - _names(other):
         return True
-    for name in _required(one) & _required(other):
-        left, right = (_target(x.get("properties", {}).get(name), root) for x in (one, other))
+    for name in required_names(one) & required_names(other):
+        left, right = (target_of(x.get("properties", {}).get(name), root) for x in (one, other))
         if isinstance(left, dict) and isinstance(right, dict):
             a, b = _values(left, root), _values(right, root)
-            if not _types(left) & _types(right):
+            if not types_of(left) & types_of(right):
                 return True
             if None not in (a, b) and not set(map(_key, a or ())) & set(map(_key, b or ())):
                 return True
     return False
 
 
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types of the values of a schema; integers are numbers."""
-    kinds = schema.get("type")
-    if kinds is None:
-        if "const" in schema:
-            return {_type_of(schema["const"])}
-        if isinstance(schema.get("enum"), list):
-            return {_type_of(value) for value in schema["enum"]}
-        return set(_TYPES)
-    listed = kinds if isinstance(kinds, list) else [kinds]
-    return {"number" if kind == "integer" else str(kind) for kind in listed}
-
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int | float):
-        return "number"
-    if isinstance(value, str):
-        return "string"
-    return "array" if isinstance(value, list) else "object"
-
-
-def _is_object(schema: Mapping[str, Any]) -> bool:
-    """Return whether all values are objects whose properties this schema itself describes."""
-    simple = {
-        *("type", "properties", "required", "additionalProperties"),
-        *("title", "description", "default", "$defs", "definitions"),
-    }
-    return schema.get("type") == "object" and set(schema) <= simple
-
-
-def _required(schema: Mapping[str, Any]) -> set[str]:
-    listed = schema.get("required")
-    return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
-
-
 def _names(schema: Mapping[str, Any]) -> set[str]:
     properties = schema.get("properties")
     return set(properties) if isinstance(properties, Mapping) else set()
-
-
-def _target(schema: Any, root: Any) -> Any:
-    """Return the schema that a reference names."""
-    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and len(schema) == 1:
-        return resolve(root, schema["$ref"])
-    return schema
