@@ -21,6 +21,11 @@ TAGGED = (
     "<tool_call>\n<function=weather>\n<parameter=city>\n{c}\n</parameter>\n<parameter=days>\n3\n"
     "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
 ).replace("{c}", CITY)
+SEED = (
+    "<seed:tool_call>\n<function=weather>\n<parameter=city>{c}</parameter>\n"
+    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n"
+    "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"
+).replace("{c}", CITY)
 PYTHON = f"weather(city={CITY!r}, days=3)"
 GLM = (
     "<tool_call>weather<arg_key>city</arg_key><arg_value>{c}</arg_value><arg_key>days</arg_key>"
@@ -81,7 +86,7 @@ EXAMPLES = {
     "<end_function_call><start_function_call>call:now{}<end_function_call>",
     "deepseek_v32": DSML,
     "deepseek_v4": DSML.replace("function_calls", "tool_calls"),
-    "seed_oss": TAGGED.replace("tool_call>", "seed:tool_call>"),
+    "seed_oss": SEED,
     "step3": "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
     f'<steptml:invoke name="weather">\n<steptml:parameter name="city">{CITY}</steptml:parameter>\n'
     '<steptml:parameter name="days">3</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'

@@ -213,9 +213,16 @@ def test_reasoning_before_tool_calls_is_separated(thoughts, tools):
         whole, _ = reply(text, cuts, **options)
         assert (whole.reasoning, whole.content) == ("I look it up: now().", "")
         assert calls_of(whole) == BOTH
-    if not TOOL_FORMATS[tools].starts:  # unclosed thoughts
-        whole, _ = reply(f"Hm.{EXAMPLES[tools]}", inside=True, **options)
-        assert (whole.reasoning, calls_of(whole)) == ("Hm.", BOTH)
+    if REASONING_FORMATS[thoughts].headers:
+        return
+    # A call ends open thoughts, or it is a quotation within them, as the format says.
+    text = f"Hm.{EXAMPLES[tools]}"
+    for cuts in ((), range(1, len(text))):
+        whole, _ = reply(text, cuts, inside=True, **options)
+        if TOOL_FORMATS[tools].ends_thoughts:
+            assert (whole.reasoning, calls_of(whole)) == ("Hm.", BOTH)
+        else:
+            assert (whole.reasoning, whole.calls) == (text.rstrip(), {})
 
 
 def test_harmony_channels_separate_reasoning_and_content():

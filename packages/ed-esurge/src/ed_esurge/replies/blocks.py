@@ -71,15 +71,23 @@ class BlockTracker:
         """The blocks without broken calls."""
         return [block for block in self._all if not block.broken]
 
+    def continues(self, block: Block) -> bool:
+        """Return whether an earlier block has the same kind, and other parts are between them."""
+        earlier = [each for each in self.whole if each.index < block.index]
+        kinds = [each.kind for each in earlier if each.text or each.kind == "call"]
+        return block.kind in kinds and kinds[-1] != block.kind
+
     def take(self, events: Iterable[Event]) -> list[Change]:
         """Return the changes for some events."""
         changes: list[Change] = []
         for event in events:
             match event:
-                case ReplyText(text, end):
-                    changes += self._into("text", text, end)
-                case Reasoning(text):
-                    changes += self._into("thoughts", text)
+                case ReplyText(text, end, between):
+                    if not between or self._is_open("text"):
+                        changes += self._into("text", text, end)
+                case Reasoning(text, between):
+                    if not between or self._is_open("thoughts"):
+                        changes += self._into("thoughts", text)
                 case CallBegins(_, call_id, name):
                     changes += [*self._close(), self._begin("call", call_id, name)]
                 case CallArguments(_, text):
@@ -99,6 +107,9 @@ class BlockTracker:
         if self._open is not None:
             self._open.whole = self._open.kind != "call"
         return self._close()
+
+    def _is_open(self, kind: BlockKind) -> bool:
+        return self._open is not None and self._open.kind == kind
 
     def _into(self, kind: BlockKind, text: str, end: int = 0) -> list[Change]:
         changes: list[Change] = []

@@ -8,17 +8,24 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ReplyText:
-    """Text for the user. `end` is the end of the text in the model's text, in characters."""
+    """Text for the user.
+
+    Attributes:
+        end: end of the text in the model's text, in characters.
+        between: whether the text only separates two texts that other parts of the reply separate.
+    """
 
     text: str
     end: int = field(default=0, compare=False)
+    between: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Reasoning text of the model."""
+    """Reasoning text of the model. `between`: see `ReplyText`."""
 
     text: str
+    between: bool = False
 
 
 @dataclass(frozen=True, slots=True)

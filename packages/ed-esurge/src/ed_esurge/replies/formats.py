@@ -12,6 +12,8 @@ from typing import Literal, TypeVar
 from ed_infra.errors import ConfigError, did_you_mean
 
 Syntax = Literal["json", "keyed", "headed", "tagged", "python", "braces"]
+Sign = str | tuple[str, ...]
+"""A text that identifies a format, or several texts that identify it together."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,15 @@ class ToolFormat:
         opens: markers that begin a section of calls.
         starts: beginnings of a reply that is a section without a marker.
         closes: markers that may end a section.
-        begins: marker that begins each call within a section, if any.
+        begins: marker that begins each call within a section, if any. A model may omit the marker
+            of the section before it.
         separators: texts that may separate two calls.
-        syntax: `json`: objects with a name and arguments, one or a list. `keyed`: objects whose
-            only key is the name. `headed`: a name, then the arguments as JSON. `tagged`: a name,
-            then each argument between tags. `python`: `f(a=1)`. `braces`: `f{a:1}`.
+        syntax: `json`: objects with a name and arguments. `keyed`: objects whose only key is the
+            name. `headed`: a name, then the arguments as JSON. `tagged`: a name, then each
+            argument between tags. `python`: `f(a=1)`. `braces`: `f{a:1}`.
+        headers: whether a reply consists of messages with headers, see `replies.harmony`.
+        ends_thoughts: whether a call ends thoughts that are still open. Otherwise thoughts end at
+            their own marker, and a call within thoughts is a quotation.
         name_keys: keys of the name in `json`.
         name_ends: texts that end the name of a `headed` or `tagged` call. The beginning of the
             arguments (`{`, or `key_open`) is not consumed.
@@ -38,7 +44,7 @@ class ToolFormat:
         padding: white space that belongs to the tags and not to the value.
         id_length: number of letters and digits of a call's id, if the template requires a length.
         drops: markers without a meaning for the user.
-        signs: texts in a chat template or vocabulary, any of which identifies the format.
+        signs: texts in a chat template or vocabulary. Each identifies the format.
     """
 
     opens: tuple[str, ...] = ()
@@ -59,7 +65,9 @@ class ToolFormat:
     padding: str = ""
     id_length: int = 0
     drops: tuple[str, ...] = ()
-    signs: tuple[str, ...] = ()
+    signs: tuple[Sign, ...] = ()
+    headers: bool = False
+    ends_thoughts: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -84,19 +92,26 @@ class ReasoningFormat:
         opens, closes: markers around the reasoning. A reply begins with reasoning if its prompt
             ends with the first of `opens`.
         drops: markers without a meaning for the user.
-        signs: see `ToolFormat`.
+        signs, headers: see `ToolFormat`.
+        always: whether a reply of a model that is known to think begins with thoughts, even if
+            neither the prompt nor the reply contains the opening marker.
     """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     drops: tuple[str, ...] = ()
-    signs: tuple[str, ...] = ()
+    signs: tuple[Sign, ...] = ()
+    headers: bool = False
+    always: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Every text that has a meaning in this format."""
         return (*self.opens, *self.closes, *self.drops)
 
+
+#: Markers of formats of calls that are not supported. They contain markers of other formats.
+FOREIGN = ("]<]minimax[>[",)
 
 FormatT = TypeVar("FormatT", ToolFormat, ReasoningFormat)
 
@@ -122,7 +137,11 @@ def detect(
 ) -> str | None:
     """Return the first format with signs in a chat template, or else in a vocabulary."""
     for text in (template, vocabulary):
+        foreign = any(marker in text for marker in FOREIGN)
         for name, entry in table.items():
-            if any(sign in text for sign in entry.signs):
-                return name
+            if foreign and isinstance(entry, ToolFormat):
+                continue
+            for sign in entry.signs:
+                if all(part in text for part in ((sign,) if isinstance(sign, str) else sign)):
+                    return name
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -12,8 +13,11 @@ MAX_DEPTH = 64
 _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _HEX = frozenset("0123456789abcdefABCDEF")
+_HIGH, _LOW = re.compile("[dD][89abAB]"), re.compile("[dD][c-fC-F]")
 _MAX_SCALAR = 512
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
 
 def dumps(value: Any) -> str:
@@ -31,10 +35,52 @@ def loads(text: str) -> Any:
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
+    def read_float(digits: str) -> float:
+        number = float(digits)
+        if math.isinf(number):
+            raise ValueError(digits)
+        return number
+
     try:
-        return json.loads(text, parse_constant=refuse)
+        result = json.loads(text, parse_constant=refuse, parse_float=read_float)
     except (ValueError, RecursionError) as error:
         raise Malformed from error
+    return replace_surrogates(result) if "\\u" in text else result
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; {} if the text is not valid, as after a stop string.
+
+    A number that readers would read as infinity stays text.
+    """
+
+    def read_float(digits: str) -> float | str:
+        number = float(digits)
+        return digits if math.isinf(number) else number
+
+    try:
+        arguments = json.loads(text or "{}", parse_float=read_float, parse_constant=str)
+    except (ValueError, RecursionError):
+        return {}
+    return replace_surrogates(arguments) if isinstance(arguments, dict) else {}
+
+
+def replace_surrogates(value: Any) -> Any:
+    """Return a JSON value in which the replacement character replaces halves of UTF-16 pairs.
+
+    JSON can escape such a half, and UTF-8 cannot encode it.
+    """
+    if isinstance(value, str):
+        return value if _SURROGATE.search(value) is None else _whole_characters(value)
+    if isinstance(value, list):
+        return [replace_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {replace_surrogates(key): replace_surrogates(item) for key, item in value.items()}
+    return value
+
+
+def _whole_characters(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def value(src: Scanner, write: Write, depth: int = 0) -> Reader[None]:
@@ -93,14 +139,34 @@ def _escape(src: Scanner, write: Write) -> Reader[None]:
     if kind not in '"\\/bfnrtu':
         raise Malformed
     src.at += 1
-    text = "\\" + kind
-    for _ in range(4 if kind == "u" else 0):
+    if kind != "u":
+        write("\\" + kind)
+        return
+    unit = yield from _unit(src)
+    while unit is not None:
+        text, following = f"\\u{unit}", None
+        if _HIGH.match(unit):
+            text = "\\ufffd"
+            if (yield from src.literal("\\u")) is not None:
+                following = yield from _unit(src)
+                if _LOW.match(following):
+                    text, following = f"\\u{unit}\\u{following}", None
+        elif _LOW.match(unit):
+            text = "\\ufffd"
+        write(text)
+        unit = following
+
+
+def _unit(src: Scanner) -> Reader[str]:
+    """Read four hexadecimal digits."""
+    digits = ""
+    while len(digits) < 4:
         digit = yield from src.peek()
         if digit not in _HEX:
             raise Malformed
         src.at += 1
-        text += digit
-    write(text)
+        digits += digit
+    return digits
 
 
 def _items(src: Scanner, write: Write, close: str, depth: int) -> Reader[None]:
@@ -142,7 +208,10 @@ def _scalar(src: Scanner, write: Write) -> Reader[None]:
     try:
         if len(text) > _MAX_SCALAR:
             raise Malformed
-        loads(text)
+        if _NUMBER.fullmatch(text) and math.isinf(float(text)):
+            text = dumps(text)  # readers would read infinity, which is not JSON
+        else:
+            loads(text)
     except Malformed:
         src.at -= len(text)  # wherever the pieces ended
         raise

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ed_esurge.replies.argument_types import ArgumentTypes
 from ed_esurge.replies.events import (
     CallArguments,
     CallBegins,
@@ -19,8 +20,10 @@ from ed_esurge.replies.events import (
     ReplyText,
 )
 from ed_esurge.replies.formats import ReasoningFormat, ToolFormat
+from ed_esurge.replies.harmony import ENDS, MESSAGE, STARTS, Header, read_header
+from ed_esurge.replies.json_text import value
 from ed_esurge.replies.scanner import Ended, Malformed, Markers, Reader, Scanner
-from ed_esurge.replies.syntaxes import SYNTAXES
+from ed_esurge.replies.syntaxes import LISTS, SYNTAXES, skip_brackets
 
 
 @dataclass(frozen=True)
@@ -59,22 +62,33 @@ class ReplyParser:
     ) -> None:
         self._src = Scanner()
         self._calls, self._reasoning = calls, reasoning
+        begins = calls.form.begins if calls is not None else ()
         opens = calls.form.opens if calls is not None else ()
         thinks = reasoning.opens if reasoning is not None else ()
-        self._opens, self._thinks = frozenset(opens), frozenset(thinks)
+        closes = reasoning.closes if reasoning is not None else ()
         forms = (calls.form if calls is not None else None, reasoning)
         drops = {*drops, *(text for form in forms if form is not None for text in form.drops)}
-        self._markers = Markers((*opens, *thinks, *drops))
-        closes = reasoning.closes if reasoning is not None else ()
-        # A call also ends unfinished reasoning.
-        self._thought_ends = Markers((*closes, *(open_ for open_ in opens if len(open_) > 1)))
+        self._headers = any(form.headers for form in forms if form is not None)
+        self._opens = frozenset((*opens, *begins))
+        self._thinks, self._closes = frozenset(thinks), frozenset(closes)
+        self._markers = Markers((*opens, *begins, *thinks, *drops))
+        self._after_thoughts = Markers((*opens, *begins, *thinks, *closes, *drops))
+        ends_thoughts = calls is not None and calls.form.ends_thoughts
+        self._thought_ends = Markers((*closes, *(opens if ends_thoughts else ())))
+        self._section_ends = (*opens, *begins, *thinks, *closes)
         self._events: list[Event] = []
         self._space = ""  # withheld white space, which is dropped if a call follows
         self._trim = inside
         self._trim_thought, self._thought_space = True, ""
+        # Whether text and thoughts were emitted, and whether other parts followed them.
+        self._spoke = self._thought_before = False
+        self._parted = self._thought_parted = False
         self._cut = False
-        self._count = 0
+        self._ended_by_call = False
+        self._text_until = 0  # markers of calls before this position are text
+        self._index = self._count = self._before = 0
         self._open: _Call | None = None
+        self._types: dict[str, ArgumentTypes] = {}
         self._run = self._reply(inside)
         next(self._run, None)
 
@@ -105,26 +119,43 @@ class ReplyParser:
     def _reply(self, inside: bool) -> Reader[None]:
         yield  # the first text
         try:
+            if self._headers and not inside:
+                yield from self._messages()
             if inside:
+                yield from self._src.space()
+                yield from self._src.literal(*self._thinks)  # a repetition of the prompt's end
                 yield from self._thoughts()
             yield from self._beginning()
             while True:
-                marker = yield from self._src.until(self._markers, self._content)
+                markers = self._after_thoughts if self._ended_by_call else self._markers
+                marker = yield from self._src.until(markers, self._content)
                 if marker in self._thinks:
                     self._space = ""
                     yield from self._thoughts()
                     yield from self._beginning()
                 elif marker in self._opens:
-                    yield from self._section(marker)
+                    if not (yield from self._section(marker)):
+                        self._content(marker)
+                elif marker in self._closes:  # of the thoughts that a call has ended
+                    self._ended_by_call = False
         except Ended:
             return
 
     def _thoughts(self) -> Reader[None]:
+        self._begin_thoughts()
+        while True:
+            marker = yield from self._src.until(self._thought_ends, self._thought)
+            if marker in self._closes:
+                break
+            if (yield from self._section(marker)):
+                self._ended_by_call = True
+                break
+            self._thought(marker)
+        self._trim = self._parted = True
+
+    def _begin_thoughts(self) -> None:
         self._trim_thought, self._thought_space = True, ""
-        marker = yield from self._src.until(self._thought_ends, self._thought)
-        self._trim = True
-        if marker in self._opens:
-            yield from self._section(marker)
+        self._thought_parted = True
 
     def _beginning(self) -> Reader[None]:
         """Read the beginning of a reply that may be a call without a marker."""
@@ -137,64 +168,211 @@ class ReplyParser:
             self._content(src.text[src.at - 1])
         marker = yield from src.literal(*form.opens)  # `[TOOL_CALLS]` also starts with `[`
         if marker is not None:
-            yield from self._section(marker)
+            if not (yield from self._section(marker)):
+                self._content(marker)
         elif src.at < len(src.text) and src.text[src.at] in form.starts:
             yield from self._section("")
 
-    def _section(self, marker: str) -> Reader[None]:
-        """Read a section of calls after its marker."""
+    def _section(self, marker: str) -> Reader[bool]:
+        """Read a section of calls after its marker.
+
+        Returns:
+            whether the section has a call. Otherwise the read position is after the marker, and the
+            text of the section is read as text, so the time is linear.
+        """
+        src = self._src
+        if src.position - len(marker) < self._text_until:
+            return False
+        start, kept, self._before = src.position, False, self._count
+        src.mark = src.at - len(marker)
+        try:
+            yield from self._calls_of_section(marker)
+        except Malformed:
+            pass
+        except Ended:
+            src.at = len(src.text)
+            if self._open is not None and self._open.known and self._cut:
+                kept = True
+            elif self._open is not None:
+                self._drop_call()
+        if not kept and self._count == self._before:
+            self._text_until = max(self._text_until, src.position)
+            src.at = start - src.discarded
+        src.mark = None
+        return kept or self._count > self._before
+
+    def _calls_of_section(self, marker: str) -> Reader[None]:
+        """Read calls up to the end of a section. A call that is not valid is skipped.
+
+        Raises:
+            Malformed: text that is no call follows. It is not consumed.
+            Ended: the reply has ended.
+        """
         assert self._calls is not None, "only announced calls are read"
         src, form = self._src, self._calls.form
-        src.mark = src.at - len(marker)
-        read, count = SYNTAXES[form.syntax], self._count
+        begun, listed, parted = marker in form.begins, False, True
+        after = src.position
         try:
             while True:
                 yield from src.space()
-                if form.begins:
+                if parted and not listed and form.syntax in LISTS and not form.begins:
+                    listed = (yield from src.literal("[")) is not None
+                    yield from src.space()
+                if form.begins and not begun:
                     yield from src.expect(*form.begins)
-                yield from read(src, self, form)
+                begun = False
+                yield from self._call()
+                after = src.position
+                if listed:
+                    if (yield from src.expect(",", "]")) == ",":
+                        continue
+                    listed, after = False, src.position
                 yield from src.space()
                 if (yield from src.literal(*form.closes)) is not None:
-                    break
+                    return
                 parted = (yield from src.literal(*form.separators)) is not None
                 yield from src.space()
-                if src.at >= len(src.text):
-                    break
-                if not parted and not (yield from self._again(form)):
-                    break
+                if src.at >= len(src.text) or not (parted or (yield from self._again(form))):
+                    return
         except Malformed:
-            self._broken()
-        except Ended:
-            if self._open is None:
-                if src.since_mark().strip() and count == self._count:
-                    self._broken()
-            elif not self._cut:
-                self._broken()
+            if self._count > self._before:  # text after calls
+                src.at = after - src.discarded
             raise
-        finally:
-            src.mark = None
+
+    def _call(self) -> Reader[None]:
+        """Read one call, or skip it if it is not valid.
+
+        Raises:
+            Malformed: the text is not the beginning of a call.
+        """
+        assert self._calls is not None, "only announced calls are read"
+        src, form = self._src, self._calls.form
+        yield from src.peek()
+        start = src.position
+        is_object = form.syntax in ("json", "keyed") and src.text[src.at] == "{"
+        try:
+            yield from SYNTAXES[form.syntax](src, self, form)
+        except Malformed:
+            if not (is_object or form.begins or self._open is not None):
+                raise
+            self._drop_call()
+            ends = (*self._section_ends, *form.closes)
+            if form.begins:
+                yield from src.until_before(Markers(ends))
+            else:
+                src.at = start - src.discarded
+                yield from skip_brackets(src, ends)
+            if self._count > self._before:
+                src.mark = src.at
 
     def _again(self, form: ToolFormat) -> Reader[bool]:
         """Return whether another call begins here, without consuming text.
 
-        A section with an end may contain one JSON object per line.
+        A section with an end may contain one call per line.
         """
-        lines = form.syntax == "json" and bool(form.closes) and not form.begins
-        known = yield from self._src.literal(*(("{",) if lines else form.begins))
+        lines = bool(form.closes) and not form.begins
+        if lines and form.syntax == "python":
+            return (yield from self._src.peek()).isidentifier()
+        known = yield from self._src.literal(
+            *(("{",) if lines and form.syntax == "json" else form.begins)
+        )
         self._src.at -= len(known or "")
         return known is not None
 
+    def _messages(self) -> Reader[None]:
+        """Read messages with headers. The prompt ends within the first header."""
+        src = self._src
+        markers = Markers((*STARTS, *ENDS, *self._markers.texts) if self._headers else ())
+        src.mark = src.at
+        yield from src.space()
+        begins = (yield from src.literal("to=")) is not None
+        if begins:
+            yield from self._message()
+        else:
+            src.at = src.mark
+        src.mark = None
+        while True:
+            marker = yield from src.until(markers, self._content)
+            first = next((start for start in STARTS if marker.startswith(start)), None)
+            if first is not None:
+                src.mark = src.at - len(marker)
+                src.at = src.mark + len(first)
+                yield from self._message()
+                src.mark = None
+
+    def _message(self) -> Reader[None]:
+        """Read a message whose header begins at the mark. Its text for the user is left."""
+        src, start = self._src, self._src.position
+        try:
+            _, marker = yield from src.head(Markers((MESSAGE, STARTS[0], *ENDS)))
+            header = read_header(src.since_mark().removesuffix(MESSAGE))
+        except (Malformed, Ended):
+            marker, header = "", None
+        if header is None or marker != MESSAGE:
+            src.at = start - src.discarded
+            self._content(src.since_mark())
+            return
+        if header.recipient and (header.recipient != header.function or self._knows(header)):
+            yield from self._message_to(header.function)
+        elif header.recipient or header.channel == "analysis":
+            if self._reasoning is None:
+                self._content(src.since_mark())
+                return
+            src.mark = None
+            self._begin_thoughts()
+            end = yield from src.until(Markers((*ENDS, *STARTS)), self._thought)
+            src.at -= len(end) if end in STARTS else 0
+            self._trim = True
+        else:
+            self._space, self._trim, self._parted = "", self._spoke or self._trim, True
+
+    def _knows(self, header: Header) -> bool:
+        return self._calls is not None and header.function in self._calls.tools
+
+    def _message_to(self, name: str) -> Reader[None]:
+        """Read the message to a function: a call, or text for the user."""
+        src, ends = self._src, Markers((*ENDS, STARTS[0]))
+        try:
+            if self._calls is None:
+                raise Malformed
+            self.begin(name)
+            yield from src.space()
+            if (yield from src.literal(*ENDS)) is not None:
+                self.write("{}")
+            elif (yield from src.peek()) == "{":
+                yield from value(src, self.write)
+            else:
+                raise Malformed
+            if not (self._open and self._open.known):
+                raise Malformed
+            self.end()
+            return
+        except Malformed:
+            self._drop_call()
+            rest = src.until_before(ends)
+        except Ended:
+            if self._cut and self._open is not None and self._open.known:
+                raise
+            self._drop_call()
+            self._content(src.since_mark())
+            raise
+        try:
+            yield from rest
+            yield from src.literal(*ENDS)
+        finally:
+            self._content(src.since_mark())
+
     # ---- output; a parser is the `Sink` of its calls
 
-    def _broken(self) -> None:
-        """Emit the text since the last complete call as content."""
-        raw = self._src.since_mark()
-        if self._open is not None:
-            if self._open.shown:
-                self._events.append(CallBroken(self._count))
-            self._space, self._trim = self._open.space, self._open.trim
-            self._open = None
-        self._content(raw)
+    def _drop_call(self) -> None:
+        """Forget the open call."""
+        if self._open is None:
+            return
+        if self._open.shown:
+            self._events.append(CallBroken(self._index))
+            self._index += 1
+        self._space, self._trim = self._open.space, self._open.trim
+        self._open = None
 
     def _content(self, text: str) -> None:
         if self._trim:
@@ -203,8 +381,13 @@ class ReplyParser:
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
-        if shown:
-            self._events.append(ReplyText(shown, self._src.position - len(self._space)))
+        if not shown:
+            return
+        end = self._src.position - len(self._space)
+        if self._parted and self._spoke:
+            self._events.append(ReplyText("\n", end - len(shown), between=True))
+        self._spoke, self._parted = True, False
+        self._events.append(ReplyText(shown, end))
 
     def _thought(self, text: str) -> None:
         if self._trim_thought:
@@ -213,43 +396,54 @@ class ReplyParser:
         text = self._thought_space + text
         shown = text.rstrip()
         self._thought_space = text[len(shown) :]
-        if shown:
-            self._events.append(Reasoning(shown))
+        if not shown:
+            return
+        if self._thought_parted and self._thought_before:
+            self._events.append(Reasoning("\n", between=True))
+        self._thought_before, self._thought_parted = True, False
+        self._events.append(Reasoning(shown))
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """See `Sink`."""
+        """See `CallSink`. A call of an unknown function is read and dropped."""
         calls = self._calls
         assert calls is not None, "only announced calls begin"
-        if name not in calls.tools:
-            raise Malformed
-        shown = calls.most is None or self._count < calls.most
-        self._open = _Call(name, shown, self._space, self._trim)
+        known = name in calls.tools
+        shown = known and (calls.most is None or self._count < calls.most)
+        self._open = _Call(name, known, shown, self._space, self._trim)
         self._space, self._trim = "", True
         if shown:
             made = call_id or new_id(calls.form.id_length)
-            self._events.append(CallBegins(self._count, made, name))
+            self._events.append(CallBegins(self._index, made, name))
 
     def write(self, text: str) -> None:
-        """See `Sink`."""
+        """See `CallSink`."""
         if self._open is not None and self._open.shown:
-            self._events.append(CallArguments(self._count, text))
+            self._events.append(CallArguments(self._index, text))
 
     def end(self) -> None:
-        """See `Sink`."""
+        """See `CallSink`."""
         assert self._open is not None, "a call begins before it ends"
+        if not self._open.known:
+            self._drop_call()
+            if self._count > self._before:
+                self._src.mark = self._src.at
+            return
         if self._open.shown:
-            self._events.append(CallEnds(self._count))
-            self._count += 1
-        self._open = None
+            self._events.append(CallEnds(self._index))
+            self._index += 1
+        self._count += 1
+        self._open, self._parted = None, True
         self._src.mark = self._src.at
 
-    def is_text(self, key: str) -> bool | None:
-        """See `Sink`."""
+    @property
+    def types(self) -> ArgumentTypes:
+        """See `CallSink`."""
         assert self._calls is not None, "only announced calls are read"
         assert self._open is not None, "arguments belong to a call"
-        properties = self._calls.tools[self._open.name].get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return _is_text(schema)
+        name = self._open.name
+        if name not in self._types:
+            self._types[name] = ArgumentTypes(self._calls.tools.get(name, {}))
+        return self._types[name]
 
 
 @dataclass(slots=True)
@@ -257,26 +451,16 @@ class _Call:
     """The call that the parser reads.
 
     Attributes:
+        known: whether the function is one of the tools.
         shown: whether events of the call are emitted.
         space, trim: withheld white space before the call, and whether it would be dropped.
     """
 
     name: str
+    known: bool
     shown: bool
     space: str
     trim: bool
-
-
-def _is_text(schema: object) -> bool | None:
-    """Return whether values of a schema are strings: True, False, or None if uncertain."""
-    if not isinstance(schema, Mapping):
-        return None
-    kind, options = schema.get("type"), schema.get("enum")
-    if isinstance(options, list) and options and all(isinstance(one, str) for one in options):
-        return True
-    if kind == "string":
-        return True
-    return False if isinstance(kind, str) else None
 
 
 def new_id(length: int = 0) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from typing import Any
 
-from ed_esurge.replies.json_text import MAX_DEPTH, dumps
+from ed_esurge.replies.json_text import MAX_DEPTH, dumps, replace_surrogates
 from ed_esurge.replies.scanner import Malformed, Reader, Scanner
 
 _PLAIN = re.compile(r"""[^"'()\[\]{},\\]*""")
@@ -37,7 +38,7 @@ def argument(src: Scanner) -> Reader[str]:
         parts.append(here)
         if here in "\"'":
             yield from _quoted(src, parts, here)
-    return dumps(_value("".join(parts)))
+    return dumps(literal_value("".join(parts)))
 
 
 def _quoted(src: Scanner, parts: list[str], quote: str) -> Reader[None]:
@@ -54,33 +55,37 @@ def _quoted(src: Scanner, parts: list[str], quote: str) -> Reader[None]:
             src.at += 1
 
 
-def _value(text: str) -> Any:
+def literal_value(text: str) -> Any:
+    """Return the value of a Python literal that JSON can express.
+
+    Raises:
+        Malformed: the text is no such literal.
+    """
     try:
         tree = ast.parse(text.strip(), mode="eval")
-        result = _literal(tree.body)
-        dumps(result).encode()
+        return replace_surrogates(_literal(tree.body, text.strip().encode().split(b"\n")))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise Malformed from error
-    return result
 
 
-def _literal(node: ast.expr) -> Any:
+def _literal(node: ast.expr, lines: list[bytes]) -> Any:
     match node:
         case ast.Constant(value=str() | int() | float() | bool() | None as value):
-            if isinstance(value, float) and (value != value or value in (1e999, -1e999)):
-                raise ValueError("no JSON number")
+            if isinstance(value, float) and math.isinf(value):  # the text, as in JSON
+                return lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
             return value
         case ast.Name(id=name) if name.lower() in _NAMES:
             return _NAMES[name.lower()]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as operand):
+            value = _literal(operand, lines)
+            return f"-{value}" if isinstance(value, str) else -value
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_literal(item) for item in items]
+            return [_literal(item, lines) for item in items]
         case ast.Dict(keys=keys, values=values):
             known = {}
             for key, item in zip(keys, values, strict=True):
                 if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
                     raise ValueError("keys are texts")
-                known[key.value] = _literal(item)
+                known[key.value] = _literal(item, lines)
             return known
     raise ValueError("no literal")

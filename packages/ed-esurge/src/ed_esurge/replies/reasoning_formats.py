@@ -6,16 +6,19 @@ Names are those of vLLM's parsers where vLLM has one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ed_esurge.replies.formats import ReasoningFormat
 from ed_esurge.replies.tool_formats import HARMONY
 
 _THINK = ReasoningFormat(("<think>",), ("</think>",), signs=("<think>", "</think>"))
+_ALWAYS_THINK = replace(_THINK, always=True)
 _GPT_OSS = ReasoningFormat(
     ("<|channel|>analysis<|message|>",),
     ("<|end|>",),
     drops=HARMONY,
     signs=("<|channel|>",),
+    headers=True,
 )
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -31,7 +34,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         signs=("Here is my thought process:",),
     ),
     "hunyuan_a13b": ReasoningFormat(
-        ("<think>",), ("</think>",), drops=("<answer>", "</answer>"), signs=("<answer>",)
+        ("<think>",), ("</think>",), drops=("<answer>", "</answer>"),
+        signs=(("<think>", "<answer>"),),
     ),
     "cohere_command3": ReasoningFormat(
         ("<|START_THINKING|>",),
@@ -49,20 +53,21 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ("<longcat_think>",), ("</longcat_think>",), signs=("<longcat_think>",)
     ),
     "ernie45": ReasoningFormat(
-        ("<think>",), ("</think>",), drops=("<response>", "</response>"), signs=("<response>",)
+        ("<think>",), ("</think>",), drops=("<response>", "</response>"),
+        signs=(("<think>", "<response>"),),
     ),
-    "deepseek_r1": _THINK,
+    "deepseek_r1": _ALWAYS_THINK,
     "deepseek_v3": _THINK,
-    "qwen3": _THINK,
+    "qwen3": _ALWAYS_THINK,
     "glm45": _THINK,
-    "minimax_m2": _THINK,
+    "minimax_m2": _ALWAYS_THINK,
     "kimi_k2": ReasoningFormat(
         ("<think>", "◁think▷"), ("</think>", "◁/think▷"), signs=("◁think▷",)
     ),
     "olmo3": _THINK,
-    "step3": _THINK,
-    "step3p5": _THINK,
-    "nemotron_v3": _THINK,
+    "step3": _ALWAYS_THINK,
+    "step3p5": _ALWAYS_THINK,
+    "nemotron_v3": _ALWAYS_THINK,
     "exaone4": _THINK,
     "smollm3": _THINK,
 }  # fmt: skip

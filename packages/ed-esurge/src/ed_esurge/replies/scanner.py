@@ -158,6 +158,12 @@ class Scanner:
                 return marker
             yield from self.more()
 
+    def until_before(self, markers: Markers) -> Reader[str]:
+        """Skip the text before a marker and return the marker, which is not consumed."""
+        marker = yield from self.until(markers, lambda text: None)
+        self.at -= len(marker)
+        return marker
+
     def head(self, markers: Markers) -> Reader[tuple[str, str]]:
         """Return `(text, marker)` for a short text before a marker.
 

@@ -1,5 +1,4 @@
-"""The syntaxes of calls: each reads one call, or a list of calls, and reports it to a
-`CallSink`."""
+"""The syntaxes of calls: each reads one call and reports it to a `CallSink`."""
 
 from __future__ import annotations
 
@@ -7,10 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ed_esurge.replies.argument_types import ArgumentTypes
 from ed_esurge.replies.formats import Syntax, ToolFormat
 from ed_esurge.replies.json_text import dumps, loads, string_value, value
 from ed_esurge.replies.python_text import argument
-from ed_esurge.replies.scanner import Malformed, Markers, Reader, Scanner, Write
+from ed_esurge.replies.scanner import Ended, Malformed, Markers, Reader, Scanner, Write
 
 ARGUMENTS = ("arguments", "parameters")
 MAX_DEPTH = 64
@@ -20,7 +20,7 @@ class CallSink(Protocol):
     """Receiver of calls."""
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """Start a call of a function. Raises Malformed for an unknown function."""
+        """Start a call of a function."""
         ...
 
     def write(self, text: str) -> None:
@@ -31,22 +31,15 @@ class CallSink(Protocol):
         """Complete the call."""
         ...
 
-    def is_text(self, key: str) -> bool | None:
-        """Return whether an argument of this call is a string; None if uncertain."""
+    @property
+    def types(self) -> ArgumentTypes:
+        """The types of the arguments of this call."""
         ...
 
 
-def json_calls(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
-    """Read `{"name": …, "arguments": {…}}`, or a list of such objects."""
-    yield from src.space()
-    if (yield from src.peek()) != "[":
-        yield from _object(src, sink, form.name_keys)
-        return
-    src.at += 1
-    while True:
-        yield from _object(src, sink, form.name_keys)
-        if (yield from src.expect(",", "]")) == "]":
-            return
+def json_call(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
+    """Read `{"name": …, "arguments": {…}}`."""
+    yield from _object(src, sink, form.name_keys)
 
 
 def _object(src: Scanner, sink: CallSink, names: tuple[str, ...]) -> Reader[None]:
@@ -99,24 +92,20 @@ def _arguments(src: Scanner, write: Write) -> Reader[None]:
 
 
 def keyed(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
-    """Read a list of objects `{"name": {…}}`."""
-    yield from src.expect("[")
-    while True:
-        yield from src.expect("{")
-        sink.begin((yield from string_value(src)))
-        yield from src.expect(":")
-        yield from _arguments(src, sink.write)
-        yield from src.expect("}")
-        sink.end()
-        if (yield from src.expect(",", "]")) == "]":
-            return
+    """Read an object `{"name": {…}}`."""
+    yield from src.expect("{")
+    sink.begin((yield from string_value(src)))
+    yield from src.expect(":")
+    yield from _arguments(src, sink.write)
+    yield from src.expect("}")
+    sink.end()
 
 
 def headed(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
-    """Read `name … {…}`. Earlier models of this kind write lists of objects after the marker."""
+    """Read `name … {…}`. Earlier models of this kind write objects after the marker."""
     yield from src.space()
-    if (yield from src.peek()) in "[{":
-        yield from json_calls(src, sink, form)
+    if (yield from src.peek()) == "{":
+        yield from json_call(src, sink, form)
         return
     yield from _head(src, sink, form)
     yield from src.space()
@@ -135,10 +124,11 @@ def _end(src: Scanner, form: ToolFormat) -> Reader[None]:
 
 def _head(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read the name before a call's arguments, without the beginning of the arguments."""
-    text, marker = yield from src.head(Markers(form.name_ends))
-    if marker in ("{", form.key_open, *form.ends):
+    others = {*form.opens, *form.begins, *form.closes} - {*form.name_ends}
+    text, marker = yield from src.head(Markers((*form.name_ends, *others)))
+    if marker in ("{", form.key_open, *form.ends, *others):
         src.at -= len(marker)
-    hit = re.fullmatch(form.name, text)
+    hit = None if marker in others else re.fullmatch(form.name, text)
     if hit is None:
         raise Malformed
     sink.begin(hit["name"], hit.groupdict().get("id"))
@@ -148,95 +138,131 @@ def tagged(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read `<f><key>a</key><value>1</value></f>` with the tags of the format."""
     yield from _head(src, sink, form)
     keys: set[str] = set()
-    key_close, value_close = Markers((form.key_close,)), Markers((form.value_close,))
-    while (yield from src.expect(form.key_open, *form.ends)) == form.key_open:
+    key_close = Markers((form.key_close,))
+    while True:
+        yield from src.space()
+        yield from src.peek()
+        # A model may omit the end of the call before the end of the section.
+        tag = yield from src.literal(form.key_open, *form.ends, *form.closes)
+        if tag != form.key_open:
+            break
         head, _ = yield from src.head(key_close)
         hit = re.fullmatch(form.key, head, re.DOTALL)
         if hit is None or (key := hit["key"]) in keys:
             raise Malformed
-        declared = hit.groupdict().get("string")
-        is_text = sink.is_text(key) if declared is None else declared == "true"
         sink.write(("{" if not keys else ", ") + dumps(key) + ": ")
         keys.add(key)
         if form.value_open:
             yield from src.expect(form.value_open)
-        if is_text:
-            yield from _text(src, sink.write, value_close, form.padding)
-        else:
-            parts: list[str] = []
-            yield from src.until(value_close, parts.append)
-            sink.write(_typed("".join(parts), form.padding))
+        declared = hit.groupdict().get("string")
+        schema = sink.types.property(key)
+        if declared == "true" or (declared is None and sink.types.takes_text_only(schema)):
+            yield from _text(src, sink, form, keys)
+            continue
+        parts: list[str] = []
+        yield from _value_until_end(src, sink, form, keys, parts.append)
+        text = "".join(parts)
+        inner = text.removeprefix(form.padding).removesuffix(form.padding)
+        plain = text if declared == "false" else None
+        sink.write(sink.types.convert(inner, schema, plain=plain))
+    if tag is None:
+        raise Malformed
+    if tag not in form.ends:
+        src.at -= len(tag)
     sink.write("}" if keys else "{}")
     sink.end()
 
 
-def _text(src: Scanner, write: Write, close: Markers, padding: str) -> Reader[None]:
+def _text(src: Scanner, sink: CallSink, form: ToolFormat, keys: set[str]) -> Reader[None]:
     """Read text and emit it as a JSON string, without one padding at either end."""
-    begun, held = False, ""
+    begun, held, padding = False, "", form.padding
 
-    def pieces(piece: str) -> None:
+    def emit(piece: str) -> None:
         nonlocal begun, held
         if not begun and padding:
             piece = piece.removeprefix(padding)
         begun = True
         piece = held + piece
         held = padding if padding and piece.endswith(padding) else ""
-        write(dumps(piece.removesuffix(held))[1:-1])
+        sink.write(dumps(piece.removesuffix(held))[1:-1])
 
-    write('"')
-    yield from src.until(close, pieces)
-    write('"')
-
-
-def _typed(text: str, padding: str) -> str:
-    """Return the JSON text of a value that may not be a string."""
-    plain = text.strip()
-    plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
-    try:
-        return dumps(loads(plain))
-    except (Malformed, ValueError):
-        inner = text.removeprefix(padding).removesuffix(padding) if padding else text
-        return dumps(inner)
+    sink.write('"')
+    yield from _value_until_end(src, sink, form, keys, emit)
+    sink.write('"')
 
 
-def python_calls(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
-    """Read `[f(a=1, b="x"), g()]`, or one call per line."""
-    listed = (yield from src.literal("[")) is not None
-    paren, equals = Markers(("(",)), Markers(("=",))
+def _value_until_end(
+    src: Scanner, sink: CallSink, form: ToolFormat, keys: set[str], write: Write
+) -> Reader[None]:
+    """Read the text of a value with its end.
+
+    A model may omit the end: the next argument, or the end of the call, ends the value as well.
+    """
+    markers = Markers((form.value_close, form.key_open, *form.ends))
     while True:
+        marker = yield from src.until(markers, write)
+        if marker == form.value_close:
+            return
+        place = src.position
+        ended = yield from (
+            _next_key_follows(src, sink, form, keys)
+            if marker == form.key_open
+            else _end_follows(src, form)
+        )
+        src.at = place - src.discarded
+        if ended:
+            src.at -= len(marker)
+            return
+        write(marker)
+
+
+def _next_key_follows(
+    src: Scanner, sink: CallSink, form: ToolFormat, keys: set[str]
+) -> Reader[bool]:
+    """Return whether the name of another declared argument follows."""
+    try:
+        head, _ = yield from src.head(Markers((form.key_close,)))
+    except (Ended, Malformed):
+        return False
+    hit = re.fullmatch(form.key, head, re.DOTALL)
+    return hit is not None and hit["key"] not in keys and sink.types.declares(hit["key"])
+
+
+def _end_follows(src: Scanner, form: ToolFormat) -> Reader[bool]:
+    """Return whether the end of a section, another call or the end of the reply follows."""
+    yield from src.space()
+    if src.at >= len(src.text):
+        return True
+    return (yield from src.literal(*form.closes, *form.begins, *form.opens)) is not None
+
+
+def python_call(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
+    """Read `f(a=1, b="x")`."""
+    name, marker = yield from src.head(Markers(("(", ")", "[", "]", ",", "\n")))
+    if marker != "(" or re.fullmatch(r"[A-Za-z_][\w.-]*", name) is None:
+        src.at -= len(marker)
+        raise Malformed
+    sink.begin(name)
+    key_ends = Markers("=,()[]{}\"'")
+    keys: set[str] = set()
+    yield from src.space()
+    more = (yield from src.literal(")")) is None
+    while more:
         yield from src.space()
-        name, _ = yield from src.head(paren)
-        if re.fullmatch(r"[A-Za-z_][\w.-]*", name) is None:
+        key, marker = yield from src.head(key_ends)
+        key = key.strip()
+        if marker != "=" or not key.isidentifier() or key in keys:
+            src.at -= len(marker)
             raise Malformed
-        sink.begin(name)
-        keys: set[str] = set()
-        yield from src.space()
-        more = (yield from src.literal(")")) is None
-        while more:
+        parsed = yield from argument(src)
+        sink.write(("{" if not keys else ", ") + f"{dumps(key)}: {parsed}")
+        keys.add(key)
+        more = (yield from src.expect(",", ")")) == ","
+        if more:  # a trailing comma is allowed
             yield from src.space()
-            key, _ = yield from src.head(equals)
-            key = key.strip()
-            if not key.isidentifier() or key in keys:
-                raise Malformed
-            parsed = yield from argument(src)
-            sink.write(("{" if not keys else ", ") + f"{dumps(key)}: {parsed}")
-            keys.add(key)
-            more = (yield from src.expect(",", ")")) == ","
-            if more:  # a trailing comma is allowed
-                yield from src.space()
-                more = (yield from src.literal(")")) is None
-        sink.write("}" if keys else "{}")
-        sink.end()
-        yield from src.space()
-        if listed:
-            if (yield from src.expect(",", "]")) == "]":
-                return
-            continue
-        if src.at >= len(src.text):  # the end
-            return
-        yield from src.literal(*form.separators)
-        if (yield from src.peek()) in "<[":  # of the section
-            return
+            more = (yield from src.literal(")")) is None
+    sink.write("}" if keys else "{}")
+    sink.end()
 
 
 def braces(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
@@ -255,8 +281,9 @@ def braces(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
             break
         if not key or key in keys:
             raise Malformed
-        found = yield from _bare(src, form, 0)
-        sink.write(("{" if not keys else ", ") + f"{dumps(key)}: {dumps(found)}")
+        types = sink.types
+        parsed = yield from _bare(src, form, types, types.property(key), 0)
+        sink.write(("{" if not keys else ", ") + f"{dumps(key)}: {dumps(parsed)}")
         keys.add(key)
         if (yield from src.expect(",", "}")) == "}":
             break
@@ -267,7 +294,9 @@ def braces(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
 _BARE = re.compile(r"[^,{}\[\]<]*")
 
 
-def _bare(src: Scanner, form: ToolFormat, depth: int) -> Reader[Any]:
+def _bare(
+    src: Scanner, form: ToolFormat, types: ArgumentTypes, schema: Any, depth: int
+) -> Reader[Any]:
     """Read a value without quotes."""
     if depth > MAX_DEPTH:
         raise Malformed
@@ -283,8 +312,9 @@ def _bare(src: Scanner, form: ToolFormat, depth: int) -> Reader[Any]:
         yield from src.space()
         if (yield from src.literal("]")) is not None:
             return items
+        item = types.item(schema)
         while True:
-            items.append((yield from _bare(src, form, depth + 1)))
+            items.append((yield from _bare(src, form, types, item, depth + 1)))
             if (yield from src.expect(",", "]")) == "]":
                 return items
     if opening == "{":
@@ -293,8 +323,10 @@ def _bare(src: Scanner, form: ToolFormat, depth: int) -> Reader[Any]:
         if (yield from src.literal("}")) is not None:
             return known
         while True:
-            key, _ = yield from src.head(Markers((":",)))
-            known[key.strip()] = yield from _bare(src, form, depth + 1)
+            head, _ = yield from src.head(Markers((":",)))
+            key = head.strip().removeprefix(form.value_open).removesuffix(form.value_close)
+            member = types.member(schema, key)
+            known[key] = yield from _bare(src, form, types, member, depth + 1)
             if (yield from src.expect(",", "}")) == "}":
                 return known
     text = ""
@@ -303,17 +335,44 @@ def _bare(src: Scanner, form: ToolFormat, depth: int) -> Reader[Any]:
         yield from src.peek()
     if not text.strip():
         raise Malformed
-    try:
-        return loads(text.strip())
-    except Malformed:
-        return text.strip()
+    return loads(types.convert(text.strip(), schema))
 
 
+def skip_brackets(src: Scanner, ends: tuple[str, ...]) -> Reader[None]:
+    """Skip a call that is not valid: up to the bracket that closes its first one, or to an end."""
+    pairs = {"{": "}", "[": "]", "(": ")"}
+    outside = Markers((*ends, *pairs, *pairs.values(), '"'))
+    inside = Markers((*ends, '"', "\\"))
+    depth = 0
+    while True:
+        marker = yield from src.until(outside, lambda text: None)
+        while marker == '"':  # a string
+            marker = yield from src.until(inside, lambda text: None)
+            if marker == '"':
+                break
+            if marker == "\\":
+                yield from src.peek()
+                src.at += 1
+                marker = '"'
+        if marker in ends:
+            src.at -= len(marker)
+            return
+        if marker in pairs:
+            depth += 1
+        elif marker in pairs.values():
+            depth -= 1
+            if depth <= 0:
+                src.at -= depth < 0  # the bracket of the list
+                return
+
+
+# The syntaxes whose calls may be the items of a list.
+LISTS = ("json", "keyed", "python", "headed")
 SYNTAXES: dict[Syntax, Callable[[Scanner, CallSink, ToolFormat], Reader[None]]] = {
-    "json": json_calls,
+    "json": json_call,
     "keyed": keyed,
     "headed": headed,
     "tagged": tagged,
-    "python": python_calls,
+    "python": python_call,
     "braces": braces,
 }

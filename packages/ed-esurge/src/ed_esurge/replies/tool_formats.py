@@ -26,6 +26,7 @@ _GPT_OSS = ToolFormat(
     ends=("<|call|>", "<|end|>"),
     drops=HARMONY,
     signs=("<|channel|>",),
+    headers=True,
 )
 _FUNCTION_TAGS = ToolFormat(
     opens=("<tool_call>",),
@@ -38,7 +39,8 @@ _FUNCTION_TAGS = ToolFormat(
     key_close=">",
     value_close="</parameter>",
     padding="\n",
-    signs=("<function=",),
+    signs=(("<tool_call>", "<function="), ("<function=", "<parameter=")),
+    ends_thoughts=True,
 )
 _LLAMA4 = ToolFormat(
     opens=("<|python_start|>",),
@@ -69,6 +71,7 @@ _DSML = ToolFormat(
     key=r'(?P<key>[^"]*)(?:"\s+string="(?P<string>true|false))?',
     value_close="</｜DSML｜parameter>",
     signs=("<｜DSML｜function_calls>", "｜DSML｜"),
+    ends_thoughts=True,
 )
 _GLM = ToolFormat(
     opens=("<tool_call>",),
@@ -81,6 +84,7 @@ _GLM = ToolFormat(
     value_open="<arg_value>",
     value_close="</arg_value>",
     signs=("<arg_key>",),
+    ends_thoughts=True,
 )
 _LLAMA3 = ToolFormat(opens=("<|python_tag|>",), starts=("{",), signs=("<|python_tag|>",))
 _HERMES = ToolFormat(opens=("<tool_call>",), closes=("</tool_call>",), signs=("<tool_call>",))
@@ -106,6 +110,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         name=r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*",
         ends=("<|tool_call_end|>",),
         signs=("<|tool_calls_section_begin|>",),
+        ends_thoughts=True,
     ),
     "deepseek_v3": ToolFormat(
         opens=_DEEPSEEK.opens,
@@ -118,13 +123,14 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         signs=("function<｜tool▁sep｜>", "\\n' + '```json"),
     ),
     "deepseek_v31": _DEEPSEEK,
-    "deepseek_v32": _DSML,
     "deepseek_v4": replace(
         _DSML,
         opens=("<｜DSML｜tool_calls>",),
         closes=("</｜DSML｜tool_calls>",),
-        signs=("<｜DSML｜tool_calls>",),
+        # A template may put the texts together: '<' + dsml_token + 'tool_calls>'.
+        signs=("<｜DSML｜tool_calls>", ("｜DSML｜", "tool_calls>")),
     ),
+    "deepseek_v32": _DSML,
     "minimax_m2": ToolFormat(
         opens=("<minimax:tool_call>",),
         closes=("</minimax:tool_call>",),
@@ -136,12 +142,15 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         key_close='">',
         value_close="</parameter>",
         signs=("<minimax:tool_call>",),
+        ends_thoughts=True,
     ),
     "seed_oss": replace(
         _FUNCTION_TAGS,
         opens=("<seed:tool_call>",),
         closes=("</seed:tool_call>",),
+        padding="",
         signs=("<seed:tool_call>",),
+        ends_thoughts=False,
     ),
     "step3": ToolFormat(
         opens=("<｜tool_calls_begin｜>",),
@@ -224,7 +233,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         syntax="python",
         signs=("<function_calls>",),
     ),
-    "hunyuan_a13b": replace(_TOOL_CALLS, signs=("<|hy_Assistant|>", "<answer>")),
+    "hunyuan_a13b": replace(_TOOL_CALLS, signs=("<|hy_Assistant|>", ("<tool_calls>", "<answer>"))),
     "jamba": _TOOL_CALLS,
     "minimax": _TOOL_CALLS,
     "phi4_mini_json": ToolFormat(
@@ -253,13 +262,20 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "llama3_json": _LLAMA3,
     "llama4_json": _LLAMA3,
     "functionary_v31": ToolFormat(
-        opens=("<function=",), syntax="headed", name_ends=(">",), ends=("</function>",)
+        opens=("<function=",),
+        syntax="headed",
+        name_ends=(">",),
+        ends=("</function>",),
+        signs=("<function=",),
     ),
-    "ernie45": replace(_HERMES, drops=("<response>", "</response>"), signs=("<response>",)),
+    "ernie45": replace(
+        _HERMES, drops=("<response>", "</response>"), signs=(("<tool_call>", "<response>"),)
+    ),
     "xlam": ToolFormat(
         opens=("```json", "```", "[TOOL_CALLS]", "<tool_call>"),
         starts=("[",),
         closes=("```", "</tool_call>"),
+        signs=("make calls in a single JSON array",),
     ),
     "hermes": _HERMES,
 }  # fmt: skip

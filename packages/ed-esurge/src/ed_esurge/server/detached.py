@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.json_parts import to_bytes
 
 #: Limit of the stored events of one answer, in bytes.
 MAX_EVENTS = 2**22
@@ -35,7 +36,7 @@ class DetachedAnswer:
         """Store an event."""
         self.count += 1
         if self.size <= MAX_EVENTS:
-            text = event.encode()
+            text = to_bytes(event)
             self.size += len(text)
             self.events.append(text)
         if self.size > MAX_EVENTS:

@@ -20,7 +20,7 @@ from ed_esurge.server.http.auth import OWNER
 from ed_esurge.server.http.body import BODY_BYTES, LONG_BODY, aside, parsed_json
 from ed_esurge.server.http.errors import APIError, from_validation
 from ed_esurge.server.http.fields import validated
-from ed_esurge.server.http.json_parts import JsonPieces
+from ed_esurge.server.http.json_parts import JsonPieces, to_bytes
 from ed_esurge.server.routing import Endpoint, dispatch
 
 logger = logging.getLogger(__name__)
@@ -102,12 +102,12 @@ def line_pieces(entry: dict[str, Any], *, ascii_only: bool = True) -> list[bytes
     response = entry["response"] or {}
     body = response.get("body")
     if not isinstance(body, AnswerPieces):
-        return [json.dumps(entry, ensure_ascii=ascii_only).encode() + b"\n"]
+        return [to_bytes(json.dumps(entry, ensure_ascii=ascii_only)) + b"\n"]
     start = json.dumps({**entry, "response": None}, ensure_ascii=ascii_only)
     head = json.dumps({**response, "body": None}, ensure_ascii=ascii_only)
     before, _, after = start.partition('"response": null')
     opened = f'{before}"response": {head.removesuffix("null}")}'
-    return [opened.encode(), *body.pieces, f"}}{after}\n".encode()]
+    return [to_bytes(opened), *body.pieces, to_bytes(f"}}{after}\n")]
 
 
 def expired_line(raw: bytes, name: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Mapping
 
 from ed_infra.conversation import TOOL_FORMAT, renders_tools
@@ -17,7 +19,11 @@ from ed_esurge.server.generation.structured import NamedTool
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.thinking import ThinkingBudget
 
+logger = logging.getLogger(__name__)
+
 Parser = ReplyParser | NamedCall
+# Names of templates for thoughts.
+_THINKS = re.compile(r"reasoning_content|enable_thinking|thinking_budget|<\W*think")
 
 
 class ReplyFormats:
@@ -59,6 +65,26 @@ class ReplyFormats:
             tool_parser_name = TOOL_FORMAT
         self.tools = choose(TOOL_FORMATS, tool_parser_name, "tool_parser_name")
         self.reasoning = choose(REASONING_FORMATS, reasoning_parser, "reasoning_parser")
+        if self.tools is None and tool_parser_name == "auto" and enable_function_calling:
+            logger.warning(
+                "the chat template supports tools, and its format of calls is unknown: requests "
+                "with tools are refused; pass tool_parser_name, one of %s",
+                ", ".join(sorted(TOOL_FORMATS)),
+            )
+        if self.reasoning is None and reasoning_parser == "auto" and _THINKS.search(template):
+            logger.warning(
+                "the chat template has thoughts, and their format is unknown: thoughts are part of "
+                "the answer; pass reasoning_parser, one of %s, or none",
+                ", ".join(sorted(REASONING_FORMATS)),
+            )
+        # A named format of models that always think, and a template without thoughts.
+        form = self.reasoning
+        self._always = (
+            form is not None
+            and form.always
+            and reasoning_parser != "auto"
+            and not any(text in template for text in form.opens)
+        )
         added = tokenizer.added_tokens_decoder.values()
         self._special = frozenset(token.content for token in added if token.special)
 
@@ -117,7 +143,9 @@ class ReplyFormats:
 
     def thinks(self, ending: str) -> bool:
         """Return whether the reply to a prompt with this ending begins with thoughts."""
-        return self.reasoning is not None and ending.rstrip().endswith(self.reasoning.opens)
+        if self.reasoning is None or ending.rstrip().endswith(self.reasoning.closes):
+            return False
+        return self._always or ending.rstrip().endswith(self.reasoning.opens)
 
     def thinking_budget(self, tokens: int, ending: str) -> ThinkingBudget:
         """Return the limit of the thoughts of a reply to a prompt with this ending.

@@ -29,6 +29,15 @@ _WRITER = ThreadPoolExecutor(1, thread_name_prefix="ed-esurge-answer")
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
+def to_bytes(text: str) -> bytes:
+    """Return text in UTF-8. The replacement character replaces halves of UTF-16 pairs, which a
+    model may write as an escape of JSON."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
 @dataclass(frozen=True)
 class JsonItems:
     """A list whose items are created while the list is written.
@@ -102,7 +111,7 @@ async def write_json(value: Any, size: int) -> list[bytes]:
     """
     parts = json_parts(value)
     if size < LONG_ANSWER:
-        return ["".join(parts).encode()]
+        return [to_bytes("".join(parts))]
     loop, pieces = asyncio.get_running_loop(), []
     while piece := await loop.run_in_executor(_WRITER, _write_slice, parts):
         pieces.append(piece)
@@ -112,7 +121,7 @@ async def write_json(value: Any, size: int) -> list[bytes]:
 async def write_text(value: Any, size: int) -> str:
     """Return the JSON text of a value; see `write_json`."""
     if size < LONG_ANSWER:
-        return encode(value)
+        return to_bytes(encode(value)).decode()
     return b"".join(await write_json(value, size)).decode()
 
 
@@ -123,7 +132,7 @@ def _write_slice(parts: Iterator[str]) -> bytes:
         count += len(text)
         if count >= _SLICE:
             break
-    return "".join(texts).encode()
+    return to_bytes("".join(texts))
 
 
 class JsonPieces(Response):

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ed_esurge.server.http.errors import APIError, client_gone
-from ed_esurge.server.http.json_parts import JsonPieces, encode, write_json, write_text
+from ed_esurge.server.http.json_parts import JsonPieces, encode, to_bytes, write_json, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class EventStream(Response):
 
     async def _send(self, scope: Scope, send: Send) -> None:
         async def body(text: str, more: bool = True) -> None:
-            message = {"type": "http.response.body", "body": text.encode(), "more_body": more}
+            message = {"type": "http.response.body", "body": to_bytes(text), "more_body": more}
             await send(message)
 
         write = scope.get(WRITER)
@@ -200,7 +200,7 @@ class EventStream(Response):
                 if write is None:  # another server than `http.connections`
                     await body(event)
                 else:
-                    await write(event.encode())
+                    await write(to_bytes(event))
             return True
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

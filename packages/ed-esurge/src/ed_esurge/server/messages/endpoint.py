@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ed_esurge.replies.blocks import Block, Change
+from ed_esurge.replies.json_text import read_arguments
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
@@ -147,7 +147,7 @@ def _block(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     if block.kind == "thoughts":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    arguments = json.loads(block.text) if block.whole else {}
+    arguments = read_arguments(block.text) if block.whole else {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ed_esurge.replies.blocks import Block
+from ed_esurge.replies.json_text import read_arguments
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.logprobs import chat_logprobs
 from ed_esurge.server.generation.models import ServedModel
@@ -87,6 +87,9 @@ async def reply_lines(turn: ChatGeneration) -> AsyncGenerator[ReplyLine]:
                     line.finish = "length" if piece.finish == "length" else "stop"
                 for change in changes:
                     block = change.block
+                    if change.what == "opens" and turn.blocks.continues(block):
+                        line.content += "\n" if block.kind == "text" else ""
+                        line.thinking += "\n" if block.kind == "thoughts" else ""
                     if change.what == "grows" and block.kind == "text":
                         line.content += change.text
                     elif change.what == "grows" and block.kind == "thoughts":
@@ -112,7 +115,7 @@ def _call(block: Block) -> list[dict[str, Any]]:
     """Return a complete call; none for a call that was cut off, or is no call."""
     if block.broken or not block.whole:
         return []
-    function = {"name": block.name, "arguments": json.loads(block.text or "{}")}
+    function = {"name": block.name, "arguments": read_arguments(block.text)}
     return [{"id": block.call_id, "function": function}]
 
 

@@ -20,7 +20,7 @@ from ed_esurge.server.generation.pipeline import ChatGeneration, truncation
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.http.body import aside, parsed_json, size_of
 from ed_esurge.server.http.errors import APIError, renamed
-from ed_esurge.server.http.json_parts import encode, write_json
+from ed_esurge.server.http.json_parts import encode, to_bytes, write_json
 from ed_esurge.server.mcp_servers import MAX_ROUNDS
 from ed_esurge.server.responses.items import InputItem, Items, messages_of, omit_images
 from ed_esurge.server.responses.mcp_calls import McpCalls
@@ -424,7 +424,7 @@ class ResponseRun:
             fields["status"],
             await write_json(fields, size),
             (*self._conversation.before, b"".join(messages)),
-            encode({"labels": labels, "requests": requests}).encode(),
+            to_bytes(encode({"labels": labels, "requests": requests})),
             b"".join(items),
             self._answer,
         )
