@@ -14,6 +14,8 @@ MUTATIONS = {**ADVISORIES, **ATTACKS}
 #: Tests of rows that have no mutation yet. `test_decoding_ends_when_the_client_leaves` passes on a
 #: busy machine without the cancellation, because the child may not have started.
 WITHOUT_MUTATION = (
+    "packages/ed-esurge/tests/test_server_cheap_requests.py"
+    "::test_requests_do_not_copy_the_vocabulary",
     "tests/security/test_image_attacks.py::test_decoding_ends_when_the_client_leaves",
     "packages/ed-data/tests/test_data_media_rows.py"
     "::test_archives_of_a_dataset_read_and_write_nothing_outside",

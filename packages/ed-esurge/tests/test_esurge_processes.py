@@ -113,7 +113,7 @@ def test_calls_reach_all_replicas_and_a_new_replica_repeats_them(replicated, eng
 def test_connection_without_the_secret_is_rejected(replicated) -> None:
     front, _, hub = replicated
     with pytest.raises((ForgedMessageError, ConnectionLost)):
-        Connection.open(hub.address, b"another").receive()
+        Connection.open(hub.address, b"another")
     with socket.create_connection(tuple(hub.address.split(":"))) as stream:
         stream.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
     assert front.replicas.num_ready == 2

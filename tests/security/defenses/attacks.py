@@ -285,13 +285,6 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             "        if False:",
         ),
     ),
-    f"{ESURGE_TESTS}/test_server_cheap_requests.py::test_requests_do_not_copy_the_vocabulary": (
-        Edit(
-            f"{ESURGE}/template.py",
-            "    copy = type(original)(original.model)\n",
-            "    copy = type(original).from_str(original.to_str())\n",
-        ),
-    ),
     "tests/security/test_template_attacks.py::test_hostile_templates_return_short_errors": (
         Edit(
             f"{ESURGE}/children/worker.py",
