@@ -12,6 +12,7 @@ from ed_elarge.config.normalize import normalize
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import ACTIONS
 from ed_elarge.errors import InputError
+from ed_infra.errors import ConfigError
 from run_files import with_changes
 
 
@@ -79,3 +80,74 @@ def test_mesh_of_base_config_is_compared_with_the_devices() -> None:
     problems = list(machine.device_warnings(run))
     assert [p.path for p in problems] == [("base_config", "values", "sharding_axis_dims")]
     assert "needs 21 devices" in problems[0].message
+
+
+NO_HELD_OUT = {"mixture__eval_fraction": ...}
+STEPS = {"trainer__evaluation_steps": 2, "trainer__save_steps": 2}
+STREAM = {"mixture__streaming": True, "mixture__eval_fraction": ...}
+PAIRS = {"trainer__trainer_type": "dpo", "mixture__pack_tokens": False}
+LATE: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        "trainer.load_best_model_at_end",
+        "no rows are held out",
+        {**NO_HELD_OUT, **STEPS, "trainer__load_best_model_at_end": True},
+    ),
+    ("trainer.save_best_k", "are held out", {**NO_HELD_OUT, **STEPS, "trainer__save_best_k": 1}),
+    (
+        "trainer.generation_interval",
+        "set generation_prompts",
+        {**NO_HELD_OUT, "trainer__generation_interval": 2},
+    ),
+    ("mixture.streaming", "set trainer.max_training_steps", STREAM),
+    (
+        "trainer.precompute_ref_log_probs",
+        "reads all rows before training",
+        {
+            **STREAM,
+            **PAIRS,
+            "trainer__max_training_steps": 3,
+            "trainer__precompute_ref_log_probs": True,
+        },
+    ),
+    (
+        "trainer.image_feature_cache_gib",
+        "reads no images",
+        {"trainer__image_feature_cache_gib": 1.0},
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "words", "changes"), LATE, ids=[case[0] for case in LATE])
+def test_error_of_the_trainer_appears_in_a_dry_run(
+    key: str, words: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError) as error:
+        read(**changes)
+    assert f"{key}: " in str(error.value) and words in str(error.value)
+
+
+def test_missing_tracker_is_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    problems = list(machine.trackers(read(trainer__report_to=["wandb", "mlflow"])))
+    assert [problem.path for problem in problems] == [
+        ("trainer", "report_to", 0),
+        ("trainer", "report_to", 1),
+    ]
+    assert "pip install 'ed-trainers[wandb]'" in problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ("generation_prompts: 'x' has no tokens", "trainer.seed"),
+        ("mini_batch_size 3 does not divide; lower learning_rate", "trainer.learning_rate"),
+        ("the lr is invalid: total_batch_size is 8", "trainer.total_batch_size"),
+    ],
+)
+def test_error_while_training_is_located_at_the_option_that_it_names(
+    message: str, where: str
+) -> None:
+    run = read(trainer__learning_rate=1e-3)
+    with pytest.raises(InputError) as error, run.blame_trainer(("trainer", "seed")):
+        raise ConfigError(message)
+    assert f"{where}: {message}" in str(error.value)

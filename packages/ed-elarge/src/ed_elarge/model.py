@@ -267,7 +267,8 @@ class eLargeModel(Setters):
         """Train the model, from the newest checkpoint of the run if there is one."""
         trainer = self.build_trainer()
         self._built.pop("engine", None)  # has the untrained weights
-        with self.config.blame("trainer", "save_directory"):
+        path = (*self.config.prefix, "trainer", "save_directory")
+        with self.config.blame_trainer(path):
             return trainer.train()
 
     def eval(

@@ -523,19 +523,21 @@ def trainer(elm: eLargeModel) -> Trainer:
     more: dict[str, Any] = {"rollout": elm.part("rollout")} if run.method_entry.samples else {}
     if isinstance(arguments, RewardedArguments):
         more["reward_folders"] = (run.folder,)
-    method = trainer_class(run.method)
-    return method(
-        arguments,
-        elm.part("model"),
-        train,
-        held_out,
-        elm.part("processor" if run.has_processor else "tokenizer"),
-        frozen=frozen,
-        benchmark=benchmark,
-        callbacks=elm.watchers,
-        settings=list_settings(run),
-        **more,
-    )
+    method, model = trainer_class(run.method), elm.part("model")
+    processing_class = elm.part("processor" if run.has_processor else "tokenizer")
+    with run.blame_trainer((*run.prefix, "trainer")):
+        return method(
+            arguments,
+            model,
+            train,
+            held_out,
+            processing_class,
+            frozen=frozen,
+            benchmark=benchmark,
+            callbacks=elm.watchers,
+            settings=list_settings(run),
+            **more,
+        )
 
 
 def list_settings(run: RunConfig) -> dict[str, Any]:

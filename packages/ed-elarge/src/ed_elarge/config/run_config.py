@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -385,6 +386,25 @@ class RunConfig:
             elif isinstance(error, DataError) and error.path:
                 problem = self.place(Problem(("mixture", *error.path), str(error)))
             raise self.error([problem]) from error
+
+    @contextmanager
+    def blame_trainer(self, path: ValuePath) -> Iterator[None]:
+        """Locate input errors of the trainer at the written option that their message names first.
+
+        Args:
+            path: The location of the other errors, from the top of the file.
+        """
+        with self.blame_at(path):
+            try:
+                yield
+            except ConfigError as error:
+                written = self.written.get("trainer")
+                if error.field is None and isinstance(written, Mapping):
+                    words = re.findall(r"[a-z]\w*", str(error))
+                    aliases = type(self.trainer).ALIASES if self.trainer is not None else {}
+                    names = {aliases.get(str(key), str(key)) for key in written}
+                    error.field = next((word for word in words if word in names), None)
+                raise
 
     def _find_key(self, path: ValuePath, key: str) -> ValuePath:
         """Return the location of the key of an error in the block at `path`.

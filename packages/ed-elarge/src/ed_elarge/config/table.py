@@ -178,10 +178,11 @@ SECTIONS: dict[str, Section] = {
         checks=(
             training.other_models,
             training.benchmarks,
+            training.data_of_trainer,
             training.fixed_reference,
             training.rewards,
         ),
-        machine_checks=(machine.save_directory, machine.reward_functions),
+        machine_checks=(machine.save_directory, machine.reward_functions, machine.trackers),
         unused=unused.trainer,
         builds={"trainer": "ed_elarge.building.parts:trainer"},
     ),

@@ -129,6 +129,14 @@ def save_directory(run: RunConfig) -> Iterator[Problem]:
             yield Problem(("trainer", "save_directory"), message)
 
 
+def trackers(run: RunConfig) -> Iterator[Problem]:
+    """Check that the trackers of `trainer.report_to` are installed."""
+    for number, name in enumerate(run.trainer.report_to if run.trainer is not None else ()):
+        if run.will("train") and find_spec(name) is None:
+            message = f"{name} is not installed: pip install 'ed-trainers[{name}]', or omit it"
+            yield Problem(("trainer", "report_to", number), message)
+
+
 def environment(run: RunConfig) -> Iterator[Problem]:
     """Check that the class of the environment exists."""
     name = None if run.asynchronous is None else run.asynchronous.environment

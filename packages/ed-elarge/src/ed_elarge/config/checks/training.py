@@ -140,6 +140,35 @@ def asynchronous(run: RunConfig) -> Iterator[Problem]:
         )
 
 
+def data_of_trainer(run: RunConfig) -> Iterator[Problem]:
+    """Check that the data have what options of the trainer read."""
+    trainer, mixture = run.trainer, run.mixture
+    if trainer is None or mixture is None or not run.will("train"):
+        return
+    hold_out = "set mixture.eval_fraction or mixture.eval_informs"
+    if not run.has_held_out:
+        for name in ("load_best_model_at_end", "save_best_k"):
+            if getattr(trainer, name):
+                message = f"compares evaluations, and no rows are held out: {hold_out}"
+                yield Problem(("trainer", name), message)
+        if trainer.generation_interval is not None and not trainer.generation_prompts:
+            message = f"there are no prompts: set generation_prompts, or {hold_out}"
+            yield Problem(("trainer", "generation_interval"), message)
+    if mixture.streaming and trainer.max_training_steps is None:
+        message = "a stream has no length: set trainer.max_training_steps"
+        yield Problem(("mixture", "streaming"), message)
+    ahead = "precompute_ref_log_probs"
+    if getattr(trainer, ahead, False) and mixture.streaming:
+        message = "reads all rows before training, and mixture.streaming reads them once: omit one"
+        yield Problem(("trainer", ahead), message)
+    elif getattr(trainer, ahead, False) and run.has_images:
+        message = "stores log-probabilities by tokens, and answers also depend on images: omit it"
+        yield Problem(("trainer", ahead), message)
+    cache = "image_feature_cache_gib"
+    if getattr(trainer, cache) is not None and run.has_valid_task and not run.has_images:
+        yield Problem(("trainer", cache), "the model reads no images: omit the key")
+
+
 def fixed_reference(run: RunConfig) -> Iterator[Problem]:
     """Reject a synchronized reference that is the frozen base of the adapters."""
     if run.adapters is not None and getattr(run.trainer, "sync_ref_model", False):
