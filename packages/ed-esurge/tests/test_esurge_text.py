@@ -11,6 +11,7 @@ from ed_esurge.model import eos_token_ids
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import byte_tokenizer
+from ed_esurge.thinking import ThoughtTexts
 from ed_esurge.tokenizer import Detokenizer, StopStringSearch, bad_word_ids
 from ed_infra.errors import ConfigError
 from ed_models.families.llama import LlamaConfig
@@ -94,6 +95,35 @@ def test_only_a_possible_beginning_of_a_stop_string_is_withheld():
     assert matcher.push("x</end>y") == "x"
     assert matcher.found == "</end>"
     assert matcher.push("more") == ""
+
+
+THOUGHTS = ThoughtTexts(opens=("<think>",), closes=("</think>",))
+
+
+@pytest.mark.parametrize(
+    ("inside", "text", "expected", "match"),
+    [
+        (True, "a Step b</think>c Step d", "a Step b</think>c ", "Step"),
+        (True, "a Step b", "a Step b", None),
+        (False, "<think>Step</think>a Step", "<think>Step</think>a ", "Step"),
+        (False, "a Step <think>", "a ", "Step"),
+        (False, "a<think>Step</think>b<think>Step</think>cStep", None, "Step"),
+        (True, "a END b</think>", "a ", "END"),
+    ],
+)
+def test_stop_strings_do_not_apply_within_thoughts(inside, text, expected, match):
+    thoughts = THOUGHTS.replace(inside=inside)
+    expected = text.removesuffix("Step") if expected is None else expected
+    for size in range(1, len(text) + 1):
+        matcher = StopStringSearch(["Step"], thoughts=thoughts, everywhere=["END"])
+        pieces = [matcher.push(text[at : at + size]) for at in range(0, len(text), size)]
+        assert "".join([*pieces, matcher.flush()]) == expected, size
+        assert matcher.found == match
+    early = StopStringSearch(["Step"], thoughts=THOUGHTS)
+    assert early.push("<think>Step</think> Step <think>", check=False) + early.flush() == (
+        "<think>Step</think> Step <think>"
+    )
+    assert early.push("Step</think>Step") == "Step</think>"
 
 
 CONFIG = EngineConfig(max_model_len=10, auto_truncate_prompt=True)

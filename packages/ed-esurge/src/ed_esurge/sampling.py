@@ -9,7 +9,7 @@ from ed_infra.options import Options, Whole
 from pydantic import Field, field_validator, model_validator
 
 from ed_esurge.repetition import RepetitionPenalty
-from ed_esurge.thinking import ThinkingBudget
+from ed_esurge.thinking import ThinkingBudget, ThoughtTexts
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
@@ -153,6 +153,10 @@ class SamplingParams(Options):
 
     thinking_budget: ThinkingBudget | None = None
     """Limit of the tokens of the thoughts at the beginning of the completion."""
+
+    thought_texts: ThoughtTexts | None = None
+    """Texts around thoughts, in which the strings of `stop` do not end the completion. None: stop
+    strings apply to the whole text."""
 
     structured_outputs: StructuredOutputs | None = None
     """Grammar of the output. Only tokens that the grammar allows are sampled."""

@@ -31,6 +31,7 @@ from ed_esurge.outputs import (
     RequestOutput,
 )
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
+from ed_esurge.tokenizer import StopStringSearch
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -256,8 +257,12 @@ def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) 
     if not params.ignore_eos:
         tokens = [*tokens, tokenizer.eos_token_id]
     limit = min(len(tokens), params.max_tokens or len(tokens))
-    cut = min((at for stop in params.stop if (at := reply.find(stop)) >= 0), default=None)
-    sent, total = 0, 0.0
+    search = StopStringSearch(
+        params.stop,
+        include=params.include_stop_str_in_output,
+        thoughts=params.thought_texts,
+    )
+    written, total = 0, 0.0
     for place in range(limit):
         ended = tokens[place] == tokenizer.eos_token_id
         text = tokenizer.decode(
@@ -268,25 +273,27 @@ def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) 
             done = "stop"
         elif place == limit - 1:
             done = "length"
-        if cut is not None and any(stop in text for stop in params.stop):
-            text, done = reply[:cut], "stop"
-        elif done is None:
+        else:
             text = text.rstrip("\ufffd")
-            if cut is not None:
-                text = text[:cut]  # withhold a possible beginning of a stop string
+        piece = search.push(text[written:])
+        written = max(written, len(text))
+        if search.found is not None:
+            done = "stop"
+        elif done is not None:
+            piece += search.flush()
         total += math.log(0.5)
         logprobs = None
         if params.logprobs is not None:
             logprobs = [_position(tokens[place], place, params.logprobs)]
         yield CompletionOutput(
             index=index,
-            text=text[sent:],
+            text=piece,
             token_ids=[tokens[place]],
             logprobs=logprobs,
             cumulative_logprob=None if logprobs is None else total,
             finish_reason=done,
+            stop_reason=search.found,
         )
-        sent = max(sent, len(text))
         if done is not None:
             return
 

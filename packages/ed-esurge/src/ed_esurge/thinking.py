@@ -1,4 +1,4 @@
-"""The limit of the thoughts of a reply: tokens that end the thoughts are forced."""
+"""The thoughts of a reply: their texts, and their limit, after which their end is forced."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ class ThinkingBudget(Options):
     """Tokens that end the thoughts."""
     start_token_ids: tuple[Whole, ...] = ()
     """Tokens that begin the thoughts. Empty: the prompt has begun them."""
+
+
+class ThoughtTexts(Options):
+    """The texts around the thoughts of a reply. Stop strings do not apply within thoughts."""
+
+    opens: tuple[str, ...]
+    """Texts that begin thoughts."""
+    closes: tuple[str, ...]
+    """Texts that end thoughts."""
+    inside: bool = False
+    """Whether the reply begins with thoughts."""
 
 
 class LimitedThoughts:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from ed_infra.errors import ConfigError
 from tokenizers.decoders import DecodeStream
 
+from ed_esurge.thinking import ThoughtTexts
+
 # Number of context tokens before new tokens, for correct spaces and byte sequences.
 CONTEXT = 8
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -115,13 +117,26 @@ class StopStringSearch:
     Args:
         stops: non-empty stop strings.
         include: whether the output includes the matched stop string.
+        thoughts: texts around thoughts, in which `stops` are not searched.
+        everywhere: stop strings that are also searched within thoughts.
     """
 
-    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self.stops = tuple(stops)
+    def __init__(
+        self,
+        stops: Sequence[str],
+        *,
+        include: bool = False,
+        thoughts: ThoughtTexts | None = None,
+        everywhere: Sequence[str] = (),
+    ) -> None:
+        self.stops = (*stops, *everywhere)
         self.include = include
         self.found: str | None = None
         self._held = ""
+        self._everywhere = tuple(everywhere)
+        self._opens = thoughts.opens if thoughts is not None else ()
+        self._closes = thoughts.closes if thoughts is not None else ()
+        self._inside = thoughts is not None and thoughts.inside
 
     def push(self, text: str, *, check: bool = True) -> str:
         """Append text and return the text that can be delivered.
@@ -136,29 +151,44 @@ class StopStringSearch:
             return text
         if self.found is not None:
             return ""
-        if not check:
-            out, self._held = self._held + text, ""
-            return out
         self._held += text
-        first: tuple[int, str] | None = None
-        for stop in self.stops:
-            at = self._held.find(stop)
-            if at >= 0 and (first is None or at < first[0]):
-                first = (at, stop)
-        if first is not None:
-            at, self.found = first
-            out = self._held[: at + len(self.found) if self.include else at]
-            self._held = ""
-            return out
-        keep = max((overlap(self._held, stop) for stop in self.stops), default=0)
+        out = ""
+        while True:
+            stops = self._everywhere if self._inside else self.stops
+            stops = stops if check else ()
+            turns = self._closes if self._inside else self._opens
+            first = _find_first(self._held, (*stops, *turns))
+            if first is None:
+                break
+            at, match = first
+            if match in stops:
+                self.found = match
+                out += self._held[: at + len(match) if self.include else at]
+                self._held = ""
+                return out
+            out += self._held[: at + len(match)]
+            self._held = self._held[at + len(match) :]
+            self._inside = not self._inside
+        keep = max((overlap(self._held, each) for each in (*stops, *turns)), default=0)
         cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
+        out += self._held[:cut]
+        self._held = self._held[cut:]
         return out
 
     def flush(self) -> str:
         """Return the withheld text at the end of the stream."""
         out, self._held = self._held, ""
         return out
+
+
+def _find_first(text: str, options: Sequence[str]) -> tuple[int, str] | None:
+    """Return the place of the first option in a text, and the option; None without an option."""
+    first: tuple[int, str] | None = None
+    for option in options:
+        at = text.find(option)
+        if at >= 0 and (first is None or at < first[0]):
+            first = (at, option)
+    return first
 
 
 def overlap(text: str, stop: str) -> int:

@@ -52,7 +52,12 @@ class DeltaWriter:
             self._detokenizer = Detokenizer(
                 self.tokenizer, request.prompt, skip_special_tokens=params.skip_special_tokens
             )
-        self._stops = StopStringSearch(stops, include=params.include_stop_str_in_output)
+        self._stops = StopStringSearch(
+            params.stop if stops else (),
+            include=params.include_stop_str_in_output,
+            thoughts=params.thought_texts,
+            everywhere=[stop for stop in stops if stop not in params.stop],
+        )
         self._count = 0
         self._experts: list[tuple[int, np.ndarray]] = []
 

@@ -281,6 +281,8 @@ class ChatGeneration:
         budget = body.thinking_token_budget
         if budget is not None and budget >= 0:
             more["thinking_budget"] = model.formats.thinking_budget(budget, ending)
+        if body.stop and plain is None and not body.use_beam_search:
+            more["thought_texts"] = model.formats.thought_texts(ending)
         ends = () if plain is not None else model.formats.ends_of_thoughts(ending)
         structured = await compile_one(model.engine, _structured_outputs(body), ends)
         if structured is not None:

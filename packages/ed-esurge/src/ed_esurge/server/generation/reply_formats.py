@@ -17,7 +17,7 @@ from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.requests import ChatRequest
 from ed_esurge.server.generation.structured import NamedTool
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.thinking import ThinkingBudget
+from ed_esurge.thinking import ThinkingBudget, ThoughtTexts
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +169,13 @@ class ReplyFormats:
         return ThinkingBudget(
             tokens=tokens, end_token_ids=ids(form.closes[0]), start_token_ids=start
         )
+
+    def thought_texts(self, ending: str) -> ThoughtTexts | None:
+        """Return the texts around the thoughts of a reply to a prompt with this ending."""
+        if self.reasoning is None:
+            return None
+        form = self.reasoning
+        return ThoughtTexts(opens=form.opens, closes=form.closes, inside=self.thinks(ending))
 
     def ends_of_thoughts(self, ending: str) -> tuple[str, ...]:
         """Return the texts that end the thoughts at the beginning of a reply.
