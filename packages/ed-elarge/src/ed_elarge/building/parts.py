@@ -21,6 +21,7 @@ from ed_trainers.arguments import ROLES, Role
 from ed_trainers.options.classification import ClassifierArguments
 
 from ed_elarge.building import images, speech
+from ed_elarge.building.dtypes import list_dtypes, trains_adapters_only
 from ed_elarge.building.engines import served_task
 from ed_elarge.building.stored_config import count_embedding_rows, sequence_length
 from ed_elarge.config.adaptation import WeightFormat
@@ -239,7 +240,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
             )
         module = registry.get_module(run.task, config.model_type)
         seed = run.trainer.seed if run.trainer is not None else 0
-        made = module.create(config, seed=seed, **_dtypes(run))
+        made = module.create(config, seed=seed, **list_dtypes(run))
         if run.has_audio:
             speech.set_generation(made, tokens)
     if run.weight_format is None:
@@ -289,7 +290,8 @@ def _load(run: RunConfig) -> CausalLM:
         if task not in GENERATING:
             changes = {**_labels(run), **changes}
         module = registry.get_module(task, hub.read_config(local, task).model_type)
-        options = {"sharding_axis_dims": dims, "config_kwargs": changes, **_dtypes(run)}
+        dtypes = list_dtypes(run, local if trains_adapters_only(run) else None)
+        options = {"sharding_axis_dims": dims, "config_kwargs": changes, **dtypes}
         if run.weight_format is None:
             return module.from_pretrained(local, **options)
     with run.blame("quantization", "model"):
@@ -330,21 +332,16 @@ def _load_other(
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     local = hub.resolve(section.name_or_path, revision=section.revision)
     module = registry.get_module(task, hub.read_config(local, task).model_type)
-    return module.from_pretrained(
-        local, sharding_axis_dims=dims, config_kwargs=changes, **_dtypes(run)
-    )
+    # A synchronized reference is changed in small steps.
+    follows = getattr(run.trainer, "sync_ref_model", False)
+    dtypes = list_dtypes(run, None if follows else local)
+    return module.from_pretrained(local, sharding_axis_dims=dims, config_kwargs=changes, **dtypes)
 
 
 def _model_section(run: RunConfig) -> ModelSection:
     if run.model is None:
         raise run.missing("model")
     return run.model
-
-
-def _dtypes(run: RunConfig) -> dict[str, Any]:
-    loader = run.loader
-    precision = None if loader.precision in (None, "default") else loader.precision
-    return {"dtype": loader.dtype, "param_dtype": loader.param_dtype, "precision": precision}
 
 
 def show_parameters(elm: eLargeModel, model: CausalLM) -> CausalLM:

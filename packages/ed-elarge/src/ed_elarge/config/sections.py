@@ -206,7 +206,8 @@ class LoaderSection(Options):
     dtype: FloatDtype = "float32"
     """Computation dtype."""
     param_dtype: FloatDtype = "float32"
-    """Storage dtype of the parameters."""
+    """Storage dtype of the parameters. Frozen models (the base of adapters, a reference, a teacher)
+    keep the dtype of their files unless the key is set."""
     precision: Annotated[str | None, choice("precision", ("default", "high", "highest"))] = None
     """Precision of float32 matrix products on accelerators. On a CPU with AMX, high multiplies
     bfloat16 parts of many rows, with an error of 5e-6. None: the default of jax."""

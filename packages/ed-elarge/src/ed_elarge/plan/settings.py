@@ -9,6 +9,7 @@ from ed_infra.errors import ConfigError
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.groups import GRPOArguments
 
+from ed_elarge.building.dtypes import plan_param_dtype
 from ed_elarge.config.adaptation import LoraSection
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.engine.options import of_rollouts
@@ -157,7 +158,7 @@ def training(run: RunConfig) -> Training:
         accumulation=arguments.gradient_accumulation_steps,
         length=length,
         dtype=run.loader.dtype,
-        param_dtype=run.loader.param_dtype,
+        param_dtype=plan_param_dtype(run),
         remat=fields["gradient_checkpointing"],
         targets=tuple(targets),
         chunk=chunk or form.chunk,
