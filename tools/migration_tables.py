@@ -47,21 +47,6 @@ AXOLOTL_KEYS = """
     hub_strategy center_rewards_coefficient precompute_ref_log_probs simpo_gamma cpo_alpha
 """
 
-#: File of EasyLM's document -> its place here, for files without an import path here.
-EASYLM_FILES: dict[str, str] = {
-    "bpt.py": "`attn_mechanism: blockwise`, and `use_scan_mlp` in `base_config.values`",
-    "jax_utils.py": "the sections `sharding` and `loader`; the package `ed_infra`",
-    "llama_model.py": "`ed_models.families.llama`",
-    "llama_serve.py": "`elarge serve FILE`, `esurge serve MODEL`",
-    "llama_train.py": "`elarge FILE` with the action `train`",
-    "convert_easylm_to_hf.py": "`elarge convert STREAM MODEL --config DIRECTORY`",
-    "convert_hf_to_easylm.py": "`elarge convert MODEL STREAM --easylm`",
-    "convert_checkpoint.py": "`elarge convert SOURCE TARGET`",
-    "diff_checkpoint.py": "`elarge compare A B`",
-    "benchmark_attention.py": "`elarge bench attention`",
-    "lm_eval_harness.py": "the action `eval`",
-}
-
 
 def names_table(program: str, names: Iterable[str], *, of_trainer: bool = True) -> list[str]:
     """Return the table of the keys of one program.
@@ -140,15 +125,14 @@ def easylm() -> str:
     source = ROOT / "packages/ed-elarge/src"
     lines = heading("EasyLM", "here")
     for name in dict.fromkeys(re.findall(r"\b(\w+\.py)\b", text)):
-        found = [path for path in (source / "EasyLM").rglob(name) if name != "__init__.py"]
-        for path in found:
+        if name == "__init__.py":
+            continue
+        paths = list((source / "EasyLM").rglob(name))
+        if not paths:
+            raise LookupError(f"{name} of EasyLM's document has no module in {source}/EasyLM")
+        for path in paths:
             module = ".".join(path.relative_to(source).with_suffix("").parts)
             lines += [row(f"`{module}{cls}`", place) for cls, place in _exports(path)]
-        if not found and name != "__init__.py":
-            lines.append(row(f"`{name}`", EASYLM_FILES[name]))
-    for path in sorted((source / "EasyLM/models").glob("*.py")):
-        module = ".".join(path.relative_to(source).with_suffix("").parts)
-        lines += [row(f"`{module}{cls}`", place) for cls, place in _exports(path)]
     return "\n".join(lines) + "\n"
 
 
@@ -158,9 +142,8 @@ def _exports(path: Path) -> list[tuple[str, str]]:
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.module != "__future__":
             for one in node.names:
-                script = one.name == "main"
-                name = "" if script else f".{one.name}"
-                found.append((name, f"`{node.module}{name}`, the same import path"))
+                name = "" if one.asname == "main" else f".{one.name}"
+                found.append((name, f"`{node.module}.{one.name}`, the same import path"))
     return found
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from ed_infra.errors import ConfigError, unknown_name
+import numpy as np
+from ed_infra.errors import CheckpointError, ConfigError, unknown_name
 
 #: Kind of an address -> what its file contains.
 KINDS = {
@@ -61,3 +65,67 @@ def convert_to_model(
     settings = config or source.parent
     convert(source, target, config=settings)
     return Path(settings)
+
+
+def write_config(folder: Path, fields: Mapping[str, Any]) -> Path:
+    """Write a `config.json` into a folder, and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(fields), indent=2), "utf-8")
+    return folder
+
+
+def float_dtype(name: str) -> Any:
+    """Return the dtype of `bf16`, `fp16`, `fp32`, `fp64`; None for an empty name.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    import jax.numpy as jnp
+
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    if not name:
+        return None
+    if name not in names:
+        raise unknown_name("dtype", name, names)
+    return jnp.dtype(names[name])
+
+
+def cast(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return an array of numbers in another dtype; integers and None leave it unchanged."""
+    import jax.numpy as jnp
+
+    if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return array.astype(dtype)
+
+
+def read_parameters(address: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the parameters of a file by EasyLM's names.
+
+    Raises:
+        CheckpointError: The file does not exist, or is damaged.
+    """
+    from ed_trainers.easylm import open_arrays, parameters_of
+
+    _, path = parse_address(address)
+    if not Path(path).is_file():
+        raise CheckpointError(f"{path} is not a file: pass params::FILE")
+    arrays = open_arrays(path)
+    for name, stored in parameters_of(arrays).items():
+        yield name, arrays.read(stored)
+
+
+def write_parameters(
+    path: str | Path, arrays: Iterable[tuple[str, np.ndarray]], *, streaming: bool, dtype: str
+) -> Path:
+    """Write parameters as a stream, or as one object of flax's msgpack."""
+    from ed_trainers.easylm import write_stream, write_tree
+
+    target = float_dtype(dtype)
+    write = write_stream if streaming else write_tree
+    return write(path, ((name, cast(array, target)) for name, array in arrays))
+
+
+def cast_file(path: Path, dtype: str, *, streaming: bool = True) -> None:
+    """Rewrite a file of parameters in another dtype."""
+    write_parameters(path, read_parameters(str(path)), streaming=streaming, dtype=dtype)

@@ -9,17 +9,15 @@ The input is an object with the lists `prefix`, `text` and `until`, as far as th
 from __future__ import annotations
 
 import json
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
 from ed_infra.errors import ConfigError, unknown_name
 
-from ed_elarge.exits import guarded
+from ed_elarge.easylm.flags import FlagValues, need
 
 
 class _Kind(NamedTuple):
@@ -88,29 +86,20 @@ def _asked(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{url} cannot be reached: {error}") from error
 
 
-def _command(
-    input: Annotated[Path, typer.Option(help="The JSON file.")],
-    output: Annotated[Path, typer.Option(help="The file of the answers.")],
-    eval_type: Annotated[str, typer.Option("--eval_type", help=", ".join(KINDS))] = "loglikelihood",
-    url: Annotated[str, typer.Option("--lm_client.url", "--url")] = "http://127.0.0.1:5007",
-    batch_size: Annotated[int, typer.Option("--lm_client.batch_size", min=1)] = 16,
-) -> None:
-    """Evaluate the lists of a JSON file by a server."""
+def evaluate_file(flags: FlagValues) -> None:
+    """Evaluate the lists of a JSON file by a server, and write the answers.
 
-    def work() -> None:
-        try:
-            data = json.loads(input.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{input} cannot be read: {error}") from error
-        answers = evaluate(data, eval_type, url, batch_size)
-        output.write_text(json.dumps(answers, indent=2, ensure_ascii=False) + "\n", "utf-8")
-        print(f"wrote {output}")
-
-    raise typer.Exit(guarded(work))
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Evaluate the file of the command line."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(_command)
-    app(list(sys.argv[1:] if arguments is None else arguments), prog_name="lm_eval_json")
+    Raises:
+        ConfigError: The file cannot be read, or the server refuses a request.
+    """
+    source, target = (flags[name] or flags[f"{name}_file"] for name in ("input", "output"))
+    if not source or not target:
+        need(flags, "output" if source else "input")
+    try:
+        data = json.loads(Path(source).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source} cannot be read: {error}") from error
+    url = flags["lm_client.url"]
+    answers = evaluate(data, flags["eval_type"], url, flags["lm_client.batch_size"])
+    Path(target).write_text(json.dumps(answers, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    print(f"wrote {target}")

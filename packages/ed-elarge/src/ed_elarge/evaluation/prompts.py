@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ed_data import contents, documents
+from ed_data.rows.splits import choose_schema
 from ed_data.schema import Content
 from ed_infra.chats import Chat, Prompt
 
@@ -19,9 +20,8 @@ def trains_on_chats(run: RunConfig) -> bool:
     """Return whether the first row of the mixture is a chat."""
     if run.mixture is None:
         return False
-    first = next(
-        documents(run.mixture.informs[0], schema=run.schema, media=run.mixture.media), None
-    )
+    schema = choose_schema(run.mixture, run.schema)
+    first = next(documents(run.mixture.informs[0], schema=schema, media=run.mixture.media), None)
     return first is not None and _is_chat(first.content)
 
 

@@ -6,9 +6,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from ed_infra.options import Options
 
 from ed_trainers.options.base import TrainingArguments
-from ed_trainers.options.optimizers import PolynomialSettings, WSDSettings, scheduler_settings
+from ed_trainers.options.optimizers import (
+    DecaySettings,
+    PolynomialSettings,
+    WSDSettings,
+    scheduler_settings,
+)
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
@@ -22,7 +28,7 @@ def build_schedule(arguments: TrainingArguments, total_steps: int) -> Schedule:
     Args:
         arguments: `learning_rate`, `learning_rate_end`, `scheduler`, `scheduler_kwargs`,
             `warmup_steps`.
-        total_steps: updates of the whole run; the decay ends there.
+        total_steps: updates of the whole run; the decay ends there, or at `decay_steps`.
 
     Returns:
         A traceable function from an integer scalar to a float32 scalar.
@@ -30,7 +36,10 @@ def build_schedule(arguments: TrainingArguments, total_steps: int) -> Schedule:
     peak = arguments.learning_rate
     end = arguments.learning_rate_end or 0.0
     warmup = arguments.warmup_steps
-    begin, course = _course(arguments, total_steps)
+    settings = scheduler_settings(arguments.scheduler, arguments.scheduler_kwargs)
+    if isinstance(settings, DecaySettings):
+        total_steps = settings.decay_steps or total_steps
+    begin, course = _course(settings, arguments, total_steps)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(count, jnp.float32)
@@ -44,7 +53,7 @@ def build_schedule(arguments: TrainingArguments, total_steps: int) -> Schedule:
 
 
 def _course(
-    arguments: TrainingArguments, total_steps: int
+    settings: Options, arguments: TrainingArguments, total_steps: int
 ) -> tuple[int, Callable[[jax.Array], jax.Array]]:
     """Return the first step of the decay, and its factor (1 to 0) by the completed share."""
     settings = scheduler_settings(arguments.scheduler, arguments.scheduler_kwargs)

@@ -101,8 +101,8 @@ class TrainingArguments(Options):
     """Course of the learning rate after the warm-up. `none` and `constant` keep it; `wsd` keeps it
     until its decay at the end."""
     scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the scheduler: `power` of `polynomial`; `num_decay_steps` and `decay_type`
-    (`linear`, `cosine`, `1-sqrt`) of `wsd`."""
+    """Settings of the scheduler: `decay_steps` of `linear`, `cosine` and `polynomial`; `power` of
+    `polynomial`; `num_decay_steps` and `decay_type` (`linear`, `cosine`, `1-sqrt`) of `wsd`."""
     learning_rate_end: NotNegative | None = None
     """Final learning rate of the scheduler's decay; None: 0."""
     warmup_steps: Annotated[int, Field(ge=0, le=LONGEST)] = 0

@@ -155,7 +155,15 @@ class ScheduleFreeAdamWSettings(Options):
     """Power of the learning rate that weighs an iterate in the average."""
 
 
-class PolynomialSettings(Options):
+class DecaySettings(Options):
+    """Settings of linear and cosine in `scheduler_kwargs`."""
+
+    decay_steps: Steps | None = None
+    """Step at which the decay ends; later steps keep the last learning rate. None: the end of the
+    run."""
+
+
+class PolynomialSettings(DecaySettings):
     """Settings of polynomial in `scheduler_kwargs`."""
 
     power: Positive = 1.0
@@ -193,8 +201,8 @@ OPTIMIZERS: dict[str, type[Options]] = {
 SCHEDULERS: dict[str, type[Options]] = {
     "none": NoSettings,
     "constant": NoSettings,
-    "linear": NoSettings,
-    "cosine": NoSettings,
+    "linear": DecaySettings,
+    "cosine": DecaySettings,
     "polynomial": PolynomialSettings,
     "wsd": WSDSettings,
 }
