@@ -326,6 +326,33 @@ def test_bad_words_of_white_space_are_encoded_unchanged():
     assert bad_word_ids(TOKENIZER, [" "]) == (ids(" "),)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("stream", "no argument 'stream': use eSurge.stream"),
+        ("temperature", r"pass SamplingParams\(temperature="),
+        ("max_tokens", r"pass SamplingParams\(max_tokens="),
+        ("tool", "did you mean 'tools'"),
+        ("enable_thinkin", "neither apply_chat_template nor the template reads it"),
+        ("tokenize", "no argument 'tokenize'"),
+        ("return_tensors", "no argument 'return_tensors'"),
+    ],
+)
+def test_chat_refuses_unknown_arguments(name, words):
+    from ed_esurge.engine.surge import eSurge
+
+    source = "{{ messages[0].content if enable_thinking else style }}"
+    engine = SimpleNamespace(tokenizer=byte_tokenizer(source))
+    for asked in ({name: True}, {name: True, "chat_template": source}):
+        with pytest.raises(ConfigError, match=words):
+            eSurge.chat(engine, [{"role": "user", "content": "hi"}], **asked)
+
+
+def test_chat_accepts_what_the_template_or_its_function_reads():
+    template = ChatTemplate(byte_tokenizer("{{ style }}"))
+    template.check_options({"style": "short", "tools": [], "add_generation_prompt": False})
+
+
 def test_chat_request_is_rendered_by_the_template():
     ids = ChatTemplate(TOKENIZER).token_ids([{"role": "user", "content": "hi"}])
     assert TOKENIZER.decode(ids) == "<|user|>hi\n<|assistant|>"

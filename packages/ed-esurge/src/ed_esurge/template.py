@@ -7,6 +7,7 @@ the template has written, become special tokens.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +15,9 @@ from functools import cached_property
 from typing import Any
 
 from ed_infra.conversation import ConversationFormat, Messages
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, did_you_mean
 
+from ed_esurge.sampling import SamplingParams
 from ed_esurge.tokenizer import Tokenizer
 
 # Noncharacters of Unicode, which do not occur in regular text.
@@ -73,6 +75,31 @@ class ChatTemplate:
         if tools:
             options["tools"] = tools
         return self._rendered(prepared, options)
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Check that `apply_chat_template` or the template itself reads each option.
+
+        Raises:
+            ConfigError: An option is unknown.
+        """
+        source = self.source or self.tokenizer.chat_template
+        named = source.values() if isinstance(source, Mapping) else [source]
+        words = set(re.findall(r"[A-Za-z_]\w*", " ".join(map(str, named))))
+        function = inspect.signature(self.tokenizer.apply_chat_template)
+        known = {name for name in function.parameters if not name.startswith("return_")}
+        known -= {"conversation", "tokenize", "kwargs", "options"}
+        sampling = set(SamplingParams.model_fields)
+        for name in options:
+            if name in known or name in words:
+                continue
+            if name in sampling:
+                hint = f": pass SamplingParams({name}=…) as the second argument"
+            elif name == "stream":
+                hint = ": use eSurge.stream(prompt), or the server, for a stream"
+            else:
+                hint = f"{did_you_mean(name, known)}: neither apply_chat_template nor the template"
+                hint += " reads it"
+            raise ConfigError(f"chat has no argument {name!r}{hint}")
 
     @cached_property
     def conversation(self) -> ConversationFormat:

@@ -433,8 +433,12 @@ class eSurge(EngineControl):
             lora_name: name of the loaded LoRA adapter; None = no adapter.
             template: options of the tokenizer's `apply_chat_template` (`tools`, …), and
                 `chat_template`: Jinja text that replaces the template of the tokenizer.
+
+        Raises:
+            ConfigError: the template and `apply_chat_template` read no option of this name.
         """
         chat = ChatTemplate(self.tokenizer, template.pop("chat_template", None))
+        chat.check_options(template)
         ids = chat.token_ids(messages, **template)
         return self.generate(ids, sampling_params, lora_name=lora_name)[0]
 
