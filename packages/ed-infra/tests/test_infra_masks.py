@@ -96,8 +96,37 @@ def test_the_masks_of_a_configuration():
     assert float(jnp.mean(~dropped)) == pytest.approx(0.1, abs=0.01)
     assert bool(dropped[..., 0].all())
     assert bool((dropped == dropped[:, :, :1]).all())  # a key is dropped for all queries
-    with pytest.raises(ConfigError, match="key="):
-        config.get_fcm_mask(2, 5, False)
+    with pytest.raises(ConfigError, match="batch_size and seq_length"):
+        config.get_fcm_mask(2)
+
+
+def test_forgetful_mask_without_a_key_differs_between_calls():
+    config = EasyDeLBaseConfig(fcm_min_ratio=0.4, fcm_max_ratio=0.6)
+    first, second = (config.get_fcm_mask(2, 400, False) for _ in range(2))
+    assert first.shape == (2, 1, 400, 400) and bool(first[..., 0].all())
+    assert bool((first != second).any())
+
+
+def test_partition_axis_of_none_is_the_default():
+    default = EasyDeLBaseConfig()
+    for config in (EasyDeLBaseConfig(partition_axis=None), default.replace(partition_axis=None)):
+        assert config.partition_axis == default.partition_axis
+    config = EasyDeLBaseConfig()
+    config.add_basic_configurations(partition_axis=None)
+    assert config.partition_axis == default.partition_axis
+
+
+def test_save_pretrained_of_a_configuration_refuses_unread_keywords(tmp_path):
+    config = EasyDeLBaseConfig()
+    for keyword, words in [
+        ({"foo": 1}, "no keyword 'foo'"),
+        ({"repo": "a/b"}, "did you mean 'repo_id'"),
+        ({"repo_id": "a/b"}, "no effect without push_to_hub"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            config.save_pretrained(tmp_path, **keyword)
+    config.save_pretrained(tmp_path)
+    assert EasyDeLBaseConfig.from_pretrained(tmp_path).model_type == config.model_type
 
 
 def test_metrics_sum_before_division():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import secrets
 from collections.abc import Sequence
 from typing import Any, Final, Literal, Protocol
 
@@ -364,15 +365,15 @@ def get_fcm_mask(
 
     There are two forms: `(batch_size, seq_length, deterministic, key=...)` returns [b, 1, s, s]
     with a random ratio between `fcm_min_ratio` and `fcm_max_ratio`; the other form is `(key=,
-    shape=, fcm_ratio=)`.
+    shape=, fcm_ratio=)`. Without a key, each call draws another mask.
 
     Raises:
-        ConfigError: The key or the shape is missing.
+        ConfigError: The shape is missing.
     """
     if deterministic or (fcm_ratio is None and self.fcm_max_ratio == 0.0):
         return None
     if key is None:
-        raise ConfigError("get_fcm_mask draws at random: pass key=jax.random.key(...)")
+        key = jax.random.key(secrets.randbits(31))
     if shape is None:
         if batch_size is None or seq_length is None:
             raise ConfigError("get_fcm_mask needs batch_size and seq_length, or shape")

@@ -303,6 +303,8 @@ def normalize(name: str, value: object) -> Any:
     Raises:
         ConfigError: The value has the wrong type or is not an allowed name.
     """
+    if name == "partition_axis" and value is None:
+        return PartitionAxis()
     if value == "" and name in _EMPTY_IS_NONE:
         value = None
     if value is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import inspect
 import json
 import os
 from collections.abc import Mapping
@@ -95,8 +96,19 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Write config.json to a directory or an fsspec address (`gs://bucket/model`)."""
+        """Write config.json to a directory or an fsspec address (`gs://bucket/model`).
+
+        Raises:
+            ConfigError: A keyword has no effect, or an address cannot be uploaded to the hub.
+        """
         address = str(save_directory)
+        known = {*inspect.signature(super().push_to_hub).parameters, "repo_id", "token"}
+        for name in kwargs:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise ConfigError(f"save_pretrained has no keyword {name!r}{hint}")
+            if not push_to_hub:
+                raise ConfigError(f"{name} has no effect without push_to_hub=True: omit it")
         if "://" not in address:
             super().save_pretrained(address, push_to_hub, **kwargs)
         elif push_to_hub:
