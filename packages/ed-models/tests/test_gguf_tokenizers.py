@@ -229,3 +229,49 @@ def test_damaged_vocabulary_raises_checkpoint_error(
     del metadata[WHOLE]
     with pytest.raises(CheckpointError, match=message):
         write_tokenizer(tmp_path, as_read(metadata) | change)
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "parts"),
+    [
+        ("falcon", "in 1234 or 3", ["in", " ", "123", "4", " or", " 3"]),
+        (None, "in 1234 or 3", ["in", " ", "123", "4", " or", " ", "3"]),
+        ("default", "a12345.6", ["a", "123", "45", ".", "6"]),
+        ("deepseek-llm", "in 12\n東京", ["in", " ", "12", "\n", "東京"]),
+        ("gpt-2", "in 1234", ["in", " 1234"]),
+    ],
+)
+def test_digits_are_divided_as_in_llama_cpp(
+    pre: str | None, text: str, parts: list[str], tmp_path: Path
+) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    metadata = {f"{KEY}.model": "gpt2", f"{KEY}.tokens": alphabet, f"{KEY}.merges": []}
+    metadata |= {} if pre is None else {f"{KEY}.pre": pre}
+    write_tokenizer(tmp_path, as_read(metadata))
+    division = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
+    assert division is not None
+    spans = [span for _, span in division.pre_tokenize_str(text)]
+    assert [text[start:end] for start, end in spans] == parts
+
+
+def test_vocabulary_of_gemma_4_merges_within_lines(tmp_path: Path) -> None:
+    pieces = ["<unk>", "<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), "\n", "▁", "a", "b"]
+    pieces += ["\n\n", "▁a", "ab", "▁ab"]
+    types = [3, 3, *(6,) * 256, *(1,) * 8]
+    merges = ["\n \n", "▁ a", "a b", "▁a b"]
+    metadata = {
+        f"{KEY}.model": "gemma4",
+        f"{KEY}.tokens": pieces,
+        f"{KEY}.merges": merges,
+        f"{KEY}.scores": [0.0] * len(pieces),
+        f"{KEY}.token_type": types,
+        f"{KEY}.bos_token_id": 1,
+        f"{KEY}.add_space_prefix": False,
+    }
+    write_tokenizer(tmp_path, as_read(metadata))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "ab ab\n\n a é"
+    encoded = tokenizer.encode(text)
+    byte_tokens = ["▁", "<0xC3>", "<0xA9>"]
+    assert encoded.tokens == ["<bos>", "ab", "▁ab", "\n\n", "▁a", *byte_tokens]
+    assert tokenizer.decode(encoded.ids, skip_special_tokens=True) == text

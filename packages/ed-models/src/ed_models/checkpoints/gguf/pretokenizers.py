@@ -37,6 +37,22 @@ DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Letters of alphabets with upper and lower case.
+_CASED_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ"
+    "-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK"
+    "-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-"
+    "𐳲𑢠-𑣟𞤀-𞥃"
+)
+DEEPSEEK_LLM = (
+    "[\r\n]",
+    rf"\s?[{_CASED_LETTERS}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    r"\p{N}+",
+)
+_THREE_DIGITS = "[0-9][0-9][0-9]"
 BLOOM = " ?[^(\\s|[.,!?…。，、।۔،])]+"
 
 
@@ -60,7 +76,8 @@ class Division(NamedTuple):
 
 #: Name -> division. A name that is not here is an error.
 DIVISIONS: Mapping[str, Division] = {
-    "default": Division((), gpt2=True),
+    # A file without a name: llama.cpp divides its texts so.
+    "default": Division((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", _THREE_DIGITS)),
     "gpt-2": Division((), gpt2=True),
     "llama-bpe": Division((LLAMA3,), ignore_merges=True, bos=True),
     "tekken": Division((TEKKEN,), ignore_merges=True, bos=True),
@@ -75,7 +92,8 @@ DIVISIONS: Mapping[str, Division] = {
     "deepseek-coder": Division(
         ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
     ),
-    "falcon": Division((r"[\p{P}\$\+<=>\^~\|`]+",), gpt2=True),
+    "deepseek-llm": Division(DEEPSEEK_LLM),
+    "falcon": Division((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, _THREE_DIGITS)),
     "starcoder": Division((), digits=True, gpt2=True),
     "bloom": Division((BLOOM,)),
 }
@@ -137,7 +155,7 @@ def name_of(pre_tokenizer: Any, *, ignore_merges: bool) -> str | None:
         if [_essence(step) for step in steps_of(division)] == given
     ]
     exact = [name for name in matches if DIVISIONS[name].ignore_merges == ignore_merges]
-    return next(iter([name for name in exact if name != "default"] or matches), None)
+    return next(iter(exact or matches), None)
 
 
 def _essence(step: dict[str, Any]) -> tuple[object, ...]:

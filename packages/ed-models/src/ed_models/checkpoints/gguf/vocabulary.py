@@ -209,8 +209,8 @@ def _merges(vocabulary: TokenTable) -> Iterator[list[str]]:
             yield [left, right]
 
 
-def _pieces(vocabulary: TokenTable) -> dict[str, Any]:
-    """Pieces of SentencePiece, merged by their scores."""
+def _pieces(vocabulary: TokenTable, merges: list[list[str]] | None = None) -> dict[str, Any]:
+    """Pieces of SentencePiece, merged by their scores, or by merges in order."""
     prefix = vocabulary.flag("add_space_prefix", default=True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     before = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
@@ -236,9 +236,23 @@ def _pieces(vocabulary: TokenTable) -> dict[str, Any]:
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": vocabulary.ids,
-            "merges": merges_of_scores(vocabulary),
+            "merges": merges_of_scores(vocabulary) if merges is None else merges,
         },
     }
+
+
+def _lines(vocabulary: TokenTable) -> dict[str, Any]:
+    """Merges of characters within lines, with bytes for other characters, as in Gemma 4."""
+    content = _pieces(vocabulary, list(_merges(vocabulary)))
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    content["normalizer"] = replace
+    content["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": r"\n+"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return content
 
 
 def merges_of_scores(vocabulary: TokenTable) -> list[list[str]]:
@@ -341,6 +355,7 @@ def _unigram(vocabulary: TokenTable) -> dict[str, Any]:
 _KINDS: Mapping[str, Callable[[TokenTable], dict[str, Any]]] = {
     "gpt2": _bytes,
     "llama": _pieces,
+    "gemma4": _lines,
     "bert": _words,
     "t5": _unigram,
 }
