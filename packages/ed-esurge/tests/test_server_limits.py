@@ -6,7 +6,7 @@ import json
 
 import httpx
 import pytest
-from ed_esurge.config import ServerLimits
+from ed_esurge.config import EngineConfig, ServerLimits
 from ed_esurge.server.http import forms
 from ed_esurge.server.http.admission import Budget, Reservation
 from ed_esurge.server.http.body import MAX_ITEMS, MAX_KEYS, parsed_json
@@ -234,3 +234,17 @@ def test_bodies_beyond_the_byte_budget_are_rejected_until_others_end():
 def test_byte_budget_below_the_body_limit_raises_error():
     with pytest.raises(ValueError, match="max_bytes_in_flight"):
         ServerLimits(max_bytes_in_flight=4096)
+
+
+@pytest.mark.parametrize("words", [30, 3000])
+@pytest.mark.parametrize("by", ["server", "request"])
+def test_prompts_of_every_length_are_truncated(by, words):
+    config = EngineConfig(auto_truncate_prompt=by == "server", strict_context=by != "server")
+    fields = {"truncate_prompt_tokens": 20} if by == "request" else {}
+    text = "word " * words
+    with background(ScriptedEngine(max_model_len=64, config=config)) as url:
+        body = {"prompt": text, "max_tokens": 2, **fields}
+        assert httpx.post(f"{url}/completions", json=body).status_code == 200
+        if by == "server":
+            chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
+            assert httpx.post(f"{url}/chat/completions", json=chat).status_code == 200

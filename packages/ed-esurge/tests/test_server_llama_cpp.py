@@ -258,3 +258,75 @@ def test_log_probabilities_can_name_tokens_by_id(http):
     body = {"prompt": "reply plain", "logprobs": 1, "return_tokens_as_token_ids": True}
     choice = http.post("/v1/completions", json=body).json()["choices"][0]
     assert all(name.startswith("token_id:") for name in choice["logprobs"]["tokens"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/completion", "/infill"])
+def test_answers_have_the_fields_that_clients_read(http, path, stream):
+    body = {
+        "prompt": "reply plain",
+        "input_prefix": "reply plain",
+        "input_suffix": "",
+        "n_predict": 9,
+        "temperature": 0.25,
+        "top_k": 7,
+        "stop": ["x"],
+        "stream": stream,
+        "typical_p": 0.5,
+        "logit_bias": [[5, False]],
+        "id_slot": 2,
+        "seed": 3,
+    }
+    answer = http.post(path, json={k: v for k, v in body.items() if k in LLAMA_FIELDS[path]})
+    answer = json.loads(answer.text.split("data: ")[-1]) if stream else answer.json()
+    settings = answer["generation_settings"]
+    used = {"n_predict": 9, "temperature": 0.25, "top_k": 7, "typical_p": 0.5, "seed": 3}
+    assert used.items() <= settings.items()
+    assert settings["stop"] == ["x"] and settings["logit_bias"] == [[5, -100]]
+    defaults = http.get("/props").json()["default_generation_settings"]["params"]
+    assert set(defaults) <= set(settings)
+    assert {k: v for k, v in settings.items() if k in defaults and k not in used} == {
+        k: v for k, v in defaults.items() if k not in used
+    }
+    assert "reply plain" in answer["prompt"]
+    assert (answer["has_new_line"], answer["id_slot"]) == (False, 2)
+
+
+_SHARED = {"n_predict", "temperature", "top_k", "stop", "stream", "typical_p", "logit_bias"}
+LLAMA_FIELDS = {
+    "/completion": {"prompt", "id_slot", "seed", *_SHARED},
+    "/infill": {"input_prefix", "input_suffix", "id_slot", "seed", *_SHARED},
+}
+
+
+def test_props_report_the_defaults_that_completions_use(http, engine):
+    http.post("/completion", json={"prompt": "reply plain", "n_predict": 1})
+    params = [*engine.requests.values()][-1]
+    defaults = http.get("/props").json()["default_generation_settings"]["params"]
+    for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "typical_p"):
+        assert defaults[name] == getattr(params, name), name
+    assert defaults["repeat_penalty"] == params.repetition_penalty
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_response_fields_select_fields_of_the_answer(http, stream):
+    names = ["content", "generation_settings/top_k", "tokens_predicted", "missing", "content/x"]
+    body = {"prompt": "reply plain", "n_predict": 3, "response_fields": names, "stream": stream}
+    answer = http.post("/completion", json=body)
+    answer = json.loads(answer.text.split("data: ")[-1]) if stream else answer.json()
+    content = "" if stream else "It "
+    assert answer == {"content": content, "top_k": 40, "tokens_predicted": 3}
+
+
+def test_new_lines_of_an_answer_are_reported(http):
+    body = {"prompt": "reply inside", "n_predict": 20}
+    for stream in (False, True):
+        answer = http.post("/completion", json={**body, "stream": stream})
+        last = json.loads(answer.text.split("data: ")[-1]) if stream else answer.json()
+        assert last["has_new_line"] is True
+
+
+def test_probabilities_after_the_samplers_are_refused(http):
+    body = {"prompt": "reply plain", "n_predict": 1, "n_probs": 2, "post_sampling_probs": True}
+    assert http.post("/completion", json=body).status_code == 400
+    assert http.post("/completion", json={**body, "post_sampling_probs": False}).is_success

@@ -322,3 +322,24 @@ def test_scores_of_large_logits_are_finite() -> None:
     np.testing.assert_allclose(LabelSet((None,)).scores(logits), [1.0, 0.0, 0.5])
     raw = LabelSet((None,), score_activation="identity").scores(logits)
     np.testing.assert_allclose(raw, logits[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("/rerank", {"query": "a", "documents": ["b", "word " * 90]}, "documents"),
+        ("/v1/rerank", {"query": "word " * 90, "documents": ["b"]}, "query"),
+        ("/v1/score", {"text_1": "a", "text_2": ["word " * 90]}, "text_2"),
+        ("/v1/score", {"queries": "word " * 90, "items": ["b"]}, "queries"),
+        ("/v1/score", {"data_1": "a", "data_2": "word " * 90}, "data_2"),
+    ],
+)
+def test_errors_name_the_field_of_a_long_text(path, fields, name):
+    with background(ScriptedEngine(max_model_len=64)) as url:
+        root = url.removesuffix("/v1")
+        answer = httpx.post(root + path, json=fields)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == name and f"the {name} has" in error["message"]
+        cut = httpx.post(root + path, json={**fields, "truncate_prompt_tokens": 10})
+        assert cut.status_code == 200, cut.text

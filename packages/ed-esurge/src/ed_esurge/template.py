@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from ed_infra.conversation import ConversationFormat, Messages
 from ed_infra.errors import ConfigError, did_you_mean
 
+from ed_esurge.marked_text import MarkedText
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.tokenizer import Tokenizer
 
@@ -121,21 +122,64 @@ class ChatTemplate:
         number = next(number for number in itertools.count() if number not in taken)
         mark = f"{OPEN}{number}."
 
-        def marked(value: Any) -> Any:
-            if isinstance(value, str):
-                return self._special.sub(
-                    lambda hit: f"{mark}{ord(hit[0][0]):x}{CLOSE}{hit[0][1:]}", value
-                )
-            if isinstance(value, Mapping):
-                return {marked(key): marked(item) for key, item in value.items()}
-            return [marked(item) for item in value] if isinstance(value, list | tuple) else value
+        def mark_character(character: str) -> str:
+            return f"{mark}{ord(character):x}{CLOSE}"
 
-        own = {key: value for key, value in options.items() if key in ("tokenize", "chat_template")}
-        if self.source is not None:
-            own["chat_template"] = self.source
-        given = {"add_generation_prompt": True, **marked(options), **own, "tokenize": False}
-        text = self.tokenizer.apply_chat_template(marked([*messages]), **given)
-        return text, re.compile(f"{re.escape(mark)}([0-9a-f]+){CLOSE}")
+        def mark_text(text: str) -> str:
+            return self._special.sub(lambda hit: mark_character(hit[0][0]) + hit[0][1:], text)
+
+        def wrap_text(text: str) -> str:
+            places = [hit.start() for hit in self._special.finditer(text)]
+            return MarkedText(text, places, mark_character) if places else text
+
+        def render(convert: Callable[[str], str]) -> str:
+            own = {key: options[key] for key in ("tokenize", "chat_template") if key in options}
+            if self.source is not None:
+                own["chat_template"] = self.source
+            given = {"add_generation_prompt": True, **_convert_texts(options, convert), **own}
+            given["tokenize"] = False
+            return self.tokenizer.apply_chat_template(_convert_texts([*messages], convert), **given)
+
+        marks = re.compile(f"{re.escape(mark)}([0-9a-f]+){CLOSE}")
+        text = render(mark_text)
+        if self._special.search(said) is None:
+            return text, marks
+        # A template may look for special tokens in the texts, such as the end of the thoughts.
+        expected = render(str)
+        if self.plain(text, marks) != expected:
+            other = self._render_types(
+                _convert_texts([*messages], wrap_text), _convert_texts(options, wrap_text)
+            )
+            if other is not None and self.plain(other, marks) == expected:
+                return other, marks
+        return text, marks
+
+    def _render_types(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
+        """Return a rendered conversation whose texts keep their types; None if that fails.
+
+        `apply_chat_template` converts all texts to `str`.
+        """
+        from transformers.utils import chat_template_utils
+
+        compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+        if compile_template is None:
+            return None
+        source = self.source or options.get("chat_template")
+        unread = ("tokenize", "chat_template")
+        values = {
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **getattr(self.tokenizer, "special_tokens_map", {}),
+            **{key: value for key, value in options.items() if key not in unread},
+        }
+        chat = [{k: v for k, v in each.items() if v is not None} for each in messages]
+        tokenizer: Any = self.tokenizer
+        try:
+            known = tokenizer.get_chat_template(source, tools=values["tools"])
+            return str(compile_template(str(known)).render(messages=chat, **values))
+        except Exception:  # a template can raise any exception
+            return None
 
     def plain(self, text: str, marks: re.Pattern[str]) -> str:
         """Return a rendered conversation without the marks."""
@@ -214,6 +258,20 @@ def _copy_tokenizer(original: Any) -> Any:
     if copy.get_added_tokens_decoder() == added:
         return copy
     return type(original).from_str(original.to_str())  # the ids of the added tokens have gaps
+
+
+def _convert_texts(value: Any, convert: Callable[[str], str]) -> Any:
+    """Return nested lists and mappings with converted strings."""
+    if isinstance(value, str):
+        return convert(value)
+    if isinstance(value, Mapping):
+        return {
+            _convert_texts(key, convert): _convert_texts(item, convert)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_convert_texts(item, convert) for item in value]
+    return value
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -174,9 +174,11 @@ class ModelCard(AnswerBody):
     certificate: CertificateSummary | None = None
     """Absent for a model without `certificate.json`."""
     type: Literal["model"] = "model"
-    """This field and the next two are for Anthropic's clients."""
+    """This field and the next ones are for Anthropic's clients."""
     display_name: str | None = None
     created_at: str | None = None
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None = None
 
 
 class ModelList(AnswerBody):

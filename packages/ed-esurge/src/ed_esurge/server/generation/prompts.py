@@ -136,14 +136,19 @@ class PromptEncoder:
         )
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, param: str = "prompt"
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        param: str = "prompt",
+        cut: bool = False,
     ) -> list[list[int]]:
         """Return the token ids of texts.
 
         Raises:
             APIError: 400, a text is not valid Unicode, or too long for the context.
         """
-        self._check_texts(texts, param)
+        self._check_texts(texts, param, cut=cut)
 
         def work() -> list[list[int]]:
             return [
@@ -181,7 +186,7 @@ class PromptEncoder:
             whole = await self.encode(texts, add_special_tokens=add_special_tokens, param=param)
             encoded = iter([(tokens, 0) for tokens in whole])
         else:
-            self._check_texts(texts, param)
+            self._check_texts(texts, param, cut=True)
 
             def work() -> list[tuple[list[int], int]]:
                 options = {"add_special_tokens": add_special_tokens}
@@ -228,7 +233,7 @@ class PromptEncoder:
         Raises:
             APIError: 400, a text is not valid Unicode, or a pair is too long.
         """
-        self._check_texts([text for pair in pairs for text in pair], param)
+        self._check_texts([text for pair in pairs for text in pair], param, cut=longest is not None)
         limit = None
         if longest is not None:
             limit = min(longest, self.max_model_len) if longest > 0 else self.max_model_len
@@ -303,9 +308,10 @@ class PromptEncoder:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _check_texts(self, texts: Sequence[str], param: str) -> None:
+    def _check_texts(self, texts: Sequence[str], param: str, *, cut: bool = False) -> None:
         for text in texts:
-            self._check_length(len(text), param)
+            if not cut:
+                self._check_length(len(text), param)
             try:
                 text.encode()
             except UnicodeEncodeError as error:
@@ -314,7 +320,8 @@ class PromptEncoder:
                 ) from error
 
     def _check_length(self, characters: int, param: str) -> None:
-        if characters > self.most_characters:
+        may_cut = self.config.auto_truncate_prompt and not self.config.strict_context
+        if characters > self.most_characters and not may_cut:
             raise APIError(
                 f"this model's maximum context length is {self.max_model_len} tokens; the {param} "
                 f"has {characters} characters, and at most {self.most_characters} characters can "

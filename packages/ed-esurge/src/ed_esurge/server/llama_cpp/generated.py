@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ed_esurge.outputs import CompletionOutput
+from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.logprobs import token_probabilities
 from ed_esurge.server.generation.models import ServedModel
@@ -20,6 +21,7 @@ from ed_esurge.server.generation.requests import MAX_BIASES, MAX_LOGPROBS, ChatR
 from ed_esurge.server.http.errors import APIError, InvalidField, renamed
 from ed_esurge.server.http.fields import JsonSchema, few, unsupported, validated
 from ed_esurge.server.http.json_parts import JsonItems
+from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
 from ed_esurge.server.http.streaming import StreamFormat, encode
 from ed_esurge.server.library.parameters import SamplingOptions, chat_fields
 
@@ -35,6 +37,23 @@ NAMES = {
 }
 
 
+_MISSING = object()
+_OPTIONS = frozenset(SamplingOptions.model_fields)
+_SHOWN = ("presence_penalty", "frequency_penalty", "temperature", *LLAMA_SAMPLERS)
+
+
+def default_settings() -> dict[str, Any]:
+    """Return the sampling options of a request without options."""
+    engine = SamplingParams()
+    values = {name: getattr(engine, name) for name in _SHOWN}
+    return {
+        **{name: [*one] if isinstance(one, tuple) else one for name, one in values.items()},
+        "repeat_penalty": engine.repetition_penalty,
+        "repeat_last_n": -1,
+        **DEFAULTS,
+    }
+
+
 def _biases(value: object) -> object:
     """Convert llama.cpp's list of pairs to an object; false forbids a token."""
     pairs = [*value.items()] if isinstance(value, Mapping) else value
@@ -47,6 +66,9 @@ def _biases(value: object) -> object:
         token, bias = pair
         found[str(token)] = -100 if bias is False else bias
     return found
+
+
+FieldName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class LlamaRequest(SamplingOptions):
@@ -73,7 +95,27 @@ class LlamaRequest(SamplingOptions):
     ] = None
     lora: Annotated[None, unsupported("adapters of one request; select one by `model`", [])] = None
     t_max_predict_ms: Annotated[None, unsupported("a limit of time; send n_predict", 0, -1)] = None
+    post_sampling_probs: Annotated[
+        None, unsupported("probabilities after the samplers; n_probs has those before", False)
+    ] = None
+    response_fields: Annotated[list[FieldName] | None, few(64)] = None
+    """Names of the fields of the answer; `a/b` is the field b of a. None = all."""
     n_cmpl: Annotated[None, unsupported("several answers; use /v1/completions with n", 1)] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return all options, with the defaults of those that the request omits."""
+        others = {
+            "n_predict": -1,
+            "seed": -1,
+            "stop": [],
+            **{name: getattr(self, name) for name in ("stream", "ignore_eos", "n_probs")},
+            "grammar": self.grammar or "",
+            "logit_bias": [[int(key), bias] for key, bias in (self.logit_bias or {}).items()],
+        }
+        values = {name: value for name, value in self.values().items() if name in _OPTIONS}
+        if "num_predict" in values:
+            values["n_predict"] = values.pop("num_predict")
+        return {**default_settings(), **others, **values}
 
     def chat(self) -> dict[str, Any]:
         """Return the fields of a chat request for these fields."""
@@ -127,6 +169,10 @@ class GeneratedAnswer(AnswerBody):
     tokens_evaluated: int | None = None
     tokens_cached: int | None = None
     truncated: bool | None = None
+    generation_settings: dict[str, Any] | None = None
+    prompt: str | None = None
+    has_new_line: bool | None = None
+    id_slot: int | None = None
     stop_type: Literal["eos", "word", "limit"] | None = None
     stopping_word: str | None = None
     timings: Timings | None = None
@@ -162,27 +208,58 @@ async def generated(
             own_options=True,
         )
 
+    prompt = await model.prompts.decode([*tokens])
+    settings = {**body.settings(), "n_ctx": body.num_ctx or model.prompts.max_model_len}
+
+    def request_facts(text: str) -> dict[str, Any]:
+        return {
+            "generation_settings": settings,
+            "prompt": prompt,
+            "has_new_line": "\n" in text,
+            "id_slot": body.id_slot if body.id_slot is not None and body.id_slot >= 0 else 0,
+        }
+
     async def whole() -> dict[str, Any]:
         (choice,) = await turn.choices()
         known = _head(turn, choice.out, choice.reply.content)
         if turn.body.logprobs:
             known["completion_probabilities"] = JsonItems(lambda: _probabilities(turn, choice.out))
-        return {**known, **_last(turn, choice.out)}
+        facts = request_facts(choice.reply.content)
+        return _select({**known, **facts, **_last(turn, choice.out)}, body.response_fields)
 
     async def events() -> AsyncGenerator[str]:
+        has_new_line = False
         async with aclosing(turn.pieces()) as items:
             async for pieces in items:
                 for piece in pieces:
                     text = "".join(getattr(event, "text", "") for event in piece.events)
                     known = _head(turn, piece.out, text)
+                    has_new_line = has_new_line or "\n" in text
                     if turn.body.logprobs:
                         known["completion_probabilities"] = [*_probabilities(turn, piece.out)]
                     yield _event({**known, "stop": False})
                     if piece.finish is not None:
                         end = {"index": 0, "content": "", "tokens": []}
-                        yield _event({**end, **_last(turn, piece.out)})
+                        facts = request_facts("\n" if has_new_line else "")
+                        last = {**end, **facts, **_last(turn, piece.out)}
+                        yield _event(_select(last, body.response_fields))
 
     return await turn.generation.answer(body.stream, events, whole, StreamFormat(_error_event))
+
+
+def _select(answer: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+    """Return the fields of an answer that a request names; None = all."""
+    if names is None:
+        return answer
+    selected: dict[str, Any] = {}
+    for name in names:
+        value: Any = answer
+        *_, last = keys = name.split("/")
+        for key in keys:
+            value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
+        if value is not _MISSING:
+            selected[last] = value
+    return selected
 
 
 def _event(fields: Mapping[str, Any]) -> str:

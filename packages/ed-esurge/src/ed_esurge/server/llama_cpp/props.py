@@ -7,20 +7,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.generation.abilities import SPEECH_TASKS
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
-from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
+from ed_esurge.server.llama_cpp.generated import default_settings
 from ed_esurge.server.operations.health import server_version
 from ed_esurge.server.routing import READING, Endpoint
-
-_SHOWN = (
-    *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-    *LLAMA_SAMPLERS,
-)
 
 
 class ServerProps(AnswerBody):
@@ -51,13 +45,8 @@ async def props(server: ServedModels, request: Request) -> JSONResponse:
 
 
 def _properties(model: ServedModel) -> dict[str, Any]:
-    defaults = SamplingParams()
     tokenizer = model.prompts.tokenizer
-    known = {field: getattr(defaults, field) for field in _SHOWN}
-    settings = {
-        **{field: list(v) if isinstance(v, tuple) else v for field, v in known.items()},
-        "repeat_penalty": defaults.repetition_penalty,
-    }
+    settings = default_settings()
     return {
         "default_generation_settings": {"n_ctx": model.prompts.max_model_len, "params": settings},
         "total_slots": model.engine.config.max_num_seqs,

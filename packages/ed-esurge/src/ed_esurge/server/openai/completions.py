@@ -64,7 +64,9 @@ async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask
     """Return the prompts as token ids that fit the context, with their sampling options."""
     prompts = model.prompts
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    encoded = iter(await prompts.encode(texts, add_special_tokens=body.add_special_tokens))
+    cut = body.truncate_prompt_tokens is not None
+    special = body.add_special_tokens
+    encoded = iter(await prompts.encode(texts, add_special_tokens=special, cut=cut))
     # The engine also samples one token of a request that only scores (max_tokens 0).
     wanted = None if body.max_tokens is None else max(body.max_tokens, 1)
     best_of, logprobs = body.best_of or body.n, body.logprobs

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
 import numpy as np
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    model_validator,
+)
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -87,6 +95,21 @@ class ScoreRequest(ScoringRequest):
 
     text_1: Texts
     text_2: Texts
+
+    _names: tuple[str, str] = PrivateAttr(("text_1", "text_2"))
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_names(cls, data: Any, handler: ModelWrapValidatorHandler[ScoreRequest]) -> Any:
+        body = handler(data)
+        spelled = {cls.ALIASES.get(key, key): key for key in data}
+        body._names = spelled["text_1"], spelled["text_2"]
+        return body
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of both fields in the spelling of the client."""
+        return self._names
 
 
 class RerankRequest(ScoringRequest):
@@ -184,7 +207,7 @@ async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Res
         )
     default = model.embedding_settings.prompt()
     request_id = new_id("score", body.request_id)
-    texts = _Texts(first, second, (default, default), body, request_id)
+    texts = _Texts(body.names, first, second, (default, default), body, request_id)
     scorer = await _scorer(model, texts)
     size = model.pooled_size(request, scorer.prompts)
 
@@ -221,7 +244,8 @@ async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> R
         settings.first_prompt("document", "passage", "corpus"),
     )
     request_id = new_id("rerank", body.request_id)
-    texts = _Texts([body.query], documents, prompts, body, request_id)
+    names = ("query", "documents")
+    texts = _Texts(names, [body.query], documents, prompts, body, request_id)
     scorer = await _scorer(model, texts)
     size = model.pooled_size(request, scorer.prompts)
 
@@ -258,12 +282,14 @@ class _Texts:
     """The texts of a request.
 
     Attributes:
+        names: fields of the first and the second texts, for errors.
         first, second: texts to compare: one by one, or the only first text with each second text.
         prefixes: prompts of an embedding model for the first and the second texts.
         body: the request.
         request_id: name of the request in the log and in traces.
     """
 
+    names: tuple[str, str]
     first: list[str]
     second: list[str]
     prefixes: tuple[str, str]
@@ -350,7 +376,7 @@ class _CrossEncoder:
             list(zip(first, texts.second, strict=True)),
             longest=body.truncate_prompt_tokens,
             most=body.max_tokens_per_doc or None,
-            param="the texts",
+            param=texts.names[1],
         )
         params = [
             PoolingParams(normalize=False, second_text_start=pair.second_start) for pair in encoded
@@ -385,12 +411,13 @@ class _BiEncoder:
         prompts: list[CheckedPrompt] = []
         params: list[PoolingParams] = []
         truncated = 0
-        for prefix, some in zip(texts.prefixes, await texts.cut(model), strict=True):
+        cut = await texts.cut(model)
+        for name, prefix, some in zip(texts.names, texts.prefixes, cut, strict=True):
             encoded, removed = await model.prompts.tokens_of(
                 [prefix + text for text in some],
                 most=body.truncate_prompt_tokens,
                 side=body.truncation_side,
-                param="the texts",
+                param=name,
             )
             lengths = await prompt_lengths(
                 model, prefix, encoded, [True] * len(encoded), body.truncation_side

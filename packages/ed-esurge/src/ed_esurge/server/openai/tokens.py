@@ -111,7 +111,14 @@ async def names(server: ServedModels, request: Request) -> JSONResponse:
 def _for_both_apis(card: dict[str, Any]) -> dict[str, Any]:
     """Return an entry of OpenAI's API with the fields of Anthropic's API."""
     created = datetime.fromtimestamp(card["created"], UTC).isoformat()
-    return {**card, "type": "model", "display_name": card["id"], "created_at": created}
+    return {
+        **card,
+        "type": "model",
+        "display_name": card["id"],
+        "created_at": created,
+        "lifecycle": "active",
+        "max_input_tokens": card["max_model_len"],
+    }
 
 
 async def one(server: ServedModels, request: Request) -> JSONResponse:
