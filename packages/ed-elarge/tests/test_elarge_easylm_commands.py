@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -446,6 +447,29 @@ def test_flags_of_serving_become_valid_sections(
     flags = parse_flags("llama_serve", words)
     with pytest.raises(ConfigError, match=r"has its own config\.json"):
         serving.sections_of(flags, tmp_path)
+
+
+@pytest.mark.nightly
+def test_llama_serve_answers_the_requests_of_lm_eval_json(
+    stream: Path, quickstart_model: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [f"--load_checkpoint=params::{stream}", f"--tokenizer={quickstart_model}"]
+    words += [f"--load_llama_config=json::{quickstart_model}/config.json", "--mesh_dim=1,1,1"]
+    words += ["--dtype=fp32", "--seq_length=64", f"--lm_server.port={port}"]
+    server = subprocess.Popen([sys.executable, "-m", MODULES["llama_serve"], *words])
+    try:
+        wait_for_server(f"http://127.0.0.1:{port}", seconds=300)
+        (tmp_path / "in.json").write_text(json.dumps({"prefix": ["a"], "text": [" b"]}))
+        words = [f"--input={tmp_path}/in.json", f"--output={tmp_path}/out.json"]
+        assert run("lm_eval_json", *words, f"--lm_client.url=http://127.0.0.1:{port}") == 0
+    finally:
+        server.terminate()
+        server.wait(60)
+    answers = json.loads((tmp_path / "out.json").read_text())
+    assert answers["loglikelihood"][0] < 0 and answers["is_greedy"][0] in (True, False)
 
 
 def test_benchmark_attention_prints_both_times(capsys: pytest.CaptureFixture[str]) -> None:
