@@ -192,3 +192,18 @@ def test_error_during_a_stream_reaches_the_client():
         texts = []
         with pytest.raises(openai.APIError, match="stopped in the middle"):
             texts.extend(chunk.choices[0].text for chunk in stream)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/api/generate"])
+def test_unexpected_errors_announce_the_end_of_the_connection(path):
+    def fail(prompt, choice):
+        raise RuntimeError("broken")
+
+    with background(ScriptedEngine(fail)) as url, httpx.Client() as client:
+        body = {"model": "scripted", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+        fields = {"prompt", "model"} if path != "/v1/chat/completions" else {"messages", "model"}
+        sent = {key: body[key] for key in fields} | {"stream": False}
+        for _ in range(3):
+            answer = client.post(url.removesuffix("/v1") + path, json=sent)
+            assert answer.status_code == 500
+            assert answer.headers["connection"] == "close"

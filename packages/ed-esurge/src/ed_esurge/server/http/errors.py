@@ -401,11 +401,14 @@ async def _url(request: Request, error: Any) -> Response:
 
 
 async def _unexpected(_: Request, __: Exception) -> Response:  # uvicorn logs the traceback
-    return APIError(
+    response = APIError(
         "the server failed on this request; see the traceback in its log",
         status=500,
         code="internal_error",
     ).response()
+    # The error is raised again for the log, after which the server closes the connection.
+    response.headers["Connection"] = "close"
+    return response
 
 
 #: Class of an exception, or status -> function that converts the exception to an answer.
