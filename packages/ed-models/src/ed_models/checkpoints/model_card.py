@@ -50,9 +50,10 @@ def write_card(directory: Path, model: Any, *, is_adapter: bool = False) -> None
         model: the model; `name_or_path` of its configuration is its base.
         is_adapter: whether the directory contains an adapter in PEFT's layout.
     """
-    config, base = model.config, model.config.name_or_path or None
+    config, base = model.config, getattr(model.config, "name_or_path", None) or None
+    kind = getattr(config, "model_type", type(model).__name__)
     license_fields = read_license(base)
-    tags = [config.model_type, *(["lora"] if is_adapter else [])]
+    tags = [kind, *(["lora"] if is_adapter else [])]
     data = ModelCardData(
         base_model=base,
         library_name="peft" if is_adapter else "transformers",
@@ -60,11 +61,11 @@ def write_card(directory: Path, model: Any, *, is_adapter: bool = False) -> None
         tags=[*tags, "easydel"],
         **license_fields,
     )
-    what = "LoRA adapter" if is_adapter else config.model_type
+    what = "LoRA adapter" if is_adapter else kind
     name = Path(base).name if base else None
     origin = f" for {name}" if is_adapter and name else f" from {name}" if name else ""
-    kind = model.architecture or type(model).__name__
-    text = f"# {what}{origin}\n\nClass: `{kind}`."
+    class_name = getattr(model, "architecture", None) or type(model).__name__
+    text = f"# {what}{origin}\n\nClass: `{class_name}`."
     _write(directory, data, text)
 
 
