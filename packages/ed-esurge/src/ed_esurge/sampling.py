@@ -43,6 +43,11 @@ class StructuredOutputs(Options):
     ] = ()
     """Strings that end the reasoning of a model. The grammar applies after the first occurrence of
     one of them. Before, every token is allowed except end-of-sequence tokens."""
+    calls: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=512)
+    ] = ()
+    """Strings that begin calls of functions, with a `json_schema`. An output that begins with one
+    of them has any text."""
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
@@ -50,6 +55,8 @@ class StructuredOutputs(Options):
         wanted = [kind for kind in kinds if getattr(self, kind) is not None]
         if len(wanted) != 1:
             raise ValueError(f"give one of {', '.join(kinds)} (got {wanted or 'none'})")
+        if self.calls and self.json_schema is None:
+            raise ValueError("calls need a json_schema: omit calls, or give a json_schema")
         return self
 
 

@@ -6,6 +6,7 @@ The trial in a child process and the engine build the same grammar with the same
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,10 @@ from ed_esurge.grammars.limits import check_lark, check_regex, check_schema
 from ed_esurge.grammars.rewriting import rewritten
 
 GrammarSource = tuple[str, Any]
-"""The kind of a grammar (`json_schema`, `regex`, `choice` or `grammar`), and its string(s)."""
+"""The kind of a grammar (`json_schema`, `regex`, `choice` or `grammar`), and its string(s).
+
+The kind `schema_or_calls` has a schema and the beginnings of calls: strings and ids of tokens.
+"""
 
 # At most one space is allowed between JSON tokens. Otherwise a model may generate white space
 # without end.
@@ -59,11 +63,17 @@ def grammar_text(source: GrammarSource) -> str:
     from llguidance import LLMatcher
 
     kind, content = source
-    if kind == "json_schema":
+    calls: Sequence[Sequence[str | int]] = ()
+    if kind == "schema_or_calls":
+        content, calls = content
+    if kind in ("json_schema", "schema_or_calls"):
         check_schema(content)
         text = LLMatcher.grammar_from_json_schema(rewritten(content), defaults=JSON_STYLE)
         schema = {**json.loads(text)["grammars"][0], "name": "schema"}
-        return json.dumps({"grammars": [{"lark_grammar": f"start: @schema{ANY_TOKENS}"}, schema]})
+        start = "start: @schema"
+        if calls:
+            start += f" | ({' | '.join(map(_beginning, calls))}) <[*]>*"
+        return json.dumps({"grammars": [{"lark_grammar": f"{start}{ANY_TOKENS}"}, schema]})
     if kind == "regex":
         check_regex(content)
         pattern = json.loads(LLMatcher.grammar_from_regex(content))["grammars"][0]
@@ -76,6 +86,23 @@ def grammar_text(source: GrammarSource) -> str:
     check_lark(content)
     # Text in braces is already llguidance's format.
     return content if content.lstrip().startswith("{") else content + ANY_TOKENS
+
+
+def _beginning(parts: Sequence[str | int]) -> str:
+    """Return strings and ids of tokens in the syntax of Lark.
+
+    The beginning of a JSON object consists of the same lexemes as the objects of the schema.
+    """
+    written: list[str] = []
+    for part in parts:
+        if isinstance(part, int):
+            written.append(f"<[{part}]>")
+        elif part.startswith(("{", "[{")):
+            lexemes = re.findall(r'[\[{]|"[^"]*"|:', part)
+            written += ["/: ?/" if each == ":" else json.dumps(each) for each in lexemes]
+        else:
+            written.append(json.dumps(part, ensure_ascii=False))
+    return " ".join(written)
 
 
 def build(tokenizer: Any, text: str) -> Any:

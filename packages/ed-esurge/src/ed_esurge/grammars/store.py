@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -106,7 +107,7 @@ class Grammars:
         """
         if wanted.after:
             self.thought_ends(wanted.after)
-        source = source_of(wanted)
+        source = self._source(wanted)
         with self._lock:
             result = self._waiting.get(source)
             if result is not None:
@@ -138,7 +139,7 @@ class Grammars:
         Raises:
             ConfigError: the grammar does not compile.
         """
-        source = source_of(wanted)
+        source = self._source(wanted)
         with self._lock:
             known = self._find(source)
         if known is not None:
@@ -166,10 +167,33 @@ class Grammars:
     def forget(self, wanted: StructuredOutputs) -> None:
         """Remove a grammar whose matcher has exceeded a limit. All copies share the lexer states,
         so each copy would exceed the limit."""
-        source = source_of(wanted)
+        source = self._source(wanted)
         with self._lock:
             self._recent.pop(source, None)
             self._known.pop(source, None)
+
+    def _source(self, wanted: StructuredOutputs) -> GrammarSource:
+        """Return the kind and the text of a structured output, the cache key of its grammar."""
+        if wanted.calls:
+            calls = sorted(
+                {parts for text in wanted.calls for parts in self._spellings(text)}, key=str
+            )
+            return "schema_or_calls", (wanted.json_schema, tuple(calls))
+        kinds = ("json_schema", "regex", "choice", "grammar")
+        return next((kind, value) for kind in kinds if (value := getattr(wanted, kind)) is not None)
+
+    @functools.cached_property
+    def _added_ids(self) -> dict[str, int]:
+        """The ids of added tokens by their text."""
+        return {token.content: id_ for id_, token in self._hf.added_tokens_decoder.items()}
+
+    def _spellings(self, text: str) -> Iterable[tuple[str | int, ...]]:
+        """Yield the ways to write a text: as text, and with its added tokens."""
+        yield (text,)
+        markers = sorted((each for each in self._added_ids if each in text), key=len, reverse=True)
+        if markers:
+            pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text)
+            yield tuple(self._added_ids.get(piece, piece) for piece in pieces if piece)
 
     def _prepared(self) -> tuple[Any, TrialProcess]:
         with self._lock:
@@ -276,9 +300,3 @@ class _Compiler:
                 done.set_exception(GrammarError("the grammar cannot be compiled: simplify it"))
             else:
                 done.set_result(grammar)
-
-
-def source_of(wanted: StructuredOutputs) -> GrammarSource:
-    """Return the kind and the text of a structured output, the cache key of its grammar."""
-    kinds = ("json_schema", "regex", "choice", "grammar")
-    return next((kind, value) for kind in kinds if (value := getattr(wanted, kind)) is not None)

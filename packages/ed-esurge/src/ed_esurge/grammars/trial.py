@@ -36,7 +36,8 @@ def compile_grammar(tokenizer: Any, source: GrammarSource) -> tuple[str, Any]:
     except GrammarError:
         raise
     except ValueError as error:
-        raise GrammarError(plain(source[0], str(error))) from None
+        kind = source[0].replace("schema_or_calls", "json_schema")
+        raise GrammarError(plain(kind, str(error))) from None
     matcher = build(tokenizer, text)
     if matcher.is_error():
         raise GrammarError(_refusal(tokenizer, source, matcher.get_error()))
@@ -89,6 +90,8 @@ def _choose(mask: bytes, rng: random.Random) -> int | None:
 def _refusal(tokenizer: Any, source: GrammarSource, said: str) -> str:
     """Return the message for an invalid grammar; for a schema, with a JSON path."""
     kind, content = source
+    if kind == "schema_or_calls":
+        kind, content = "json_schema", content[0]
     if kind != "json_schema":
         return plain(kind, said)
     until = time.process_time() + LOCATE_SECONDS

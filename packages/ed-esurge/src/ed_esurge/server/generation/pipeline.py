@@ -282,9 +282,10 @@ class ChatGeneration:
         if budget is not None and budget >= 0:
             more["thinking_budget"] = model.formats.thinking_budget(budget, ending)
         if body.stop and plain is None and not body.use_beam_search:
-            more["thought_texts"] = model.formats.thought_texts(ending)
+            more["thought_texts"] = model.formats.thought_texts(body, ending)
         ends = () if plain is not None else model.formats.ends_of_thoughts(ending)
-        structured = await compile_one(model.engine, _structured_outputs(body), ends)
+        wanted = _structured_outputs(body, model.formats.call_starts(body))
+        structured = await compile_one(model.engine, wanted, ends)
         if structured is not None:
             more["structured_outputs"] = structured
         params = await model.sampling_params(
@@ -429,15 +430,21 @@ def check_template(model: ServedModel, body: ChatRequest) -> None:
         )
 
 
-def _structured_outputs(body: ChatRequest) -> dict[str, StructuredOutputs]:
-    """Return the structured outputs of a request by the field that requests them."""
+def _structured_outputs(
+    body: ChatRequest, call_starts: tuple[str, ...]
+) -> dict[str, StructuredOutputs]:
+    """Return the structured outputs of a request by the field that requests them.
+
+    Args:
+        call_starts: texts that begin calls, which the model may write instead of the answer.
+    """
     wanted = body.outputs()
     calls = required_calls(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     text = body.response_format.schema_text if body.response_format is not None else None
     if calls is not None:  # a reply of calls has no content that response_format could constrain
         wanted["tool_choice"] = calls
     elif text is not None:
-        wanted["response_format"] = StructuredOutputs(json_schema=text)
+        wanted["response_format"] = StructuredOutputs(json_schema=text, calls=call_starts)
     return wanted
 
 

@@ -124,7 +124,7 @@ class ReplyFormats:
             ending: text of the last tokens of the prompt, see `Prompts.ending`.
         """
         choice = body.tool_choice if body.tools else "none"
-        inside = self.thinks(ending)
+        inside = self._begins_with_thoughts(body, ending)
         drops = self._special if self.shows_special(body) else ()
         if isinstance(choice, NamedTool):
             name = choice.function.name
@@ -141,11 +141,37 @@ class ReplyFormats:
             return None
         return lambda: ReplyParser(calls, self.reasoning, inside=inside, drops=drops)
 
+    def call_starts(self, body: ChatRequest) -> tuple[str, ...]:
+        """Return the texts that may begin a call in a reply, if the model may choose to call."""
+        if not body.tools or body.tool_choice not in (None, "auto") or self.tools is None:
+            return ()
+        form = self.tools
+        names = [tool.function.name for tool in body.tools]
+        starts = [*form.opens, *form.begins]
+        if "[" in form.starts and form.syntax == "python":
+            starts += [f"[{name}(" for name in names]
+        elif "{" in form.starts or "[" in form.starts:
+            lists = "[" if "[" in form.starts else ""
+            starts += [f'{lists}{{"{form.name_keys[0]}": "{name}"' for name in names]
+        return tuple(starts)
+
     def thinks(self, ending: str) -> bool:
         """Return whether the reply to a prompt with this ending begins with thoughts."""
-        if self.reasoning is None or ending.rstrip().endswith(self.reasoning.closes):
+        return self.reasoning is not None and ending.rstrip().endswith(self.reasoning.opens)
+
+    def _begins_with_thoughts(self, body: ChatRequest, ending: str) -> bool:
+        """Return whether a reply begins with thoughts, as `thinks`, or as the model always does.
+
+        A reply that follows a grammar without thoughts begins with the answer.
+        """
+        form = self.reasoning
+        if form is None or self.thinks(ending):
+            return form is not None
+        if not self._always or ending.rstrip().endswith(form.closes) or body.outputs():
             return False
-        return self._always or ending.rstrip().endswith(self.reasoning.opens)
+        answer = body.response_format
+        forced = bool(body.tools) and body.tool_choice not in (None, "none", "auto")
+        return not forced and (answer is None or answer.schema_text is None)
 
     def thinking_budget(self, tokens: int, ending: str) -> ThinkingBudget:
         """Return the limit of the thoughts of a reply to a prompt with this ending.
@@ -170,12 +196,13 @@ class ReplyFormats:
             tokens=tokens, end_token_ids=ids(form.closes[0]), start_token_ids=start
         )
 
-    def thought_texts(self, ending: str) -> ThoughtTexts | None:
+    def thought_texts(self, body: ChatRequest, ending: str) -> ThoughtTexts | None:
         """Return the texts around the thoughts of a reply to a prompt with this ending."""
         if self.reasoning is None:
             return None
         form = self.reasoning
-        return ThoughtTexts(opens=form.opens, closes=form.closes, inside=self.thinks(ending))
+        inside = self._begins_with_thoughts(body, ending)
+        return ThoughtTexts(opens=form.opens, closes=form.closes, inside=inside)
 
     def ends_of_thoughts(self, ending: str) -> tuple[str, ...]:
         """Return the texts that end the thoughts at the beginning of a reply.
