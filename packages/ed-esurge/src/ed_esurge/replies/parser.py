@@ -183,7 +183,7 @@ class ReplyParser:
         src = self._src
         if src.position - len(marker) < self._text_until:
             return False
-        start, kept, self._before = src.position, False, self._count
+        start, partial, self._before = src.position, False, self._count
         src.mark = src.at - len(marker)
         try:
             yield from self._calls_of_section(marker)
@@ -192,14 +192,14 @@ class ReplyParser:
         except Ended:
             src.at = len(src.text)
             if self._open is not None and self._open.known and self._cut:
-                kept = True
+                partial = True
             elif self._open is not None:
                 self._drop_call()
-        if not kept and self._count == self._before:
+        if not partial and self._count == self._before:
             self._text_until = max(self._text_until, src.position)
             src.at = start - src.discarded
         src.mark = None
-        return kept or self._count > self._before
+        return partial or self._count > self._before
 
     def _calls_of_section(self, marker: str) -> Reader[None]:
         """Read calls up to the end of a section. A call that is not valid is skipped.

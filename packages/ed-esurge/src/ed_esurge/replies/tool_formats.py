@@ -150,7 +150,6 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         closes=("</seed:tool_call>",),
         padding="",
         signs=("<seed:tool_call>",),
-        ends_thoughts=False,
     ),
     "step3": ToolFormat(
         opens=("<｜tool_calls_begin｜>",),
