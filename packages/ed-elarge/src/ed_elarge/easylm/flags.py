@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ed_infra.errors import ConfigError, did_you_mean
@@ -150,7 +152,7 @@ _LOGGER = {
     "logger.prefix": "",
     "logger.prefix_to_id": False,
     "logger.project": "mlxu",
-    "logger.output_dir": "/tmp/mlxu",
+    "logger.output_dir": str(Path(tempfile.gettempdir(), "mlxu")),
     "logger.experiment_id": "",
     **{
         f"logger.{name}": Flag(default, f"set the environment variable {variable} for wandb")
