@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ed_elarge.command.main import app
 from ed_elarge.easylm.commands import lm_eval_json as main
-from ed_elarge.evaluation.easylm_json import KINDS, evaluate
+from ed_elarge.easylm.json_evaluation import KINDS, evaluate
 from ed_infra.errors import ConfigError
 from typer.testing import CliRunner
 

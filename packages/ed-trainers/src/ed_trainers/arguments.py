@@ -424,3 +424,6 @@ def suggest_of_other_methods(arguments: type[TrainingArguments], key: str) -> st
     hint = did_you_mean(key, methods)
     name = hint.partition("'")[2].rpartition("'")[0]
     return f"{hint} (a key of {', '.join(methods[name])})" if name else ""
+
+
+TrainingArguments.suggest_other = suggest_of_other_methods

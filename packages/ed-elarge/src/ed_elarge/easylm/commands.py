@@ -21,7 +21,7 @@ WORK = {
     "diff_checkpoint": "ed_elarge.easylm.conversions:write_difference",
     "benchmark_attention": "ed_elarge.easylm.measuring:benchmark_attention",
     "lm_eval_harness": "ed_elarge.easylm.measuring:evaluate_tasks",
-    "lm_eval_json": "ed_elarge.evaluation.easylm_json:evaluate_file",
+    "lm_eval_json": "ed_elarge.easylm.json_evaluation:evaluate_file",
 }
 
 

@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from ed_elarge.easylm.flags import FlagValues, need
-from ed_elarge.evaluation.easylm_json import evaluate
+from ed_elarge.easylm.json_evaluation import evaluate
 
 
 def benchmark_attention(flags: FlagValues) -> None:

@@ -7,7 +7,7 @@ Names and defaults are EasyDeL's if EasyDeL has the option. Every option changes
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -293,11 +293,14 @@ class TrainingArguments(Options):
         scheduler = info.data.get("scheduler")
         return value if scheduler is None else checked_settings(scheduler, value, SCHEDULERS)
 
+    #: Suggests a key of another method. `ed_trainers.arguments`, which knows the methods, sets it.
+    suggest_other: ClassVar[Callable[[type[TrainingArguments], str], str] | None] = None
+
     @classmethod
     def _hint(cls, key: str) -> str:
-        from ed_trainers.arguments import suggest_of_other_methods
-
-        return super()._hint(key) or suggest_of_other_methods(cls, key)
+        hint = super()._hint(key)
+        suggest = TrainingArguments.suggest_other
+        return hint if hint or suggest is None else suggest(cls, key)
 
     @field_validator("learning_rate_end")
     @classmethod
