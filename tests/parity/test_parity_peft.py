@@ -181,6 +181,7 @@ def test_model_with_adapters_saves_adapters(tmp_path: Path) -> None:
     model = trained(subject_of("llama").model, LoraSpec(rank=2))
     model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
     }

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
-from ed_data.media_access import RemoteFile, read_file
+from ed_data.media_access import FileTooLargeError, RemoteFile, read_file
 from ed_data.rows.example import RowImage
 from ed_data.tokens.items import MediumTokens
 
@@ -353,6 +353,8 @@ def _opened(source: str | bytes | dict[str, Any] | RemoteFile, where: str) -> PI
             )
         ImageOps.exif_transpose(opened, in_place=True)
         return opened
+    except FileTooLargeError as error:
+        raise _unreadable(where, ValueError(f"the file has more than {MAX_BYTES} bytes")) from error
     except Exception as error:  # decoders raise many types of exceptions for damaged data
         raise _unreadable(where, error) from error
 

@@ -29,7 +29,7 @@ def parity(subject: Subject) -> float:
     """Compare the outputs of left-padded rows with Hugging Face's."""
     ours = subject.output(forward(subject.model, **subject.padded()))
     real = subject.real
-    return _near(np.asarray(ours)[real], subject.torch_logits[real], subject.bound, "logits")
+    return _near(np.asarray(ours)[real], subject.reference_logits[real], subject.bound, "logits")
 
 
 def gradients(subject: Subject) -> float:

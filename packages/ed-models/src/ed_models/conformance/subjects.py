@@ -5,6 +5,7 @@ Legend: b rows, s positions, t encoder positions, v vocabulary, d hidden.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import tempfile
@@ -67,6 +68,8 @@ class Cases:
         tasks: the tasks that are checked; empty = the first registered task of the family.
         image_features: number of features of an image, or of a tile of an image; at most 4.
         tiny: whether the fields of `TINY` are part of each row.
+        exact_reference: whether Hugging Face's model computes the reference of `parity` in float64.
+            Scores without a scale amplify rounding, and then only that of this project counts.
     """
 
     rows: Mapping[str, Mapping[str, Any]]
@@ -78,6 +81,7 @@ class Cases:
     tasks: tuple[TaskType, ...] = ()
     tiny: bool = True
     image_features: int = 4
+    exact_reference: bool = False
 
 
 class Subject:
@@ -284,6 +288,13 @@ class Subject:
     def torch_logits(self) -> np.ndarray:
         """Hugging Face's outputs of padded rows."""
         return self.torch_outputs(self.torch_model)
+
+    @property
+    def reference_logits(self) -> np.ndarray:
+        """Hugging Face's outputs of padded rows; see `Cases.exact_reference`."""
+        if not self.cases.exact_reference:
+            return self.torch_logits
+        return self.torch_outputs(copy.deepcopy(self.torch_model).double())
 
     def torch_outputs(self, model: Any) -> np.ndarray:
         """Return the outputs of a torch model, [b, s, v]; zeros for omitted positions."""
