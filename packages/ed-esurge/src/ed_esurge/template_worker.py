@@ -61,15 +61,16 @@ def make_tokenizer(options: dict[str, Any]) -> Any:
     from tokenizers import AddedToken
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    class Renderer(PreTrainedTokenizerBase):
-        chat_template = None
-        special_tokens_map = options["special_tokens"]
-        added_tokens_decoder = {  # noqa: RUF012
-            number: AddedToken(content, special=True)
-            for number, content in enumerate(options["added_tokens"])
-        }
-
-    return object.__new__(Renderer)
+    added = {
+        number: AddedToken(content, special=True)
+        for number, content in enumerate(options["added_tokens"])
+    }
+    attributes = {
+        "chat_template": None,
+        "special_tokens_map": options["special_tokens"],
+        "added_tokens_decoder": added,
+    }
+    return object.__new__(type("Renderer", (PreTrainedTokenizerBase,), attributes))
 
 
 if __name__ == "__main__":

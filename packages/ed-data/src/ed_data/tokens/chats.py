@@ -135,9 +135,10 @@ class ChatEncoder:
 
         arguments: Any = {**self._tokenizer.special_tokens_map, **items[0].template}
         chats: Any = [item.content for item in items]
-        texts, places = render_jinja_template(
+        rendered: Any = render_jinja_template(
             chats, chat_template=template, return_assistant_tokens_mask=True, **arguments
         )
+        texts, places = rendered
         try:
             encoded: Any = self._tokenizer(
                 list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False

@@ -191,8 +191,11 @@ def with_blame(
 class EmbeddedTokenizer(Protocol):
     """A tokenizer, and the number of rows of the model's embedding; None = each id has a row."""
 
-    tokenizer: Any
-    embedding_rows: int | None
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def embedding_rows(self) -> int | None: ...
 
 
 def check_embedding_rows(

@@ -39,7 +39,7 @@ def plan_param_dtype(run: RunConfig) -> str:
         return loader.param_dtype
     config = run.known_model or {}
     name = config.get("dtype") or config.get("torch_dtype")
-    return name if name in _KEPT.values() else loader.param_dtype
+    return str(name) if name in _KEPT.values() else loader.param_dtype
 
 
 def find_stored_dtype(directory: Path) -> str | None:

@@ -72,7 +72,8 @@ def blockwise_attn(
         softmax_dtype=jnp.dtype("float32") if float32_logits else target_dtype,
         dropout=attn_pdrop if drops else 0.0,
     )
-    mask = _mask(*query.shape[:2], key.shape[1], causal=causal)
+    batch, length = query.shape[:2]
+    mask = _mask(batch, length, key.shape[1], causal=causal)
     with jax.default_matmul_precision(str(precision).lower() if precision else None):
         out, _ = attend(
             query,

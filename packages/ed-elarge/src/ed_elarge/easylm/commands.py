@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from ed_elarge.easylm.flags import parse_flags
 from ed_elarge.exits import guarded
 
-Main = Callable[[Sequence[str] | None], None]
+Main = Callable[..., None]
 
 #: Command -> address of its function of the flags.
 WORK = {

@@ -309,7 +309,11 @@ def parse_flags(command: str, arguments: Sequence[str]) -> FlagValues:
         options: dict[str, Any] = {"dest": name, "default": None, "type": str, "metavar": "VALUE"}
         if isinstance(default, bool):
             options |= {"nargs": "?", "const": "true"}
-            hidden = {"action": "store_const", "const": "false", "help": argparse.SUPPRESS}
+            hidden: dict[str, Any] = {
+                "action": "store_const",
+                "const": "false",
+                "help": argparse.SUPPRESS,
+            }
             parser.add_argument(f"--no{name}", dest=name, **hidden)
         shown = str(default).replace("%", "%%")
         parser.add_argument(f"--{name}", help=f"{text}Default: {shown!r}", **options)

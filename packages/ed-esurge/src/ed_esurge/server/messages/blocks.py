@@ -183,11 +183,11 @@ class Document(ContentBlock):
             body = [write_text(source.content)]
         elif isinstance(source, BlocksSource):
             for place, block in enumerate(source.content):
-                at = f"{field}.source.content[{place}]"
-                image = isinstance(block, ImageBlock)
-                body.append(
-                    block.for_chat(at, optional=optional) if image else write_text(block.text)
-                )
+                if isinstance(block, ImageBlock):
+                    at = f"{field}.source.content[{place}]"
+                    body.append(block.for_chat(at, optional=optional))
+                elif isinstance(block, TextBlock):
+                    body.append(write_text(block.text))
         else:
             raise InvalidField("has no content: send a source of type text", f"{field}.source")
         return [*(write_text(f"{text}\n") for text in head), *body, write_text("\n")]
