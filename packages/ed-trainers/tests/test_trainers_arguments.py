@@ -71,7 +71,7 @@ def test_a_default_is_that_of_the_nearest_class(method):
         (
             {"scheduler": "cosine", "scheduler_kwargs": {"power": 3}},
             ("scheduler_kwargs", "power"),
-            "known: none",
+            "known: decay_steps",
         ),
         ({"optimizer": "muon", "tx_mu_dtype": "bf16"}, "tx_mu_dtype", "no effect"),
         ({"skip_bad_steps": 1}, "skip_bad_steps", "valid boolean"),
