@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tools import figures
+from tools.workspace import packages
 
 TEXT = '''"""Docstring
 of two lines."""
@@ -28,6 +29,16 @@ def test_figures_count_code_without_docstrings_and_comments() -> None:
 def test_figures_find_names_with_different_definitions() -> None:
     modules = {"a": TEXT + "Row = int\n", "b": "Row = int\nclass Thing: ...\n", "c": "X = 1\n"}
     assert figures.several_meanings(modules) == {"Thing": ["a", "b"]}
+
+
+def test_public_names_have_one_meaning() -> None:
+    modules = {
+        module: text
+        for package in packages()
+        for module, text in figures.texts(package.folder / "src").items()
+        if module.startswith("ed_")
+    }
+    assert figures.several_meanings(modules) == {}
 
 
 def test_figures_table_has_a_row_with_every_column() -> None:

@@ -171,7 +171,7 @@ def test_every_message_of_a_conversation_ignores_unknown_keys():
         *("MessageItem", "CallItem", "ResultItem", "ReasoningItem"),
         *("CustomCallItem", "CustomResultItem", "McpListItem", "McpCallItem"),
         *("ApprovalRequestItem", "ApprovalItem"),
-        *("Document", "PlainTextSource", "BlocksSource", "FileSource", "SearchResult"),
+        *("DocumentBlock", "PlainTextSource", "BlocksSource", "StoredFileSource", "SearchResult"),
         *("CompactionBlock", "SkippedBlock", "FileInput", "SkippedItem"),
-        *("ClientCallItem", "ClientResultItem", "HostedTool"),
+        *("ClientCallItem", "ClientResultItem", "HostedTool", "ServerTool"),
     }

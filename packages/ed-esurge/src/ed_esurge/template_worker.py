@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ed_esurge.children.messages import RefusedError, Say
+from ed_esurge.children.messages import RefusedError, SendAnswer
 from ed_esurge.children.worker import run_worker
 
 # Kinds of messages: the text, the pattern of its marks, a text that is too long.
@@ -29,7 +29,7 @@ _FIRST: dict[str, Any] = {
 }
 
 
-def work(data: bytes, options: dict[str, Any], say: Say) -> None:
+def work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
     """Render a conversation.
 
     Args:

@@ -32,7 +32,7 @@ _CLAIM = re.compile(r"data\s*:\s*(\d+)\s*\(should be (\d+)\)")
 _UNKNOWN_LENGTH = 0x7FFFF000
 
 
-class Header(NamedTuple):
+class RecordingHeader(NamedTuple):
     """The facts of a recording that are known without decoding.
 
     Attributes:
@@ -55,7 +55,7 @@ class Header(NamedTuple):
         return -(-self.frames * rate // self.rate)
 
 
-def header(audio: RowAudio) -> Header:
+def header(audio: RowAudio) -> RecordingHeader:
     """Return the facts of a recording.
 
     Raises:
@@ -63,7 +63,7 @@ def header(audio: RowAudio) -> Header:
     """
     source, where = audio
     if isinstance(source, dict) and "array" in source:
-        return Header(len(source["array"]), source["sampling_rate"], 1)
+        return RecordingHeader(len(source["array"]), source["sampling_rate"], 1)
     decoder = _decoder()
     try:
         with _open_recording(source, where) as file:
@@ -73,7 +73,7 @@ def header(audio: RowAudio) -> Header:
     claim = _CLAIM.search(info.extra_info)
     if claim is not None and 0 < int(claim[1]) < _UNKNOWN_LENGTH:
         raise _unreadable(where, f"it has {claim[2]} bytes of data, but its header says {claim[1]}")
-    found = Header(info.frames, info.samplerate, info.channels)
+    found = RecordingHeader(info.frames, info.samplerate, info.channels)
     if found.frames * found.channels > MAX_SAMPLES:
         raise DataError(
             f"{where}: the recording has {found.frames} samples and {found.channels} channels; the "

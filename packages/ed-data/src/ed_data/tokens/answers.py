@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 #: A half-open range of characters.
 TokenSpan = tuple[int, int]
 #: Renders messages as text, with the beginning of an answer where the flag is set.
-Render = Callable[[list[Message], bool], str]
+RenderMessages = Callable[[list[Message], bool], str]
 
 
 def with_answers(
     tokenizer: PreTrainedTokenizerBase,
     chat: list[Message],
-    render: Render,
+    render: RenderMessages,
     end_tokens: Collection[str],
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of a chat, and a mask with 1 for each token of an answer.
@@ -83,7 +83,7 @@ class _Turns:
         end_tokens: texts of the tokens that may end a turn.
     """
 
-    def __init__(self, text: str, render: Render, end_tokens: Collection[str]) -> None:
+    def __init__(self, text: str, render: RenderMessages, end_tokens: Collection[str]) -> None:
         self._text, self._render, self._ends = text, render, tuple(end_tokens)
         ends = sorted(map(re.escape, end_tokens), key=len, reverse=True)
         self._units = re.compile("|".join([*ends, "."]), re.DOTALL)

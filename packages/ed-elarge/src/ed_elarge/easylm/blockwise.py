@@ -17,7 +17,7 @@ from ed_layers.attention import Mechanism, attend
 from ed_layers.attention.kernel import Settings
 from jaxtyping import Array, Float
 
-Chunks = Callable[[Float[Array, "b c d"]], Float[Array, "b c e"]]
+ChunkFunction = Callable[[Float[Array, "b c d"]], Float[Array, "b c e"]]
 
 
 def blockwise_attn(
@@ -103,7 +103,7 @@ def _mask(batch: int, queries: int, keys: int, *, causal: bool) -> MaskInfo:
 
 
 def blockwise_ffn(
-    cell: Chunks,
+    cell: ChunkFunction,
     inputs: Float[Array, "b s d"],
     chunk_size: int,
     deterministic: bool = True,

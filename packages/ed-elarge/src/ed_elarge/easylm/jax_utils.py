@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ed_elarge.easylm.checkpoints import float_dtype
 
-Rules = Sequence[tuple[str, PartitionSpec]]
+PartitionRules = Sequence[tuple[str, PartitionSpec]]
 
 
 class JaxRNG:
@@ -126,7 +126,7 @@ def named_tree_map(
     return jax.tree_util.tree_map_with_path(apply, tree, is_leaf=is_leaf)
 
 
-def match_partition_rules(rules: Rules, params: Any) -> Any:
+def match_partition_rules(rules: PartitionRules, params: Any) -> Any:
     """Return the sharding of each array: that of the first rule whose pattern is in its name.
 
     Raises:

@@ -11,7 +11,7 @@ import numpy as np
 from ed_infra.errors import ConfigError
 
 
-class Part(NamedTuple):
+class FieldPart(NamedTuple):
     """A part of `text_processor.fields`: the text between two commas.
 
     Attributes:
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     has_loss: bool
 
 
-def parse_fields(text: str) -> list[Part]:
+def parse_fields(text: str) -> list[FieldPart]:
     """Split `[prompt],completion` into its parts.
 
     Raises:
@@ -32,7 +32,7 @@ def parse_fields(text: str) -> list[Part]:
     parts = []
     for one in text.split(","):
         masked = one.startswith("[") and one.endswith("]")
-        parts.append(Part(one[1:-1] if masked else one, not masked))
+        parts.append(FieldPart(one[1:-1] if masked else one, not masked))
     losses = [part.has_loss for part in parts]
     if losses != sorted(losses) or not losses[-1]:
         raise ConfigError(

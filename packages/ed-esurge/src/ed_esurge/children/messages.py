@@ -15,7 +15,7 @@ HEAD = struct.Struct("<cI")
 #: Size of the longest content of a message, in bytes.
 PIECE = 2**20
 
-Say = Callable[[bytes, bytes | memoryview], None]
+SendAnswer = Callable[[bytes, bytes | memoryview], None]
 """Writes a message of a kind. A content longer than `PIECE` becomes several messages."""
 
 

@@ -26,13 +26,13 @@ from ed_esurge.children.messages import (
     END,
     MEMORY,
     RefusedError,
-    Say,
+    SendAnswer,
     read_all,
     read_options,
     write_message,
 )
 
-Work = Callable[[bytes, dict[str, Any], Say], None]
+Work = Callable[[bytes, dict[str, Any], SendAnswer], None]
 """Does a job: data, options, and the function that writes messages. May raise `RefusedError`."""
 
 #: Elapsed time in seconds in which the server sends the data of a job.

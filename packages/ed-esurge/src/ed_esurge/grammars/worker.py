@@ -59,7 +59,7 @@ class Running:
     late: bool = False
 
 
-class Worker:
+class GrammarWorker:
     """Runs jobs until standard input ends."""
 
     def __init__(self) -> None:
@@ -203,4 +203,4 @@ if __name__ == "__main__":
     # Ignore interrupts of the terminal. The server handles them and closes standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
-    Worker().run()
+    GrammarWorker().run()

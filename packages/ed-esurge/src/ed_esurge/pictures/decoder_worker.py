@@ -7,7 +7,7 @@ import struct
 from typing import Any
 
 from ed_esurge.children.limits import limit_time
-from ed_esurge.children.messages import RefusedError, Say
+from ed_esurge.children.messages import RefusedError, SendAnswer
 from ed_esurge.children.worker import run_worker
 
 #: Formats whose decoders are enabled.
@@ -35,7 +35,7 @@ def prepare() -> None:
     )
 
 
-def work(data: bytes, options: dict[str, Any], say: Say) -> None:
+def work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
     """Decode the first frame of a picture in its upright orientation.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from ed_esurge.children.messages import RefusedError, Say
+from ed_esurge.children.messages import RefusedError, SendAnswer
 from ed_esurge.children.worker import run_worker
 from ed_esurge.speech.channels import check_form, mono
 from ed_esurge.speech.errors import AudioError, AudioTooLongError
@@ -21,7 +21,7 @@ def prepare() -> None:
         import soundfile  # noqa: F401
 
 
-def work(data: bytes, options: dict[str, Any], say: Say) -> None:
+def work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
     """Read an audio file, and write its rate and its samples.
 
     Args:

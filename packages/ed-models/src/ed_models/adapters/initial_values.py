@@ -22,7 +22,7 @@ from jaxtyping import Float
 
 from ed_models.adapters.peft_layout import Matrix, as_slice
 from ed_models.adapters.values import LayerAdapter
-from ed_models.checkpoints.saving import LayerValues
+from ed_models.checkpoints.saving import LayerReader
 
 
 def subtract_initial_part(
@@ -70,7 +70,7 @@ def find_largest_directions(
     return np.linalg.qr(directions)[0]
 
 
-def read_matrix(matrix: Matrix, values: LayerValues) -> Float[np.ndarray, "x y"]:
+def read_matrix(matrix: Matrix, values: LayerReader) -> Float[np.ndarray, "x y"]:
     """Return the values of a matrix of transformers' model, float32.
 
     Args:

@@ -162,10 +162,10 @@ def _by_name(
 
 
 #: (canonical name, leading positions) -> values on the host.
-LayerValues = Callable[[str, tuple[int, ...]], np.ndarray]
+LayerReader = Callable[[str, tuple[int, ...]], np.ndarray]
 
 
-def layer_values(state: nnx.State) -> LayerValues:
+def layer_values(state: nnx.State) -> LayerReader:
     """Return a function (canonical name, leading positions) -> values on the host."""
     leaves, _ = _by_name(state)
     return lambda name, at: _at(*leaves[name], at)

@@ -101,7 +101,7 @@ class Owner:
         return self.machine == _machine(socket.gethostname()) and _started(self.pid) != self.started
 
 
-class Place(Protocol):
+class LockPlace(Protocol):
     """A place of a lock: a local file, or an object of a store."""
 
     name: str
@@ -262,7 +262,7 @@ class RunLock:
     ) -> None:
         self._directory, self._mirror = directory, mirror
         self._launch, self._say = launch, say
-        self._places: list[Place] = []
+        self._places: list[LockPlace] = []
         self._owner: Owner | None = None
         self._beat = 0
         self._lost: str | None = None
@@ -325,7 +325,7 @@ class RunLock:
                 "with this mirror_address would not be noticed"
             )
 
-    def _acquire(self, place: Place, owner: Owner) -> None:
+    def _acquire(self, place: LockPlace, owner: Owner) -> None:
         deadline = time.monotonic() + ENDING_SECONDS
         while (held := place.hold()) is False:
             other = Owner.parse(place.read() or b"")
@@ -349,7 +349,7 @@ class RunLock:
             raise
         self._places.append(place)
 
-    def _await_abandoned(self, place: Place, held: bool | None) -> None:
+    def _await_abandoned(self, place: LockPlace, held: bool | None) -> None:
         """Return when the owner of a lock has ended, or has not renewed it for a while."""
         raw = place.read()
         other = Owner.parse(raw or b"")
@@ -370,7 +370,7 @@ class RunLock:
             if now != raw:
                 raise self._busy(place, Owner.parse(now))
 
-    def _is_over(self, place: Place, other: Owner, held: bool | None) -> bool:
+    def _is_over(self, place: LockPlace, other: Owner, held: bool | None) -> bool:
         same = other.machine == _machine(socket.gethostname())
         # The lock of the system is held, so no other process of this system holds it.
         freed = held is True and same and isinstance(place, LocalPlace)
@@ -380,7 +380,7 @@ class RunLock:
         """Whether the processes of another owner belong to the same launch, and are over."""
         return other is not None and other.launch is not None and other.launch == self._launch
 
-    def _busy(self, place: Place, other: Owner | None) -> CheckpointError:
+    def _busy(self, place: LockPlace, other: Owner | None) -> CheckpointError:
         key = "save_directory" if isinstance(place, LocalPlace) else "mirror_address"
         return CheckpointError(
             f"another run uses the {key}: {place.name} belongs to "

@@ -32,9 +32,9 @@ from ed_trainers.options.optimizers import (
     OPTIMIZERS,
     SCHEDULERS,
     WITH_MU,
-    Flag,
     FractionBelowOne,
     Steps,
+    StrictFlag,
     checked_settings,
     conflict,
     problem,
@@ -43,7 +43,7 @@ from ed_trainers.options.other_names import EQUIVALENT, SAME
 from ed_trainers.options.rows import RowKind
 
 #: `[[pattern, value], ...]` over the names of parameters; see `ed_infra.rules`.
-Decisions = tuple[tuple[str, Flag], ...]
+Decisions = tuple[tuple[str, StrictFlag], ...]
 Factors = tuple[tuple[str, Positive], ...]
 Amounts = tuple[tuple[str, NotNegative], ...]
 
@@ -111,7 +111,7 @@ class TrainingArguments(Options):
     """Decoupled weight decay; norms and biases do not decay."""
     clip_grad: Positive | None = None
     """Largest global norm of the gradient; larger gradients are clipped. None: no clipping."""
-    skip_bad_steps: Flag = False
+    skip_bad_steps: StrictFlag = False
     """Skip a step if its loss or gradient is a spike or not finite; training continues with the
     next batch."""
     sigma_factor: Positive | None = 6.0
@@ -166,7 +166,7 @@ class TrainingArguments(Options):
     """Number of newest checkpoints to keep, in addition to the best. None: all."""
     do_last_save: bool = True
     """Save a checkpoint, and the model in Hugging Face layout, at the end of training."""
-    merge_adapters: Flag | None = None
+    merge_adapters: StrictFlag | None = None
     """Whether the adapters of the saved model are merged into its weights. None: yes, unless the
     weights are quantized. True also dequantizes such weights; false saves the adapters
     separately."""
@@ -192,17 +192,17 @@ class TrainingArguments(Options):
     save_best_k: Steps | None = None
     """Number of best checkpoints to keep, in addition to the newest of `save_total_limit` (one, if
     `save_total_limit` is None)."""
-    load_best_model_at_end: Flag = False
+    load_best_model_at_end: StrictFlag = False
     """Use the best checkpoint instead of the last for the final model."""
     metric_for_best_model: str | None = None
     """Metric of an evaluation that selects the best checkpoint; None: the loss."""
-    greater_is_better: Flag | None = None
+    greater_is_better: StrictFlag | None = None
     """Whether a higher `metric_for_best_model` is better. None: no for names that end with `loss`,
     `perplexity`, `wer` or `cer`, yes for others."""
     ema_decay: FractionBelowOne | None = None
     """Decay of a running mean of the parameters, which is stored in float32 next to the
     parameters."""
-    use_ema: Flag = True
+    use_ema: StrictFlag = True
     """With `ema_decay`: use the mean for evaluation and for the final model. False: only store it
     in the checkpoints."""
     progress_bar_type: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from ed_infra.options import Count
 from pydantic import Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import Flag, TrainingArguments, conflict
+from ed_trainers.options.base import StrictFlag, TrainingArguments, conflict
 from ed_trainers.options.rows import RowKind
 
 
@@ -61,7 +61,7 @@ class SequenceClassificationArguments(ClassifierArguments):
     ROWS = "classification"
 
     trainer_type: Literal["sequence_classification"] = "sequence_classification"
-    text_pairs: Flag = False
+    text_pairs: StrictFlag = False
     """Classify pairs of texts: rows also have `text_pair`, and the model reads token types."""
 
     @property

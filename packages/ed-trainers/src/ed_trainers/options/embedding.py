@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from ed_infra.options import Count, Positive, choice
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import Flag, conflict
+from ed_trainers.options.base import StrictFlag, conflict
 from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.rows import RowKind
 
@@ -45,7 +45,7 @@ class EmbeddingArguments(NoiseArguments):
     temperature: Temperatures = (0.05,)
     """Divisor of the cosines of multiple_negatives_ranking and cosent: 1 / `scale` of
     sentence-transformers. The losses of several temperatures are averaged."""
-    symmetric: Flag = False
+    symmetric: StrictFlag = False
     """With multiple_negatives_ranking: also find the anchor of each positive."""
     matryoshka_dims: tuple[Count, ...] = ()
     """Lengths to which embeddings are cut (arXiv:2205.13147); each length has a separate loss. The

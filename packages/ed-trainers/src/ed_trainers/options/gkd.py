@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 from ed_infra.options import Count, Fraction, Positive
 from pydantic import ValidationInfo, field_validator
 
-from ed_trainers.options.base import Flag, conflict
+from ed_trainers.options.base import StrictFlag, conflict
 from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.options.preference import AnswerArguments
@@ -41,7 +41,7 @@ class GKDArguments(AnswerArguments, OnlineArguments, NoiseArguments):
     beta: Fraction = 0.5
     """Kind of divergence: 0 is forward, KL(teacher || student); 1 is reverse; values between are
     the generalized Jensen-Shannon divergence."""
-    seq_kd: Flag = False
+    seq_kd: StrictFlag = False
     """Whether the teacher completes the prompts that the learner does not complete."""
 
     @field_validator("seq_kd")
@@ -103,7 +103,7 @@ class SparseDistillationArguments(OnPolicyDistillationArguments):
     the generalized Jensen-Shannon divergence."""
     loss_top_k: Count = 20
     """Number of most probable tokens of the teacher, whose probabilities are compared."""
-    loss_add_tail: Flag = True
+    loss_add_tail: StrictFlag = True
     """Also compare the total probability of all other tokens. False: the probabilities of the
     compared tokens are normalized to the sum 1."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from ed_infra.options import Fraction, NotNegative, Positive, choice
 from pydantic import Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import Flag, TrainingArguments, conflict
+from ed_trainers.options.base import StrictFlag, TrainingArguments, conflict
 from ed_trainers.options.online import OnlineArguments, RewardedArguments, RewardNames
 from ed_trainers.options.preference import AnswerArguments
 from ed_trainers.options.sync import SyncArguments
@@ -38,7 +38,7 @@ class GroupArguments(TrainingArguments):
     epsilon_high: Positive | None = None
     """Upper clipping bound of the probability ratio: 1 + `epsilon_high`; None: `epsilon`. For
     `cispo` the value is the largest ratio, and None means 5."""
-    mask_truncated_completions: Flag = False
+    mask_truncated_completions: StrictFlag = False
     """Do not train on completions that reached the maximum length."""
 
     @property
@@ -72,7 +72,7 @@ class GRPOArguments(
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the rewards of the group, of the batch, or
     not."""
-    use_bias_correction_kl: Flag = True
+    use_bias_correction_kl: StrictFlag = True
     """Weight the divergence from the reference with the ratio, for an unbiased gradient
     (arXiv:2512.02556)."""
     importance_sampling_correction: Annotated[
@@ -84,11 +84,11 @@ class GRPOArguments(
     `sequence_mask` do the same for whole completions."""
     importance_sampling_cap: Positive = 3.0
     """Largest ratio of the correction."""
-    routing_replay: Flag = False
+    routing_replay: StrictFlag = False
     """For models with experts: the engine records the experts of each token, and the trained model
     and the reference use these experts (arXiv:2510.11370). Without this option, rounding lets the
     trainer choose other experts for some tokens."""
-    sampling_mask_replay: Flag = False
+    sampling_mask_replay: StrictFlag = False
     """For sampling with `top_p`, `top_k` or `min_p`: the engine records the tokens that the filters
     kept, and the trained model and the reference distribute their probability over these tokens
     (the sampling mask of DeepSeek-V3.2, arXiv:2512.02556). Without this option, the loss uses the
@@ -207,9 +207,9 @@ class GFPOArguments(GRPOArguments):
     num_remains_in_group: Annotated[int, Field(ge=2, le=4095)] | None = None
     """Number of completions per prompt that are trained: those with the highest filter scores among
     `num_return_sequences`. None: all, as in `grpo`. An evaluation counts all completions."""
-    filter_by_length: Flag = True
+    filter_by_length: StrictFlag = True
     """Add `length_weight` times (1 - length / `max_completion_length`) to the filter score."""
-    filter_by_efficiency: Flag = True
+    filter_by_efficiency: StrictFlag = True
     """Add `efficiency_weight` times the reward per token to the filter score, relative to the
     largest reward per token of the generation."""
     length_weight: Fraction = 0.5
@@ -270,7 +270,7 @@ class RLOOArguments(
     beta: NotNegative = 0.05
     """Weight of the divergence from the reference, which is subtracted from the reward; 0: no
     reference."""
-    normalize_advantages: Flag = False
+    normalize_advantages: StrictFlag = False
     """Normalize advantages to mean 0 and standard deviation 1 within a generation."""
     reward_clip_range: tuple[float, float] | None = None
     """Lowest and highest reward; other rewards are clipped."""

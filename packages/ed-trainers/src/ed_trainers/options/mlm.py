@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from ed_infra.options import Fraction
 from pydantic import Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import Flag, conflict
+from ed_trainers.options.base import StrictFlag, conflict
 from ed_trainers.options.next_token import NextTokenArguments
 
 
@@ -21,7 +21,7 @@ class MLMArguments(NextTokenArguments):
     """Share of the selected tokens that the mask token replaces."""
     random_replace_prob: Fraction = 0.1
     """Share of the selected tokens that random tokens replace; the others stay unchanged."""
-    whole_word_mask: Flag = False
+    whole_word_mask: StrictFlag = False
     """Select whole words instead of tokens. A word begins at a token without the prefix `##`
     (WordPiece), or with a space (byte-level and SentencePiece tokenizers)."""
 

@@ -12,7 +12,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 # The share of a running mean that stays.
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
-Flag = Annotated[bool, Field(strict=True)]
+StrictFlag = Annotated[bool, Field(strict=True)]
 # No run is longer: a larger number is a slip of the hand.
 LONGEST = 100_000_000
 Steps = Annotated[int, Field(gt=0, le=LONGEST)]
@@ -24,7 +24,7 @@ class AdamWSettings(Options):
     b1: FractionBelowOne = 0.9
     b2: FractionBelowOne = 0.999
     eps: Positive = 1e-8
-    nesterov: Flag = False
+    nesterov: StrictFlag = False
 
 
 class AdamW8bitSettings(AdamWSettings):
@@ -54,7 +54,7 @@ class AdafactorSettings(Options):
     decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.8
     clipping_threshold: Positive | None = 1.0
     min_dim_size_to_factor: Count = 128
-    multiply_by_parameter_scale: Flag = True
+    multiply_by_parameter_scale: StrictFlag = True
 
 
 class RmspropSettings(Options):
@@ -69,14 +69,14 @@ class SgdSettings(Options):
     """Settings of sgd in `optimizer_kwargs`."""
 
     momentum: FractionBelowOne | None = None
-    nesterov: Flag = False
+    nesterov: StrictFlag = False
 
 
 class MuonSettings(Options):
     """Settings of muon in `optimizer_kwargs`; `adam_...` apply to all but matrices of layers."""
 
     momentum: FractionBelowOne = 0.95
-    nesterov: Flag = True
+    nesterov: StrictFlag = True
     ns_steps: Annotated[int, Field(gt=0, le=100)] = 5
     eps: Positive = 1e-7
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
@@ -121,7 +121,7 @@ class KronSettings(Options):
     mean square of an update is about 1."""
     b1: FractionBelowOne = 0.95
     """Decay of the momentum that is preconditioned."""
-    normalize_grads: Flag = False
+    normalize_grads: StrictFlag = False
     """Divide the momentum of each array by its norm."""
     max_size_dense: Count = 16384
     """Longest axis of a matrix with dense factors; longer axes have diagonal factors."""

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from ed_infra.options import Count, Fraction, NotNegative, Positive, choice
 
-from ed_trainers.options.base import Flag
+from ed_trainers.options.base import StrictFlag
 from ed_trainers.options.online import OnlineArguments, RewardedArguments
 from ed_trainers.options.preference import AnswerArguments
 from ed_trainers.options.sync import SyncArguments
@@ -45,7 +45,7 @@ class PPOArguments(AnswerArguments, RewardedArguments, OnlineArguments, SyncArgu
     lam: Fraction = 0.95
     """Lambda of generalized advantage estimation (arXiv:1506.02438): 1 uses whole returns, 0 single
     steps."""
-    whiten_rewards: Flag = False
+    whiten_rewards: StrictFlag = False
     """Scale the token rewards of a generation to unit variance. Advantages are always scaled."""
     value_head: str | None = None
     """Directory of a model that `ppo` saved, for the initial value head. None: initial values of

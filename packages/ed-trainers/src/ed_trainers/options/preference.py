@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from ed_infra.options import Count, NotNegative, Positive, choice
 from pydantic import Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import Flag, TrainingArguments, conflict
+from ed_trainers.options.base import StrictFlag, TrainingArguments, conflict
 from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.optimizers import Steps
 from ed_trainers.options.sync import Mixup, SyncArguments
@@ -54,7 +54,7 @@ class ReferenceArguments(TrainingArguments):
     beta: Positive = 0.1
     """Weight of log-ratios to the reference: a higher value keeps the model nearer to the
     reference."""
-    precompute_ref_log_probs: Flag = False
+    precompute_ref_log_probs: StrictFlag = False
     """Compute the reference's log-probabilities before training, store them next to the
     checkpoints, and release the reference."""
 
@@ -91,7 +91,7 @@ class DPOArguments(AnswerArguments, NoiseArguments, ReferenceArguments, SyncArgu
     None: 0, and 1e-3 for exo_pair."""
     discopop_tau: Positive = 0.05
     """Temperature of the mixture in `discopop`."""
-    reference_free: Flag = False
+    reference_free: StrictFlag = False
     """Compare with a uniform reference; no reference model is read."""
     ref_model_mixup_alpha: Mixup = 0.9
     ref_model_sync_steps: Steps = 64

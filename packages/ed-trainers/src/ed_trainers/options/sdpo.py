@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from ed_infra.options import Count, Fraction, NotNegative, Positive
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from ed_trainers.options.base import Flag, conflict
+from ed_trainers.options.base import StrictFlag, conflict
 from ed_trainers.options.gkd import Support
 from ed_trainers.options.groups import GRPOArguments
 from ed_trainers.options.optimizers import Steps
@@ -63,7 +63,7 @@ class SDPOArguments(GRPOArguments):
     the generalized Jensen-Shannon divergence. `sampled_token` needs 1."""
     distillation_topk: Count | None = None
     """Number of compared tokens of `topk_logits`."""
-    distillation_add_tail: Flag = False
+    distillation_add_tail: StrictFlag = False
     """`topk_logits`: also compare the total probability of all other tokens. False: the
     probabilities of the compared tokens are normalized to the sum 1."""
     distillation_is_clip: Positive | None = 2.0
@@ -76,11 +76,11 @@ class SDPOArguments(GRPOArguments):
     """Weight of the learner in each update of the teacher `ema`."""
     teacher_sync_steps: Steps = 1
     """Steps between two updates of the teacher `ema`."""
-    use_successful_as_teacher: Flag = True
+    use_successful_as_teacher: StrictFlag = True
     """Show the teacher a successful completion of the same prompt."""
     success_reward_threshold: Annotated[float, Field(ge=-1e12, le=1e12)] = 1.0
     """Smallest reward of a successful completion."""
-    dont_reprompt_on_self_success: Flag = True
+    dont_reprompt_on_self_success: StrictFlag = True
     """Never show the teacher the completion that is distilled."""
     max_reprompt_len: Count = 10240
     """Maximum number of tokens of the teacher's prompt; longer prompts keep their last tokens. The
@@ -97,12 +97,12 @@ class SDPOArguments(GRPOArguments):
         "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"
     )
     """The part of the teacher's prompt with the feedback."""
-    include_environment_feedback: Flag = False
+    include_environment_feedback: StrictFlag = False
     """Show the teacher the field `privileged_context` of the data, which `additional_fields` of the
     inform names."""
-    environment_feedback_only_without_solution: Flag = False
+    environment_feedback_only_without_solution: StrictFlag = False
     """Show the feedback only if there is no successful completion."""
-    remove_thinking_from_demonstration: Flag = False
+    remove_thinking_from_demonstration: StrictFlag = False
     """Remove `<think>...</think>` from the successful completion."""
 
     @field_validator("distillation_alpha")

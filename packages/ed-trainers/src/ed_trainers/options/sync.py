@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ed_trainers.options.base import TrainingArguments
-from ed_trainers.options.optimizers import Flag, Steps
+from ed_trainers.options.optimizers import Steps, StrictFlag
 
 #: Weight of the learner in a mixture.
 Mixup = Annotated[float, Field(gt=0, le=1)]
@@ -16,7 +16,7 @@ Mixup = Annotated[float, Field(gt=0, le=1)]
 class SyncArguments(TrainingArguments):
     """TR-DPO (Gorbatovski et al., arXiv:2404.09656)."""
 
-    sync_ref_model: Flag = False
+    sync_ref_model: StrictFlag = False
     """Update the reference from the learner. The weights of the reference are then part of the
     checkpoints. Not for models with adapters, whose reference is the base model."""
     ref_model_mixup_alpha: Mixup = 0.6

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ed_infra.options import Count
 from pydantic import ValidationInfo, field_validator
 
-from ed_trainers.options.base import Flag, TrainingArguments, conflict
+from ed_trainers.options.base import StrictFlag, TrainingArguments, conflict
 
 
 class TranscriptArguments(TrainingArguments):
     """Transcripts of held-out recordings."""
 
-    predict_with_generate: Flag = False
+    predict_with_generate: StrictFlag = False
     """For models of speech: an evaluation also transcribes the held-out recordings, with greedy
     tokens, and logs `eval_wer` and `eval_cer`, the error rates of words and characters."""
     generation_max_length: Count | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from ed_esurge.server.generation.requests import Messages, as_prompts
+from ed_esurge.server.generation.requests import ChatMessages, as_prompts
 from ed_esurge.server.generation.text_pairs import PairSide
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import ClientText, RequestBody, unsupported
@@ -73,7 +73,7 @@ class TextRequest(PooledRequest):
         PlainValidator(_prompts, json_schema_input_type=str | list[str | int | list[int]]),
     ] = None
     """Texts, or lists of token ids. One of them is converted to a list."""
-    messages: Annotated[Messages | None, BeforeValidator(_one_conversation)] = None
+    messages: Annotated[ChatMessages | None, BeforeValidator(_one_conversation)] = None
     """A conversation, which the chat template converts to one text."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds special tokens to texts; null = true. A chat template adds them

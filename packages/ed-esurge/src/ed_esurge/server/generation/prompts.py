@@ -27,7 +27,7 @@ from ed_esurge.server.generation.images import ChatImages
 from ed_esurge.server.generation.infilling import InfillPrompts
 from ed_esurge.server.generation.media import ProcessedMedium
 from ed_esurge.server.generation.recordings import ChatRecordings
-from ed_esurge.server.generation.rendering import ConversationRenderer, Render, RenderedText
+from ed_esurge.server.generation.rendering import ConversationRenderer, RenderedText, RenderInGroup
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.generation.text_pairs import (
@@ -495,7 +495,7 @@ class PromptEncoder:
 
         return await self._aside(locate, max(weight, len(text)))
 
-    async def _render(self, render: Render, untrusted: bool, weight: int) -> RenderedText:
+    async def _render(self, render: RenderInGroup, untrusted: bool, weight: int) -> RenderedText:
         """Return a rendered conversation. The template of a request has other threads."""
         if untrusted:
             return await run_cancellable(self._template_threads, render)

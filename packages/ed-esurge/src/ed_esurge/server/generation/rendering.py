@@ -20,7 +20,7 @@ from ed_esurge.untrusted_template import (
 
 RenderedText = tuple[ChatTemplate, str, re.Pattern[str]]
 """The template, the text, and the pattern of its marks; see `ChatTemplate.render`."""
-Render = Callable[[JobGroup | None], RenderedText]
+RenderInGroup = Callable[[JobGroup | None], RenderedText]
 """Renders a conversation, and lets a group cancel the work."""
 
 #: Limit of the texts that a template may repeat: characters of the variables of a request (or of
@@ -66,7 +66,7 @@ class ConversationRenderer:
         tools: Sequence[Tool] = (),
         documents: Sequence[dict[str, Any]] = (),
         chat_template: str | None = None,
-    ) -> Render:
+    ) -> RenderInGroup:
         """Return the function that renders a conversation; see `PromptEncoder.conversation`.
 
         Raises:

@@ -454,13 +454,13 @@ class ChatMessage(History):
         return message
 
 
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True), few(MAX_MESSAGES)]
+ChatMessages = Annotated[list[ChatMessage], Field(fail_fast=True), few(MAX_MESSAGES)]
 
 
 class ChatRequest(GenerationRequest, OtherTemplates):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[Messages, Field(min_length=1)]
+    messages: Annotated[ChatMessages, Field(min_length=1)]
     max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     logprobs: bool = False

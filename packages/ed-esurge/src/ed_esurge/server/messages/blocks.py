@@ -154,7 +154,7 @@ class BlocksSource(History):
     ]
 
 
-class FileSource(History):
+class StoredFileSource(History):
     """A document that is no text, which this server cannot read."""
 
     type: Literal["base64", "url", "file"]
@@ -163,11 +163,13 @@ class FileSource(History):
     file_id: Annotated[None, unsupported("documents of a file; send their text")] = None
 
 
-class Document(ContentBlock):
+class DocumentBlock(ContentBlock):
     """A document in a message of the user."""
 
     type: Literal["document"]
-    source: Annotated[PlainTextSource | BlocksSource | FileSource, Field(discriminator="type")]
+    source: Annotated[
+        PlainTextSource | BlocksSource | StoredFileSource, Field(discriminator="type")
+    ]
     title: str | None = None
     context: str | None = None
     citations: dict[str, Any] | None = None
@@ -208,7 +210,8 @@ class SearchResult(ContentBlock):
 
 
 ResultBlock = Annotated[
-    TextBlock | ImageBlock | Document | SearchResult | SkippedBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | DocumentBlock | SearchResult | SkippedBlock,
+    Field(discriminator="type"),
 ]
 _READABLE = ("text", "image", "document", "search_result")
 
@@ -250,7 +253,7 @@ class ToolResult(ContentBlock):
 AnyBlock = Annotated[
     TextBlock
     | ImageBlock
-    | Document
+    | DocumentBlock
     | SearchResult
     | ToolUse
     | ToolResult
@@ -294,7 +297,7 @@ def convert_blocks(
                 parts.append(write_text(block.content or ""))
             case ImageBlock():
                 parts.append(block.for_chat(f"{field}[{place}]", optional=optional))
-            case Document():
+            case DocumentBlock():
                 parts += block.for_chat(f"{field}[{place}]", optional=optional)
             case SearchResult():
                 parts.append(block.for_chat())

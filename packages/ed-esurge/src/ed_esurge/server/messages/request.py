@@ -108,14 +108,14 @@ class AnthropicTool(RequestBody):
         return {"type": "function", "function": function}
 
 
-class HostedTool(History):
+class ServerTool(History):
     """A tool that Anthropic's servers execute, such as a web search. The model does not see it."""
 
     type: Annotated[str, Field(min_length=1, max_length=128)]
     name: str | None = None
 
     @model_validator(mode="after")
-    def _omit(self, info: ValidationInfo) -> HostedTool:
+    def _omit(self, info: ValidationInfo) -> ServerTool:
         omit_tool(info, self.type)
         return self
 
@@ -125,8 +125,8 @@ def _tag_tool(tool: object) -> str:
     return "function" if kind in (None, "custom") else "hosted"
 
 
-AnyTool = Annotated[
-    Annotated[AnthropicTool, Tag("function")] | Annotated[HostedTool, Tag("hosted")],
+MessagesTool = Annotated[
+    Annotated[AnthropicTool, Tag("function")] | Annotated[ServerTool, Tag("hosted")],
     Discriminator(_tag_tool),
 ]
 
@@ -203,7 +203,7 @@ class CountRequest(RequestBody):
         list[AnthropicMessage], Field(min_length=1, fail_fast=True), few(MAX_MESSAGES)
     ]
     system: str | Annotated[TextBlocks, few(MAX_PARTS)] | None = None
-    tools: Annotated[list[AnyTool], Field(fail_fast=True), few(MAX_TOOLS)] = Field(
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True), few(MAX_TOOLS)] = Field(
         default_factory=list
     )
     tool_choice: AnthropicChoice | None = None

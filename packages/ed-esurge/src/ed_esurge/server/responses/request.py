@@ -25,7 +25,6 @@ from ed_esurge.server.http.fields import (
 from ed_esurge.server.responses.items import Id, Input, messages_of, stored_form
 from ed_esurge.server.responses.tools import (
     AllowedTools,
-    AnyTool,
     AnyToolType,
     Choice,
     CustomTool,
@@ -33,6 +32,7 @@ from ed_esurge.server.responses.tools import (
     McpTool,
     NamedFunction,
     OfferedTools,
+    ResponsesTool,
 )
 
 #: Fields of the chat request -> fields of this API.
@@ -104,7 +104,7 @@ class PromptFields(RequestBody):
     model: str | None = None
     instructions: str | None = None
     previous_response_id: Id | None = None
-    tools: Annotated[list[AnyTool], Field(fail_fast=True), few(MAX_TOOLS)] = Field(
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True), few(MAX_TOOLS)] = Field(
         default_factory=list
     )
     tool_choice: Choice = None

@@ -195,7 +195,7 @@ class HostedTool(History):
         return self
 
 
-AnyTool = Annotated[
+ResponsesTool = Annotated[
     FunctionTool | CustomTool | McpTool | NamespaceTool | HostedTool, Field(discriminator="type")
 ]
 

@@ -50,7 +50,7 @@ _NUMBERS: Mapping[int, np.dtype] = {
     12: np.dtype("<f8"),
 }
 #: A scalar, a text, or an array: of numbers, or of texts.
-MetadataValue = bool | int | float | str | np.ndarray | list[str]
+GGUFValue = bool | int | float | str | np.ndarray | list[str]
 
 
 class BlockFormat(NamedTuple):
@@ -82,7 +82,7 @@ class GgufHeader:
     """
 
     file: Path
-    metadata: Mapping[str, MetadataValue]
+    metadata: Mapping[str, GGUFValue]
     tensors: Mapping[str, Location]
     files: Mapping[str, Path] = field(default_factory=dict)
 
@@ -144,7 +144,7 @@ class _Cursor:
             )
         tensors = self.count("tensors", _MAX_TENSORS, 24)
         entries = self.count("metadata entries", _MAX_ENTRIES, 13)
-        metadata: dict[str, MetadataValue] = {}
+        metadata: dict[str, GGUFValue] = {}
         for _ in range(entries):
             key = self.string("key", _MAX_NAME)
             if key in metadata:
@@ -175,7 +175,7 @@ class _Cursor:
             raise self.wrong(f"a {what} of {length} bytes, and {most} are allowed")
         return self.bytes(length).decode(errors="replace")
 
-    def value(self, key: str) -> MetadataValue:
+    def value(self, key: str) -> GGUFValue:
         kind = self.number("<I")
         if kind == _STRING:
             return self.string("text")
@@ -200,7 +200,7 @@ class _Cursor:
         values = np.frombuffer(self.bytes(count * _NUMBERS[kind].itemsize), _NUMBERS[kind])
         return values.astype(np.bool_) if kind == _BOOL else values
 
-    def alignment(self, metadata: Mapping[str, MetadataValue]) -> int:
+    def alignment(self, metadata: Mapping[str, GGUFValue]) -> int:
         value = metadata.get(ALIGNMENT_KEY, ALIGNMENT)
         if (
             not isinstance(value, int)
@@ -256,7 +256,7 @@ class _Cursor:
         return located
 
 
-def text(metadata: Mapping[str, MetadataValue], key: str, default: str | None = None) -> str | None:
+def text(metadata: Mapping[str, GGUFValue], key: str, default: str | None = None) -> str | None:
     """Return a text of the metadata; `default` if the key is absent.
 
     Raises:
@@ -268,7 +268,7 @@ def text(metadata: Mapping[str, MetadataValue], key: str, default: str | None = 
     return value
 
 
-def texts(metadata: Mapping[str, MetadataValue], key: str) -> list[str]:
+def texts(metadata: Mapping[str, GGUFValue], key: str) -> list[str]:
     """Return an array of texts; an empty list if the key is absent.
 
     Raises:
@@ -282,7 +282,7 @@ def texts(metadata: Mapping[str, MetadataValue], key: str) -> list[str]:
     return value
 
 
-def numbers(metadata: Mapping[str, MetadataValue], key: str) -> Sequence[Any]:
+def numbers(metadata: Mapping[str, GGUFValue], key: str) -> Sequence[Any]:
     """Return an array of numbers; an empty list if the key is absent.
 
     Raises:

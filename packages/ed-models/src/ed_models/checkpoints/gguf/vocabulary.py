@@ -14,7 +14,7 @@ from typing import Any
 
 from ed_infra.errors import CheckpointError, did_you_mean
 
-from ed_models.checkpoints.gguf.header import MetadataValue, numbers, text, texts
+from ed_models.checkpoints.gguf.header import GGUFValue, numbers, text, texts
 from ed_models.checkpoints.gguf.pretokenizers import DIVISIONS, SYNONYMS, steps_of
 
 KEY = "tokenizer.ggml"
@@ -45,7 +45,7 @@ _MAX_ADDED = 2**17  # tokens that are found before a text is divided
 class TokenTable:
     """The tokens of a file."""
 
-    def __init__(self, metadata: Mapping[str, MetadataValue]):
+    def __init__(self, metadata: Mapping[str, GGUFValue]):
         self.metadata = metadata
         self.tokens = texts(metadata, f"{KEY}.tokens")
         self.types = numbers(metadata, f"{KEY}.token_type") or [NORMAL] * len(self.tokens)
@@ -123,7 +123,7 @@ class TokenTable:
         }
 
 
-def write_tokenizer(directory: Path, metadata: Mapping[str, MetadataValue]) -> None:
+def write_tokenizer(directory: Path, metadata: Mapping[str, GGUFValue]) -> None:
     """Write the files of the tokenizer; nothing if the file has none.
 
     Raises:
