@@ -37,6 +37,14 @@ DSML = (
     '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
     '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
 ).replace("{c}", CITY)
+M3 = (
+    (
+        '{n}<tool_call>\n{n}<invoke name="weather">{n}<city>{c}{n}</city>{n}<days>3{n}</days>'
+        '{n}</invoke>\n{n}<invoke name="now">{n}</invoke>\n{n}</tool_call>'
+    )
+    .replace("{n}", "]<]minimax[>[")
+    .replace("{c}", CITY)
+)
 GPT_OSS = (
     f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{J}<|call|>"
     "<|start|>assistant<|channel|>commentary to=functions.now json<|message|>{}<|call|>"
@@ -71,6 +79,7 @@ EXAMPLES = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">'
     f'{CITY}</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n'
     "</invoke>\n</minimax:tool_call>",
+    "minimax_m3": M3,
     "gpt_oss": GPT_OSS,
     "openai": f"<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{J}"
     "<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",

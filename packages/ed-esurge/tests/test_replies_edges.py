@@ -80,6 +80,7 @@ def test_repeated_opening_marker_is_no_thought():
 
 # ---- calls after a call that is not valid
 
+M3 = "]<]minimax[>["
 #: Format -> a section with an unknown or broken call, then the call of `NOW`.
 AFTER_BAD = {
     "kimi_k2": [
@@ -103,6 +104,10 @@ AFTER_BAD = {
     "minimax_m2": [
         '<minimax:tool_call>\n<invoke name="{bad}">\n{args}\n</invoke>\n<invoke name="now">\n'
         "</invoke>\n</minimax:tool_call>"
+    ],
+    "minimax_m3": [
+        f'{M3}<tool_call>\n{M3}<invoke name="{{bad}}">{{args}}{M3}</invoke>\n'
+        f'{M3}<invoke name="now">{M3}</invoke>\n{M3}</tool_call>'
     ],
     "qwen3_coder": [
         "<tool_call>\n<function={bad}>\n{args}\n</function>\n<function=now>\n</function>\n"
@@ -133,7 +138,8 @@ AFTER_BAD = {
 
 @pytest.mark.parametrize("name", AFTER_BAD)
 def test_call_after_a_broken_or_unknown_call_is_read(name):
-    unknown = "" if TOOL_FORMATS[name].syntax in ("python", "tagged") else '{"city": "a"}'
+    plain = TOOL_FORMATS[name].syntax in ("python", "tagged", "elements")
+    unknown = "" if plain else '{"city": "a"}'
     for form in AFTER_BAD[name]:
         for bad, arguments in (("storm", unknown), ("weather", "{oops}")):
             whole = parse(name, form.format(bad=bad, args=arguments))
@@ -170,6 +176,7 @@ def test_parsing_time_is_linear_in_the_number_of_unclosed_markers():
         "hermes": '<tool_call>{"',
         "qwen3_coder": "<tool_call><function=now><parameter=a>",
         "kimi_k2": "<|tool_call_begin|>now:0<|tool_call_argument_begin|>",
+        "minimax_m3": f'{M3}<invoke name="now">{M3}<a></a> ',
         "pythonic": "[now(a=",
         "gpt_oss": "<|channel|>commentary to=functions.now<|message|>{",
     }.items():
@@ -204,6 +211,9 @@ OMITTED = [
      '<parameter name="day">Mon</invoke></minimax:tool_call>'),
     ("minimax_m2", '<invoke name="book"><parameter name="city">Oslo</parameter>'
      '<parameter name="day">Mon</parameter></invoke>'),
+    ("minimax_m3", f'{M3}<tool_call>{M3}<invoke name="book">{M3}<city>Oslo</city>{M3}<day>Mon'
+     f"{M3}</invoke>{M3}</tool_call>"),
+    ("minimax_m3", f'{M3}<invoke name="book">{M3}<city>Oslo{M3}<day>Mon{M3}</day>{M3}</invoke>'),
     ("glm45", "<tool_call>book<arg_key>city</arg_key><arg_value>Oslo<arg_key>day</arg_key>"
      "<arg_value>Mon</tool_call>"),
     ("deepseek_v32", '<｜DSML｜invoke name="book"><｜DSML｜parameter name="city" string="true">Oslo'
@@ -291,6 +301,8 @@ TAGS = {
     "step3": "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
     '<steptml:invoke name="f"><steptml:parameter name="x">{v}</steptml:parameter>'
     "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
+    "minimax_m3": f'{M3}<tool_call>{M3}<invoke name="f">{M3}<x>{{v}}{M3}</x>{M3}</invoke>'
+    f"{M3}</tool_call>",
     "deepseek_v32": '<｜DSML｜function_calls><｜DSML｜invoke name="f">'
     '<｜DSML｜parameter name="x">{v}'
     "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",
@@ -305,6 +317,47 @@ def test_whole_schema_decides_the_type_of_a_tagged_argument(schema, text, value)
         assert calls_of(whole) == [("f", {"x": value})], name
         assert type(calls_of(whole)[0][1]["x"]) is type(value)
         assert "Infinity" not in whole.calls[0].arguments
+
+
+def make_elements(value):
+    """Return a value as the template of MiniMax M3 writes it."""
+    if isinstance(value, dict):
+        return "".join(f"{M3}<{k}>{make_elements(v)}{M3}</{k}>" for k, v in value.items())
+    if isinstance(value, list):
+        return "".join(f"{M3}<item>{make_elements(v)}{M3}</item>" for v in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+LINES = {"type": "array", "items": {"type": "object", "properties": {"zip": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (LINES, [{"zip": "01", "n": 1}, {"zip": "</zip> <b> & \n"}]),
+        ({"type": "array", "items": {"type": "string"}}, ["1", "", "item"]),
+        ({"type": "array"}, []),
+        ({"type": "object"}, {}),
+        ({"type": "object"}, {"item": {"n": 2}, "a": {"b": [True, 1.5]}}),
+        ({"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]}, [1, 2]),
+        ({"properties": {"item": {"type": "string"}}, "type": "object"}, {"item": "7"}),
+        ({}, [[1], [2, 3]]),
+        ({"type": "string"}, f"{M3} and {M3}<b>\n"),
+        ({"type": "string"}, "<x>1</x>"),
+        ({"type": "object"}, {"a": "<a>b</a>"}),
+    ],
+)
+def test_nested_elements_are_the_value_that_the_template_wrote(schema, value):
+    tools = {"f": {"type": "object", "properties": {"x": schema}}}
+    text = TAGS["minimax_m3"].replace("{v}", make_elements(value))
+    assert calls_of(parse("minimax_m3", text, tools=tools)) == [("f", {"x": value})]
+
+
+@pytest.mark.parametrize("inner", [f"a{M3}<b>c{M3}</b>", f"{M3}<b>c{M3}</x>", f"{M3}<b>" * 70])
+def test_elements_that_do_not_nest_are_text(inner):
+    text = TAGS["minimax_m3"].replace("{v}", inner)
+    whole = parse("minimax_m3", text, tools={"f": {"properties": {"x": {"type": "object"}}}})
+    assert (whole.content, whole.calls) == (text, {})
 
 
 def test_schema_of_an_argument_behind_references_is_read():
@@ -406,8 +459,8 @@ def test_templates_of_published_models_select_their_format():
         "{%- set dsml = '｜DSML｜' %}{{ '<' + dsml + 'function_calls>' }}": "deepseek_v32",
         "<function=NAME>{ARGUMENTS}</function>": "functionary_v31",
         "<tool_call> <function=f> <parameter=x>": "qwen3_coder",
-        "]<]minimax[>[<tool_call> <response>": None,
-        "]<]minimax[>[<tool_call> ]<]minimax[>[<invoke name=": None,
+        "]<]minimax[>[<tool_call> <response>": "minimax_m3",
+        "{%- set ns = ']<]minimax[>[' %}{{ ns ~ '<tool_call>' }}<invoke name=": "minimax_m3",
         "make calls in a single JSON array": "xlam",
     }.items():
         assert detect(TOOL_FORMATS, template) == name, template

@@ -31,6 +31,7 @@ BROKEN = {
     "glm45": "<tool_call>weather<arg_key>a</arg_key>b</tool_call>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>weather<|tool_call_end|>",
     "minimax_m2": "<minimax:tool_call>weather</minimax:tool_call>",
+    "minimax_m3": "]<]minimax[>[<tool_call>weather]<]minimax[>[</tool_call>",
     "gpt_oss": "<|channel|>commentary to=functions.storm<|message|>{}<|call|>",
     "granite": "<|tool_call|>[]",
     "internlm": "<|action_start|><|plugin|>{}",

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 from ed_infra.errors import ConfigError, did_you_mean
 
-Syntax = Literal["json", "keyed", "headed", "tagged", "python", "braces"]
+Syntax = Literal["json", "keyed", "headed", "tagged", "elements", "python", "braces"]
 Sign = str | tuple[str, ...]
 """A text that identifies a format, or several texts that identify it together."""
 
@@ -29,7 +29,8 @@ class ToolFormat:
         separators: texts that may separate two calls.
         syntax: `json`: objects with a name and arguments. `keyed`: objects whose only key is the
             name. `headed`: a name, then the arguments as JSON. `tagged`: a name, then each
-            argument between tags. `python`: `f(a=1)`. `braces`: `f{a:1}`.
+            argument between tags. `elements`: a name, then each argument as nested XML elements.
+            `python`: `f(a=1)`. `braces`: `f{a:1}`.
         headers: whether a reply consists of messages with headers, see `replies.harmony`.
         ends_thoughts: whether a call ends thoughts that are still open. Otherwise thoughts end at
             their own marker, and a call within thoughts is a quotation.
@@ -38,7 +39,8 @@ class ToolFormat:
             arguments (`{`, or `key_open`) is not consumed.
         name: pattern of the head, with the group `name` and an optional group `id`.
         ends: texts that end a call.
-        key_open, key_close, value_open, value_close: tags around an argument.
+        key_open, key_close, value_open, value_close: tags around an argument. In `elements`,
+            `value_close` is the beginning of the closing tag, before the name.
         key: pattern of the text between the first two tags, with the group `key`, and an optional
             group `string`, which is `true` if the value is a string.
         padding: white space that belongs to the tags and not to the value.
@@ -110,9 +112,6 @@ class ReasoningFormat:
         return (*self.opens, *self.closes, *self.drops)
 
 
-#: Markers of formats of calls that are not supported. They contain markers of other formats.
-FOREIGN = ("]<]minimax[>[",)
-
 FormatT = TypeVar("FormatT", ToolFormat, ReasoningFormat)
 
 
@@ -137,10 +136,7 @@ def detect(
 ) -> str | None:
     """Return the first format with signs in a chat template, or else in a vocabulary."""
     for text in (template, vocabulary):
-        foreign = any(marker in text for marker in FOREIGN)
         for name, entry in table.items():
-            if foreign and isinstance(entry, ToolFormat):
-                continue
             for sign in entry.signs:
                 if all(part in text for part in ((sign,) if isinstance(sign, str) else sign)):
                     return name

@@ -56,6 +56,9 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         ("<think>",), ("</think>",), drops=("<response>", "</response>"),
         signs=(("<think>", "<response>"),),
     ),
+    "minimax_m3": ReasoningFormat(
+        ("<mm:think>",), ("</mm:think>",), signs=("<mm:think>",)
+    ),
     "deepseek_r1": _ALWAYS_THINK,
     "deepseek_v3": _THINK,
     "qwen3": _ALWAYS_THINK,

@@ -173,8 +173,14 @@ def tagged(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     sink.end()
 
 
-def _text(src: Scanner, sink: CallSink, form: ToolFormat, keys: set[str]) -> Reader[None]:
-    """Read text and emit it as a JSON string, without one padding at either end."""
+def _text(
+    src: Scanner, sink: CallSink, form: ToolFormat, keys: set[str], name: str = ""
+) -> Reader[None]:
+    """Read text and emit it as a JSON string, without one padding at either end.
+
+    Args:
+        name: name of the element in the syntax `elements`.
+    """
     begun, held, padding = False, "", form.padding
 
     def emit(piece: str) -> None:
@@ -187,22 +193,30 @@ def _text(src: Scanner, sink: CallSink, form: ToolFormat, keys: set[str]) -> Rea
         sink.write(dumps(piece.removesuffix(held))[1:-1])
 
     sink.write('"')
-    yield from _value_until_end(src, sink, form, keys, emit)
+    yield from _value_until_end(src, sink, form, keys, emit, name)
     sink.write('"')
 
 
 def _value_until_end(
-    src: Scanner, sink: CallSink, form: ToolFormat, keys: set[str], write: Write
+    src: Scanner, sink: CallSink, form: ToolFormat, keys: set[str], write: Write, name: str = ""
 ) -> Reader[None]:
     """Read the text of a value with its end.
 
     A model may omit the end: the next argument, or the end of the call, ends the value as well.
     """
-    markers = Markers((form.value_close, form.key_open, *form.ends))
+    close, bare = form.value_close, ""
+    if name:
+        close, bare = f"{form.value_close}{name}{form.key_close}", f"</{name}>"
+    markers = Markers((close, bare, form.key_open, *form.ends))
     while True:
         marker = yield from src.until(markers, write)
-        if marker == form.value_close:
+        if marker == close:
             return
+        if marker == bare:
+            if (yield from _other_tag_follows(src, form, name)):
+                return
+            write(marker)
+            continue
         place = src.position
         ended = yield from (
             _next_key_follows(src, sink, form, keys)
@@ -234,6 +248,104 @@ def _end_follows(src: Scanner, form: ToolFormat) -> Reader[bool]:
     if src.at >= len(src.text):
         return True
     return (yield from src.literal(*form.closes, *form.begins, *form.opens)) is not None
+
+
+def elements(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
+    """Read arguments that are nested XML elements: `<city>Oslo</city><days><item>1</item></days>`.
+
+    Each tag has a prefix, so the text of a value needs no escapes.
+    """
+    yield from _head(src, sink, form)
+    keys: set[str] = set()
+    while True:
+        yield from src.space()
+        yield from src.peek()
+        tag = yield from src.literal(form.key_open, *form.ends, *form.closes)
+        if tag != form.key_open:
+            break
+        key = yield from _element_name(src, form)
+        if key in keys:
+            raise Malformed
+        sink.write(("{" if not keys else ", ") + dumps(key) + ": ")
+        keys.add(key)
+        schema = sink.types.property(key)
+        if sink.types.takes_text_only(schema):
+            yield from _text(src, sink, form, keys, key)
+        else:
+            element = yield from _element(src, form, sink.types, key, schema, 0)
+            sink.write(dumps(element))
+    if tag is None:
+        raise Malformed
+    if tag not in form.ends:
+        src.at -= len(tag)
+    sink.write("}" if keys else "{}")
+    sink.end()
+
+
+def _element_name(src: Scanner, form: ToolFormat) -> Reader[str]:
+    name, _ = yield from src.head(Markers((form.key_close,)))
+    if not name.strip() or name.startswith("/") or "<" in name:
+        raise Malformed
+    return name
+
+
+def _element(
+    src: Scanner, form: ToolFormat, types: ArgumentTypes, name: str, schema: Any, depth: int
+) -> Reader[Any]:
+    """Read the value of an element with its end. Elements named `item` are the items of a list.
+
+    A model may omit the prefix of the closing tag before another tag.
+    """
+    if depth > MAX_DEPTH:
+        raise Malformed
+    kinds, plain = types.kinds(schema), types.takes_text_only(schema)
+    parts: list[str] = []
+    children: list[tuple[str, Any]] = []
+    bare = f"</{name}>"
+    markers = Markers((form.key_open, bare))
+    while True:
+        marker = yield from src.until(markers, parts.append)
+        if marker == bare:
+            if (yield from _other_tag_follows(src, form, name)):
+                break
+        elif (yield from src.literal(bare[1:])) is not None:
+            break
+        elif not plain:
+            child = yield from _element_name(src, form)
+            is_item = child == "item" and "array" in kinds
+            inner = types.item(schema) if is_item else types.member(schema, child)
+            member = yield from _element(src, form, types, child, inner, depth + 1)
+            children.append((child, member))
+            continue
+        parts.append(marker)
+    text = "".join(parts)
+    if children:
+        if text.strip():
+            raise Malformed
+        return _combine_elements(children, kinds)
+    if not text.strip() and "string" not in kinds and kinds & {"array", "object"}:
+        return [] if "array" in kinds else {}
+    return loads(types.convert(text, schema))
+
+
+def _other_tag_follows(src: Scanner, form: ToolFormat, name: str) -> Reader[bool]:
+    """Return whether a tag follows that does not end the element, without consuming text."""
+    place = src.position
+    yield from src.space()
+    follows = (yield from src.literal(form.key_open)) is not None
+    follows = follows and (yield from src.literal(f"/{name}{form.key_close}")) is None
+    src.at = place - src.discarded
+    return follows
+
+
+def _combine_elements(children: list[tuple[str, Any]], kinds: frozenset[str]) -> Any:
+    """Return the list or the object that elements describe. A repeated name has a list."""
+    if "array" in kinds and ("object" not in kinds or all(name == "item" for name, _ in children)):
+        return [member for _, member in children]
+    groups: dict[str, list[Any]] = {}
+    for name, member in children:
+        groups.setdefault(name, []).append(member)
+    return {name: each[0] if len(each) == 1 else each for name, each in groups.items()}
 
 
 def python_call(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
@@ -373,6 +485,7 @@ SYNTAXES: dict[Syntax, Callable[[Scanner, CallSink, ToolFormat], Reader[None]]] 
     "keyed": keyed,
     "headed": headed,
     "tagged": tagged,
+    "elements": elements,
     "python": python_call,
     "braces": braces,
 }
