@@ -52,7 +52,7 @@ class Cell(str):
             return str(self)
 
 
-def read_cell(value: Any) -> Any:
+def read_cell(value: object) -> Any:
     """Return the value of a cell of a text file; other values are returned unchanged."""
     return value.value if isinstance(value, Cell) else value
 

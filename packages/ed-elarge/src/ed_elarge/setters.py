@@ -14,7 +14,7 @@ SettersT = TypeVar("SettersT", bound="Setters")
 
 
 def _setter(section: str, leading: str = "") -> Callable[Concatenate[SettersT, ...], SettersT]:
-    def set_section(self: SettersT, value: Any = None, /, **keys: Any) -> SettersT:
+    def set_section(self: SettersT, value: object = None, /, **keys: Any) -> SettersT:
         first = {} if value is None else {leading: value}
         return self.update_config({section: {**keys, **first}})
 

@@ -169,7 +169,7 @@ class MarkedText(str):
         return self._part(0, first), self._part(first, second), self._part(second, whole)
 
 
-def _read_plain(text: Any) -> Any:
+def _read_plain(text: object) -> Any:
     if isinstance(text, tuple):
         return tuple(map(_read_plain, text))
     return text._plain if isinstance(text, MarkedText) else text

@@ -175,7 +175,7 @@ class SamplingParams(Options):
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
-    def _one_or_many(cls, value: Any) -> Any:
+    def _one_or_many(cls, value: object) -> Any:
         if value is None:
             return ()
         return (value,) if isinstance(value, str) else value

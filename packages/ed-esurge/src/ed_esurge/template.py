@@ -260,7 +260,7 @@ def _copy_tokenizer(original: Any) -> Any:
     return type(original).from_str(original.to_str())  # the ids of the added tokens have gaps
 
 
-def _convert_texts(value: Any, convert: Callable[[str], str]) -> Any:
+def _convert_texts(value: object, convert: Callable[[str], str]) -> Any:
     """Return nested lists and mappings with converted strings."""
     if isinstance(value, str):
         return convert(value)
@@ -274,7 +274,7 @@ def _convert_texts(value: Any, convert: Callable[[str], str]) -> Any:
     return value
 
 
-def texts_in(value: Any) -> Iterator[str]:
+def texts_in(value: object) -> Iterator[str]:
     """Yield every string in nested lists and mappings."""
     if isinstance(value, str):
         yield value

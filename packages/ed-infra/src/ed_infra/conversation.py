@@ -281,7 +281,7 @@ def _normalize_call(call: Mapping[str, Any]) -> Message:
     return {"type": "function", **others, "function": function}
 
 
-def _normalize_part(part: Any) -> Any:
+def _normalize_part(part: object) -> Any:
     """Return a part with text in one form: `{"type": "text", "text": …}`."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
@@ -310,7 +310,7 @@ def _convert_to_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def read_arguments(arguments: Any) -> dict[str, Any]:
+def read_arguments(arguments: object) -> dict[str, Any]:
     """Return the arguments of a call as an object.
 
     The text of a call that was cut off is read as far as it goes. Another value than an object is
@@ -324,7 +324,7 @@ def read_arguments(arguments: Any) -> dict[str, Any]:
     return {} if arguments is None else {"arguments": arguments}
 
 
-def write_arguments(arguments: Any) -> str:
+def write_arguments(arguments: object) -> str:
     """Return the arguments of a call as JSON text. Text is returned unchanged."""
     if isinstance(arguments, str):
         return arguments or "{}"

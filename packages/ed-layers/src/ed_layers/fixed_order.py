@@ -156,7 +156,7 @@ def with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
 with_gradient_of.defjvp(lambda arrays, tangents: (arrays[0], tangents[1]))
 
 
-def with_ordinary_gradient(values: Any, function: Callable[[], Any]) -> Any:
+def with_ordinary_gradient(values: object, function: Callable[[], Any]) -> Any:
     """Return a tree of arrays with the gradients of the tree that a function returns.
 
     The function is traced without the order, and only a program with gradients computes it. Its

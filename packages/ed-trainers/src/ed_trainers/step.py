@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -231,7 +231,7 @@ def build_eval_step(state: EasyDeLState, method: MethodRun) -> EvalStep:
     """
     loss_of = _loss_of(state.graphdef, method.loss, method.frozen)
 
-    def sums(*arguments: Any) -> tuple[Metrics, Metrics]:
+    def sums(*arguments: object) -> tuple[Metrics, Metrics]:
         loss = loss_of(*arguments)
         return loss.sums, loss.metrics
 

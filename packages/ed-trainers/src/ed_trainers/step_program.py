@@ -97,7 +97,7 @@ class StoredStep:
             self._made[shapes] = self._function
             return self._function(*arguments)
 
-    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+    def lower(self, *arguments: object) -> jax.stages.Lowered:
         """Return the lowered program for such arguments."""
         return self._function.lower(*arguments)
 

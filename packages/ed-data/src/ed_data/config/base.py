@@ -15,7 +15,7 @@ from pydantic_core.core_schema import no_info_before_validator_function
 from ed_data.errors import KeyPath, did_you_mean
 
 
-def _without_booleans(schema: Any) -> Any:
+def _without_booleans(schema: object) -> Any:
     """Make every number of a schema reject booleans, which pydantic accepts as 0 and 1."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_without_booleans, schema))

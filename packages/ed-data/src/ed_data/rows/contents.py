@@ -84,7 +84,7 @@ def checked_parts(
     return list(value) if value else None
 
 
-def number(value: Any, field: str, where: str) -> float:
+def number(value: object, field: str, where: str) -> float:
     """Return a number; true is 1 and false is 0.
 
     Raises:
@@ -98,7 +98,7 @@ def number(value: Any, field: str, where: str) -> float:
     return float(value)
 
 
-def class_number(value: Any, field: str, where: str, classes: tuple[str, ...] = ()) -> float:
+def class_number(value: object, field: str, where: str, classes: tuple[str, ...] = ()) -> float:
     """Return the number of a class.
 
     Args:
@@ -197,7 +197,7 @@ def margins(value: Any, count: int, field: str, where: str) -> list[float]:
     return [numbers[0] - other for other in numbers[1:]]
 
 
-def span(value: Any, context: Content, field: str, where: str) -> tuple[float, float]:
+def span(value: object, context: Content, field: str, where: str) -> tuple[float, float]:
     """Return the first character of the first answer and the character after it; -1 without answer.
 
     Args:
@@ -233,7 +233,7 @@ def span(value: Any, context: Content, field: str, where: str) -> tuple[float, f
     return float(start), float(start + len(text))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Yield every text in nested lists and mappings: message parts and tool calls."""
     if isinstance(value, str):
         yield value

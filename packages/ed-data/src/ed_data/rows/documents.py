@@ -533,7 +533,7 @@ def function(inform: Inform, key: str) -> Callable[..., Any] | None:
     return value
 
 
-def _call(call: Callable[..., Any], value: Any, key: str, where: str) -> Any:
+def _call(call: Callable[..., Any], value: object, key: str, where: str) -> Any:
     try:
         return call(value)
     except Exception as error:  # a user function may raise any error

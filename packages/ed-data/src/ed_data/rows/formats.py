@@ -62,7 +62,7 @@ _SYSTEMS = ("system", "system_prompt")
 _PLACEHOLDER = "<image>"
 
 
-def _is_turn(value: Any) -> bool:
+def _is_turn(value: object) -> bool:
     return isinstance(value, Mapping) and "from" in value and "value" in value
 
 
@@ -172,7 +172,7 @@ def _convert_alpaca(row: Row) -> Row:
     return converted
 
 
-def _list_history(value: Any) -> list[Any]:
+def _list_history(value: object) -> list[Any]:
     return [pair for pair in _list_turns(value) if isinstance(pair, list | tuple)]
 
 

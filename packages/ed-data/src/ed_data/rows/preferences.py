@@ -8,7 +8,6 @@ prefix. The rule for the last layout is `extract_prompt` of TRL.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ed_data.errors import DataError
 from ed_data.rows.contents import kind_of
@@ -157,7 +156,7 @@ def _is_question(message: Message, text: str) -> bool:
     return message["role"] == "user" and is_text and content.strip() == text.strip()
 
 
-def _is_system(message: Any) -> bool:
+def _is_system(message: object) -> bool:
     return isinstance(message, dict) and message["role"] in ("system", "developer")
 
 

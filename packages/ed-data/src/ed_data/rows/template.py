@@ -82,7 +82,7 @@ def _parsed(value: Any, name: str, where: str) -> Any:
         ) from error
 
 
-def _wrong(name: str, expected: str, value: Any, where: str) -> DataError:
+def _wrong(name: str, expected: str, value: object, where: str) -> DataError:
     shown = repr(value)
     shown = shown if len(shown) < 80 else f"{shown[:77]}…"
     return DataError(

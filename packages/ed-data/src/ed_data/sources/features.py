@@ -44,7 +44,7 @@ def row_decoder(features: Mapping[str, Any]) -> Callable[[Row], Row]:
     return decode_row
 
 
-def _decoder(feature: Any) -> Decode | None:
+def _decoder(feature: object) -> Decode | None:
     """Return the decoder of a feature; None if nothing in it is JSON text."""
     if isinstance(feature, list) and len(feature) == 1:
         return _list_decoder(_decoder(feature[0]))
@@ -74,7 +74,7 @@ def _struct_decoder(fields: Mapping[str, Any]) -> Decode | None:
     if not decoders:
         return None
 
-    def decode_struct(value: Any) -> Any:
+    def decode_struct(value: object) -> Any:
         if not isinstance(value, Mapping):
             return value
         return {
@@ -84,5 +84,5 @@ def _struct_decoder(fields: Mapping[str, Any]) -> Decode | None:
     return decode_struct
 
 
-def _decode_json(value: Any) -> Any:
+def _decode_json(value: object) -> Any:
     return json.loads(value) if isinstance(value, str | bytes) else value

@@ -233,7 +233,7 @@ def _check_card(where: str, label: str) -> None:
             raise _outside(label, where, name)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Yield the paths in the `data_files` and `data_dir` of the configurations of a card."""
     if isinstance(value, str):
         yield value

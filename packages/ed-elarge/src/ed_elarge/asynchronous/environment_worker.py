@@ -120,7 +120,7 @@ class EnvironmentWorker:
         episode.turns += 1
 
     def _encoded(
-        self, prompt: Any, messages: Sequence[Mapping[str, Any]], answer: Sequence[int]
+        self, prompt: object, messages: Sequence[Mapping[str, Any]], answer: Sequence[int]
     ) -> list[int]:
         """Return the tokens between the newest message of the model and its next one."""
         if isinstance(prompt, str):

@@ -42,7 +42,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def tool_conversation(arguments: Any) -> SampleChat:
+def tool_conversation(arguments: object) -> SampleChat:
     """Return a conversation with a call of the tool; templates read arguments or their JSON."""
     call = {
         "id": "call00001",
@@ -56,12 +56,12 @@ def tool_conversation(arguments: Any) -> SampleChat:
     ]
 
 
-def _call(name: str, arguments: Any) -> dict[str, Any]:
+def _call(name: str, arguments: object) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"id": "call00001", "type": "function", "function": function}
 
 
-def _result(name: str, content: Any) -> dict[str, Any]:
+def _result(name: str, content: object) -> dict[str, Any]:
     return {"role": "tool", "name": name, "tool_call_id": "call00001", "content": content}
 
 

@@ -143,7 +143,7 @@ def _files(subject: CertifiedModel) -> list[Path]:
     return files
 
 
-def _listed(values: Any) -> list[Any]:
+def _listed(values: object) -> list[Any]:
     return [] if values is None else np.asarray(values).tolist()
 
 

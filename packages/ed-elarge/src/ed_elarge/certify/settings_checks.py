@@ -189,7 +189,7 @@ def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _equal(own: Any, other: Any) -> bool:
+def _equal(own: object, other: object) -> bool:
     """Compare values; numbers may be rounded to float32."""
     if isinstance(own, Mapping) and isinstance(other, Mapping):
         return own.keys() == other.keys() and all(_equal(own[n], other[n]) for n in own)

@@ -74,7 +74,7 @@ def read_bandwidth(rounds: int = 8) -> float:
     return numbers.nbytes / min(seconds)
 
 
-def seconds_of(call: Callable[..., jax.Array], *arguments: Any, rounds: int) -> float:
+def seconds_of(call: Callable[..., jax.Array], *arguments: object, rounds: int) -> float:
     """Return the median seconds of a call after a first one, which compiles it."""
     times = []
     for _ in range(rounds + 1):

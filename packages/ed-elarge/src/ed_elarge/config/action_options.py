@@ -46,7 +46,7 @@ class EvalOptions(EvalSection):
         return section.replace(**own)
 
 
-def _one_or_more(value: Any) -> Any:
+def _one_or_more(value: object) -> Any:
     return (value,) if isinstance(value, str) else value
 
 

@@ -119,7 +119,7 @@ def check_values(values: Mapping[str, Any], model_type: str) -> dict[str, str]:
     return {key: message for key, message in problems.items() if message}
 
 
-def _wrong(key: str, value: Any, field: ConfigField) -> str:
+def _wrong(key: str, value: object, field: ConfigField) -> str:
     """Return why a value is invalid, or an empty string."""
     if not any(_is(value, name) for name in field.types):
         names = [n for n in field.types if n != "integer" or "number" not in field.types]

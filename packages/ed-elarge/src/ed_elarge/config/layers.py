@@ -95,7 +95,7 @@ def with_settings(document: Document, settings: Sequence[str], parse: Any) -> Do
     return document
 
 
-def _set(document: Document, path: ValuePath, value: Any, layer: Document) -> Document:
+def _set(document: Document, path: ValuePath, value: object, layer: Document) -> Document:
     """Return a document with one changed value, whose location is in `layer`."""
     out = Document(document.name, document.text, keys=dict(document.keys))
     out.value = replaced(document.value, path, value)
@@ -107,7 +107,7 @@ def _set(document: Document, path: ValuePath, value: Any, layer: Document) -> Do
     return out
 
 
-def _typed(value: Any, keys: Iterable[str]) -> tuple[ValuePath, str]:
+def _typed(value: object, keys: Iterable[str]) -> tuple[ValuePath, str]:
     """Return the keys with numbers for list items, and a problem or an empty string."""
     path: list[Any] = []
     for key in keys:
@@ -124,7 +124,7 @@ def _typed(value: Any, keys: Iterable[str]) -> tuple[ValuePath, str]:
     return tuple(path), ""
 
 
-def replaced(value: Any, path: ValuePath, new: Any) -> Any:
+def replaced(value: object, path: ValuePath, new: object) -> Any:
     """Return a copy of a document with one value set; missing mappings are created."""
     if not path:
         return new
@@ -135,13 +135,13 @@ def replaced(value: Any, path: ValuePath, new: Any) -> Any:
     return {**old, first: replaced(old.get(first), tuple(rest), new)}
 
 
-def _nested(path: ValuePath, value: Any) -> Any:
+def _nested(path: ValuePath, value: object) -> Any:
     for key in reversed(path):
         value = {key: value}
     return value
 
 
-def _merged(below: Any, above: Any) -> Any:
+def _merged(below: object, above: object) -> Any:
     if isinstance(below, Mapping) and isinstance(above, Mapping):
         keys = dict.fromkeys([*below, *above])
         return {

@@ -52,7 +52,7 @@ _FILES = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.fi
 EVALUATED = (TaskType.EMBEDDING, TaskType.SEQUENCE_CLASSIFICATION, TaskType.AUTO_BIND)
 
 
-def _one_or_more(value: Any) -> Any:
+def _one_or_more(value: object) -> Any:
     return (value,) if isinstance(value, str | int) and not isinstance(value, bool) else value
 
 

@@ -67,7 +67,7 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
     return RunConfig(document, prefix, written, built | _shared(run), actions, _warnings(run))
 
 
-def check_section(name: str, value: Any) -> list[Problem]:
+def check_section(name: str, value: object) -> list[Problem]:
     """Return the problems of a section. Missing keys are no problem: a later call may set them."""
     if name not in SECTIONS:
         return [Problem((name,), unknown_section(name), on_key=True)]
@@ -201,7 +201,7 @@ class _RawAction(NamedTuple):
 
 
 def _actions(
-    value: Any, path: ValuePath, required: bool, problems: list[Problem]
+    value: object, path: ValuePath, required: bool, problems: list[Problem]
 ) -> tuple[Action, ...]:
     if value is None:
         if required:
@@ -227,7 +227,7 @@ def _actions(
     return tuple(actions)
 
 
-def _split(value: Any, path: ValuePath, problems: list[Problem]) -> list[_RawAction]:
+def _split(value: object, path: ValuePath, problems: list[Problem]) -> list[_RawAction]:
     """Split an `actions` value: one name, a list of names and mappings, or one mapping."""
     found: list[_RawAction] = []
     if isinstance(value, Mapping):

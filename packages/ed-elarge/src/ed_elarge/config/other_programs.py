@@ -56,7 +56,7 @@ def _lacks_field(inform: Any) -> bool:
 def _with(
     mixture: Mapping[str, Any],
     path: tuple[str, ...],
-    value: Any,
+    value: object,
     here: tuple[str, str],
     problems: list[Problem],
 ) -> Mapping[str, Any]:

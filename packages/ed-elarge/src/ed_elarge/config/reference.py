@@ -113,7 +113,7 @@ def _bodies(module: str) -> dict[str, list[ast.stmt]]:
     return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
-def nested(annotation: Any) -> type[BaseModel] | None:
+def nested(annotation: object) -> type[BaseModel] | None:
     """Return the option class in an annotation, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
@@ -183,7 +183,7 @@ def default(field: FieldInfo) -> str:
     return f"`{yaml_text(value)}`"
 
 
-def yaml_text(value: Any) -> str:
+def yaml_text(value: object) -> str:
     if isinstance(value, (list, tuple, set, frozenset)):
         return f"[{', '.join(yaml_text(item) for item in value)}]"
     return json.dumps(getattr(value, "value", value), default=str)

@@ -74,7 +74,7 @@ class TokenizerSection(Options):
         return self
 
 
-def _tokenizer_kind(value: Any) -> str:
+def _tokenizer_kind(value: object) -> str:
     return "section" if isinstance(value, (Mapping, TokenizerSection)) else "path"
 
 
@@ -125,7 +125,7 @@ def _computes(dtype: str) -> str:
     return dtype
 
 
-def _exact(dtype: Any) -> Any:
+def _exact(dtype: object) -> Any:
     if isinstance(dtype, str) and dtype.strip().lower() == "float":
         raise ValueError(
             "'float' has 32 bits in torch and 64 bits in numpy: write float32 or float64"

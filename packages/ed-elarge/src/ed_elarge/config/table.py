@@ -80,7 +80,7 @@ class Section:
         return self.options if isinstance(self.options, Mapping) else {"": self.options}
 
     def validate(
-        self, value: Any, path: ValuePath, *, partial: bool = False
+        self, value: object, path: ValuePath, *, partial: bool = False
     ) -> tuple[Any | None, list[Problem]]:
         """Check the section: `(instance, [])`, or `(None, problems)`."""
         classes = self.classes()

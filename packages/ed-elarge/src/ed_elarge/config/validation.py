@@ -22,7 +22,7 @@ _ABOUT_THE_KEY = ("unknown_key", "duplicate_key", "extra_forbidden")
 
 
 def validate(
-    cls: type[T], value: Any, path: ValuePath, *, partial: bool = False
+    cls: type[T], value: object, path: ValuePath, *, partial: bool = False
 ) -> tuple[T | None, list[Problem]]:
     """Validate `value` with `cls`; with `partial`, missing keys are no problem.
 
@@ -72,7 +72,7 @@ def _follows(item: Any, misspelled: Sequence[ValuePath]) -> bool:
     return False
 
 
-def _without(value: Any, paths: Sequence[ValuePath]) -> Any:
+def _without(value: object, paths: Sequence[ValuePath]) -> Any:
     """Return a copy of `value` without the keys at `paths`."""
     value = copy.deepcopy(value)
     for path in paths:
@@ -89,7 +89,7 @@ def _without(value: Any, paths: Sequence[ValuePath]) -> Any:
     return value
 
 
-def _problems(items: Sequence[Any], value: Any, cls: type[pydantic.BaseModel]) -> list[Problem]:
+def _problems(items: Sequence[Any], value: object, cls: type[pydantic.BaseModel]) -> list[Problem]:
     """Translate pydantic's errors; paths start at `value`."""
     problems: list[Problem] = []
     for item in items:
@@ -147,7 +147,7 @@ def _words(item: Any) -> str:
     return message
 
 
-def _key_of(message: str, value: Any, cls: type[pydantic.BaseModel]) -> ValuePath:
+def _key_of(message: str, value: object, cls: type[pydantic.BaseModel]) -> ValuePath:
     """Return the path of the key that a message mentions, or an empty path.
 
     A validator of a whole class reports no location, but its message names keys. Of the named keys
@@ -171,7 +171,7 @@ _MAY_BE_EMPTY = {
 }
 
 
-def empty_texts(value: Any, path: ValuePath) -> list[Problem]:
+def empty_texts(value: object, path: ValuePath) -> list[Problem]:
     """Return a problem for each empty text: a name or a path needs at least one character."""
     if isinstance(value, Mapping):
         items = [(key, item) for key, item in value.items() if key not in _MAY_BE_EMPTY]
@@ -194,7 +194,9 @@ def value_at(value: Any, path: ValuePath) -> Any:
     return value
 
 
-def typed_path(loc: Sequence[Any], value: Any, cls: type[pydantic.BaseModel] | None) -> ValuePath:
+def typed_path(
+    loc: Sequence[Any], value: object, cls: type[pydantic.BaseModel] | None
+) -> ValuePath:
     """Convert canonical keys to the user's spelling in `value`; missing parts are omitted."""
     aliases = spellings(cls) if cls is not None else {}
     path: list[Any] = []
@@ -224,7 +226,7 @@ def spellings(cls: type[pydantic.BaseModel]) -> dict[str, list[str]]:
     return out
 
 
-def _models(annotation: Any) -> list[type[pydantic.BaseModel]]:
+def _models(annotation: object) -> list[type[pydantic.BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in _models(part)]

@@ -40,7 +40,7 @@ class Flag(NamedTuple):
     refused: bool = True
 
 
-def _note(default: Any, reason: str) -> Flag:
+def _note(default: object, reason: str) -> Flag:
     return Flag(default, reason, refused=False)
 
 

@@ -81,13 +81,13 @@ def float_tensor_to_dtype(tensor: Any, dtype: Any) -> Any:
     return tensor.astype(target)
 
 
-def float_to_dtype(tree: Any, dtype: Any) -> Any:
+def float_to_dtype(tree: Any, dtype: object) -> Any:
     """Convert the numbers of a tree of arrays to a dtype."""
     return jax.tree.map(partial(float_tensor_to_dtype, dtype=dtype), tree)
 
 
 def cross_entropy_loss_and_accuracy(
-    logits: Float[Array, "b s v"], tokens: Int[Array, "b s"], valid: Any = None
+    logits: Float[Array, "b s v"], tokens: Int[Array, "b s"], valid: object = None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean of the losses of the rows, and the mean of their accuracies."""
     weights = jnp.ones(tokens.shape) if valid is None else jnp.asarray(valid, jnp.float32)
@@ -148,7 +148,7 @@ def get_weight_decay_mask(exclusions: Iterable[str]) -> Callable[[Any], Any]:
     """Return the function from parameters to whether each decays."""
     patterns = list(exclusions)
 
-    def decays(name: str, _: Any) -> bool:
+    def decays(name: str, _: object) -> bool:
         return not any(re.search(pattern, name) for pattern in patterns)
 
     return lambda params: named_tree_map(decays, params, sep="/")
@@ -197,7 +197,7 @@ def make_shard_and_gather_fns(
     def gather(spec: PartitionSpec) -> Callable[[Any], np.ndarray]:
         return lambda array: np.asarray(float_tensor_to_dtype(array, dtype_specs))
 
-    def is_spec(value: Any) -> bool:
+    def is_spec(value: object) -> bool:
         return isinstance(value, PartitionSpec)
 
     return (

@@ -67,7 +67,7 @@ Objects = list[dict[str, Any]]
 class _Dumper(yaml.SafeDumper):
     """Writes texts of several lines as blocks, and equal values without references."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 

@@ -83,7 +83,7 @@ def _mesh_of_topology(config: Any, topology: str) -> Any:
     )
 
 
-def _placed(value: Any, sharding: Any) -> Any:
+def _placed(value: object, sharding: Any) -> Any:
     leaves, treedef = jax.tree.flatten(value)
     places = jax.tree.leaves(sharding)
     if len(places) != len(leaves):

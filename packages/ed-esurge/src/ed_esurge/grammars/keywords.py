@@ -69,7 +69,7 @@ _SAME = {
 }
 
 
-def simplify_keywords(schema: dict[str, Any], root: Any, path: str) -> dict[str, Any]:
+def simplify_keywords(schema: dict[str, Any], root: object, path: str) -> dict[str, Any]:
     """Return a schema that matches the same values, or fewer, with fewer keywords.
 
     Args:
@@ -136,7 +136,7 @@ def _simplify_format(schema: dict[str, Any]) -> None:
         schema["pattern"] = pattern
 
 
-def _is_everything(schema: Any, kind: str | None = None) -> bool:
+def _is_everything(schema: object, kind: str | None = None) -> bool:
     """Return whether a schema matches every value, or every value of a type."""
     if not isinstance(schema, Mapping):
         return schema is True
@@ -251,7 +251,7 @@ def _simplify_dependencies(schema: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _simplify_condition(schema: dict[str, Any], root: Any) -> dict[str, Any]:
+def _simplify_condition(schema: dict[str, Any], root: object) -> dict[str, Any]:
     """Replace `if`, `then` and `else`."""
     parts = {key: schema[key] for key in ("if", "then", "else") if key in schema}
     if not parts:

@@ -131,7 +131,7 @@ def _schema_graph(schema: Mapping[str, Any]) -> Graph:
     return {name: (depth, references[name]) for name, depth in depths.items()}
 
 
-def resolve(schema: Any, reference: str) -> Any:
+def resolve(schema: object, reference: str) -> Any:
     """Return the value that a JSON pointer of a schema names; None without such a value."""
     if not reference.startswith("#"):
         return None

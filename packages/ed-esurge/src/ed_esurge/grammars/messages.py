@@ -106,7 +106,7 @@ def locate(schema: Any, fails: Callable[[Any], bool]) -> str:
             return path
 
 
-def _parts(schema: Any, here: Any) -> Iterator[tuple[str, Any]]:
+def _parts(schema: object, here: Any) -> Iterator[tuple[str, Any]]:
     """Yield the schemas inside a schema, each with its step of the path; `$…` is a full path."""
     if not isinstance(here, dict):
         return

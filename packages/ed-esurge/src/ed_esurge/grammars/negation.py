@@ -24,7 +24,7 @@ _OPPOSITES = {
 }
 
 
-def negate(schema: Any, base: Mapping[str, Any], root: Any) -> list[Any]:
+def negate(schema: object, base: Mapping[str, Any], root: object) -> list[Any]:
     """Return schemas of values that match a base and do not match a schema.
 
     Each schema is complete without the base, except for the base's own keywords. Values for which
@@ -90,7 +90,7 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
     return {"number" if kind == "integer" else str(kind) for kind in listed}
 
 
-def type_of(value: Any) -> str:
+def type_of(value: object) -> str:
     """Return the type of a JSON value; integers are numbers."""
     if value is None:
         return "null"
@@ -103,7 +103,7 @@ def type_of(value: Any) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
-def target_of(schema: Any, root: Any) -> Any:
+def target_of(schema: object, root: object) -> Any:
     """Return the schema that a reference names."""
     if isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and len(schema) == 1:
         return resolve(root, schema["$ref"])
@@ -134,7 +134,9 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def _negate_object(schema: Mapping[str, Any], base: Mapping[str, Any], root: Any) -> Iterable[Any]:
+def _negate_object(
+    schema: Mapping[str, Any], base: Mapping[str, Any], root: object
+) -> Iterable[Any]:
     """Yield schemas of objects that lack a required property, or have one with another value."""
     properties, required = _properties(base), required_names(base)
     closed = base.get("additionalProperties") is False and "patternProperties" not in base

@@ -44,7 +44,7 @@ def rewritten(text: str) -> str:
         return text
 
 
-def _rewritten(schema: Any, root: Any, path: str) -> Any:
+def _rewritten(schema: object, root: object, path: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     result = dict(schema)
@@ -80,7 +80,7 @@ def _rewritten(schema: Any, root: Any, path: str) -> Any:
 # ---- uniqueItems
 
 
-def _unique(schema: dict[str, Any], root: Any) -> dict[str, Any]:
+def _unique(schema: dict[str, Any], root: object) -> dict[str, Any]:
     """Return a schema of an array without `uniqueItems`."""
     rest = {key: value for key, value in schema.items() if key != "uniqueItems"}
     if schema["uniqueItems"] is False:
@@ -117,7 +117,7 @@ def _unique(schema: dict[str, Any], root: Any) -> dict[str, Any]:
     return {**others, "anyOf": arrays or [False]} if "anyOf" not in others else schema
 
 
-def _values(schema: Any, root: Any) -> list[Any] | None:
+def _values(schema: object, root: object) -> list[Any] | None:
     """Return the distinct values of a schema, if they are listed."""
     schema = target_of(schema, root)
     if not isinstance(schema, dict):
@@ -139,12 +139,12 @@ def _values(schema: Any, root: Any) -> list[Any] | None:
     return [*{_key(value): value for value in listed if type_of(value) in allowed}.values()]
 
 
-def _key(value: Any) -> str:
+def _key(value: object) -> str:
     """Return a text that is equal for equal JSON values: 1 and 1.0 are equal, 1 and true not."""
     return json.dumps(_plain(value), sort_keys=True)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -157,7 +157,7 @@ def _plain(value: Any) -> Any:
 # ---- oneOf
 
 
-def _apart(schema: Mapping[str, Any], root: Any) -> list[Any] | None:
+def _apart(schema: Mapping[str, Any], root: object) -> list[Any] | None:
     """Return alternatives of which a value never matches two; None if that is not possible.
 
     An alternative loses the values that another one also matches.
@@ -195,7 +195,7 @@ def _apart(schema: Mapping[str, Any], root: Any) -> list[Any] | None:
     return result or None
 
 
-def _disjoint(one: Mapping[str, Any], other: Mapping[str, Any], root: Any) -> bool:
+def _disjoint(one: Mapping[str, Any], other: Mapping[str, Any], root: object) -> bool:
     """Return whether no value matches both schemas."""
     if not types_of(one) & types_of(other):
         return True

@@ -97,7 +97,7 @@ def _refusal(tokenizer: Any, source: GrammarSource, said: str) -> str:
     until = time.process_time() + LOCATE_SECONDS
     reason = said
 
-    def fails(part: Any) -> bool:
+    def fails(part: object) -> bool:
         nonlocal reason
         if not isinstance(part, dict) or time.process_time() > until:
             return False

@@ -149,7 +149,7 @@ class ReplicaGroup:
 
     # ---- calls of methods
 
-    async def call_all(self, method: str, *arguments: Any) -> None:
+    async def call_all(self, method: str, *arguments: object) -> None:
         """Call a method of every replica. A lost replica is no error, if others remain.
 
         Raises:
@@ -166,7 +166,7 @@ class ReplicaGroup:
             if error not in lost or len(lost) == len(replicas):
                 raise error
 
-    async def call(self, replica: ConnectedReplica, method: str, *arguments: Any) -> None:
+    async def call(self, replica: ConnectedReplica, method: str, *arguments: object) -> None:
         """Call a method of a replica, and wait for its end.
 
         Raises:
@@ -175,7 +175,7 @@ class ReplicaGroup:
         """
         await asyncio.wrap_future(self.post_call(replica, method, *arguments))
 
-    def post_call(self, replica: ConnectedReplica, method: str, *arguments: Any) -> Future[None]:
+    def post_call(self, replica: ConnectedReplica, method: str, *arguments: object) -> Future[None]:
         """Call a method of a replica without waiting for its end."""
         done: Future[None] = Future()
         with self.changed:

@@ -41,17 +41,17 @@ class ArgumentTypes:
         """Return whether the schema names an argument."""
         return self._member(self._root, key, set()) is not None
 
-    def member(self, schema: Any, key: str) -> Any:
+    def member(self, schema: object, key: str) -> Any:
         """Return the schema of a value within objects of a schema."""
         member = self._member(schema, key, set())
         return True if member is None else member
 
-    def item(self, schema: Any) -> Any:
+    def item(self, schema: object) -> Any:
         """Return the schema of the items of lists of a schema."""
         items = self._nested(schema, "items", set())
         return True if items is None else items
 
-    def kinds(self, schema: Any) -> frozenset[str]:
+    def kinds(self, schema: object) -> frozenset[str]:
         """Return the JSON types that a schema permits."""
         if not isinstance(schema, Mapping):
             return frozenset() if schema is False else KINDS
@@ -61,15 +61,15 @@ class ArgumentTypes:
             known = self._kinds[id(schema)] = self._find_kinds(schema)
         return known
 
-    def takes_text_only(self, schema: Any) -> bool:
+    def takes_text_only(self, schema: object) -> bool:
         """Return whether each value of a schema is a string."""
         return self.kinds(schema) == TEXT
 
-    def permits(self, schema: Any, value: Any) -> bool:
+    def permits(self, schema: object, value: object) -> bool:
         """Return whether a value has a type, or is one of the constants, that a schema permits."""
         return self._permits(schema, value, {})
 
-    def convert(self, text: str, schema: Any, *, plain: str | None = None) -> str:
+    def convert(self, text: str, schema: object, *, plain: str | None = None) -> str:
         """Return the JSON text of a value.
 
         Args:
@@ -101,7 +101,7 @@ class ArgumentTypes:
         except Malformed:
             return dumps(text)
 
-    def _convert_quoted(self, value: str, schema: Any) -> str:
+    def _convert_quoted(self, value: str, schema: object) -> str:
         """Return a value that the model put between quotes although it is no text."""
         try:
             inner = loads(value)
@@ -129,7 +129,7 @@ class ArgumentTypes:
             kinds &= self.kinds(part)
         return kinds
 
-    def _permits(self, schema: Any, value: Any, known: dict[int, bool]) -> bool:
+    def _permits(self, schema: object, value: object, known: dict[int, bool]) -> bool:
         if not isinstance(schema, Mapping):
             return schema is not False
         if id(schema) not in known:
@@ -137,7 +137,7 @@ class ArgumentTypes:
             known[id(schema)] = self._follows(schema, value, known)
         return known[id(schema)]
 
-    def _follows(self, schema: Mapping[str, Any], value: Any, known: dict[int, bool]) -> bool:
+    def _follows(self, schema: Mapping[str, Any], value: object, known: dict[int, bool]) -> bool:
         if not self.kinds(schema) & _kinds_of_value(value):
             return False
         if "const" in schema and not _equal(schema["const"], value):
@@ -153,7 +153,7 @@ class ArgumentTypes:
                 return False
         return all(self._permits(part, value, known) for part in _members(schema.get("allOf")))
 
-    def _member(self, schema: Any, key: str, seen: set[int]) -> Any:
+    def _member(self, schema: object, key: str, seen: set[int]) -> Any:
         """Return the schema of a member; None if the schema says nothing about it."""
 
         def direct(one: Mapping[str, Any]) -> Any:
@@ -165,7 +165,7 @@ class ArgumentTypes:
 
         return self._collect(schema, direct, seen)
 
-    def _nested(self, schema: Any, name: str, seen: set[int]) -> Any:
+    def _nested(self, schema: object, name: str, seen: set[int]) -> Any:
         return self._collect(schema, lambda one: one.get(name), seen)
 
     def _collect(self, schema: Any, direct: Any, seen: set[int]) -> Any:
@@ -187,7 +187,7 @@ class ArgumentTypes:
             return {"allOf": parts}
         return parts[0] if parts else None
 
-    def _resolve(self, reference: Any) -> Any:
+    def _resolve(self, reference: object) -> Any:
         """Return the schema at a reference within the whole schema; True if there is none."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return True
@@ -203,7 +203,7 @@ class ArgumentTypes:
         return place
 
 
-def _members(value: Any) -> list[Any]:
+def _members(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
@@ -212,7 +212,7 @@ def _widen(names: Iterable[str]) -> frozenset[str]:
     return kinds | {"integer"} if "number" in kinds else kinds
 
 
-def _kinds_of_value(value: Any) -> frozenset[str]:
+def _kinds_of_value(value: object) -> frozenset[str]:
     match value:
         case None:
             return frozenset(("null",))
@@ -231,6 +231,6 @@ def _kinds_of_value(value: Any) -> frozenset[str]:
     return frozenset()
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     """Return whether two JSON values are equal: True is not 1, and 1.0 is 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)

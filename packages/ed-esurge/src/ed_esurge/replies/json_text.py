@@ -20,7 +20,7 @@ _MAX_SCALAR = 512
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
 
-def dumps(value: Any) -> str:
+def dumps(value: object) -> str:
     """Return a value as JSON text in the parser's format."""
     return json.dumps(value, ensure_ascii=False)
 
@@ -65,7 +65,7 @@ def read_arguments(text: str) -> dict[str, Any]:
     return replace_surrogates(arguments) if isinstance(arguments, dict) else {}
 
 
-def replace_surrogates(value: Any) -> Any:
+def replace_surrogates(value: object) -> Any:
     """Return a JSON value in which the replacement character replaces halves of UTF-16 pairs.
 
     JSON can escape such a half, and UTF-8 cannot encode it.

@@ -407,7 +407,7 @@ _BARE = re.compile(r"[^,{}\[\]<]*")
 
 
 def _bare(
-    src: Scanner, form: ToolFormat, types: ArgumentTypes, schema: Any, depth: int
+    src: Scanner, form: ToolFormat, types: ArgumentTypes, schema: object, depth: int
 ) -> Reader[Any]:
     """Read a value without quotes."""
     if depth > MAX_DEPTH:

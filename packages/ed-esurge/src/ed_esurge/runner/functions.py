@@ -336,7 +336,7 @@ class Functions:
         else:
             function(*self._zeros(arguments[:3]), memory.sums)
 
-    def _zeros(self, like: Any) -> Any:
+    def _zeros(self, like: object) -> Any:
         """Return arrays of zeros for abstract arrays. Arrays of numpy stay as they are."""
         place = self._memory.replicated
         return jax.tree.map(

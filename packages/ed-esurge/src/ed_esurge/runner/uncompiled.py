@@ -92,7 +92,7 @@ class UncompiledFunctions:
     def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that `num_traces` counts its traces, with the kernels of the model."""
 
-        def counted(*args: Any) -> Any:
+        def counted(*args: object) -> Any:
             if not self.uncounted():
                 self.num_traces += 1
             with native.chosen_by(self.weights.model.config):
@@ -278,7 +278,7 @@ class UncompiledFunctions:
         everywhere = self.memory.placement
         word = (words(self._guides.vocab_size),)
 
-        def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        def array(shape: tuple[int, ...], dtype: object = jnp.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
         if kind == "filter":

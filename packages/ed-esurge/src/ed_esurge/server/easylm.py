@@ -156,7 +156,7 @@ async def ready(server: ServedModels, request: Request) -> Response:
     return PlainTextResponse("Ready!\n")
 
 
-def _given(value: Any, name: str) -> Any:
+def _given(value: object, name: str) -> Any:
     if value is None:
         raise APIError(f"{name} is missing: send a list of texts", param=name)
     return value

@@ -125,7 +125,7 @@ class _Description:
             self.add(part)
         self.parts.append("end")
 
-    def _named(self, value: Any) -> None:
+    def _named(self, value: object) -> None:
         module = value.__name__ if isinstance(value, ModuleType) else value.__module__ or "builtins"
         if module == "__main__":
             raise NoFingerprintError(f"{value!r} is defined in the program itself")

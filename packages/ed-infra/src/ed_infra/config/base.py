@@ -80,7 +80,7 @@ class EasyDeLBaseConfig(StoredConfig):
     #: class of their model type.
     nested_configs: ClassVar[Mapping[str, type]] = {}
 
-    def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *args: object, **kwargs: Any) -> None:
         inherit_architecture(cls)
         super().__init_subclass__(*args, **kwargs)
         # A dataclass that defines __eq__ has no __hash__.

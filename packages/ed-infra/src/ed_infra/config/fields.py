@@ -48,7 +48,7 @@ from ed_infra.specs import (
 )
 
 
-def option(default: Any, doc: str) -> Any:
+def option(default: object, doc: str) -> Any:
     """Declare one field of the table."""
     return dataclasses.field(default=default, metadata={"doc": doc})
 

@@ -247,7 +247,7 @@ def plain_matrix(old: nnx.Variable, value: jax.Array) -> nnx.Param:
     return nnx.Param(value, axes=old.get_metadata().get("axes"))
 
 
-def adopt(new: Any, old: nnx.Module) -> Any:
+def adopt(new: object, old: nnx.Module) -> Any:
     """Copy the variables and attributes of a layer to another layer, except those of an adapter."""
     for name, value in vars(old).items():
         if not name.startswith(("_", "lora_")) and name != "spec":

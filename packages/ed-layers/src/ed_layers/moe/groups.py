@@ -112,7 +112,7 @@ def _forward(part, operands, plan, count):
 def _backward(part, kept, g):
     operands, plan, count = kept
 
-    def step(i: jax.Array, totals: Any) -> Any:
+    def step(i: jax.Array, totals: object) -> Any:
         pull = jax.vjp(lambda operands: part(i, operands, plan), operands)[1]
         return jax.tree.map(lambda total, d: total + d.astype(total.dtype), totals, pull(g)[0])
 

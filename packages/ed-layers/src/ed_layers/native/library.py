@@ -90,7 +90,7 @@ class KernelChoice(NamedTuple):
     def kept(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that is always traced with this choice."""
 
-        def chosen(*arguments: Any) -> Any:
+        def chosen(*arguments: object) -> Any:
             with self.again():
                 return function(*arguments)
 

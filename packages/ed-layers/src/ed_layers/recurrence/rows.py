@@ -294,13 +294,13 @@ def token_by_token(step: RecurrenceStep) -> RecurrenceStep:
     results of an operation are rounded, whether XLA stores them or not.
     """
 
-    def one(state: Any, inputs: Any, begun: Any) -> tuple[Any, Any]:
+    def one(state: Any, inputs: Any, begun: object) -> tuple[Any, Any]:
         dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
         new, outputs = step(state, jax.tree.map(fixed_order.rounded, inputs), begun)
         new = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), new, dtypes)
         return jax.tree.map(fixed_order.rounded, (new, outputs))
 
-    def body(state: Any, now: Any) -> tuple[Any, Any]:
+    def body(state: Any, now: object) -> tuple[Any, Any]:
         inputs, starts = jax.tree.map(lambda x: x[:, None], now)
         state, outputs = one(state, inputs, starts)
         return state, jax.tree.map(lambda y: y[:, 0], outputs)

@@ -107,7 +107,7 @@ def read_start(settings: Mapping[str, Any], path: Path) -> str | None:
     )
 
 
-def get_pattern_value(name: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
+def get_pattern_value(name: str, patterns: Mapping[str, Any] | None, default: object) -> Any:
     """Return the value of the first pattern that matches the end of a module name, as PEFT does."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", name):

@@ -129,13 +129,13 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
         """The device mesh of the config."""
         return self.config.mesh
 
-    def _get_partition_rules(self, partition_rules: Any = None) -> Any:
+    def _get_partition_rules(self, partition_rules: object = None) -> Any:
         """Return the given rules, or `(regular expression, PartitionSpec)` of each parameter."""
         if partition_rules is not None:
             return partition_rules
         return placement.partition_rules(self, self.config)
 
-    def shard_model(self: ModelT, partition_rules: Any = None) -> ModelT:
+    def shard_model(self: ModelT, partition_rules: object = None) -> ModelT:
         """Place every parameter on the mesh, by its logical axes or by regex overrides."""
         return placement.shard(self, self.config, overrides=partition_rules)
 

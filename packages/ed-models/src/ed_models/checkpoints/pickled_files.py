@@ -156,7 +156,13 @@ def _rebuild_v2(storage: _Storage, offset: int, shape: Any, strides: Any, *_: ob
 
 
 def _rebuild_v3(
-    storage: _Storage, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: _Kind
+    storage: _Storage,
+    offset: int,
+    shape: Any,
+    strides: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: _Kind,
 ) -> _Tensor:
     return _rebuild_v2(_Storage(dtype.format, storage.key), offset, shape, strides)
 

@@ -162,7 +162,7 @@ def without_videos(kind: Any) -> type[Any]:
     parts: list[str] = kind.get_attributes()
 
     class WithoutVideos(ProcessorMixin):
-        def __init__(self, *args: Any, **options: Any) -> None:
+        def __init__(self, *args: object, **options: Any) -> None:
             options.pop(_VIDEOS, None)
             super().__init__(*args, **options)
 

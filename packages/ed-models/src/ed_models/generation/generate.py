@@ -196,7 +196,7 @@ def _generate(
     split, leaves = Split.of(cast(nnx.Module, model), model.config.mesh)
     _check_output(options, room, len(tokens) * copies, model.config)
 
-    def prefilled(split: Split, leaves: Any) -> tuple[Any, Any]:
+    def prefilled(split: Split, leaves: object) -> tuple[Any, Any]:
         width = tokens.shape[1] + room
         run = prefill_program(split)
         cache, logits = run(leaves, tokens, valid, prompts.inputs, capacity=width)

@@ -64,7 +64,7 @@ class Processor:
 def filtered(keep: Callable[[jax.Array, Any], jax.Array]) -> Apply:
     """Create the effect of a function that marks the possible candidates [b, c]."""
 
-    def apply(scores: jax.Array, value: Any, rows: GeneratedRows) -> jax.Array:
+    def apply(scores: jax.Array, value: object, rows: GeneratedRows) -> jax.Array:
         return jnp.where(keep(scores, value), scores, -jnp.inf)
 
     return apply

@@ -87,7 +87,7 @@ class CheckpointManager:
     @overload
     def load(self, like: T, step: int | None = None) -> T: ...
 
-    def load(self, like: Any = None, step: int | None = None) -> Any:
+    def load(self, like: object = None, step: int | None = None) -> Any:
         """Read a state.
 
         Args:
@@ -120,7 +120,7 @@ def _tree(state: object) -> object:
     return nnx.state(state) if isinstance(state, nnx.Module) else state
 
 
-def _like(like: Any, arrays: dict[str, jax.Array]) -> Any:
+def _like(like: object, arrays: dict[str, jax.Array]) -> Any:
     if isinstance(like, nnx.Module):
         graphdef, state = nnx.split(like)
         return nnx.merge(graphdef, from_flat(state, arrays))

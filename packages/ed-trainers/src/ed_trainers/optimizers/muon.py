@@ -38,7 +38,7 @@ def matrices(params: optax.Params | None) -> Any:
     vocabulary or of classes, and all parameters that are not matrices.
     """
 
-    def is_matrix(path: Sequence[object], node: Any) -> bool:
+    def is_matrix(path: Sequence[object], node: object) -> bool:
         leaves = jax.tree.leaves(node)
         if not leaves or leaves[0].ndim - stacked_axes(path, node) != 2:
             return False

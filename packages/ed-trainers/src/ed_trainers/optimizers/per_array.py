@@ -35,7 +35,7 @@ def map_parameters(
         params: a tree of parameters; absent ones (`optax.MaskedNode`) stay absent.
     """
 
-    def at(path: Sequence[object], node: Any) -> Any:
+    def at(path: Sequence[object], node: object) -> Any:
         value = function(path, node)
         return jax.tree.map(lambda _: value, node)
 
@@ -51,7 +51,7 @@ def stacked_axes(path: Sequence[object], node: object) -> int:
 def own_shapes(params: optax.Params) -> Any:
     """Return the parameters; each leaf is replaced by the shape of one array."""
 
-    def shape(path: Sequence[object], node: Any) -> jax.ShapeDtypeStruct:
+    def shape(path: Sequence[object], node: object) -> jax.ShapeDtypeStruct:
         leaf = jax.tree.leaves(node)
         whole = leaf[0].shape if leaf else ()
         return jax.ShapeDtypeStruct(whole[stacked_axes(path, node) :], "float32")

@@ -114,7 +114,7 @@ RULES: Mapping[str, Callable[..., list[float | None]]] = {
 }
 
 
-def text_of(completion: Any) -> str:
+def text_of(completion: object) -> str:
     """Return the text of a completion; the last message of a conversation.
 
     Raises:

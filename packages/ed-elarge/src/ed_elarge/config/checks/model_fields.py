@@ -257,14 +257,14 @@ def _execution_fields(values: Mapping[str, Any], path: ValuePath) -> Iterator[Pr
         yield from _execution_field(name, value, (*path, key))
 
 
-def _execution_field(name: str, value: Any, path: ValuePath) -> Iterator[Problem]:
+def _execution_field(name: str, value: object, path: ValuePath) -> Iterator[Problem]:
     try:
         normalize_field(name, value)
     except ConfigError as error:
         yield Problem(path, str(error))
 
 
-def _strings(value: Any) -> set[str]:
+def _strings(value: object) -> set[str]:
     """Return every string in nested mappings and lists."""
     if isinstance(value, str):
         return {value}
@@ -275,5 +275,5 @@ def _strings(value: Any) -> set[str]:
     return {string for part in value for string in _strings(part)}
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: object) -> Any:
     return list(value) if isinstance(value, (tuple, list)) else value

@@ -62,7 +62,7 @@ class JsonText:
     create: Callable[[], Iterable[str]]
 
 
-def json_parts(value: Any) -> Iterator[str]:
+def json_parts(value: object) -> Iterator[str]:
     """Yield the JSON text of a value in pieces. The text equals that of `encode`.
 
     Args:
@@ -102,7 +102,7 @@ def _list_parts(items: Iterator[Any], group: int) -> Iterator[str]:
     yield "[]" if opening == "[" else "]"
 
 
-async def write_json(value: Any, size: int) -> list[bytes]:
+async def write_json(value: object, size: int) -> list[bytes]:
     """Return the JSON text of a value in pieces.
 
     Args:
@@ -118,7 +118,7 @@ async def write_json(value: Any, size: int) -> list[bytes]:
     return pieces
 
 
-async def write_text(value: Any, size: int) -> str:
+async def write_text(value: object, size: int) -> str:
     """Return the JSON text of a value; see `write_json`."""
     if size < LONG_ANSWER:
         return to_bytes(encode(value)).decode()

@@ -156,7 +156,7 @@ def run_kernel(
 
     tokens, heads, _ = arrays["q"].shape
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: object) -> None:
         by_name = dict(zip((*arrays, "out"), refs, strict=True))
         attend_block(shape, page_size, pl.program_id(0), pl.program_id(1), **by_name)
 

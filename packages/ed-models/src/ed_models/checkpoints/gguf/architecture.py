@@ -122,7 +122,7 @@ class FileReading:
         self.header, self.architecture = header, architecture
         self.values = values or partial(values_of, header)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """Return a value of the architecture; `default` if it is absent.
 
         An array of equal numbers, one for each layer, is that number.
@@ -189,7 +189,7 @@ class FileWriting:
         self.tensors: dict[str, np.ndarray] = {}
         self.unlike: list[str] = []
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: object) -> None:
         """Set a value of the architecture; None is left out."""
         if value is not None:
             self.metadata[f"{self.architecture}.{key}"] = value

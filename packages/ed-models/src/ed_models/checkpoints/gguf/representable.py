@@ -151,7 +151,7 @@ def _rope(rope: Mapping[str, Any], context: int | None, head_dim: int) -> dict[s
     }
 
 
-def _equal(own: Any, read: Any) -> bool:
+def _equal(own: object, read: Any) -> bool:
     if isinstance(own, Mapping) and isinstance(read, Mapping):
         names = (own.keys() | read.keys()) - {"type", "max_position_embeddings"}
         return all(_equal(own.get(name), read.get(name)) for name in names)
