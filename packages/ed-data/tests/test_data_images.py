@@ -220,6 +220,83 @@ def test_visual_rows_have_their_placeholders_in_the_text(mixture, jsonl, process
     assert np.array_equal(batch["pixel_values"][0], expected_pixels(processor, pictures / "3.png"))
 
 
+ANSWER = {"role": "assistant", "content": "a picture"}
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+def plain(text: str = "what?") -> dict:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("schema", "row", "text"),
+    [
+        (TEXT, {"caption": "a picture"}, "<|bos|>{images}a picture<|eos|>"),
+        (TEXT, {"caption": "a {token} picture"}, "<|bos|>a {images} picture<|eos|>"),
+        (
+            TEXT,
+            {"caption": [SYSTEM, plain(), ANSWER, plain()]},
+            "system:be briefuser:{images}what?assistant:a picture<|eos|>user:what?",
+        ),
+        (
+            TEXT,
+            {"caption": [plain("see {token}!"), ANSWER]},
+            "user:see {images}!assistant:a picture<|eos|>",
+        ),
+        (
+            TEXT,
+            {"caption": [{"role": "user", "content": [{"type": "text", "text": "what?"}]}, ANSWER]},
+            "user:{images}what?assistant:a picture<|eos|>",
+        ),
+        (
+            COMPLETION,
+            {"caption": "what? ", "completion": "a picture"},
+            "<|bos|>{images}what? a picture<|eos|>",
+        ),
+        (COMPLETION, {"caption": "", "completion": "a picture"}, "<|bos|>{images}a picture<|eos|>"),
+        (
+            COMPLETION,
+            {"caption": [plain()], "completion": [ANSWER]},
+            "user:{images}what?assistant:a picture<|eos|>",
+        ),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_images_without_a_placeholder_stand_before_the_text(
+    mixture, jsonl, processor, pictures, schema, row, text, count
+):
+    row = json.loads(json.dumps(row).replace("{token}", "<image>" * count))
+    files = [f"{number + 3}.png" for number in range(count)]
+    inform = {"type": "visual", "image_field": "file", "text_field": "caption"}
+    path = jsonl([{**row, "file": files if count > 1 else files[0]}])
+    made = mixture(informs=[{"data_files": path, **inform}], pack_tokens=False)
+    batch = build_loader(made, seq_length=96, processor=processor, schema=schema).batch_at(0)
+    used = batch["segment_ids"][0] > 0
+    images = "<image>" * FEATURES * count
+    assert processor.tokenizer.decode(batch["input_ids"][0][used]) == text.format(images=images)
+    expected = expected_pixels(processor, *(pictures / name for name in files))
+    assert np.array_equal(batch["pixel_values"][0], expected)
+    placeholders = batch["input_ids"][0] == processor.image_token_id
+    assert (batch["labels"][0][placeholders] == -100).all()
+
+
+def test_images_of_a_chat_without_image_parts_stand_before_its_first_question(
+    mixture, jsonl, tokenizer, processor, pictures
+):
+    rows = [{"messages": [plain(), ANSWER], "images": ["4.png"]}]
+    batch = loader_of(mixture, jsonl, processor, rows).batch_at(0)
+    used = batch["segment_ids"][0] > 0
+    text = f"user:{'<image>' * FEATURES}what?assistant:a picture<|eos|>"
+    assert processor.tokenizer.decode(batch["input_ids"][0][used]) == text
+    assert np.array_equal(batch["pixel_values"][0], expected_pixels(processor, pictures / "4.png"))
+    # A model of texts reads the chat, as before.
+    made = mixture(
+        informs=[{"data_files": jsonl(rows), "content_field": "messages"}], pack_tokens=False
+    )
+    batch = build_loader(made, processor.tokenizer, seq_length=32).batch_at(0)
+    assert "user:what?" in processor.tokenizer.decode(batch["input_ids"][0])
+
+
 @pytest.mark.parametrize("how", [{}, {"streaming": True}])
 def test_resumed_loader_creates_the_same_images(mixture, jsonl, processor, pictures, how):
     rows = [chat(i, 1 + i % 2) for i in range(8)]

@@ -67,16 +67,19 @@ class ImageReader:
 
         A part contains its image (`{"type": "image", "path": …}`, `{"type": "image_url",
         "image_url": {"url": …}}`), or refers to the next image of the image field. Images of a
-        row without image parts belong to the placeholder tokens in its texts.
+        row without image parts belong to the placeholder tokens in its texts, or stand before the
+        text; see `ed_data.tokens.media.prepare_media`.
 
         Raises:
             DataError: an image is missing, is left over, or cannot be found.
         """
         name = self.field or (IMAGES if row.get(IMAGES) is not None else IMAGE)
         parts = PARTS.of(fields)
-        if not parts and not self.required:
+        value = row.get(name)
+        # A text of a chat in the field `image` need not be the name of a file.
+        if not parts and not self.required and (not value or isinstance(value, str)):
             return fields, []
-        listed = self.of_field(row.get(name), folder, where)
+        listed = self.of_field(value, folder, where)
         if not parts:
             return fields, _numbered(listed, where)
         images = PARTS.sources(

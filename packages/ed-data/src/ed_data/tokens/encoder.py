@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ed_data.config import Tokenization
 from ed_data.errors import DataError
 from ed_data.rows.contents import kind_of, of_one_kind
-from ed_data.rows.example import Example, RowImage
+from ed_data.rows.example import Example
 from ed_data.schema import NO_VALUE, TEXT, Column, Schema
 from ed_data.tokens.audio import AudioEncoder
 from ed_data.tokens.chats import ChatEncoder
@@ -31,6 +31,7 @@ from ed_data.tokens.items import (
     mask_prompt,
     with_blame,
 )
+from ed_data.tokens.media import prepare_media
 from ed_data.tokens.parts import answered, by_words, in_pairs, windows
 from ed_data.tokens.tokenizers import (
     chat_template,
@@ -241,7 +242,7 @@ class Encoder:
         """
         if skip is not None:
             return self._encode_what_can_be(documents, label, skip)
-        self._check_media(documents, label)
+        documents = self._prepare_media(documents, label)
         if self.tokenizer is None:  # one token stands for the image
             columns = [[TokenSequence([self.eos]) for _ in documents]]
         elif self.schema.has_spans:
@@ -305,25 +306,12 @@ class Encoder:
             result.append(expanded)
         return result
 
-    def _check_media(self, documents: list[Example], label: str) -> None:
-        """Refuse the media of chats that the model does not read.
-
-        Raises:
-            DataError: a chat has images or recordings, and the model reads none.
-        """
+    def _prepare_media(self, documents: list[Example], label: str) -> list[Example]:
+        """Return documents whose texts have placeholders of their media; see `prepare_media`."""
         if self.audio is not None:
-            return
-        reads = self.media.reads if self.media is not None and self._has_placeholders else ()
-        for document in documents:
-            others = [medium for medium in document.media if not isinstance(medium, reads)]
-            is_chat = any(kind_of(content) == "chat" for content in document.fields.values())
-            if others and is_chat:
-                noun = "images" if isinstance(others[0], RowImage) else "recordings"
-                raise DataError(
-                    f"inform {label!r}, {document.place}: the messages contain {noun}: pass the "
-                    f"processor of a model that reads {noun}, or remove the {noun} in "
-                    "format_callback"
-                )
+            return documents
+        media = self.media if self._has_placeholders else None
+        return prepare_media(documents, media, self.tokenizer, self.schema.content, label)
 
     def _prompt_lengths(self, columns: list[list[TokenSequence]]) -> list[list[int]]:
         """Return the prompt length of each sequence, equal for columns of one prompt, as in TRL."""
@@ -362,7 +350,7 @@ class Encoder:
         Raises:
             DataError: as `encode`.
         """
-        self._check_media(documents, label)
+        documents = self._prepare_media(documents, label)
         items = [
             DocumentField(d.content, f"inform {label!r}, {d.place}, prompt", d.template)
             for d in documents
@@ -379,7 +367,7 @@ class Encoder:
     ) -> EncodedDocuments:
         try:
             if self.media is not None:  # errors of decoding are found while rows can be skipped
-                self._check_media(documents, label)
+                self._prepare_media(documents, label)
                 for medium in (medium for document in documents for medium in document.media):
                     self.media.check(medium)
             return self.encode(documents, label)

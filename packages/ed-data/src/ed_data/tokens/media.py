@@ -1,16 +1,25 @@
-"""The encoders of images and recordings that the data and the processor of a run require."""
+"""The encoders of images and recordings that a run requires, and the places of media in texts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ed_data.checks import without_recordings, without_tokens, without_transcripts
 from ed_data.config import Mixture
 from ed_data.errors import DataError
-from ed_data.schema import Schema
+from ed_data.rows.contents import kind_of
+from ed_data.rows.example import Example, RowImage
+from ed_data.schema import Content, Schema
 from ed_data.tokens.audio import LONGEST_SECONDS, AudioEncoder, SpeechProcessor, TimeSteps
 from ed_data.tokens.chat_recordings import RecordingEncoder, RecordingLayout
 from ed_data.tokens.images import ImageEncoder, ModelProcessor
 from ed_data.tokens.items import MediumEncoder
 from ed_data.tokens.patches import PatchEncoder, PlacedEncoder, RowEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def medium_encoders(
@@ -74,3 +83,78 @@ def medium_encoders(
         padded=mixture.tokenization.padding == "max_length",
     )
     return None, audio
+
+
+def prepare_media(
+    documents: Sequence[Example],
+    media: MediumEncoder | None,
+    tokenizer: PreTrainedTokenizerBase,
+    content: str,
+    label: str,
+) -> list[Example]:
+    """Return documents whose texts have a placeholder for each of their media.
+
+    Media without a placeholder stand before the text of a document, or before the text of the first
+    message of the user, as in TRL.
+
+    Args:
+        documents: the documents of one inform.
+        media: the encoder of the media; None if the model reads none.
+        tokenizer: a tokenizer of transformers.
+        content: the field with the content or the prompt, with which the tokens begin.
+        label: name of the inform, for messages.
+
+    Raises:
+        DataError: a chat has images or recordings, and the model reads none.
+    """
+    reads = media.reads if media is not None else ()
+    for document in documents:
+        others = [medium for medium in document.media if not isinstance(medium, reads)]
+        chats = [field for field in document.fields.values() if kind_of(field) == "chat"]
+        part = "image" if others and isinstance(others[0], RowImage) else "audio"
+        if others and any(_mentions(chat, part) for chat in chats):
+            noun = "images" if part == "image" else "recordings"
+            raise DataError(
+                f"inform {label!r}, {document.place}: the messages contain {noun}: pass the "
+                f"processor of a model that reads {noun}, or remove the {noun} in "
+                "format_callback"
+            )
+    if media is None or media.token is None:
+        return list(documents)
+    token = str(tokenizer.convert_ids_to_tokens(media.token))
+    return [_place_media(document, content, media.part, token) for document in documents]
+
+
+def _place_media(document: Example, content: str, part: str, token: str) -> Example:
+    """Return a document with placeholders, unless its texts have some."""
+    if not document.media or any(_mentions(f, part, token) for f in document.fields.values()):
+        return document
+    fields = dict(document.fields)
+    chats = [name for name, field in fields.items() if kind_of(field) == "chat"]
+    text = fields[content]
+    if isinstance(text, str) and not chats:
+        return replace(document, fields={**fields, content: token * len(document.media) + text})
+    parts = [{"type": part}] * len(document.media)
+    for name in chats:
+        messages: list[Any] = list(fields[name])
+        for place, message in enumerate(messages):
+            text = message.get("content")
+            if message.get("role") == "user" and isinstance(text, str | list):
+                texts = [{"type": "text", "text": text}] if isinstance(text, str) else text
+                messages[place] = {**message, "content": [*parts, *texts]}
+                return replace(document, fields={**fields, name: messages})
+    return document
+
+
+def _mentions(content: Content, part: str, token: str | None = None) -> bool:
+    """Return whether a content has a part or a token that stands for a medium."""
+    if isinstance(content, str):
+        return token is not None and token in content
+    texts = [message.get("content") for message in content if isinstance(message, dict)]
+    pieces = [piece for text in texts for piece in (text if isinstance(text, list) else [text])]
+    return any(
+        piece.get("type") == part or _mentions(str(piece.get("text") or ""), part, token)
+        if isinstance(piece, dict)
+        else isinstance(piece, str) and _mentions(piece, part, token)
+        for piece in pieces
+    )
