@@ -27,6 +27,7 @@ from ed_elarge.config import nodes
 from ed_elarge.config.layers import merged
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.table import check_machine
+from ed_elarge.errors import InputError
 
 from tests.guides.documented import SUBSTITUTED, Example, everything, examples, make_folder
 
@@ -139,6 +140,51 @@ def test_yaml_block_is_a_valid_run_file(one: Example, here: Path) -> None:
             check_machine(run)
         for warning in run.warning_texts():
             assert "has no effect" in warning
+
+
+#: The types in the comment of the reference of `trainer` -> the sections that they need, and the
+#: value of the option that the block names `beta`, `lambda_orpo` or `kl_coef`.
+TYPES: dict[str, tuple[dict[str, Any], float | None]] = {
+    "sft": ({}, None),
+    "dpo": ({"mixture": {"informs": [{"data_files": "preference_data.json"}]}}, 0.1),
+    "orpo": ({"mixture": {"informs": [{"data_files": "preference_data.json"}]}}, 0.3),
+    "grpo": (
+        {
+            "trainer": {"reward_functions": "exact"},
+            "mixture": {"informs": [{"data_files": "preference_data.json"}]},
+        },
+        0.2,
+    ),
+    "reward": ({"mixture": {"informs": [{"data_files": "preference_data.json"}]}}, None),
+    "distillation": ({"teacher_model": {"name_or_path": "model-name"}}, 0.1),
+}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_trainer_reference_is_accepted_for_every_type_of_its_comment(kind: str, here: Path) -> None:
+    [one] = [one for one in YAML if one.name == "004:269"]
+    assert kind in one.body.splitlines()[1].partition("#")[2]
+    sections, value = TYPES[kind]
+    # The table of trainers of the same document names lambda_orpo beside beta.
+    own = {"kl_coef": 0.2, "lambda_orpo": 0.3, "trainer_type": kind}
+    block = yaml.safe_load(one.body)["trainer"] | own | sections.get("trainer", {})
+    text = yaml.safe_dump({**sections, "trainer": block, "actions": ["train"]})
+    run = normalize(completed(text, f"{one.name}.{kind}"))
+    assert getattr(run.trainer, "beta", None) == value
+    assert all("has no effect" in text for text in run.warning_texts())
+    with pytest.raises(InputError, match="did you mean 'beta'"):
+        normalize(completed(text.replace("  beta:", "  betaa:"), "misspelled.yaml"))
+
+
+def test_mixture_reference_is_accepted_whole(here: Path) -> None:
+    [one] = [one for one in YAML if one.name == "004:197"]
+    model = {"model": {"task": "image-text-to-text"}}
+    document = completed(f"{yaml.safe_dump(model)}{one.body}", one.name)
+    run = normalize(document)
+    assert len(run.mixture.informs) == 4 and run.mixture.weights is None
+    assert "mixture_weights: has no effect: no inform has one of its names" in "".join(
+        run.warning_texts()
+    )
 
 
 def process(arguments: list[str], devices: int = 1) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ed_data.config import Media, Mixture
 from ed_data.config.source import FILE_TYPES, Inform
-from ed_data.errors import DataError, KeyPath
+from ed_data.errors import DataError, KeyPath, listing
 from ed_data.rows.audio import RECORDING_KEYS
 from ed_data.schema import COMPLETION, ONE_PER_ROW, PROMPT, TEXT, Schema
 
@@ -175,6 +175,11 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
         idle("block_mixture is off", "mixture_block_size")
     if mixture.mixture_weights is None:
         idle("there are no mixture_weights", "stop_strategy")
+    elif mixture.weights is None:
+        names = listing(inform.label for inform in mixture.informs)
+        why = f"no inform has one of its names: set the name of each inform (now {names})"
+        idle(why, "mixture_weights")
+        idle("mixture_weights has no effect", "stop_strategy")
     elif len(mixture.informs) == 1:
         idle("there is only one inform", "mixture_weights", "mixture_schedule")
     if mixture.prefetch_workers == 0:

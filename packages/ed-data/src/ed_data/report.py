@@ -297,7 +297,7 @@ def _sources(
     near: bool,
 ) -> list[SourceReport]:
     drawn = {name: source["per_epoch"] for name, source in stats["sources"].items()}
-    weights = mixture.mixture_weights
+    weights = mixture.weights
     seen, result = np.empty(0, np.uint64), []
     for part, own in zip(parts, lengths, strict=True):
         hashes = part.tokens.hashes[part.members]

@@ -59,6 +59,7 @@ __all__ = [
     "ARGUMENTS",
     "METHODS",
     "OPTIMIZERS",
+    "OWN_NAMES",
     "ROLES",
     "DPOArguments",
     "MethodEntry",
@@ -323,6 +324,10 @@ def _of_packages(name: str) -> MethodEntry:
 METHODS: Mapping[str, MethodEntry] = _Methods()
 #: `trainer_type` -> the options of the method.
 ARGUMENTS: Mapping[str, type[TrainingArguments]] = _Arguments()
+
+#: Name of an option in some methods -> its name in this project, which other methods have with
+#: another meaning. A run file may contain both; a method with the first name ignores the second.
+OWN_NAMES: dict[str, str] = {"kl_coef": "beta", "lambda_orpo": "beta"}
 
 # Option -> options without effect unless the option is set.
 _NEEDED = {

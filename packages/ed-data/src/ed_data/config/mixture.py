@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -273,7 +274,7 @@ class Mixture(DataOptions):
     ] = "restart"
     """Length of an epoch, see above; `longest` is an alias of `all_exhausted`."""
     mixture_weights: dict[str, float] | None = None
-    """Share of each inform, by name."""
+    """Share of each inform, by name; see `weights`."""
     mixture_schedule: MixtureSchedule | None = None
 
     prefetch_workers: Annotated[int, Field(ge=0, le=256)] = 2
@@ -303,8 +304,9 @@ class Mixture(DataOptions):
             message = "a stream cannot be saved; save the mixture without streaming"
             yield ("save",), message
         labels = [inform.label for inform in self.informs]
+        chosen = self.weights
         for name, weight in (self.mixture_weights or {}).items():
-            if name not in labels:
+            if chosen is not None and name not in labels:
                 hint = f"{did_you_mean(name, labels)} (known: {', '.join(labels)})"
                 yield ("mixture_weights", name), f"there is no inform {name!r}{hint}"
             if weight < 0 or (weight == 0 and self.mixture_schedule is None):
@@ -313,7 +315,7 @@ class Mixture(DataOptions):
                     f"the weight of {name!r} is {weight}; it must be greater than 0 (remove the "
                     "inform to exclude it)",
                 )
-        for i, label in enumerate(labels if self.mixture_weights is not None else ()):
+        for i, label in enumerate(labels if chosen is not None else ()):
             if label in labels[:i]:
                 message = f"two informs have the name {label!r}; set different names"
                 yield ("informs", i, "name"), message
@@ -321,6 +323,24 @@ class Mixture(DataOptions):
                 yield ("mixture_weights",), f"inform {label!r} has no weight"
         if self.mixture_schedule is not None:
             yield from self._schedule_problems(self.mixture_schedule, labels)
+
+    @property
+    def weights(self) -> dict[str, float] | None:
+        """`mixture_weights`, or None if they belong to no inform.
+
+        The weights belong to no inform if no inform has a `name`, and no weight has a name that an
+        inform has or nearly has. `ed_data.checks.idle_options` warns about them.
+        """
+        weights = self.mixture_weights
+        if (
+            weights is None
+            or self.mixture_schedule is not None
+            or any(i.name for i in self.informs)
+        ):
+            return weights
+        labels = [inform.label for inform in self.informs]
+        near = (difflib.get_close_matches(name, labels, n=1, cutoff=0.75) for name in weights)
+        return weights if any(near) else None
 
     def _schedule_problems(
         self, schedule: MixtureSchedule, labels: list[str]

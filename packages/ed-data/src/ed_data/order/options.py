@@ -66,7 +66,7 @@ def shares_of(
 
 def weights_of(mixture: Mixture, split: str) -> dict[str, float] | None:
     """Return the weights of the informs; evaluation has none and reads each document once."""
-    return mixture.mixture_weights if split == "train" else None
+    return mixture.weights if split == "train" else None
 
 
 def schedule_of(mixture: Mixture, labels: Sequence[str], split: str) -> WeightSchedule | None:

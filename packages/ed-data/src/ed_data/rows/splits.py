@@ -70,7 +70,7 @@ def split_members(
             members = np.flatnonzero(mask if split == "eval" else ~mask)
             if len(members):
                 chosen.append((thing, digests, members))
-            elif split == "train" and mixture.mixture_weights is not None:
+            elif split == "train" and mixture.weights is not None:
                 raise DataError(
                     f"inform {inform.label!r} has a weight, but eval_fraction "
                     f"{mixture.eval_fraction} holds out all of its documents",

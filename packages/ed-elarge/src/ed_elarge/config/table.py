@@ -99,7 +99,10 @@ class Section:
             problem = str(unknown_name(self.chosen_by, kind, classes))
             return None, [Problem((*path, self.chosen_by), problem)]
         if self.chosen_by and isinstance(value, Mapping):
-            others = unused.of_other_kinds(value, kind, classes)
+            others = {
+                *unused.of_other_kinds(value, kind, classes),
+                *unused.replaced_names(value, classes[kind]),
+            }
             value = {key: item for key, item in value.items() if key not in others}
         return validate(classes[kind], value, path, partial=partial)
 

@@ -13,9 +13,15 @@ import pydantic
 from ed_data import checks as data_checks
 from ed_data.config import Mixture
 from ed_esurge.config import EngineConfig
-from ed_infra.config.fields import FIELDS, WITHOUT_EFFECT, canonical_field
+from ed_infra.config.fields import canonical_field, find_remarks
 from ed_infra.enums import TaskType
-from ed_trainers.arguments import ARGUMENTS, ROLES, TrainingArguments, idle_options
+from ed_trainers.arguments import (
+    ARGUMENTS,
+    OWN_NAMES,
+    ROLES,
+    TrainingArguments,
+    idle_options,
+)
 
 from ed_elarge.config.action_options import GenerateOptions
 from ed_elarge.config.adaptation import QuantizationSection
@@ -130,10 +136,22 @@ def of_other_kinds(
     return {key: names for key, names in found.items() if names}
 
 
+def replaced_names(value: Mapping[str, Any], cls: type[pydantic.BaseModel]) -> dict[str, str]:
+    """Return key -> the method's own name of its option, for keys that this name replaces."""
+    aliases = getattr(cls, "ALIASES", {})
+    return {
+        name: own
+        for own, name in OWN_NAMES.items()
+        if own in value and name in value and aliases.get(own) == name
+    }
+
+
 def of_other_methods(run: RunConfig) -> Iterator[Problem]:
     """Yield the keys of the trainer that only other methods read."""
     written = run.written.get("trainer")
     if run.trainer is not None and isinstance(written, Mapping):
+        for key, own in replaced_names(written, ARGUMENTS[run.method]).items():
+            yield _warning(("trainer", key), f"{own} sets this option of {run.method}: keep {own}")
         for key, methods in of_other_kinds(written, run.method, ARGUMENTS).items():
             listed = ", ".join(methods)
             yield _warning(("trainer", key), f"{run.method} does not read the key ({listed} do)")
@@ -152,10 +170,11 @@ def other_models(run: RunConfig) -> Iterator[Problem]:
 def without_effect(run: RunConfig) -> Iterator[Problem]:
     """Yield configuration fields that no code reads; paths start at the sections."""
     config = (run.model.config if run.model is not None else None) or {}
-    fields = {canonical_field(k): (("model", "config", k), v) for k, v in config.items()}
-    for name, (path, value) in (fields | run.config_fields()).items():
-        if name in WITHOUT_EFFECT and value != FIELDS[name].default:
-            yield _warning(path, "no code reads it in this version")
+    paths = {canonical_field(key): ("model", "config", key) for key in config}
+    paths |= {name: path for name, (path, _) in run.config_fields().items()}
+    for (name, *rest), _, remark in find_remarks(run.execution_fields()):
+        if name in paths:
+            yield Problem((*paths[name], *rest), remark, not rest)
 
 
 def _warning(path: ValuePath, why: str) -> Problem:
