@@ -7,9 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
+from ed_infra.logging import forget_said
+from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_infra.testing import tiny_llama
-from ed_layers.cache import DenseCache, HybridCache, LayerCacheSpec, PagedCache
+from ed_layers.cache import DenseCache, Format, HybridCache, LayerCacheSpec, PagedCache
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
 
@@ -93,9 +96,39 @@ def test_the_end_of_a_cache():
 
 def test_a_format_that_is_none_for_caches():
     with pytest.raises(ConfigError, match="8-bit formats: int8, fp8"):
-        model_of(kv_cache_quantization_config={"dtype": "nf4"})
-    with pytest.raises(ConfigError, match="group_size 3 does not divide"):
-        model_of(kv_cache_quantization_config={"dtype": "int8", "group_size": 3}).init_cache(1, 8)
+        model_of(kv_cache_quantization_config={"dtype": "mxfp4"})
+    with pytest.raises(ConfigError, match="8-bit formats: int8, fp8"):
+        Format.of(EasyDeLQuantizationConfig("gguf"))
+
+
+@pytest.mark.parametrize("method", ["nf4", "8bit", "a8bit", "a8q", "a4q"])
+def test_methods_of_the_documents_store_a_cache_in_eight_bits(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget_said()
+    given = {"quantization_method": method, "group_size": 128}
+    with caplog.at_level("WARNING", logger="easydel"):
+        config = EasyDeLBaseConfig(kv_cache_quantization_config=given)
+    cache_format = Format.of(config.kv_cache_quantization_config)
+    assert cache_format == Format("int8", 128)
+    four_bits = method in ("nf4", "a4q")
+    assert (
+        "is stored as int8: a cache of keys and values has no format of 4 bits" in caplog.text
+    ) == four_bits
+    assert four_bits or not caplog.text
+
+
+def test_group_that_does_not_divide_a_head_becomes_the_head(caplog: pytest.LogCaptureFixture):
+    forget_said()
+    numbers = np.random.default_rng(0).normal(size=(2, 3, 64)).astype(np.float32)
+    with caplog.at_level("WARNING", logger="easydel"):
+        codes = Format("int8", 128).encode(numbers)
+    whole = Format("int8").encode(numbers)
+    np.testing.assert_array_equal(codes.values, whole.values)
+    np.testing.assert_array_equal(codes.scale, whole.scale)
+    assert "group_size 128 does not divide the 64 numbers of a head" in caplog.text
+    assert "Choose a divisor of 64" in caplog.text
+    assert Format("int8", 16).groups(64) == 4
 
 
 @pytest.mark.nightly

@@ -35,6 +35,11 @@ _PATTERN = r"^(?!.*(?:embed|norm|lm_head)).*$"
 
 #: Formats of a key-value cache.
 KV_CACHE_FORMATS: tuple[str, ...] = ("int8", "fp8")
+#: Format that EasyDeL's documents name for a cache -> the format in which the cache is stored.
+STORED_CACHE_FORMATS: dict[str, str] = {
+    **{name: name for name in KV_CACHE_FORMATS},
+    **dict.fromkeys(("w8a8", "w4a8", "nf4"), "int8"),
+}
 
 #: Other names of formats.
 QUANTIZATION_ALIASES: dict[str, str] = {

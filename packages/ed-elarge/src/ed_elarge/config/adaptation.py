@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from ed_infra.options import Count, Options, choice
-from ed_infra.specs import KV_CACHE_FORMATS, QUANTIZATION_ALIASES, QUANTIZATION_FORMATS
+from ed_infra.specs import QUANTIZATION_ALIASES, QUANTIZATION_FORMATS, STORED_CACHE_FORMATS
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from ed_elarge.config.sections import SetsConfig
@@ -66,7 +66,7 @@ class LoraSection(Options):
         return self
 
 
-_CACHE_ALIASES = {k: v for k, v in QUANTIZATION_ALIASES.items() if v in KV_CACHE_FORMATS}
+_CACHE_ALIASES = {k: v for k, v in QUANTIZATION_ALIASES.items() if v in STORED_CACHE_FORMATS}
 
 
 class _Format(Options):
@@ -83,10 +83,17 @@ class _Format(Options):
 
 
 class CacheFormat(_Format):
-    """`quantization.kv_cache`: format of the key-value cache in generation and serving."""
+    """`quantization.kv_cache`: format of the key-value cache in generation and serving.
 
-    quantization_method: Annotated[str, choice("method", KV_CACHE_FORMATS, _CACHE_ALIASES)] = "int8"
-    """8-bit integers (`int8`, `8bit`), or floating-point numbers (`fp8`)."""
+    A `group_size` that does not divide the dimension of a head is replaced by the dimension of a
+    head, with a message.
+    """
+
+    quantization_method: Annotated[str, choice("method", STORED_CACHE_FORMATS, _CACHE_ALIASES)] = (
+        "int8"
+    )
+    """8-bit integers (`int8`; `8bit`, `a8bit` and `a8q` are other names), or floating-point numbers
+    (`fp8`). `nf4` and `a4q` are stored in 8 bits as well, with a warning."""
 
 
 class WeightFormat(_Format):

@@ -152,7 +152,8 @@ def token_bytes(cache: CacheShape, settings: Serving, mesh: PlanMesh) -> int:
     size = DTYPE_SIZES.get(settings.kv_dtype, 1)
     scales = 0
     if size == 1:
-        scales = 4 * (1 if settings.kv_group is None else -(-width // settings.kv_group))
+        group = settings.kv_group
+        scales = 4 * (1 if group is None or width % group else width // group)
     return heads * ways * (width * size + scales)
 
 

@@ -28,10 +28,9 @@ from ed_infra.config import documented
 from ed_infra.config.fields import (
     FIELD_ALIASES,
     FIELDS,
-    OPERATIONS,
-    WITHOUT_EFFECT,
     canonical_field,
     check_together,
+    find_remarks,
     normalize,
 )
 from ed_infra.config.files import StoredConfig, reading_file
@@ -141,13 +140,13 @@ class EasyDeLBaseConfig(StoredConfig):
                 UserWarning,
                 stacklevel=outside(),
             )
-        for name in sorted(WITHOUT_EFFECT):
-            value = getattr(self, name)
-            # A mapping has Hugging Face's format and describes a packed checkpoint.
-            if value != FIELDS[name].default and not isinstance(value, Mapping):
-                once(logger, f"{name} = {value!r} has no effect in this version of EasyDeL")
-        for name in sorted(set(self.operation_configs or ()) - OPERATIONS):
-            once(logger, f"operation_configs[{name!r}] has no effect in this version of EasyDeL")
+        self._warn_of_values()
+
+    def _warn_of_values(self) -> None:
+        """Warn once about each value that has no effect, or another effect than it says."""
+        values = {name: getattr(self, name) for name in FIELDS}
+        for _, assignment, remark in find_remarks(values):
+            once(logger, f"{assignment} {remark}")
 
     def _check(self, names: bool) -> None:
         """Raise ConfigError for contradicting values and for values that were changed in place."""
@@ -343,6 +342,7 @@ class EasyDeLBaseConfig(StoredConfig):
         """
         if not self.is_sealed:
             self._check(names=False)  # unknown names may come from a file
+            self._warn_of_values()
             for name, value in list(self.__dict__.items()):
                 if isinstance(value, EasyDeLBaseConfig):
                     value.read_basics_from_config(self)

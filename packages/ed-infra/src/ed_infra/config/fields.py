@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -35,6 +35,7 @@ from ed_infra.sharding.axes import (
     PartitionAxis,
     check_names,
     check_sizes,
+    find_idle_axes,
     split,
     total_sizes,
 )
@@ -42,6 +43,8 @@ from ed_infra.specs import (
     KV_CACHE_FORMATS,
     OPERATION_FIELD_ALIASES,
     QUANTIZATION_FIELD_ALIASES,
+    QUANTIZATION_FORMATS,
+    STORED_CACHE_FORMATS,
     BaseOperationConfig,
     EasyDeLQuantizationConfig,
     from_mapping,
@@ -235,15 +238,25 @@ FIELD_ALIASES: dict[str, str] = {
     "dcn_axis_dims": "sharding_dcn_axis_dims",
 }
 
-#: Fields that no package reads in this version; setting one causes a warning. Remove a field from
-#: this list when it gets an effect.
-WITHOUT_EFFECT: frozenset[str] = frozenset(
-    {
-        "hardware_abstraction",
-        *("moe_tiling_size_batch", "moe_tiling_size_dim", "moe_tiling_size_seqlen"),
-        *("pallas_k_block_size", "pallas_m_block_size", "pallas_n_block_size"),
-    }
+_OF_EXPERTS = "XLA computes the products of experts and selects their tiles: omit it"
+_OF_PALLAS = (
+    "XLA computes matrix products and selects their blocks: omit it; blocksize_q and blocksize_k "
+    "are the blocks of attention"
 )
+#: Field that no package reads in this version -> what to set instead; setting one causes a warning.
+#: Remove a field when it gets an effect.
+WITHOUT_EFFECT: dict[str, str] = {
+    "hardware_abstraction": (
+        "this project's own kernels are used wherever they exist: omit it, or set "
+        "native_kernels: false (CPUs) or platform: jax (accelerators) to use XLA instead"
+    ),
+    "moe_tiling_size_batch": _OF_EXPERTS,
+    "moe_tiling_size_dim": _OF_EXPERTS,
+    "moe_tiling_size_seqlen": _OF_EXPERTS,
+    "pallas_k_block_size": _OF_PALLAS,
+    "pallas_m_block_size": _OF_PALLAS,
+    "pallas_n_block_size": _OF_PALLAS,
+}
 
 #: Operations whose settings in `operation_configs` are read; other settings cause a warning.
 OPERATIONS: frozenset[str] = frozenset(
@@ -328,7 +341,7 @@ def normalize(name: str, value: object) -> Any:
         return _rules(value)
     elif name == "kv_cache_quantization_config":
         quantized: Any = from_mapping(EasyDeLQuantizationConfig, value, QUANTIZATION_FIELD_ALIASES)
-        if quantized.dtype not in KV_CACHE_FORMATS:
+        if quantized.dtype not in STORED_CACHE_FORMATS:
             raise ConfigError(
                 f"{name}: dtype {quantized.dtype!r} is not for a cache of keys and values; choose "
                 f"one of the 8-bit formats: {', '.join(KV_CACHE_FORMATS)}"
@@ -393,6 +406,32 @@ def check_together(values: Mapping[str, Any]) -> None:
             "two",
             field="fcm_min_ratio",
         )
+
+
+def find_remarks(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Yield path, assignment and remark of each value without an effect, or with another one.
+
+    Args:
+        values: Field -> value in canonical form; missing fields have their defaults.
+    """
+    for name in sorted(WITHOUT_EFFECT):
+        value = values.get(name, FIELDS[name].default)
+        if value != FIELDS[name].default:
+            yield (name,), f"{name} = {value!r}", f"has no effect: {WITHOUT_EFFECT[name]}"
+    name, axis = "partition_axis", values.get("partition_axis", PartitionAxis())
+    constrained = values.get("use_sharding_constraint", False)
+    for field, reason in find_idle_axes(axis, constrained=constrained):
+        assignment = f"{name}.{field} = {getattr(axis, field)!r}"
+        yield (name, field), assignment, f"has no effect: {reason}"
+    for operation in sorted(set(values.get("operation_configs") or ()) - OPERATIONS):
+        reason = f"it has no kernel settings, which {', '.join(sorted(OPERATIONS))} have"
+        assignment = f"operation_configs[{operation!r}]"
+        yield ("operation_configs", operation), assignment, f"has no effect: {reason}"
+    name, cache = "kv_cache_quantization_config", values.get("kv_cache_quantization_config")
+    if cache is not None and QUANTIZATION_FORMATS[cache.dtype][0] < 8:
+        stored = STORED_CACHE_FORMATS[cache.dtype]
+        remark = f"is stored as {stored}: a cache of keys and values has no format of 4 bits"
+        yield (name,), f"{name} = {cache.dtype}", remark
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ed_infra.errors import ConfigError, MeshError, did_you_mean
@@ -220,6 +220,7 @@ PARAM_AXES: dict[str, str | None] = {
     "kv_heads": "kv_head_axis",
     "mlp": "mlp_intermediate_axis",
     "expert": "expert_axis",
+    "expert_gate": "expert_gate_axis",
     "head_dim": None,
     "norm": None,
     "rank": None,
@@ -254,3 +255,49 @@ DECODE_AXES: dict[str, str | None] = {
     "head_dim": "decode_attention_dim_axis",
     "kv_head_dim": "decode_attention_kv_dim_axis",
 }
+
+#: Field that no layer reads -> what to set instead.
+_UNREAD_AXES: dict[str, str] = {
+    **dict.fromkeys(
+        ("bias_head_sequence_axis", "bias_key_sequence_axis"),
+        "biases of attention are computed with the scores, and follow head_axis: omit it",
+    ),
+    "hidden_state_axis": (
+        "it splits only the arrays inputs_embeds and encoder_outputs of a batch, and the stream "
+        "between layers has all features on each device: set sequence_axis to split the stream"
+    ),
+}
+#: Fields of the arrays inside attention, whose sharding is otherwise a choice of the compiler.
+CONSTRAINED_AXES: tuple[str, ...] = (
+    *("query_sequence_axis", "key_sequence_axis", "attention_dim_axis", "attention_kv_dim_axis"),
+    *("decode_query_sequence_axis", "decode_attention_dim_axis", "decode_attention_kv_dim_axis"),
+)
+#: Field that only experts read -> the fields that split the other dimensions of its kind.
+_KINDS_OF_AXES: dict[str, tuple[str, ...]] = {
+    "data_parallel_axis": ("batch_axis", "decode_batch_axis"),
+    "expert_parallel_axis": ("expert_axis",),
+    "tensor_parallel_axis": ("head_axis", "kv_head_axis", "mlp_intermediate_axis", "vocab_axis"),
+    "sequence_parallel_axis": ("sequence_axis",),
+}
+
+
+def find_idle_axes(axis: PartitionAxis, *, constrained: bool) -> Iterator[tuple[str, str]]:
+    """Yield the fields that differ from their default without an effect, and what to set instead.
+
+    Args:
+        axis: the mesh axes.
+        constrained: `use_sharding_constraint` of the configuration.
+    """
+    for field in dataclasses.fields(axis):
+        name, value = field.name, getattr(axis, field.name)
+        if value == field.default:
+            continue
+        if name in _UNREAD_AXES:
+            yield name, _UNREAD_AXES[name]
+        elif name in CONSTRAINED_AXES and not constrained:
+            yield name, "the compiler places this array: set use_sharding_constraint: true as well"
+        elif name in _KINDS_OF_AXES:
+            others = _KINDS_OF_AXES[name]
+            if not any(value in split(getattr(axis, other)) for other in others):
+                listed = " and ".join(others)
+                yield name, f"only the mesh of experts reads it: set {listed} as well"

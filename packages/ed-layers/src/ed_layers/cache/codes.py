@@ -14,9 +14,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
-from ed_infra.specs import EasyDeLQuantizationConfig
+from ed_infra.logging import get_logger, once
+from ed_infra.specs import STORED_CACHE_FORMATS, EasyDeLQuantizationConfig
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+logger = get_logger(__name__)
 
 #: Format -> dtype of the codes, and the largest magnitude of a code.
 FORMATS = {
@@ -71,16 +74,16 @@ class Format:
         """Convert a `kv_cache_quantization_config`; None stays None.
 
         Raises:
-            ConfigError: the format does not have 8 bits.
+            ConfigError: the format is not for caches.
         """
         if config is None:
             return None
-        if config.dtype not in FORMATS:
+        if config.dtype not in STORED_CACHE_FORMATS:
             raise ConfigError(
                 f"kv_cache_quantization_config: dtype {config.dtype!r} is not for a cache of keys "
                 f"and values; choose one of the 8-bit formats: {', '.join(FORMATS)}"
             )
-        return cls(config.dtype, config.group_size)
+        return cls(STORED_CACHE_FORMATS[config.dtype], config.group_size)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -90,16 +93,18 @@ class Format:
     def groups(self, size: int) -> int:
         """Return the number of scales of a head of `size` numbers.
 
-        Raises:
-            ConfigError: `group_size` does not divide `size`.
+        A `group_size` that does not divide `size` is replaced by `size`, with a message.
         """
         if self.group_size is None:
             return 1
         if size % self.group_size:
-            raise ConfigError(
+            once(
+                logger,
                 f"kv_cache_quantization_config: group_size {self.group_size} does not divide the "
-                f"{size} numbers of a head; choose a divisor, or None for one scale per head"
+                f"{size} numbers of a head: each head of the cache has one scale (group_size "
+                f"{size}). Choose a divisor of {size} for more scales",
             )
+            return 1
         return size // self.group_size
 
     def encode(self, x: Float[Array, "*rows t k"]) -> Codes:
