@@ -6,7 +6,9 @@ docs/config_reference.md is made from it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
+from ed_infra.logging import forget_said
+from ed_infra.sharding.axes import CONSTRAINED_AXES, PartitionAxis
+from ed_infra.sharding.placement import constrain
 from ed_infra.testing import tiny_llama
+from ed_layers.context import named
 from ed_models.auto import AutoEasyDeLModelForCausalLM
+from ed_models.base.caches import sharding_of
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
 
@@ -192,7 +199,6 @@ def test_the_rules_of_a_configuration_are_those_of_its_model():
 
 @proves("get_partition_rules", "sharding_axis_dims", "sharding_axis_names", "partition_axis")
 def test_sharding_options_place_parameters():
-    from ed_infra.sharding.axes import PartitionAxis
     from ed_infra.sharding.placement import specs
 
     def kernel_spec(**changes: Any) -> tuple:
@@ -224,6 +230,115 @@ def test_sharding_options_place_parameters():
     found = {path[-2:]: tuple(spec) for path, spec in flat.items()}
     assert found["q_proj", "kernel"] == (None, "tp", "fsdp")
     assert found["k_proj", "kernel"] == ()
+
+
+#: Field of `PartitionAxis` -> where its effect is seen. `refused`: a warning says what to set.
+AXES = {
+    **dict.fromkeys(
+        (
+            *("batch_axis", "sequence_axis", "query_sequence_axis", "head_axis", "kv_head_axis"),
+            *("key_sequence_axis", "mlp_intermediate_axis", "vocab_axis", "attention_dim_axis"),
+            "attention_kv_dim_axis",
+        ),
+        "training",
+    ),
+    **dict.fromkeys(
+        (
+            *("decode_batch_axis", "decode_head_axis", "decode_kv_head_axis"),
+            *("decode_query_sequence_axis", "decode_attention_dim_axis"),
+            "decode_attention_kv_dim_axis",
+        ),
+        "decoding",
+    ),
+    "decode_key_sequence_axis": "cache",
+    **dict.fromkeys(
+        ("fully_sharded_data_parallel_axis", "expert_axis", "expert_gate_axis"), "parameters"
+    ),
+    **dict.fromkeys(
+        (
+            *("data_parallel_axis", "tensor_parallel_axis", "sequence_parallel_axis"),
+            *("expert_parallel_axis", "hidden_state_axis", "bias_head_sequence_axis"),
+            "bias_key_sequence_axis",
+        ),
+        "refused",
+    ),
+}
+
+
+def named_arrays(made: LlamaConfig, mode: Any) -> str:
+    """jaxpr of the named arrays of a layer, and of a flat batch of tokens."""
+
+    def arrays(x: jax.Array, flat: jax.Array) -> Any:
+        names = ("attn_query", "attn_key", "mlp_up", "layer_output")
+        four = [named(y, name, made, mode) for name in names[:2] for y in (x, flat)]
+        three = [named(x[..., 0], name, made, mode) for name in names[2:]]
+        logits = constrain(x[..., 0], ("batch", "sequence", "vocab"), made, mode)
+        return [*four, *three, logits]
+
+    return str(jax.make_jaxpr(arrays)(jnp.zeros((4, 8, 8, 16)), jnp.zeros((1, 8, 8, 16))))
+
+
+def axes_effect(kind: str, made: LlamaConfig) -> object:
+    if kind in ("training", "decoding"):
+        return named_arrays(made, "train" if kind == "training" else "decode")
+    if kind == "cache":
+        return sharding_of(made, ("batch", "kv_heads", "key_sequence", None), (4, 2, 8, 8))
+    kernels = (("embed", "heads"), ("embed", "expert_gate"), ("expert", "embed"))
+    return [made.partition_manager.param(names, (8, 8), made.mesh) for names in kernels]
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(PartitionAxis), ids=lambda field: field.name)
+def test_every_partition_axis_has_an_effect_or_is_refused(
+    field: Any, caplog: pytest.LogCaptureFixture
+):
+    forget_said()
+    base: dict[str, Any] = {
+        "sharding_axis_dims": (1, 2, 2, 2, 1),
+        "use_sharding_constraint": True,
+        "use_sharded_kv_caching": True,
+        "fsdp_is_ep_bound": False,
+    }
+    other = "ep" if field.default != "ep" else "tp"
+    with caplog.at_level("WARNING", logger="easydel"):
+        changed = config(**base, partition_axis=PartitionAxis(**{field.name: other}))
+    kind = AXES[field.name]
+    if kind == "refused":
+        assert f"partition_axis.{field.name} = {other!r} has no effect: " in caplog.text
+        assert re.search(r"set \w+_axis|omit it", caplog.text)
+        return
+    assert not caplog.text
+    assert axes_effect(kind, changed) != axes_effect(kind, config(**base))
+    if field.name in CONSTRAINED_AXES:  # without the constraint, the compiler chooses
+        with caplog.at_level("WARNING", logger="easydel"):
+            config(
+                **{**base, "use_sharding_constraint": False}, partition_axis=changed.partition_axis
+            )
+        assert f"{field.name} = {other!r} has no effect" in caplog.text
+        assert "use_sharding_constraint: true" in caplog.text
+
+
+def test_partition_axis_of_a_model_without_sharding_constraints_is_refused_when_sealed(
+    caplog: pytest.LogCaptureFixture,
+):
+    forget_said()
+    made = config(sharding_axis_dims=(1, 2, 2, 2, 1))
+    made.partition_axis = PartitionAxis(attention_dim_axis="ep")
+    with caplog.at_level("WARNING", logger="easydel"):
+        made.seal()
+    assert "attention_dim_axis = 'ep' has no effect" in caplog.text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [n for n, kind in AXES.items() if kind == "training"])
+def test_axes_of_activations_change_the_program_and_not_the_loss(name: str):
+    base = {"sharding_axis_dims": (1, 2, 2, 2, 1), "use_sharding_constraint": True}
+    moved = {**base, "partition_axis": PartitionAxis(**{name: "ep"})}
+    assert train_program(**moved) != before(train_program, tuple(base.items()))
+    losses = [
+        float(LlamaForCausalLM.create(config(**c), seed=1).compute_loss(IDS)[0].loss)
+        for c in (base, moved)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.nightly

@@ -1,13 +1,19 @@
 """Models with quantized weights: by their configuration, on meshes, with tied heads, learning."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
+from ed_infra.logging import forget_said
 from ed_infra.specs import LoraSpec
 from ed_infra.testing import tiny_llama
 from ed_layers.quantization.model import QuantParam, quantized_matrices
+from ed_models.auto import AutoEasyDeLModelForCausalLM
 from ed_models.conformance import MESHES, forward
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
@@ -41,6 +47,37 @@ def test_config_options_select_quantization():
     assert set(by_bits) == set(formats(by_config))
     with pytest.raises(ConfigError, match="no quantization_config"):
         build().quantize()
+
+
+@pytest.mark.nightly
+def test_weights_that_stay_plain_are_warned_of(tmp_path, caplog):
+    """`bits` and `quantization_config` only store rules, in every way to make a model."""
+    rules = {"quantization_config": {"dtype": "int8"}}
+
+    def messages(make: Callable[[], Any]) -> str:
+        forget_said()
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="easydel"):
+            model = make()
+        assert not model.is_quantized or not caplog.text
+        return caplog.text
+
+    read = partial(AutoEasyDeLModelForCausalLM.from_pretrained, str(tmp_path))
+    plain = build()
+    plain.save_pretrained(tmp_path)
+    create = AutoEasyDeLModelForCausalLM.from_config
+    for make in (
+        lambda: build(bits=4),
+        lambda: create(plain.config.replace(**rules)),
+        lambda: read(config_kwargs=rules),
+        lambda: read(config_kwargs={"bits": 8}),
+        lambda: read(**rules),
+    ):
+        assert "Call model.quantize(), or load" in messages(make)
+    assert not messages(lambda: read(**rules, apply_quantization=False))
+    assert not messages(lambda: read(**rules, apply_quantization=True))
+    read(**rules, apply_quantization=True).save_pretrained(tmp_path)
+    assert not messages(read), "the file has codes"
 
 
 @pytest.mark.nightly

@@ -56,8 +56,8 @@ Rope = tuple[Float[Array, "b s half"], Float[Array, "b s half"]]
 ALL_LAYERS = "default"
 
 STREAM = ("batch", "sequence", "hidden")
-_HEADS = ("batch", "sequence", "heads", None)
-_KEY_HEADS = ("batch", "sequence", "kv_heads", None)
+_HEADS = ("batch", "query_sequence", "heads", "head_dim")
+_KEY_HEADS = ("batch", "key_sequence", "kv_heads", "kv_head_dim")
 _INNER = ("batch", "sequence", "mlp")
 
 #: Logical axes (`ed_infra.sharding.axes.ACTIVATION_AXES`) of named arrays with a fixed sharding.
@@ -135,7 +135,7 @@ class Ctx:
 
     def named(self, x: Float[Array, "*dims"], name: str) -> jax.Array:
         """Name an intermediate value, for remat policies and for the mesh."""
-        return named(x, name, self.config)
+        return named(x, name, self.config, self.mode)
 
     def dropped(self, x: Float[Array, "*dims"], rate: float, site: str) -> jax.Array:
         """Apply dropout in training; each `site` of a layer uses a separate random key."""
@@ -187,7 +187,10 @@ class Ctx:
 
 
 def named(
-    x: Float[Array, "*dims"], name: str, config: EasyDeLBaseConfig | None = None
+    x: Float[Array, "*dims"],
+    name: str,
+    config: EasyDeLBaseConfig | None = None,
+    mode: Mode = "train",
 ) -> jax.Array:
     """Name an intermediate result of a layer.
 
@@ -196,7 +199,9 @@ def named(
         name: one of `gradient_checkpointing_targets`.
         config: configuration of the model. `use_sharding_constraint` constrains the sharding of the
             array to its `AXES`; otherwise the compiler chooses the sharding inside a layer.
+        mode: mode of the step; heads of attention have axes of their own in decoding.
     """
     if config is not None and config.use_sharding_constraint and name in AXES:
-        x = constrain(x, AXES[name], config)
+        axes = AXES[name]
+        x = constrain(x, axes, config, mode if axes in (_HEADS, _KEY_HEADS) else "train")
     return checkpoint_name(rounded(x), name)

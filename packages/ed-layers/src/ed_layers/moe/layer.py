@@ -90,7 +90,7 @@ class Router(nnx.Module):
         config = parts.config
         shape = (config.hidden_size, experts)
         kernel = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
-        self.kernel = nnx.Param(kernel, axes=("embed", None))
+        self.kernel = nnx.Param(kernel, axes=("embed", "expert_gate"))
         if bias:
             self.bias = nnx.Param(jnp.zeros((experts,), parts.param_dtype), axes=(None,))
         if selection_bias:

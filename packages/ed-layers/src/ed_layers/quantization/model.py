@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
+from ed_infra.logging import get_logger, once
 from ed_infra.rules import Rules
 from ed_infra.specs import QUANTIZATION_FIELD_ALIASES, EasyDeLQuantizationConfig, from_mapping
 from flax import nnx
@@ -25,6 +26,8 @@ from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
 from ed_layers.quantization.stored import Scales
 from ed_layers.transform import Replace, transform
+
+logger = get_logger(__name__)
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -89,6 +92,17 @@ def rules_of(rules: QuantizationRules) -> Rules[EasyDeLQuantizationConfig | None
 def spec_of(value: EasyDeLQuantizationConfig | Mapping[str, Any]) -> EasyDeLQuantizationConfig:
     """Return a configuration, also from a mapping of its fields."""
     return from_mapping(EasyDeLQuantizationConfig, value, QUANTIZATION_FIELD_ALIASES)
+
+
+def warn_of_plain_weights(rules: QuantizationRules) -> None:
+    """Warn once that the weights of a model with quantization rules are not quantized."""
+    single = isinstance(rules, EasyDeLQuantizationConfig | Mapping)
+    once(
+        logger,
+        f"the weights are not quantized{f' to {spec_of(rules).dtype}' if single else ''}: "  # type: ignore[arg-type]
+        "quantization_config and bits only store the rules of model.quantize(). Call "
+        "model.quantize(), or load a checkpoint with apply_quantization=True (False: no warning)",
+    )
 
 
 def matrix_of(module: nnx.Module) -> tuple[str, nnx.Variable]:

@@ -15,8 +15,10 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.dtypes import floating_dtype
 from ed_infra.errors import ConfigError
 from ed_infra.sharding import placement
+from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers import native
 from ed_layers.depth.stack import Layout, Stack, to_layout
+from ed_layers.quantization.model import warn_of_plain_weights
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -74,7 +76,12 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
     ) -> ModelT:
-        """Create a model with random parameters directly on its devices."""
+        """Create a model with random parameters directly on its devices.
+
+        The parameters are not quantized: `quantize` applies the `quantization_config`.
+        """
+        if isinstance(config.quantization_config, EasyDeLQuantizationConfig):
+            warn_of_plain_weights(config.quantization_config)
 
         def build() -> ModelT:
             return cls(config, dtype, param_dtype, precision, rngs=nnx.Rngs(seed))

@@ -18,7 +18,7 @@ from ed_infra.errors import CheckpointError, ConfigError, RegistryError, did_you
 from ed_infra.sharding import placement
 from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import EasyDeLQuantizationConfig
-from ed_layers.quantization.model import QuantizationRules, spec_of
+from ed_layers.quantization.model import QuantizationRules, spec_of, warn_of_plain_weights
 from flax import nnx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -239,7 +239,7 @@ def from_pretrained(
     auto_shard_model: bool = True,
     partition_rules: Sequence[tuple[str, PartitionSpec | Sequence[object]]] | None = None,
     quantization_config: QuantizationRules | None = None,
-    apply_quantization: bool = False,
+    apply_quantization: bool | None = None,
     check_finite: bool = True,
     truncate_dim: int | None = None,
     **hub: Unpack[HubOptions],
@@ -268,7 +268,7 @@ def from_pretrained(
         apply_quantization: quantize each matrix as it is read, so that the model is never whole in
             memory unquantized; by the checkpoint's own configuration where `quantization_config`
             is None. False keeps `quantization_config` in the model's configuration, for
-            `model.quantize()`.
+            `model.quantize()`. None: False, with a warning if there is a configuration.
         check_finite: refuse weights with NaN or infinite numbers; the error names the tensor. False
             loads such weights unchanged.
         truncate_dim: number of elements of the vectors of an embedding model (Matryoshka); None =
@@ -315,6 +315,8 @@ def from_pretrained(
             "apply_quantization=True without a quantization_config, which is neither an argument "
             'nor in config.json: pass one, such as quantization_config={"dtype": "nf4"}'
         )
+    if apply_quantization is None and rules is not None:
+        warn_of_plain_weights(rules)
     module = load(
         cls,
         config,
