@@ -51,6 +51,22 @@ def test_detokenizer_emits_only_complete_characters():
     assert pieces(Detokenizer(TOKENIZER, []), tokens) == ["a", "", "", "", "🌍", "b", ""]
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("text", [None, "\N{REPLACEMENT CHARACTER}"])
+def test_tokens_without_text_are_read_in_linear_time(slow, text):
+    """Skipped special tokens, and bytes that form no character; a client can force both."""
+    count = 100_000
+    tokens = [TOKENIZER.eos_token_id if text is None else TOKENIZER("é")["input_ids"][-1]] * count
+    after = TOKENIZER("b🌍c", add_special_tokens=False)["input_ids"]
+    tokens = [*TOKENIZER("a", add_special_tokens=False)["input_ids"], *tokens, *after * 300]
+    tokenizer = SlowTokenizer() if slow else TOKENIZER
+    parts = pieces(Detokenizer(tokenizer, []), tokens)
+    expected = "a" + (text or "") * count + "b🌍c" * 300
+    assert "".join(parts) == expected == TOKENIZER.decode(tokens, skip_special_tokens=True)
+    assert parts[-1:-6:-1] == ["", "c", "🌍", "", ""]  # without a delay afterwards
+
+
 def test_special_tokens_are_optional_in_the_text():
     tokens = [*TOKENIZER("hi", add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
     assert "".join(pieces(Detokenizer(TOKENIZER, []), tokens)) == "hi"
@@ -95,6 +111,16 @@ def test_only_a_possible_beginning_of_a_stop_string_is_withheld():
     assert matcher.push("x</end>y") == "x"
     assert matcher.found == "</end>"
     assert matcher.push("more") == ""
+
+
+@pytest.mark.timeout(60)
+def test_repeated_text_is_searched_for_stop_strings_in_linear_time():
+    stops = [f"{'a' * (2000 + 30 * number)}{number:02}" for number in range(63)]
+    matcher = StopStringSearch([*stops, "a" * 4000 + "b"])
+    pushed = [matcher.push("a") for _ in range(6000)]
+    assert sum(map(len, pushed)) == 2000
+    assert "".join([*pushed, matcher.push("13c"), matcher.flush()]) == "a" * (6000 - 2390)
+    assert matcher.found == stops[13]
 
 
 THOUGHTS = ThoughtTexts(opens=("<think>",), closes=("</think>",))

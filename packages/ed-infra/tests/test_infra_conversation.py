@@ -6,7 +6,12 @@ import json
 
 import jinja2.sandbox
 import pytest
-from ed_infra.conversation import ConversationFormat, normalize_message, read_arguments
+from ed_infra.conversation import (
+    ConversationFormat,
+    _merge,
+    normalize_message,
+    read_arguments,
+)
 
 #: Accepts every order of roles.
 ANY = (
@@ -173,6 +178,28 @@ def test_a_message_after_a_result_is_merged_if_the_template_rejects_it():
     ]
     assert rendered(ASSISTANT_AFTER_RESULT, messages).endswith("[user]A[assistant][tool]B\n\nC")
     assert "[tool]B[user]C" in rendered(ANY, messages)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_many_messages_of_one_role_are_merged_in_linear_time(role):
+    """A copy of the merged text for each message would take minutes."""
+    text, count = "a" * 2**11, 2**15
+    messages = [*chat(("user", "b")), *chat(*[(role, text)] * count), *chat(("user", "c"))]
+    prepared, _ = conversation(TURNS).prepare(messages if role != "system" else messages[1:])
+    sizes = [message["content"].count("a") for message in prepared]
+    assert sum(sizes) == max(sizes) == len(text) * count
+
+
+def test_contents_of_texts_and_parts_are_concatenated_in_order():
+    part = {"type": "image", "image": "x"}
+    pairs = [("user", "A"), ("user", ""), ("user", "B"), ("user", [part]), ("user", "C")]
+    merged = _merge(chat(*pairs, ("user", [])))
+    texts = ["A\n\nB", "\n\n", None, "\n\n", "C"]
+    assert [one.get("text") for one in merged["content"]] == texts
+    assert _merge(chat(("user", ""), ("user", [])))["content"] == ""
+    reasons = [{"role": "assistant", "content": "", "reasoning_content": each} for each in "A B"]
+    assert _merge(reasons)["reasoning_content"] == "A\n\n \n\nB"
 
 
 def test_the_callers_messages_do_not_change():

@@ -17,6 +17,9 @@ from ed_esurge.thinking import ThoughtTexts
 
 # Number of context tokens before new tokens, for correct spaces and byte sequences.
 CONTEXT = 8
+# Number of tokens without text after which the tokens are decoded less and less often, so that the
+# total time is linear: skipped special tokens, or bytes that never form a character.
+LONG_WAIT = 64
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -59,14 +62,30 @@ class Detokenizer:
         self._ids = list(prompt[-CONTEXT:])
         self._done = len(self._ids)
         self._stream = self._new_stream() if self._rust is not None else None
+        self._next_decode = LONG_WAIT + 1  # in tokens without text
 
     def push(self, token: int) -> str:
         """Append a token and return the new text; "" while a character is incomplete."""
         self._ids.append(token)
+        if len(self._ids) - self._done > LONG_WAIT:
+            return self._decode_rarely()
         piece = self._step(token) if self._stream is not None else self._whole_characters()
         if piece:
             self._trim()
         return piece or ""
+
+    def _decode_rarely(self) -> str:
+        count = len(self._ids) - self._done
+        if count < self._next_decode:
+            return ""
+        self._next_decode = count + count // 8
+        piece = self._whole_characters()
+        if piece:
+            self._trim()
+            self._next_decode = LONG_WAIT + 1
+            if self._stream is not None:
+                self._stream = self._new_stream()
+        return piece
 
     def flush(self) -> str:
         """Return the text of the pending tokens: an incomplete character, as `�`."""
@@ -137,6 +156,9 @@ class StopStringSearch:
         self._opens = thoughts.opens if thoughts is not None else ()
         self._closes = thoughts.closes if thoughts is not None else ()
         self._inside = thoughts is not None and thoughts.inside
+        texts = (*self.stops, *self._opens, *self._closes)
+        self._searches = {text: _StringSearch(text) for text in texts}
+        self._searched = self._inside, True
 
     def push(self, text: str, *, check: bool = True) -> str:
         """Append text and return the text that can be delivered.
@@ -151,13 +173,17 @@ class StopStringSearch:
             return text
         if self.found is not None:
             return ""
+        if (self._inside, check) != self._searched:
+            text = self._restart(text)
         self._held += text
         out = ""
         while True:
             stops = self._everywhere if self._inside else self.stops
             stops = stops if check else ()
             turns = self._closes if self._inside else self._opens
-            first = _find_first(self._held, (*stops, *turns))
+            self._searched = self._inside, check
+            searches = [self._searches[each] for each in dict.fromkeys((*stops, *turns))]
+            first = _find_first(searches, text, len(self._held) - len(text))
             if first is None:
                 break
             at, match = first
@@ -169,11 +195,20 @@ class StopStringSearch:
             out += self._held[: at + len(match)]
             self._held = self._held[at + len(match) :]
             self._inside = not self._inside
-        keep = max((overlap(self._held, each) for each in (*stops, *turns)), default=0)
+            text = self._restart("")
+            self._held = text
+        keep = max((search.matched for search in searches), default=0)
         cut = len(self._held) - keep
         out += self._held[:cut]
         self._held = self._held[cut:]
         return out
+
+    def _restart(self, text: str) -> str:
+        """Begin all searches again, and return the withheld text with the new text."""
+        for search in self._searches.values():
+            search.matched = 0
+        text, self._held = self._held + text, ""
+        return text
 
     def flush(self) -> str:
         """Return the withheld text at the end of the stream."""
@@ -181,22 +216,64 @@ class StopStringSearch:
         return out
 
 
-def _find_first(text: str, options: Sequence[str]) -> tuple[int, str] | None:
-    """Return the place of the first option in a text, and the option; None without an option."""
+class _StringSearch:
+    """Searches a stream for one string with the table of Knuth, Morris and Pratt. The total time is
+    linear in the stream.
+
+    Attributes:
+        matched: length of the longest suffix of the stream that begins the string.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text, self.matched = text, 0
+        self._table = [0, 0]  # length of a prefix -> its longest proper suffix that is a prefix
+
+    def feed(self, piece: str) -> int:
+        """Append a piece of the stream, and return the end of the first match in the piece; -1
+        without a match."""
+        text, matched, at = self.text, self.matched, 0
+        while at < len(piece):
+            if not matched:
+                at = piece.find(text[0], at)
+                if at < 0:
+                    break
+            elif piece[at] != text[matched]:
+                matched = self._shorten(matched)
+                continue
+            matched += 1
+            at += 1
+            if matched == len(text):
+                return at
+        self.matched = matched
+        return -1
+
+    def _shorten(self, length: int) -> int:
+        """Return the next shorter suffix of a prefix that is a prefix."""
+        table, text = self._table, self.text
+        while len(table) <= length:
+            size = table[-1]
+            while size and text[len(table) - 1] != text[size]:
+                size = table[size]
+            table.append(size + (text[len(table) - 1] == text[size]))
+        return table[length]
+
+
+def _find_first(
+    searches: Sequence[_StringSearch], piece: str, offset: int
+) -> tuple[int, str] | None:
+    """Return the place of the first match and its string; None without a match.
+
+    Args:
+        piece: the new text of the stream.
+        offset: place of the piece.
+    """
     first: tuple[int, str] | None = None
-    for option in options:
-        at = text.find(option)
-        if at >= 0 and (first is None or at < first[0]):
-            first = (at, option)
+    for search in searches:
+        end = search.feed(piece)
+        at = offset + end - len(search.text)
+        if end >= 0 and (first is None or at < first[0]):
+            first = (at, search.text)
     return first
-
-
-def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
 
 
 def encode(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool = True) -> list[int]:

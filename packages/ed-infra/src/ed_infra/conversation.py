@@ -205,15 +205,14 @@ class ConversationFormat:
 
     def _merge_roles(self, messages: Messages) -> Messages:
         """Return messages whose roles take turns, if the template requires turns."""
-        merged: Messages = []
+        groups: list[Messages] = []
         for message in messages:
-            previous = merged[-1]["role"] if merged else "system"
-            pair = previous, message["role"]
-            if self._requires_merge(pair):
-                merged[-1] = _merge([merged[-1], message])
+            previous = groups[-1][0]["role"] if groups else "system"
+            if self._requires_merge((previous, message["role"])):
+                groups[-1].append(message)
             else:
-                merged.append(message)
-        return merged
+                groups.append([message])
+        return [group[0] if len(group) == 1 else _merge(group) for group in groups]
 
     def _requires_merge(self, pair: tuple[str, str]) -> bool:
         if pair == ("tool", "user"):
@@ -334,27 +333,41 @@ def write_arguments(arguments: object) -> str:
 def _merge(messages: Sequence[Message]) -> Message:
     """Return one message with the content, the reasoning and the calls of several messages."""
     merged = dict(messages[0])
-    for message in messages[1:]:
-        merged["content"] = _concat(merged["content"], SEPARATOR, message["content"])
-        for field in ("reasoning_content", "tool_calls"):
-            if message.get(field):
-                values = [merged[field]] if merged.get(field) else []
-                gap = SEPARATOR if field == "reasoning_content" else []
-                merged[field] = values[0] + gap + message[field] if values else message[field]
+    merged["content"] = _concat_all((SEPARATOR, message["content"]) for message in messages)
+    reasoning = [text for message in messages if (text := message.get("reasoning_content"))]
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    if reasoning:
+        merged["reasoning_content"] = SEPARATOR.join(reasoning)
+    if calls:
+        merged["tool_calls"] = calls
     return merged
 
 
 def _concat(first: Any, separator: str, second: Any) -> Any:
     """Return the concatenation of two contents: texts, or lists of parts."""
-    contents = [content for content in (first, second) if content]
-    if len(contents) == 2:
-        contents.insert(1, separator)
-    if all(isinstance(content, str) for content in contents):
-        return "".join(contents)
-    parts: list[Any] = []
-    for content in filter(None, contents):
+    return _concat_all((("", first), (separator, second)))
+
+
+def _concat_all(pieces: Iterable[tuple[str, Any]]) -> Any:
+    """Return the concatenation of contents: texts, or lists of parts.
+
+    Args:
+        pieces: the contents, each with the separator before it. Empty contents are omitted.
+    """
+    texts, parts = list[str](), list[Any]()
+    for separator, content in pieces:
+        if not content:
+            continue
+        before = separator if texts or parts else ""
+        if isinstance(content, str) and not parts:
+            texts += [before, content]
+            continue
+        if texts:
+            parts.append({"type": "text", "text": "".join(texts)})
+            texts = []
+        parts += [{"type": "text", "text": before}] if before else []
         parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return parts
+    return parts or "".join(texts)
 
 
 def write_tools_as_text(
@@ -369,6 +382,7 @@ def write_tools_as_text(
             user begins with the tools.
     """
     written: Messages = []
+    contents: list[list[tuple[str, Any]]] = []
     after_result = False
     for message in messages:
         entry = {key: value for key, value in message.items() if key != "tool_calls"}
@@ -378,10 +392,10 @@ def write_tools_as_text(
             body = _concat(opened, "", "\n</tool_response>")
             entry = {"role": "user", "content": body}
             if after_result:
-                written[-1]["content"] = _concat(written[-1]["content"], "\n", body)
+                contents[-1].append(("\n", body))
                 continue
         elif entry["role"] == "user" and after_result:  # templates may require alternating roles
-            written[-1]["content"] = _concat(written[-1]["content"], SEPARATOR, content)
+            contents[-1].append((SEPARATOR, content))
             after_result = False
             continue
         if message.get("tool_calls"):
@@ -389,6 +403,10 @@ def write_tools_as_text(
             entry["content"] = _concat(content, "\n", text)
         after_result = message["role"] == "tool"
         written.append(entry)
+        contents.append([("", entry["content"])])
+    for entry, pieces in zip(written, contents, strict=True):
+        if len(pieces) > 1:
+            entry["content"] = _concat_all(pieces)
     return _offer_tools(written, tools, system) if tools else written
 
 

@@ -10,6 +10,7 @@ import math
 import sys
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
@@ -147,8 +148,8 @@ def _json_row(place: str, line: str) -> Row:
 def _fields(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, _ in pairs if counts[name] > 1)
         raise ValueError(f"the field {twice!r} occurs twice")
     return row
 
@@ -206,7 +207,8 @@ def _header(reader: Iterator[list[str]], file: SourceFile) -> list[str] | None:
         names = next((values for values in reader if values), None)
     except csv.Error as error:
         raise DataError(f"{file.address}:1: the names of the columns: {error}") from error
-    twice = next((name for name in names or () if (names or []).count(name) > 1), None)
+    counts = Counter(names or ())
+    twice = next((name for name in names or () if counts[name] > 1), None)
     if twice is not None:
         raise DataError(f"{file.address}:1: two columns have the name {twice!r}: rename one")
     return names

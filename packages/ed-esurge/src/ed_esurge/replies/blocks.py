@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ed_esurge.outputs import append_text
 from ed_esurge.replies.events import (
     CallArguments,
     CallBegins,
@@ -33,6 +34,7 @@ class Block:
         call_id, name: id and function name of a call.
         whole: False for a call that was cut off.
         broken: whether the text turned out not to be a call.
+        continues: whether an earlier block has the same kind, and other parts are between them.
     """
 
     index: int
@@ -42,6 +44,7 @@ class Block:
     name: str = ""
     whole: bool = True
     broken: bool = False
+    continues: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -65,17 +68,13 @@ class BlockTracker:
     def __init__(self) -> None:
         self._all: list[Block] = []
         self._open: Block | None = None
+        self._kinds: set[BlockKind] = set()  # of the closed blocks with content
+        self._last_kind: BlockKind | None = None
 
     @property
     def whole(self) -> list[Block]:
         """The blocks without broken calls."""
         return [block for block in self._all if not block.broken]
-
-    def continues(self, block: Block) -> bool:
-        """Return whether an earlier block has the same kind, and other parts are between them."""
-        earlier = [each for each in self.whole if each.index < block.index]
-        kinds = [each.kind for each in earlier if each.text or each.kind == "call"]
-        return block.kind in kinds and kinds[-1] != block.kind
 
     def take(self, events: Iterable[Event]) -> list[Change]:
         """Return the changes for some events."""
@@ -117,14 +116,20 @@ class BlockTracker:
             changes += [*self._close(), self._begin(kind)]
         block = self._open
         assert block is not None, "a block was begun"
-        block.text += text
+        append_text(block, "text", text)
         return [*changes, Change("grows", block, text, end)]
 
     def _begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> Change:
-        self._open = Block(len(self._all), kind, call_id=call_id, name=name)
+        continues = kind in self._kinds and self._last_kind != kind
+        self._open = Block(len(self._all), kind, call_id=call_id, name=name, continues=continues)
         self._all.append(self._open)
         return Change("opens", self._open)
 
     def _close(self) -> list[Change]:
         block, self._open = self._open, None
-        return [] if block is None else [Change("closes", block)]
+        if block is None:
+            return []
+        if not block.broken and (block.text or block.kind == "call"):
+            self._kinds.add(block.kind)
+            self._last_kind = block.kind
+        return [Change("closes", block)]

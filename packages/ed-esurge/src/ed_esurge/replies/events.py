@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ed_esurge.outputs import append_text
+
 
 @dataclass(frozen=True, slots=True)
 class ReplyText:
@@ -88,13 +90,13 @@ class Reply:
         for event in events:
             match event:
                 case ReplyText(text=text):
-                    self.content += text
+                    append_text(self, "content", text)
                 case Reasoning(text):
-                    self.reasoning += text
+                    append_text(self, "reasoning", text)
                 case CallBegins(index, name_id, name):
                     self.calls[index] = ReplyCall(name_id, name)
                 case CallArguments(index, text):
-                    self.calls[index].arguments += text
+                    append_text(self.calls[index], "arguments", text)
                 case CallBroken(index):
                     del self.calls[index]
                 case CallEnds():

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ed_esurge.outputs import append_text
 from ed_esurge.replies.argument_types import ArgumentTypes
 from ed_esurge.replies.events import (
     CallArguments,
@@ -378,11 +379,12 @@ class ReplyParser:
         if self._trim:
             text = text.lstrip()
             self._trim = not text
+        if not text or text.isspace():
+            append_text(self, "_space", text)
+            return
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
-        if not shown:
-            return
         end = self._src.position - len(self._space)
         if self._parted and self._spoke:
             self._events.append(ReplyText("\n", end - len(shown), between=True))
@@ -393,11 +395,12 @@ class ReplyParser:
         if self._trim_thought:
             text = text.lstrip()
             self._trim_thought = not text
+        if not text or text.isspace():
+            append_text(self, "_thought_space", text)
+            return
         text = self._thought_space + text
         shown = text.rstrip()
         self._thought_space = text[len(shown) :]
-        if not shown:
-            return
         if self._thought_parted and self._thought_before:
             self._events.append(Reasoning("\n", between=True))
         self._thought_before, self._thought_parted = True, False

@@ -69,7 +69,9 @@ class Scanner:
     def feed(self, piece: str) -> None:
         """Append text and discard the consumed text."""
         start = self.at if self.mark is None else self.mark
-        self.text = self.text[start:] + piece
+        text, self.text = self.text[start:], ""
+        text += piece  # in place, because no attribute refers to the text
+        self.text = text
         self.at -= start
         self.discarded += start
         if self.mark is not None:

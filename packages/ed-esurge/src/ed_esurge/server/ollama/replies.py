@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from ed_esurge.outputs import append_text
 from ed_esurge.replies.blocks import Block
 from ed_esurge.replies.json_text import read_arguments
 from ed_esurge.server.generation.answers import AnswerBody
@@ -63,8 +64,8 @@ class ReplyLine:
 
     def add(self, new: ReplyLine) -> None:
         """Append a later line."""
-        self.content += new.content
-        self.thinking += new.thinking
+        append_text(self, "content", new.content)
+        append_text(self, "thinking", new.thinking)
         self.calls += new.calls
         self.logprobs += new.logprobs
         self.finish = new.finish or self.finish
@@ -87,13 +88,13 @@ async def reply_lines(turn: ChatGeneration) -> AsyncGenerator[ReplyLine]:
                     line.finish = "length" if piece.finish == "length" else "stop"
                 for change in changes:
                     block = change.block
-                    if change.what == "opens" and turn.blocks.continues(block):
+                    if change.what == "opens" and block.continues:
                         line.content += "\n" if block.kind == "text" else ""
                         line.thinking += "\n" if block.kind == "thoughts" else ""
                     if change.what == "grows" and block.kind == "text":
-                        line.content += change.text
+                        append_text(line, "content", change.text)
                     elif change.what == "grows" and block.kind == "thoughts":
-                        line.thinking += change.text
+                        append_text(line, "thinking", change.text)
                     elif change.what == "closes" and block.kind == "call":
                         line.calls += _call(block)
                 if turn.body.logprobs and piece.out.token_ids:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -142,6 +142,35 @@ def with_images(text: str, images: list[str]) -> str | list[dict[str, Any]]:
     return [*parts, {"type": "text", "text": text}] if text else parts
 
 
+class _WaitingCalls:
+    """The ids of calls without results, in order. Each operation has a constant amortized time."""
+
+    def __init__(self) -> None:
+        self._all: deque[tuple[int, str]] = deque()  # number and id of a call
+        self._by_name: defaultdict[str, deque[tuple[int, str]]] = defaultdict(deque)
+        self._taken: set[int] = set()
+        self._count = 0
+
+    def add(self, call_id: str, name: str) -> None:
+        """Append a call."""
+        entry = self._count, call_id
+        self._count += 1
+        self._all.append(entry)
+        self._by_name[name].append(entry)
+
+    def take(self, name: str | None) -> str | None:
+        """Remove the first call of a function, or else the first call, and return its id; None
+        without a call."""
+        named = self._by_name.get(name) if name is not None else None
+        for calls in (named, self._all):
+            while calls:
+                number, call_id = calls.popleft()
+                if number not in self._taken:
+                    self._taken.add(number)
+                    return call_id
+        return None
+
+
 def chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Return messages of a chat request.
 
@@ -149,7 +178,7 @@ def chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     from the names, or else from the order.
     """
     result: list[dict[str, Any]] = []
-    waiting: deque[tuple[str, str]] = deque()  # id and name of calls without results
+    waiting = _WaitingCalls()
     for place, message in enumerate(messages):
         entry: dict[str, Any] = {
             "role": message.role,
@@ -161,17 +190,14 @@ def chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
             calls = []
             for number, call in enumerate(message.tool_calls):
                 call_id = call.id or f"call_{place}_{number}"
-                waiting.append((call_id, call.function.name))
+                waiting.add(call_id, call.function.name)
                 arguments = json.dumps(call.function.arguments, ensure_ascii=False)
                 function = {"name": call.function.name, "arguments": arguments}
                 calls.append({"id": call_id, "type": "function", "function": function})
             entry["tool_calls"] = calls
         if message.role == "tool":
-            named = [one for one in waiting if one[1] == message.tool_name]
-            known = (named or [*waiting] or [(f"call_{place}", "")])[0]
-            if known in waiting:
-                waiting.remove(known)
-            entry["tool_call_id"] = message.tool_call_id or known[0]
+            call_id = waiting.take(message.tool_name) or f"call_{place}"
+            entry["tool_call_id"] = message.tool_call_id or call_id
             if message.tool_name is not None:
                 entry["name"] = message.tool_name
         result.append(entry)
