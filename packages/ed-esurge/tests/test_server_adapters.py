@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
 import pytest
 from ed_esurge.config import EngineConfig
+from ed_esurge.server.app import create_app
 from ed_esurge.server.generation import answers
+from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 
@@ -162,6 +165,87 @@ def test_request_selects_one_of_several_models_and_their_adapters(folder):
             assert httpx.get(root + path).status_code == 503
         assert http.post("completions", json={"prompt": "x", "model": "a"}).status_code == 200
         assert http.post("completions", json={"prompt": "x", "model": "b"}).status_code == 503
+
+
+class SlowLoads(ScriptedEngine):
+    """Loads end in the order of `seconds`, and later loads of a name fail, as in the engine."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__(config=EngineConfig(max_loras=4))
+        self.seconds = list(seconds)
+
+    async def load_lora_adapter(self, name, source):
+        await asyncio.sleep(self.seconds.pop(0) if self.seconds else 0)
+        await super().load_lora_adapter(name, source)
+
+
+def clients(engines, folder):
+    """Return a client for each of three keys. The last is that of an administrator."""
+    names = ("ann", "bob", "root")
+    keys = [ApiKey.of(name, admin=name == "root") for name in names]
+    keys = [key.model_copy(update={"name": name}) for key, name in zip(keys, names, strict=True)]
+    transport = httpx.ASGITransport(create_app(engines, api_key=keys, lora_directory=folder))
+    return [
+        httpx.AsyncClient(
+            transport=transport,
+            base_url="http://localhost/v1/",
+            headers={"Authorization": f"Bearer {name}"},
+        )
+        for name in names
+    ]
+
+
+def place(name, path, owner, **more):
+    return {"lora_name": name, "lora_path": path, "owner": owner, **more}
+
+
+@pytest.mark.parametrize("seconds", [(0.05, 0), (0, 0.05)])
+@pytest.mark.parametrize("path", ["two", "empty"])
+def test_adapter_belongs_to_the_owner_whose_load_succeeded(folder, seconds, path):
+    async def work():
+        ann, bob, root = clients(SlowLoads(*seconds), folder)
+        bodies = [place("x", "one", "ann"), place("x", path, "bob")]
+        loads = [root.post("load_lora_adapter", json=body) for body in bodies]
+        statuses = [answer.status_code for answer in await asyncio.gather(*loads)]
+        assert sorted(statuses) == [200, 400]
+        winner, loser = (ann, bob) if statuses[0] == 200 else (bob, ann)
+        assert (await winner.get("models/x")).status_code == 200
+        assert (await loser.get("models/x")).status_code == 404
+        # A failed load in place of the adapter leaves neither an adapter nor owners.
+        body = place("x", "empty", "bob", load_inplace=True)
+        assert (await root.post("load_lora_adapter", json=body)).status_code == 400
+        body = {"lora_name": "x", "lora_path": "one"}
+        assert (await root.post("load_lora_adapter", json=body)).status_code == 200
+        assert (await ann.get("models/x")).status_code == 200
+        assert (await bob.get("models/x")).status_code == 200
+
+    asyncio.run(work())
+
+
+def test_load_of_a_client_that_left_keeps_its_owner(folder):
+    async def work():
+        ann, bob, root = clients(SlowLoads(0.05), folder)
+        body = place("x", "one", "ann")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(root.post("load_lora_adapter", json=body), 0.02)
+        while (await root.get("models/x")).status_code != 200:
+            await asyncio.sleep(0.01)
+        assert (await bob.get("models/x")).status_code == 404
+        assert (await ann.get("models/x")).status_code == 200
+
+    asyncio.run(work())
+
+
+def test_adapter_has_no_name_of_another_model(folder):
+    async def work():
+        *_, root = clients({"a": SlowLoads(), "b": SlowLoads()}, folder)
+        body = place("x", "one", "ann", model="b")
+        assert (await root.post("load_lora_adapter", json=body)).status_code == 200
+        for name in ("b", "x"):
+            answer = await root.post("load_lora_adapter", json=place(name, "one", "ann", model="a"))
+            assert refused(answer, 400).param == "lora_name"
+
+    asyncio.run(work())
 
 
 @pytest.mark.nightly

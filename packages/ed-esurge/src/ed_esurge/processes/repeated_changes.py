@@ -29,6 +29,7 @@ class RepeatedChanges:
         self._weights: str | None = None
         self._version = 0  # number of updates of the weights
         self._adapters: dict[str, str] = {}
+        self._adapter_lock = asyncio.Lock()  # replicas may read two adapters in any order
         self._level: int | None = None
         self._dozing = self._rolling = False
         self._may_sleep = False  # whether `sleep` was called since the last `wake_up`
@@ -72,21 +73,23 @@ class RepeatedChanges:
     async def load_lora_adapter(self, name: str, source: str | Path) -> None:
         """Load a LoRA adapter in each replica. If one replica fails, no replica keeps it."""
         replicas = self._replicas
-        try:
-            await replicas.call_all("load_lora_adapter", name, str(source))
-        except EasyDeLError:
-            if name not in self._adapters:
-                calls = (
-                    replicas.call(o, "unload_lora_adapter", name) for o in replicas.connected()
-                )
-                await asyncio.gather(*calls, return_exceptions=True)
-            raise
-        self._adapters[name] = str(source)
+        async with self._adapter_lock:
+            try:
+                await replicas.call_all("load_lora_adapter", name, str(source))
+            except EasyDeLError:
+                if name not in self._adapters:
+                    calls = (
+                        replicas.call(o, "unload_lora_adapter", name) for o in replicas.connected()
+                    )
+                    await asyncio.gather(*calls, return_exceptions=True)
+                raise
+            self._adapters[name] = str(source)
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Reject new requests for an adapter."""
-        self._adapters.pop(name, None)
-        await self._replicas.call_all("unload_lora_adapter", name)
+        async with self._adapter_lock:
+            self._adapters.pop(name, None)
+            await self._replicas.call_all("unload_lora_adapter", name)
 
     async def load_weights(self, source: str | Path) -> None:
         """Replace the weights of the replicas by those of a directory, one replica after another.

@@ -136,6 +136,7 @@ class ServedModel:
         owner: the owner of the requests, see `http.auth.owner_of`; empty without a key.
         adapter_owners: name of an adapter -> digests of the keys that may use the adapter. Every
             key may use an adapter without an entry.
+        adapter_lock: held while an adapter is loaded or unloaded.
         on_demand: whether the model is loaded on demand.
         activity: the running requests of the model, and how long the model stays loaded.
         load_seconds: seconds in which the request waited for the model.
@@ -170,6 +171,7 @@ class ServedModel:
         self.lora_name: str | None = None
         self.owner = ""
         self.adapter_owners: dict[str, frozenset[str]] = {}
+        self.adapter_lock = asyncio.Lock()
         self.decoding: asyncio.Task[str | None] | None = None
         """The last decode check; see `operations.health`."""
         self.texts = TokenTexts(prompts.tokenizer)
@@ -203,6 +205,12 @@ class ServedModel:
             for adapter in self.engine.list_lora_adapters()
             if owner in self.adapter_owners.get(adapter.name, (owner,))
         }
+
+    def drop_adapter_owners(self) -> None:
+        """Forget the owners of adapters that are not loaded."""
+        loaded = {adapter.name for adapter in self.engine.list_lora_adapters()}
+        for name in self.adapter_owners.keys() - loaded:
+            del self.adapter_owners[name]
 
     def seen_by(self, owner: str, adapter: str | None = None) -> ServedModel:
         """Return the model for the requests of one key, optionally with an adapter."""

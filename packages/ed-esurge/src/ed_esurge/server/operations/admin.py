@@ -5,7 +5,9 @@ A trainer on the same device can use its memory between `POST /sleep` and `POST 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Annotated
 
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
@@ -153,32 +155,64 @@ async def load(model: ServedModel, body: LoadAdapterRequest, request: Request) -
     owners = _owners(model, body.owner)
     assert model.adapter_directory is not None, "checked by _check_open"
     path = inside(model.adapter_directory, body.lora_path, "adapter", "lora_path")
-    if body.lora_name in model.names:
-        raise APIError(
-            f"{body.lora_name!r} is the name of the model: choose another name", param="lora_name"
-        )
-    loaded = body.lora_name in model.adapters(model.owner)
-    if loaded and not body.load_inplace:
-        raise APIError(
-            f"the LoRA adapter {body.lora_name!r} has already been loaded: unload it, or send "
-            "load_inplace: true",
-            param="lora_name",
-        )
-    try:
-        if loaded:
-            await model.engine.unload_lora_adapter(body.lora_name)
-        if owners is None:
-            model.adapter_owners.pop(body.lora_name, None)
-        else:  # before loading, so that other keys never see the adapter
-            model.adapter_owners[body.lora_name] = owners
-        await model.engine.load_lora_adapter(body.lora_name, path)
-    except (ConfigError, CheckpointError) as error:
-        raise APIError(
-            hide_paths(str(error).replace(str(path), body.lora_path)), param="lora_path"
-        ) from None
-    except EasyDeLError as error:
-        raise engine_unavailable(hide_paths(error)) from error
+    # The change continues after its client has left, so an adapter never has the wrong owners.
+    await asyncio.shield(asyncio.ensure_future(_load(model, body, path, owners)))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def _load(
+    model: ServedModel, body: LoadAdapterRequest, path: Path, owners: frozenset[str] | None
+) -> None:
+    """Load an adapter, and store its owners. One adapter of a model changes at a time."""
+    name = body.lora_name
+    async with model.adapter_lock:
+        _check_name(model, name)
+        loaded = any(adapter.name == name for adapter in model.engine.list_lora_adapters())
+        if loaded and not (body.load_inplace and name in model.adapters(model.owner)):
+            raise APIError(
+                f"the LoRA adapter {name!r} has already been loaded: unload it, or send "
+                "load_inplace: true",
+                param="lora_name",
+            )
+        try:
+            if loaded:
+                await _unload(model, name)
+            model.adapter_owners.pop(name, None)
+            if owners is not None:  # before loading, so that other keys never see the adapter
+                model.adapter_owners[name] = owners
+            await model.engine.load_lora_adapter(name, path)
+        except (ConfigError, CheckpointError) as error:
+            raise APIError(
+                hide_paths(str(error).replace(str(path), body.lora_path)), param="lora_path"
+            ) from None
+        except EasyDeLError as error:
+            raise engine_unavailable(hide_paths(error)) from error
+        finally:
+            model.drop_adapter_owners()
+
+
+def _check_name(model: ServedModel, name: str) -> None:
+    """Check that no other model, and no adapter of another model, has a name.
+
+    Raises:
+        APIError: 400.
+    """
+    for other in model.state.all_models() or (model,):
+        if name in other.names:
+            raise APIError(
+                f"{name!r} is the name of the model: choose another name", param="lora_name"
+            )
+        adapters = (one.name for one in other.engine.list_lora_adapters())
+        if other.engine is not model.engine and name in adapters:
+            raise APIError(
+                f"{name!r} is an adapter of the model {other.names[0]!r}: choose another name",
+                param="lora_name",
+            )
+
+
+async def _unload(model: ServedModel, name: str) -> None:
+    await model.engine.unload_lora_adapter(name)
+    model.drop_adapter_owners()
 
 
 async def unload(
@@ -190,21 +224,26 @@ async def unload(
         APIError: 404, the adapter is not loaded.
     """
     _check_open(model)
-    if body.lora_name not in model.adapters(model.owner):
-        raise APIError(
-            f"the LoRA adapter {body.lora_name!r} is not loaded; GET /v1/models lists the loaded "
-            "adapters",
-            status=404,
-            param="lora_name",
-            code="model_not_found",
-        )
-    try:
-        await model.engine.unload_lora_adapter(body.lora_name)
-    except ConfigError as error:  # a concurrent request has unloaded the adapter
-        raise APIError(hide_paths(error), status=404, param="lora_name") from None
-    except EasyDeLError as error:
-        raise engine_unavailable(hide_paths(error)) from error
+    await asyncio.shield(asyncio.ensure_future(_unload_alone(model, body.lora_name)))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def _unload_alone(model: ServedModel, name: str) -> None:
+    async with model.adapter_lock:
+        if name not in model.adapters(model.owner):
+            raise APIError(
+                f"the LoRA adapter {name!r} is not loaded; GET /v1/models lists the loaded "
+                "adapters",
+                status=404,
+                param="lora_name",
+                code="model_not_found",
+            )
+        try:
+            await _unload(model, name)
+        except ConfigError as error:
+            raise APIError(hide_paths(error), status=404, param="lora_name") from None
+        except EasyDeLError as error:
+            raise engine_unavailable(hide_paths(error)) from error
 
 
 def _owners(model: ServedModel, wanted: str | None) -> frozenset[str] | None:
