@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from ed_esurge.server.http.errors import hide_paths
 from ed_esurge.server.launch import background
+from ed_esurge.server.library import checkpoint_files
 from ed_esurge.server.library.checkpoint_files import CheckpointFiles
 from ed_esurge.server.library.loading import ModelLoading
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
@@ -151,13 +154,57 @@ def test_damaged_model_returns_an_error_without_paths(root, kind):
             assert "see the traceback" not in answer.text, (path, kind)
 
 
+def test_lists_read_unchanged_folders_once(root, monkeypatch):
+    url, folder = root
+    folder = Path(folder)
+    reads = []
+    for name in ("_json", "_header"):
+        read = getattr(checkpoint_files, name)
+
+        def counted(path, read=read):
+            reads.append(path.parent.name)
+            return read(path)
+
+        monkeypatch.setattr(checkpoint_files, name, counted)
+    paths = ("/api/tags", "/v1/models", "/v1/models/healthy")
+    before = [httpx.get(url + path, timeout=30).json() for path in paths]
+    reads.clear()
+    assert [httpx.get(url + path, timeout=30).json() for path in paths] == before
+    assert not reads
+    create_model(folder / "added")
+    save_file({"w": np.zeros((3, 5), np.float32)}, folder / "healthy" / "model.safetensors")
+    tags, models, _ = [httpx.get(url + path, timeout=30).json() for path in paths]
+    assert {*reads} == {"added", "healthy"}
+    assert "added" in {one["id"] for one in models["data"]}
+    digests = [{one["name"]: one["digest"] for one in each["models"]} for each in (before[0], tags)]
+    assert digests[0].pop("healthy") != digests[1].pop("healthy")
+    assert digests[1].pop("added") and digests[0] == digests[1]
+    shutil.rmtree(folder / "added")
+    names = [[one["id"] for one in each["data"]] for each in (before[1], models)]
+    assert [name for name in names[1] if name != "added"] == names[0]
+    assert "added" not in httpx.get(f"{url}/v1/models", timeout=30).text
+
+
+def test_cache_of_checkpoints_has_a_limit(tmp_path):
+    cache = checkpoint_files.CheckpointCache(2)
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        create_model(path)
+    first, second, third = map(cache.get, paths)
+    assert cache.get(paths[2]) is third and cache.get(paths[1]) is second
+    assert cache.get(paths[0]) is not first
+    shutil.rmtree(paths[0])
+    assert cache.get(paths[0]) is None
+    assert len(cache._entries) == 1
+
+
 def test_unreadable_folders_are_omitted(tmp_path, monkeypatch):
     create_model(tmp_path / "a")
 
-    def refuse(self, *args, **options):
+    def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(type(tmp_path), "is_file", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     assert not CheckpointFiles.is_checkpoint(tmp_path / "a")
 
 

@@ -8,11 +8,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
+from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError, did_you_mean
 
 from ed_esurge.certificates import certificate_summary
 from ed_esurge.server.generation.models import ServedModel, ServerState, certified
 from ed_esurge.server.http.errors import APIError, hide_paths
+from ed_esurge.server.library.checkpoint_files import CheckpointCache
 from ed_esurge.server.library.definitions import DefinitionStore, ModelDefinition
 from ed_esurge.server.library.directory import ModelDirectory
 from ed_esurge.server.metrics import ServerMetrics
@@ -33,6 +34,7 @@ class ServedModels:
         definitions: models that clients derive; None = clients cannot derive models.
 
     Attributes:
+        checkpoints: the files of the models of the start.
         batch_added: set when a batch is added.
         batch_trouble: why batches wait for the disk; None = batches run.
 
@@ -53,6 +55,7 @@ class ServedModels:
         self.directory, self.definitions = directory, definitions
         state.all_models = lambda: self.models
         self.batches, self.batch_added = batches, asyncio.Event()
+        self.checkpoints = CheckpointCache(len(self.always))
         self.batch_trouble: str | None = None
         names = [name for model in self.always for name in model.names]
         for name in names:
@@ -238,8 +241,9 @@ class ServedModels:
         if name in self.directory.loaded:
             return self.directory.loaded[name].model.card(name)
         files = self.directory.files(name)
-        created = int(files.modified) if files is not None else 0
-        length = self.directory.length(files) if files is not None else None
-        known = {"created": created, "root": name, "parent": None, "max_model_len": length}
-        summary = certificate_summary(files.path) if files is not None else None
-        return {**card, **known, **certified(summary)}
+        if files is None:
+            raise CheckpointError(f"the folder of {name} contains no model: copy it again")
+        length = self.directory.length(files)
+        times = {"created": int(files.modified)}
+        known = {**times, "root": name, "parent": None, "max_model_len": length}
+        return {**card, **known, **certified(certificate_summary(files.path))}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from ed_infra.errors import CheckpointError
 from pydantic import BaseModel, Field, StrictInt, TypeAdapter
@@ -30,10 +33,7 @@ class CheckpointFiles:
     @staticmethod
     def is_checkpoint(path: Path) -> bool:
         """Return whether a directory contains a model."""
-        try:
-            return (path / "config.json").is_file() and any(_weight_files(path))
-        except OSError:  # this process may not read the folder
-            return False
+        return read_signature(path) is not None
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -57,42 +57,40 @@ class CheckpointFiles:
         return max(file.stat().st_mtime for file in files)
 
     @cached_property
-    def headers(self) -> list[dict[str, Any]]:
-        """The header of each file with weights: name -> `dtype`, `shape` and `data_offsets`.
+    def tensors(self) -> TensorFacts:
+        """What the headers of the files say. The headers, which can be long, are not stored.
 
         Raises:
             CheckpointError: a file is no safetensors file.
         """
-        return [_header(file) for file in self.weight_files]
+        headers = [[file.name, file.stat().st_size, _header(file)] for file in self.weight_files]
+        content = json.dumps([self.config, headers], sort_keys=True)
+        parameters, sizes = 0, Counter[str]()
+        for *_, header in headers:
+            for tensor in header.values():
+                first, end = tensor["data_offsets"]
+                sizes[tensor["dtype"]] += end - first
+                parameters += math.prod(tensor["shape"])
+        dtype = max(sizes, key=lambda name: sizes[name], default="F32")
+        return TensorFacts(hashlib.sha256(content.encode()).hexdigest(), parameters, dtype)
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 of `config.json`, and of the name, size and header of each file with weights.
 
         Equal digests do not prove equal weights, because reading all weights would take long.
         """
-        known = [
-            [file.name, file.stat().st_size, header]
-            for file, header in zip(self.weight_files, self.headers, strict=True)
-        ]
-        content = json.dumps([self.config, known], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return self.tensors.digest
 
-    @cached_property
+    @property
     def parameters(self) -> int:
         """Number of elements of all tensors."""
-        tensors = [tensor for header in self.headers for tensor in header.values()]
-        return sum(math.prod(tensor["shape"]) for tensor in tensors)
+        return self.tensors.parameters
 
     @property
     def dtype(self) -> str:
         """The dtype with the most bytes, in the spelling of safetensors: `BF16`."""
-        sizes: dict[str, int] = {}
-        for header in self.headers:
-            for tensor in header.values():
-                first, end = tensor["data_offsets"]
-                sizes[tensor["dtype"]] = sizes.get(tensor["dtype"], 0) + end - first
-        return max(sizes, key=lambda name: sizes[name], default="F32")
+        return self.tensors.dtype
 
     @property
     def quantization(self) -> str:
@@ -122,13 +120,24 @@ class CheckpointFiles:
             CheckpointError: a file is damaged, or was deleted.
         """
         try:
-            _ = self.size, self.modified, self.parameters, self.dtype, self.chat_template
-        except (OSError, ValueError) as error:
-            reason = type(error).__name__
+            _ = self.size, self.modified
+            problem = self._problem
+        except OSError as error:
+            problem = type(error).__name__
+        if problem:
             raise CheckpointError(
-                f"{self.path.name} has a file that is damaged or cannot be read ({reason}): "
+                f"{self.path.name} has a file that is damaged or cannot be read ({problem}): "
                 "copy the files again, or remove the folder"
-            ) from error
+            )
+
+    @cached_property
+    def _problem(self) -> str:
+        """The kind of the error of a damaged file, whose content is read once; empty without."""
+        try:
+            _ = self.tensors, self.chat_template
+        except ValueError as error:
+            return type(error).__name__
+        return ""
 
     def text_field(self, *names: str) -> int | None:
         """Return the first known field of the language model's configuration."""
@@ -152,6 +161,64 @@ class CheckpointFiles:
             width = (self.text_field("hidden_size", "n_embd") or 0) // heads
         cached = self.text_field("num_key_value_heads") or heads
         return 2 * layers * cached * width * tokens * bytes_per_value
+
+
+class TensorFacts(NamedTuple):
+    """Digest, number of elements and most frequent dtype of the tensors of a checkpoint."""
+
+    digest: str
+    parameters: int
+    dtype: str
+
+
+#: Name, time, size and number of each file that the facts about a checkpoint depend on.
+Signature = tuple[tuple[str, int, int, int], ...]
+_SMALL_FILES = ("config.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def read_signature(path: Path) -> Signature | None:
+    """Return the signature of a folder; None if it contains no model, or cannot be read."""
+    files: list[tuple[str, int, int, int]] = []
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                named = entry.name in _SMALL_FILES or entry.name.endswith(".safetensors")
+                if named and entry.is_file():
+                    status = entry.stat()
+                    facts = (status.st_mtime_ns, status.st_size, status.st_ino)
+                    files.append((entry.name, *facts))
+    except (OSError, ValueError):
+        return None
+    names = {name for name, *_ in files}
+    complete = "config.json" in names and any(name.endswith(".safetensors") for name in names)
+    return tuple(sorted(files)) if complete else None
+
+
+class CheckpointCache:
+    """The files of checkpoints. A folder is read again after one of its files has changed.
+
+    Args:
+        most: maximum number of folders; the oldest is removed.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Path, tuple[Signature, CheckpointFiles]] = OrderedDict()
+
+    def get(self, path: Path) -> CheckpointFiles | None:
+        """Return the files of a folder; None if it contains no model."""
+        signature = read_signature(path)
+        with self._lock:
+            entry = self._entries.pop(path, None)
+            if signature is None:
+                return None
+            if entry is None or entry[0] != signature:
+                entry = signature, CheckpointFiles(path)
+            self._entries[path] = entry
+            if len(self._entries) > self._most:
+                self._entries.popitem(last=False)
+            return entry[1]
 
 
 def size_name(count: int) -> str:

@@ -16,12 +16,14 @@ from typing import Generic, Protocol, TypeVar
 from ed_infra.errors import ConfigError
 
 from ed_esurge.server.library.activity import Activity
-from ed_esurge.server.library.checkpoint_files import CheckpointFiles
+from ed_esurge.server.library.checkpoint_files import CheckpointCache, CheckpointFiles
 
 logger = logging.getLogger(__name__)
 
 #: Maximum number of models of a directory.
 MAX_MODELS = 1024
+#: Seconds after which the names of the models are read again.
+NAMES_SECONDS = 1.0
 #: Maximum number of bytes of a folder's name, as in the file systems of Linux.
 MAX_NAME_BYTES = 255
 
@@ -114,6 +116,8 @@ class ModelDirectory(Generic[ServedT]):
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._waiting: Counter[str] = Counter()  # requests that wait for a model
         self._sizes: dict[str, int] = {}  # measured by earlier loads
+        self._checkpoints = CheckpointCache(MAX_MODELS)
+        self._names: tuple[int, float, list[str]] | None = None
 
     def files(self, name: str) -> CheckpointFiles | None:
         """Return the files of a model; None = the directory has no such model.
@@ -124,7 +128,7 @@ class ModelDirectory(Generic[ServedT]):
         if len(parts) > 2 or "\\" in name or not all(map(_is_folder_name, parts)):
             return None
         path = self.folder.joinpath(*parts)
-        return CheckpointFiles(path) if CheckpointFiles.is_checkpoint(path) else None
+        return self._checkpoints.get(path)
 
     def length(self, files: CheckpointFiles) -> int | None:
         """Return the maximum length of a sequence of a model; None if its files do not name it."""
@@ -134,7 +138,18 @@ class ModelDirectory(Generic[ServedT]):
         return min(longest, self.max_model_len)
 
     def names(self) -> list[str]:
-        """Return the names of the models, sorted."""
+        """Return the names of the models, sorted; read again after `NAMES_SECONDS`, or after a
+        folder was added or removed."""
+        try:
+            changed = self.folder.stat().st_mtime_ns
+        except OSError:
+            return []
+        known = self._names
+        if known is None or known[0] != changed or time.monotonic() > known[1]:
+            known = self._names = changed, time.monotonic() + NAMES_SECONDS, self._find_names()
+        return [*known[2]]
+
+    def _find_names(self) -> list[str]:
         paths = _folders(self.folder)
         deeper = [
             inner

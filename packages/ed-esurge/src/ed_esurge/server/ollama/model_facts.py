@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ed_infra.errors import EasyDeLError
@@ -63,7 +64,7 @@ class ListedModel:
         if model is None and files is None:
             model = server.find(base, owner)  # an adapter, or the error
         if files is None and model is not None and model.lora_name is None:
-            files = _files_of(model)
+            files = _files_of(server, model)
         return cls(name, model, files, definition)
 
     @property
@@ -104,12 +105,10 @@ class ListedModel:
         }
 
 
-def _files_of(model: ServedModel) -> CheckpointFiles | None:
+def _files_of(server: ServedModels, model: ServedModel) -> CheckpointFiles | None:
     """Return the checkpoint of a model that was loaded at the start, if its files are known."""
     directory = getattr(model.engine, "directory", None)
-    if directory is None or not CheckpointFiles.is_checkpoint(directory):
-        return None
-    return CheckpointFiles(directory)
+    return None if directory is None else server.checkpoints.get(Path(directory))
 
 
 def listed(server: ServedModels, owner: str) -> list[ListedModel]:

@@ -22,7 +22,7 @@ from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.requests import DetokenizeRequest, TokenizeRequest
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import owner_of
-from ed_esurge.server.http.body import size_of
+from ed_esurge.server.http.body import in_thread, size_of
 from ed_esurge.server.http.json_parts import JsonItems, JsonPieces, write_json
 from ed_esurge.server.routing import READING, Endpoint, post
 
@@ -103,7 +103,8 @@ def _plain(value: object) -> Any:
 
 async def names(server: ServedModels, request: Request) -> JSONResponse:
     """Return the models, and the adapters that the key may use, for the clients of both APIs."""
-    data = [_for_both_apis(card) for card in server.cards(owner_of(request.scope))]
+    owner = owner_of(request.scope)
+    data = [_for_both_apis(card) for card in await in_thread(lambda: server.cards(owner))]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
     return JSONResponse({"object": "list", "data": data, **ends, "has_more": False})
 
@@ -128,7 +129,7 @@ async def one(server: ServedModels, request: Request) -> JSONResponse:
         APIError: 404.
     """
     name, owner = request.path_params["model"], owner_of(request.scope)
-    cards = {card["id"]: card for card in server.cards(owner)}
+    cards = {card["id"]: card for card in await in_thread(lambda: server.cards(owner))}
     if name not in cards:
         server.find(name, owner)  # raises the error
     return JSONResponse(_for_both_apis(cards[name]))
