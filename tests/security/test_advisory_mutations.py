@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ed_layers.native.build import LIBRARY
 
 from tests.security.advisory_mutations import MUTATIONS, WITHOUT_MUTATION
 from tools.workspace import ROOT
@@ -69,21 +70,37 @@ def run_test(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def build_library(folder: Path) -> None:
+    """Compile the native library of a copy of the repository."""
+    source = folder / "packages/ed-layers/src"
+    subprocess.run(
+        [sys.executable, "-m", "ed_layers.native", "build"],
+        env={**os.environ, "PYTHONPATH": str(source)},
+        cwd=folder,
+        check=True,
+        timeout=LIMIT,
+    )
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("test", MUTATIONS)
 def test_test_of_a_row_fails_without_the_defense(copy: Path, test: str) -> None:
-    saved = {}
+    saved: dict[Path, bytes] = {}
     try:
         for file, old, new in MUTATIONS[test]:
             path = copy / file
             text = path.read_text(encoding="utf-8")
-            saved.setdefault(path, text)
+            saved.setdefault(path, path.read_bytes())
             assert old in text
             path.write_text(text.replace(old, new), encoding="utf-8")
+        if any(path.suffix in (".h", ".cc") for path in saved):
+            library = copy / LIBRARY.relative_to(ROOT)
+            saved[library] = library.read_bytes()
+            build_library(copy)
         done = run_test(copy, test)
     finally:
-        for path, text in saved.items():
-            path.write_text(text, encoding="utf-8")
+        for path, content in saved.items():
+            path.write_bytes(content)
     output = done.stdout + done.stderr
     if " skipped" in output and " failed" not in output:
         pytest.skip("the test of the row is skipped here")

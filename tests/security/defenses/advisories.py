@@ -11,6 +11,7 @@ from tests.security.defenses.edits import (
     ESURGE,
     ESURGE_TESTS,
     INFRA,
+    LAYERS,
     MODELS,
     Edit,
 )
@@ -274,6 +275,14 @@ ADVISORIES: dict[str, tuple[Edit, ...]] = {
             f"{ESURGE}/server/operations/directories.py",
             "    if not within or strays:",
             "    if False:",
+        ),
+    ),
+    f"{LAYERS}/tests/test_layers_native_boundary.py::test_every_target_refuses_damaged_calls": (
+        Edit(f"{LAYERS}/native/checks.h", "    if (!same)\n", "    if (false)\n"),
+        Edit(  # a faster build
+            f"{LAYERS}/src/ed_layers/native/build.py",
+            '("-O1" if sanitize else "-O3", ',
+            '("-O0", ',
         ),
     ),
 }

@@ -113,6 +113,51 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             "            elif False:",
         ),
     ),
+    f"{ESURGE_TESTS}/test_server_adapters.py"
+    "::test_adapter_belongs_to_the_owner_whose_load_succeeded": (
+        Edit(
+            f"{ESURGE}/server/operations/admin.py",
+            "    name = body.lora_name\n    async with model.adapter_lock:",
+            "    name = body.lora_name\n    if True:",
+        ),
+    ),
+    # ---- work that grows with the square of a request
+    f"{ESURGE_TESTS}/test_server_cheap_requests.py::test_long_texts_grow_without_copies": (
+        Edit(f"{ESURGE}/outputs.py", '    setattr(owner, name, "")\n', ""),
+    ),
+    f"{ESURGE_TESTS}/test_server_cheap_requests.py"
+    "::test_results_of_many_ollama_calls_are_matched_in_linear_time": (
+        Edit(
+            f"{ESURGE}/server/ollama/requests.py",
+            "        for calls in (named, self._all):\n",
+            "        for _ in range(8):\n"
+            "            self._all = deque(one for one in self._all if one[0] not in self._taken)\n"
+            "        for calls in (named, self._all):\n",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_esurge_text.py"
+    "::test_repeated_text_is_searched_for_stop_strings_in_linear_time": (
+        Edit(
+            f"{ESURGE}/tokenizer.py",
+            "        if (self._inside, check) != self._searched:",
+            "        if True:",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_esurge_text.py::test_tokens_without_text_are_read_in_linear_time": (
+        Edit(
+            f"{ESURGE}/tokenizer.py",
+            "        if len(self._ids) - self._done > LONG_WAIT:",
+            "        if False:",
+        ),
+    ),
+    "packages/ed-infra/tests/test_infra_conversation.py"
+    "::test_many_messages_of_one_role_are_merged_in_linear_time": (
+        Edit(
+            f"{INFRA}/conversation.py",
+            "                groups[-1].append(message)\n",
+            "                groups[-1] = [_merge([*groups[-1], message])]\n",
+        ),
+    ),
     # ---- rows, run files and locks
     "packages/ed-data/tests/test_data_media_rows.py"
     "::test_rows_read_nothing_outside_of_their_data_set": (
@@ -138,6 +183,19 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             f"{DATA}/media_access.py",
             "if not (is_public(number) or number in names):",
             "if False:",
+        ),
+    ),
+    "packages/ed-data/tests/test_data_media_rows.py"
+    "::test_archives_of_a_dataset_read_and_write_nothing_outside": (
+        Edit(  # archives are read in place; Python extracts them to any path
+            f"{DATA}/sources/hub.py",
+            "    builder = datasets.load_dataset_builder(where, config)\n",
+            "    import pathlib, tarfile\n"
+            "    for path in pathlib.Path(where).glob('*.tar*'):\n"
+            "        with tarfile.open(path) as archive:\n"
+            "            archive.extraction_filter = tarfile.fully_trusted_filter\n"
+            "            archive.extractall(where)\n"
+            "    builder = datasets.load_dataset_builder(where, config)\n",
         ),
     ),
     "packages/ed-data/tests/test_data_media_rows.py"
@@ -211,9 +269,35 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             "        if False:",
         ),
     ),
+    f"{ESURGE_TESTS}/test_server_cheap_requests.py::test_requests_do_not_copy_the_vocabulary": (
+        Edit(
+            f"{ESURGE}/template.py",
+            "    copy = type(original)(original.model)\n",
+            "    copy = type(original).from_str(original.to_str())\n",
+        ),
+        Edit(
+            f"{ESURGE}/server/generation/infilling.py",
+            "    token = tokenizer.convert_tokens_to_ids(name)\n",
+            "    token = tokenizer.get_vocab().get(name)\n",
+        ),
+    ),
     f"{ESURGE_TESTS}/test_server_cheap_requests.py"
     "::test_document_is_created_once_for_all_requests": (
         Edit(f"{ESURGE}/server/openapi.py", "@cache\ndef _render(", "def _render("),
+    ),
+    f"{ESURGE_TESTS}/test_server_damaged_folders.py::test_lists_contain_the_healthy_models": (
+        Edit(
+            f"{ESURGE}/server/ollama/model_facts.py",
+            "        except (EasyDeLError, OSError) as error:",
+            "        except KeyError as error:",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_damaged_folders.py::test_lists_read_unchanged_folders_once": (
+        Edit(
+            f"{ESURGE}/server/library/checkpoint_files.py",
+            "            if entry is None or entry[0] != signature:",
+            "            if True:",
+        ),
     ),
     f"{ESURGE_TESTS}/test_server_damaged_folders.py"
     "::test_damaged_model_returns_an_error_without_paths": (
@@ -254,6 +338,13 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             "            if count > 10**9:",
         ),
     ),
+    "tests/security/test_image_attacks.py::test_decoding_ends_when_the_client_leaves": (
+        Edit(
+            f"{ESURGE}/children/process.py",
+            "        group.cancel()\n        raise",
+            "        raise",
+        ),
+    ),
     "tests/security/test_image_attacks.py"
     "::test_narrow_pictures_are_refused_before_they_are_enlarged": (
         Edit(
@@ -275,6 +366,14 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             f"{ESURGE}/server/http/json_parts.py",
             "    if size < LONG_ANSWER:\n        return [",
             "    if size >= 0:\n        return [",
+        ),
+    ),
+    f"{ESURGE_TESTS}/test_server_response_memory.py"
+    "::test_bytes_of_background_responses_are_counted_until_and_after_their_end": (
+        Edit(
+            f"{ESURGE}/server/detached.py",
+            "        return self.size if self.events else 0",
+            "        return 0",
         ),
     ),
     f"{ESURGE_TESTS}/test_server_response_memory.py"

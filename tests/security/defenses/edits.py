@@ -26,6 +26,7 @@ class Edit(NamedTuple):
 DATA = "packages/ed-data/src/ed_data"
 ELARGE = "packages/ed-elarge/src/ed_elarge"
 ESURGE = "packages/ed-esurge/src/ed_esurge"
+LAYERS = "packages/ed-layers"
 INFRA = "packages/ed-infra/src/ed_infra"
 MODELS = "packages/ed-models/src/ed_models"
 TRAINERS = "packages/ed-trainers/src/ed_trainers"
