@@ -25,8 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ed_esurge.config import EngineConfig
-from ed_esurge.core.decoder_start import DecoderStart
-from ed_esurge.core.token_rules import TokenRules
+from ed_esurge.core.token_rules import DecoderStart, TokenRules
 from ed_esurge.outputs import LabelSet
 from ed_esurge.tokenizer import Tokenizer
 

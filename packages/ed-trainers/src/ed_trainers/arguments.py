@@ -18,14 +18,14 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 from ed_infra.options import Positive
 
-from ed_trainers.options.answers import MultipleChoiceArguments, QuestionAnsweringArguments
-from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.base import NoiseArguments, TrainingArguments
 from ed_trainers.options.classification import (
+    MultipleChoiceArguments,
+    QuestionAnsweringArguments,
     SequenceClassificationArguments,
     TokenClassificationArguments,
 )
 from ed_trainers.options.cross_encoder import CrossEncoderArguments
-from ed_trainers.options.ctc import CTCArguments
 from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
 from ed_trainers.options.embedding import EmbeddingArguments
 from ed_trainers.options.gkd import (
@@ -40,20 +40,30 @@ from ed_trainers.options.groups import (
     RLOOArguments,
     RLVRArguments,
 )
-from ed_trainers.options.images import ContrastiveArguments, ImageClassificationArguments
-from ed_trainers.options.labels import BCOArguments, KTOArguments
-from ed_trainers.options.mlm import MLMArguments
-from ed_trainers.options.next_token import NextTokenArguments
-from ed_trainers.options.noise import NoiseArguments
 from ed_trainers.options.optimizers import DECAYING, OPTIMIZERS
 from ed_trainers.options.ppo import PPOArguments
-from ed_trainers.options.preference import CPOArguments, DPOArguments, ORPOArguments, SimPOArguments
+from ed_trainers.options.preference import (
+    BCOArguments,
+    CPOArguments,
+    DPOArguments,
+    KTOArguments,
+    ORPOArguments,
+    PRMArguments,
+    RewardArguments,
+    SimPOArguments,
+)
 from ed_trainers.options.roles import REFERENCE, REWARD, ROLES, TEACHER, Role
-from ed_trainers.options.scores import PRMArguments, RewardArguments
 from ed_trainers.options.sdpo import SDPOArguments
 from ed_trainers.options.self_play import NashMDArguments, XPOArguments
-from ed_trainers.options.span_corruption import SpanCorruptionArguments
-from ed_trainers.options.transcripts import TranscriptArguments
+from ed_trainers.options.supervised import (
+    ContrastiveArguments,
+    CTCArguments,
+    ImageClassificationArguments,
+    MLMArguments,
+    NextTokenArguments,
+    SpanCorruptionArguments,
+    TranscriptArguments,
+)
 
 __all__ = [
     "ARGUMENTS",

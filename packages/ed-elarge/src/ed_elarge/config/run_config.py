@@ -23,8 +23,8 @@ from ed_infra.errors import CheckpointError, ConfigError, MeshError
 from ed_infra.options import Options
 from ed_models.checkpoints.text_halves import text_settings
 from ed_trainers.arguments import METHODS, MethodEntry, TrainingArguments
+from ed_trainers.options.base import RowKind
 from ed_trainers.options.classification import ClassifierArguments
-from ed_trainers.options.rows import RowKind
 
 from ed_elarge.config import architectures
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat

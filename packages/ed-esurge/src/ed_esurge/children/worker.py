@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import select
 import signal
 import socket
@@ -21,7 +22,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ed_esurge.children.limits import limit_memory, limit_time
 from ed_esurge.children.messages import (
     END,
     MEMORY,
@@ -31,6 +31,26 @@ from ed_esurge.children.messages import (
     read_options,
     write_message,
 )
+
+
+def limit_time(cpu_seconds: float, wall_seconds: float) -> None:
+    """End this process after a processor time from now, or after an elapsed time from now."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, wall_seconds)
+
+
+def limit_memory(count: int) -> None:
+    """Limit the memory of this process to its present size and `count` bytes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform != "linux":  # other systems do not enforce this limit
+        return
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = size + count
+    if hard == resource.RLIM_INFINITY or hard > most:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
 
 Work = Callable[[bytes, dict[str, Any], SendAnswer], None]
 """Does a job: data, options, and the function that writes messages. May raise `RefusedError`."""

@@ -1,4 +1,4 @@
-"""Rules of a checkpoint for the first, the last, and all tokens of a completion."""
+"""Rules of a checkpoint for the tokens of a completion, and the tokens before it."""
 
 from __future__ import annotations
 
@@ -26,3 +26,29 @@ class TokenRules:
     def forces_end(self, count: int, max_tokens: int) -> bool:
         """Return whether the token after `count` generated tokens is the forced end."""
         return self.forced_eos_token_id is not None and count == max_tokens - 1
+
+
+@dataclass(frozen=True)
+class DecoderStart:
+    """The tokens of a decoder before its completion, and the rules of the completion.
+
+    Attributes:
+        start: `decoder_start_token_id`.
+        forced_bos: `forced_bos_token_id`, the token after `start`; None = no such token.
+        rules: rules of the tokens; None = no rules.
+        bad_words_ids: sequences of tokens that are never generated.
+    """
+
+    start: int
+    forced_bos: int | None = None
+    rules: TokenRules | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+
+    def prefix(self, forced_bos: int | None) -> list[int]:
+        """Return the tokens before a completion.
+
+        Args:
+            forced_bos: the token of a request that replaces `forced_bos`.
+        """
+        second = self.forced_bos if forced_bos is None else forced_bos
+        return [self.start] if second is None else [self.start, second]

@@ -20,7 +20,7 @@ from ed_models.tasks.encoder_items import EncoderItems
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable
 from ed_esurge.core.commands import Add, EncoderInput, runs_of
-from ed_esurge.core.decoder_start import DecoderStart
+from ed_esurge.core.token_rules import DecoderStart
 from ed_esurge.embedded_prompts import EmbeddedPrompts, check_params_of_embeds
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ed_esurge.children.limits import limit_memory, limit_time
+from ed_esurge.children.worker import limit_memory, limit_time
 from ed_esurge.grammars.build import make_tokenizer
 from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.trial import SlowStepError, compile_grammar, try_matcher

@@ -6,9 +6,8 @@ import io
 import struct
 from typing import Any
 
-from ed_esurge.children.limits import limit_time
 from ed_esurge.children.messages import RefusedError, SendAnswer
-from ed_esurge.children.worker import run_worker
+from ed_esurge.children.worker import limit_time, run_worker
 
 #: Formats whose decoders are enabled.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")

@@ -17,7 +17,7 @@ from ed_models.protocol import LanguageModel
 from ed_trainers.contract import Batch, MethodRun, Models
 from ed_trainers.losses.neftune import noisy_embeddings
 from ed_trainers.losses.token_loss import token_logprobs
-from ed_trainers.options.noise import NoiseArguments
+from ed_trainers.options.base import NoiseArguments
 from ed_trainers.options.preference import AnswerArguments
 from ed_trainers.placement import Placement
 

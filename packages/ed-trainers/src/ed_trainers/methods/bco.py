@@ -19,7 +19,7 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models
 from ed_trainers.methods.labelled import ScoredAnswers, prepare_labelled, score_answers
 from ed_trainers.methods.reference import Reference, compute_ahead, reads_whole_batches
-from ed_trainers.options.labels import BCOArguments
+from ed_trainers.options.preference import BCOArguments
 from ed_trainers.trainer import Trainer
 
 

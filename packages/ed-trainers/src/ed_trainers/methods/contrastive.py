@@ -23,7 +23,7 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.images import IMAGE_AXES, images_of
-from ed_trainers.options.images import ContrastiveArguments
+from ed_trainers.options.supervised import ContrastiveArguments
 from ed_trainers.trainer import Trainer
 
 

@@ -22,7 +22,7 @@ from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.ctc import ctc_losses, steps_needed
 from ed_trainers.methods.transcripts import BestLabels
-from ed_trainers.options.ctc import CTCArguments
+from ed_trainers.options.supervised import CTCArguments
 from ed_trainers.state import EasyDeLState
 from ed_trainers.trainer import Trainer
 

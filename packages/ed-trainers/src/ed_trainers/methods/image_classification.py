@@ -18,7 +18,7 @@ from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.classes import class_losses, class_targets
 from ed_trainers.losses.images import IMAGE_AXES, images_of
-from ed_trainers.options.images import ImageClassificationArguments
+from ed_trainers.options.supervised import ImageClassificationArguments
 from ed_trainers.trainer import Trainer
 
 

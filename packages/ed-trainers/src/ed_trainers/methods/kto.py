@@ -27,7 +27,7 @@ from ed_trainers.losses.scoring import learner_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.labelled import prepare_labelled, score_answers
 from ed_trainers.methods.reference import Reference, compute_ahead
-from ed_trainers.options.labels import KTOArguments
+from ed_trainers.options.preference import KTOArguments
 from ed_trainers.placement import TOKENS, with_arrays
 from ed_trainers.state import EasyDeLState
 from ed_trainers.trainer import Trainer

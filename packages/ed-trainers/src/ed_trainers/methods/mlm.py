@@ -24,7 +24,7 @@ from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import token_cross_entropy
 from ed_trainers.numbered import STEP, feed, number_of
-from ed_trainers.options.mlm import MLMArguments
+from ed_trainers.options.supervised import MLMArguments
 from ed_trainers.trainer import Trainer
 
 #: Logical axes of an array with one value for each selected position.

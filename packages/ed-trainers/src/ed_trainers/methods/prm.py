@@ -18,7 +18,7 @@ from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.scoring import token_scores
-from ed_trainers.options.scores import PRMArguments
+from ed_trainers.options.preference import PRMArguments
 from ed_trainers.placement import with_arrays
 from ed_trainers.trainer import Trainer
 

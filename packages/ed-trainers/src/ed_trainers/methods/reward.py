@@ -20,7 +20,7 @@ from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepare
 from ed_trainers.losses.pairs import SIDES, as_rows, pair_batch, paired
 from ed_trainers.losses.scoring import token_scores
 from ed_trainers.losses.segments import last_tokens, segment_sums
-from ed_trainers.options.scores import RewardArguments
+from ed_trainers.options.preference import RewardArguments
 from ed_trainers.placement import with_arrays
 from ed_trainers.trainer import Trainer
 

@@ -19,7 +19,7 @@ from ed_trainers.losses.next_token import next_token_batch, sequence_arrays
 from ed_trainers.losses.spans import Sentinels, SentinelTokenizer, corrupted_rows, target_width
 from ed_trainers.methods.sft import cross_entropy
 from ed_trainers.numbered import feed, number_of
-from ed_trainers.options.span_corruption import SpanCorruptionArguments
+from ed_trainers.options.supervised import SpanCorruptionArguments
 from ed_trainers.trainer import Trainer
 
 

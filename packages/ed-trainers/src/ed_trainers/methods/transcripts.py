@@ -19,7 +19,7 @@ from ed_trainers.batches import HostBatch
 from ed_trainers.contract import MethodRun
 from ed_trainers.figures.word_errors import ErrorRates
 from ed_trainers.losses.speech import reads_sound
-from ed_trainers.options.transcripts import TranscriptArguments
+from ed_trainers.options.supervised import TranscriptArguments
 from ed_trainers.rollout import until_end
 from ed_trainers.state import EasyDeLState
 

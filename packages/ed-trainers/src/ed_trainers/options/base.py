@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -40,7 +41,21 @@ from ed_trainers.options.optimizers import (
     problem,
 )
 from ed_trainers.options.other_names import EQUIVALENT, SAME
-from ed_trainers.options.rows import RowKind
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """The kind of the rows of a method, for the program that builds the loader.
+
+    Attributes:
+        name: name of a schema of `ed_data.schema`.
+        settings: arguments of the function `<name>_schema` of that module, which returns the
+            schema; empty for a schema without arguments.
+    """
+
+    name: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+
 
 #: `[[pattern, value], ...]` over the names of parameters; see `ed_infra.rules`.
 Decisions = tuple[tuple[str, StrictFlag], ...]
@@ -418,3 +433,11 @@ class TrainingArguments(Options):
                 f"mirror_address {value!r} names no bucket: write {scheme}://BUCKET/PATH"
             )
         return value
+
+
+class NoiseArguments(TrainingArguments):
+    """NEFTune (Jain et al., arXiv:2310.05914)."""
+
+    neftune_noise_alpha: Positive | None = None
+    """Magnitude of NEFTune's uniform noise on the embeddings: at most this value divided by the
+    root of (tokens of the document times hidden size), in training only."""

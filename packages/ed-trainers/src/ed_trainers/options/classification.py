@@ -1,4 +1,4 @@
-"""Options of the methods that train a classifier. Free of jax."""
+"""Options of the methods that choose a class, a choice or a place. Free of jax."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from ed_infra.options import Count
 from pydantic import Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import StrictFlag, TrainingArguments, conflict
-from ed_trainers.options.rows import RowKind
+from ed_trainers.options.base import RowKind, StrictFlag, TrainingArguments, conflict
 
 
 class ClassifierArguments(TrainingArguments):
@@ -77,3 +76,36 @@ class TokenClassificationArguments(ClassifierArguments):
     ROWS = "token_classification"
 
     trainer_type: Literal["token_classification"] = "token_classification"
+
+
+class QuestionAnsweringArguments(TrainingArguments):
+    """Extractive question answering: the first and the last token of an answer in a context."""
+
+    DEFAULT_LENGTH = 384
+    trainer_type: Literal["question_answering"] = "question_answering"
+    doc_stride: Annotated[int, Field(ge=0, le=2**20)] = 128
+    """Number of tokens that consecutive windows of a long context share."""
+
+    @property
+    def rows(self) -> RowKind:
+        """Kind of the rows."""
+        return RowKind("answer", {"stride": self.doc_stride})
+
+
+class MultipleChoiceArguments(TrainingArguments):
+    """Multiple choice: the cross-entropy of the right one of several texts."""
+
+    DEFAULT_LENGTH = 512
+    trainer_type: Literal["multiple_choice"] = "multiple_choice"
+    num_choices: Annotated[int, Field(ge=2, le=64)] = 4
+    """Number of choices of a row: `choices`, a list of texts, or `choice_1`, `choice_2`, …."""
+
+    @property
+    def rows(self) -> RowKind:
+        """Kind of the rows."""
+        return RowKind("choice", {"choices": self.num_choices})
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Names of the choices of a row."""
+        return tuple(f"choice_{number + 1}" for number in range(self.num_choices))

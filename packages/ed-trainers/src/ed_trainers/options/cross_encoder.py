@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 from ed_infra.options import Positive, choice
 from pydantic import Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import TrainingArguments, conflict
-from ed_trainers.options.rows import RowKind
+from ed_trainers.options.base import RowKind, TrainingArguments, conflict
 
 #: The losses of `cross_encoder`.
 BCE, SCORE_MSE, CONTRASTIVE = "binary_cross_entropy", "mse", "localized_contrastive"

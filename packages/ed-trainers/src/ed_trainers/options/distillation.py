@@ -7,9 +7,8 @@ from typing import Literal
 from ed_infra.options import Count, Fraction, NotNegative, Positive
 from pydantic import ValidationInfo, field_validator
 
-from ed_trainers.options.base import conflict
-from ed_trainers.options.next_token import NextTokenArguments
-from ed_trainers.options.noise import NoiseArguments
+from ed_trainers.options.base import NoiseArguments, conflict
+from ed_trainers.options.supervised import NextTokenArguments
 
 
 class DistillationArguments(NoiseArguments):

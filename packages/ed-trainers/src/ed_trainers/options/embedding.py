@@ -7,9 +7,7 @@ from typing import Annotated, Literal
 from ed_infra.options import Count, Positive, choice
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import StrictFlag, conflict
-from ed_trainers.options.noise import NoiseArguments
-from ed_trainers.options.rows import RowKind
+from ed_trainers.options.base import NoiseArguments, RowKind, StrictFlag, conflict
 
 Temperatures = Annotated[
     tuple[Positive, ...],

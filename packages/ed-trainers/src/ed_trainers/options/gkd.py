@@ -7,8 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 from ed_infra.options import Count, Fraction, Positive
 from pydantic import ValidationInfo, field_validator
 
-from ed_trainers.options.base import StrictFlag, conflict
-from ed_trainers.options.noise import NoiseArguments
+from ed_trainers.options.base import NoiseArguments, StrictFlag, conflict
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.options.preference import AnswerArguments
 

@@ -12,8 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ed_trainers.options.base import StrictFlag, TrainingArguments, conflict
 from ed_trainers.options.online import OnlineArguments, RewardedArguments, RewardNames
-from ed_trainers.options.preference import AnswerArguments
-from ed_trainers.options.sync import SyncArguments
+from ed_trainers.options.preference import AnswerArguments, SyncArguments
 
 GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

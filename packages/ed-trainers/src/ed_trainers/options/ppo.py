@@ -8,8 +8,7 @@ from ed_infra.options import Count, Fraction, NotNegative, Positive, choice
 
 from ed_trainers.options.base import StrictFlag
 from ed_trainers.options.online import OnlineArguments, RewardedArguments
-from ed_trainers.options.preference import AnswerArguments
-from ed_trainers.options.sync import SyncArguments
+from ed_trainers.options.preference import AnswerArguments, SyncArguments
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 

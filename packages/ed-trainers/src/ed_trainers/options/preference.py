@@ -1,4 +1,4 @@
-"""Options of the methods of pairs of a better and a worse answer. Free of jax.
+"""Options of the methods that compare or label answers. Free of jax.
 
 Names and defaults are EasyDeL's if EasyDeL has the option, otherwise TRL's.
 """
@@ -10,10 +10,33 @@ from typing import Annotated, ClassVar, Literal
 from ed_infra.options import Count, NotNegative, Positive, choice
 from pydantic import Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import StrictFlag, TrainingArguments, conflict
-from ed_trainers.options.noise import NoiseArguments
+from ed_trainers.options.base import NoiseArguments, StrictFlag, TrainingArguments, conflict
 from ed_trainers.options.optimizers import Steps
-from ed_trainers.options.sync import Mixup, SyncArguments
+
+#: Weight of the learner in a mixture.
+Mixup = Annotated[float, Field(gt=0, le=1)]
+
+
+class SyncArguments(TrainingArguments):
+    """TR-DPO (Gorbatovski et al., arXiv:2404.09656)."""
+
+    sync_ref_model: StrictFlag = False
+    """Update the reference from the learner. The weights of the reference are then part of the
+    checkpoints. Not for models with adapters, whose reference is the base model."""
+    ref_model_mixup_alpha: Mixup = 0.6
+    """Weight of the learner in each update of the reference; the rest is the weight of the old
+    reference. 1 copies the learner."""
+    ref_model_sync_steps: Steps = 512
+    """Steps between two updates of the reference."""
+
+    def idle(self) -> list[tuple[str, str]]:
+        """See `TrainingArguments.idle`."""
+        if self.sync_ref_model:
+            return super().idle()
+        names = ("ref_model_mixup_alpha", "ref_model_sync_steps")
+        idle = [name for name in names if name in self.model_fields_set]
+        return [*super().idle(), *((name, "sync_ref_model is false") for name in idle)]
+
 
 #: Losses of `dpo`; `DPO_ALIASES` has shorter spellings.
 DPO_LOSSES = (
@@ -190,3 +213,52 @@ class SimPOArguments(AnswerArguments, ContrastArguments, NoiseArguments):
     trainer_type: Literal["simpo"] = "simpo"
     beta: Positive = 2.0
     """Factor on the log-probabilities per token."""
+
+
+KTO_LOSSES = ("kto", "apo_zero_unpaired")
+
+
+class LabelledArguments(TrainingArguments):
+    """Options of `kto` and `bco`."""
+
+    desirable_weight: NotNegative = 1.0
+    """Factor on the loss of good answers."""
+    undesirable_weight: NotNegative = 1.0
+    """Factor on the loss of bad answers."""
+
+
+class KTOArguments(
+    AnswerArguments, LabelledArguments, ReferenceArguments, SyncArguments, NoiseArguments
+):
+    """Kahneman-Tversky optimization (Ethayarajh et al., arXiv:2402.01306)."""
+
+    trainer_type: Literal["kto"] = "kto"
+    loss_type: Annotated[str, choice("loss_type", KTO_LOSSES)] = "kto"
+    """The loss; `apo_zero_unpaired` (arXiv:2408.06266) does not estimate the divergence."""
+
+
+class BCOArguments(
+    AnswerArguments, LabelledArguments, ReferenceArguments, SyncArguments, NoiseArguments
+):
+    """Binary classifier optimization (Jung et al., arXiv:2404.04656)."""
+
+    trainer_type: Literal["bco"] = "bco"
+
+
+class RewardArguments(NoiseArguments):
+    """A reward model of pairs (Bradley and Terry): chosen answers receive higher scores.
+
+    The field `margin` of a row may contain the minimum difference of the scores.
+    """
+
+    DEFAULT_LENGTH = 1024
+    trainer_type: Literal["reward"] = "reward"
+    center_rewards_coefficient: NotNegative | None = 0.1
+    """Weight of the squared sum of both scores, which keeps their mean near 0; null: none."""
+
+
+class PRMArguments(NoiseArguments):
+    """A process reward model (Lightman et al., arXiv:2305.20050): classifies steps as correct or
+    not."""
+
+    trainer_type: Literal["prm"] = "prm"

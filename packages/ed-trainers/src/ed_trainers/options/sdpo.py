@@ -12,7 +12,7 @@ from ed_trainers.options.base import StrictFlag, conflict
 from ed_trainers.options.gkd import Support
 from ed_trainers.options.groups import GRPOArguments
 from ed_trainers.options.optimizers import Steps
-from ed_trainers.options.sync import Mixup
+from ed_trainers.options.preference import Mixup
 
 #: The options of the policy loss, which has the weight 1 - `distillation_weight`.
 _OF_POLICY = (

@@ -12,8 +12,7 @@ from pydantic import ValidationInfo, field_validator
 
 from ed_trainers.options.base import TrainingArguments, conflict
 from ed_trainers.options.online import OnlineArguments, RewardedArguments
-from ed_trainers.options.preference import AnswerArguments
-from ed_trainers.options.sync import SyncArguments
+from ed_trainers.options.preference import AnswerArguments, SyncArguments
 
 XPO_LOSSES = ("sigmoid", "ipo")
 
