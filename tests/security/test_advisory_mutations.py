@@ -83,7 +83,7 @@ def build_library(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("test", MUTATIONS)
+@pytest.mark.parametrize("test", MUTATIONS, ids=lambda test: test.partition("::")[2])
 def test_test_of_a_row_fails_without_the_defense(copy: Path, test: str) -> None:
     saved: dict[Path, bytes] = {}
     try:

@@ -192,7 +192,7 @@ def test_narrow_pictures_are_refused_before_they_are_enlarged(url, monkeypatch, 
     assert ask(url, encoded(Image.new("RGB", (200, 1)), "PNG")).status_code == 200
 
 
-def running_children(pid: int) -> list[int]:
+def running_children(pid: int | None) -> list[int]:
     """Return the children of a process."""
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True)
     return [int(child) for child in listed.stdout.split()]

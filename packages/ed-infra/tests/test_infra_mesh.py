@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import warnings
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from ed_infra.errors import ConfigError, MeshError
 from ed_infra.sharding.axes import PARAM_AXES, PartitionAxis
@@ -12,7 +17,7 @@ from ed_infra.sharding.mesh import create_mesh, resolve_axis_dims
 from ed_infra.sharding.partition import PartitionManager, fit_spec
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -102,3 +107,46 @@ def test_a_spec_is_fitted_to_mesh_and_shape():
     assert fit_spec(P("dp", None), (8, 8), mesh)[0] == P()
     with pytest.raises(MeshError, match="3 entries for an array of 2"):
         fit_spec(P(None, None, "tp"), (8, 8), mesh)
+
+
+def run_in_fork(work) -> str:
+    """Return the text, or the error, of a function in a forked child; "" = the child hangs."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # jax warns of its threads
+        child = os.fork()
+    if not child:
+        signal.alarm(10)  # ends a child that hangs
+        try:
+            text = str(work())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode()[:4096])
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        text = file.read().decode()
+    os.waitpid(child, 0)
+    return text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_compiled_functions_in_a_forked_child_raise_at_once():
+    mesh = create_mesh()
+    x = jnp.ones((256, 256))
+    compute = jax.jit(lambda x: (x @ x).sum())
+    compiled = compute.lower(x).compile()
+    expected = float(compute(x)), float(compiled(x))
+    sharded = jax.device_put(np.ones((8, 8)), NamedSharding(mesh, P("fsdp")))
+    for work in (
+        lambda: compute(x),
+        lambda: compiled(x),
+        lambda: x + 1,
+        lambda: jnp.asarray(np.ones((2000, 2000))),
+        lambda: sharded.sum(),
+    ):
+        text = run_in_fork(work)
+        assert text.startswith("ForkedProcessError: process "), text
+        assert "spawn" in text
+    assert run_in_fork(lambda: np.asarray(x).sum()) == str(np.ones((256, 256)).sum())
+    assert (float(compute(x)), float(compiled(x))) == expected

@@ -321,6 +321,14 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             "test_renewals_and_not_clocks_decide_about_locks_of_other_hosts",
         )
     },
+    "packages/ed-infra/tests/test_infra_mesh.py"
+    "::test_compiled_functions_in_a_forked_child_raise_at_once": (
+        Edit(
+            f"{INFRA}/forked_children.py",
+            "    os.register_at_fork(after_in_child=_refuse_programs)\n",
+            "",
+        ),
+    ),
     "packages/ed-trainers/tests/test_trainers_mirror.py"
     "::test_mirror_that_fills_keeps_earlier_copies_and_no_partial_one": (
         Edit(

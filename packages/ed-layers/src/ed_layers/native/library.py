@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from ed_infra.errors import ConfigError
+from ed_infra.forked_children import guard_forked_children
 from ed_infra.logging import get_logger, once
 
 from ed_layers import fixed_order
@@ -139,6 +140,7 @@ def _loaded() -> Loaded:
         return Loaded(None, f"not built ({build})")
     # XLA defers registrations until the backend exists. The error of a deferred registration, such
     # as a newer version of the FFI, would appear as an error of the backend.
+    guard_forked_children()
     jax.default_backend()
     try:
         library = ctypes.CDLL(str(LIBRARY))
