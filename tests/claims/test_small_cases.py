@@ -109,6 +109,7 @@ def train(folder, model, method: str, **given) -> list[dict]:
     return [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
 
 
+@pytest.mark.daily("sft")
 @needs_library
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_training_with_batch_invariant_has_the_losses_without_it(tmp_path, method) -> None:
@@ -180,6 +181,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.daily("activations")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_adapters_train_over_each_quantized_format(kind) -> None:
     """They have the gradients over the decoded weights; with codes of activations, nearly."""

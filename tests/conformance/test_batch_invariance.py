@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.daily("deepseek_v3")
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
 def test_engine_and_forward_pass_on_a_mesh_have_equal_bits(model_type: str) -> None:
     model, asked = create(model_type, "float32", num_hidden_layers=1), prompts()[:2]

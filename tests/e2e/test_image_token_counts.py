@@ -259,6 +259,7 @@ def test_processor_without_torchvision_returns_the_output_of_transformers(
         assert np.array_equal(value, theirs[key]), key
 
 
+@pytest.mark.daily("280-300")
 @pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("budget", [280, 1120])
 def test_placeholder_tokens_equal_features_of_placed_patches(count: int, budget: int) -> None:

@@ -118,6 +118,7 @@ def test_file_that_cannot_be_imported_is_an_error_with_its_reason(tmp_path: Path
         collect_tests(tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_slice")
 def test_slice_reports_and_logs_each_outcome(project: Path, tmp_path: Path, capfd) -> None:
     stored, log = tmp_path / "results.tsv", tmp_path / "log.jsonl"

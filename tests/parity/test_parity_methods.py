@@ -47,7 +47,7 @@ def test_every_method_has_a_parity_comparison() -> None:
     "name",
     [name if FIRST.get(name) in USUAL else nightly(name) for name in CASES],
 )
-@pytest.mark.daily("dpo sigmoid", "sft")
+@pytest.mark.daily("sft")
 def test_method_losses_match_reference(name: str, record_property) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

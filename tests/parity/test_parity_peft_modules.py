@@ -61,6 +61,7 @@ def assert_near(ours: np.ndarray, theirs: np.ndarray) -> None:
     np.testing.assert_allclose(ours, theirs, atol=BOUND * max(1.0, float(np.abs(theirs).max())))
 
 
+@pytest.mark.daily("vit image-classification")
 @pytest.mark.parametrize("subject", rows())
 def test_adapters_of_all_linear_layers_are_exchanged_with_peft(
     subject: Subject, tmp_path: Path
@@ -110,7 +111,7 @@ OLD_NAMES = {
 }
 
 
-@pytest.mark.daily("vit", "llava")
+@pytest.mark.daily("vit")
 @pytest.mark.parametrize("family", OLD_NAMES)
 def test_adapters_with_names_of_earlier_releases_are_read(family: str, tmp_path: Path) -> None:
     subject = next(s for s in subjects(family) if s.task != TaskType.BASE_VISION)

@@ -111,6 +111,7 @@ def test_trainer_uses_the_experts_of_the_engine(tmp_path):
     assert ignored[0][DIFFERENCE] < 1e-4
 
 
+@pytest.mark.nightly
 def test_rollout_without_experts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="routing_replay needs the experts of each token"):
         train(tmp_path, records=False)
@@ -188,6 +189,7 @@ def test_masks_are_bits_at_the_positions_that_predict_the_tokens():
     ]
 
 
+@pytest.mark.nightly
 def test_option_without_filters_is_refused(tmp_path):
     with pytest.raises(ValueError, match="set top_p, top_k or min_p"):
         train(tmp_path, sampling_mask_replay=True)

@@ -290,6 +290,7 @@ def test_decoding_ends_when_the_client_leaves(monkeypatch, tmp_path: Path):
             wait_until(lambda: not running_children(decoder.pid))
 
 
+@pytest.mark.nightly
 def test_pictures_do_not_delay_prompts_of_text(monkeypatch, tmp_path: Path):
     (tmp_path / "endless_task.py").write_text(ENDLESS)
     monkeypatch.syspath_prepend(tmp_path)

@@ -69,6 +69,7 @@ def test_hostile_templates_return_short_errors(url, name, monkeypatch):
     assert answer.json()["error"]["param"] in ("messages", "chat_template")
 
 
+@pytest.mark.nightly
 def test_server_answers_while_templates_run(url):
     """Only the limit of a child ends the template, and the server's other prompts have threads."""
     with ThreadPoolExecutor(4) as threads:
@@ -92,6 +93,7 @@ HONEST = {
 }  # fmt: skip
 
 
+@pytest.mark.daily("with a date")
 @pytest.mark.parametrize("name", HONEST)
 def test_text_of_a_child_equals_that_of_this_process(name):
     tokenizer = byte_tokenizer()
@@ -117,6 +119,7 @@ def test_text_of_a_child_equals_that_of_this_process(name):
         assert same.pattern == marks.pattern
 
 
+@pytest.mark.nightly
 def test_template_ends_when_the_client_leaves(monkeypatch):
     monkeypatch.setattr(untrusted_template, "CPU_SECONDS", 1000.0)
     monkeypatch.setattr(untrusted_template, "WALL_SECONDS", 1000.0)

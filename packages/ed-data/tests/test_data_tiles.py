@@ -155,6 +155,7 @@ def encoder(tokenizer):
     return ImageEncoder(PROCESSORS["gemma3"](functools.partial(with_tokens, tokenizer)))
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_damaged_images_name_their_row(encoder):
     for name, data in damaged().items():

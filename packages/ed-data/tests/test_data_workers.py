@@ -40,6 +40,7 @@ CHATS = [
 ]
 
 
+@pytest.mark.daily("how0")
 @pytest.mark.proves("mixture.tokenization.num_proc")
 @pytest.mark.parametrize(
     "how",
@@ -110,6 +111,7 @@ def test_progress_bar_counts_documents(mixture, tokenizer, monkeypatch):
     assert shown["closed"]
 
 
+@pytest.mark.nightly
 def test_worker_processes_raise_errors_and_stop_on_close(tokenizer):
     encoding = Encoding(Encoder(tokenizer, True, 0, False, 4), 1)
     texts = [Example({"content": f"{i} sheep"}, {}, f"line {i}") for i in range(9)]

@@ -66,6 +66,7 @@ def test_invalid_usage_exits_with_code_two(tmp_path: Path) -> None:
     assert "--dry-run" in shown.stdout
 
 
+@pytest.mark.nightly
 def test_light_actions_run_without_jax(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     saved = tmp_path / "deep" / "saved.yaml"

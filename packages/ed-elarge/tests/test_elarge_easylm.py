@@ -68,6 +68,7 @@ def test_load_checkpoint_returns_the_present_weights_of_an_overwritten_file(
     np.testing.assert_allclose(second, 3 * first, rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_load_checkpoint_leaves_no_copy_of_the_model(
     quickstart_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -519,6 +519,7 @@ def test_served_model_answers_the_requests_of_lm_eval(monkeypatch: pytest.Monkey
 # Functions.
 
 
+@pytest.mark.daily("12-False", "9-False")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("keys", [12, 9])
 def test_blockwise_attention_equals_full_attention(causal: bool, keys: int) -> None:

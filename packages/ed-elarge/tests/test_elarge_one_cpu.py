@@ -69,6 +69,7 @@ def test_small_moments_are_those_of_the_optimizers():
     assert set(SMALL_MOMENTS) < set(OPTIMIZERS)
 
 
+@pytest.mark.nightly
 def test_run_of_scanned_layers_continues_with_separate_ones(tmp_path):
     settings = small(with_texts(tmp_path), actions=["train"])
     settings["trainer"] |= {"max_training_steps": 6, "save_steps": 3, "log_steps": 1}

@@ -12,6 +12,7 @@ from ed_elarge.evaluation import harness
 metrics = pytest.importorskip("lm_eval.api.metrics")
 
 
+@pytest.mark.daily("mean", "perplexity", "median")
 @pytest.mark.parametrize("name", ["mean", "perplexity", "median", "f1_score"])
 def test_default_options_give_a_standard_error(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

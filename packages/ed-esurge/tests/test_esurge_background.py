@@ -65,6 +65,7 @@ def expected(make_llama):
     return answers(engine)
 
 
+@pytest.mark.nightly
 def test_generic_shape_computes_the_same_tokens_before_other_shapes_are_compiled(
     make_llama, expected, gate, widths
 ):

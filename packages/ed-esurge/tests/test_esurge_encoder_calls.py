@@ -74,6 +74,7 @@ class Encoder:
         return np.asarray(self.memory.encoded)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "llava_next"])
 def test_several_items_of_one_shape_share_a_call_and_keep_their_rows(model_type):
     alone, together = Encoder(model_type, at_once=()), Encoder(model_type, at_once=(4, 2))

@@ -66,6 +66,7 @@ def completion(sequence: list[int]) -> list[int]:
     return generated[: generated.index(end) + 1] if end in generated else generated
 
 
+@pytest.mark.nightly
 def test_greedy_tokens_equal_generate(model, engine):
     found = tokens(engine.generate(PROMPTS, GREEDY))
     assert len({tuple(row) for row in found}) > 2, "the answers depend on the prompts"

@@ -200,6 +200,7 @@ def test_padding_costs_are_used_on_cpus_only(llama, monkeypatch):
     assert not Setup.resolve(llama, config).limits.shapes
 
 
+@pytest.mark.nightly
 def test_padding_is_free_if_the_native_library_omits_it(llama, surge, monkeypatch):
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, silent_mode=True)
     monkeypatch.setattr(native.products, "in_use", lambda: True)

@@ -75,6 +75,7 @@ def ask(address: str, value: object) -> object:
     return answer
 
 
+@pytest.mark.nightly
 def test_more_strangers_than_files_do_not_end_the_listener(echo):
     process, address = echo
     strangers = [connect(address) for _ in range(400)]

@@ -38,7 +38,7 @@ def panels_of(engine: eSurge) -> list[CodePanels | Panels]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "w8a8", "w4a8"])
-@pytest.mark.daily("float32", "w4a8")
+@pytest.mark.nightly
 def test_engine_serves_given_and_new_matrices_in_panels(make_llama, monkeypatch, dtype):
     monkeypatch.setenv(library.VARIABLE, "1")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "scan_layers": False}
@@ -72,6 +72,7 @@ def test_engine_serves_given_and_new_matrices_in_panels(make_llama, monkeypatch,
         assert [output.outputs[0].token_ids for output in found] == wanted[number]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "w8a8"])
 def test_engine_keeps_no_plain_copy_of_matrices(make_llama, monkeypatch, dtype):
     monkeypatch.setenv(library.VARIABLE, "1")
@@ -88,6 +89,7 @@ def test_engine_keeps_no_plain_copy_of_matrices(make_llama, monkeypatch, dtype):
     assert panels_of(engine)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", [True, False])
 def test_new_weights_are_packed_as_the_first_ones_although_memory_changed(
     make_llama, monkeypatch, first
@@ -110,6 +112,7 @@ def test_new_weights_are_packed_as_the_first_ones_although_memory_changed(
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.nightly
 def test_engine_refuses_packed_weights_whose_owner_deleted_them(make_llama, monkeypatch):
     monkeypatch.setenv(library.VARIABLE, "1")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "scan_layers": False}

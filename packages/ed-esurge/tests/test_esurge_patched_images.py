@@ -88,6 +88,7 @@ def expected(model, ids, arrays) -> list[int]:
     return out.sequences[0, len(ids) :].tolist()
 
 
+@pytest.mark.nightly
 def test_prompt_with_two_images_produces_tokens_of_generate(qwen, engine):
     case = prompt(1, (2, 3, 4), (20, 2, 5))
     assert answers(engine, [case]) == [expected(qwen, *case[:2])]

@@ -92,6 +92,7 @@ def test_returned_experts_are_those_of_a_forward_pass(make, more):
     assert dense == ([1] if make is qwen else [])
 
 
+@pytest.mark.nightly
 def test_engine_that_cannot_return_experts_names_the_reason(llama):
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts"):
         eSurge(llama, **OPTIONS)

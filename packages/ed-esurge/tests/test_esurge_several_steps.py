@@ -79,6 +79,7 @@ def served(engine, commands: dict[int, tuple]) -> tuple[dict[str, list[int]], li
     return tokens, ended
 
 
+@pytest.mark.daily("params1", "params3")
 @pytest.mark.parametrize(
     "params",
     [
@@ -171,6 +172,7 @@ def test_aborted_request_does_not_change_the_others(single, several, prompts):
     assert tokens["a"][-23:] == single.generate([7, 8], FREE)[0].outputs[0].token_ids
 
 
+@pytest.mark.daily("options1")
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": False}, {"overlap_execution": True}])
 def test_few_pages_do_not_change_the_tokens(llama, single, prompts, options):
     # A sequence of `max_model_len` needs all pages.
@@ -183,6 +185,7 @@ def test_few_pages_do_not_change_the_tokens(llama, single, prompts, options):
     assert stats["kv_cache_usage"] == 0
 
 
+@pytest.mark.nightly
 def test_pages_filled_by_several_steps_are_cached(llama):
     cached = []
     for count in (1, 8):

@@ -126,6 +126,7 @@ def test_small_batch_of_another_key_ends_during_a_large_batch(tmp_path):
         assert large.ended(slow)["status"] == "cancelled"
 
 
+@pytest.mark.nightly
 def test_turns_of_more_owners_than_run_together_end(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "MAX_OWNERS", 1)
     monkeypatch.setattr(worker, "TURN_SECONDS", 0.05)

@@ -115,6 +115,7 @@ def test_beams_equal_those_of_transformers(served, llama, tmp_path):
         assert scores == pytest.approx(theirs.sequences_scores.tolist(), abs=1e-3)
 
 
+@pytest.mark.nightly
 def test_step_computes_one_token_for_each_beam(served):
     engine, _ = served
     params = SamplingParams(

@@ -91,6 +91,7 @@ def test_embeddings_equal_the_mean_pooled_vectors_of_the_model(client, models, t
     assert answer.usage.prompt_tokens == sum(map(len, token_ids))
 
 
+@pytest.mark.nightly
 def test_probabilities_equal_the_softmax_of_the_logits(url, models, token_ids):
     answer = classify(url, input=TEXTS)
     assert answer.status_code == 200, answer.text
@@ -116,6 +117,7 @@ def test_one_text_and_token_ids_have_the_answer_of_the_list(url, token_ids):
         np.testing.assert_allclose(item["probs"], wanted[0], atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_served_checkpoints_equal_transformers_on_torch(url, client, models, token_ids, tmp_path):
     torch = require_torch()

@@ -63,6 +63,7 @@ def test_greedy_text_equals_that_of_the_completions_endpoint(url: str) -> None:
     assert sampled["output_text"] == [expected]
 
 
+@pytest.mark.nightly
 def test_chat_returns_the_context_of_the_next_turn(url: str) -> None:
     first = sent(url, "/chat", prompt="Hello", temperature=0.0, max_tokens=4)
     assert first["context"] == "Hello" + first["response"]

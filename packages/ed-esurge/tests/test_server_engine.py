@@ -66,6 +66,7 @@ def greedy(model, prompts, count):
     return np.asarray(out.sequences)[:, longest:].tolist()
 
 
+@pytest.mark.nightly
 def test_eight_concurrent_requests_produce_tokens_of_model_generate(model, engine, url):
     tokenizer = engine.tokenizer
     lengths = [4, 9, 16, 7, 12, 20, 5, 10]
@@ -99,6 +100,7 @@ def test_eight_concurrent_requests_produce_tokens_of_model_generate(model, engin
         assert len(choice.logprobs.tokens) == len(expected)
 
 
+@pytest.mark.nightly
 def test_streamed_chat_produces_same_texts_as_unstreamed(client):
     messages = [{"role": "user", "content": "hello"}]
     options = {"model": "tiny", "messages": messages, "max_tokens": 24, "seed": 3, "n": 2}

@@ -212,6 +212,7 @@ def test_one_client_gets_at_most_half_of_the_byte_budget():
     assert not budget.by_client
 
 
+@pytest.mark.nightly
 def test_bodies_beyond_the_byte_budget_are_rejected_until_others_end():
     limits = ServerLimits(
         max_body_bytes=4096, max_file_bytes=4096, max_audio_bytes=4096, max_bytes_in_flight=4096

@@ -55,6 +55,7 @@ def run(work):
     return asyncio.run(everything())
 
 
+@pytest.mark.nightly
 def test_invalid_arguments_fail_only_their_call():
     async def work(servers):
         await servers.tools("s", "a")
@@ -71,6 +72,7 @@ def test_invalid_arguments_fail_only_their_call():
     run(work)
 
 
+@pytest.mark.daily("die-{}")
 @pytest.mark.parametrize(
     ("tool", "arguments"),
     [

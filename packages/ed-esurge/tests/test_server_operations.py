@@ -313,7 +313,7 @@ print("stopped", flush=True)
 """
 
 
-@pytest.mark.daily("SIGTERM")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_running_requests_finish_after_a_signal(name):
     process = subprocess.Popen(

@@ -8,6 +8,7 @@ import json
 import weakref
 
 import httpx
+import pytest
 from ed_esurge.server.app import create_app
 from ed_esurge.server.detached import DetachedAnswer, DetachedAnswers
 from ed_esurge.server.responses.run import ResponseRun
@@ -55,6 +56,7 @@ def test_concurrent_background_requests_do_not_exceed_their_limit():
     asyncio.run(work())
 
 
+@pytest.mark.nightly
 def test_bytes_of_background_responses_are_counted_until_and_after_their_end(monkeypatch):
     runs = []
     initialize = ResponseRun.__init__

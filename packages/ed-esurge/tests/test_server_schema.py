@@ -53,5 +53,6 @@ def test_fuzzed_requests_never_cause_server_errors(root, path):
     ask(root, path, examples=40)
 
 
+@pytest.mark.nightly
 def test_completions_endpoint_survives_schema_fuzzing(root):
     ask(root, "/v1/completions", examples=8)

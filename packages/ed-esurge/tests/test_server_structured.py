@@ -53,6 +53,7 @@ def json_schema(schema):
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
+@pytest.mark.nightly
 def test_response_format_constrains_chat_output(client):
     for format_ in (json_schema(SCHEMA), {"type": "text"}):
         answer = ask(client, response_format=format_, n=3)

@@ -91,6 +91,7 @@ def long_answers(root: str) -> dict[str, tuple[str, str, object]]:
     }
 
 
+@pytest.mark.nightly
 def test_unread_answers_end_after_the_time_limit(root):
     """Every kind of answer: one part, a file, a stream."""
     cases = long_answers(root)
@@ -105,6 +106,7 @@ def test_unread_answers_end_after_the_time_limit(root):
     assert httpx.get(f"{root}/health").status_code == 200
 
 
+@pytest.mark.nightly
 def test_slow_reader_above_the_lowest_rate_receives_the_complete_answer(root):
     method, path, _ = long_answers(root)["stored response"]
     expected = httpx.get(f"{root}{path}", timeout=60).content
@@ -329,6 +331,7 @@ def count_open(clients: list[socket.socket]) -> int:
     return count
 
 
+@pytest.mark.nightly
 def test_connections_without_a_tls_handshake_count_and_end(secure):
     url, context = secure
     port = httpx.URL(url).port

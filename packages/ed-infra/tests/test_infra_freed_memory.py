@@ -60,6 +60,7 @@ def found(begin: str, **environment: str) -> list[float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="`mallopt` is a function of glibc")
 def test_steps_use_the_memory_that_was_freed():
     before, kept, held, left, after = found("freed_memory.compute_in_calling_thread()")
@@ -69,6 +70,7 @@ def test_steps_use_the_memory_that_was_freed():
     assert after > before / 8
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_TOP_PAD_": "131072"}])
 def test_settings_of_the_user_stay(environment):
     begin = "freed_memory.compute_in_calling_thread()" if environment else ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import builtins
 from pathlib import Path
@@ -32,6 +34,7 @@ print(transformers.models.auto.AutoConfig is transformers.AutoConfig)
 """
 
 
+@pytest.mark.nightly
 def test_files_of_models_are_read_once_and_the_names_stay_equal():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True

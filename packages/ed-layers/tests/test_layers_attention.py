@@ -141,6 +141,7 @@ def test_a_far_block_is_never_visited(causal) -> None:
     np.testing.assert_array_equal(last, np.minimum(blocks + (1 if causal else 2), 8))
 
 
+@pytest.mark.nightly
 @settings(max_examples=20)
 @given(numbers, st.booleans(), st.integers(0, 25), st.integers(0, 25))
 def test_blockwise_attention_matches_vanilla(seed, shuffled, window, chunk) -> None:
@@ -183,6 +184,7 @@ def whole(draw: np.random.Generator, *shape: int, most: int) -> np.ndarray:
     return draw.integers(-most, most + 1, shape).astype(np.float32)
 
 
+@pytest.mark.daily("vanilla")
 @pytest.mark.parametrize("name", able())
 def test_large_scores_do_not_overflow(name) -> None:
     """Scores of a row differ by thousands: the softmax picks one key or two, nothing overflows.
@@ -216,6 +218,7 @@ def test_masking_bias_matches_reference(name, fill) -> None:
     assert_equal(found, expected)
 
 
+@pytest.mark.daily("vanilla")
 @pytest.mark.parametrize("name", able("soft_cap"))
 def test_saturated_soft_cap_has_finite_output_and_no_gradient(name) -> None:
     """Scores far beyond the cap: all weights alike, no gradient, no NaN."""
@@ -326,6 +329,7 @@ def test_no_rows_no_queries_or_no_keys_give_zeros_of_the_shape(name, empty) -> N
     assert not out.any()
 
 
+@pytest.mark.daily("blocks")
 @pytest.mark.parametrize("step_keys", [2**17, 64], ids=["whole table", "blocks"])
 def test_pages_in_the_blocks_of_a_gpu_match_reference(step_keys, monkeypatch) -> None:
     monkeypatch.setattr(paged, "platform_of", lambda config: "gpu")

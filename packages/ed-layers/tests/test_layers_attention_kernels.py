@@ -42,6 +42,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         cached.cache_clear()
 
 
+@pytest.mark.nightly
 def test_auto_selects_installed_kernel_for_forward_and_backward(installed, caplog) -> None:
     case = cases.case_of(CELLS["window"])
     d_out = cases.noise(case)

@@ -89,7 +89,7 @@ def test_quantized_cache_is_independent_of_step_sizes(kind, format, record_prope
 
 
 @pytest.mark.parametrize("kind", ["dense", "window"])
-@pytest.mark.daily("window")
+@pytest.mark.nightly
 def test_left_padding_counts_no_position_and_gets_no_attention(kind):
     """Two rows, one padded by three tokens: each row has the outputs of the row alone."""
     long, short = sequence(12), sequence(9, seed=1)
@@ -110,7 +110,7 @@ def test_left_padding_counts_no_position_and_gets_no_attention(kind):
     np.testing.assert_array_equal(positions, [[0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2]])
 
 
-@pytest.mark.daily("stacked-{'chunk': 6}")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "features"),
     [
@@ -139,7 +139,7 @@ def test_values_of_another_width_in_pages(value_dim):
 
 
 @pytest.mark.parametrize("format", [None, "int8", pytest.param("fp8", marks=pytest.mark.nightly)])
-@pytest.mark.daily("int8")
+@pytest.mark.nightly
 def test_freed_pages_serve_the_next_sequence(format, record_property):
     """In a full pool, a new sequence receives the pages of an earlier sequence."""
     engine = Engine([13, 30, 3], pages=13, slots=3, format=format, window=9)

@@ -122,6 +122,7 @@ def test_periods_of_a_scan_find_their_layers():
         assert cases.error(found[0][layer], expected) <= BOUNDS[None]
 
 
+@pytest.mark.nightly
 def test_paged_cache_reads_separate_tables_per_group():
     """Windowed layers with a separate pool and table, and a step with one table."""
     qkv: list[Any] = sequence(6)

@@ -55,6 +55,7 @@ def test_padding_shifts_neither_chunks_nor_windows(specs, features, mechanism):
             assert not row[kept == 0].any(), "padding sees nothing"
 
 
+@pytest.mark.nightly
 def test_cache_positions_count_only_real_tokens():
     for cache in (DenseCache.create(SPECS, batch_size=2, capacity=9), ring(rows=2)):
         first = jnp.asarray([[0, 1, 1], [1, 1, 0]])

@@ -27,6 +27,7 @@ def test_recurrent_cache_sets_states_of_one_layer():
         cache.set(0, {"conv": new["conv"]})
 
 
+@pytest.mark.daily("leaves")
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 def test_new_sequences_start_with_zero_states(layout):
     """A new sequence leases a state of zeros, and unused positions change no state."""
@@ -79,7 +80,7 @@ def recurrence(x: np.ndarray) -> np.ndarray:
 H_STATE = RecurrentSpec((StateSpec("h", ()),))
 
 
-@pytest.mark.daily("stacked")
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["stacked", "leaves"])
 def test_rows_of_a_recurrent_model(layout):
     """Left-padded prompts, then tokens: each row equals the row alone; padding changes no state."""

@@ -46,7 +46,7 @@ def hidden(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (*shape, D))
 
 
-@pytest.mark.daily("sdpa")
+@pytest.mark.nightly
 @pytest.mark.parametrize("mechanism", ["vanilla", "blockwise", "sdpa", "flash_attn2"])
 def test_bidirectional_attention_sees_the_whole_segment_and_nothing_else(mechanism: str) -> None:
     parts = parts_of(attn_mechanism=mechanism)

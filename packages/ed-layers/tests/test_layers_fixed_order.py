@@ -65,6 +65,7 @@ def test_product_on_a_mesh_has_the_bits_of_each_row_alone(spec, dtype: str) -> N
     assert "all-reduce" not in compiled.as_text()
 
 
+@pytest.mark.nightly
 def test_sums_of_a_row_do_not_depend_on_the_other_rows() -> None:
     x = drawn(5, 300)
     with library.chosen_by(ONE):
@@ -78,6 +79,7 @@ def test_sums_of_a_row_do_not_depend_on_the_other_rows() -> None:
     assert not fixed_order.active()
 
 
+@pytest.mark.nightly
 def test_sums_by_additions_do_not_depend_on_the_other_rows() -> None:
     a = drawn(5, 3 * 37).reshape(5, 3, 37)
     with library.chosen_by(ONE):
@@ -106,6 +108,7 @@ def test_ordinary_gradients_belong_to_values_in_one_order() -> None:
     np.testing.assert_allclose(gradient, 2 * x * np.arange(300, 0, -1), rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_exponential_does_not_depend_on_the_number_of_elements() -> None:
     x = jnp.linspace(-87.2, 88.7, 4001, dtype=jnp.float32)
     with library.chosen_by(ONE):
@@ -219,7 +222,10 @@ def call_layers(kind: str, layers: list[Linear], x: jax.Array, act: str) -> jax.
 
 
 @pytest.mark.daily(
-    "*-0-None-float32-recomputed", "*-1-None-bfloat16-looped", "single-0-nf4-float32-looped"
+    "activated-0-None-float32-recomputed",
+    "activated-1-None-bfloat16-looped",
+    "joined-0-None-float32-recomputed",
+    "single-0-None-float32-recomputed",
 )
 @pytest.mark.parametrize("depth", ["saved", "recomputed", "looped"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -274,7 +280,7 @@ def check_gradients(
         assert np.linalg.norm(b) > 0
 
 
-@pytest.mark.daily("dora-nf4-looped", "lora-None-looped", "None-int8-looped")
+@pytest.mark.daily("lora-None-looped")
 @pytest.mark.parametrize("depth", ["recomputed", "looped"])
 @pytest.mark.parametrize("form", [None, *FORMS])
 @pytest.mark.parametrize("adapter", [None, "lora", "dora"])

@@ -49,7 +49,7 @@ def filled(case: Case, where: tuple[int, int] | None, fill: float | None) -> Cas
 
 
 @pytest.mark.parametrize(("name", "cell"), every_cell(cases.readers("projected")))
-@pytest.mark.daily("vanilla-*", "cudnn-*", "blocksparse-*")
+@pytest.mark.daily("cudnn-bidirectional+window")
 def test_a_segment_changes_nothing_in_another(name, cell) -> None:
     case, row, segment = cases.case_of(CELLS[cell]), 0, 2
     mechanism, d_out = cases.mechanism_of(name, CELLS[cell].features), cases.noise(case)
@@ -80,6 +80,7 @@ def test_padding_gets_zeros_and_changes_nothing(name, cell) -> None:
         assert not before[tensor][padding].any(), tensor
 
 
+@pytest.mark.daily("vanilla")
 @pytest.mark.parametrize("name", [*cases.readers("cache"), "vanilla", "blockwise"])
 def test_empty_slots_and_other_rows_change_nothing(name) -> None:
     cell = "window+sinks"

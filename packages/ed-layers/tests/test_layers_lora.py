@@ -133,6 +133,7 @@ def linear_and_slots(slots=3, rank=4):
     return linear, LoRASlots(linear, slots, rank)
 
 
+@pytest.mark.daily("shape1-ids1")
 @pytest.mark.parametrize(
     ("shape", "ids"),
     [

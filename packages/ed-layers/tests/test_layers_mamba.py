@@ -196,7 +196,7 @@ def test_gradients_of_a_document_are_those_of_a_sequence_alone(name: str) -> Non
 
 
 @with_library
-@pytest.mark.daily("mamba2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MIXERS)
 def test_one_order_of_sums_gives_every_execution_mode_the_same_bits(name: str) -> None:
     draw = np.random.default_rng(4)
@@ -204,7 +204,7 @@ def test_one_order_of_sums_gives_every_execution_mode_the_same_bits(name: str) -
 
 
 @with_library
-@pytest.mark.daily("mamba2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MIXERS)
 def test_gradients_with_one_order_of_sums_are_the_ordinary_gradients(name: str) -> None:
     draw = np.random.default_rng(5)

@@ -76,7 +76,7 @@ def test_gradients_of_the_reference_are_its_slopes() -> None:
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-@pytest.mark.daily("vanilla", "page_attention", "ragged_page_attention_v3", "blocksparse")
+@pytest.mark.daily("vanilla", "page_attention")
 def test_one_cell_of_each_mechanism(name) -> None:
     errors = measure(name, cases.usual_cell(name), groups=2)
     assert errors.pop("out") <= FORWARD

@@ -209,6 +209,7 @@ def grids(program: str) -> list[str]:
     return re.findall(r"grid=\([\d, ]*\)", program)
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("platform", "BaseOperationConfig")
 def test_platform_is_the_language_of_the_kernel(monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"no pallas kernel on cpu.*blocksparse on tpu"):
@@ -287,6 +288,12 @@ def test_the_backward_pass_of_flash_attention(monkeypatch) -> None:
     assert worst(*both) < 1e-5
 
 
+@pytest.mark.daily(
+    "tpu-bfloat16-given1-fields1-'blocksparse' on tpu: its kernel fits",
+    "tpu-float16-given2-fields2-'blockwise' on tpu",
+    "tpu-bfloat16-given3-fields3-'blockwise' on tpu",
+    "gpu-bfloat16-given5-fields5-'blockwise' on gpu",
+)
 @pytest.mark.parametrize(
     ("platform", "dtype", "given", "fields", "expected"),
     [
@@ -339,6 +346,7 @@ def test_unsupported_kernel_call_logs_reason_once(monkeypatch, caplog) -> None:
     assert "not the same tokens in order" in record.getMessage()
 
 
+@pytest.mark.nightly
 def test_pages_on_tpu_are_read_by_the_kernel(monkeypatch) -> None:
     """The program reads the stacked pool as consecutive pages, or reports why it cannot."""
 

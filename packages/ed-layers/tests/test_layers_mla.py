@@ -135,7 +135,7 @@ def in_steps(module: LatentAttention, cache: Any, steps: tuple[int, ...]) -> tup
     return np.concatenate(parts, axis=1), cache
 
 
-@pytest.mark.daily("scaled, equal widths")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
@@ -205,6 +205,7 @@ def test_quantized_latent_cache_stays_within_error_bound() -> None:
     assert np.abs(out - whole).max() < 0.03 * np.abs(whole).max()
 
 
+@pytest.mark.nightly
 def test_a_matrix_that_is_no_array() -> None:
     module = layer()
     kernel = module.kv_b_proj.kernel.get_value()
@@ -255,6 +256,7 @@ def test_single_tokens_are_read_from_pages(code: str | None, layers: int | None)
     assert error == 0 if code is None else 0 < error < 0.02
 
 
+@pytest.mark.nightly
 def test_an_index_keeps_the_best_keys_that_a_query_sees() -> None:
     config = IndexConfig(sharding_axis_dims=(1, 1, 1, 1, 1))
     index = Indexer(Parts(config, nnx.Rngs(0)), interleaved=True)

@@ -133,6 +133,7 @@ def test_expert_methods_produce_same_outputs_and_gradients(count, k):
     assert not np.asarray(results["standard"][0][2, 3]).any(), "a token without experts"
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("moe_method", "moe_force_xla_gmm")
 def test_the_configuration_chooses_the_method():
     (chosen, weights), x = choices(6, 2), inputs()
@@ -297,6 +298,7 @@ def sparse(**fields):
     )
 
 
+@pytest.mark.nightly
 def test_padding_changes_nothing_and_counts_nothing():
     module, x = sparse(router_z_loss_coef=0.1, output_router_logits=True), inputs()
     whole, report = call(module, x, context())

@@ -106,6 +106,7 @@ def scoring_of(rng, h, k, window, chunk, cap, sinks, biases=(), *, causal=True) 
     return replace(scoring, relative=relative, alibi=alibi)
 
 
+@pytest.mark.nightly
 @settings(max_examples=8, deadline=None)
 @given(
     s=SIZES,

@@ -32,7 +32,7 @@ ROWS_OF_NUMBERS = (1, 2, 3, 4, 7, 20, 64, 130, 300)
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize(("group", "groups"), [(600, 1), (304, 2), (64, 9), (32, 9), (24, 16)])
 @pytest.mark.parametrize("form", ["int8", "int4"])
-@pytest.mark.daily("int8-304-2-True", "int8-64-9-False", "int4-304-2-True", "int4-32-9-False")
+@pytest.mark.daily("int8-64-9-False")
 def test_products_of_code_panels_are_exact_and_equal_those_of_plain_codes(
     form, group, groups, offset
 ) -> None:
@@ -47,6 +47,16 @@ def test_products_of_code_panels_are_exact_and_equal_those_of_plain_codes(
         np.testing.assert_array_equal(panels.product(x), w.product(x))
 
 
+@pytest.mark.daily(
+    "float32-float32-130-320",
+    "float32-bfloat16-130-320",
+    "bfloat16-float32-576-192",
+    "bfloat16-float32-130-320",
+    "bfloat16-float32-4100-64",
+    "bfloat16-bfloat16-576-192",
+    "bfloat16-bfloat16-130-320",
+    "bfloat16-bfloat16-4100-64",
+)
 @built
 @pytest.mark.parametrize(("inputs", "outputs"), [(576, 192), (130, 320), (4100, 64)])
 @pytest.mark.parametrize("of_x", ["float32", "bfloat16"])
@@ -93,6 +103,7 @@ def require_same_results(packed: Any, model: Any, x: jax.Array, *, tolerance: fl
             np.testing.assert_allclose(exact(one), exact(other), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.daily("w4a8")
 @built
 @pytest.mark.parametrize("quantized", ["w8a8", "w4a8"])
 def test_packed_model_computes_the_same_and_keeps_no_plain_matrix(quantized) -> None:
@@ -150,6 +161,7 @@ class Tied(nnx.Module):
         return x, dot(x, Transposed(table) if isinstance(table, jax.Array) else table.T)
 
 
+@pytest.mark.daily("w8a8")
 @built
 @pytest.mark.parametrize("quantized", ["w8a8", "w4a8"])
 def test_packed_embedding_returns_the_rows_and_is_the_tied_head(quantized) -> None:
@@ -175,6 +187,7 @@ def test_memory_for_packed_numbers_is_half_of_the_available_memory(monkeypatch) 
         assert packing.memory_for_numbers(model) == there
 
 
+@pytest.mark.nightly
 @built
 def test_activations_of_panels_have_the_gradient_of_plain_matrices() -> None:
     x, w = drawn(0, 7, 256), drawn(1, 256, 128)

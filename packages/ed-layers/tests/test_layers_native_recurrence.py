@@ -63,6 +63,7 @@ def expected(
     return out, states
 
 
+@pytest.mark.nightly
 @settings(max_examples=40, deadline=None)
 @given(
     form=st.sampled_from(FORMS),

@@ -52,6 +52,7 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
 
 
+@pytest.mark.daily("window", "soft_cap", "sinks", "value_dim", "window+sinks")
 @pytest.mark.parametrize("cell", CELLS)
 def test_prompt_kernel_equals_the_reference(cell: str, only_kernel) -> None:
     case = pages.case_of(cases.CELLS[cell])
@@ -91,6 +92,7 @@ def same(call: Paged, tolerance: float = 1e-5) -> None:
     assert error(*(np.asarray(x, np.float32) for x in (found, expected))) <= tolerance
 
 
+@pytest.mark.daily("72-<class 'jax.numpy.float32'>")
 @pytest.mark.parametrize(("dim", "dtype"), [(72, jnp.float32), (32, jnp.bfloat16)], ids=str)
 def test_prompt_kernel_computes_other_head_dims_and_bfloat16(dim: int, dtype: Any) -> None:
     same(call_of(dim, dtype), 1e-5 if dtype == jnp.float32 else 1e-2)
@@ -103,6 +105,7 @@ def test_prompt_kernel_sees_later_tokens_of_the_same_image() -> None:
     same(replace(call, ragged=replace(call.ragged, ahead=jnp.asarray(ahead))))
 
 
+@pytest.mark.nightly
 def test_prompt_kernel_divides_heads_among_devices() -> None:
     same(call_of(config=EasyDeLBaseConfig(sharding_axis_dims=(1, 1, 1, 2, 1))))
 

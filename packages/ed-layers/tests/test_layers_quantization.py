@@ -238,6 +238,7 @@ def test_tables_give_rows_and_multiply_as_heads(name):
     )
 
 
+@pytest.mark.daily("int4-16")
 @pytest.mark.parametrize(("name", "group"), [("int8", None), ("int8", 16), ("int4", 16)])
 def test_quantized_activations_multiply_whole_numbers(name, group):
     """Against the same sums in float64: only the last rounding differs."""
@@ -272,6 +273,7 @@ def test_a_head_of_a_table_is_that_of_the_matrix(monkeypatch, name, activations,
     np.testing.assert_allclose(dgot, dx, atol=2e-5 * np.abs(dx).max())
 
 
+@pytest.mark.nightly
 def test_leading_dimensions_are_quantized_independently():
     x = matrix(2, 3)
     for name in FORMATS:

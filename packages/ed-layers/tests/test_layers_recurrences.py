@@ -174,7 +174,7 @@ def test_a_chunk_is_a_loop(name: str) -> None:
     near(np.concatenate(got), np.concatenate(expected), 2e-5)
 
 
-@pytest.mark.daily("short_conv")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_execution_mode_matches_separate_sequences(name: str) -> None:
     """Packed rows, rows of a cache and sequences of a server are sequences alone."""
@@ -221,7 +221,7 @@ def test_one_order_of_sums_gives_every_execution_mode_the_same_bits(name: str) -
 
 
 @with_library
-@pytest.mark.daily("delta")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MIXERS)
 def test_gradients_with_one_order_of_sums_are_the_ordinary_gradients(name: str) -> None:
     check_gradients(made(name), np.random.default_rng(5).normal(size=(2, 9, D)).astype(np.float32))

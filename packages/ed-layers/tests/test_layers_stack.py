@@ -67,7 +67,7 @@ def caller(stack, **options):
     return call
 
 
-@pytest.mark.daily("dense_first")
+@pytest.mark.nightly
 @cases("remainder", "dense_first")
 def test_scanned_stack_matches_unrolled_stack(name):
     scanned, unrolled = pair(name)

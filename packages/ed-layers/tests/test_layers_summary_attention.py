@@ -61,6 +61,7 @@ def tables() -> dict[str, jax.Array]:
     return {name: jnp.asarray(rng.normal(size=(4, 2)), jnp.float32) for name in names}
 
 
+@pytest.mark.nightly
 def test_packed_segment_has_the_numbers_of_the_segment_alone() -> None:
     module, x = layer(), jnp.asarray(np.random.default_rng(0).normal(size=(1, 20, 8)), jnp.float32)
     whole = attended(module, x, SEGMENTS)
@@ -81,6 +82,7 @@ def test_far_token_reaches_others_only_by_its_summary() -> None:
     assert np.abs(before[:, 0] - other[:, 0]).max() > 1e-5
 
 
+@pytest.mark.nightly
 def test_layer_without_table_of_summaries_raises_config_error() -> None:
     ctx = context(np.ones((1, 6), int), buckets=tables()["buckets"])
     with pytest.raises(ConfigError, match=r"the body must set Ctx\.summary_buckets"):

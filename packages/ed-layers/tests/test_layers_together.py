@@ -77,6 +77,7 @@ def test_each_product_is_exact_and_as_alone(n, i, widths, x_dtype, w_dtype, tran
         np.testing.assert_array_equal(np.asarray(y), np.asarray(alone))
 
 
+@pytest.mark.nightly
 @built
 @settings(max_examples=10, deadline=None)
 @given(
@@ -172,6 +173,9 @@ def test_empty_sums_are_the_activation_of_the_bias() -> None:
         np.testing.assert_array_equal(y, jnp.broadcast_to(jax.nn.relu(bias), (n, 70)))
 
 
+@pytest.mark.daily(
+    "None-None", "None-silu", "int8-silu", "w8a8-None", "w8a8-silu", "w4a8-None", "w4a8-silu"
+)
 @built
 @pytest.mark.parametrize("act", [None, "silu"])
 @pytest.mark.parametrize("form", [None, "int8", "w8a8", "w4a8"])

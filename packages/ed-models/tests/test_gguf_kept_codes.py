@@ -168,6 +168,7 @@ def test_group_without_scale_keeps_its_number(llama: Path, tmp_path: Path) -> No
     np.testing.assert_array_equal(values, [[1.5] * 16, [0] * 16])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_model_of_a_family_keeps_codes(model_type: str, dtype: str, tmp_path: Path) -> None:
@@ -186,6 +187,7 @@ def test_model_of_a_family_keeps_codes(model_type: str, dtype: str, tmp_path: Pa
     assert jnp.abs(rounded(ids).logits - expected).max() / jnp.abs(expected).max() < 0.2
 
 
+@pytest.mark.nightly
 def test_layers_may_have_different_formats(llama: Path, tmp_path: Path) -> None:
     forms = {
         "blk.1.ffn_down": "Q6_K",
@@ -220,6 +222,7 @@ def test_devices_read_their_part_of_the_codes(llama: Path, tmp_path: Path) -> No
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.nightly
 def test_rules_select_the_matrices(llama: Path, tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf", llama, {"blk": "Q8_0"})
     rules = [(r"layers\.0\.", None), ("mlp", {"dtype": "gguf"})]
@@ -232,6 +235,7 @@ def test_file_without_codes_is_loaded_as_it_is(llama: Path) -> None:
     assert not loaded(llama, "gguf").is_quantized
 
 
+@pytest.mark.nightly
 def test_invalid_use_raises_an_error(llama: Path, tmp_path: Path) -> None:
     model = created(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     model.save_pretrained(tmp_path / "model")

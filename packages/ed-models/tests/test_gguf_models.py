@@ -181,6 +181,7 @@ def test_fused_and_merged_tensors_of_other_writers_are_read(tmp_path: Path) -> N
         np.testing.assert_array_equal(value, own[name], err_msg=name)
 
 
+@pytest.mark.nightly
 def test_model_that_llama_cpp_computes_otherwise_is_not_written(tmp_path: Path) -> None:
     model = created("mistral", sliding_window=8)
     with pytest.raises(CheckpointError, match="sliding_window is 8"):

@@ -94,6 +94,7 @@ def test_the_end_of_a_cache():
     assert np.isfinite(out[1]).all(), "the other row has one place left"
 
 
+@pytest.mark.nightly
 def test_a_format_that_is_none_for_caches():
     with pytest.raises(ConfigError, match="8-bit formats: int8, fp8"):
         model_of(kv_cache_quantization_config={"dtype": "mxfp4"})

@@ -49,6 +49,7 @@ def torch_classifier(folder: Path, **fields: Any) -> Any:
     return model
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_bert_classifier_equals_transformers_in_logits_pooled_output_and_gradients(
     tmp_path: Path,
@@ -85,6 +86,7 @@ def test_bert_classifier_equals_transformers_in_logits_pooled_output_and_gradien
     np.testing.assert_allclose(got.score.kernel[...], reference, atol=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_bert_checkpoints_serve_every_task_and_load_in_transformers(tmp_path: Path) -> None:
     theirs = torch_classifier(tmp_path / "theirs")

@@ -53,6 +53,7 @@ def greedy(model, prompt):
     return ids[:, LENGTH:]
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("EasyGenerationMixin", "generate")
 def test_equals_a_loop_without_cache(model, prompt, greedy):
     out = model.generate(prompt, max_new_tokens=NEW)
@@ -60,6 +61,7 @@ def test_equals_a_loop_without_cache(model, prompt, greedy):
     np.testing.assert_array_equal(out.sequences[:, LENGTH:], greedy)
 
 
+@pytest.mark.nightly
 def test_padding_and_other_rows_change_nothing(model, prompt, greedy):
     ids = np.full((2, LENGTH + 9), 63)
     mask = np.zeros_like(ids)
@@ -105,6 +107,7 @@ def test_the_rows_of_two_seeds_have_nothing_in_common(model, prompt):
     assert {tuple(row) for row in few} <= rows[1]
 
 
+@pytest.mark.nightly
 def test_rows_end_at_an_end_token(model, prompt, greedy):
     end = int(greedy[0, 3])
     assert end not in greedy[0, :3]

@@ -80,7 +80,7 @@ def agree(ours, theirs):
     assert len(ours.scores) == len(theirs.scores)
 
 
-@pytest.mark.daily("0.0-True")
+@pytest.mark.nightly
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, -1.5, 2.0])  # of one program
 def test_tokens_and_scores_are_hugging_faces(

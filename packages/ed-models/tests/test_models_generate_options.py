@@ -286,6 +286,7 @@ class TestStopStrings:
             model.generate(prompt, tokenizer=tokenizer)
 
 
+@pytest.mark.nightly
 def test_functions_of_the_caller_are_traced_once(model, prompt):
     calls = []
 
@@ -369,6 +370,7 @@ class TestRefused:
             model.generate(rows, max_new_tokens=50, **options)
 
 
+@pytest.mark.nightly
 def test_length_limits_include_the_prompt(model, prompt):
     """As transformers has it: `min_length` and `max_length` include the prompt."""
     end = int(model.generate(prompt, max_new_tokens=1).sequences[0, S])

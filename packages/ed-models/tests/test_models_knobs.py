@@ -77,7 +77,7 @@ REMAT = {
 }
 
 
-@pytest.mark.daily("attn_mechanism", "kvdtype")
+@pytest.mark.daily("kvdtype")
 @pytest.mark.parametrize(
     ("program", "base", "changes"),
     [
@@ -177,6 +177,7 @@ def test_remat_policies_are_different_programs():
     assert len(set(texts)) == len(texts)
 
 
+@pytest.mark.nightly
 def test_easy_method_turns_noise_and_recomputation_off():
     for method in ("serve", "convert"):
         quiet = train_program(easy_method=method, fcm_max_ratio=0.5, attention_dropout=0.5, **REMAT)

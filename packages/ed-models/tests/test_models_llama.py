@@ -113,6 +113,7 @@ def test_logits_at_picks_from_the_flattened_batch(model, plain):
     assert none.logits is None
 
 
+@pytest.mark.nightly
 def test_head_and_chunked_logprobs_agree(model, plain):
     out = forward(model, input_ids=IDS)
     hidden = out.last_hidden_state.reshape(-1, model.config.hidden_size)
@@ -131,6 +132,7 @@ def test_a_packed_row_equals_its_documents_apart(model):
         np.testing.assert_allclose(packed[row, at], alone, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_left_padding_does_not_change_logits(model, plain):
     padded = np.pad(IDS, ((0, 0), (5, 0)))
     mask = np.pad(np.ones_like(IDS), ((0, 0), (5, 0)))

@@ -157,6 +157,7 @@ def test_filters_leave_enough_for_beams(name, value, kind):
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_all_together_in_transformers_order():
     torch = require_torch()
     from transformers import GenerationConfig

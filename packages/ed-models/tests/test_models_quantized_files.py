@@ -239,6 +239,7 @@ def test_quantization_config_alone_does_not_quantize(plain: Path) -> None:
     assert_same(applied, load(plain).quantize({"dtype": "int8"}))
 
 
+@pytest.mark.nightly
 def test_invalid_quantized_files_raise_error(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="apply_quantization=True without a quantization_config"):
         load(plain, apply_quantization=True)
@@ -271,6 +272,7 @@ def test_invalid_quantized_files_raise_error(plain: Path, tmp_path: Path) -> Non
             load(tmp_path)
 
 
+@pytest.mark.daily("False")
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_simulated_quantization_on_load_equals_quantize(
     scan_layers: bool, plain: Path, tmp_path: Path

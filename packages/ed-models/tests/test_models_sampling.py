@@ -113,6 +113,7 @@ def admitted(logits, s):
     return set(np.flatnonzero(alive & (p >= (s.min_p or 0) * p.max())).tolist())
 
 
+@pytest.mark.nightly
 def test_a_draw_depends_on_key_and_position_only():
     settings = TokenChoice(do_sample=True)
     keys, positions = row_keys(7, 2)[jnp.asarray([0, 1, 0])], jnp.asarray([3, 3, 4])

@@ -132,7 +132,7 @@ class TestClassifiers:
         assert classifier(IDS[:1]).logits.shape == (1, 2)
         assert classifier(IDS, attention_mask=MASK).logits.shape == (3, 2)
 
-    @pytest.mark.daily("labels4*")
+    @pytest.mark.daily("labels4-2-multi_label_classification")
     @pytest.mark.parametrize(
         ("labels", "count", "problem"),
         [
@@ -161,6 +161,7 @@ class TestClassifiers:
         np.testing.assert_allclose(float(out.loss), float(want), rtol=1e-6)
         assert rows == 3
 
+    @pytest.mark.nightly
     def test_unknown_problem_type_raises_config_error(self):
         config = LlamaConfig(**SHAPE, **ONE)
         config.problem_type = "ranking"
@@ -170,6 +171,7 @@ class TestClassifiers:
 
 
 class TestRewards:
+    @pytest.mark.nightly
     def test_every_token_of_packed_rows(self, saved):
         reward = AutoEasyDeLModelForReward.from_pretrained(saved, **ONE)
         ids = np.asarray(IDS[:1])
@@ -238,6 +240,7 @@ class TestEmbedders:
         found = SentenceModules.read(tmp_path)
         assert found is not None and found.pooling == pooling
 
+    @pytest.mark.daily("lasttoken", "mean", "mean_sqrt_len_tokens", "weightedmean")
     @pytest.mark.parametrize(
         "mode", ["cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"]
     )
@@ -256,6 +259,7 @@ class TestEmbedders:
         with pytest.raises(ConfigError, match="segment_ids and segments must be passed together"):
             embedder(IDS, segment_ids=MASK)
 
+    @pytest.mark.nightly
     def test_a_checkpoint_of_another_task(self, hidden, saved, tmp_path):
         embedder = AutoEasyDeLModelForEmbedding.from_pretrained(saved, pooling_mode="last", **ONE)
         got = embedder(IDS, attention_mask=MASK).embeddings

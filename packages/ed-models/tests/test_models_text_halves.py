@@ -200,7 +200,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(request.param, logits(theirs), directory, load(directory))
 
 
-@pytest.mark.daily("gemma3*")
+@pytest.mark.nightly
 def test_text_half_computes_the_logits_of_transformers(pair: Pair) -> None:
     assert pair.ours.config.model_type == pair.model.text_type
     np.testing.assert_allclose(pair.ours(IDS).logits, pair.logits, atol=1e-4)

@@ -129,6 +129,7 @@ def test_entry_point_without_method_entry_raises_config_error(installed):
         method("critic_sft")
 
 
+@pytest.mark.nightly
 def test_shipped_options_are_read_without_jax_beside_installed_methods(installed):
     code = """
     import sys

@@ -30,6 +30,7 @@ def test_changed_dtype_of_parameters_is_reported() -> None:
     assert compare_runs(earlier, run("bfloat16"), "x", lambda loader: "") is None
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("changes", [True, False])
 def test_resumed_run_prints_the_changed_dtype(toy, tmp_path, capsys, changes: bool) -> None:
     def train(steps: int, dtype) -> str:

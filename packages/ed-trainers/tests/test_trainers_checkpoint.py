@@ -56,6 +56,7 @@ def test_the_arrays_are_copied_before_save_returns(toy, tmp_path):
     )
 
 
+@pytest.mark.nightly
 def test_every_kind_of_damage_to_the_newest_falls_back(toy, tmp_path):
     def damage(name, act):
         directory = tmp_path / name

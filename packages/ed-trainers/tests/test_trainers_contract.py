@@ -123,6 +123,7 @@ def near(left, right, tolerance):
         assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(b))
 
 
+@pytest.mark.nightly
 def test_the_step_is_the_gradient_of_the_sum_of_the_means(toy, routed):
     # Reference: one differentiation of main / weight + layer / weight over the whole batch.
     batch = toy.loader(rows=8).batch_at(0)

@@ -57,6 +57,7 @@ def test_a_mesh_equals_one_device(step, batch, dims):
     near_reports(many_report, report)
 
 
+@pytest.mark.nightly
 def test_packed_dpo_step_matches_separate_rows(step, batch):
     moved, report = step(batch)
     alone, alone_report = step(apart(batch))
@@ -68,6 +69,7 @@ def test_chunked_dpo_loss_matches_unchunked_loss(step, batch):
     near(step(batch, lmhead_chunksize=7)[0], step(batch, lmhead_chunksize=4096)[0])
 
 
+@pytest.mark.nightly
 def test_rows_without_pairs_count_nowhere(step, batch):
     empty = {name: np.zeros_like(array) for name, array in batch.items()}
     more = {name: np.concatenate([array, empty[name]]) for name, array in batch.items()}

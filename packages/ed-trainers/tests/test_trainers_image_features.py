@@ -138,6 +138,7 @@ def test_adapters_of_the_encoder_that_are_not_trained_are_refused(qwen):
         features_of(model)
 
 
+@pytest.mark.nightly
 def test_frozen_model_with_another_encoder_is_refused(qwen):
     assert features_of(qwen, frozen={"reference": qwen})
     other = type(qwen).create(qwen.config, seed=4)

@@ -178,6 +178,7 @@ def test_chunked_method_loss_matches_unchunked_loss(step, batches, method):
     near(step(method, batch, lmhead_chunksize=7)[0], step(method, batch)[0], 2e-5)
 
 
+@pytest.mark.daily("dpo", "orpo", "distillation")
 @pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "distillation"])
 def test_chunked_loss_never_materializes_full_logits(toy, batches, method):
     """No array of the whole step's tokens times the vocabulary, forwards and backwards."""

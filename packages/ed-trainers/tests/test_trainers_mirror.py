@@ -49,6 +49,7 @@ def train(toy, directory, address, **given):
     SFTTrainer(arguments, model=toy.model(), train_dataset=toy.loader()).train()
 
 
+@pytest.mark.nightly
 @pytest.mark.proves("mirror_address")
 def test_a_run_on_a_new_machine_continues_from_the_newest_copy(toy, tmp_path, store, capsys):
     fs, address = store

@@ -106,6 +106,7 @@ def test_presets_of_grpo_are_grpo_with_the_settings_of_their_papers(toy_of_modul
     assert left[1] == right[1], "without num_remains_in_group nothing is filtered"
 
 
+@pytest.mark.nightly
 def test_filtered_groups_keep_the_short_and_efficient_completions(toy_of_module, tmp_path):
     given = {"num_remains_in_group": 2, "rows": 4, "eval_dataset": Prompts(2, generations=1)}
     run = online("gfpo", toy_of_module(), tmp_path, num_return_sequences=4, **given)
@@ -214,6 +215,7 @@ def test_chunks_equal_the_whole_and_full_logits_are_nowhere(toy_of_module, plain
     assert "f32[56,32]" not in text and "f32[8,7,32]" not in text
 
 
+@pytest.mark.nightly
 def test_held_out_prompts_are_completed_and_scored(toy_of_module, tmp_path):
     run = online(
         "grpo",

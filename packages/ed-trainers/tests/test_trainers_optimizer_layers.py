@@ -178,7 +178,7 @@ def test_meshes_and_microbatches_do_not_matter(toy, tmp_path, name, dims, accumu
     np.testing.assert_allclose(many, one, rtol=1e-5)
 
 
-@pytest.mark.daily("muon")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", ["muon", "adamw_8bit", "mars", "quad", "skew", "schedule_free_adamw"]
 )

@@ -142,7 +142,7 @@ def test_adamw_is_optax_adamw_with_a_mask():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, theirs)
 
 
-@pytest.mark.daily("None-bfloat16-adamw", "float32-float32-lion_8bit")
+@pytest.mark.daily("float32-float32-lion_8bit")
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("master", ["float32", None])

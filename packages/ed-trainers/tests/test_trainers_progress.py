@@ -18,6 +18,7 @@ def test_every_method_has_progress_columns(method):
     assert METHODS[method].samples <= (len(columns) > 1), "a sampled loss alone says nothing"
 
 
+@pytest.mark.nightly
 def test_the_terminal_shows_reward_and_divergence_of_a_method_that_samples(toy, tmp_path, capsys):
     run = online(
         "grpo",

@@ -49,6 +49,7 @@ def test_eval_loss_does_not_depend_on_the_size_of_the_batches(toy, method, per_r
         assert found == pytest.approx(whole, rel=1e-5, abs=1e-6), size
 
 
+@pytest.mark.nightly
 def test_the_shift_is_half_way_between_the_mean_rewards_of_the_evaluation(toy):
     found = evaluated(toy, "bco", cut(rows_of_labels(3), 2))
     middle = (found["eval_rewards/chosen"] + found["eval_rewards/rejected"]) / 2

@@ -83,6 +83,7 @@ def test_error_in_reward_file_raises_config_error_with_cause(project):
         Rewards(["own_rewards.py:brevety"], [project])
 
 
+@pytest.mark.nightly
 def test_equal_rewards_of_all_groups_are_warned_about_after_ten_steps(toy, tmp_path, capsys):
     def same(completions):
         return [0.0] * len(completions)

@@ -105,6 +105,7 @@ def test_second_process_is_refused_and_names_the_first(tmp_path: Path, patient: 
     acquire(tmp_path).release()
 
 
+@pytest.mark.nightly
 def test_killed_run_starts_again_at_once(tmp_path: Path, patient: None) -> None:
     mirror = f"file://{tmp_path}/mirror"
     with holder(tmp_path / "run", mirror) as first:
@@ -278,6 +279,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("resumes", [True, False])
 def test_trainer_changes_no_file_of_a_live_run(toy, tmp_path: Path, resumes: bool) -> None:
     """The temporary folder of a checkpoint that the live run is writing stays, too."""

@@ -100,6 +100,7 @@ def test_repeated_run_with_another_learning_rate_changes_no_file(toy, tmp_path) 
     assert (tmp_path / "report.html").stat().st_mtime_ns == page
 
 
+@pytest.mark.nightly
 def test_new_run_moves_every_file_of_the_earlier_run_aside(toy, tmp_path) -> None:
     train(toy, tmp_path, max_training_steps=1)
     for name in RUN_FILES:

@@ -36,6 +36,7 @@ def write_all(path):
     return ends
 
 
+@pytest.mark.nightly
 def test_ledger_cut_at_every_byte_keeps_each_complete_record(tmp_path):
     ends = write_all(tmp_path / "whole")
     data = (tmp_path / "whole").read_bytes()

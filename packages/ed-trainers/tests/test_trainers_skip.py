@@ -98,6 +98,7 @@ def run(toy, directory, bad, **given):
     return SFTTrainer(arguments, toy.model(), Poisoned(toy.loader(), bad)).train()
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_after_a_bad_batch(toy, tmp_path):
     with pytest.raises(TrainingDiverged, match="step 3: loss"):
         run(toy, tmp_path / "stops", {2})

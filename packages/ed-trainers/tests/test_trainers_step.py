@@ -49,6 +49,7 @@ def assert_near(left, right, tolerance):
         assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(b))
 
 
+@pytest.mark.nightly
 def test_separate_layers_are_rematerialized_on_one_cpu():
     def temporary(policy):
         config = LlamaConfig(
@@ -111,7 +112,7 @@ def test_a_mean_of_means_would_not_pass(toy):
 
 @pytest.mark.parametrize("dims", [(1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 2, 1, 1, 4)])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.daily("1-dims2", "2-dims0")
+@pytest.mark.daily("2-dims0")
 def test_a_mesh_equals_one_device(toy, dims, accumulation):
     batch = toy.loader(rows=16).batch_at(0)
     _, one, one_report = one_step(toy.model(), batch)

@@ -62,6 +62,7 @@ def two_steps(toy, dims=(1, 1, 1, 1, 1), loss=None, rows=8, **given):
     return np.concatenate([np.asarray(leaf, np.float64).reshape(-1) for leaf in leaves])
 
 
+@pytest.mark.daily("dims1")
 @pytest.mark.parametrize("dims", [(1, 1, 1, 1, 1), (1, 4, 1, 2, 1)])
 def test_second_start_does_not_trace_and_computes_the_same_state(toy, home, traces, dims):
     first = two_steps(toy, dims)
@@ -71,6 +72,7 @@ def test_second_start_does_not_trace_and_computes_the_same_state(toy, home, trac
     assert not traces
 
 
+@pytest.mark.nightly
 def test_step_is_traced_again_exactly_if_the_program_differs(toy, home, traces):
     two_steps(toy)
     for same in ({"log_steps": 3}, {"save_directory": "other"}, {"max_training_steps": 9}):
@@ -91,6 +93,7 @@ def reads_the_tokenizer(run, *inputs):
     return sft.loss(run, *inputs)
 
 
+@pytest.mark.nightly
 def test_step_of_a_loss_that_reads_more_than_options_is_not_stored(toy, home, traces):
     first = two_steps(toy, loss=reads_the_tokenizer)
     assert not home.exists()

@@ -170,6 +170,7 @@ def test_each_method_that_samples_accepts_a_synced_reference(method):
     assert arguments_class(method)(**build_online_options(method)).sync_ref_model
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method",
     [pytest.param(n, marks=() if n == "grpo" else pytest.mark.nightly) for n in SYNCED[3:]],
@@ -257,6 +258,7 @@ def test_synced_reference_resumes_in_other_layout_and_mesh(tmp_path):
     assert again.state.reference is not None
 
 
+@pytest.mark.nightly
 def test_invalid_sync_options_raise_error(toy, tmp_path):
     for method, given, words in [
         ("dpo", {"precompute_ref_log_probs": True}, "it cannot be computed in advance"),

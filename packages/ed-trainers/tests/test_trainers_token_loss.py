@@ -104,7 +104,7 @@ def test_the_chunk_does_not_matter(toy, chunk):
 
 
 @pytest.mark.parametrize("dims", [(1, 1, 1, 1, 1), *MESHES[:4]], ids=str)
-@pytest.mark.daily("(1, 1, 1, 1, 1)", "(1, 2, 1, 4, 1)")
+@pytest.mark.daily("(1, 2, 1, 4, 1)")
 def test_the_weighted_sum_is_cross_entropy(toy, dims):
     parts, sharding = place(dims, toy)
 
