@@ -25,8 +25,6 @@ ACTS_OTHERWISE = {
     "enable_function_calling": "ed_elarge.model passes it to the server by its name",
     "oai_like_processor": "ed_elarge.model passes it to the server by its name",
     "admin_api_key": "ed_elarge.model passes it to the server by its name",
-    "tokenizer_endpoint": "only null is accepted",
-    "detokenizer_endpoint": "only null is accepted",
     "mask_max_position_embeddings": "ed_infra.config.documented reads it by its name",
     "freq_max_position_embeddings": "ed_infra.config.documented reads it by its name",
     **WITHOUT_EFFECT,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +15,10 @@ from ed_esurge.sampling import SamplingParams
 from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import byte_tokenizer
 from ed_esurge.thinking import ThoughtTexts
-from ed_esurge.tokenizer import Detokenizer, StopStringSearch, bad_word_ids
+from ed_esurge.tokenizer import Detokenizer, StopStringSearch, bad_word_ids, encode
+from ed_esurge.tokenizer_endpoints import connect_tokenizers
 from ed_infra.errors import ConfigError
+from ed_infra.logging import forget_said
 from ed_models.families.llama import LlamaConfig
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -350,6 +355,110 @@ def test_bad_words_of_white_space_are_encoded_unchanged():
 
     assert bad_word_ids(TOKENIZER, ["\n"]) == (ids("\n"), ids(" \n"))
     assert bad_word_ids(TOKENIZER, [" "]) == (ids(" "),)
+
+
+class EndpointHandler(BaseHTTPRequestHandler):
+    """The routes of a tokenizer in another process, as in vLLM."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(self.path)
+        if self.server.is_broken:
+            self.send_error(500)
+            return
+        if self.path == "/tokenize":
+            ids = TOKENIZER(body["prompt"], add_special_tokens=body["add_special_tokens"])
+            answer = {"tokens": [i + self.server.shift for i in ids["input_ids"]]}
+        else:
+            answer = {"prompt": TOKENIZER.decode([i + self.server.shift for i in body["tokens"]])}
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def endpoint():
+    with ThreadingHTTPServer(("127.0.0.1", 0), EndpointHandler) as server:
+        server.asked, server.shift, server.is_broken = [], 0, False
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        server.url = f"http://127.0.0.1:{server.server_port}/"
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_endpoints_encode_prompts_and_decode_outputs(endpoint, caplog):
+    forget_said()
+    address = EngineConfig(tokenizer_endpoint=endpoint.url).tokenizer_endpoint
+    assert address == endpoint.url.rstrip("/")
+    encoder, decoder = connect_tokenizers(TOKENIZER, address, address)
+    endpoint.asked.clear()
+    text = "Grüße 🌍 a b"
+    for special in (True, False):
+        expected = TOKENIZER(text, add_special_tokens=special)["input_ids"]
+        assert encode(encoder, text, add_special_tokens=special) == expected
+    assert endpoint.asked == ["/tokenize"] * 2
+    tokens = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+    for skip in (True, False):
+        ours = pieces(Detokenizer(decoder, [5], skip_special_tokens=skip), tokens)
+        assert "".join(ours) == TOKENIZER.decode(tokens, skip_special_tokens=skip)
+    assert "/detokenize" in endpoint.asked
+    assert encoder.eos_token_id == TOKENIZER.eos_token_id
+    # A tokenizer that fails later is replaced by that of the engine.
+    endpoint.is_broken = True
+    with caplog.at_level("WARNING"):
+        assert encode(encoder, text) == TOKENIZER(text)["input_ids"]
+        assert decoder.decode(tokens) == TOKENIZER.decode(tokens)
+    assert "the tokenizer of the engine replaces it" in caplog.text
+    plain = connect_tokenizers(TOKENIZER, None, None)
+    assert plain == (TOKENIZER, TOKENIZER)
+
+
+def test_endpoint_with_another_tokenizer_or_none_is_refused(endpoint):
+    address = endpoint.url.rstrip("/")
+    endpoint.shift = 1
+    for name, addresses in (
+        ("tokenizer_endpoint", (address, None)),
+        ("detokenizer_endpoint", (None, address)),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name} .* has another tokenizer"):
+            connect_tokenizers(TOKENIZER, *addresses)
+    endpoint.is_broken = True
+    with pytest.raises(ConfigError, match="does not answer as a tokenizer"):
+        connect_tokenizers(TOKENIZER, address, None)
+    with pytest.raises(ConfigError, match="require the tokenizer of the model"):
+        connect_tokenizers(None, address, None)
+    for wrong in ("tcp://127.0.0.1:5", "127.0.0.1:5", "http://", "http://a/?x=1"):
+        with pytest.raises(ValidationError, match="no address of a tokenizer"):
+            EngineConfig(detokenizer_endpoint=wrong)
+
+
+@pytest.mark.nightly
+def test_engine_with_endpoints_answers_as_without(endpoint):
+    from ed_esurge.engine.surge import eSurge
+    from ed_infra.testing import tiny_llama
+    from ed_models.families.llama import LlamaForCausalLM
+
+    fields = tiny_llama(vocab_size=len(TOKENIZER), num_hidden_layers=1)
+    del fields["model_type"]
+    model = LlamaForCausalLM.create(LlamaConfig(**fields, sharding_axis_dims=(1, 1, 1, 1, 1)))
+    options = {"max_model_len": 64, "max_num_seqs": 2, "page_size": 8, "silent_mode": True}
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    texts = []
+    for endpoints in (
+        {},
+        {"tokenizer_endpoint": endpoint.url, "detokenizer_endpoint": endpoint.url},
+    ):
+        with eSurge(model, TOKENIZER, compile_runner=False, **options, **endpoints) as engine:
+            texts.append(engine.generate("Grüße", params)[0].outputs[0].text)
+    assert texts[0] == texts[1]
+    assert {"/tokenize", "/detokenize"} == set(endpoint.asked)
 
 
 @pytest.mark.parametrize(

@@ -387,6 +387,7 @@ def test_length_limits_include_the_prompt(model, prompt):
 def test_prepare_inputs_for_generation_ignores_padding(model, prompt):
     padded = np.pad(prompt, ((0, 0), (3, 0)))
     inputs = model.prepare_inputs_for_generation(padded, 32, pad_token_id=0)
+    np.testing.assert_array_equal(inputs["position_ids"][:, 3:], [np.arange(S)] * len(prompt))
     out = model(padded, **inputs)
     assert out.past_key_values.tokens.tolist() == [S, S]
     np.testing.assert_allclose(out.logits[:, -1], model(prompt).logits[:, -1], atol=1e-5)

@@ -1,6 +1,7 @@
 """Loading and saving directories: placement, dtypes, replacement, and every way to be wrong."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -180,10 +181,57 @@ def test_model_class_loads_its_own_checkpoint(saved, model):
 
 
 def test_unknown_load_options_raise_error(saved):
-    with pytest.raises(TypeError, match="dtyp"):
+    with pytest.raises(TypeError, match="did you mean 'dtype'"):
         load(saved, dtyp=jnp.float32)
     with pytest.raises(ConfigError, match="did you mean 'attn_mechanism'"):
         load(saved, config_kwargs={"attn_mechansim": "vanilla"})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("foo", r"no keyword 'foo' \(known: allow_pickle, "),
+        ("dtpye", "did you mean 'dtype'"),
+        ("revison", "did you mean 'revision'"),
+        ("torch_dtype", "use dtype and param_dtype"),
+        ("device_map", "use sharding_axis_dims"),
+        ("load_in_4bit", "'dtype': 'nf4'"),
+        ("attn_mechanism", r"field of the configuration: use config_kwargs=\{'attn_mechanism'"),
+        ("scan_attention_layers", "use config_kwargs"),
+        ("trust_remote_code", "omit it: no code of a repository is run"),
+    ],
+)
+def test_unknown_keyword_of_from_pretrained_says_what_to_write(saved, name, words):
+    kinds = (AutoEasyDeLModelForCausalLM, LlamaForCausalLM)
+    for kind in kinds:
+        with pytest.raises(ConfigError, match=f"^from_pretrained has no keyword '{name}'") as error:
+            kind.from_pretrained(saved, **{name: True})
+        assert re.search(words, str(error.value))
+
+
+def test_saved_model_has_the_tokenizer_of_its_checkpoint(copy, tmp_path):
+    (copy / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    for name in ("tokenizer_config.json", "chat_template.jinja", "merges.txt"):
+        (copy / name).write_text(name)
+    (copy / "preprocessor_config.json").write_text("{}")
+    (copy / "notes.json").write_text("{}")
+    model = load(copy)
+    model.save_pretrained(tmp_path / "new")
+    kept = {file.name for file in saving.find_tokenizer_files(tmp_path / "new")}
+    assert kept == {file.name for file in saving.find_tokenizer_files(copy)} and len(kept) == 5
+    assert (tmp_path / "new/chat_template.jinja").read_text() == "chat_template.jinja"
+    assert not (tmp_path / "new/notes.json").exists()
+    # A tokenizer that is already there, or given, stays.
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text("mine")
+    model.save_pretrained(other)
+    assert (other / "tokenizer.json").read_text() == "mine"
+    assert not (other / "merges.txt").exists()
+    assert saving.find_stored_tokenizer("no/such-model", tmp_path / "x") is None
+    assert saving.find_stored_tokenizer("a/b/c", tmp_path / "x") is None
+    model.save_pretrained(copy)
+    assert (copy / "merges.txt").read_text() == "merges.txt"
 
 
 def test_auto_config_loads_only_configuration(saved):

@@ -283,7 +283,8 @@ class eLargeModel(Setters):
             options: Keys of the section `eval` for this call.
 
         Returns:
-            The results, in the form of lm-eval. They are also written to a JSON file
+            The results, in the form of lm-eval; the metrics of a task have their names with and
+            without the filter (`acc,none`, `acc`). The results are also written to a JSON file
             (`output_path`); without a trainer only if `output_path` is set.
 
         Raises:
@@ -291,8 +292,10 @@ class eLargeModel(Setters):
         """
         if tasks is not None:
             options["tasks"] = [tasks] if isinstance(tasks, str) else list(tasks)
+        from ed_elarge.evaluation.harness import add_plain_names
+
         prepared = self.prepare_eval(_options(EvalOptions, {"engine": engine, **options}))
-        return prepared.run(self.build_esurge())
+        return add_plain_names(prepared.run(self.build_esurge()))
 
     def run_benchmarks(
         self, tasks: Sequence[str] | str | None = None, **options: Any
@@ -371,14 +374,24 @@ class eLargeModel(Setters):
         if values.pop("enable_cors") and not values["cors_origins"]:
             values["cors_origins"] = ["*"]
         values["api_key"] += read_keys(file) if file is not None else []
-        values["served_model_name"] = values["served_model_name"] or path.name or "model"
+        values["served_model_name"] = values["served_model_name"] or self._model_names(path)
         address, size = (values.pop("host"), values.pop("port")), values.pop("data_parallel_size")
         if size == 1:
             serve(self.part("engine"), *address, **values)
             return
         replicated = pkgutil.resolve_name("ed_elarge.building.replicas:replicated_engine")
-        with replicated(self, values["served_model_name"], size) as engine:
+        name = values["served_model_name"]
+        with replicated(self, name if isinstance(name, str) else name[0], size) as engine:
             serve(engine, *address, **values)
+
+    def _model_names(self, path: Path) -> str | list[str]:
+        """Return the names of the model in requests: the last part of its path, and the name of
+        the run file. An absolute path is no name: it would tell clients the folders of the host."""
+        names = [path.name or "model"]
+        written = getattr(self.config.model, "name_or_path", None)
+        if written and written not in names and not Path(written).expanduser().is_absolute():
+            names.append(written)
+        return names[0] if len(names) == 1 else names
 
 
 def _options(cls: type[OptionsT], keys: Mapping[str, Any]) -> OptionsT:

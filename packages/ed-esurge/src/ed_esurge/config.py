@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from ed_infra.options import Options, Whole
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 # Tokens and pages are counted in 32 bits on the device.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
+
+
+def _check_address(address: str) -> str:
+    """Return the address of an endpoint without a final slash.
+
+    Raises:
+        ValueError: the address is not `http://host:port`.
+    """
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise ValueError(
+            f"{address!r} is no address of a tokenizer: write http://HOST:PORT of a server with "
+            "the routes /tokenize and /detokenize, such as `esurge serve`"
+        )
+    return address.rstrip("/")
+
+
+#: Address of a server with the routes of a tokenizer.
+Address = Annotated[str, AfterValidator(_check_address)]
 #: Policy of the HTTP server for unknown request fields.
 UnknownFields = Literal["ignore", "warn", "refuse"]
 
@@ -275,10 +295,13 @@ class EngineConfig(Options):
     destroy_pages_on_pause: bool = True
     """Free the page pools on `pause()`. Only the weights then remain in device memory."""
 
-    tokenizer_endpoint: None = None
-    """Only null is accepted: the tokenizer runs in the process of the engine."""
-    detokenizer_endpoint: None = None
-    """Only null is accepted: the detokenizer runs in the process of the engine."""
+    tokenizer_endpoint: Address | None = None
+    """Address `http://HOST:PORT` of a server with vLLM's route `/tokenize`, such as `esurge serve`,
+    that encodes the texts of prompts. Chats are encoded in the process of the engine. None: all
+    texts are encoded there."""
+    detokenizer_endpoint: Address | None = None
+    """Address of a server with the route `/detokenize` that decodes the tokens of outputs, with two
+    requests per token. None: the process of the engine decodes them."""
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 #: Maximum characters of a message. Messages quote files, which may contain names of any length.
@@ -39,6 +39,10 @@ class ConfigError(EasyDeLError, ValueError):
         self.field = field
 
 
+class KeywordError(ConfigError, TypeError):
+    """A call has an unknown keyword."""
+
+
 class MeshError(ConfigError):
     """A device mesh does not match the devices, or a specification does not match the mesh."""
 
@@ -57,6 +61,32 @@ class CheckpointError(EasyDeLError, ValueError):
     def __init__(self, message: str, *, field: str | None = None):
         super().__init__(message)
         self.field = field
+
+
+def check_keywords(
+    call: str,
+    given: Iterable[str],
+    known: Iterable[str],
+    instead: Mapping[str, str] | None = None,
+) -> None:
+    """Check the keywords of a call that passes them on.
+
+    Args:
+        call: name of the public function.
+        given: the keywords.
+        known: all allowed keywords.
+        instead: Other name -> what to write instead.
+
+    Raises:
+        KeywordError: a keyword is unknown.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            hint = (instead or {}).get(name)
+            hint = f"; {hint}" if hint else did_you_mean(name, known)
+            listing = ", ".join(sorted(known))
+            raise KeywordError(f"{call} has no keyword {name!r}{hint} (known: {listing})")
 
 
 #: Longer names get no suggestion: the time of a comparison is quadratic in the length.

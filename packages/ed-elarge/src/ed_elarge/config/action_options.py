@@ -98,7 +98,8 @@ class ServeOptions(Options):
         str, choice("log level", ("critical", "error", "warning", "info", "debug", "trace"))
     ] = "info"
     served_model_name: Name | None = None
-    """Name of the model in requests. None: the last part of its path."""
+    """Name of the model in requests. None: the last part of its path, and also `model.name_or_path`
+    as it is written, unless it is an absolute path."""
     require_api_key: bool = False
     """Raise an error if neither `api_key` nor `api_key_file` is set."""
     api_key: Annotated[

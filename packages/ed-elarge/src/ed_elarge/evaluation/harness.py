@@ -173,6 +173,18 @@ def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     return out
 
 
+def add_plain_names(results: dict[str, Any]) -> dict[str, Any]:
+    """Return results whose metrics also have names without a filter: `acc` beside `acc,none`.
+
+    Of several filters, the last has the plain name, as in `figures`.
+    """
+    tasks = {
+        task: {name.split(",")[0]: value for name, value in values.items()} | values
+        for task, values in results["results"].items()
+    }
+    return {**results, "results": tasks}
+
+
 def describe(metrics: dict[str, float]) -> dict[str, str]:
     """Return each metric to print as text, with its standard error."""
     texts = {}

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypedDict, cast
 
 import numpy as np
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, check_keywords
 from ed_models.tasks.encoder_items import EncoderItems
 
 from ed_esurge.config import EngineConfig
@@ -229,6 +229,20 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str | None
     lora_name: str | None
     encoder_inputs: Sequence[EncoderInput]
+
+
+def check_request_keywords(options: Mapping[str, object]) -> None:
+    """Check the options of a queued request.
+
+    Raises:
+        KeywordError: an option is unknown; the message names `SamplingParams` for its options.
+    """
+    if options:
+        sampling = {
+            name: f"it is an option of the sampling: use SamplingParams({name}=...)"
+            for name in SamplingParams.model_fields
+        }
+        check_keywords("a request", options, RequestOptions.__annotations__, sampling)
 
 
 def as_prompts(prompts: Any) -> list[PromptInput]:

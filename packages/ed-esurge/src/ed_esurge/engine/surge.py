@@ -31,6 +31,7 @@ from ed_esurge.engine.intake import (
     RequestOptions,
     RequestParams,
     as_prompts,
+    check_request_keywords,
 )
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.replicas import Replicas
@@ -52,6 +53,7 @@ from ed_esurge.records import NOTHING, Records
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.template import ChatTemplate
 from ed_esurge.tokenizer import Tokenizer
+from ed_esurge.tokenizer_endpoints import connect_tokenizers
 
 logger = get_logger(__name__)
 
@@ -110,8 +112,11 @@ class eSurge(EngineControl):
         self.model_name = model_name or name_of(model)
         self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
         grammars = Grammars.of(tokenizer, vocab_size_of(model), self.eos_token_ids)
+        prompt_tokenizer, output_tokenizer = connect_tokenizers(
+            tokenizer, config.tokenizer_endpoint, config.detokenizer_endpoint
+        )
         self.loop, self.transport = loop_over(
-            *(model, config, tokenizer, grammars, draft_model),
+            *(model, config, output_tokenizer, grammars, draft_model),
             records=records,
         )
         runner = self.loop.runner
@@ -123,7 +128,7 @@ class eSurge(EngineControl):
         encodes = is_encoder(runner.model)
         self._intake = Intake(
             config,
-            tokenizer,
+            prompt_tokenizer,
             eos_token_ids=self.eos_token_ids,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
@@ -201,6 +206,7 @@ class eSurge(EngineControl):
         **options: Unpack[RequestOptions],
     ) -> Add:
         """Validate and tokenize a request without queueing the request. Thread-safe."""
+        check_request_keywords(options)
         return self._intake.prepare(request_id, prompt, params, **options)
 
     def check_prompt(self, prompt: PromptInput, max_tokens: int | None) -> CheckedPrompt:

@@ -22,7 +22,13 @@ from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.connection import Connection, ConnectionLost
 from ed_esurge.engine.followers import Follower
-from ed_esurge.engine.intake import CheckedPrompt, RequestOptions, seed_of, seeds_of
+from ed_esurge.engine.intake import (
+    CheckedPrompt,
+    RequestOptions,
+    check_request_keywords,
+    seed_of,
+    seeds_of,
+)
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.outputs import LabelSet, RequestOutput
 from ed_esurge.processes.answer_check import require
@@ -183,6 +189,7 @@ class ReplicatedEngine:
         request_id: str,
         options: RequestOptions,
     ) -> AsyncGenerator[RequestOutput]:
+        check_request_keywords(options)
         structured = params.structured_outputs if isinstance(params, SamplingParams) else None
         if structured is not None:
             compiled = await asyncio.to_thread(self.compile_structured, structured)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from ed_models.adapters.lora import has_lora
 from ed_models.adapters.peft import save_adapter
 from ed_models.checkpoints.model_card import write_card
-from ed_models.checkpoints.saving import TokenizerFiles, save
+from ed_models.checkpoints.saving import TokenizerFiles, find_stored_tokenizer, save
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,6 +53,9 @@ def save_pretrained(
     dtype: DTypeLike | None,
 ) -> None:
     """Write a model, or its adapters; see `EasyBridgeMixin.save_pretrained`."""
+    if tokenizer is None:
+        source = getattr(model.config, "name_or_path", None)
+        tokenizer = find_stored_tokenizer(source, Path(save_directory))
     if not has_lora(model):
         save(model, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype)
         return

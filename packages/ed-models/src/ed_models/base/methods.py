@@ -144,7 +144,8 @@ class EasyGenerationMixin:
         attention_mask: Int[jax.Array, "b s"] | None = None,
         inputs: Inputs | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments of `decode` for the prompt: mask, empty cache, further arrays.
+        """Return the arguments of `decode` for the prompt: mask, positions, empty cache, further
+        arrays. With further arrays, the model computes the positions.
 
         Args:
             input_ids: token ids of the prompts, [b, s].
@@ -250,7 +251,9 @@ class EasyBridgeMixin:
         (`ed_models.checkpoints.quantized_tensors`). Call `dequantize` first to write a model that
         `transformers` reads. A model with adapters writes only the adapters, in PEFT's layout
         (float32, one file). Merge the adapters (`unwrap_lora_to_layers`) to write a model. See
-        `ed_models.checkpoints.saving.save` for the arguments.
+        `ed_models.checkpoints.saving.save` for the arguments. Without `tokenizer`, the tokenizer
+        and the processor of the checkpoint that the model was loaded from are copied, unless the
+        directory has a tokenizer.
 
         Raises:
             ConfigError: `dtype` is set and the model has adapters.

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
 
@@ -13,8 +14,15 @@ import jax
 import jax.numpy as jnp
 from ed_infra import registry
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.config.fields import FIELD_ALIASES, FIELDS
 from ed_infra.enums import TaskType, canonical_task
-from ed_infra.errors import CheckpointError, ConfigError, RegistryError, did_you_mean
+from ed_infra.errors import (
+    CheckpointError,
+    ConfigError,
+    RegistryError,
+    check_keywords,
+    did_you_mean,
+)
 from ed_infra.sharding import placement
 from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import EasyDeLQuantizationConfig
@@ -280,6 +288,7 @@ def from_pretrained(
         ConfigError: a field is unknown or wrong, the mesh does not fit the devices, or there is
             nothing to quantize by.
     """
+    check_loading_keywords(hub)
     directory = resolve(name_or_path, allow_pickle=allow_pickle, **hub)
     changes = {
         "sharding_dcn_axis_dims": sharding_dcn_axis_dims,
@@ -338,6 +347,41 @@ def from_pretrained(
     if truncate_dim is not None:
         cast(Any, module).truncate_embeddings(truncate_dim)
     return module
+
+
+#: Keyword of `transformers` -> what to write instead.
+_INSTEAD = {
+    **dict.fromkeys(("torch_dtype", "params_dtype"), "use dtype and param_dtype"),
+    **dict.fromkeys(
+        ("device_map", "device", "tp_plan", "max_memory"),
+        "use sharding_axis_dims, the devices along (dp, fsdp, ep, tp, sp), and backend",
+    ),
+    "load_in_4bit": "use quantization_config={'dtype': 'nf4'} and apply_quantization=True",
+    "load_in_8bit": "use quantization_config={'dtype': 'int8'} and apply_quantization=True",
+    "attn_implementation": "use config_kwargs={'attn_mechanism': ...}",
+    "config": "use config_kwargs, a mapping of the fields to change",
+    "trust_remote_code": "omit it: no code of a repository is run",
+    "use_safetensors": "omit it, or use allow_pickle=True for pytorch_model.bin",
+    "low_cpu_mem_usage": "omit it: weights are read directly onto their devices",
+    "ignore_mismatched_sizes": "omit it: each tensor must have the shape of its parameter",
+    "use_auth_token": "use token",
+    "seed": "omit it: new heads have the same values in each run",
+}
+
+
+def check_loading_keywords(given: Iterable[str]) -> None:
+    """Check the further keywords of `from_pretrained`.
+
+    Raises:
+        KeywordError: a keyword is unknown; the message says what to write instead.
+    """
+    options = inspect.signature(from_pretrained).parameters
+    known = [*(name for name in options if name != "hub"), *HubOptions.__annotations__]
+    fields = {
+        name: f"it is a field of the configuration: use config_kwargs={{{name!r}: ...}}"
+        for name in (*FIELDS, *FIELD_ALIASES)
+    }
+    check_keywords("from_pretrained", given, known, {**fields, **_INSTEAD})
 
 
 def check_weights(directory: Path, task: TaskType | str = TaskType.AUTO_BIND) -> None:

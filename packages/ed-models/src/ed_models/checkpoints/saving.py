@@ -9,9 +9,11 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+import huggingface_hub
 import jax
 import numpy as np
 from ed_infra import parameter_names
@@ -22,6 +24,7 @@ from ed_infra.errors import CheckpointError
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
 from flax import nnx
+from huggingface_hub.errors import HFValidationError
 from jax.typing import DTypeLike
 
 from ed_models.checkpoints.loading import weight_map
@@ -61,6 +64,56 @@ class TokenizerFiles(Protocol):
     """What writes itself into a directory."""
 
     def save_pretrained(self, save_directory: Path, /) -> object: ...
+
+
+#: Files of tokenizers and processors in a directory of transformers.
+_TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template*"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+
+
+@dataclass(frozen=True)
+class StoredTokenizer:
+    """The files of the tokenizer and the processor of a checkpoint, which are copied unchanged."""
+
+    directory: Path
+
+    def save_pretrained(self, save_directory: Path, /) -> None:
+        """Copy the files."""
+        for file in find_tokenizer_files(self.directory):
+            shutil.copyfile(file, save_directory / file.name)
+
+
+def find_tokenizer_files(directory: Path) -> list[Path]:
+    """Return the files of a tokenizer and a processor in a directory."""
+    found = (file for pattern in _TOKENIZER_FILES for file in directory.glob(pattern))
+    return sorted({file for file in found if file.is_file()})
+
+
+def find_stored_tokenizer(source: str | None, target: Path) -> StoredTokenizer | None:
+    """Return the tokenizer of the checkpoint that a model was loaded from.
+
+    Args:
+        source: directory of the checkpoint, or a repository whose files are in the cache.
+        target: directory that the model is saved to.
+
+    Returns:
+        None if the target has a tokenizer, or the checkpoint has none on this machine.
+    """
+    if not source or find_tokenizer_files(target):
+        return None
+    directory = Path(source)
+    if not directory.is_dir():
+        try:
+            file = huggingface_hub.try_to_load_from_cache(source, "config.json")
+        except HFValidationError:
+            return None
+        if not isinstance(file, str):
+            return None
+        directory = Path(file).parent
+    return StoredTokenizer(directory) if find_tokenizer_files(directory) else None
 
 
 def save(

@@ -81,6 +81,7 @@ def prefill_program(split: Split) -> Callable[..., tuple[ContiguousCache, jax.Ar
         arguments = model.prepare_inputs_for_generation(
             tokens, capacity, attention_mask=valid, inputs=inputs
         )
+        arguments.pop("position_ids", None)  # the cache counts them as well
         out = model.decode(tokens, **arguments, logits_at=jnp.arange(b) * s + s - 1)
         return out.past_key_values, out.logits
 

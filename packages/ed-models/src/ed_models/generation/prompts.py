@@ -270,6 +270,14 @@ def encoder_inputs(prompts: PromptBatch, limit: int | None) -> Inputs:
     )
 
 
+def count_positions(
+    input_ids: Int[jax.Array, "b s"], attention_mask: Int[jax.Array, "b s"] | None
+) -> Int[jax.Array, "b s"]:
+    """Return the positions of the tokens of each row, which padding does not count."""
+    mask = jnp.ones(input_ids.shape, jnp.int32) if attention_mask is None else attention_mask
+    return jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+
+
 def decoder_arguments(
     model: LanguageModel,
     input_ids: Int[jax.Array, "b s"],
@@ -284,6 +292,8 @@ def decoder_arguments(
     arguments: dict[str, Any] = {"attention_mask": attention_mask}
     size = input_ids.shape[0], max_length
     if not is_encoder_decoder(model):
+        if not inputs:
+            arguments["position_ids"] = count_positions(input_ids, attention_mask)
         return {**arguments, **(inputs or {}), "past_key_values": model.init_cache(*size)}
     if inputs is None:
         name = model.input_names[0]
