@@ -44,7 +44,7 @@ class Layout:
         reader: class of transformers that reads the file; None = `saved`.
         auto: class of this project.
         outputs: compared outputs; empty = only loading.
-        inputs: arrays of the call; "images" and "sound" stand for random ones.
+        inputs: arrays of the call; "images" and "sound" represent random ones.
         fields: fields that replace those of the configuration.
     """
 

@@ -236,7 +236,7 @@ def test_durations_outside_the_limits_are_dropped_and_counted(folder: Path, lett
         ({"text": "one " * 30}, r"rows.jsonl:2: the transcript has .* the limit is 24"),
         ({"audio": "9.flac"}, r"rows.jsonl:2: there is no recording '9.flac'"),
         ({"audio": "broken.flac"}, r"rows.jsonl:2, .*broken.flac.*cannot be decoded"),
-        ({"audio": "cut.wav"}, r"rows.jsonl:2, .*cut.wav.*its header says"),
+        ({"audio": "cut.wav"}, r"rows.jsonl:2, .*cut.wav.*its header states"),
         ({"audio": "long.wav"}, r"long.wav.* has 1.50 seconds, and the model reads 1"),
         ({"audio": 7}, r"rows.jsonl:2: 'audio' must be a recording"),
         ({"audio": {"array": [1, 2], "sampling_rate": 8000}}, r"floating-point samples"),

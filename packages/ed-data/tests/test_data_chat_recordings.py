@@ -196,7 +196,7 @@ def test_recordings_without_padding_have_the_features_of_transformers(
 def test_damaged_recording_is_an_error_of_its_row(mixture, jsonl, processor, sounds) -> None:
     file = sounds / "2.wav"
     file.write_bytes(file.read_bytes()[:9000])
-    with pytest.raises(DataError, match=r"data\.jsonl:2, recording 1 of 1: .*its header says"):
+    with pytest.raises(DataError, match=r"data\.jsonl:2, recording 1 of 1: .*its header states"):
         loader_of(mixture, jsonl, processor, [chat(0), chat(2)]).batch_at(0)
 
 

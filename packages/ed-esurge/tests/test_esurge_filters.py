@@ -289,7 +289,7 @@ def test_samplers_of_a_request_follow_the_logits_of_the_model(surge, plain_logit
 
 @pytest.mark.nightly
 def test_filtered_requests_of_a_large_batch_equal_each_request_alone(llama, tokenizer):
-    """More rows with filters than the program of the filters has, beside rows without filters."""
+    """More rows with filters than the program of the filters has, among rows without filters."""
     sizes = {"max_num_seqs": 16, "page_size": 8, "max_num_batched_tokens": 64}
     surge = eSurge(llama, tokenizer, max_model_len=128, silent_mode=True, **sizes)
     options = [{"typical_p": 0.3}, {"top_n_sigma": 1.0}, {"mirostat": 2, "mirostat_tau": 2.0}]

@@ -303,7 +303,7 @@ def test_missing_devices_error_states_the_mesh(monkeypatch: pytest.MonkeyPatch):
         llama().create_mesh((1, 1), ("a", "a"))
 
 
-@pytest.mark.timeout(60)  # an allocation of these sizes would take longer
+@pytest.mark.timeout(60)  # an allocation of these sizes would need longer
 @pytest.mark.parametrize(
     ("cls", "values", "message"),
     [

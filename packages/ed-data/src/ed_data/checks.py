@@ -105,7 +105,7 @@ def without_transcripts(mixture: Mixture) -> list[Remark]:
 
 
 def _names(inform: Inform, schema: Schema, media: Media) -> Iterator[Remark]:
-    # Checks that read no rows need no readers, whose imports take a fifth of a second.
+    # Checks that read no rows need no readers, whose imports need a fifth of a second.
     from ed_data.rows.documents import Documents, function
     from ed_data.sources.python import resolve
 

@@ -2,7 +2,7 @@
 
 Clients and data sets write conversations in several forms: arguments as JSON text, content as a
 list of text parts, several system messages, consecutive messages of one role, tools for a template
-that renders none. `ConversationFormat` converts all of them to one form, and asks the template by
+that renders none. `ConversationFormat` converts all of them to one form, and tests the template by
 small probes which shapes it accepts. The trainer, the engine and the server call the same code, so
 one conversation has the same tokens in all of them.
 

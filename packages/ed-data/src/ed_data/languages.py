@@ -1,6 +1,6 @@
 """The languages of Whisper's tokenizer: codes and English names.
 
-The tables equal those of `transformers`, whose import takes seconds.
+The tables equal those of `transformers`, whose import needs seconds.
 """
 
 from __future__ import annotations

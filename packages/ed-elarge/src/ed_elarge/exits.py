@@ -14,7 +14,7 @@ from ed_infra.logging import show_messages
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 #: Variable with the exit code of a training run that saved a checkpoint after SIGTERM; 0 without
-#: it. A launcher whose cluster takes 0 for a finished run sets another code.
+#: it. A launcher whose cluster reads 0 for a finished run sets another code.
 STOPPED_VARIABLE = "ELARGE_STOPPED_EXIT_CODE"
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"

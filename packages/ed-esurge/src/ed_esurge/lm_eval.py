@@ -81,7 +81,7 @@ class eSurgeLM(TemplateLM):
         prefix = next((token for token in known if token is not None), None)
         if prefix is None:
             raise ConfigError(
-                "the tokenizer has neither a BOS nor an EOS token to stand for an empty context: "
+                "the tokenizer has neither a BOS nor an EOS token to represent an empty context: "
                 "give prefix_token_id"
             )
         self._prefix_token_id = prefix

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ed_esurge.core.commands import EncoderInput
     from ed_esurge.engine import eSurge
 
-#: The text that stands for an image in the documents of a task.
+#: The text that represents an image in the documents of a task.
 PLACEHOLDER = "<image>"
 
 

@@ -111,7 +111,7 @@ class Options(BaseModel):
         arbitrary_types_allowed=True,
         protected_namespaces=(),
         allow_inf_nan=False,
-        # Most commands use few of the classes, and building a validator takes milliseconds.
+        # Most commands use few of the classes, and building a validator needs milliseconds.
         defer_build=True,
     )
 

@@ -49,7 +49,7 @@ class DataOptions(BaseModel):
         arbitrary_types_allowed=True,
         protected_namespaces=(),
         allow_inf_nan=False,
-        # Most commands use few of the classes, and building a validator takes milliseconds.
+        # Most commands use few of the classes, and building a validator needs milliseconds.
         defer_build=True,
     )
 

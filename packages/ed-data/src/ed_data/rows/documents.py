@@ -308,7 +308,7 @@ class Documents:
                 )
         row = row if name is None else convert_row(name, row, where)
         if self.schema == COMPLETION and not self._is_readable(row):
-            # A chat or a text beside rows with completions: all of it is learned.
+            # A chat or a text among rows with completions: all of it is learned.
             content = next((f for f in (TEXT.content, "messages") if f in row), None)
             if content is not None:
                 return {**row, "prompt": "", "completion": row[content]}
@@ -406,7 +406,7 @@ class Documents:
     def _with_key(
         self, fields: dict[str, Content], images: list[RowImage], where: str
     ) -> dict[str, Content]:
-        """Return the fields, in which a text that identifies the image stands for the image."""
+        """Return the fields, in which a text that identifies the image represents the image."""
         if len(images) != 1:
             raise DataError(
                 f"{where}: a row of {self.schema.task} has one image, got {len(images)}: split the "

@@ -143,7 +143,7 @@ def _insert_images(message: Message) -> Message:
     parts: list[dict[str, str]] = []
     for number, text in enumerate(content.split(_PLACEHOLDER)):
         parts += [{"type": "image"}] if number else []
-        # The line break beside a placeholder belongs to the format.
+        # The line break next to a placeholder belongs to the format.
         text = text.removeprefix("\n") if number else text
         parts += [{"type": "text", "text": text}] if text.strip() else []
     return {**message, "content": parts}

@@ -67,7 +67,7 @@ class ImageReader:
 
         A part contains its image (`{"type": "image", "path": …}`, `{"type": "image_url",
         "image_url": {"url": …}}`), or refers to the next image of the image field. Images of a
-        row without image parts belong to the placeholder tokens in its texts, or stand before the
+        row without image parts belong to the placeholder tokens in its texts, or are before the
         text; see `ed_data.tokens.media.prepare_media`.
 
         Raises:

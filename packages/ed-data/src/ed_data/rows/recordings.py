@@ -72,7 +72,9 @@ def header(audio: RowAudio) -> RecordingHeader:
         raise _unreadable(where, error) from error
     claim = _CLAIM.search(info.extra_info)
     if claim is not None and 0 < int(claim[1]) < _UNKNOWN_LENGTH:
-        raise _unreadable(where, f"it has {claim[2]} bytes of data, but its header says {claim[1]}")
+        raise _unreadable(
+            where, f"it has {claim[2]} bytes of data, but its header states {claim[1]}"
+        )
     found = RecordingHeader(info.frames, info.samplerate, info.channels)
     if found.frames * found.channels > MAX_SAMPLES:
         raise DataError(

@@ -115,7 +115,7 @@ SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev"),
 }
-#: Files that `datasets` writes beside the data: results of `map` and `filter`.
+#: Files that `datasets` writes next to the data: results of `map` and `filter`.
 _CACHE_FILE = re.compile(r"(^|/)(cache-[0-9a-f]+[^/]*|tmp[a-z0-9_]+)\.arrow$")
 
 

@@ -127,7 +127,7 @@ class ChatEncoder:
     ) -> list[TokenSequence]:
         """Encode chats whose answers the template marks with `{% generation %}`.
 
-        The offsets of the tokens determine the mask. transformers asks for the token of the last
+        The offsets of the tokens determine the mask. transformers uses the token of the last
         character of a mark, and if the tokenizer drops this character, its mask reaches to the end
         of the chat.
         """

@@ -243,7 +243,7 @@ class Encoder:
         if skip is not None:
             return self._encode_what_can_be(documents, label, skip)
         documents = self._prepare_media(documents, label)
-        if self.tokenizer is None:  # one token stands for the image
+        if self.tokenizer is None:  # one token represents the image
             columns = [[TokenSequence([self.eos]) for _ in documents]]
         elif self.schema.has_spans:
             documents, columns = self._windows(documents, label)

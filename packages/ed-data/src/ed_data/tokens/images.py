@@ -131,7 +131,7 @@ class ImageEncoder:
 
     @property
     def marks_prompts(self) -> bool:
-        """Whether the model reads token types, which tell the tokens before the first one with loss
+        """Whether the model reads token types, which separate the tokens before the first one
         from the others (PaliGemma)."""
         names = getattr(self.processor, "model_input_names", None) or ()
         return self.token is not None and {"token_type_ids", "labels"} <= {*names}

@@ -107,8 +107,8 @@ class MediumEncoder(Protocol):
 
     @property
     def marks_prompts(self) -> bool:
-        """Whether the model reads token types, which tell the tokens before the first one with loss
-        from the others."""
+        """Whether the model reads token types, which separate the tokens before the first
+        one with loss from the others."""
         ...
 
     def tokens(self, medium: Any, /) -> MediumTokens:
@@ -134,7 +134,7 @@ class WhiteSpace:
     """Encodes adjacent tokens of white space as one text.
 
     A tokenizer may have one token for several lines (Gemma), so the tokens of an image and those of
-    the text beside the image are not always the tokens of the whole text.
+    the text next to the image are not always the tokens of the whole text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -94,7 +94,7 @@ def prepare_media(
 ) -> list[Example]:
     """Return documents whose texts have a placeholder for each of their media.
 
-    Media without a placeholder stand before the text of a document, or before the text of the first
+    Media without a placeholder are before the text of a document, or before the text of the first
     message of the user, as in TRL.
 
     Args:
@@ -147,7 +147,7 @@ def _place_media(document: Example, content: str, part: str, token: str) -> Exam
 
 
 def _mentions(content: Content, part: str, token: str | None = None) -> bool:
-    """Return whether a content has a part or a token that stands for a medium."""
+    """Return whether a content has a part or a token that represents a medium."""
     if isinstance(content, str):
         return token is not None and token in content
     texts = [message.get("content") for message in content if isinstance(message, dict)]

@@ -86,7 +86,7 @@ class RunWorkers:
         address: `HOST:PORT` on which the trainer listens; port 0: a free port.
         run: the message that describes the run to a worker.
         logs: folder of the logs of the processes.
-        on_ready: called when a worker can take tasks.
+        on_ready: called when a worker can accept tasks.
         on_message: called for each message of a worker.
         on_lost: called when a worker is gone.
     """

@@ -1,6 +1,6 @@
 """Fields of Hugging Face configuration classes, read from the source of transformers.
 
-Importing transformers takes seconds, and parsing the file of one configuration class milliseconds.
+Importing transformers needs seconds, and parsing the file of one configuration class milliseconds.
 `--dry-run` therefore checks `model.config` quickly, against the installed version of transformers.
 """
 

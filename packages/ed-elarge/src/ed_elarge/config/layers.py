@@ -17,7 +17,7 @@ INCLUDE = "include"
 
 
 def merged(below: Document, above: Document) -> Document:
-    """Return a document with the values of both; `above` takes precedence.
+    """Return a document with the values of both; `above` has precedence.
 
     The result has the name and the text of `above`.
     """

@@ -231,7 +231,7 @@ class _Builder:
         return out
 
     def _merge(self, node: Node, path: ValuePath, into: dict[Any, tuple[Node, Node]]) -> None:
-        """Add the keys that `<<: *anchor` merges; in a list, earlier mappings take precedence."""
+        """Add the keys that `<<: *anchor` merges; in a list, earlier mappings have precedence."""
         for source in node.value if isinstance(node, SequenceNode) else [node]:
             if not isinstance(source, MappingNode):
                 self.document.values[(*path, "<<")] = self._span(source)

@@ -154,7 +154,7 @@ class RunConfig:
     def task(self) -> TaskType:
         """Task of the model: `model.task`, or the default of the method.
 
-        `auto-bind` stands for the task that the checkpoint names.
+        `auto-bind` represents the task that the checkpoint names.
         """
         chosen = self.model.task if self.model is not None else None
         if self.trainer is None:

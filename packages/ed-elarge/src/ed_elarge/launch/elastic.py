@@ -235,7 +235,7 @@ class _Elastic:
             for connection in self._connections.values():
                 connection.heard = now
         for member, connection in [*self._connections.items()]:
-            # A member that still imports gives no sign of life.
+            # A member that still imports sends nothing.
             if now - connection.heard > (_WAIT if member in absent else SILENCE):
                 self._lose(member, "no sign of life")
         if self._membership.phase is not StartPhase.WAITING:

@@ -307,7 +307,7 @@ def _server(job: LaunchedRun, name: str, options: Mapping[str, str]) -> Objects:
             "failureThreshold": failures,
         }
 
-    # Loading a large model takes up to an hour; afterwards a server that does not answer restarts.
+    # Loading a large model lasts up to an hour; afterwards a server that does not answer restarts.
     container["startupProbe"] = probe("/health/ready", 5, 720)
     container["readinessProbe"] = probe("/health/ready", 5, 2)
     container["livenessProbe"] = probe("/health/live", 10, 6)

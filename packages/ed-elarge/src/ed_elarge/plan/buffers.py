@@ -108,7 +108,7 @@ class Buffers:
         others = logits if referred else 0
         one = self.softmax * logits + others + head + self.streams[0] * stream
         one += max(0, gradient - logits) if split else gradient
-        if several:  # the sum of the gradients exists beside the gradient of a chunk
+        if several:  # the sum of the gradients exists together with the gradient of a chunk
             one += max(0, self.sums - 2) * gradient + (self.streams[1] - self.streams[0]) * stream
         added = logits + others + head + self.sums * gradient + self.streams[1] * stream
         return max(one, added) if several else one

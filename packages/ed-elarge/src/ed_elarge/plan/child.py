@@ -54,7 +54,7 @@ def ask(
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "ED_LAYERS_NATIVE": "0",
-        "TPU_SKIP_MDS_QUERY": "1",  # libtpu asks no metadata server for the devices of this machine
+        "TPU_SKIP_MDS_QUERY": "1",  # libtpu requests no metadata server
         "XLA_FLAGS": " ".join([*kept, f"--xla_force_host_platform_device_count={devices}"]),
     }
     command = [sys.executable, "-m", "ed_elarge.plan.answers"]

@@ -1,7 +1,7 @@
 """The parameters of decoder families from their configuration, without jax.
 
 `FORMS` states how each family differs from Llama. A test compares every entry with the parameters
-of the model class. `ed_elarge.plan.shapes` asks the model class for families without an entry.
+of the model class. `ed_elarge.plan.shapes` reads the model class for families without an entry.
 
 Legend: d hidden, h heads, g kv heads, k head dim, f intermediate, e experts, n layers.
 """

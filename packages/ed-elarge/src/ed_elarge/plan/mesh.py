@@ -41,7 +41,7 @@ class PlanMesh:
     rules: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        # Places of parameters, which a plan asks for many times.
+        # Places of parameters, which a plan needs many times.
         object.__setattr__(self, "_known", {})
 
     @property

@@ -1,4 +1,4 @@
-"""What a run file says about memory and time: the settings of training and of serving."""
+"""The settings of a run file for memory and time: of training and of serving."""
 
 from __future__ import annotations
 

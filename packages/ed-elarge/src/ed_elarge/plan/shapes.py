@@ -130,7 +130,7 @@ def _known(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found), "utf-8")
     except OSError:
-        pass  # the next plan asks again
+        pass  # the next plan tries again
     return found
 
 

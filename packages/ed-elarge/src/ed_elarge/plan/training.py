@@ -102,7 +102,7 @@ def step(
         split=table < shapes.vocabulary * shapes.hidden,
     )
     inner = buffers.of_layer(values, settings.remat, adapted=bool(added)) * tokens * size
-    # The gradients of one microbatch exist beside the sums of all.
+    # The gradients of one microbatch exist together with the sums of all.
     sums = 8 if settings.accumulation > 1 else 0
     copies = (buffers.tables * DTYPE_SIZES[settings.param_dtype] + sums) * table
     copies *= settings.lora is None

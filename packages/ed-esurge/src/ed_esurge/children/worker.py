@@ -2,7 +2,7 @@
 
 The process receives one socket for each job (`ed_esurge.children.process`), and forks. The child
 reads the options and the data from the socket until its end, and writes messages
-(`ed_esurge.children.messages`). The process is small and has one thread, so a fork takes about a
+(`ed_esurge.children.messages`). The process is small and has one thread, so a fork lasts about a
 millisecond. If the server closes its end of the socket, the process kills the child.
 
 A task is a module that calls `run_worker` as the main module.
@@ -57,7 +57,7 @@ Work = Callable[[bytes, dict[str, Any], SendAnswer], None]
 
 #: Elapsed time in seconds in which the server sends the data of a job.
 RECEIVE_SECONDS = 30.0
-#: Elapsed time in seconds after which a child gives way to the server, and to shorter jobs.
+#: Elapsed time in seconds after which a child yields to the server, and to shorter jobs.
 SHORT_JOB_SECONDS = 0.25
 NICE = 10
 

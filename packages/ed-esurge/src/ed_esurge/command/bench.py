@@ -101,7 +101,7 @@ def served(model: str, flags: Sequence[str]) -> Iterator[str]:
             if found:
                 break
         else:
-            raise EasyDeLError("the server did not start; the lines above say why")
+            raise EasyDeLError("the server did not start; the lines above state the reason")
         yield found[1]
     finally:
         process.send_signal(signal.SIGTERM)

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser, table: type[Options], title: st
 
 
 def metavar(annotation: object) -> str:
-    """Return the kind of value that a flag takes, such as `INT` or `{fcfs,priority}`."""
+    """Return the kind of value that a flag accepts, such as `INT` or `{fcfs,priority}`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return "{" + ",".join(map(str, parts)) + "}"
@@ -53,7 +53,7 @@ def metavar(annotation: object) -> str:
 
 
 def shown(default: object) -> str:
-    """Return a default as the text that a flag takes."""
+    """Return a default as the text that a flag accepts."""
     return "none" if default is None else json.dumps(default, default=str)
 
 

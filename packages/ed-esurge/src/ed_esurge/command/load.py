@@ -102,7 +102,7 @@ def add_model_arguments(
         help="let the tokenizer's repository run its own Python code",
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of flags; the command line takes precedence"
+        "--config", metavar="FILE", help="YAML file of flags; the command line has precedence"
     )
     add_options(parser, EngineConfig, "engine")
     if answers_early:

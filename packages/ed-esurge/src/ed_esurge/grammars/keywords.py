@@ -52,7 +52,7 @@ FORMATS: dict[str, str | None] = {
     "color": "^#([0-9A-Fa-f]{3}|[0-9A-Fa-f]{6})$",
     **dict.fromkeys(("int32", "int64"), r"^-?\d{1,9}$"),
     **dict.fromkeys(("float", "double", "decimal"), r"^-?\d{1,15}(\.\d{1,15})?$"),
-    # Registered names that say how a program shows or stores a string.
+    # Registered names that specify how a program shows or stores a string.
     **dict.fromkeys(("binary", "password", "html", "markdown", "commonmark", "text", "string")),
     **dict.fromkeys(("textarea", "style", "phone", "char", "file", "path", "json", "yaml")),
 }

@@ -31,7 +31,7 @@ _SCHEMA = (
     ),
     (
         r"circular references with sibling keys are not supported.*",
-        "a schema that refers to itself cannot have other keywords beside `$ref`. Move them into "
+        "a schema that refers to itself cannot have other keywords next to `$ref`. Move them into "
         "the schema that `$ref` names.",
     ),
     (

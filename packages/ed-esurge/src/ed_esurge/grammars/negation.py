@@ -32,7 +32,7 @@ def negate(schema: object, base: Mapping[str, Any], root: object) -> list[Any]:
 
     Args:
         schema: the schema that values must not match.
-        base: the schema beside it, which all values match.
+        base: the other keywords, which all values match.
         root: the schema that references are relative to.
     """
     schema = target_of(schema, root)

@@ -48,7 +48,7 @@ class ReplicatedEngine:
         name: name of the model.
         config: the options of each replica.
         tokenizer: the tokenizer of the model.
-        run: the message that tells a replica how to create its engine.
+        run: the message that instructs a replica how to create its engine.
         replicas: maximum number of replicas.
         load_processor: returns the processor of the model, if the model has one.
 

@@ -154,7 +154,7 @@ class ArgumentTypes:
         return all(self._permits(part, value, known) for part in _members(schema.get("allOf")))
 
     def _member(self, schema: object, key: str, seen: set[int]) -> Any:
-        """Return the schema of a member; None if the schema says nothing about it."""
+        """Return the schema of a member; None if the schema does not mention it."""
 
         def direct(one: Mapping[str, Any]) -> Any:
             properties = one.get("properties")

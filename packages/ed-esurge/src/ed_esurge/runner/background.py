@@ -69,7 +69,7 @@ class BackgroundCompilation(Generic[NameT]):
         """Stop after the program in work. The remaining programs are not compiled.
 
         Args:
-            wait: whether to wait for the program in work, which can take seconds.
+            wait: whether to wait for the program in work, which can last seconds.
         """
         self._stopped = True
         if wait:

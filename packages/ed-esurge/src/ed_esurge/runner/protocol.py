@@ -1,7 +1,7 @@
 """`Runner`: what an engine loop calls to execute its plans.
 
 `ModelRunner` runs a decoder on local devices, `EncoderRunner` an encoder, and
-`ed_esurge.engine.remote.RemoteRunner` stands for a runner of another process.
+`ed_esurge.engine.remote.RemoteRunner` represents a runner of another process.
 """
 
 from __future__ import annotations

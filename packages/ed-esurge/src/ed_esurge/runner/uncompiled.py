@@ -1,7 +1,7 @@
 """The functions of an engine before they are compiled: code, shardings, abstract arguments.
 
 They accept flat leaves and donate the pages. A step computes logits, and a second function samples.
-Shapes with the same number of rows share the second function, which takes longer to compile than a
+Shapes with the same number of rows share the second function, which needs longer to compile than a
 step of most models. Legend: T flat tokens, n rows, m slots, v vocabulary, w words of a mask.
 """
 

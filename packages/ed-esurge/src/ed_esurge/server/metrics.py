@@ -164,7 +164,7 @@ _HISTOGRAMS: dict[str, tuple[str, str, tuple[float, ...]]] = {
         "Mean time of a token after the first.",
         _BETWEEN_TOKENS,
     ),
-    "n": ("request_params_n", "Completions that a request asks for.", (1, 2, 5, 10, 20)),
+    "n": ("request_params_n", "Completions that a request wants.", (1, 2, 5, 10, 20)),
     "max_tokens": ("request_params_max_tokens", "Tokens that a request allows.", _TOKENS),
     "per_prompt": ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
     "per_generation": ("request_generation_tokens", "Tokens generated for a request.", _TOKENS),

@@ -22,7 +22,7 @@ _RENDERING = threading.Lock()
 
 
 def render_document(version: str) -> bytes:
-    """Return the text of the document. The first call creates the text, which takes long."""
+    """Return the text of the document. The first call creates the text, which lasts long."""
     with _RENDERING:
         return _render(version)
 

@@ -28,7 +28,7 @@ def keep_compiled_programs() -> None:
 
     Later starts and serving then load compiled programs. Small programs are also stored: there are
     many, and reading one is faster than compiling it. Only commands call this function, never an
-    import. Settings of the user take precedence: `JAX_COMPILATION_CACHE_DIR`, with jax's own
+    import. Settings of the user have precedence: `JAX_COMPILATION_CACHE_DIR`, with jax's own
     limits, or `JAX_ENABLE_COMPILATION_CACHE=false`.
     """
     import jax

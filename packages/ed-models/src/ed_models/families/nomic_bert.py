@@ -1,10 +1,11 @@
 """NomicBERT (Nussbaum et al. 2024): BERT with rotary positions and a gated feed-forward layer.
-from typing import Any
 
 Numbers and parameter names follow Hugging Face's `modeling_nomic_bert.py`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig

@@ -1,6 +1,6 @@
 """Checks of a run on this machine: files, folders, functions and ports.
 
-The result of `normalize` does not depend on the machine; these checks do. They take milliseconds
+The result of `normalize` does not depend on the machine; these checks do. They need milliseconds
 and import neither jax nor transformers nor modules of the user. `--dry-run`, `validate` and every
 run start with them. `ed_elarge.config.table` assigns them to sections and actions.
 """

@@ -403,7 +403,7 @@ def with_defaults(
 ) -> ChatRequest:
     """Return a request with the first messages and the sampling options of a derived model.
 
-    A system message and the options of the request take precedence.
+    A system message and the options of the request have precedence.
     """
     values = {} if messages_only else chat_fields(definition.parameters)
     values = {name: value for name, value in values.items() if name not in body.model_fields_set}

@@ -85,7 +85,7 @@ class Reservation:
         self.grow(scope, self._bytes + count)
 
     def move(self) -> Reservation:
-        """Return a reservation that takes over all bytes, for work that outlives the request."""
+        """Return a reservation that owns all bytes, for work that outlives the request."""
         moved = Reservation(self._budget)
         moved._client, moved._bytes = self._client, self._bytes
         self._bytes = 0

@@ -34,7 +34,7 @@ _RESERVED_V4 = tuple(
         ),
     )
 )
-# IPv6 addresses that stand for the IPv4 address in their last 32 bits.
+# IPv6 addresses that represent the IPv4 address in their last 32 bits.
 _EMBEDDING = (
     ipaddress.IPv6Network("::ffff:0:0/96"),  # mapped
     ipaddress.IPv6Network("64:ff9b::/96"),  # translated by NAT64 (RFC 6052)

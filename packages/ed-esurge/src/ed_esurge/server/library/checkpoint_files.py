@@ -58,7 +58,7 @@ class CheckpointFiles:
 
     @cached_property
     def tensors(self) -> TensorFacts:
-        """What the headers of the files say. The headers, which can be long, are not stored.
+        """The contents of the headers. The headers, which can be long, are not stored.
 
         Raises:
             CheckpointError: a file is no safetensors file.
@@ -78,7 +78,7 @@ class CheckpointFiles:
     def digest(self) -> str:
         """SHA-256 of `config.json`, and of the name, size and header of each file with weights.
 
-        Equal digests do not prove equal weights, because reading all weights would take long.
+        Equal digests do not prove equal weights, because reading all weights would need long.
         """
         return self.tensors.digest
 

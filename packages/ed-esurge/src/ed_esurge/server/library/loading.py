@@ -54,7 +54,7 @@ async def release(engine: Any) -> None:
         if shutdown is not None:
             shutdown()
         drop = getattr(getattr(engine, "engine", engine), "drop_memory", None)
-        if drop is not None:  # frees the arrays without a collection, which takes 0.3 s
+        if drop is not None:  # frees the arrays without a collection, which lasts 0.3 s
             drop()
         else:
             gc.collect()

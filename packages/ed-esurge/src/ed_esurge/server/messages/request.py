@@ -51,7 +51,7 @@ NAMES = {
 
 
 class AnthropicMessage(History):
-    """One message. A message of the system may stand between the turns."""
+    """One message. A message of the system may be between the turns."""
 
     role: Literal["user", "assistant", "system"]
     content: ContentBlocks

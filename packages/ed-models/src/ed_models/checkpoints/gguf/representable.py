@@ -74,7 +74,7 @@ def check_represented(
     own = _numbers_of(config)
     read = _numbers_of(stored)
     differing = [
-        f"{name} is {own.get(name)!r}, and a file stands for {read.get(name)!r}"
+        f"{name} is {own.get(name)!r}, and a file represents {read.get(name)!r}"
         for name in sorted(read)  # other names are attributes that the model does not read
         if not _equal(own.get(name), read.get(name))
     ]
