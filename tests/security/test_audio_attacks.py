@@ -61,6 +61,15 @@ ATTACKS = {
     "frames of 0 bytes": lambda: wav(1)[:32] + b"\0\0" + wav(1)[34:],
     "0 bits": lambda: wav(1)[:34] + b"\0\0" + wav(1)[36:],
     "text": lambda: b"<script>" * 1000,
+    "many chunks of CAF": lambda: b"caff\0\1\0\0" + (b"free" + bytes(8)) * 2**16,
+    "many chunks of AIFF": lambda: b"FORM\x7f\xff\xff\xffAIFF" + b"NAME\0\0\0\0" * 2**16,
+    "many tags of MP3": lambda: b"ID3\4\0\0\0\0\0\0" * 2**16,
+    "many pages of Ogg": lambda: b"OggS\0\2" + (bytes(21) + b"OggS\0\0") * 2**15,
+    "many blocks of FLAC": lambda: b"fLaC" + b"\4\0\0\0" * 2**17,
+    "nested boxes of MP4": lambda: b"".join(
+        struct.pack(">I4s", 8 * size, b"moov") for size in range(2**16, 0, -1)
+    ),
+    "sizes of RF64": lambda: b"RF64\xff\xff\xff\xffWAVEds64\x1c\0\0\0" + b"\x7f" * 28 + wav(0)[12:],
 }
 
 

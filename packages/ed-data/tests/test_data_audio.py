@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,46 @@ def test_more_labels_than_time_steps_are_an_error(folder: Path, letters: Any) ->
     assert coarse.of(4800) == 1 + (959 - 600) // 400
     with pytest.raises(DataError, match=r"needs 7 time steps .* 0.30 seconds has 1"):
         of_ctc(mixture(folder), letters, time_steps=coarse).batch_at(0)
+
+
+def header_of_caf(chunks: bytes) -> bytes:
+    form = struct.pack(">d4sIIIII", 16000.0, b"lpcm", 0, 2, 1, 1, 16)
+    return b"caff\0\1\0\0desc" + struct.pack(">q", 32) + form + chunks
+
+
+W64 = "726966662E91CF11A5D628DB04C10000", "77617665F3ACD3118CD100C04F8EDB8A"
+WAV = encoded(np.zeros(9, np.float32))
+#: Files with extreme headers, and the reason of the error; None = any reason.
+BOMBS = {
+    "rate of 1 Hz": (WAV[:24] + b"\1\0\0\0" + WAV[28:], "has 1 samples of a second"),
+    "rate of 2 GHz": (WAV[:24] + b"\xff\xff\xff\x7f" + WAV[28:], "must be from 1000 to 384000"),
+    "samples at 1 Hz": ({"array": tone(0.1), "sampling_rate": 1}, "must be from 1000 to 384000"),
+    "long at a higher rate": ({"array": tone(9, 1000), "sampling_rate": 1000}, "144000 samples"),
+    "chunks of WAV": (WAV[:12] + b"junk\0\0\0\0" * 2**17, None),
+    "chunks of CAF": (header_of_caf((b"free" + bytes(8)) * 2**17), None),
+    "negative chunk": (header_of_caf(b"free" + b"\xff" * 7 + b"\xf4data" + b"\xff" * 8), None),
+    "chunks of AIFF": (b"FORM\x7f\xff\xff\xffAIFF" + b"NAME\0\0\0\0" * 2**17, None),
+    "length of W64": (bytes.fromhex(W64[0]) + bytes(7) + b"\x40" + bytes.fromhex(W64[1]), None),
+    "tags of MP3": (b"ID3\4\0\0\0\0\0\0" * 2**17, None),
+    "pages of Ogg": (b"OggS\0\2" + (bytes(21) + b"OggS\0\0") * 2**15, None),
+    "blocks of FLAC": (b"fLaC" + b"\4\0\0\0" * 2**17, None),
+    "boxes of MP4": (
+        b"".join(struct.pack(">I4s", 8 * n, b"moov") for n in range(9999, 0, -1)),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_extreme_headers_are_errors_of_their_row(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(recordings, "MAX_SAMPLES", 2**17)
+    source, reason = BOMBS[name]
+    with pytest.raises(DataError, match=rf"a row: .*{reason or ''}"):
+        samples_of(
+            RowAudio({"bytes": source} if isinstance(source, bytes) else source, "a row"), RATE
+        )
 
 
 def test_large_files_and_infinite_samples_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Largest encoded recording, and most samples of all channels of a decoded recording.
 MAX_BYTES, MAX_SAMPLES = 2**28, 2**28
+#: Rates in samples of a second. A changed rate multiplies the samples.
+RATES = 1_000, 384_000
 #: Samples of all channels that are decoded at once. The last bits of MP3 files depend on the size
 #: of the blocks; `ed-esurge` reads blocks of the same size.
 BLOCK = 2**22
@@ -63,7 +65,7 @@ def header(audio: RowAudio) -> RecordingHeader:
     """
     source, where = audio
     if isinstance(source, dict) and "array" in source:
-        return RecordingHeader(len(source["array"]), source["sampling_rate"], 1)
+        return _check_size(RecordingHeader(len(source["array"]), source["sampling_rate"], 1), where)
     decoder = _decoder()
     try:
         with _open_recording(source, where) as file:
@@ -76,13 +78,22 @@ def header(audio: RowAudio) -> RecordingHeader:
             where, f"it has {claim[2]} bytes of data, but its header states {claim[1]}"
         )
     found = RecordingHeader(info.frames, info.samplerate, info.channels)
+    if found.frames < 1:
+        raise _unreadable(where, "it has no samples")
+    return _check_size(found, where)
+
+
+def _check_size(found: RecordingHeader, where: str) -> RecordingHeader:
+    if not RATES[0] <= found.rate <= RATES[1]:
+        raise DataError(
+            f"{where}: the recording has {found.rate} samples of a second; the rate must be from "
+            f"{RATES[0]} to {RATES[1]}: correct the row, or set on_error: skip"
+        )
     if found.frames * found.channels > MAX_SAMPLES:
         raise DataError(
             f"{where}: the recording has {found.frames} samples and {found.channels} channels; the "
             f"limit is {MAX_SAMPLES} samples of all channels: split it, or set on_error: skip"
         )
-    if found.frames < 1 or found.rate < 1:
-        raise _unreadable(where, "it has no samples")
     return found
 
 
@@ -103,12 +114,18 @@ def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
 
     facts = header(audio)
     source, where = audio
+    if facts.samples_at(rate) > MAX_SAMPLES:
+        raise DataError(
+            f"{where}: the recording has {facts.seconds:g} seconds, which are "
+            f"{facts.samples_at(rate)} samples at {rate} Hz; the limit is {MAX_SAMPLES}: split it, "
+            "or set on_error: skip"
+        )
     if isinstance(source, dict) and "array" in source:
         samples = source["array"].astype(np.float32, copy=False)
     else:
         try:
             with _open_recording(source, where) as file:
-                decoded = _decoded(file)
+                decoded = _decoded(file, facts.frames)
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise _unreadable(where, error) from error
         if len(decoded) != facts.frames:
@@ -123,15 +140,15 @@ def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(samples, np.float32)
 
 
-def _decoded(file: IO[bytes]) -> NDArray[np.float32]:
-    """Return the samples [n, c] of a file."""
+def _decoded(file: IO[bytes], most: int) -> NDArray[np.float32]:
+    """Return the samples [n, c] of a file; one block more than `most` if its header is wrong."""
     import numpy as np
 
     with _decoder().SoundFile(file) as opened:
         opened.seek(0)  # as `soundfile.read` does; this changes the last bits of MP3 files
         step = max(BLOCK // opened.channels, 1)
         blocks = [opened.read(step, dtype="float32", always_2d=True)]
-        while len(blocks[-1]) == step:
+        while len(blocks[-1]) == step and step * len(blocks) <= most:
             blocks.append(opened.read(step, dtype="float32", always_2d=True))
     return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 

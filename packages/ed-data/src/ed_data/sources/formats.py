@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import lzma
 import math
 import sys
 import threading
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,12 @@ from fsspec.utils import infer_compression
 from ed_data.config.source import COMPRESSIONS, Inform
 from ed_data.errors import DataError
 from ed_data.schema import OPTIONAL_FIELDS, Cell, Row
+from ed_data.sources.expansion import (
+    ExpandedStream,
+    ExpansionError,
+    check_parquet,
+    split_rows,
+)
 from ed_data.sources.features import read_features, row_decoder
 from ed_data.sources.lines import START, LineRecord, Lines, Spot, decoded
 
@@ -60,7 +68,15 @@ class SourceFile:
                 f"{self.address}: reading .{suffix} files requires a package that is not installed"
                 + (" (zstandard)" if suffix == "zst" else "")
             )
-        return fsspec.core.OpenFile(self.fs, self.path, "rb", compression=compression).open()
+        if compression is None:
+            return fsspec.core.OpenFile(self.fs, self.path, "rb").open()
+        compressed = self.fs.open(self.path, "rb")
+        try:
+            stream = fsspec.compression.compr[compression](compressed, mode="r")
+        except BaseException:
+            compressed.close()
+            raise
+        return io.BufferedReader(ExpandedStream(stream, compressed), 1 << 17)
 
 
 def read_file(
@@ -80,7 +96,9 @@ def read_file(
     """
     try:
         yield from READERS[inform.kind](file, inform, columns, start)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except ExpansionError as error:
+        raise DataError(f"{file.address}: {error}") from error
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
         raise DataError(
             f"{file.address} cannot be read: {error}; if the file is truncated or damaged, "
             "download it again"
@@ -286,6 +304,8 @@ def _parquet(
     with file.open(decompress=False) as stream:
         try:
             table = pq.ParquetFile(stream)
+            if large := check_parquet(table.metadata):
+                table = pq.ParquetFile(stream, read_dictionary=large)
             decode = row_decoder(read_features(table.schema_arrow.metadata))
             sizes = [
                 table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)
@@ -365,7 +385,8 @@ def _numbered(
         if number + batch.num_rows <= start:
             number += batch.num_rows
             continue
-        for row in batch.slice(max(start - number, 0)).to_pylist():
+        rows = split_rows(batch.slice(max(start - number, 0)))
+        for row in (row for part in rows for row in part.to_pylist()):
             at = max(start, number)
             place = f"{file.address}, row {at}"
             try:
