@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,84 @@ def test_unmarked_answers_are_detected(encoded, family, name):
         if own != other
     }
     assert all(token in header or not tokenizer.decode([token]).strip() for token in differing)
+
+
+def trl_template(name: str) -> str:
+    folder = Path(pytest.importorskip("trl.chat_template_utils").__file__).parent
+    return (folder / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+
+
+_GEMMA4 = Family(
+    "gemma3",
+    "<eos>",
+    (
+        *("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>"),
+        *("<tool_response|>", '<|"|>', "<|channel>", "<channel|>", "<|think|>", "<|tool>"),
+        "<tool|>",
+    ),
+    "<bos>",
+)
+_V3 = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    *("<｜tool▁calls▁end｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>"),
+    *("<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>"),
+)
+_CALL = {**CALL, "tool_calls": [{**CALL["tool_calls"][0], "id": "call00001"}]}
+_RESULT = {**RESULT, "tool_call_id": "call00001"}
+_TEXT_CALL = {
+    **_CALL,
+    "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}],
+}
+_GLM_CALL = (
+    "\n<think></think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n"
+    "<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call><|observation|>"
+)
+_GLM_ANSWER = "\n<think></think>\nTwo plus two is four."
+_V3_CALL = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"a": 2, "b": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>'
+)
+_V3_ANSWER = "Two plus two is four.<｜end▁of▁sentence｜>"
+_GEMMA4_CALL = "<|tool_call>call:add{a:2,b:2}<tool_call|><|tool_response>"
+_TURNS, _TOOLED = [USER, ANSWER, AGAIN, SIX], [USER, _CALL, _RESULT, ANSWER]
+#: Template of TRL, messages, and the text that the model writes.
+LEARNED = [
+    ("glm4moe", _TURNS, [_GLM_ANSWER, "<|user|>\n<think></think>\nSix.<|endoftext|>"]),
+    ("glm4moe", _TOOLED, [_GLM_CALL, _GLM_ANSWER, "<|endoftext|>"]),
+    ("glm4moe_training", _TURNS, [_GLM_ANSWER, "<|user|>\n<think></think>\nSix.<|user|>"]),
+    ("glm4moe_training", _TOOLED, [_GLM_CALL, _GLM_ANSWER, "<|user|>"]),
+    ("deepseekv3", _TOOLED, [_V3_CALL, _V3_ANSWER]),
+    ("deepseekv3", [USER, _TEXT_CALL, _RESULT, ANSWER], [_V3_CALL, _V3_ANSWER]),
+    ("deepseekv3", [*_TOOLED, AGAIN, SIX], [_V3_CALL, _V3_ANSWER, "Six.<｜end▁of▁sentence｜>"]),
+    (
+        "deepseekv3_training",
+        _TOOLED,
+        ["<｜Assistant｜>", _V3_CALL, "<｜tool▁outputs▁end｜>", _V3_ANSWER],
+    ),
+    ("gemma4", _TURNS, ["Two plus two is four.<turn|>", "Six.<turn|>"]),
+    *(
+        (name, _TOOLED, [_GEMMA4_CALL, "Two plus two is four.<turn|>"])
+        for name in ("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "messages", "texts"), LEARNED)
+def test_answers_are_learned_with_their_end_and_without_tool_responses(
+    encoded, name, messages, texts
+):
+    """The end of a turn of GLM-4 is the header of the next one, as TRL's template marks it."""
+    family = FAMILIES.get(name.removesuffix("_training"), _GEMMA4)
+    if name.startswith("deepseekv3"):
+        family = replace(family, plain=(*family.plain, *_V3))
+    tokenizer = family.tokenizer()
+    tokenizer.chat_template = trl_template(name)
+    row: dict[str, Any] = {"messages": messages}
+    if name.startswith(("glm", "gemma")) and _CALL in messages:
+        row["tools"] = [TOOL]
+    ((ids, mask),) = encoded(tokenizer, [row], assistant_only_loss=True)
+    learned = tokenizer.decode([t for t, flag in zip(ids, mask, strict=True) if flag])
+    assert learned == "".join(texts)
 
 
 THINKING = [USER, THOUGHT, AGAIN, {**SIX, "reasoning_content": "Three and three."}]

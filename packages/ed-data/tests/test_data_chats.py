@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -288,3 +289,40 @@ def test_marked_answers_end_where_the_tokenizer_drops_white_space():
     ids, mask = encoded(words_only, chat, {}, assistant_only_loss=True)
     learned = words_only.decode([t for t, flag in zip(ids, mask, strict=True) if flag])
     assert learned.split() == ["an", "answer", "<end>", "answer", "<end>"]
+
+
+MARKS = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.role == 'assistant' %}BEFORE{{ m.content }}WITHIN{% endgeneration %}AFTER"
+    "{% else %}OTHER{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "within", "after", "other", "words"),
+    [
+        ("{% generation %}", "<|eos|>", "", "{{ m.content }}<|eos|>", ""),
+        ("{% generation %}", "", "<|eos|>", "{{ m.content }}<|eos|>", r"end before '<\|eos\|>'"),
+        (
+            "{% generation %}",
+            "<|eos|>",
+            "",
+            "{% generation %}{{ m.content }}<|eos|>{% endgeneration %}",
+            "contain a message of the role user",
+        ),
+    ],
+)
+def test_marks_that_do_not_cover_the_answers_are_warned_of_once(
+    tokenizer, caplog, before, within, after, other, words
+):
+    template = MARKS.replace("BEFORE", before).replace("WITHIN", within)
+    template = template.replace("AFTER", after).replace("OTHER", other)
+    chat = [
+        {"role": "user", "content": "what is two plus two?"},
+        {"role": "assistant", "content": "four"},
+    ]
+    with caplog.at_level("WARNING", logger="ed_data"):
+        encoded(with_template(tokenizer, template), chat * 2, {}, assistant_only_loss=True)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == bool(words)
+    assert re.search(words, "".join(messages))

@@ -89,11 +89,11 @@ class ConversationFormat:
         prepared = [normalize_message(message) for message in messages]
         if any(isinstance(m["content"], list) for m in prepared) and not self.accepts_parts:
             prepared = [_join_text_parts(message) for message in prepared]
-        if not self.renders_tools:
-            if tools or any(m["role"] == "tool" or m.get("tool_calls") for m in prepared):
-                prepared = write_tools_as_text(prepared, tools, self.accepts("system"))
+        has_calls = any(m["role"] == "tool" or m.get("tool_calls") for m in prepared)
+        if not self.renders_tools and (tools or (has_calls and not self.renders_calls)):
+            prepared = write_tools_as_text(prepared, tools, self.accepts("system"))
             tools = ()
-        elif any(m.get("tool_calls") for m in prepared):
+        elif has_calls:
             prepared = [self._convert_arguments(message) for message in prepared]
         prepared = self._merge_roles(self._place_systems(prepared))
         if self.reads_parts:
@@ -104,6 +104,14 @@ class ConversationFormat:
     def renders_tools(self) -> bool:
         """Whether the template itself renders tools."""
         return renders_tools(self._template)
+
+    @cached_property
+    def renders_calls(self) -> bool:
+        """Whether the template itself renders calls and their results (DeepSeek V3 renders these,
+        and no tools)."""
+        convert = write_arguments if self.reads_arguments_as_text else read_arguments
+        text = self._render_call(convert({"probe-key": "probe-value"})) or ""
+        return "probe-value" in text and "probe-result" in text
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -161,7 +169,7 @@ class ConversationFormat:
         messages: Messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call_id, "name": "probe", "content": "b"},
+            {"role": "tool", "tool_call_id": call_id, "name": "probe", "content": "probe-result"},
         ]
         if reply:
             messages.append({"role": "user", "content": "probe-reply"})

@@ -5,13 +5,15 @@ at the first character in which the chat differs from this text, because some te
 answer with reasoning that they remove later. An answer ends with its turn, which the template
 renders at the end of a chat that is truncated after the turn. If other turns follow, a turn may
 lose its beginning (the reasoning) or have another end token. White space after the end token does
-not belong to the answer. Character offsets determine the tokens of an answer.
+not belong to the answer. A turn without an end token ends with the special token that begins the
+next turn of another role. Character offsets determine the tokens of an answer.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ed_data.schema import Message
@@ -44,7 +46,8 @@ def with_answers(
             does not return offsets.
     """
     text = render(chat, False)
-    spans = _Turns(text, render, end_tokens).answers(chat)
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    spans = _Turns(text, render, end_tokens, added).answers(chat)
     try:
         encoded = tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -74,6 +77,20 @@ def mask_tokens(places: Sequence[TokenSpan], spans: Sequence[TokenSpan]) -> list
     return mask
 
 
+@lru_cache(maxsize=8)
+def _compile_units(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern for the longest of some tokens, or one character.
+
+    Tokens with equal first characters share a branch: some tokenizers have thousands of tokens.
+    """
+    branches: dict[str, list[str]] = {}
+    # White space alone is a token of some tokenizers, and part of texts.
+    for token in sorted({token for token in tokens if token.strip()}, key=len, reverse=True):
+        branches.setdefault(token[0], []).append(re.escape(token[1:]))
+    texts = [f"{re.escape(first)}(?:{'|'.join(rest)})" for first, rest in branches.items()]
+    return re.compile("|".join([*texts, "."]), re.DOTALL)
+
+
 class _Turns:
     """Finds the turns of a chat in its text.
 
@@ -81,12 +98,18 @@ class _Turns:
         text: text of the whole chat.
         render: the chat template.
         end_tokens: texts of the tokens that may end a turn.
+        added_tokens: texts of all added tokens, which are compared as a whole.
     """
 
-    def __init__(self, text: str, render: RenderMessages, end_tokens: Collection[str]) -> None:
+    def __init__(
+        self,
+        text: str,
+        render: RenderMessages,
+        end_tokens: Collection[str],
+        added_tokens: Collection[str] = (),
+    ) -> None:
         self._text, self._render, self._ends = text, render, tuple(end_tokens)
-        ends = sorted(map(re.escape, end_tokens), key=len, reverse=True)
-        self._units = re.compile("|".join([*ends, "."]), re.DOTALL)
+        self._units = _compile_units((*end_tokens, *added_tokens))
 
     def answers(self, chat: list[Message]) -> list[TokenSpan]:
         """Return the characters of each message of the assistant.
@@ -115,8 +138,15 @@ class _Turns:
             end = found
         turn = self._text[begin:end]
         stripped = turn.rstrip()
-        # Without an end token, white space ends the turn.
-        return begin, begin + len(stripped if stripped.endswith(self._ends) else turn)
+        if stripped.endswith(self._ends):
+            return begin, begin + len(stripped)
+        # Without an end token, white space ends the turn, or the model writes the first token of
+        # the next turn to end its own (GLM-4: `<|user|>`, `<|observation|>`).
+        following = self._units.match(self._text, end)
+        is_next = following is not None and following.group() in self._ends
+        if is_next and i < len(chat) - 1 and chat[i + 1]["role"] != "assistant":
+            return begin, following.end()
+        return begin, end
 
     def _end(self, begin: int, cut: str) -> int | None:
         """Return the end of a turn that other turns follow, or None.
@@ -142,7 +172,7 @@ class _Turns:
         return None
 
     def _shared(self, first: str, second: str) -> int:
-        """Return the length of the common prefix of two texts; an end token is one unit."""
+        """Return the length of the common prefix of two texts; an added token is one unit."""
         length = 0
         for one, other in zip(
             self._units.finditer(first), self._units.finditer(second), strict=False

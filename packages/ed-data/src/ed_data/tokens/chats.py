@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ed_data.conversation import ConversationFormat
 from ed_data.errors import DataError
 from ed_data.schema import KWARGS, TOOLS, Message
-from ed_data.tokens.answers import mask_tokens, with_answers
+from ed_data.tokens.answers import TokenSpan, mask_tokens, with_answers
 from ed_data.tokens.items import DocumentField, TokenSequence, with_blame
 from ed_data.tokens.tokenizers import chat_template, end_tokens
 
@@ -29,6 +29,8 @@ log = logging.getLogger("ed_data")
 
 #: Roles of messages that precede an answer.
 _ASKING = ("system", "developer", "user", "tool", "function")
+#: Number of chats whose marks are checked, and of characters of a message that is looked for.
+CHECKED_CHATS, QUOTED = 32, 12
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -47,6 +49,7 @@ class ChatEncoder:
         self._tokenizer, self._eos = tokenizer, eos
         self._assistant_only_loss = assistant_only_loss
         self._unused: set[str] = set()
+        self._marked_chats = 0
         self._formats: dict[str, ConversationFormat] = {}
 
     @cached_property
@@ -148,8 +151,37 @@ class ChatEncoder:
                 "the tokenizer does not return character offsets, which assistant_only_loss "
                 "requires: use its fast version"
             ) from error
+        for item, text, spans in zip(items, texts, places, strict=True):
+            self._check_marks(item, text, spans)
         rows = zip(encoded["input_ids"], encoded["offset_mapping"], places, strict=True)
         return [TokenSequence(ids, mask_tokens(offsets, spans)) for ids, offsets, spans in rows]
+
+    def _check_marks(self, item: DocumentField, text: str, spans: list[TokenSpan]) -> None:
+        """Warn once if the marks of a template leave out the end token of an answer, or contain a
+        message of another role. The first chats are checked."""
+        if self._marked_chats >= CHECKED_CHATS:
+            return
+        self._marked_chats += 1
+        ends, marked = tuple(self._end_tokens.values()), [text[a:b] for a, b in spans]
+        problem = ""
+        for (_, stop), answer in zip(spans, marked, strict=True):
+            following = next((end for end in ends if text[stop:].lstrip().startswith(end)), None)
+            if answer.strip() and not answer.rstrip().endswith(ends) and following is not None:
+                problem = f"end before {following!r}, so the model does not learn to end its answer"
+        chat: list[Message] = item.content  # type: ignore[assignment]
+        answers = str([message["content"] for message in chat if message["role"] not in _ASKING])
+        for message in chat:
+            words = str(message["content"]).strip()
+            is_other = message["role"] in _ASKING and len(words) >= QUOTED and words not in answers
+            if is_other and any(words in answer for answer in marked):
+                problem = f"contain a message of the role {message['role']}, which is learned"
+        if problem:
+            self._marked_chats = CHECKED_CHATS
+            log.warning(
+                "%s: the marks {%% generation %%} of the chat template %s: correct the template",
+                item.where,
+                problem,
+            )
 
     def _with_found_answers(self, items: list[DocumentField]) -> list[TokenSequence]:
         texts = self._end_tokens.values()

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ed_data")
 
 #: Increased when the same rows produce different tokens, which invalidates older caches.
-_VERSION = 3
+_VERSION = 4
 
 
 class Skipped(Protocol):
