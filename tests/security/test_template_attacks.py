@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ed_esurge import untrusted_template
+from ed_esurge import render_time, untrusted_template
 from ed_esurge.server.generation.rendering import MAX_REPEATED
 from ed_esurge.server.http.errors import MAX_MESSAGE
 from ed_esurge.server.launch import background
@@ -168,3 +168,48 @@ def test_variables_that_a_template_repeats_are_limited():
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "chat_template_kwargs"
         assert str(MAX_REPEATED // 2000) in answer.json()["error"]["message"]
+
+
+@pytest.mark.daily("true")
+@pytest.mark.parametrize("condition", ["true", "messages | length > 4"])
+def test_endless_template_of_a_checkpoint_is_interrupted(monkeypatch, condition):
+    """Its thread then works for other requests, and the event loop is not used again."""
+    monkeypatch.setattr(render_time, "CPU_SECONDS", 0.2)
+    engine = ScriptedEngine()
+    template = f"{{% if {condition} %}}{LOOP}{{% endif %}}{{{{ messages[0].content }}}}"
+    engine.tokenizer = byte_tokenizer(template)
+    with background(engine) as url:
+        turns = [{**USER, "role": role} for role in ("user", "assistant", "user")]
+        for count in (6, 6, 1):
+            body = {"messages": turns[: count % 3] or turns * 2, "max_tokens": 1}
+            answer = httpx.post(f"{url}/chat/completions", json=body, timeout=60)
+            if count == 1 and condition != "true":
+                assert answer.status_code == 200, answer.text
+                continue
+            assert answer.status_code == 400
+            assert "of processor time: use another template" in answer.text
+        completion = {"prompt": "a", "max_tokens": 1}
+        assert httpx.post(f"{url}/completions", json=completion).status_code == 200
+    assert not render_time.RENDER_TIMER._running
+
+
+def test_interrupted_rendering_leaves_no_later_exception(monkeypatch):
+    monkeypatch.setattr(render_time, "CPU_SECONDS", 0.05)
+    timer, caught = render_time.RenderTimer(), 0
+
+    def catch_exceptions():
+        nonlocal caught
+        with timer.limit(0):
+            while caught < 3:
+                try:
+                    sum(range(10_000))
+                except render_time.TemplateTimeError:
+                    caught += 1
+
+    with pytest.raises(render_time.TemplateTimeError):
+        catch_exceptions()
+    until = time.process_time() + 0.3
+    while time.process_time() < until:
+        sum(range(1000))
+    with timer.limit(10**9):
+        assert len(timer._running) == 1

@@ -102,15 +102,19 @@ def test_entries_of_a_dictionary_are_not_copied_into_all_rows_at_once(tmp_path, 
             file.write_table(table)
     assert path.stat().st_size < 2**25
     parts = []
-    monkeypatch.setattr(
-        "ed_data.sources.formats.split_rows",
-        lambda batch: (parts.append(part) or part for part in split_rows(batch)),
-    )
+
+    def checked(batch):
+        for part in split_rows(batch):
+            parts.append(part)
+            assert part.num_rows * size <= expansion.ROWS_BYTES
+            yield part
+
+    monkeypatch.setattr("ed_data.sources.formats.split_rows", checked)
     before = pa.default_memory_pool().bytes_allocated()
     source = open_source(Inform(type=form, data_files=str(path)))
     rows = source.rows()
     assert [len(next(rows)[1]["content"]) for _ in range(4)] == [size, 1, size, 1]
-    assert parts and all(part.num_rows * size <= expansion.ROWS_BYTES for part in parts)
+    assert parts
     assert pa.default_memory_pool().bytes_allocated() - before < 2**27
 
 

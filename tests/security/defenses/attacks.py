@@ -185,6 +185,37 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             "if False:",
         ),
     ),
+    "packages/ed-data/tests/test_data_long_lines.py"
+    "::test_compressed_file_that_expands_is_an_error_with_its_name": (
+        Edit(
+            f"{DATA}/sources/expansion.py",
+            "        if self._count > FREE_BYTES and self._count > MAX_RATIO",
+            "        if self._count < 0 and self._count > MAX_RATIO",
+        ),
+    ),
+    "packages/ed-data/tests/test_data_long_lines.py"
+    "::test_expanding_page_is_an_error_with_its_column": (
+        Edit(
+            f"{DATA}/sources/expansion.py",
+            "            if size > FREE_BYTES and size > MAX_RATIO * stored:",
+            "            if False:",
+        ),
+    ),
+    "packages/ed-data/tests/test_data_long_lines.py"
+    "::test_entries_of_a_dictionary_are_not_copied_into_all_rows_at_once": (
+        Edit(
+            f"{DATA}/sources/expansion.py",
+            "    if not any(_expands(field.type) for field in batch.schema):",
+            "    if True:",
+        ),
+    ),
+    "packages/ed-data/tests/test_data_audio.py::test_extreme_headers_are_errors_of_their_row": (
+        Edit(
+            f"{DATA}/rows/recordings.py",
+            "    if not RATES[0] <= found.rate <= RATES[1]:",
+            "    if False:",
+        ),
+    ),
     "packages/ed-data/tests/test_data_media_rows.py"
     "::test_archives_of_a_dataset_read_and_write_nothing_outside": (
         Edit(  # archives are read in place; Python extracts them to any path
@@ -391,6 +422,10 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             "        if self.size > state.limits.max_conversation_bytes:",
             "        if False:",
         ),
+    ),
+    "tests/security/test_template_attacks.py"
+    "::test_endless_template_of_a_checkpoint_is_interrupted": (
+        Edit(f"{ESURGE}/render_time.py", "                        _raise_in(entry.thread)\n", ""),
     ),
     "tests/security/test_template_attacks.py::test_hostile_templates_return_short_errors": (
         Edit(

@@ -475,6 +475,7 @@ class PromptEncoder:
         )
         sources = await self.media.sources(messages)
         weight = size + 100 * (len(messages) + len(tools))
+        weight = max(weight, LONG_TEXT) if self.renderer.is_slow else weight
         if not sources and chat_template is None:
 
             def encode() -> EncodedPrompt:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ed_esurge.children.process import JobGroup
+from ed_esurge.render_time import RENDER_TIMER, TemplateTimeError
 from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.requests import ChatMessage
 from ed_esurge.server.generation.structured import Tool
@@ -37,6 +38,9 @@ class ConversationRenderer:
         template_text: the text of the template.
         most: limit of a text in characters.
         check_length: raises APIError for a number of characters beyond the limit.
+
+    Attributes:
+        is_slow: whether the template of the model has exceeded its processor time.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class ConversationRenderer:
         self._tokenizer, self._template, self._template_text = tokenizer, template, template_text
         self._most, self._check_length = most, check_length
         self._untrusted = UntrustedTemplates(tokenizer)
+        self.is_slow = False
 
     def start(self) -> None:
         """Start the process that renders the templates of requests, and wait for its imports."""
@@ -113,16 +118,21 @@ class ConversationRenderer:
                 offered["tools"] = [tool.for_template() for tool in tools]
             if documents:
                 offered["documents"] = list(documents)
-            self._check_length(sum(map(len, texts_in((texts, offered)))), "messages")
+            characters = sum(map(len, texts_in((texts, offered))))
+            self._check_length(characters, "messages")
             _check_repetition(variables, len(texts))
             try:
                 if chat_template is None:
-                    text, marks = template.render(texts, **offered, **options)
+                    with RENDER_TIMER.limit(characters):
+                        text, marks = template.render(texts, **offered, **options)
                 else:
                     given = {**offered, **options}
                     text, marks = self._render_apart(chat_template, texts, given, group)
             except APIError:
                 raise
+            except TemplateTimeError as error:
+                self.is_slow = True
+                raise APIError(f"the chat template failed: {error}", param="messages") from None
             except Exception as error:  # a template can raise any exception for a client's messages
                 raise APIError(
                     f"the chat template rejects these messages: {error}", param="messages"
