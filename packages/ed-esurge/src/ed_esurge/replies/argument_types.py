@@ -6,6 +6,7 @@ whether it is JSON. Pydantic writes an optional text as `anyOf`, and a named typ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -16,6 +17,9 @@ from ed_esurge.replies.scanner import Malformed
 
 KINDS = frozenset(("string", "integer", "number", "boolean", "null", "array", "object"))
 TEXT = frozenset(("string",))
+#: Numbers that begin with a plus sign or zeros, which JSON does not allow.
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
+_LEADING = re.compile(r"^\+?(-?)0*(?=\d)")
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -40,6 +44,10 @@ class ArgumentTypes:
     def declares(self, key: str) -> bool:
         """Return whether the schema names an argument."""
         return self._member(self._root, key, set()) is not None
+
+    def allows(self, key: str) -> bool:
+        """Return whether an argument may have a name: a declared one, or any if none is."""
+        return self.declares(key) or self._nested(self._root, "properties", set()) is None
 
     def member(self, schema: object, key: str) -> Any:
         """Return the schema of a value within objects of a schema."""
@@ -79,6 +87,8 @@ class ArgumentTypes:
         """
         kinds = self.kinds(schema)
         written = (text if plain is None else plain).strip()
+        if _NUMBER.fullmatch(written) and "string" not in kinds:
+            written = _LEADING.sub(r"\1", written)
         try:
             value = loads(_PYTHON_NAMES.get(written, written))
         except Malformed:

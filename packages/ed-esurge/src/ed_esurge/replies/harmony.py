@@ -42,6 +42,10 @@ class Header:
 def read_header(text: str) -> Header | None:
     """Return the header in the text before `<|message|>`; None if the text is no header."""
     hit = _HEADER.fullmatch(text)
+    if hit is None:  # a header that the model began again
+        first, marker, last = text.rpartition(STARTS[1])
+        begun = _HEADER.fullmatch(first)
+        hit = _HEADER.fullmatch(marker + last) if begun is not None else None
     if hit is None:
         return None
     recipient = hit["first"] or hit["second"] or ""

@@ -68,14 +68,16 @@ class ReplyParser:
         thinks = reasoning.opens if reasoning is not None else ()
         closes = reasoning.closes if reasoning is not None else ()
         forms = (calls.form if calls is not None else None, reasoning)
-        drops = {*drops, *(text for form in forms if form is not None for text in form.drops)}
+        special = frozenset(drops)
+        drops = {*special, *(text for form in forms if form is not None for text in form.drops)}
         self._headers = any(form.headers for form in forms if form is not None)
         self._opens = frozenset((*opens, *begins))
         self._thinks, self._closes = frozenset(thinks), frozenset(closes)
         self._markers = Markers((*opens, *begins, *thinks, *drops))
         self._after_thoughts = Markers((*opens, *begins, *thinks, *closes, *drops))
         ends_thoughts = calls is not None and calls.form.ends_thoughts
-        self._thought_ends = Markers((*closes, *(opens if ends_thoughts else ())))
+        self._thought_ends = Markers((*closes, *(opens if ends_thoughts else ()), *special))
+        self._drops = special - {*closes, *opens, *begins, *thinks}
         self._section_ends = (*opens, *begins, *thinks, *closes)
         self._events: list[Event] = []
         self._space = ""  # withheld white space, which is dropped if a call follows
@@ -126,6 +128,8 @@ class ReplyParser:
                 yield from self._src.space()
                 yield from self._src.literal(*self._thinks)  # a repetition of the prompt's end
                 yield from self._thoughts()
+            else:
+                yield from self._skip_end_of_thoughts()
             yield from self._beginning()
             while True:
                 markers = self._after_thoughts if self._ended_by_call else self._markers
@@ -148,11 +152,28 @@ class ReplyParser:
             marker = yield from self._src.until(self._thought_ends, self._thought)
             if marker in self._closes:
                 break
+            if marker in self._drops:
+                continue
             if (yield from self._section(marker)):
                 self._ended_by_call = True
                 break
             self._thought(marker)
         self._trim = self._parted = True
+
+    def _skip_end_of_thoughts(self) -> Reader[None]:
+        """Skip the marker with which a model that did not think begins its reply."""
+        src = self._src
+        src.mark = src.at
+        while True:
+            yield from src.space()
+            marker = yield from src.literal(*self._closes, *self._drops)
+            if marker not in self._drops:
+                break
+        if marker is not None:
+            self._trim = True
+        else:
+            src.at = src.mark
+        src.mark = None
 
     def _begin_thoughts(self) -> None:
         self._trim_thought, self._thought_space = True, ""

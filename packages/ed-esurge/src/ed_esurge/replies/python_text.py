@@ -12,6 +12,10 @@ from ed_esurge.replies.scanner import Malformed, Reader, Scanner
 
 _PLAIN = re.compile(r"""[^"'()\[\]{},\\]*""")
 _INSIDE = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
+#: What follows the last character of an argument, within a number of characters.
+_AFTER_ARGUMENT = re.compile(r"\s*(\)\s*([\],<\n]|$)|,\s*[A-Za-z_]\w*\s*=|$)")
+_WINDOW = 64
+_LEADING_ZEROS = re.compile(r"(?<![\w.])0+(?=[1-9]\d*(?![\w.]))")
 _NAMES = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -23,6 +27,7 @@ def argument(src: Scanner) -> Reader[str]:
     """
     parts: list[str] = []
     open_: list[str] = []
+    start = 0  # of the parts after the last text
     while True:
         parts.append(src.run(_PLAIN))
         here = yield from src.peek()
@@ -37,22 +42,52 @@ def argument(src: Scanner) -> Reader[str]:
         src.at += 1
         parts.append(here)
         if here in "\"'":
+            parts[start:] = [_LEADING_ZEROS.sub("", "".join(parts[start:]))]
             yield from _quoted(src, parts, here)
+            start = len(parts)
+    parts[start:] = [_LEADING_ZEROS.sub("", "".join(parts[start:]))]
     return dumps(literal_value("".join(parts)))
 
 
 def _quoted(src: Scanner, parts: list[str], quote: str) -> Reader[None]:
+    has_quotes = False  # without escapes
     while True:
         # A line break within quotes is invalid Python, but means a line break.
-        parts.append(src.run(_INSIDE[quote]).replace("\n", "\\n"))
+        parts.append(_escape_controls(src.run(_INSIDE[quote])))
         here = yield from src.peek()
         src.at += 1
-        parts.append("\\n" if here == "\n" else here)
+        if here == quote and not (yield from _ends_text(src, strict=has_quotes)):
+            has_quotes = True
+            parts.append(f"\\{quote}")
+            continue
+        parts.append(_escape_controls(here))
         if here == quote:
             return
         if here == "\\":
             parts.append((yield from src.peek()))
             src.at += 1
+
+
+def _escape_controls(text: str) -> str:
+    """Escape the line breaks and null characters that Python does not allow within quotes."""
+    return text.replace("\n", "\\n").replace("\r", "\\r").replace("\0", "\\x00")
+
+
+def _ends_text(src: Scanner, *, strict: bool) -> Reader[bool]:
+    """Return whether a quote ends a text: what follows can follow a literal.
+
+    A model may write quotes within a text without escapes. After the first of them, only the end
+    of the call or the name of the next argument ends the text (`strict`).
+    """
+    if strict:
+        while len(src.text) < src.at + _WINDOW and not src.ended:
+            yield from src.more()
+        return _AFTER_ARGUMENT.match(src.text[src.at : src.at + _WINDOW]) is not None
+    place = src.position
+    yield from src.space()
+    follows = src.text[src.at : src.at + 1]
+    src.at = place - src.discarded
+    return follows in ",)]}:\"'"
 
 
 def literal_value(text: str) -> Any:
@@ -79,7 +114,7 @@ def _literal(node: ast.expr, lines: list[bytes]) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float()) as operand):
             value = _literal(operand, lines)
             return f"-{value}" if isinstance(value, str) else -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return [_literal(item, lines) for item in items]
         case ast.Dict(keys=keys, values=values):
             known = {}

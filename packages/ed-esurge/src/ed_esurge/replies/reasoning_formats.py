@@ -44,7 +44,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         signs=("<|START_THINKING|>",),
     ),
     "gemma4": ReasoningFormat(
-        ("<|channel>thought\n", "<|channel>thought"), ("<channel|>",), signs=("<|channel>",)
+        ("<|channel>thought\n", "<|channel>thought", "<|channel>"), ("<channel|>",),
+        drops=("<channel|>",), signs=("<|channel>",),
     ),
     "apertus": ReasoningFormat(
         ("<|inner_prefix|>",), ("<|inner_suffix|>",), signs=("<|inner_prefix|>",)

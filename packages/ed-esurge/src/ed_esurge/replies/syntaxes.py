@@ -13,6 +13,8 @@ from ed_esurge.replies.python_text import argument
 from ed_esurge.replies.scanner import Ended, Malformed, Markers, Reader, Scanner, Write
 
 ARGUMENTS = ("arguments", "parameters")
+#: Names under which a model may write all arguments as one object.
+WRAPPERS = (*ARGUMENTS, "input")
 MAX_DEPTH = 64
 
 
@@ -46,26 +48,31 @@ def _object(src: Scanner, sink: CallSink, names: tuple[str, ...]) -> Reader[None
     yield from src.expect("{")
     name, held, begun = None, None, False
     keys: set[str] = set()
-    while True:
-        key = yield from string_value(src)
-        if key in keys:
-            raise Malformed
-        keys.add(key)
-        yield from src.expect(":")
-        if key in names:
-            name = yield from string_value(src)
-        elif key in ARGUMENTS and name is not None and not begun:
-            sink.begin(name)
-            begun = True
-            yield from _arguments(src, sink.write)
-        elif key in ARGUMENTS and held is None and not begun:
-            parts: list[str] = []
-            yield from _arguments(src, parts.append)
-            held = "".join(parts)
-        else:
-            yield from value(src, lambda text: None)
-        if (yield from src.expect(",", "}")) == "}":
-            break
+    try:
+        while True:
+            key = yield from string_value(src)
+            if key in keys:
+                raise Malformed
+            keys.add(key)
+            yield from src.expect(":")
+            if key in names:
+                name = yield from string_value(src)
+            elif key in ARGUMENTS and name is not None and not begun:
+                sink.begin(name)
+                begun = True
+                yield from _arguments(src, sink.write)
+            elif key in ARGUMENTS and held is None and not begun:
+                parts: list[str] = []
+                yield from _arguments(src, parts.append)
+                held = "".join(parts)
+            else:
+                yield from value(src, lambda text: None)
+            if (yield from src.expect(",", "}")) == "}":
+                break
+    except Ended:
+        if name is not None and not begun:
+            sink.begin(name)  # a call that was cut off before its arguments
+        raise
     if name is None:
         raise Malformed
     if not begun:
@@ -138,6 +145,7 @@ def tagged(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read `<f><key>a</key><value>1</value></f>` with the tags of the format."""
     yield from _head(src, sink, form)
     keys: set[str] = set()
+    wrapper, inner = None, ""  # the only value so far, under a key that the schema lacks
     key_close = Markers((form.key_close,))
     while True:
         yield from src.space()
@@ -150,13 +158,19 @@ def tagged(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
         hit = re.fullmatch(form.key, head, re.DOTALL)
         if hit is None or (key := hit["key"]) in keys:
             raise Malformed
-        sink.write(("{" if not keys else ", ") + dumps(key) + ": ")
+        if wrapper is not None:
+            sink.write("{" + wrapper)
+            wrapper = None
+        wraps = not keys and key in WRAPPERS and not sink.types.allows(key)
+        if not wraps:
+            sink.write(("{" if not keys else ", ") + dumps(key) + ": ")
         keys.add(key)
         if form.value_open:
             yield from src.expect(form.value_open)
         declared = hit.groupdict().get("string")
         schema = sink.types.property(key)
-        if declared == "true" or (declared is None and sink.types.takes_text_only(schema)):
+        is_text = declared == "true" and "string" in sink.types.kinds(schema)
+        if not wraps and (is_text or (declared is None and sink.types.takes_text_only(schema))):
             yield from _text(src, sink, form, keys)
             continue
         parts: list[str] = []
@@ -164,13 +178,30 @@ def tagged(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
         text = "".join(parts)
         inner = text.removeprefix(form.padding).removesuffix(form.padding)
         plain = text if declared == "false" else None
-        sink.write(sink.types.convert(inner, schema, plain=plain))
+        converted = dumps(inner) if is_text else sink.types.convert(inner, schema, plain=plain)
+        if wraps:
+            wrapper = f"{dumps(key)}: {converted}"
+        else:
+            sink.write(converted)
     if tag is None:
         raise Malformed
     if tag not in form.ends:
         src.at -= len(tag)
-    sink.write("}" if keys else "{}")
+    if wrapper is not None:
+        sink.write(_unwrap(inner, sink.types) or f"{{{wrapper}}}")
+    else:
+        sink.write("}" if keys else "{}")
     sink.end()
+
+
+def _unwrap(text: str, types: ArgumentTypes) -> str | None:
+    """Return the arguments that a model wrote as one object under another name."""
+    try:
+        arguments = loads(text.strip())
+    except Malformed:
+        return None
+    is_object = isinstance(arguments, dict) and all(map(types.declares, arguments))
+    return dumps(arguments) if is_object else None
 
 
 def _text(
@@ -298,7 +329,8 @@ def _element(
     """
     if depth > MAX_DEPTH:
         raise Malformed
-    kinds, plain = types.kinds(schema), types.takes_text_only(schema)
+    kinds = types.kinds(schema)
+    plain = not kinds & {"array", "object"}
     parts: list[str] = []
     children: list[tuple[str, Any]] = []
     bare = f"</{name}>"
@@ -382,11 +414,17 @@ def braces(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     yield from _head(src, sink, form)
     keys: set[str] = set()
     for_key = Markers((":", "}"))
+    quoted_end = Markers((form.value_close,))
     src.at += 1
     while True:
         yield from src.space()
-        key, marker = yield from src.head(for_key)
-        key = key.strip()
+        yield from src.peek()
+        if (yield from src.literal(form.value_open)) is not None:
+            key, _ = yield from src.head(quoted_end)
+            marker = yield from src.expect(":")
+        else:
+            key, marker = yield from src.head(for_key)
+            key = key.strip()
         if marker == "}":
             if key or keys:
                 raise Malformed
@@ -435,8 +473,14 @@ def _bare(
         if (yield from src.literal("}")) is not None:
             return known
         while True:
-            head, _ = yield from src.head(Markers((":",)))
-            key = head.strip().removeprefix(form.value_open).removesuffix(form.value_close)
+            yield from src.space()
+            yield from src.peek()
+            if (yield from src.literal(form.value_open)) is not None:
+                key, _ = yield from src.head(Markers((form.value_close,)))
+                yield from src.expect(":")
+            else:
+                key, _ = yield from src.head(Markers((":",)))
+                key = key.strip()
             member = types.member(schema, key)
             known[key] = yield from _bare(src, form, types, member, depth + 1)
             if (yield from src.expect(",", "}")) == "}":

@@ -102,7 +102,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "gpt_oss": _GPT_OSS,
     "openai": _GPT_OSS,
     "kimi_k2": ToolFormat(
-        opens=("<|tool_calls_section_begin|>",),
+        opens=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         closes=("<|tool_calls_section_end|>",),
         begins=("<|tool_call_begin|>",),
         syntax="headed",
@@ -196,7 +196,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         closes=("<tool_call|>",),
         syntax="braces",
         name_ends=("{",),
-        name=r"\s*call:\s*(?P<name>[^\s{]+)\s*",
+        name=r"\s*(?:call)?:\s*(?P<name>[^\s{]+)\s*",
         value_open='<|"|>',
         value_close='<|"|>',
         signs=("<|tool_call>",),
@@ -211,7 +211,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         opens=("<|tool_call_start|>",),
         closes=("<|tool_call_end|>",),
         syntax="python",
-        signs=("<|tool_call_start|>",),
+        signs=("<|tool_call_start|>", "<|tool_list_start|>"),
     ),
     "longcat": ToolFormat(
         opens=("<longcat_tool_call>",),
@@ -271,8 +271,6 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     ),
     "llama4_pythonic": _LLAMA4,
     "pythonic": _LLAMA4,
-    "llama3_json": _LLAMA3,
-    "llama4_json": _LLAMA3,
     "functionary_v31": ToolFormat(
         opens=("<function=",),
         syntax="headed",
@@ -280,6 +278,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ends=("</function>",),
         signs=("<function=",),
     ),
+    "llama3_json": _LLAMA3,
+    "llama4_json": _LLAMA3,
     "ernie45": replace(
         _HERMES, drops=("<response>", "</response>"), signs=(("<tool_call>", "<response>"),)
     ),
