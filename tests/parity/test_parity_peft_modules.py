@@ -30,7 +30,7 @@ BY_DEFAULT = ("llava: patches", "qwen2_vl:", "vit:")
 #: Linear layers of this project that are no linear layers in transformers.
 LEFT_OUT = r"embed|router|downsample"
 #: Model types whose adapters PEFT does not load, or loads with other outputs.
-NOT_EXCHANGED = ("clip_text_model", "kimi_k25", "llama4")
+NOT_EXCHANGED: tuple[str, ...] = ()
 
 
 def rows() -> list[Any]:

@@ -53,6 +53,9 @@ class Modules:
             `ed_models.weights.rules.renamed`.
         separate: last parts of the name of a checkpoint matrix -> those of the modules that share
             the matrix, in the order of their rows.
+        halves: last parts of modules of `separate` whose rows have another order: of each head
+            first the even rows of the checkpoint, and then the odd ones.
+        halved_heads: number of heads of these modules, from the configuration of the model.
         swapped: PEFT swaps the inputs and outputs of experts (Llama 4, whose parameters are [e, i,
         o]
             without a marker).
@@ -60,6 +63,8 @@ class Modules:
 
     names: Mapping[str, str] = field(default_factory=dict)
     separate: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    halves: Sequence[str] = ()
+    halved_heads: Callable[[Any], int] = lambda config: config.num_attention_heads
     swapped: bool = False
 
 
@@ -136,8 +141,8 @@ def matrices_of(model: Any) -> dict[str, Matrix]:
             stored = theirs.removesuffix(".weight")
             shared = next((end for end in modules.separate if stored.endswith(f".{end}")), None)
             if shared is not None:
-                parts = modules.separate[shared]
-                found |= _separate(weights, theirs, rename(stored.removesuffix(shared)), parts)
+                parent = rename(stored.removesuffix(shared))
+                found |= _separate(weights, theirs, parent, modules, shared)
                 continue
             name = rename(stored)
             found[name] = Matrix(name, None, weights.hf_shapes[theirs], None, pieces)
@@ -145,17 +150,38 @@ def matrices_of(model: Any) -> dict[str, Matrix]:
 
 
 def _separate(
-    weights: WeightMap, tensor: str, parent: str, parts: Sequence[str]
+    weights: WeightMap, tensor: str, parent: str, modules: Modules, shared: str
 ) -> dict[str, Matrix]:
     """Return the matrices of modules that share one tensor of a checkpoint."""
     ours = dict.fromkeys(piece.ours for piece in weights.by_hf[tensor])
     matrices = {}
-    for name, part in zip(ours, parts, strict=True):
+    for name, part in zip(ours, modules.separate[shared], strict=True):
         relation = transpose({name: weights.shapes[name]}, lambda: "", None)
         ((shape),) = relation.hf_shapes.values()
+        pieces: Sequence[Piece] = relation.pieces
+        if part in modules.halves:
+            pieces = _halve_heads(pieces[0], modules.halved_heads(weights.config))
         module = f"{parent.rstrip('.')}.{part}"
-        matrices[module] = Matrix(module, None, shape, None, relation.pieces)
+        matrices[module] = Matrix(module, None, shape, None, pieces)
     return matrices
+
+
+def _halve_heads(piece: Piece, heads: int) -> list[Piece]:
+    """Split a transposed matrix [i, o] into the even and the odd outputs of each head."""
+    inputs, outputs = piece.our_region
+    assert isinstance(inputs, range)
+    assert isinstance(outputs, range)
+    size = len(outputs) // heads
+    return [
+        replace(
+            piece,
+            our_region=(inputs, range(head * size + odd, (head + 1) * size, 2)),
+            hf_region=(range(start, start + size // 2), inputs),
+        )
+        for head in range(heads)
+        for odd in range(2)
+        for start in [head * size + odd * (size // 2)]
+    ]
 
 
 def find_module(model: Any, name: str, modules: Container[str]) -> str:

@@ -84,6 +84,8 @@ MODULES = Modules(
         "mm_projector": "model.mm_projector",
     },
     separate={"wqkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj")},
+    halves=("attn.q_proj", "attn.k_proj"),
+    halved_heads=lambda config: config.vision_config.num_attention_heads,
 )
 STORED = {"model.language_model": "language_model.model", "lm_head": "language_model.lm_head"}
 

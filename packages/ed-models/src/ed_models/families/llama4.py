@@ -300,6 +300,7 @@ class Llama4ForConditionalGeneration(ImageTextLM):
     body_class = Llama4Model
     DERIVED = {}
     TIED_WEIGHTS = TIED
+    MODULES = Modules(swapped=True)
     WEIGHTS = (
         *tower_rules("model.vision_tower", "vision_model", Llama4VisionModel.names),
         *renamed(STORED, *TEXT_WEIGHTS),
