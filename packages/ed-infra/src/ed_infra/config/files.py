@@ -46,8 +46,11 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
         return {name: to_json(value) for name, value in data.items()}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return the content of config.json: Hugging Face's keys and execution fields."""
-        return _with_section(super().to_diff_dict())
+        """Return the content of config.json: Hugging Face's keys and execution fields.
+
+        Nested configurations also contain only changed execution fields, in a section.
+        """
+        return _separate_fields(super().to_diff_dict(), self)
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
@@ -151,9 +154,18 @@ def _keys(config_dict: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _with_section(diff: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys, with changed execution fields in the section of this project."""
+def _separate_fields(diff: Mapping[str, Any], config: object) -> dict[str, Any]:
+    """Return the keys, with changed execution fields in the section of this project.
+
+    Args:
+        diff: Keys of a configuration.
+        config: The configuration.
+    """
     data = {name: to_json(value) for name, value in diff.items()}
+    for name, value in data.items():
+        nested = vars(config).get(name)
+        if isinstance(nested, StoredConfig) and isinstance(value, dict):
+            data[name] = _separate_fields(value, nested)
     section = {}
     for name, field in FIELDS.items():
         value = data.pop(name, None)
