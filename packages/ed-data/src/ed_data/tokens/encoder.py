@@ -142,7 +142,8 @@ class Encoder:
             raise DataError(
                 f"the token {tokenizer.convert_ids_to_tokens(eos)!r}, which ends documents, has "
                 f"the id {eos}, and the model has {embedding_rows} rows of embeddings: use the "
-                "tokenizer of the model, or set mixture.pack_eos_token_id",
+                "tokenizer of the model, set mixture.pack_eos_token_id, or add rows to the model "
+                "(model: {resize_token_embeddings: true})",
                 ("pack_eos_token_id",),
             )
         if options.assistant_only_loss and not chat_template(tokenizer):

@@ -219,8 +219,8 @@ def check_embedding_rows(
                 f"inform {label!r}, {document.place}: the token "
                 f"{of.tokenizer.convert_ids_to_tokens(largest)!r} has the id {largest}, and the "
                 f"model has {rows} rows of embeddings (ids 0 to {rows - 1}): use the tokenizer of "
-                "the model, remove the token from the data or the chat template, or resize the "
-                "embedding of the checkpoint"
+                "the model, remove the token from the data or the chat template, or add rows to "
+                "the model (in a run file: model: {resize_token_embeddings: true})"
             )
 
 

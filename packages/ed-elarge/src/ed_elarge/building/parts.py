@@ -23,7 +23,11 @@ from ed_trainers.options.classification import ClassifierArguments
 from ed_elarge.building import images, speech
 from ed_elarge.building.dtypes import list_dtypes, trains_adapters_only
 from ed_elarge.building.engines import served_task
-from ed_elarge.building.stored_config import count_embedding_rows, sequence_length
+from ed_elarge.building.stored_config import (
+    count_embedding_rows,
+    resize_tokens,
+    sequence_length,
+)
 from ed_elarge.config.adaptation import WeightFormat
 from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.config.run_config import RunConfig
@@ -159,7 +163,10 @@ def _tokenizer_source(run: RunConfig) -> dict[str, Any]:
 
 def model(elm: eLargeModel) -> CausalLM:
     """Load the model, or create a new one from `model.config`, on its devices."""
-    made = _new_model(elm) if _model_section(elm.config).config is not None else _load(elm.config)
+    if _model_section(elm.config).config is not None:
+        made = _new_model(elm)
+    else:
+        made = resize_tokens(elm, _load(elm.config))
     for section in SECTIONS.values():
         if section.finishes:
             made = pkgutil.resolve_name(section.finishes)(elm, made)
@@ -308,7 +315,7 @@ def _role_model(elm: eLargeModel, role: Role) -> CausalLM:
     task = roles.get(role.name, role).task
     if task == TaskType.CAUSAL_LM and elm.config.task in GENERATING:
         task = elm.config.task  # the model reads the batches of the trained model
-    return _load_other(elm.config, section, task)
+    return resize_tokens(elm, _load_other(elm.config, section, task))
 
 
 #: Builders of the models other than the trained one, by role.

@@ -54,6 +54,7 @@ def adapter_has_effect(subject: CertifiedModel) -> Outcome:
 
 def adapter_fits_base(subject: CertifiedModel) -> Outcome:
     from ed_models.adapters.peft import read_adapter
+    from ed_models.adapters.token_tables import add_token_rows
     from ed_models.checkpoints import hub
 
     tensors = _adapter(subject)
@@ -72,7 +73,8 @@ def adapter_fits_base(subject: CertifiedModel) -> Outcome:
                 any(f".{module}." in name for name in tensors),
                 f"{key} of adapter_config.json lists {module}, and the adapter has no tensor of it",
             )
-    read_adapter(hub.without_values(subject.base.folder), subject.adapter_folder)
+    base = add_token_rows(hub.without_values(subject.base.folder), subject.adapter_folder)
+    read_adapter(base, subject.adapter_folder)
     return passed(f"{len(tensors)} tensors fit the modules of the base model")
 
 

@@ -116,8 +116,8 @@ def ids_have_embeddings(subject: CertifiedModel) -> Outcome:
     largest = max(subject.tokenizer.get_vocab().values())
     require(
         largest < size,
-        f"the tokenizer has the id {largest}, and the model has {size} embeddings: resize the "
-        "embeddings",
+        f"the tokenizer has the id {largest}, and the model has {size} embeddings: add rows "
+        "before training (model: {resize_token_embeddings: true})",
     )
     return passed(f"largest id {largest}, {size} embeddings")
 

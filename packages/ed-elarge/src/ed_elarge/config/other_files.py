@@ -31,7 +31,14 @@ AXOLOTL: dict[str, str] = {
     "chat_template": "model: {tokenizer: {chat_template: FILE}}; without it, the model's template",
     "chat_template_jinja": "model: {tokenizer: {chat_template: FILE}}",
     "eot_tokens": "omit it: a chat has the end tokens of its template",
-    "tokens": "model.tokenizer: the folder or id of a tokenizer with these tokens",
+    "tokens": (
+        "model: {tokenizer: FOLDER, resize_token_embeddings: true}, with a tokenizer that has "
+        "these tokens"
+    ),
+    "added_tokens_overrides": "model.tokenizer: a folder with the changed tokenizer",
+    "resize_token_embeddings_to_32x": "model.resize_token_embeddings: the number of rows",
+    "mean_resizing_embeddings": "omit it: new rows are close to the mean of the old ones",
+    "shrink_embeddings": "omit it: model.resize_token_embeddings removes no rows",
     "datasets": "mixture: {informs: [{data_files: ..., content_field: ...}]}",
     "test_datasets": "mixture.eval_informs",
     "pretraining_dataset": "mixture: {informs: [...], streaming: true}",

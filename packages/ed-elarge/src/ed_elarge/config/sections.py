@@ -33,6 +33,7 @@ from ed_elarge.heldout_tasks import NAMES as HELDOUT_TASKS
 
 MAX_DEVICES = 2**20
 
+TokenRows = Annotated[int, Field(ge=1, le=2**24)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -162,6 +163,10 @@ class ModelSection(Options):
     task: Annotated[TaskType, BeforeValidator(_task)] | None = None
     """Task of the model. `auto-bind` reads it from the checkpoint. None: the default task of the
     trainer's method, or `causal-language-model` without a trainer."""
+    resize_token_embeddings: StrictBool | TokenRows = False
+    """Add rows to the embedding and the head for the ids of the tokenizer, as transformers does:
+    close to the mean of the old rows. A number is the number of rows. The saved model has these
+    rows. With `lora`, the new rows are trained if `modules_to_save` names the modules."""
     extra_kwargs: LoadingExtras = LoadingExtras()
 
     @model_validator(mode="after")
@@ -169,6 +174,11 @@ class ModelSection(Options):
         if (self.name_or_path is None) == (self.config is None):
             raise ValueError(
                 "set either name_or_path (an existing model) or config (a new model), and not both"
+            )
+        if self.config is not None and self.resize_token_embeddings:
+            raise ValueError(
+                "resize_token_embeddings changes an existing model: omit it, and set vocab_size in "
+                "config"
             )
         return self
 

@@ -169,6 +169,8 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
     with ThreadPoolExecutor(1) as aside:
         tokenizer = aside.submit(tokenizer_of, values)
         model: Any = hub.from_pretrained(values.model, task=task, **loading)
+    if values.tokenizer:
+        check_other_tokenizer(tokenizer.result(), model, values)
 
     def read_model(directory: Path) -> Any:
         again: dict[str, Any] = {**loading, "revision": None}
@@ -284,6 +286,24 @@ def tokenizer_of(values: argparse.Namespace) -> Any:
         trust_remote_code=values.trust_remote_code,
         chat_template=values.chat_template,
     )
+
+
+def check_other_tokenizer(tokenizer: Any, model: Any, values: argparse.Namespace) -> None:
+    """Check that the model has a row for each id of `--tokenizer`.
+
+    Raises:
+        ConfigError: an id has no row.
+    """
+    from ed_esurge.model import vocab_size_of
+
+    largest, rows = max(tokenizer.get_vocab().values(), default=-1), vocab_size_of(model)
+    if largest >= rows:
+        raise ConfigError(
+            f"--tokenizer {values.tokenizer} has ids up to {largest}, and {values.model} has "
+            f"{rows} rows of embeddings (ids 0 to {rows - 1}): use the tokenizer of the model, or "
+            "add rows in training (model: {resize_token_embeddings: true} in a run file) and serve "
+            "the saved model"
+        )
 
 
 def processor_of(values: argparse.Namespace, input_names: Sequence[str]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Self
 from ed_infra.errors import ConfigError
 from ed_models.adapters.peft import read_adapter
 from ed_models.adapters.slots import slot_values
+from ed_models.adapters.token_tables import check_token_tables
 from ed_models.adapters.values import Adapter, adapter_of
 from ed_models.protocol import LanguageModel
 from flax import nnx
@@ -236,6 +237,7 @@ def loading(loop: Loop, name: str, source: str | Path | nnx.Module | Adapter) ->
                 "set_adapter(name)"
             )
     elif isinstance(source, str | Path):
+        check_token_tables(model, source)
         adapter, origin = read_adapter(model, source), str(source)
     else:
         adapter = source

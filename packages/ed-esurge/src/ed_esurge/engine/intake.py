@@ -56,7 +56,8 @@ class TokenIdError(ConfigError):
     def __init__(self, field: str, token: int, vocab_size: int) -> None:
         super().__init__(
             f"{field} has token id {token}, outside the vocabulary of {vocab_size}: use ids of "
-            f"0 to {vocab_size - 1}"
+            f"0 to {vocab_size - 1} and the tokenizer of the model, or add rows to the model "
+            "(resize_token_embeddings)"
         )
         self.field, self.token, self.vocab_size = field, token, vocab_size
 

@@ -20,6 +20,7 @@ from flax import nnx
 
 from ed_models.adapters.lora import apply_lora, has_lora, merge_lora, remove_lora
 from ed_models.adapters.peft import read_adapter
+from ed_models.adapters.token_tables import add_token_rows
 from ed_models.adapters.values import Adapter, adapter_of, put_adapter
 
 M = TypeVar("M")
@@ -82,7 +83,7 @@ def add(model: M, spec: LoraSpec | Mapping[LoraSpec, list[str]], name: str, seed
 def load(model: M, directory: str | Path, name: str) -> M:
     """Return the model with the adapter of a directory as the active adapter."""
     base, waiting = _set_aside(model, new=name)
-    module = cast(nnx.Module, base)
+    module = cast(nnx.Module, base if waiting else add_token_rows(base, directory))
     return _with(cast(M, put_adapter(module, read_adapter(module, directory))), name, waiting)
 
 

@@ -6,7 +6,8 @@ Which matrix of transformers' model is which of ours, `ed_models.adapters.peft_l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ from ed_models.adapters.saved_modules import (
     list_modules,
     module_names,
     weights_of,
+)
+from ed_models.adapters.token_tables import (
+    add_token_rows,
+    find_token_tables,
+    save_token_tables,
 )
 from ed_models.adapters.values import (
     LayerAdapter,
@@ -120,11 +126,15 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
             tensors[f"{_PREFIX}{keys[name]}.{_MAGNITUDE}"] = whole.magnitude
     whole_tensors, modules = _saved_tensors(model, saved)
     tensors |= whole_tensors
+    tensors |= save_token_tables(model, layers, saved)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
     task = getattr(type(model), "model_task", None)
-    task_type = _TASK_TYPES.get(task)
+    # PEFT's class for features passes embeddings, which some models of transformers do not accept.
+    takes_embeddings = "inputs_embeds" in signature(type(model).__call__).parameters
+    is_body = task in (TaskType.BASE_MODULE, TaskType.EMBEDDING)
+    task_type = _TASK_TYPES.get(task) if takes_embeddings or not is_body else None
     if task in _HEADS and not set(_HEADS[task][1]).isdisjoint(modules):
         task_type = _HEADS[task][0]
     known = [n for n, matrix in matrices.items() if matrix.parameter is not None]
@@ -139,9 +149,12 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
 def load_adapter(model: M, directory: str | Path) -> M:
     """Return a copy of a model with the adapter of a directory on its layers.
 
+    The copy has the token rows of the adapter's base (`ed_models.adapters.token_tables`).
+
     Raises:
         CheckpointError, ConfigError: see `read_adapter`; or the model has adapters on its layers.
     """
+    model = add_token_rows(model, directory)
     return put_adapter(model, read_adapter(model, directory))
 
 
@@ -167,6 +180,7 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
                 "adapter again, or download the file again"
             )
     saved = [name for name in tensors if _is_saved(name, settings)]
+    _drop_tables(tensors, saved, model, directory)
     found: dict[str, LayerAdapter | np.ndarray] = {}
     if saved:
         found |= _ours_of_saved({name: tensors.pop(name) for name in saved}, model, directory)
@@ -174,6 +188,32 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
     if not found:
         raise CheckpointError(f"{directory / TENSORS} holds no adapter of any layer")
     return found
+
+
+def _drop_tables(
+    tensors: dict[str, np.ndarray], saved: Collection[str], model: Any, directory: Path
+) -> None:
+    """Remove the tables of tokens beside an adapter, which belong to its base."""
+    kinds = (*_LINEAR, *_EMBEDDING, _MAGNITUDE)
+    rest = [n for n in tensors if not n.endswith(tuple(f".{k}" for k in kinds)) and n not in saved]
+    if not rest:
+        return
+    tables = find_token_tables(model)
+    wrong, values = [], [tensors[name] for name in rest if name in tables.names]
+    for name in rest:
+        stored = tables.names.get(name)
+        if stored is not None:
+            shape, present = tensors.pop(name).shape, tables.weights.hf_shapes[stored]
+            if shape != present:
+                wrong.append(
+                    f"{name}: {list(shape)} does not fit {list(present)}: resize the model first "
+                    f"(resize_token_embeddings({shape[tables.axes[stored]]}))"
+                )
+        elif getattr(model, "is_tied", False) and any(
+            np.array_equal(tensors[name], value) for value in values
+        ):
+            del tensors[name]  # the head, which PEFT also writes
+    _check_fits(wrong, directory)
 
 
 def _is_saved(name: str, settings: Mapping[str, Any]) -> bool:

@@ -1,7 +1,8 @@
 """`EasyDeLBaseModule`: the base class of every model.
 
-This file contains creation, splitting and placement. `ed_models.base.methods` contains the methods
-for files, generation, caches, adapters and quantization.
+This file contains creation, splitting, placement and the number of tokens.
+`ed_models.base.methods` contains the methods for files, generation, caches, adapters and
+quantization.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
     WEIGHTS: ClassVar[Sequence[Rule]]
     # Whether `batch_invariant` is supported; sums without a fixed order are then found in a call.
     can_be_batch_invariant: ClassVar[bool] = False
+    #: Number of token rows of the checkpoint, if `resize_token_embeddings` has changed the number.
+    base_token_rows: int | None = None
 
     def __init__(
         self,
@@ -159,6 +162,35 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
         to_layout(model, layout)
         change_configurations(model, lambda config: config.replace(scan_layers=layout == "stacked"))
         return model
+
+    def resize_token_embeddings(
+        self: ModelT,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+        *,
+        seed: int = 0,
+    ) -> ModelT:
+        """Return a model with another number of token rows, as `transformers` resizes them.
+
+        The embedding, the head and its bias get new rows, or lose the last ones, and `vocab_size`
+        of the configuration changes. Adapters that are saved later contain the resized tables.
+
+        Args:
+            new_num_tokens: number of rows; None = the present number.
+            pad_to_multiple_of: round the number up to a multiple.
+            mean_resizing: draw new rows close to the mean of the old rows; otherwise around zero,
+                with the deviation `initializer_range`.
+            seed: seed of the new rows.
+
+        Raises:
+            ConfigError: a number is invalid, or the model has no tokens, or has adapters.
+        """
+        from ed_models.base.token_rows import resize_token_rows
+
+        return resize_token_rows(
+            self, new_num_tokens, pad_to_multiple_of, mean_resizing=mean_resizing, seed=seed
+        )
 
     @property
     def layout(self) -> Layout:

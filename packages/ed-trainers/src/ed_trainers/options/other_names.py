@@ -28,7 +28,10 @@ _WORKERS = "mixture.prefetch_workers and mixture.prefetch_buffer_size"
 _CHECKPOINTING = "base_config: {values: {gradient_checkpointing: nothing_saveable}}"
 _ADAM = "optimizer_kwargs: {b1: 0.9, b2: 0.95, eps: 1.0e-8}"
 _HUB = "`hf upload ORG/NAME <save_directory>/model` after training"
-_TOKENIZER = "model.tokenizer: the folder or id of a tokenizer with these tokens"
+_TOKENIZER = (
+    "model: {tokenizer: FOLDER, resize_token_embeddings: true}, with a tokenizer that has "
+    "these tokens"
+)
 _ACTIONS = "the list of actions, such as [train, eval]"
 _COMPILED = "omit it: every step is one compiled program"
 _ONE_PROCESS = "omit it: one process for each host runs all of its devices"
