@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+from textwrap import dedent
+
 import pytest
 from ed_data import DataError, Inform, documents
+from ed_data.sources.python import find_address, resolve
 
 ROWS = [
     {"question": "q0", "answer": "a0", "id": 0},
@@ -45,6 +49,46 @@ def test_preprocessing_function_is_imported_by_name(contents):
 
 
 @pytest.mark.proves("mixture.informs.additional_fields")
+def test_function_of_a_file_is_imported_by_path(contents, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside.py").write_text("SUFFIX = '!'")
+    (tmp_path / "rows.py").write_text(
+        "from beside import SUFFIX\nclass Rows:\n    @staticmethod\n"
+        "    def shout(row):\n        return {**row, 'answer': row['answer'] + SUFFIX}\n"
+    )
+    for address in ("rows.py:Rows.shout", f"{tmp_path}/rows.py:Rows.shout"):
+        found = contents(content_field="answer", format_callback=address)
+        assert found == ["a0!", "a1!", "a2!"]
+    with pytest.raises(DataError, match=r"there is no file .*absent\.py"):
+        contents(content_field="answer", format_callback="absent.py:f")
+    with pytest.raises(DataError, match=r"has no 'shouts'"):
+        contents(content_field="answer", format_callback="rows.py:Rows.shouts")
+    function = resolve("rows.py:Rows.shout", "x")
+    assert find_address(function) == "rows.py:Rows.shout"
+
+
+def test_only_functions_that_can_be_imported_again_have_an_address():
+    def inner(row):
+        return row
+
+    for function in (inner, lambda row: row, partial(str.upper), "a".upper, Counting()):
+        assert find_address(function) is None
+    for function, address in ((dedent, "textwrap:dedent"), (str.upper, None)):
+        assert find_address(function) == address
+    own = find_address(increment)
+    assert own is not None
+    assert resolve(own, "x")({"id": 1}) == {"id": 2}
+
+
+def increment(row):
+    return {**row, "id": row["id"] + 1}
+
+
+class Counting:
+    def __call__(self, row):
+        return row
+
+
 def test_documents_keep_additional_fields(jsonl):
     inform = Inform(data_files=jsonl(ROWS), content_field="question", additional_fields=["id"])
     assert [d.extra for d in documents(inform)] == [{"id": 0}, {"id": 1}, {"id": 2}]

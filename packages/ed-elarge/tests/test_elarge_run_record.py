@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from ed_elarge import eLargeModel
 from ed_elarge.building.parts import list_settings
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
@@ -104,3 +108,23 @@ def test_settings_contain_what_checkpoints_do_not(key: str, changes: dict[str, A
     changed = settings(**changes)
     names = [n for n, value in base_settings.items() if changed.get(n) != value]
     assert any(name.startswith(key) for name in names)
+
+
+def test_record_names_functions_that_can_be_imported_again() -> None:
+    """A function without an address is marked, and a record with such a mark is refused."""
+    sections = {"model": {"name_or_path": "a/b"}, "trainer": {"trainer_type": "sft"}}
+
+    def read(function: object) -> eLargeModel:
+        inform = {"data_files": "a.json", "format_callback": function}
+        return eLargeModel({**sections, "mixture": {"informs": [inform]}})
+
+    def recorded(elm: eLargeModel) -> str:
+        return yaml.safe_load(elm.config.to_yaml())["mixture"]["informs"][0]["format_callback"]
+
+    assert recorded(read(textwrap.dedent)) == "textwrap:dedent"
+    for function in (lambda row: row, functools.partial(textwrap.dedent)):
+        with pytest.warns(UserWarning, match=r"format_callback: .*run cannot be repeated from it"):
+            text = recorded(read(function))
+        assert text.endswith("cannot be repeated>") and "0x" not in text
+        with pytest.raises(InputError, match="define it in a file"):
+            read(text)

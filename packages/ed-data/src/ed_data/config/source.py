@@ -80,9 +80,17 @@ def _data_files(value: object) -> object:
 def _function(value: object) -> object:
     if value is None or callable(value):
         return value
-    if isinstance(value, str) and all(value.partition(":")):
+    if isinstance(value, str) and value.startswith("<"):
+        raise ValueError(
+            f"{value}: the record of a run cannot name such a function; define it in a file, and "
+            "write 'path/file.py:function'"
+        )
+    if isinstance(value, str) and all(value.rpartition(":")):
         return value
-    raise ValueError(f"must be a function, or its name 'module:function', got {value!r}")
+    raise ValueError(
+        "must be a function, or its name 'module:function' or 'path/file.py:function', got "
+        f"{value!r}"
+    )
 
 
 DataFiles = Annotated[
@@ -101,7 +109,8 @@ class Inform(DataOptions):
 
     A row is processed by `format_callback` (row to row; None drops the row) and `format_fields`
     (old name to new name). Then the value of `content_field` is processed by `preprocessing_fn`
-    (content to content; None drops the row). In YAML, functions are names: `"module:function"`.
+    (content to content; None drops the row). In YAML, functions are names: `"module:function"` or
+    `"path/file.py:function"`, with a path that is relative to the working directory.
 
     A row that cannot be read, formatted or encoded stops the run. With `on_error: skip` the row is
     dropped, counted and reported. A file that is damaged as a whole always stops the run.

@@ -6,7 +6,13 @@ import hashlib
 import json
 import os
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from zlib import crc32
 
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean
@@ -51,14 +57,19 @@ class PythonSource:
 
 
 def resolve(address: str, label: str) -> object:
-    """Return the object at `"module:attribute"`; `label` is the inform that names it.
+    """Return the object at `"module:attribute"` or `"path/file.py:attribute"`.
+
+    Args:
+        address: the address; a relative path starts in the working directory.
+        label: name of the inform, for messages.
 
     Raises:
         DataError: the module or the attribute does not exist, or the import fails.
     """
-    name, _, attribute = address.partition(":")
+    name, _, attribute = address.rpartition(":")
     try:
-        value: object = pkgutil.resolve_name(f"{name}:")
+        is_file = name.endswith(".py")
+        value: object = _import_file(Path(name)) if is_file else pkgutil.resolve_name(f"{name}:")
     except Exception as error:  # the imported module may raise any error
         raise DataError(
             f"inform {label!r}: cannot import {address!r}: {_reason(name, error)}"
@@ -74,7 +85,62 @@ def resolve(address: str, label: str) -> object:
     return value
 
 
+def _import_file(path: Path) -> ModuleType:
+    """Import a file under a private name, once."""
+    path = path.expanduser().absolute()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    main = sys.modules.get("__main__")
+    if getattr(main, "__file__", None) and Path(str(main.__file__)).absolute() == path:
+        return main  # type: ignore[return-value]
+    name = f"{path.stem}_{crc32(str(path).encode()):08x}"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        sys.modules[name] = module
+        sys.path.append(str(path.parent))  # modules beside the file
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        finally:
+            sys.path.remove(str(path.parent))
+    return sys.modules[name]
+
+
+def find_address(function: Callable[..., object]) -> str | None:
+    """Return the address from which `resolve` imports a function in another process.
+
+    Returns:
+        `module:name`, `file.py:name` for functions of a script, or None: a lambda, a function
+        within another one, and an object that no module contains have no address.
+    """
+    name = getattr(function, "__qualname__", None)
+    module = sys.modules.get(str(getattr(function, "__module__", None)))
+    if module is None or name is None or getattr(function, "__self__", None) is not None:
+        return None
+    value: object = module
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    if value is not function:
+        return None
+    file = getattr(module, "__file__", None)
+    parts = module.__name__.split(".")
+    is_installed = parts[0] in sys.stdlib_module_names or PathFinder.find_spec(parts[0])
+    if is_installed and all(map(str.isidentifier, parts)) and parts != ["__main__"]:
+        return f"{module.__name__}:{name}"
+    if file is None or not str(file).endswith(".py"):
+        return None
+    path, here = Path(file).absolute(), Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{name}"
+
+
 def _reason(name: str, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return str(error)
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is None or not f"{name}.".startswith(f"{missing}."):
         return f"importing {name!r} fails with {type(error).__name__}: {error}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ed_data.sources.python import find_address
+
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.errors import Problem
 
@@ -16,6 +18,21 @@ def warnings(run: RunConfig) -> Iterator[Problem]:
     yield from _unsaved_model(run)
     yield from _unpacked_rows(run)
     yield from _pages(run)
+    yield from _nameless_functions(run)
+
+
+def _nameless_functions(run: RunConfig) -> Iterator[Problem]:
+    mixture = run.mixture
+    for key in ("informs", "eval_informs") if mixture is not None else ():
+        for number, inform in enumerate(getattr(mixture, key)):
+            for name in ("format_callback", "preprocessing_fn"):
+                function = getattr(inform, name)
+                if callable(function) and find_address(function) is None:
+                    message = (
+                        "the record of the run cannot name this function, so the run cannot be "
+                        "repeated from it: define the function at the top of a file"
+                    )
+                    yield Problem(("mixture", key, number, name), message)
 
 
 def _unsaved_model(run: RunConfig) -> Iterator[Problem]:

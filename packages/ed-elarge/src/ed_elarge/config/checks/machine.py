@@ -353,11 +353,12 @@ def _exists(file: str) -> bool:
 
 
 def _not_importable(address: str) -> Iterator[str]:
-    """Yield why `module:attribute` cannot be imported, from the source of the module."""
-    module = address.partition(":")[0]
-    spec = _spec(module)
+    """Yield why an address of a function cannot be imported, from the source of the module."""
+    module = address.rpartition(":")[0]
+    is_file = user_code.is_file_address(address)
+    spec = user_code.find(address) if is_file else _spec(module)
     if spec is None:
-        yield f"there is no module {module!r}"
+        yield f"no such file: {module}" if is_file else f"there is no module {module!r}"
     else:
         yield from _without_attribute(spec, address)
 
