@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -42,7 +44,16 @@ def test_blockwise_memory_is_linear_in_sequence_length(
     assert long.blockwise < long.vanilla / 100
 
 
+@pytest.fixture
+def processes_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes of a test import torch in transformers; see `tests/subprocesses`."""
+    folders = os.environ["PYTHONPATH"].split(os.pathsep)
+    visible = [folder for folder in folders if Path(folder).name != "subprocesses"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(visible))
+
+
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("processes_with_torch")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_two_gigabyte_load_stays_within_memory_limit(
     dtype: str, record_property: Callable[[str, object], None]
