@@ -163,5 +163,6 @@ def _largest(values: pa.Array) -> int:
 
     kind = values.type
     if pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind):
-        return int(pc.max(pc.binary_length(values)).as_py() or 0) + 1
+        lengths = pc.call_function("binary_length", [values])
+        return int(pc.call_function("max", [lengths]).as_py() or 0) + 1
     return _expanded_size(values) + 1

@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import fsspec
 from fsspec.utils import infer_compression
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 RowReader = Iterator[LineRecord]
+_DECOMPRESSORS = cast("dict[str, Callable[..., IO[bytes]]]", fsspec.compression.compr)
 _ARROW_ROWS = 1024  # rows converted to Python at a time
 
 
@@ -70,9 +71,9 @@ class SourceFile:
             )
         if compression is None:
             return fsspec.core.OpenFile(self.fs, self.path, "rb").open()
-        compressed = self.fs.open(self.path, "rb")
+        compressed = cast("IO[bytes]", self.fs.open(self.path, "rb"))
         try:
-            stream = fsspec.compression.compr[compression](compressed, mode="r")
+            stream = _DECOMPRESSORS[compression](compressed, mode="r")
         except BaseException:
             compressed.close()
             raise
