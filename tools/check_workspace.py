@@ -156,6 +156,9 @@ def top_level(root: Path, members: list[Package]) -> Iterator[str]:
 #: Files that are equal in two packages, because ed-data imports no other package.
 COPIES = {
     "ed-data/src/ed_data/conversation.py": "ed-infra/src/ed_infra/conversation.py",
+    "ed-data/src/ed_data/public_addresses.py": (
+        "ed-esurge/src/ed_esurge/server/http/public_addresses.py"
+    ),
 }
 
 

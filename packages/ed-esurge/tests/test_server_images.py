@@ -10,6 +10,7 @@ import io
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -20,6 +21,8 @@ import pytest
 from ed_esurge.command.load import add_model_arguments, engine_of
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation import images
+from ed_esurge.server.generation.prompts import PromptEncoder
+from ed_esurge.server.generation.requests import ChatMessage, ImagePart
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
@@ -165,6 +168,26 @@ def test_images_of_responses_and_messages_have_the_prompt_of_chat(client, engine
         model="scripted", max_tokens=9, messages=[{"role": "user", "content": blocks}]
     )
     assert sent() == (prompt, seen)
+
+
+def test_rendered_text_keeps_optional_images_of_models_that_read_images():
+    message = ChatMessage.model_validate({"role": "user", "content": [part(encoded("red"))]})
+    message.content[0].at("f", "c", optional=True)
+    request = SimpleNamespace(messages=[message], chat_template=None)
+    for accepts_images in (True, False):
+        asked: list[Any] = []
+
+        def prepare(messages: Any, asked: list[Any] = asked) -> Any:
+            asked.extend(messages)
+            raise LookupError
+
+        encoder = object.__new__(PromptEncoder)
+        encoder.media = SimpleNamespace(accepts_images=accepts_images)
+        encoder.renderer = SimpleNamespace(prepare=prepare)
+        encoder._arguments = lambda request: {}
+        with pytest.raises(LookupError):
+            asyncio.run(encoder.text_of(request))
+        assert isinstance(asked[0].content[0], ImagePart) == accepts_images
 
 
 @pytest.mark.parametrize(

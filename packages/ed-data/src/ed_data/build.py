@@ -253,7 +253,6 @@ def _stream(
             inform: Inform = getattr(mixture, key)[place]
             source = open_source(inform, files)
             documents = Documents(inform, source, encoder.schema, media=mixture.media)
-            documents.check_first_row()
             keep = in_split(split, fraction if key == "informs" else None)
             seeds = (SHARDS, options.seed, number) if moves else None
             passes.append(Passes(documents, keep, seeds, required=not held_out))

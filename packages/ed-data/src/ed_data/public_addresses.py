@@ -1,7 +1,7 @@
-"""The IP addresses of the public internet.
+"""The IP addresses of the public internet: the check of every download.
 
-`ed_esurge.server.http.public_addresses` has the same rules for requests. Neither package imports
-the other, and `tests/security/test_media_rows.py` compares both.
+`ed_data.public_addresses` and `ed_esurge.server.http.public_addresses` are the same file, because
+neither package imports the other. `tools.check_workspace` compares them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from ed_data.config.media import Media
@@ -210,8 +210,9 @@ class Documents:
         about = getattr(self.source, "outline", None) or self.source.fingerprint
         return {"source": about, **_facts(self.inform, self.schema)}
 
+    @cached_property
     def first_row(self) -> Row | None:
-        """Return the first row with converted fields; None if it is missing or invalid."""
+        """The first row with converted fields; None if it is missing or invalid."""
         first = next((r for i in range(len(self.shards)) for r in records(self.source, i)), None)
         if first is None or isinstance(first.row, DataError):
             return None
@@ -224,7 +225,7 @@ class Documents:
         """Return whether the first row has a prompt and its completion instead of a content."""
         if self.schema != TEXT or self._content_is_named:
             return False
-        row = self.first_row() or {}
+        row = self.first_row or {}
         return {"prompt", "completion"} <= row.keys() and self.schema.content not in row
 
     def check_first_row(self) -> None:
@@ -239,7 +240,7 @@ class Documents:
         name = self._names[self.schema.content]
         if self.schema != TEXT:
             return
-        row = self.first_row() or {}
+        row = self.first_row or {}
         answers = [field for field in _ANSWERS if row.get(field) is not None and field != name]
         is_pair = {"chosen", "rejected"} <= row.keys()
         if not answers or (self._content_is_named and name not in _PROMPTS):

@@ -122,22 +122,31 @@ def held_out(hashes: Sequence[NDArray[np.uint64]], fraction: float) -> list[NDAr
 def choose_schema(mixture: Mixture, schema: Schema, files: FileCache | None = None) -> Schema:
     """Return the schema of prompts and completions if rows for the schema of texts have both.
 
+    Otherwise, check that the method reads what the first rows can teach. The first row of each
+    source is read once.
+
     Args:
         mixture: the sources.
         schema: the schema that the method requires.
         files: see `file_cache`.
 
     Raises:
-        DataError: a source cannot be read.
+        DataError: a source cannot be read, or see `Documents.check_first_row`.
     """
     if schema != TEXT:
         return schema
+    opened: list[tuple[str, int, Documents]] = []
     for key in ("informs", "eval_informs"):
         for number, inform in enumerate(getattr(mixture, key)):
             with named(key, number):
                 source = open_source(inform, files)
-                if Documents(inform, source, schema, media=mixture.media).has_completions():
+                documents = Documents(inform, source, schema, media=mixture.media)
+                if documents.has_completions():
                     return COMPLETION
+                opened.append((key, number, documents))
+    for key, number, documents in opened:
+        with named(key, number):
+            documents.check_first_row()
     return schema
 
 

@@ -117,7 +117,6 @@ def _tokens(
         )
 
     if wait or sum(documents.shards) < BACKGROUND_BYTES:
-        documents.check_first_row()
         return write(documents, encoding, iter)
 
     def write_in_background(through: Through) -> TokenStore:
@@ -133,7 +132,6 @@ def _tokens(
 
 
 def _lazy(documents: Documents, encoding: Encoding) -> LazyTokens:
-    documents.check_first_row()
     inform = documents.inform
     skip = inform.on_error == "skip"
     tokens = LazyTokens(ReadAgain(documents), encoding, inform.label, documents.tally, skip)

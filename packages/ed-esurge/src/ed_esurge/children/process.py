@@ -17,7 +17,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 from ed_esurge.children.messages import END, MEMORY, read_message, write_options
 
@@ -91,27 +92,61 @@ async def run_cancellable(threads: Executor, work: Callable[[JobGroup], T]) -> T
         raise
 
 
-class WorkerProcess:
-    """Does jobs in children of a worker process, which starts with the first job.
+class ProcessConnection(Protocol):
+    """A process, and the channel to it."""
+
+    process: subprocess.Popen[Any]
+
+    def close(self) -> None:
+        """End the process."""
+        ...
+
+
+ConnectionT = TypeVar("ConnectionT", bound=ProcessConnection)
+
+
+class StartedProcess(Generic[ConnectionT]):
+    """A process that starts with its first job, and again if it has ended.
+
+    Args:
+        connect: starts the process.
+    """
+
+    def __init__(self, connect: Callable[[], ConnectionT]) -> None:
+        self._open = connect
+        self._lock = threading.Lock()
+        self._connection: ConnectionT | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id after the start."""
+        return None if self._connection is None else self._connection.process.pid
+
+    def start(self) -> None:
+        """Start the process if none runs, without waiting for its imports."""
+        with self._lock:
+            self._connect()
+
+    def _connect(self) -> ConnectionT:
+        """Return the connection to the running process. The caller holds the lock."""
+        connection = self._connection
+        if connection is None or connection.process.poll() is not None:
+            if connection is not None:
+                connection.close()
+            connection = self._connection = self._open()
+            weakref.finalize(self, connection.close)
+        return connection
+
+
+class WorkerProcess(StartedProcess["_Connection"]):
+    """Does jobs in children of a worker process.
 
     Args:
         task: the module of the worker process, see `ed_esurge.children.worker`.
     """
 
     def __init__(self, task: str) -> None:
-        self._task = task
-        self._lock = threading.Lock()
-        self._connection: _Connection | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the worker process after its start."""
-        return None if self._connection is None else self._connection.process.pid
-
-    def start(self) -> None:
-        """Start the worker process if none runs, without waiting for its imports."""
-        with self._lock:
-            self._connect()
+        super().__init__(partial(_Connection, task))
 
     def messages(
         self,
@@ -152,15 +187,6 @@ class WorkerProcess:
                     yield kind, content
             except (OSError, EOFError):  # the child has ended, or its time
                 raise ChildEndedError from None
-
-    def _connect(self) -> _Connection:
-        connection = self._connection
-        if connection is None or connection.process.poll() is not None:
-            if connection is not None:
-                connection.close()
-            connection = self._connection = _Connection(self._task)
-            weakref.finalize(self, connection.close)
-        return connection
 
 
 class _Connection:

@@ -7,12 +7,12 @@ import itertools
 import json
 import subprocess
 import threading
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from ed_esurge.children.process import start_python
+from ed_esurge.children.process import StartedProcess, start_python
 from ed_esurge.grammars.build import GrammarSource
 from ed_esurge.grammars.limits import GrammarError
 
@@ -26,7 +26,7 @@ GrammarFuture = Future[tuple[str, float]]
 `GrammarError`."""
 
 
-class TrialProcess:
+class TrialProcess(StartedProcess["_Connection"]):
     """Tries grammars in a worker process.
 
     Args:
@@ -34,27 +34,15 @@ class TrialProcess:
     """
 
     def __init__(self, tokenizer: tuple[Any, ...]) -> None:
-        self._tokenizer = tokenizer
-        self._lock = threading.Lock()
+        super().__init__(partial(_Connection, tokenizer))
         self._numbers = itertools.count()
-        self._connection: _Connection | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the worker process after its start."""
-        return None if self._connection is None else self._connection.process.pid
-
-    def start(self) -> None:
-        """Start the process if no process runs."""
-        with self._lock:
-            self._connected()
 
     def submit(self, source: GrammarSource) -> GrammarFuture:
         """Try a grammar. Blocks while a new process starts."""
         kind, content = source
         answer: GrammarFuture = Future()
         with self._lock:
-            connection = self._connected()
+            connection = self._connect()
             number = next(self._numbers)
             connection.answers[number] = answer
             try:
@@ -63,25 +51,18 @@ class TrialProcess:
                 connection.fail(number)
         return answer
 
-    def _connected(self) -> _Connection:
-        connection = self._connection
-        if connection is None or connection.process.poll() is not None:
-            connection = self._connection = _Connection()
-            weakref.finalize(self, connection.close)
-            with contextlib.suppress(OSError):  # `submit` reports the end of the process
-                connection.send(self._tokenizer)
-        return connection
-
 
 class _Connection:
     """One process and its pending answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: tuple[Any, ...]) -> None:
         self.answers: dict[int, GrammarFuture] = {}
         self.process = start_python(
             "ed_esurge.grammars.worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         threading.Thread(target=self._read, name="esurge-grammar-trials", daemon=True).start()
+        with contextlib.suppress(OSError):  # `submit` reports the end of the process
+            self.send(tokenizer)
 
     def send(self, message: object) -> None:
         assert self.process.stdin is not None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ed_data.sources.python import find_address
+from collections.abc import Callable, Iterator
 
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.errors import Problem
@@ -27,12 +25,18 @@ def _nameless_functions(run: RunConfig) -> Iterator[Problem]:
         for number, inform in enumerate(getattr(mixture, key)):
             for name in ("format_callback", "preprocessing_fn"):
                 function = getattr(inform, name)
-                if callable(function) and find_address(function) is None:
+                if callable(function) and not _has_address(function):
                     message = (
                         "the record of the run cannot name this function, so the run cannot be "
                         "repeated from it: define the function at the top of a file"
                     )
                     yield Problem(("mixture", key, number, name), message)
+
+
+def _has_address(function: Callable[..., object]) -> bool:
+    from ed_data.sources.python import find_address  # imports the readers of rows
+
+    return find_address(function) is not None
 
 
 def _unsaved_model(run: RunConfig) -> Iterator[Problem]:

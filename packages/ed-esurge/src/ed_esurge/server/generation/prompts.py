@@ -462,8 +462,7 @@ class PromptEncoder:
             APIError: 400, there is no template, it rejects the conversation, or an image or a
                 recording is invalid.
         """
-        if not self.media.accepts_images:
-            messages = [message.replace_optional_media() for message in messages]
+        messages = self._readable(messages)
         render = self.renderer.prepare(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -496,6 +495,12 @@ class PromptEncoder:
 
         return await self._aside(locate, max(weight, len(text)))
 
+    def _readable(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """Return messages with texts instead of optional images, if the model reads no images."""
+        if self.media.accepts_images:
+            return messages
+        return [message.replace_optional_media() for message in messages]
+
     async def _render(self, render: RenderInGroup, untrusted: bool, weight: int) -> RenderedText:
         """Return a rendered conversation. The template of a request has other threads."""
         if untrusted:
@@ -508,7 +513,7 @@ class PromptEncoder:
         Raises:
             APIError: see `conversation`.
         """
-        messages = [message.replace_optional_media() for message in request.messages]
+        messages = self._readable(request.messages)
         render = self.renderer.prepare(messages, **self._arguments(request))
         untrusted = request.chat_template is not None
         template, text, marks = await self._render(render, untrusted, LONG_TEXT)

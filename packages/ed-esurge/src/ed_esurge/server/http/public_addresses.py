@@ -1,6 +1,7 @@
-"""Which IP addresses belong to the public internet: the check of every download.
+"""The IP addresses of the public internet: the check of every download.
 
-`ed_data.public_addresses` is the same file, because neither package imports the other.
+`ed_data.public_addresses` and `ed_esurge.server.http.public_addresses` are the same file, because
+neither package imports the other. `tools.check_workspace` compares them.
 """
 
 from __future__ import annotations
