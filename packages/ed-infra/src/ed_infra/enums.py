@@ -44,12 +44,20 @@ TASK_ALIASES: dict[str, str] = {
     "causal-lm": "causal-language-model",
     "lm": "causal-language-model",
     "masked-lm": "masked-language-model",
-    "vision-lm": "vision-language-model",
+    "text-generation": "causal-language-model",
+    "fill-mask": "masked-language-model",
+    "vision-language-model": "image-text-to-text",
+    "vision-lm": "image-text-to-text",
+    "vlm": "image-text-to-text",
     "diffusion-lm": "diffusion-language-model",
     "base": "base-module",
     "vision": "vision-module",
     "seq2seq": "sequence-to-sequence",
     "seq2seq-lm": "sequence-to-sequence",
+    "text2text-generation": "sequence-to-sequence",
+    "text-classification": "sequence-classification",
+    "feature-extraction": "embedding",
+    "sentence-similarity": "embedding",
     "speech-seq2seq": "speech-sequence-to-sequence",
     "auto": "auto-bind",
 }
@@ -206,11 +214,11 @@ AVAILABLE_QUANTIZATION_DTYPES = Literal["nf4", "int8", "int4", "fp8", "mxfp8"]
 def canonical_task(task: str | TaskType) -> TaskType:
     """Return the task of a spelling (`"causal_lm"`, `"lm"`, `TaskType.CAUSAL_LM`, ...).
 
+    EasyDeL's `TaskType.VISION_LM` is another name of `TaskType.IMAGE_TEXT_TO_TEXT`.
+
     Raises:
         ConfigError: The spelling is unknown; the message names the nearest task.
     """
-    if isinstance(task, TaskType):
-        return task
     spelling = str(task).lower().replace("_", "-")
     spelling = TASK_ALIASES.get(spelling, spelling)
     try:

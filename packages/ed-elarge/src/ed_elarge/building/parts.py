@@ -29,6 +29,7 @@ from ed_elarge.building.stored_config import (
     sequence_length,
 )
 from ed_elarge.config.adaptation import WeightFormat
+from ed_elarge.config.checkpoint_tasks import SEPARATE_TASKS
 from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.sections import ModelSection, OtherModelSection
@@ -50,17 +51,6 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
-
-#: Tasks whose inputs are more than one sequence of tokens.
-_WITH_OTHER_INPUTS = (
-    TaskType.SEQUENCE_TO_SEQUENCE,
-    TaskType.IMAGE_TEXT_TO_TEXT,
-    TaskType.ANY_TO_ANY,
-    TaskType.SPEECH_SEQUENCE_TO_SEQUENCE,
-    TaskType.CTC,
-    TaskType.IMAGE_CLASSIFICATION,
-    TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION,
-)
 
 #: Optimizers with small moments.
 SMALL_MOMENTS = ("adamw_8bit", "lion_8bit", "adafactor")
@@ -289,7 +279,7 @@ def _load(run: RunConfig) -> CausalLM:
                 f"`architectures` in config.json of {local} names a model for {task.value!r}, and "
                 f"{run.method} trains models for {known}: set model.task"
             )
-        if run.task == TaskType.AUTO_BIND and task in _WITH_OTHER_INPUTS:
+        if run.task == TaskType.AUTO_BIND and task in SEPARATE_TASKS:
             raise ConfigError(
                 f"{local} is a model for {task.value!r}, whose data must be known before the model "
                 f"is loaded: set model.task: {task.value}"

@@ -28,6 +28,7 @@ from ed_trainers.options.classification import ClassifierArguments
 
 from ed_elarge.config import architectures
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
+from ed_elarge.config.checkpoint_tasks import find_task
 from ed_elarge.config.local_paths import expand_path, is_file
 from ed_elarge.config.sections import (
     WITHOUT_TEXT,
@@ -154,14 +155,27 @@ class RunConfig:
     def task(self) -> TaskType:
         """Task of the model: `model.task`, or the default of the method.
 
-        `auto-bind` represents the task that the checkpoint names.
+        `auto-bind` represents the task that the checkpoint names. It remains if the checkpoint
+        names a task of another method, or is not on this machine.
         """
         chosen = self.model.task if self.model is not None else None
+        if chosen == TaskType.AUTO_BIND:
+            chosen = self.checkpoint_task or chosen
+            if self.trainer is not None and chosen not in self.tasks:
+                chosen = TaskType.AUTO_BIND
         if self.trainer is None:
             return chosen or TaskType.CAUSAL_LM
         first, *others = self.tasks
         automatic = chosen == TaskType.AUTO_BIND and others
         return chosen if chosen and (chosen in self.tasks or automatic) else first
+
+    @property
+    def checkpoint_task(self) -> TaskType | None:
+        """Task that the checkpoint names; None if it is not on this machine."""
+        model = self.model
+        if model is None or model.name_or_path is None:
+            return None
+        return find_task(model.name_or_path, model.extra_kwargs.revision)
 
     @property
     def schema(self) -> schemas.Schema:

@@ -113,7 +113,7 @@ SECTIONS: dict[str, Section] = {
         ModelSection,
         has_default=False,
         checks=(model_fields.model_config, model_fields.tokenizer, training.task),
-        machine_checks=(machine.model,),
+        machine_checks=(machine.model, training.task_of_checkpoint),
         unused=unused.model,
         builds={
             "tokenizer": "ed_elarge.building.parts:tokenizer",

@@ -16,7 +16,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
 
-from ed_models.checkpoints.text_halves import CONDITIONAL, text_settings
+from ed_models.checkpoints.text_halves import CONDITIONAL, TASK_ENDINGS, text_settings
 
 #: The file of sentence-transformers that lists the modules of an embedding model.
 MODULES_NAME = "modules.json"
@@ -38,19 +38,6 @@ _COUNTS = (
     "head_dim",
     "max_position_embeddings",
 )
-#: Ending of a name in `architectures` -> task.
-_TASKS: Mapping[str, TaskType] = {
-    "ForCausalLM": TaskType.CAUSAL_LM,
-    "LMHeadModel": TaskType.CAUSAL_LM,
-    "ForMaskedLM": TaskType.MASKED_LM,
-    "ForSequenceClassification": TaskType.SEQUENCE_CLASSIFICATION,
-    "ForTokenClassification": TaskType.TOKEN_CLASSIFICATION,
-    "ForQuestionAnswering": TaskType.QUESTION_ANSWERING,
-    "ForMultipleChoice": TaskType.MULTIPLE_CHOICE,
-    "ForCTC": TaskType.CTC,
-    "ForImageClassification": TaskType.IMAGE_CLASSIFICATION,
-    "Model": TaskType.BASE_MODULE,
-}
 #: Numbers that JSON lacks; `transformers` writes them as `{"__float__": "Infinity"}`.
 _NOT_FINITE = ("Infinity", "-Infinity", "NaN")
 
@@ -130,7 +117,7 @@ def task_of(directory: Path) -> TaskType:
             tasks = registry.tasks_of(str(settings.get("model_type")))
             if tasks:
                 return tasks[0]
-        for ending, task in _TASKS.items():
+        for ending, task in TASK_ENDINGS.items():
             if name.endswith(ending):
                 pair = TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION
                 if task == TaskType.BASE_MODULE and pair in _tasks_of_whole(path, pair):
@@ -138,7 +125,7 @@ def task_of(directory: Path) -> TaskType:
                 return task
     raise CheckpointError(
         f"the task of {path} is unknown: its class is {', '.join(map(str, names))}, but "
-        f"'auto-bind' knows the endings {', '.join([*_TASKS, CONDITIONAL])}. Set the task"
+        f"'auto-bind' knows the endings {', '.join([*TASK_ENDINGS, CONDITIONAL])}. Set the task"
     )
 
 

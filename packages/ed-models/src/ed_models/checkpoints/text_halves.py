@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 if TYPE_CHECKING:
     from ed_models.checkpoints.tensor_files import TensorFiles
@@ -59,6 +61,19 @@ _SHARED = (
     *("id2label", "label2id", "problem_type"),
 )
 
+#: Ending of a name in `architectures` -> task.
+TASK_ENDINGS: Mapping[str, TaskType] = {
+    "ForCausalLM": TaskType.CAUSAL_LM,
+    "LMHeadModel": TaskType.CAUSAL_LM,
+    "ForMaskedLM": TaskType.MASKED_LM,
+    "ForSequenceClassification": TaskType.SEQUENCE_CLASSIFICATION,
+    "ForTokenClassification": TaskType.TOKEN_CLASSIFICATION,
+    "ForQuestionAnswering": TaskType.QUESTION_ANSWERING,
+    "ForMultipleChoice": TaskType.MULTIPLE_CHOICE,
+    "ForCTC": TaskType.CTC,
+    "ForImageClassification": TaskType.IMAGE_CLASSIFICATION,
+    "Model": TaskType.BASE_MODULE,
+}
 #: Prefix in a multimodal checkpoint -> prefix in a text-only checkpoint; the first match applies.
 _PREFIXES: Mapping[str, str] = {
     "model.language_model.blocks.": "model.layers.",  # as the last but one, in the other layout
@@ -179,3 +194,15 @@ def text_name(name: str) -> str | None:
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)
     return name if name.startswith(_HEADS) else None
+
+
+def find_config(name_or_path: str, revision: str | None = None) -> Path | None:
+    """Return config.json of a folder, or of the hub's local cache; None if neither has one."""
+    try:
+        path = Path(name_or_path).expanduser() / "config.json"
+        if path.is_file():
+            return path
+        cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
+    except (HFValidationError, OSError, RuntimeError, ValueError):
+        return None
+    return Path(cached) if isinstance(cached, str) else None

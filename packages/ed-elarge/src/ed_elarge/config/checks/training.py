@@ -23,6 +23,7 @@ from ed_trainers.options.online import OnlineArguments, RewardedArguments
 
 from ed_elarge import heldout_tasks
 from ed_elarge.config import local_tasks
+from ed_elarge.config.checkpoint_tasks import explain_task
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import EvalSection
 from ed_elarge.errors import Problem, ValuePath
@@ -46,6 +47,17 @@ def task(run: RunConfig) -> Iterator[Problem]:
         known = ", ".join(repr(task.value) for task in run.tasks)
         message = f"{run.method} trains no model for {chosen.value!r} (it trains: {known})"
         yield Problem(("model", "task"), message)
+
+
+def task_of_checkpoint(run: RunConfig) -> Iterator[Problem]:
+    """Check that the checkpoint has a model for the task of the run."""
+    model = run.model
+    if model is None or model.name_or_path is None or not run.has_valid_task:
+        return
+    reason = explain_task(model.name_or_path, run.task, model.extra_kwargs.revision)
+    if reason is not None:
+        key = "name_or_path" if model.task is None else "task"
+        yield Problem(("model", key), f"{reason}: set another model.task, or another model")
 
 
 def visual_rows(run: RunConfig) -> Iterator[Problem]:

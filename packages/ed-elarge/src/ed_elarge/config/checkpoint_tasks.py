@@ -1,0 +1,115 @@
+"""The task of a checkpoint, and the tasks of a model type, without jax.
+
+The tasks of a family stand in the decorators `register_module` of its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ed_infra.enums import TaskType, canonical_task
+from ed_infra.errors import ConfigError
+from ed_models.checkpoints.text_halves import CONDITIONAL, TASK_ENDINGS, find_config
+
+from ed_elarge.config.local_paths import expand_path, is_file
+
+#: Tasks that no family derives from another task: their models read other inputs.
+SEPARATE_TASKS = (
+    TaskType.SEQUENCE_TO_SEQUENCE,
+    TaskType.IMAGE_TEXT_TO_TEXT,
+    TaskType.ANY_TO_ANY,
+    TaskType.SPEECH_SEQUENCE_TO_SEQUENCE,
+    TaskType.CTC,
+    TaskType.IMAGE_CLASSIFICATION,
+    TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION,
+)
+_MODULES = "modules.json"  # of sentence-transformers
+
+
+def read_config(name_or_path: str, revision: str | None = None) -> Mapping[str, Any] | None:
+    """Return the content of config.json; None if the file is not on this machine."""
+    path = find_config(name_or_path, revision)
+    try:
+        config = None if path is None else json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def find_task(name_or_path: str, revision: str | None = None) -> TaskType | None:
+    """Return the task that a checkpoint names; None if the file is not on this machine.
+
+    `ed_models.checkpoints.checks.task_of` reads the same with the registry.
+    """
+    config = read_config(name_or_path, revision)
+    if config is None or is_file(expand_path(name_or_path) / _MODULES):
+        return None
+    names = config.get("architectures")
+    model_type = str(config.get("model_type"))
+    for name in map(str, names if isinstance(names, list) else ()):
+        tasks = registered_tasks(model_type)
+        if name.endswith(CONDITIONAL) and tasks:
+            return tasks[0]
+        for ending, task in TASK_ENDINGS.items():
+            if name.endswith(ending):
+                pair = TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION
+                return pair if task == TaskType.BASE_MODULE and pair in tasks else task
+    return None
+
+
+def explain_task(name_or_path: str, task: TaskType, revision: str | None = None) -> str | None:
+    """Return why a checkpoint has no model for a task; None if it has one, or is not known."""
+    config = read_config(name_or_path, revision)
+    if config is None or task not in SEPARATE_TASKS:
+        return None
+    parts = [config, config.get("text_config"), config.get("vision_config")]
+    types = [str(part.get("model_type")) for part in parts if isinstance(part, Mapping)]
+    tasks = dict.fromkeys(task for name in types for task in registered_tasks(name))
+    if not tasks or task in tasks:
+        return None
+    known = ", ".join(repr(task.value) for task in tasks)
+    return (
+        f"{name_or_path} holds a model of type {types[0]!r}, which has no model for "
+        f"{task.value!r} (it has: {known} and derived tasks)"
+    )
+
+
+@functools.cache
+def registered_tasks(model_type: str) -> tuple[TaskType, ...]:
+    """Return the tasks in the source of a family, without derived tasks."""
+    modules = {e.value for e in metadata.entry_points(group="easydel.models", name=model_type)}
+    tasks: dict[TaskType, None] = {}
+    for module in modules:
+        spec = find_spec(module.partition(":")[0])
+        if spec is None or spec.origin is None:
+            continue
+        tree = ast.parse(Path(spec.origin).read_text("utf-8"))
+        tasks |= dict.fromkeys(_read_decorators(tree, model_type))
+    return tuple(tasks)
+
+
+def _read_decorators(tree: ast.Module, model_type: str) -> Iterator[TaskType]:
+    calls = (
+        node
+        for definition in tree.body
+        if isinstance(definition, ast.ClassDef)
+        for node in definition.decorator_list
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("register_module")
+    )
+    for call in calls:
+        names = {word.arg: word.value for word in call.keywords}
+        first, own = (*call.args, names.get("task_type"))[0], names.get("model_type")
+        if not isinstance(own, ast.Constant) or own.value != model_type or first is None:
+            continue
+        name = ast.unparse(first).rpartition(".")[2].strip("'\"")
+        try:
+            yield TaskType[name] if name in TaskType.__members__ else canonical_task(name)
+        except ConfigError:
+            continue

@@ -1,0 +1,121 @@
+"""Task names of `model.task`, the task of `auto-bind`, and checkpoints of other tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ed_elarge.config import checkpoint_tasks
+from ed_elarge.config.nodes import parse
+from ed_elarge.config.normalize import normalize
+from ed_elarge.config.table import check_machine
+from ed_elarge.errors import InputError
+from ed_elarge.model import eLargeModel
+from ed_infra import registry
+from ed_infra.enums import TaskType, canonical_task
+from ed_models.checkpoints.checks import task_of
+from ed_models.checkpoints.hub import read_config
+
+CHECKPOINTS: dict[str, tuple[dict[str, Any], TaskType]] = {
+    "T5ForConditionalGeneration": ({"model_type": "t5"}, TaskType.SEQUENCE_TO_SEQUENCE),
+    "WhisperForConditionalGeneration": (
+        {"model_type": "whisper"},
+        TaskType.SPEECH_SEQUENCE_TO_SEQUENCE,
+    ),
+    "Wav2Vec2ForCTC": ({"model_type": "wav2vec2"}, TaskType.CTC),
+    "ViTForImageClassification": ({"model_type": "vit"}, TaskType.IMAGE_CLASSIFICATION),
+    "CLIPModel": ({"model_type": "clip"}, TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION),
+    "LlavaForConditionalGeneration": (
+        {
+            "model_type": "llava",
+            "text_config": {"model_type": "llama"},
+            "vision_config": {"model_type": "clip_vision_model"},
+        },
+        TaskType.IMAGE_TEXT_TO_TEXT,
+    ),
+    "Qwen2AudioForConditionalGeneration": ({"model_type": "qwen2_audio"}, TaskType.ANY_TO_ANY),
+    "LlamaForCausalLM": ({"model_type": "llama"}, TaskType.CAUSAL_LM),
+    "LlamaForSequenceClassification": (
+        {"model_type": "llama"},
+        TaskType.SEQUENCE_CLASSIFICATION,
+    ),
+    "BertForMaskedLM": ({"model_type": "bert"}, TaskType.MASKED_LM),
+}
+
+
+def write(folder: Path, name: str) -> Path:
+    config = {**CHECKPOINTS[name][0], "architectures": [name]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def config_of(folder: Path, **sections: Any) -> Any:
+    model = {"name_or_path": str(folder), **sections.pop("model", {})}
+    text = yaml.safe_dump({"model": model, "actions": ["validate"], **sections})
+    return normalize(parse(text, "run.yaml"))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_auto_bind_is_the_task_that_the_checkpoint_names(name: str, tmp_path: Path) -> None:
+    folder, task = write(tmp_path, name), CHECKPOINTS[name][1]
+    assert checkpoint_tasks.find_task(str(folder)) == task == task_of(folder)
+    run = config_of(folder, model={"task": "auto-bind"})
+    assert run.task == task
+    assert run.has_audio == (task in (TaskType.CTC, TaskType.SPEECH_SEQUENCE_TO_SEQUENCE))
+    model_type = read_config(folder, task).model_type
+    assert {*checkpoint_tasks.registered_tasks(model_type)} <= {*registry.tasks_of(model_type)}
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("LlamaForCausalLM", "speech-seq2seq"),
+        ("LlamaForCausalLM", "ctc"),
+        ("LlamaForCausalLM", "vision-language-model"),
+        ("T5ForConditionalGeneration", "any-to-any"),
+        ("WhisperForConditionalGeneration", "seq2seq"),
+        ("ViTForImageClassification", "zero-shot-image-classification"),
+    ],
+)
+def test_a_checkpoint_without_the_task_is_refused_with_its_tasks(
+    name: str, task: str, tmp_path: Path
+) -> None:
+    own = CHECKPOINTS[name][1].value
+    with pytest.raises(InputError, match=rf"model\.task: .*no model for.*it has: .*'{own}'"):
+        check_machine(config_of(write(tmp_path, name), model={"task": task}))
+
+
+def test_the_task_of_a_method_is_compared_with_the_checkpoint(tmp_path: Path) -> None:
+    folder = write(tmp_path, "LlamaForCausalLM")
+    trainer = {"trainer_type": "ctc", "save_directory": str(tmp_path / "run")}
+    informs = [{"data_files": str(tmp_path / "config.json")}]
+    with pytest.raises(InputError, match=r"model\.name_or_path: .*has no model for 'ctc'"):
+        check_machine(config_of(folder, trainer=trainer, mixture={"informs": informs}))
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("vision-language-model", TaskType.IMAGE_TEXT_TO_TEXT),
+        ("vision_lm", TaskType.IMAGE_TEXT_TO_TEXT),
+        (TaskType.VISION_LM, TaskType.IMAGE_TEXT_TO_TEXT),
+        ("text-generation", TaskType.CAUSAL_LM),
+        ("text-classification", TaskType.SEQUENCE_CLASSIFICATION),
+        ("fill-mask", TaskType.MASKED_LM),
+    ],
+)
+def test_other_names_of_tasks_are_read(name: str, task: TaskType) -> None:
+    assert canonical_task(name) == task
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["t5", "whisper", "vit", "llava", "wav2vec2"])
+def test_auto_bind_builds_the_model_of_the_task(family: str) -> None:
+    from tests.conformance.cases import subjects
+
+    subject = subjects(family)[0]
+    elm = eLargeModel.from_pretrained(str(subject.directory), task="auto-bind")
+    assert type(elm.build_model()).model_task == task_of(subject.directory)
