@@ -8,7 +8,7 @@ from ed_esurge.server.http.errors import MAX_MESSAGE, MAX_PROBLEMS
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 
-from tools.bench.attacks import ROUTES, attacks, long_text, scenarios
+from tools.bench.attacks import ROUTES, attacks, long_text, scenarios, tenants
 
 SUITE = attacks()
 SCENARIOS = scenarios()
@@ -17,9 +17,12 @@ SCENARIOS = scenarios()
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     engine = ScriptedEngine(max_model_len=2**12)
-    folder = tmp_path_factory.mktemp("batches")
-    options = {"unknown_fields": "refuse", "trust_request_chat_template": True}
-    with background(engine, batch_directory=folder, **options) as url:
+    options = {
+        **tenants.options(tmp_path_factory.mktemp("server")),
+        "unknown_fields": "refuse",
+        "trust_request_chat_template": True,
+    }
+    with background(engine, **options) as url:
         yield url.removesuffix("/v1")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from ed_infra.garbage import settle
 
 #: Prints the page faults of a step before `keep`, while memory is kept, and after `give_back`, and
 #: the resident MiB before and after `give_back`. A step has 128 MiB of temporary memory.
@@ -76,3 +78,19 @@ def test_settings_of_the_user_stay(environment):
     begin = "freed_memory.compute_in_calling_thread()" if environment else ""
     before, kept, *_ = found(begin, **environment)
     assert kept > before / 2
+
+
+def test_settled_objects_are_excluded_without_a_collection() -> None:
+    """A full collection would stop all threads of a server."""
+    phases: list[str] = []
+    record = lambda phase, info: phases.append(phase)  # noqa: E731
+    gc.disable()
+    gc.callbacks.append(record)
+    try:
+        settle()
+        assert not phases
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.callbacks.remove(record)
+        gc.unfreeze()
+        gc.enable()

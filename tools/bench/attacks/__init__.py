@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.bench.attacks import answers, strangers
+from tools.bench.attacks import answers, strangers, tenants
 from tools.bench.attacks.bodies import bodies
 from tools.bench.attacks.media import media
 from tools.bench.attacks.requests import ROUTES, Ask, long_text
@@ -41,4 +41,6 @@ def scenarios() -> dict[str, Scenario]:
         "background responses at once": answers.race_background_responses,
         "cancelled responses": answers.cancel_large_responses,
         "growing conversation": answers.grow_conversation,
+        "MCP tools": tenants.call_hostile_tools,
+        "batch beyond its quota": tenants.exceed_batch_quota,
     }

@@ -13,9 +13,10 @@ from tools.bench.attacks.requests import Ask
 
 MAX_MODEL_LEN = 2**17
 SERVER = f"""
-import tempfile
+import pathlib, tempfile
 from ed_esurge.server import serve
 from ed_esurge.testing import ScriptedEngine
+from tools.bench.attacks.tenants import options
 
 class Forgetful(dict):
     # The scripted engine records its requests for tests, which is no memory of the server.
@@ -25,7 +26,7 @@ class Forgetful(dict):
 with tempfile.TemporaryDirectory() as folder:
     engine = ScriptedEngine(max_model_len={MAX_MODEL_LEN})
     engine.requests, engine.options = Forgetful(), Forgetful()
-    serve(engine, port=0, batch_directory=folder, trust_request_chat_template=True)
+    serve(engine, port=0, trust_request_chat_template=True, **options(pathlib.Path(folder)))
 """
 
 

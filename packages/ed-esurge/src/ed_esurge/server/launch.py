@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 # Time limits in seconds: to notify the other processes of the end, and to send an error to the
 # clients of aborted requests.
 NOTIFY_SECONDS, ABORT_SECONDS = 30, 5
-# Seconds from the start to the first garbage collection, which would delay the first answer.
+# Seconds after which the objects of the first requests are excluded from garbage collections.
 SETTLING_SECONDS = 5
 
 
@@ -259,6 +259,7 @@ def serve(
 
 
 def _announce(url: str) -> None:
+    settle()
     print(f"serving at {url} (Ctrl-C stops)", flush=True)
     cleaner = threading.Timer(SETTLING_SECONDS, settle)
     cleaner.daemon = True
