@@ -31,6 +31,7 @@ from ed_esurge.server.ollama.requests import (
 )
 from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
+from ed_esurge.tokenizer import LONG_DECODING
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,24 @@ def test_requests_do_not_copy_the_vocabulary(monkeypatch, path, body):
             answer = httpx.post(url.removesuffix("/v1") + path, json=body)
             assert answer.status_code == 200, answer.text
         assert copies.count == 0
+
+
+def test_long_texts_are_decoded_without_the_lock_of_the_interpreter(monkeypatch):
+    """`Tokenizer.decode` holds the lock for a third of a second, `decode_batch` does not."""
+    tokenizer = infill_tokenizer()
+    tokens = tokenizer("</s> plainadded é🌍 " * LONG_DECODING)["input_ids"]
+    short, expected = tokens[:100], tokenizer.decode(tokens)
+    engine = ScriptedEngine(tokenizer=tokenizer)
+    with background(engine) as url:
+        address = url.replace("/v1", "/detokenize")
+        copies = Copies(monkeypatch, tokenizer)
+        decode = tokenizer._tokenizer.decode
+        tokenizer._tokenizer.decode = copies._wrap(decode)
+        assert httpx.post(address, json={"tokens": tokens}).json()["prompt"] == expected
+        assert copies.count == 0
+        assert httpx.post(address, json={"tokens": short}).json()["prompt"] == decode(
+            short, skip_special_tokens=False
+        )
 
 
 def test_shared_copy_encodes_as_a_complete_copy():

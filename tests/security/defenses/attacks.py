@@ -121,7 +121,15 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             "    name = body.lora_name\n    if True:",
         ),
     ),
-    # ---- work that grows with the square of a request
+    # ---- work that grows with the square of a request, or stops the interpreter
+    f"{ESURGE_TESTS}/test_server_cheap_requests.py"
+    "::test_long_texts_are_decoded_without_the_lock_of_the_interpreter": (
+        Edit(
+            f"{ESURGE}/tokenizer.py",
+            "    if len(tokens) < LONG_DECODING or",
+            "    if len(tokens) >= 0 or",
+        ),
+    ),
     f"{ESURGE_TESTS}/test_server_cheap_requests.py::test_long_texts_grow_without_copies": (
         Edit(f"{ESURGE}/outputs.py", '    setattr(owner, name, "")\n', ""),
     ),

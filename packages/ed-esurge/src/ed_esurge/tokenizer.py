@@ -17,6 +17,10 @@ from ed_esurge.thinking import ThoughtTexts
 
 # Number of context tokens before new tokens, for correct spaces and byte sequences.
 CONTEXT = 8
+# Number of tokens that are decoded in about a millisecond.
+LONG_DECODING = 5_000
+# Module of the method `_decode` that only calls the Rust tokenizer.
+_USUAL_DECODING = "transformers.tokenization_utils_tokenizers"
 # Number of tokens without text after which the tokens are decoded less and less often, so that the
 # total time is linear: skipped special tokens, or bytes that never form a character.
 LONG_WAIT = 64
@@ -283,6 +287,17 @@ def encode(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool =
             "the engine has no tokenizer: pass one to eSurge(model, tokenizer), or pass token ids"
         )
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+def decode_tokens(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """Return the text of tokens. A long text is decoded without the lock of the interpreter."""
+    backend = getattr(tokenizer, "_tokenizer", None)
+    method = getattr(type(tokenizer), "_decode", None)
+    usual = getattr(method, "__module__", None) == _USUAL_DECODING
+    cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+    if len(tokens) < LONG_DECODING or backend is None or not usual or cleans:
+        return str(tokenizer.decode(tokens))
+    return backend.decode_batch([tokens], skip_special_tokens=False)[0]
 
 
 def bad_word_ids(tokenizer: Tokenizer | None, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

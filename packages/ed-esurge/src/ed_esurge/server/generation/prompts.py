@@ -38,6 +38,7 @@ from ed_esurge.server.generation.text_pairs import (
 )
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.template import ChatTemplate
+from ed_esurge.tokenizer import decode_tokens
 
 T = TypeVar("T")
 
@@ -297,7 +298,7 @@ class PromptEncoder:
 
     async def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens."""
-        return await self._aside(lambda: self.tokenizer.decode(tokens), len(tokens))
+        return await self._aside(lambda: decode_tokens(self.tokenizer, tokens), len(tokens))
 
     def ending(self, prompt: CheckedPrompt) -> str:
         """Return the text of the last tokens of a prompt, including special tokens."""
