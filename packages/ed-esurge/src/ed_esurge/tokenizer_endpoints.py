@@ -136,7 +136,7 @@ def connect_tokenizers(
             field="tokenizer_endpoint",
         )
     TokenizerEndpoint(tokenizer, encodes, decodes).check()
-    return (
-        tokenizer if encodes is None else TokenizerEndpoint(tokenizer, encodes, None),
-        tokenizer if decodes is None else TokenizerEndpoint(tokenizer, None, decodes),
-    )
+    # The other attributes are those of the tokenizer, which a type checker does not see.
+    encoder: Any = TokenizerEndpoint(tokenizer, encodes, None)
+    decoder: Any = TokenizerEndpoint(tokenizer, None, decodes)
+    return tokenizer if encodes is None else encoder, tokenizer if decodes is None else decoder

@@ -63,13 +63,13 @@ class CheckpointError(EasyDeLError, ValueError):
         self.field = field
 
 
-def check_keywords(
+def refuse_keywords(
     call: str,
     given: Iterable[str],
     known: Iterable[str],
     instead: Mapping[str, str] | None = None,
 ) -> None:
-    """Check the keywords of a call that passes them on.
+    """Refuse unknown keywords of a call that passes its keywords on.
 
     Args:
         call: name of the public function.

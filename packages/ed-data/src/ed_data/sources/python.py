@@ -91,8 +91,9 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     main = sys.modules.get("__main__")
-    if getattr(main, "__file__", None) and Path(str(main.__file__)).absolute() == path:
-        return main  # type: ignore[return-value]
+    script = getattr(main, "__file__", None)
+    if main is not None and script is not None and Path(script).absolute() == path:
+        return main
     name = f"{path.stem}_{crc32(str(path).encode()):08x}"
     if name not in sys.modules:
         spec = spec_from_file_location(name, path)

@@ -143,8 +143,8 @@ class _Turns:
         # Without an end token, white space ends the turn, or the model writes the first token of
         # the next turn to end its own (GLM-4: `<|user|>`, `<|observation|>`).
         following = self._units.match(self._text, end)
-        is_next = following is not None and following.group() in self._ends
-        if is_next and i < len(chat) - 1 and chat[i + 1]["role"] != "assistant":
+        is_other = i < len(chat) - 1 and chat[i + 1]["role"] != "assistant"
+        if is_other and following is not None and following.group() in self._ends:
             return begin, following.end()
         return begin, end
 

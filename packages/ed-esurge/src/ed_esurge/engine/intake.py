@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from typing import Any, TypedDict, cast
 
 import numpy as np
-from ed_infra.errors import ConfigError, check_keywords
+from ed_infra.errors import ConfigError, refuse_keywords
 from ed_models.tasks.encoder_items import EncoderItems
 
 from ed_esurge.config import EngineConfig
@@ -243,7 +243,7 @@ def check_request_keywords(options: Mapping[str, object]) -> None:
             name: f"it is an option of the sampling: use SamplingParams({name}=...)"
             for name in SamplingParams.model_fields
         }
-        check_keywords("a request", options, RequestOptions.__annotations__, sampling)
+        refuse_keywords("a request", options, RequestOptions.__annotations__, sampling)
 
 
 def as_prompts(prompts: Any) -> list[PromptInput]:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Unpack
 
 import uvicorn
-from ed_infra.errors import ConfigError, EasyDeLError, check_keywords
+from ed_infra.errors import ConfigError, EasyDeLError, refuse_keywords
 from ed_infra.garbage import settle
 from starlette.applications import Starlette
 from uvicorn.logging import AccessFormatter, DefaultFormatter
@@ -353,7 +353,7 @@ def _prepare(
         raise ConfigError("TLS requires both ssl_keyfile and ssl_certfile")
     if options.get("allowed_hosts") is None and host in LOOPBACK:
         options = AppOptions(**{**options, "allowed_hosts": LOOPBACK})
-    check_keywords("serve", options, AppOptions.__annotations__)
+    refuse_keywords("serve", options, AppOptions.__annotations__)
     app = create_app(engine, **options)
     listener = _bind(host, port)
     limits = app.state.server.state.limits

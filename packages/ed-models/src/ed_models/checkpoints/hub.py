@@ -20,8 +20,8 @@ from ed_infra.errors import (
     CheckpointError,
     ConfigError,
     RegistryError,
-    check_keywords,
     did_you_mean,
+    refuse_keywords,
 )
 from ed_infra.sharding import placement
 from ed_infra.sharding.axes import PartitionAxis
@@ -381,7 +381,7 @@ def check_loading_keywords(given: Iterable[str]) -> None:
         name: f"it is a field of the configuration: use config_kwargs={{{name!r}: ...}}"
         for name in (*FIELDS, *FIELD_ALIASES)
     }
-    check_keywords("from_pretrained", given, known, {**fields, **_INSTEAD})
+    refuse_keywords("from_pretrained", given, known, {**fields, **_INSTEAD})
 
 
 def check_weights(directory: Path, task: TaskType | str = TaskType.AUTO_BIND) -> None:
