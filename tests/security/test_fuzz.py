@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.security.fuzz.mutations import mutate_bytes, mutate_json, write_json
-from tests.security.fuzz.readers import MediaRows, RunFiles, Vocabulary
+from tests.security.fuzz.readers import DataFiles, MediaRows, RunFiles, Vocabulary
 from tests.security.fuzz.routes import Batches, Images, Mcp, Ollama, Recordings, Responses
 from tests.security.fuzz.targets import Finding, Target, fuzz
 
@@ -23,7 +23,7 @@ TARGETS = {
     kind.name: kind
     for kind in (
         *(Responses, Mcp, Ollama, Batches, Images, Recordings),
-        *(Vocabulary, RunFiles, MediaRows),
+        *(Vocabulary, RunFiles, MediaRows, DataFiles),
     )
 }
 LIBRARIES = {"mcp": "mcp", "images": "PIL", "audio": "soundfile", "gguf_vocabulary": "gguf"}
@@ -46,6 +46,7 @@ def test_seeds_and_a_few_mutations_have_allowed_outcomes(name: str, tmp_path: Pa
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("name", TARGETS)
 def test_fuzzer_has_no_finding(name: str, tmp_path: Path, record_property) -> None:
     summary = fuzz(build(name), tmp_path, SECONDS, SEED)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 from ed_data import DataError, Inform, documents
+from ed_data.config.source import FILE_TYPES
 from ed_data.rows.recordings import header
 from ed_data.schema import CTC, IMAGE_CLASSIFICATION, TEXT
+from ed_data.sources import open_source
 from ed_data.tokens.images import size_of
 from ed_elarge.config.nodes import read
 from ed_elarge.config.normalize import normalize
@@ -271,6 +276,52 @@ class MediaRows(Target):
             library = path.startswith((sys.prefix, sys.base_prefix))
             if path == self._secret or (hidden and not library):
                 self._forbidden.append(f"open {path}"[:200])
+
+
+class DataFiles(Target):
+    """Files of rows in every format and compression. A case is the name and the bytes of a file."""
+
+    name = "data_files"
+    #: Rows that are read of a case.
+    _rows = 2000
+
+    @contextmanager
+    def running(self, folder: Path) -> Iterator[object]:
+        self._folder = folder / "rows"
+        self._folder.mkdir()
+        yield None
+
+    def load_seeds(self) -> list[Any]:
+        return [(path.name, path.read_bytes()) for path in sorted((SEEDS / self.name).iterdir())]
+
+    def mutate(self, rng: random.Random, corpus: Sequence[Any]) -> Any:
+        name, data = rng.choice(corpus)
+        if rng.random() < 0.5 and name.endswith(".gz"):
+            with suppress(OSError, EOFError, zlib.error):
+                return name, gzip.compress(mutate_bytes(gzip.decompress(data), rng))
+        return name, mutate_bytes(data, rng, [other for _, other in corpus])
+
+    def execute(self, case: Any) -> str:
+        name, data = case
+        path = self._folder / name
+        path.write_bytes(data)
+        words = name.split(".")
+        kind = next(known for known, suffixes in FILE_TYPES.items() if f".{words[1]}" in suffixes)
+        count = 0
+        try:
+            for _ in islice(
+                open_source(Inform(type=kind, data_files=str(path))).rows(), self._rows
+            ):
+                count += 1
+        except DataError as error:
+            check(name in str(error), f"a message without the name of the file: {error}")
+            return f"{name} {shorten(error)}"
+        finally:
+            path.unlink()
+        return f"{name} {count} rows"
+
+    def size(self, case: Any) -> int:
+        return len(case[1])
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
