@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 from ed_elarge.config import nodes
+from ed_elarge.config.config_source import config_fields
+from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import InputError
 from maximal_run_file import dry_run
 
@@ -66,6 +68,18 @@ def test_unfinished_variables_are_read_in_linear_time() -> None:
     text = "${env:A:-" * 100_000
     assert nodes.parse(f"a: '{text}'").value == {"a": text}
     assert nodes.parse("a: ${env:ED_UNSET:-b$c}").value == {"a": "b$c"}
+
+
+@pytest.mark.parametrize(
+    "kind", ["a" * 5000, "_" * 5000, "é" * 200, "../" * 90 + "etc", {"a": "b" * 300}, ["a" * 300]]
+)
+def test_long_model_types_are_errors_of_the_run_file(kind: object) -> None:
+    """Transformers has a folder for each model type, and names of folders have a limit."""
+    run = {"model": {"config": {"model_type": kind}}, "actions": ["validate"]}
+    with pytest.raises(InputError) as caught:
+        normalize(nodes.parse(yaml.safe_dump(run)), require_actions=True)
+    assert len(str(caught.value)) < 20_000
+    assert config_fields(str(kind)) is None
 
 
 def test_each_included_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,14 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             r"(:-[^}]*)?",
         ),
     ),
+    "packages/ed-elarge/tests/test_elarge_hostile_run_files.py"
+    "::test_long_model_types_are_errors_of_the_run_file": (
+        Edit(
+            f"{ELARGE}/config/config_source.py",
+            "    while folder and len(folder) <= _MAX_NAME:",
+            "    while folder:",
+        ),
+    ),
     "packages/ed-elarge/tests/test_elarge_hostile_names.py::test_slurm_script_runs_only_elarge": (
         Edit(
             f"{ELARGE}/launch/slurm.py",

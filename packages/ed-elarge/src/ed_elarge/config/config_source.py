@@ -46,6 +46,10 @@ class ConfigField(NamedTuple):
     default: Any
 
 
+#: Largest length of the name of a model type.
+_MAX_NAME = 100
+
+
 @functools.cache
 def config_fields(model_type: str) -> dict[str, ConfigField] | None:
     """Return the fields of a model type's configuration class, or None if transformers has none."""
@@ -102,8 +106,8 @@ def _file(model_type: str) -> Path | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     models = Path(spec.submodule_search_locations[0]) / "models"
-    folder = re.sub(r"\W", "_", model_type)
-    while folder:
+    folder = re.sub(r"[^A-Za-z0-9]", "_", model_type)
+    while folder and len(folder) <= _MAX_NAME:
         file = models / folder / f"configuration_{folder}.py"
         if file.is_file():
             return file
