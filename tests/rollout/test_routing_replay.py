@@ -10,7 +10,7 @@ import pytest
 from ed_elarge.engine.lending import LentEngine, records_of
 from ed_elarge.engine.rollout import EngineRollout
 from ed_esurge import EngineConfig
-from ed_esurge.records import NOTHING
+from ed_esurge.records import NOTHING, Records
 from ed_infra.errors import ConfigError
 from ed_models.families.mixtral import MixtralConfig, MixtralForCausalLM
 from ed_trainers import arguments_class, trainer_class
@@ -52,8 +52,11 @@ class ChangedExperts(EngineRollout):
         ]
 
 
-def train(folder, rollout=EngineRollout, *, records=True, method="grpo", **given):
-    """Train a tiny Mixtral for two steps; return the rows of the record."""
+def train(folder, rollout=EngineRollout, *, records=None, method="grpo", **given):
+    """Train a tiny Mixtral for two steps; return the rows of the record.
+
+    The engine records what the arguments need, or `records`.
+    """
     config = MixtralConfig(
         vocab_size=256,
         hidden_size=32,
@@ -87,7 +90,7 @@ def train(folder, rollout=EngineRollout, *, records=True, method="grpo", **given
         None,
         EngineConfig(page_size=8, max_num_seqs=8),
         length=arguments.row_length,
-        records=records_of(arguments) if records else NOTHING,
+        records=records_of(arguments) if records is None else records,
     )
     trainer = trainer_class(method)(
         arguments, model, Prompts(), rollout=rollout(engine), reward_functions=[small]
@@ -107,14 +110,19 @@ def test_trainer_uses_the_experts_of_the_engine(tmp_path):
     assert changed[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert changed[0]["clip_ratio/region_mean"] == 0  # the step repeats the numbers before it
     # Without the option, the trainer ignores the records.
-    ignored = train(tmp_path / "ignored", ChangedExperts, routing_replay=False)
+    ignored = train(
+        tmp_path / "ignored",
+        ChangedExperts,
+        records=Records(experts=True),
+        routing_replay=False,
+    )
     assert ignored[0][DIFFERENCE] < 1e-4
 
 
 @pytest.mark.nightly
 def test_rollout_without_experts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="routing_replay needs the experts of each token"):
-        train(tmp_path, records=False)
+        train(tmp_path, records=NOTHING)
 
 
 @pytest.mark.nightly
@@ -194,4 +202,4 @@ def test_option_without_filters_is_refused(tmp_path):
     with pytest.raises(ValueError, match="set top_p, top_k or min_p"):
         train(tmp_path, sampling_mask_replay=True)
     with pytest.raises(ConfigError, match="sampling_mask_replay needs the tokens"):
-        train(tmp_path, records=False, routing_replay=False, sampling_mask_replay=True, top_p=0.5)
+        train(tmp_path, records=NOTHING, routing_replay=False, sampling_mask_replay=True, top_p=0.5)
