@@ -5,9 +5,12 @@ The rest is in test_infra_documented_api.py.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import types
 import warnings
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import fsspec
@@ -16,10 +19,11 @@ import transformers
 from ed_infra import enums
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.config.documented import NOT_GIVEN, extract_commit_hash, set_attrs_smartly
-from ed_infra.config.fields import FIELDS, ExecutionFields
+from ed_infra.config.fields import FIELDS, ExecutionFields, canonical_field
 from ed_infra.config.typed_dict import EasyDeLBaseConfigDict
 from ed_infra.enums import EasyMethod
 from ed_infra.errors import ConfigError
+from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import EasyDeLQuantizationConfig
 
 proves = pytest.mark.proves
@@ -312,3 +316,39 @@ def test_save_pretrained_pushes_local_directory_only(
     assert pushed == [(str(tmp_path / "mine"), "me/mine")]
     with pytest.raises(ConfigError, match="push_to_hub needs a local directory"):
         LlamaConfig().save_pretrained("memory://x", push_to_hub=True)
+
+
+#: Documented default of the constructor -> the default here, listed in docs/migrate/easydel.md.
+OTHER_DEFAULTS = {
+    "attn_mechanism": "auto",
+    "attn_dtype": None,
+    "blocksize_q": None,
+    "blocksize_k": None,
+    "scan_attention_layers": True,
+}
+
+
+def test_defaults_of_the_constructor_are_documented_or_listed():
+    root = Path(__file__).parents[3]
+    page = (root / "tests/guides/documents/002.txt").read_text("utf-8")
+    signature = page[page.index("base_config.EasyDeLBaseConfig(") : page.index("**kwargs)[source]")]
+    axes = signature[signature.index("PartitionAxis = PartitionAxis(") :]
+    axes = axes[axes.index("= PartitionAxis(") + 2 : axes.index("), use_sharded_kv") + 1]
+    documented = dict(re.findall(r"(\w+): [^=]+? = (\(.+?\)|<class .+?>|[^,)]+)", signature))
+    config, compared = EasyDeLBaseConfig(), 0
+    for name, text in documented.items():
+        if canonical_field(name) not in FIELDS or name == "partition_axis":
+            continue
+        value = getattr(config, name)
+        compared += 1
+        if name in OTHER_DEFAULTS:
+            assert value == OTHER_DEFAULTS[name]
+            assert f"`{name}`" in (root / "docs/migrate/easydel.md").read_text("utf-8")
+        elif "jax.numpy" in text:
+            assert value in text
+        elif text == "EasyDeLGradientCheckPointers.NONE":
+            assert value == ""
+        else:
+            assert value == ast.literal_eval(text), name
+    assert compared > 40
+    assert config.partition_axis == eval(axes, {"PartitionAxis": PartitionAxis})
