@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from ed_elarge.launch.member import lock_folder, remove_abandoned
+from ed_elarge.launch.member import lock_folder, remove_abandoned, remove_folder
 
 #: Locks the folder of a member, forks a process that lives longer, and waits for its input to end.
 MEMBER = """
@@ -84,3 +85,18 @@ def test_clock_that_jumps_deletes_no_live_copies(
         remove_abandoned(tmp_path)
         assert (copies / "8.copy").exists()
     os.close(descriptor)
+
+
+def test_the_last_member_leaves_no_file_of_the_launch(tmp_path: Path) -> None:
+    members = [tmp_path / "launch" / str(n) for n in range(3)]
+    descriptors = []
+    for copies in members:
+        copies.mkdir(parents=True)
+        (copies / "8.copy").write_bytes(b"shards")
+        descriptors.append(lock_folder(copies))
+    shutil.rmtree(members[1])  # the memory of a lost host
+    for copies, descriptor in zip(members, descriptors, strict=True):
+        assert (tmp_path / "launch").exists()
+        remove_folder(copies)
+        os.close(descriptor)
+    assert not (tmp_path / "launch").exists()

@@ -76,10 +76,22 @@ def run_member(folder: str, words: Sequence[str], run: Callable[[Sequence[str]],
 
 def lock_folder(copies: Path) -> int:
     """Lock the folder of a member until the descriptor is closed in all its processes."""
-    descriptor = os.open(copies.parent / f".{copies.name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(_lock_file(copies), os.O_RDWR | os.O_CREAT, 0o600)
     with suppress(OSError):  # another process of the same member still ends
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
+
+
+def remove_folder(copies: Path) -> None:
+    """Delete the folder of a member and its lock; the last member deletes that of the launch."""
+    shutil.rmtree(copies, ignore_errors=True)
+    _lock_file(copies).unlink(missing_ok=True)
+    with suppress(OSError):  # another member of this host has copies
+        copies.parent.rmdir()
+
+
+def _lock_file(copies: Path) -> Path:
+    return copies.parent / f".{copies.name}.lock"
 
 
 def remove_abandoned(base: Path) -> None:
@@ -182,9 +194,7 @@ class _Member:
             if now > limit:
                 self._signal(signal.SIGKILL)
             if self._child is None and (self._ends or not self._open):
-                shutil.rmtree(self._copies, ignore_errors=True)
-                with suppress(OSError):  # another member of this host has copies
-                    self._copies.parent.rmdir()
+                remove_folder(self._copies)
                 return 0
             if self._open and now - self._told > _BEAT:
                 self._told = now
