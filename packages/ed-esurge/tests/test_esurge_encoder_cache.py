@@ -213,7 +213,7 @@ def test_prefix_with_equal_items_is_shared_and_not_encoded_again():
     [
         ([EncoderInput(b"", {"sound": np.zeros(2)}, 0, 2)], "array 'sound'; accepted arrays: pix"),
         ([item(1, 2, 2), item(2, 3, 2)], "they must begin at 4 or later"),
-        ([item(1, 8, 4)], "must end with another token"),
+        ([item(1, 8, 5)], "end at position 13, but the prompt has 12 tokens"),
         ([item(1, 0, 9)], "more than the 8 encoder positions"),
     ],
 )

@@ -87,7 +87,14 @@ def test_chunk_of_a_prompt_cuts_no_image_in_two(count):
 @pytest.mark.nightly
 def test_chunked_batched_and_preempted_images_produce_tokens_of_generate(gemma3):
     engine = engine_of(gemma3)
-    found = [prompt(1, 2, 20), prompt(2, 5), prompt(3), prompt(4, 1, 28)]
+    found = [
+        prompt(1, 2, 20),
+        prompt(2, 5),
+        prompt(3),
+        prompt(4, 1, 28),
+        prompt(6, 32),
+        prompt(7, 8, 32),
+    ]
     wanted = [expected(gemma3, ids, pixels) for ids, pixels, _ in found]
     assert len({tuple(tokens) for tokens in wanted}) == len(wanted)
     assert answers(engine, found) == wanted

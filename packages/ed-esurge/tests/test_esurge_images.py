@@ -88,7 +88,14 @@ def expected(model, ids, pixels):
 
 @pytest.mark.nightly
 def test_chunked_batched_and_preempted_images_produce_tokens_of_generate(llava, engine):
-    cases = [prompt(1, 2, 20), prompt(2, 5), prompt(3), prompt(4, 1, 28)]
+    cases = [
+        prompt(1, 2, 20),
+        prompt(2, 5),
+        prompt(3),
+        prompt(4, 1, 28),
+        prompt(6, 32),
+        prompt(7, 8, 32),
+    ]
     wanted = [expected(llava, ids, pixels) for ids, pixels, _ in cases]
     assert len({tuple(tokens) for tokens in wanted}) == len(wanted)
     assert answers(engine, cases) == wanted

@@ -13,6 +13,7 @@ from ed_infra.errors import ConfigError, RegistryError
 from ed_models.auto import AutoEasyDeLModel, AutoEasyDeLModelForImageClassification
 from ed_models.body.resizing import resized_grid
 from ed_models.checkpoints.checks import task_of
+from ed_models.tasks.image_text import split_images
 
 TINY: dict[str, Any] = {
     "hidden_size": 16,
@@ -139,3 +140,31 @@ def test_tower_is_the_base_module_of_its_model_type() -> None:
         registry.get_config("llava")(
             text_config={"model_type": "llama"}, vision_config={"model_type": "my_tower"}
         )
+
+
+def test_images_of_a_processor_are_assigned_to_prompts_by_their_tokens():
+    pixels = np.arange(3.0).reshape(3, 1, 1, 1)
+    rows = split_images(pixels, np.array([4, 0, 8]))
+    np.testing.assert_array_equal(rows[:, :, 0, 0, 0], [[0, 0], [0, 0], [1, 2]])
+    for tokens in ([4, 4], [0, 0], [3, 3, 3, 1]):
+        with pytest.raises(ConfigError, match="3 images, and the prompts have"):
+            split_images(pixels, np.array(tokens))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["llava", "gemma3", "paligemma", "aya_vision"])
+def test_generate_accepts_the_images_of_all_prompts_in_one_array(family):
+    from tests.conformance.cases import subjects
+
+    subject = subjects(family)[0]
+    prompts = subject.prompts()
+    pixels = np.asarray(prompts.pop("pixel_values"))
+    tokens = (np.asarray(prompts["input_ids"]) == subject.model.config.image_token_id).sum(axis=1)
+    filled = np.abs(pixels).reshape(*pixels.shape[:2], -1).max(axis=-1) > 0
+    flat = pixels[filled]
+    options = {**prompts, "max_new_tokens": 4, "eos_token_id": []}
+    expected = subject.model.generate(**options, pixel_values=pixels).sequences
+    assert tokens.any()
+    assert flat.ndim == 4
+    got = subject.model.generate(**options, pixel_values=flat).sequences
+    np.testing.assert_array_equal(got, expected)

@@ -459,10 +459,11 @@ class Intake:
                         f"position {first}, which attend to each other, but a step computes at "
                         f"most {longest}: raise max_num_batched_tokens, or separate the inputs"
                     )
-        if free >= len(checked.token_ids) and not isinstance(self.items, EmbeddedPrompts):
+        if free > len(checked.token_ids):
             raise ConfigError(
                 f"the placeholder tokens of encoder inputs end at position {free}, but the prompt "
-                f"has {len(checked.token_ids)} tokens: a prompt must end with another token"
+                f"has {len(checked.token_ids)} tokens: pass the tokens and the positions that the "
+                "processor writes"
             )
 
     def _sampling(self, params: SamplingParams, max_tokens: int) -> dict[str, Any]:

@@ -42,6 +42,8 @@ TORCH_CLASSES: Mapping[TaskType, str] = {
     TaskType.BASE_VISION: "AutoModel",
     TaskType.EMBEDDING: "AutoModel",
 }
+#: End of the names of classes with the encoder of an encoder-decoder.
+ENCODER = "EncoderModel"
 
 
 def save_pretrained(
@@ -102,6 +104,9 @@ def to_torch(model: Any) -> PreTrainedModel:
         )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
+        architecture = model.architecture or type(model).__name__
+        if architecture.endswith(ENCODER):
+            auto = getattr(transformers, architecture, auto)
         return auto.from_pretrained(folder, dtype="auto").eval()
 
 

@@ -16,7 +16,11 @@ from ed_models.weights.rules import STANDARD, Rule, fused, permute, renamed
 TOWER = "model.visual"
 TIED = {"lm_head.kernel": "model.language_model.embed_tokens.embedding"}
 #: Other names of tensors in checkpoints -> the names that the rules have.
-OTHER_NAMES = {"model.visual": "visual", "model.language_model": "model"}
+OTHER_NAMES = {
+    "model.visual": "visual",
+    "model.language_model": "model",
+    "language_model": "model",  # of a body that was saved alone
+}
 #: Names of checkpoints -> names of the modules of transformers 5.
 MODULES = Modules({"model": "model.language_model", "visual": "model.visual"})
 #: Our names of text and tower -> those of checkpoints of Qwen2-VL and Qwen2.5-VL.

@@ -368,6 +368,11 @@ def check(
     parts += _listing(
         "of another kind, as the codes of a quantized checkpoint are, which is not read", kinds
     )
+    if missing and all(weights.by_hf[n][0].ours.startswith("lm_head.") for n in missing):
+        parts.append(
+            "  the head of an untied model is missing: load the body alone (the task base-module), "
+            "or use the embedding as the head (config_kwargs={'tie_word_embeddings': True})"
+        )
     if parts:
         raise CheckpointError(
             f"the weights in {files.directory} do not fit the model that its configuration "

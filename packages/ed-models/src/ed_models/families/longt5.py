@@ -29,6 +29,7 @@ from ed_models.body.encoder_decoder import EncoderDecoder, LayerStack
 from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_layer, layer_stack
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
+from ed_models.tasks.text_encoder import ENCODER_TASKS
 from ed_models.weights.blocks import Relation, Shape
 from ed_models.weights.rules import Rule, TensorLayout, equal, transpose
 
@@ -121,6 +122,7 @@ class LongT5ForConditionalGeneration(Seq2SeqLM):
     """LongT5 with a language-model head."""
 
     body_class = LongT5Model
+    DERIVED = ENCODER_TASKS
     WEIGHTS = (
         *(
             Rule(f"{LAYER}.{p}_proj.kernel", f"{BLOCK}.{p}.weight", of_encoder(transpose))

@@ -16,6 +16,7 @@ from ed_models.body.encoder_decoder import EncoderDecoder
 from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_layer, layer_stack
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
+from ed_models.tasks.text_encoder import ENCODER_TASKS
 
 
 @register_config("mt5")
@@ -50,5 +51,6 @@ class MT5ForConditionalGeneration(Seq2SeqLM):
     """mT5 with a language-model head."""
 
     body_class = MT5Model
+    DERIVED = ENCODER_TASKS
     WEIGHTS = T5_WEIGHTS
     as_published = staticmethod(with_head)

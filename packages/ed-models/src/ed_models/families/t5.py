@@ -22,6 +22,7 @@ from ed_models.body.encoder_decoder import EncoderDecoder
 from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_layer, layer_stack
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
+from ed_models.tasks.text_encoder import ENCODER_TASKS
 
 
 @register_config("t5")
@@ -57,6 +58,7 @@ class T5ForConditionalGeneration(Seq2SeqLM):
     """T5 with a language-model head."""
 
     body_class = T5Model
+    DERIVED = ENCODER_TASKS
     WEIGHTS = T5_WEIGHTS
     as_published = staticmethod(with_head)
 

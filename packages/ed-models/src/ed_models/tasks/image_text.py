@@ -5,9 +5,11 @@ Legend: b batch, s sequence, i images of a row, n image features of a row, d hid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 import jax
+import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import IMAGE_FEATURES, Encoded, Features, Inputs
 from ed_infra.outputs import CausalLMOutput
@@ -48,6 +50,22 @@ class ImageTextLM(CausalLM):
         names = [name for name in self.image_names if name != "pixel_values"]
         others = inputs.select(names)
         return cast(ImageBody, self.model).encode(inputs["pixel_values"], **others)
+
+    def batched_inputs(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arrays of prompts with a row for each prompt.
+
+        A processor of transformers returns the images of all prompts in one array [t, c, h, w].
+
+        Raises:
+            ConfigError: the prompts have no equal number of image tokens for each image.
+        """
+        pixels = arrays.get("pixel_values")
+        others = [name for name in self.image_names if arrays.get(name) is not None]
+        if pixels is None or np.ndim(pixels) != 4 or others != ["pixel_values"]:
+            return arrays
+        image_token_id: int = self.config.image_token_id
+        tokens = (np.asarray(input_ids) == image_token_id).sum(axis=1)
+        return {**arrays, "pixel_values": split_images(np.asarray(pixels), tokens)}
 
     def __call__(
         self,
@@ -90,3 +108,31 @@ class ImageTextLM(CausalLM):
             shape = tokens.shape[0], tokens.shape[1]
             inputs["ahead"] = ahead_in_prompt(token_type_ids, shape, inputs)
         return super().__call__(input_ids, features=features, **inputs)
+
+
+def split_images(
+    pixels: Float[np.ndarray, "t c h w"], tokens: Int[np.ndarray, " b"]
+) -> Float[np.ndarray, "b i c h w"]:
+    """Assign images to prompts by their image tokens; rows with fewer images end with zeros.
+
+    Args:
+        pixels: images of all prompts, in the order of the prompts.
+        tokens: number of image tokens of each prompt.
+
+    Raises:
+        ConfigError: the prompts have no equal number of image tokens for each image.
+    """
+    per_image = int(tokens.sum()) // max(1, len(pixels))
+    counts = tokens // max(1, per_image)
+    if not per_image or (counts * per_image != tokens).any() or counts.sum() != len(pixels):
+        raise ConfigError(
+            f"pixel_values has {len(pixels)} images, and the prompts have {tokens.tolist()} image "
+            "tokens: pass as many tokens for each image as the processor of the checkpoint does, "
+            "or an array [rows, images, channels, height, width]"
+        )
+    rows = np.zeros((len(tokens), int(counts.max()), *pixels.shape[1:]), pixels.dtype)
+    first = 0
+    for row, count in zip(rows, counts.tolist(), strict=True):
+        row[:count] = pixels[first : first + count]
+        first += count
+    return rows

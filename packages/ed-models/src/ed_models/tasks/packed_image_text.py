@@ -57,5 +57,5 @@ class PackedImageTextLM(ImageTextLM):
         if form is None and SIZES in arrays:
             raise ConfigError(f"the vision tower reads images of one size: omit {SIZES}")
         if form is None:
-            return arrays
+            return super().batched_inputs(input_ids, arrays)
         return form.rows(np.asarray(input_ids) == self.config.image_token_id, arrays)
