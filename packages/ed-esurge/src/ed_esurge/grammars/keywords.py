@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from ed_infra.errors import edits
+
 from ed_esurge.grammars.limits import GrammarError
-from ed_esurge.grammars.negation import exclude, negate, required_names, types_of
+from ed_esurge.grammars.negation import (
+    ANNOTATIONS,
+    exclude,
+    negate,
+    other_texts,
+    required_names,
+    target_of,
+    types_of,
+)
 
 _COUNTS = ("Length", "Items", "Properties", "Contains")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _EXACT = 2**53
-_ANNOTATIONS = {
-    *("title", "description", "default", "examples", "example", "deprecated", "$comment", "$id"),
-    *("readOnly", "writeOnly", "id", "$schema", "$anchor"),
-}
 _APPLICATORS = (
     *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef"),
     *("dependentSchemas", "dependencies", "contains"),
 )
+_COUNTED = (*("minProperties", "maxProperties", "properties", "required", "additionalProperties"),)
+#: Limit of the alternatives that replace one `minProperties` or `maxProperties`.
+MAX_CHOICES = 64
 #: Limit of the dependencies of one schema; each doubles the number of cases.
 MAX_DEPENDENCIES = 8
 
@@ -67,6 +78,9 @@ _SAME = {
     "guid": "uuid",
     "datetime": "date-time",
 }
+#: Formats that llguidance knows exactly.
+_KNOWN = {"time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+_NAMES = {*FORMATS, *_SAME, *_KNOWN}
 
 
 def simplify_keywords(schema: dict[str, Any], root: object, path: str) -> dict[str, Any]:
@@ -84,18 +98,20 @@ def simplify_keywords(schema: dict[str, Any], root: object, path: str) -> dict[s
         if key[:3] in ("min", "max") and key[3:] in _COUNTS and isinstance(value, float):
             result[key] = int(value) if value.is_integer() else value
     _limit_bounds(result, path)
-    _simplify_format(result)
+    _simplify_format(result, path)
     _simplify_unevaluated(result)
     _simplify_contains(result)
-    _simplify_names(result)
-    _merge_patterns(result, path)
+    _simplify_names(result, root)
+    _merge_patterns(result)
     result = _simplify_dependencies(result)
     result = _simplify_condition(result, root)
     if "not" in result:
         unwanted = result.pop("not")
         options = negate(unwanted, result, root)
+        if not options and _is_everything(unwanted):
+            options = [False]
         result = exclude(result, options) if options else {**result, "not": unwanted}
-    return result
+    return limit_properties(result)
 
 
 def _limit_bounds(schema: dict[str, Any], path: str) -> None:
@@ -118,17 +134,27 @@ def _limit_bounds(schema: dict[str, Any], path: str) -> None:
         schema[key] = int(rounded)
 
 
-def _simplify_format(schema: dict[str, Any]) -> None:
+def _simplify_format(schema: dict[str, Any], path: str) -> None:
     name = schema.get("format")
     if not isinstance(name, str):
         return
     if "string" not in types_of(schema):
         del schema["format"]
         return
+    name = name.lower() if name.lower() in _NAMES else name
     schema["format"] = name = _SAME.get(name, name)
-    if name not in FORMATS:
+    if name in _KNOWN:
         return
     del schema["format"]
+    if name not in FORMATS:  # JSON Schema: an unknown format is an annotation
+        most = 1 if len(name) < 6 else 2
+        near = [each for each in sorted(_NAMES) if len(name) < 30 and edits(name, each) <= most]
+        if near:
+            raise GrammarError(
+                f"at {path}: the format {name!r} is unknown; did you mean {near[0]!r}? Remove "
+                "`format`, or use `pattern`."
+            )
+        return
     pattern = FORMATS[name]
     if pattern is not None and "pattern" in schema:
         schema["allOf"] = [*schema.get("allOf", []), {"pattern": pattern}]
@@ -140,7 +166,7 @@ def _is_everything(schema: object, kind: str | None = None) -> bool:
     """Return whether a schema matches every value, or every value of a type."""
     if not isinstance(schema, Mapping):
         return schema is True
-    rest = set(schema) - _ANNOTATIONS
+    rest = set(schema) - ANNOTATIONS
     return not rest or (kind is not None and rest == {"type"} and kind in types_of(schema))
 
 
@@ -167,58 +193,107 @@ def _simplify_contains(schema: dict[str, Any]) -> None:
         schema["minItems"] = max(schema.get("minItems", 0), low)
 
 
-def _simplify_names(schema: dict[str, Any]) -> None:
+def _simplify_names(schema: dict[str, Any], root: object) -> None:
     names = schema.get("propertyNames")
     if names is None:
         return
     if _is_everything(names, "string"):
         del schema["propertyNames"]
         return
+    names = target_of(names, root)
     if not isinstance(names, Mapping) or "patternProperties" in schema:
         return
-    keys = set(names) - _ANNOTATIONS - {"type"}
-    rest = schema.get("additionalProperties", {})
-    properties = schema.get("properties", {})
-    if keys == {"enum"} and isinstance(names["enum"], list) and isinstance(properties, Mapping):
-        listed = [name for name in names["enum"] if isinstance(name, str)]
-        schema["properties"] = {name: properties.get(name, rest) for name in listed}
-    elif keys == {"pattern"} and not properties:
-        schema["patternProperties"] = {names["pattern"]: rest}
-    elif keys <= {"minLength", "maxLength"} and not properties:
-        low, high = names.get("minLength", 0), names.get("maxLength", "")
-        schema["patternProperties"] = {f"^(.|\\n){{{low},{high}}}$": rest}
-    else:
+    rest, properties = schema.get("additionalProperties", True), schema.get("properties", {})
+    if not isinstance(properties, Mapping) or not _are_texts(names):
         return
-    schema["additionalProperties"] = False
+    listed = _list_texts(names, root)
+    if listed is not None:
+        schema["properties"] = {name: properties.get(name, rest) for name in listed}
+        schema["additionalProperties"] = False
+    elif set(names) - ANNOTATIONS - {"type"} == {"not"}:
+        if not _forbid_names(schema, target_of(names["not"], root), root):
+            return
+    else:
+        pattern = _make_name_pattern(names)
+        if pattern is None or not (not properties or rest is False or _is_everything(rest)):
+            return
+        schema["properties"] = {
+            name: inner if re.search(pattern, name) else False for name, inner in properties.items()
+        }
+        schema["patternProperties"] = {pattern: rest}
+        schema["additionalProperties"] = False
     del schema["propertyNames"]
 
 
-def _merge_patterns(schema: dict[str, Any], path: str) -> None:
-    """Merge the patterns of single names with their properties, and refuse other overlaps."""
-    patterns, properties = schema.get("patternProperties"), schema.get("properties")
-    if not isinstance(patterns, Mapping) or not isinstance(properties, Mapping):
-        return
-    left, merged = dict(patterns), dict(properties)
-    for pattern, inner in patterns.items():
+def _forbid_names(schema: dict[str, Any], names: object, root: object) -> bool:
+    """Forbid the properties whose names match a schema; False = that is not possible."""
+    if not isinstance(names, Mapping) or not _are_texts(names):
+        return False
+    listed = _list_texts(names, root)
+    if listed is not None:
+        schema["properties"] = {**schema.get("properties", {}), **dict.fromkeys(listed, False)}
+        return True
+    pattern = _make_name_pattern(names)
+    if pattern is not None:
+        schema["patternProperties"] = {pattern: False}
+    return pattern is not None
+
+
+def _make_name_pattern(names: Mapping[str, Any]) -> str | None:
+    """Return the pattern of names; None if the schema of the names is no single pattern."""
+    keys = set(names) - ANNOTATIONS - {"type"}
+    if keys == {"pattern"} and isinstance(names["pattern"], str):
         try:
-            expression = re.compile(pattern)
+            return re.compile(names["pattern"]).pattern
         except (re.error, RecursionError, OverflowError):
-            continue
-        overlaps = [name for name in properties if expression.search(name)]
-        if not overlaps:
-            continue
-        for name in overlaps:
-            if not _is_everything(inner) and inner != properties[name]:
-                merged[name] = {"allOf": [properties[name], inner]}
-        if not re.fullmatch(r"\^[\w -]+\$", pattern):
-            raise GrammarError(
-                f"at {path}: `patternProperties` {pattern!r:.80} also matches the property "
-                f"{overlaps[0]!r:.80} of `properties`. Use a pattern that matches no other name."
-            )
-        del left[pattern]
-    schema["properties"] = merged
-    if left:
-        schema["patternProperties"] = left
+            return None
+    if keys and keys <= {"minLength", "maxLength"}:
+        low, high = names.get("minLength", 0), names.get("maxLength", "")
+        return f"^(.|\\n){{{low},{high}}}$"
+    return None
+
+
+def _are_texts(schema: Mapping[str, Any]) -> bool:
+    return "type" not in schema or "string" in types_of(schema)
+
+
+def _list_texts(schema: Mapping[str, Any], root: object) -> list[str] | None:
+    """Return the texts of a schema that lists its values; None = the schema does not list them."""
+    keys = set(schema) - ANNOTATIONS - {"type"}
+    if keys == {"enum"} and isinstance(schema["enum"], list):
+        return [name for name in schema["enum"] if isinstance(name, str)]
+    if keys == {"const"}:
+        return [schema["const"]] if isinstance(schema["const"], str) else []
+    if keys in ({"oneOf"}, {"anyOf"}):
+        members = [target_of(each, root) for each in schema[keys.pop()]]
+        lists = [_list_texts(each, root) for each in members if isinstance(each, Mapping)]
+        if lists and len(lists) == len(members) and None not in lists:
+            return [*dict.fromkeys(name for each in lists for name in each or ())]
+    return None
+
+
+def _merge_patterns(schema: dict[str, Any]) -> None:
+    """Merge the patterns of single names with their properties, and patterns of equal schemas."""
+    patterns, properties = schema.get("patternProperties"), schema.get("properties")
+    if not isinstance(patterns, Mapping):
+        return
+    rest, groups = dict(patterns), dict[str, list[str]]()
+    if isinstance(properties, Mapping):
+        merged = dict(properties)
+        for pattern, inner in patterns.items():
+            if re.fullmatch(r"\^[\w -]+\$", pattern) and (name := pattern[1:-1]) in properties:
+                del rest[pattern]
+                if not _is_everything(inner) and inner != properties[name]:
+                    merged[name] = {"allOf": [properties[name], inner]}
+        schema["properties"] = merged
+    for pattern, inner in rest.items():
+        groups.setdefault(json.dumps(inner, sort_keys=True), []).append(pattern)
+    joined = {
+        "|".join(f"({each})" for each in group) if len(group) > 1 else group[0]: rest[group[0]]
+        for group in groups.values()
+    }
+    if joined:
+        schema["patternProperties"] = joined
     else:
         del schema["patternProperties"]
 
@@ -226,7 +301,8 @@ def _merge_patterns(schema: dict[str, Any], path: str) -> None:
 def _simplify_dependencies(schema: dict[str, Any]) -> dict[str, Any]:
     cases: dict[str, list[Any]] = {}
     for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-        for name, needs in (schema.get(key) or {}).items():
+        listed = schema.get(key)
+        for name, needs in listed.items() if isinstance(listed, Mapping) else ():
             if isinstance(needs, list):
                 needs = {"required": needs}
             cases.setdefault(name, []).append(needs)
@@ -268,3 +344,68 @@ def _simplify_condition(schema: dict[str, Any], root: object) -> dict[str, Any]:
     cases = [{"allOf": [parts["if"], then]}]
     cases += [{"allOf": [one, other]} for one in negations]
     return {**result, "allOf": [*result.get("allOf", []), {"anyOf": cases}]}
+
+
+# ---- minProperties and maxProperties
+
+
+def limit_properties(schema: dict[str, Any]) -> dict[str, Any]:
+    """Replace limits of the number of properties, which llguidance counts only without optional
+    properties: one alternative for each choice of the optional properties."""
+    low, high = schema.get("minProperties", 0), schema.get("maxProperties")
+    properties, required = schema.get("properties", {}), required_names(schema)
+    optional = [name for name in properties if name not in required]
+    numbers = isinstance(low, int) and (high is None or isinstance(high, int))
+    if not optional or not numbers or "patternProperties" in schema or (not low and high is None):
+        return schema
+    base = {key: value for key, value in schema.items() if key not in _COUNTED}
+    others = schema.get("additionalProperties", True)
+    least = max(0, low - len(required))
+    most = None if high is None else high - len(required)
+    if least == 0 and (most is None or (others is False and most >= len(optional))):
+        return {**base, **_pick(schema, "properties", "required", "additionalProperties")}
+    choices: list[Any] = []
+    for count in range(len(optional) + 1 if most is not None else min(least, len(optional)) + 1):
+        if most is not None and count > most:
+            break
+        if others is False and count < least:
+            continue
+        for chosen in itertools.combinations(optional, count):
+            names = [name for name in properties if name in required or name in chosen]
+            names += [name for name in schema.get("required", ()) if name not in properties]
+            if most is None and count == least:
+                choices.append({"required": names, **_pick(schema, "additionalProperties")})
+                choices[-1]["properties"] = properties
+            else:
+                shown = {name: properties[name] for name in names if name in properties}
+                choices.append({"properties": shown, "required": names})
+                choices[-1].update(_limit_others(schema, names, low, high))
+            if len(choices) > MAX_CHOICES:
+                return schema
+    choices = [{"type": "object", **each} for each in choices]
+    values = [kind for kind in sorted(types_of(schema)) if kind != "object"]
+    choices += [{"type": values}] if values else []
+    if "anyOf" in base:
+        return {**base, "allOf": [*base.get("allOf", []), {"anyOf": choices or [False]}]}
+    return {**base, "anyOf": choices or [False]}
+
+
+def _limit_others(
+    schema: Mapping[str, Any], names: list[str], low: int, high: int | None
+) -> dict[str, Any]:
+    """Return the keywords of the names that are no properties, if all shown ones are required."""
+    others = schema.get("additionalProperties", True)
+    if others is False:
+        return {"additionalProperties": False}
+    every = {*schema["properties"], *names}
+    limits = {"minProperties": max(low, len(names)), "maxProperties": high}
+    kept = {key: value for key, value in limits.items() if value is not None}
+    return {
+        "patternProperties": {other_texts(every): others},
+        "additionalProperties": False,
+        **kept,
+    }
+
+
+def _pick(schema: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: schema[key] for key in keys if key in schema}

@@ -9,6 +9,11 @@ from typing import Any
 from ed_esurge.grammars.limits import resolve
 
 TYPES = ("null", "boolean", "object", "array", "number", "string")
+#: Keywords without an effect on the values.
+ANNOTATIONS = {
+    *("title", "description", "default", "examples", "example", "deprecated", "$comment", "$id"),
+    *("readOnly", "writeOnly", "id", "$schema", "$anchor"),
+}
 #: Limits of the strings that a pattern excludes: their number, and their characters together.
 MAX_EXCLUDED, MAX_EXCLUDED_CHARACTERS = 64, 512
 #: Keyword -> keyword of the opposite, change of its value, and the type that both describe.
@@ -103,10 +108,10 @@ def type_of(value: object) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
-def target_of(schema: object, root: object) -> Any:
-    """Return the schema that a reference names."""
-    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and len(schema) == 1:
-        return resolve(root, schema["$ref"])
+def target_of(schema: Any, root: Any) -> Any:
+    """Return the schema that a reference names. Annotations beside the reference are left out."""
+    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+        return resolve(root, schema["$ref"]) if set(schema) <= ANNOTATIONS | {"$ref"} else schema
     return schema
 
 
@@ -126,6 +131,8 @@ def _any_of(options: Sequence[Any]) -> Any:
 
 
 def _forbids_only(option: Any) -> bool:
+    if not isinstance(option, Mapping):
+        return False
     return set(option) == {"type", "properties"} and [*option["properties"].values()] == [False]
 
 
@@ -177,10 +184,10 @@ def _negate_values(
         return
     few = len(texts) <= MAX_EXCLUDED and sum(map(len, texts)) <= MAX_EXCLUDED_CHARACTERS
     if texts and few and "string" in kinds:
-        yield {"type": "string", "pattern": _other_texts(texts)}
+        yield {"type": "string", "pattern": other_texts(texts)}
 
 
-def _other_texts(texts: set[str]) -> str:
+def other_texts(texts: set[str]) -> str:
     """Return a regular expression of all texts except the given ones."""
     prefixes = sorted({text[:length] for text in texts for length in range(len(text) + 1)})
     branches = []

@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ed_esurge.grammars.keywords import simplify_keywords
@@ -26,9 +27,21 @@ from ed_esurge.grammars.negation import (
 
 #: Limit of the arrays that replace one `uniqueItems`, and of the alternatives of one `oneOf`.
 MAX_ARRAYS, MAX_ALTERNATIVES = 330, 32
-_INSIDE = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
+#: Limits of the pairs of alternatives that the compiler compares, and of their characters.
+MAX_PAIRS, MAX_PAIR_SIZE = 64, 2**16
+_OLD_DRAFTS = re.compile(r"json-schema\.org/draft-0[3467]/")
+_INSIDE = (
+    *("items", "additionalProperties", "not", "if", "then", "else", "contains"),
+    *("additionalItems", "unevaluatedItems", "unevaluatedProperties"),
+)
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_ASSERTIONS = {
+    *(*_INSIDE, *_LISTS, "type", "enum", "const", "required", "properties", "patternProperties"),
+    *("minLength", "maxLength", "pattern", "format", "minItems", "maxItems", "uniqueItems"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("minProperties", "maxProperties", "propertyNames", "dependencies", "additionalItems"),
+}
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 def rewritten(text: str) -> str:
@@ -48,10 +61,13 @@ def _rewritten(schema: object, root: object, path: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     result = dict(schema)
+    if isinstance(result.get("$ref"), str) and _OLD_DRAFTS.search(str(root.get("$schema"))):
+        # These drafts ignore all keywords beside a reference.
+        result = {key: value for key, value in result.items() if key not in _ASSERTIONS}
     for key in _INSIDE:
         if isinstance(result.get(key), dict):
             result[key] = _rewritten(result[key], root, f"{path}.{key}")
-    for key in _LISTS:
+    for key in (*_LISTS, "items"):
         if isinstance(result.get(key), list):
             result[key] = [
                 _rewritten(one, root, f"{path}.{key}[{place}]")
@@ -179,6 +195,12 @@ def _apart(schema: Mapping[str, Any], root: object) -> list[Any] | None:
         known = [one if "type" in one else {"type": schema["type"], **one} for one in known]
     pairs = [*itertools.combinations(range(len(known)), 2)]
     shared = [pair for pair in pairs if not _disjoint(known[pair[0]], known[pair[1]], root)]
+    if len(shared) <= MAX_PAIRS:
+        shared = [
+            (one, other)
+            for one, other in shared
+            if not _is_unsatisfiable((known[one], known[other]), root)
+        ]
     result: list[Any] = []
     for place, one in enumerate(known):
         rest: dict[str, Any] | None = one
@@ -217,6 +239,21 @@ def _disjoint(one: Mapping[str, Any], other: Mapping[str, Any], root: object) ->
             if None not in (a, b) and not set(map(_key, a or ())) & set(map(_key, b or ())):
                 return True
     return False
+
+
+def _is_unsatisfiable(schemas: Sequence[Any], root: Any) -> bool:
+    """Return whether the compiler finds that no value matches all schemas."""
+    from llguidance import LLMatcher
+
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    text = json.dumps({**definitions, "allOf": [*schemas]})
+    if len(text) > MAX_PAIR_SIZE:
+        return False
+    try:
+        error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+    except ValueError:
+        return False
+    return error.startswith("Unsatisfiable schema")
 
 
 def _names(schema: Mapping[str, Any]) -> set[str]:
