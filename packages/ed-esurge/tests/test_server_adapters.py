@@ -12,6 +12,7 @@ from ed_esurge.server.app import create_app
 from ed_esurge.server.generation import answers
 from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.launch import background
+from ed_esurge.server.library.loading import ModelLoading
 from ed_esurge.testing import ScriptedEngine
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -179,12 +180,14 @@ class SlowLoads(ScriptedEngine):
         await super().load_lora_adapter(name, source)
 
 
-def clients(engines, folder):
+def clients(engines, folder, **options):
     """Return a client for each of three keys. The last is that of an administrator."""
     names = ("ann", "bob", "root")
     keys = [ApiKey.of(name, admin=name == "root") for name in names]
     keys = [key.model_copy(update={"name": name}) for key, name in zip(keys, names, strict=True)]
-    transport = httpx.ASGITransport(create_app(engines, api_key=keys, lora_directory=folder))
+    transport = httpx.ASGITransport(
+        create_app(engines, api_key=keys, lora_directory=folder, **options)
+    )
     return [
         httpx.AsyncClient(
             transport=transport,
@@ -236,14 +239,26 @@ def test_load_of_a_client_that_left_keeps_its_owner(folder):
     asyncio.run(work())
 
 
-def test_adapter_has_no_name_of_another_model(folder):
+def test_adapters_and_models_have_different_names(folder, tmp_path_factory):
     async def work():
-        *_, root = clients({"a": SlowLoads(), "b": SlowLoads()}, folder)
+        models = tmp_path_factory.mktemp("models")
+        (models / "stored").mkdir()
+        (models / "stored/config.json").write_text("{}")
+        (models / "stored/model.safetensors").write_bytes(b"")
+        loading = ModelLoading(models, lambda path: ScriptedEngine(), lambda files: 0)
+        engines = {"a": SlowLoads(), "b": SlowLoads()}
+        *_, root = clients(engines, folder, model_directory=loading)
         body = place("x", "one", "ann", model="b")
         assert (await root.post("load_lora_adapter", json=body)).status_code == 200
-        for name in ("b", "x"):
+        derived = {"model": "derived", "from": "a", "stream": False}
+        assert (await root.post("http://localhost/api/create", json=derived)).status_code == 200
+        for name in ("b", "x", "stored", "derived"):
             answer = await root.post("load_lora_adapter", json=place(name, "one", "ann", model="a"))
             assert refused(answer, 400).param == "lora_name"
+        taken = {**derived, "model": "x"}, {"source": "a", "destination": "x"}
+        for path, body in zip(("create", "copy"), taken, strict=True):
+            answer = await root.post(f"http://localhost/api/{path}", json=body)
+            assert answer.status_code == 400
 
     asyncio.run(work())
 

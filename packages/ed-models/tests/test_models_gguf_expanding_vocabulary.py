@@ -1,7 +1,8 @@
-"""Vocabularies of GGUF files whose tokenizers would need far more memory than the file."""
+"""Vocabularies of GGUF files whose tokenizers would need far more memory than the file, or fail."""
 
 from __future__ import annotations
 
+import json
 import random
 import string
 import tracemalloc
@@ -9,7 +10,13 @@ import tracemalloc
 import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError
-from ed_models.checkpoints.gguf.vocabulary import KEY, TokenTable, merges_of_scores
+from ed_models.checkpoints.gguf.vocabulary import (
+    _KINDS,
+    KEY,
+    TokenTable,
+    merges_of_scores,
+)
+from tokenizers import Tokenizer
 
 
 def table(tokens: list[str], kind: int = 1) -> TokenTable:
@@ -50,3 +57,20 @@ def test_vocabulary_of_special_tokens_is_an_error() -> None:
     made = table([f"<{number}>" for number in range(2**17 + 1)], kind=3)
     with pytest.raises(CheckpointError, match="special or user-defined"):
         made.added()
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "t5"])
+@pytest.mark.parametrize("number", [None, 0, 1, 99])
+@pytest.mark.parametrize("unknown", ["[UNK]", "<unk>", "", "\u2581other"])
+def test_unknown_words_are_encoded_or_the_vocabulary_is_an_error(kind, number, unknown) -> None:
+    made = table(["[PAD]", unknown, "\u2581hello", "l"])
+    if number is not None:
+        made.metadata = {**made.metadata, f"{KEY}.unknown_token_id": number}
+    try:
+        content = _KINDS[kind](made)
+    except CheckpointError:
+        assert kind == "bert"
+        return
+    content |= {"version": "1.0", "truncation": None, "padding": None, "added_tokens": []}
+    content["post_processor"] = None
+    Tokenizer.from_str(json.dumps(content)).encode("hello w\u00f6rld")

@@ -285,6 +285,14 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "packages/ed-models/tests/test_models_gguf_expanding_vocabulary.py"
+    "::test_unknown_words_are_encoded_or_the_vocabulary_is_an_error": (
+        Edit(
+            f"{MODELS}/checkpoints/gguf/vocabulary.py",
+            "    if unknown not in vocab:  # the tokenizer",
+            "    if False:  # the tokenizer",
+        ),
+    ),
+    "packages/ed-models/tests/test_models_gguf_expanding_vocabulary.py"
     "::test_tokens_with_many_cuts_are_an_error_before_merges_are_stored": (
         Edit(
             f"{MODELS}/checkpoints/gguf/vocabulary.py",

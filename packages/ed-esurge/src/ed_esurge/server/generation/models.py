@@ -77,6 +77,7 @@ class ServerState:
         responses: the stored responses.
         detached: the unfinished responses without a connection.
         all_models: returns the models of the server.
+        is_model: returns whether a name belongs to a model, loaded or not, or to a derived model.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class ServerState:
         self.stopping = asyncio.Event()
         self.responses = ResponseStore(limits.max_stored_responses)
         self.all_models: Callable[[], tuple[ServedModel, ...]] = tuple
+        self.is_model: Callable[[str], bool] = lambda name: False
 
     def reservation(self, request: Request) -> Reservation:
         """Return the reserved bytes of a request."""

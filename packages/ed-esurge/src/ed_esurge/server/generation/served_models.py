@@ -54,6 +54,9 @@ class ServedModels:
         self.always, self.state, self.metrics = tuple(models), state, metrics
         self.directory, self.definitions = directory, definitions
         state.all_models = lambda: self.models
+        state.is_model = lambda name: (
+            self.has_weights(name) or (definitions is not None and name in definitions)
+        )
         self.batches, self.batch_added = batches, asyncio.Event()
         self.checkpoints = CheckpointCache(len(self.always))
         self.batch_trouble: str | None = None
@@ -163,6 +166,11 @@ class ServedModels:
         return any(name in model.names for model in self.always) or (
             directory is not None and directory.files(name) is not None
         )
+
+    def has_adapter(self, name: str) -> bool:
+        """Return whether an adapter of any owner has a name."""
+        engines = (model.engine for model in self.models)
+        return any(one.name == name for engine in engines for one in engine.list_lora_adapters())
 
     def known_names(self, owner: str) -> list[str]:
         """Return all names that a key may use."""

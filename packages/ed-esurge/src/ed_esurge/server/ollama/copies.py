@@ -28,7 +28,7 @@ async def copy(server: ServedModels, body: CopyRequest, request: Request) -> Res
         APIError: see `create.create`.
     """
     definitions = store_of(server)
-    if server.has_weights(body.destination):
+    if server.has_weights(body.destination) or server.has_adapter(body.destination):
         raise APIError(
             f"{body.destination!r} is the name of a model with weights: choose another name",
             param="destination",

@@ -75,7 +75,7 @@ async def create(server: ServedModels, body: CreateRequest, request: Request) ->
     definitions = store_of(server)
     if body.source is None:
         raise APIError("is missing: name the model that answers", param="from")
-    if server.has_weights(body.model):
+    if server.has_weights(body.model) or server.has_adapter(body.model):
         raise APIError(
             f"{body.model!r} is the name of a model with weights: choose another name",
             param="model",

@@ -197,11 +197,9 @@ def _check_name(model: ServedModel, name: str) -> None:
     Raises:
         APIError: 400.
     """
-    for other in model.state.all_models() or (model,):
-        if name in other.names:
-            raise APIError(
-                f"{name!r} is the name of the model: choose another name", param="lora_name"
-            )
+    if name in model.names or model.state.is_model(name):
+        raise APIError(f"{name!r} is the name of the model: choose another name", param="lora_name")
+    for other in model.state.all_models():
         adapters = (one.name for one in other.engine.list_lora_adapters())
         if other.engine is not model.engine and name in adapters:
             raise APIError(

@@ -303,6 +303,11 @@ def _words(vocabulary: TokenTable) -> dict[str, Any]:
         else (token.removeprefix(SPACE) if token.startswith(SPACE) else f"##{token}"): number
         for number, token in enumerate(vocabulary.tokens)
     }
+    unknown = vocabulary.special("unk_token") or "[UNK]"
+    if unknown not in vocab:  # the tokenizer would fail at the first unknown word
+        raise CheckpointError(
+            f"{KEY}.tokens has no token {unknown!r:.80} for unknown words: the file is damaged"
+        )
     return {
         "normalizer": {
             "type": "BertNormalizer",
@@ -316,7 +321,7 @@ def _words(vocabulary: TokenTable) -> dict[str, Any]:
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
         "model": {
             "type": "WordPiece",
-            "unk_token": vocabulary.special("unk_token") or "[UNK]",
+            "unk_token": unknown,
             "continuing_subword_prefix": "##",
             "max_input_chars_per_word": 100,
             "vocab": vocab,
