@@ -138,7 +138,7 @@ def test_unknown_key_error_suggests_the_nearest_key():
         ({"informs": [JSON], "eval_fraction": 1.5}, "less than 1"),
         ({"informs": [{"data_files": 3}]}, "a list of paths"),
         ({"informs": [{"data_files": {"train": {"a": "b"}}}]}, "a mapping from splits"),
-        ({"informs": [{**JSON, "format_callback": "f"}]}, "'module:function', got 'f'"),
+        ({"informs": [{**JSON, "format_callback": "f"}]}, "'path/file.py:function', got 'f'"),
         ({"informs": [JSON], "mixture_weights": {"trian": 1}}, "did you mean 'train'"),
         ({"informs": [JSON], "mixture_weights": {"train": 0}}, "must be greater than 0"),
         ({"informs": [JSON, JSON], "mixture_weights": {"train": 1}}, "set different names"),
