@@ -116,6 +116,7 @@ def run_in_fork(work) -> str:
         warnings.simplefilter("ignore", RuntimeWarning)  # jax warns of its threads
         child = os.fork()
     if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10)  # ends a child that hangs
         try:
             text = str(work())

@@ -449,7 +449,11 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     ),
     "tests/security/test_template_attacks.py"
     "::test_endless_template_of_a_checkpoint_is_interrupted": (
-        Edit(f"{ESURGE}/render_time.py", "                        _raise_in(entry.thread)\n", ""),
+        Edit(
+            f"{ESURGE}/render_time.py",
+            "                    if _read_time(entry.thread) > entry.end:",
+            "                    if False:",
+        ),
     ),
     "tests/security/test_template_attacks.py::test_hostile_templates_return_short_errors": (
         Edit(
