@@ -16,6 +16,7 @@ from ed_infra.registry import register_config, register_module
 
 from ed_models.body.bart import FIELDS, BartBody
 from ed_models.tasks.seq2seq import Seq2SeqLM
+from ed_models.tasks.seq2seq_classification import CLASSIFIER_TASKS
 from ed_models.tasks.seq2seq_names import BART_WEIGHTS, with_bias
 
 
@@ -38,6 +39,7 @@ class BartForConditionalGeneration(Seq2SeqLM):
     """BART with a language-model head."""
 
     body_class = BartModel
+    DERIVED = CLASSIFIER_TASKS
     WEIGHTS = BART_WEIGHTS
     as_published = staticmethod(with_bias)
     logits_bias = True

@@ -16,6 +16,7 @@ from ed_infra.registry import register_config, register_module
 
 from ed_models.body.bart import FIELDS, BartBody, BartForm
 from ed_models.tasks.seq2seq import Seq2SeqLM
+from ed_models.tasks.seq2seq_classification import CLASSIFIER_TASKS
 from ed_models.tasks.seq2seq_names import BART_WEIGHTS, with_bias
 
 
@@ -39,6 +40,7 @@ class MBartForConditionalGeneration(Seq2SeqLM):
     """MBart with a language-model head."""
 
     body_class = MBartModel
+    DERIVED = CLASSIFIER_TASKS
     WEIGHTS = BART_WEIGHTS
     as_published = staticmethod(with_bias)
     logits_bias = True
