@@ -59,7 +59,9 @@ def find_task(name_or_path: str, revision: str | None = None) -> TaskType | None
             return tasks[0]
         for ending, task in TASK_ENDINGS.items():
             if name.endswith(ending):
-                pair = TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION
+                audio, pair = TaskType.AUDIO_CLASSIFICATION, TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION
+                if task == TaskType.SEQUENCE_CLASSIFICATION and audio in tasks:
+                    return audio
                 return pair if task == TaskType.BASE_MODULE and pair in tasks else task
     return None
 

@@ -34,6 +34,7 @@ TORCH_CLASSES: Mapping[TaskType, str] = {
     TaskType.SEQUENCE_TO_SEQUENCE: "AutoModelForSeq2SeqLM",
     TaskType.SPEECH_SEQUENCE_TO_SEQUENCE: "AutoModelForSpeechSeq2Seq",
     TaskType.CTC: "AutoModelForCTC",
+    TaskType.AUDIO_CLASSIFICATION: "AutoModelForAudioClassification",
     TaskType.IMAGE_TEXT_TO_TEXT: "AutoModelForImageTextToText",
     TaskType.ANY_TO_ANY: "AutoModelForMultimodalLM",
     TaskType.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",

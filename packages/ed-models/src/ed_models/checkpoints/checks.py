@@ -122,16 +122,27 @@ def task_of(directory: Path) -> TaskType:
                 pair = TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION
                 if task == TaskType.BASE_MODULE and pair in _tasks_of_whole(path, pair):
                     return pair  # CLIPModel has an encoder of images and an encoder of texts
-                return task
+                return _replace_audio(task, registry_tasks(str(settings.get("model_type"))))
     raise CheckpointError(
         f"the task of {path} is unknown: its class is {', '.join(map(str, names))}, but "
         f"'auto-bind' knows the endings {', '.join([*TASK_ENDINGS, CONDITIONAL])}. Set the task"
     )
 
 
-def _tasks_of_whole(path: Path, task: TaskType) -> Sequence[TaskType]:
-    model_type = str(read_settings(path, task).get("model_type"))
+def registry_tasks(model_type: str) -> Sequence[TaskType]:
+    """Return the tasks of a model type; none for an unknown type."""
     return registry.tasks_of(model_type) if model_type in registry.model_types() else ()
+
+
+def _replace_audio(task: TaskType, tasks: Sequence[TaskType]) -> TaskType:
+    """Return the task of a class `ForSequenceClassification` whose sequences are recordings."""
+    audio = TaskType.AUDIO_CLASSIFICATION
+    is_audio = task == TaskType.SEQUENCE_CLASSIFICATION and audio in tasks
+    return audio if is_audio else task
+
+
+def _tasks_of_whole(path: Path, task: TaskType) -> Sequence[TaskType]:
+    return registry_tasks(str(read_settings(path, task).get("model_type")))
 
 
 def check_config(path: Path, stored: Mapping[str, Any], config: EasyDeLBaseConfig) -> None:

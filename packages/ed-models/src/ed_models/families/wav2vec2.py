@@ -35,6 +35,7 @@ from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.context import layer_context
 from ed_models.body.spec_augment import SpecAugment
 from ed_models.body.speech_encoder import DownsamplingAdapter, FrontEnd, SpeechEncoder
+from ed_models.tasks.audio_classification import AudioClassifier
 from ed_models.tasks.ctc import CTCModel
 from ed_models.weights.rules import STANDARD, Rule, equal, permute, renamed
 
@@ -139,38 +140,50 @@ class Wav2Vec2Model(EasyDeLBaseModule):
         return BaseModelOutput(x, hidden_states=hidden, losses=report.losses, aux=report.metrics)
 
 
+#: Our names of parameters -> the names of checkpoints.
+WEIGHTS = (
+    Rule("model.masked_spec_embed", "wav2vec2.masked_spec_embed", equal),
+    Rule(
+        "model.encoder.pos_conv_embed.scale",
+        "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original0",
+        permute(2, 1, 0),
+    ),
+    Rule(
+        "model.encoder.pos_conv_embed.kernel",
+        "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original1",
+        permute(2, 1, 0),
+    ),
+    *renamed(
+        {
+            "model.front_end.conv_layers": "wav2vec2.feature_extractor.conv_layers",
+            "model.front_end": "wav2vec2.feature_projection",
+            "model.encoder.pos_conv_embed": "wav2vec2.encoder.pos_conv_embed.conv",
+            "model.encoder.norm": "wav2vec2.encoder.layer_norm",
+            "model": "wav2vec2",
+            "self_attn.o_proj": "attention.out_proj",
+            "self_attn": "attention",
+            "input_layernorm": "layer_norm",
+            "post_attention_layernorm": "final_layer_norm",
+            "mlp.up_proj": "feed_forward.intermediate_dense",
+            "mlp.down_proj": "feed_forward.output_dense",
+        },
+        Rule("{path}.conv.kernel", "{path}.conv.weight", permute(2, 1, 0)),
+        *STANDARD,
+    ),
+)
+
+
 @register_module(TaskType.CTC, config=Wav2Vec2Config, model_type="wav2vec2")
 class Wav2Vec2ForCTC(CTCModel):
     """Wav2Vec2 with a CTC head."""
 
     body_class = Wav2Vec2Model
-    WEIGHTS = (
-        Rule("model.masked_spec_embed", "wav2vec2.masked_spec_embed", equal),
-        Rule(
-            "model.encoder.pos_conv_embed.scale",
-            "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original0",
-            permute(2, 1, 0),
-        ),
-        Rule(
-            "model.encoder.pos_conv_embed.kernel",
-            "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original1",
-            permute(2, 1, 0),
-        ),
-        *renamed(
-            {
-                "model.front_end.conv_layers": "wav2vec2.feature_extractor.conv_layers",
-                "model.front_end": "wav2vec2.feature_projection",
-                "model.encoder.pos_conv_embed": "wav2vec2.encoder.pos_conv_embed.conv",
-                "model.encoder.norm": "wav2vec2.encoder.layer_norm",
-                "model": "wav2vec2",
-                "self_attn.o_proj": "attention.out_proj",
-                "self_attn": "attention",
-                "input_layernorm": "layer_norm",
-                "post_attention_layernorm": "final_layer_norm",
-                "mlp.up_proj": "feed_forward.intermediate_dense",
-                "mlp.down_proj": "feed_forward.output_dense",
-            },
-            Rule("{path}.conv.kernel", "{path}.conv.weight", permute(2, 1, 0)),
-            *STANDARD,
-        ),
-    )
+    WEIGHTS = WEIGHTS
+
+
+@register_module(TaskType.AUDIO_CLASSIFICATION, config=Wav2Vec2Config, model_type="wav2vec2")
+class Wav2Vec2ForSequenceClassification(AudioClassifier):
+    """Wav2Vec2 with a head for labels of recordings."""
+
+    body_class = Wav2Vec2Model
+    WEIGHTS = WEIGHTS

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.enums import TaskType
+from ed_infra.errors import CheckpointError
 from ed_infra.outputs import TokenClassifierOutput
 from ed_layers.parts import Parts
 from jaxtyping import Array, Float, Int
@@ -20,6 +21,9 @@ from ed_models.base.new_heads import new_heads, new_training_tensors
 from ed_models.tasks.encoders import common
 from ed_models.tasks.head_model import HeadModel
 from ed_models.weights.blocks import Shape
+
+#: Ends of the names of classes of transformers with other heads.
+OTHER_HEADS = ("ForSequenceClassification", "ForAudioFrameClassification", "ForXVector")
 
 
 class CTCModel(HeadModel):
@@ -56,7 +60,18 @@ class CTCModel(HeadModel):
 
     @classmethod
     def new_tensors(cls, config: Any, missing: Mapping[str, Shape]) -> Mapping[str, np.ndarray]:
-        """Return a random head for a checkpoint of pretraining, and log a warning."""
+        """Return a random head for a checkpoint of pretraining, and log a warning.
+
+        Raises:
+            CheckpointError: the checkpoint has the head of another task.
+        """
+        others = [name for name in config.architectures or () if str(name).endswith(OTHER_HEADS)]
+        if others and any(name.startswith("lm_head.") for name in missing):
+            raise CheckpointError(
+                f"the checkpoint was saved from {', '.join(others)}, whose head scores no labels "
+                "of CTC: load recordings' classes with the task audio-classification, or train a "
+                "CTC head from the checkpoint of pretraining"
+            )
         head = new_heads(TaskType.CTC, config, missing, ["lm_head"])
         return {**head, **new_training_tensors(config, missing)}
 

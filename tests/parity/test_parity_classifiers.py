@@ -1,4 +1,4 @@
-"""Classifiers over encoder-decoders, compared with those of transformers."""
+"""Classifiers of texts over encoder-decoders and of recordings, compared with transformers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_infra.enums import TaskType
+from ed_infra.errors import CheckpointError
 from ed_models.checkpoints import hub
 from ed_models.conformance import forward
 from safetensors.numpy import load_file
+
+from tests.conformance.cases import subjects
 
 pytestmark = pytest.mark.torch
 
@@ -77,3 +80,39 @@ def test_a_classifier_is_served_and_starts_from_a_language_model(tmp_path: Path)
     language_model.save_pretrained(tmp_path / "language model")
     fresh: Any = hub.from_pretrained(tmp_path / "language model", task="sequence-classification")
     assert forward(fresh, input_ids=IDS, attention_mask=MASK).logits.shape == (3, 4)
+
+
+SOUND = np.random.default_rng(1).normal(size=(2, 900)).astype(np.float32)
+SAMPLES = (np.arange(900) < np.array([[900], [640]])).astype(np.int32)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_labels_of_recordings_equal_those_of_transformers(
+    weighted: bool, masked: bool, tmp_path: Path
+) -> None:
+    import torch
+    import transformers
+
+    fields = {**subjects("wav2vec2")[0].fields, "use_weighted_layer_sum": weighted, "num_labels": 5}
+    fields["classifier_proj_size"] = 12
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("wav2vec2", **fields)
+    theirs = transformers.Wav2Vec2ForSequenceClassification(config).eval()
+    if weighted:
+        torch.nn.init.normal_(theirs.layer_weights)
+    theirs.save_pretrained(tmp_path / "theirs")
+    arrays = {"input_values": SOUND, **({"attention_mask": SAMPLES} if masked else {})}
+    lengths = SAMPLES.sum(axis=1) if masked else [SOUND.shape[1]] * 2
+    with torch.no_grad():  # a padded row has the numbers of the row alone
+        rows = [row[None, :length] for row, length in zip(SOUND, lengths, strict=True)]
+        expected = np.concatenate([theirs(torch.tensor(row)).logits.numpy() for row in rows])
+    model: Any = hub.from_pretrained(tmp_path / "theirs", task="auto-bind")
+    assert type(model).model_task == TaskType.AUDIO_CLASSIFICATION
+    np.testing.assert_allclose(np.asarray(forward(model, **arrays).logits), expected, atol=2e-5)
+    model.save_pretrained(tmp_path / "ours")
+    ours, stored = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == stored.keys()
+    with pytest.raises(CheckpointError, match="scores no labels of CTC"):
+        hub.from_pretrained(tmp_path / "ours", task="ctc")
