@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ed_infra import registry
+from ed_infra.config.fields import FIELDS
 from ed_infra.enums import TaskType
 from ed_models.auto import AutoEasyDeLModel, AutoEasyDeLModelForSeq2SeqLM
 from ed_models.checkpoints.checks import task_of
@@ -110,3 +112,23 @@ def test_generation_accepts_every_array_of_a_processor(family: str) -> None:
     arrays["mm_token_type_ids"] = np.zeros_like(arrays["input_ids"])
     got = model.generate(**arrays, max_new_tokens=2, eos_token_id=[])
     assert got.sequences.shape[0] == len(arrays["input_ids"])
+
+
+def test_nested_configurations_are_saved_without_execution_fields(tmp_path: Path) -> None:
+    for family in ("llava", "qwen2_vl", "voxtral"):
+        subject = subjects(family)[0]
+        parts = {name for name in subject.fields if name.endswith("_config")}
+        cls = registry.get_config(subject.model_type)
+        config: Any = cls(**subject.fields, scan_layers=False)
+        first = min(parts)
+        config.add_basic_configurations(scan_layers=False)
+        part = getattr(config, first)
+        part.add_basic_configurations(attn_mechanism="vanilla")
+        config.save_pretrained(tmp_path)
+        stored = json.loads((tmp_path / "config.json").read_text())
+        for name in parts:
+            assert not {*stored[name]} & {*FIELDS} - {"quantization_config"}, subject.model_type
+        assert stored[first]["easydel"] == {"scan_layers": False, "attn_mechanism": "vanilla"}
+        again: Any = cls.from_pretrained(tmp_path)
+        assert again == config
+        assert getattr(again, first).attn_mechanism == "vanilla"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,34 @@ def test_decode_health_check_computes_vectors_of_encoders(url):
 def test_problem_type_selects_the_activation_of_the_logits(problem, logits, wanted):
     labels = LabelSet((None,) * len(logits), problem)
     np.testing.assert_allclose(labels.probabilities(np.array([logits], np.float32)), [wanted])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("activation", ["linear.Identity", "activation.Sigmoid"])
+def test_scores_of_a_cross_encoder_have_the_activation_of_its_files(activation, tmp_path):
+    """The files are those of a `CrossEncoder` of sentence-transformers 6."""
+    config = registry.get_config("bert")(**FIELDS, num_labels=1)
+    model = registry.get_module("sequence-classification", "bert").create(config, seed=3)
+    tokenizer = byte_tokenizer()
+    model.save_pretrained(tmp_path, tokenizer=tokenizer)
+    module = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+    (tmp_path / "modules.json").write_text(json.dumps([module]))
+    settings = {"model_type": "CrossEncoder", "activation_fn": f"torch.nn.modules.{activation}"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    flags = [str(tmp_path), "--max-num-seqs", "4", "--dtype", "float32"]
+    engine = engine_of(parser.parse_args(flags))
+    expected = []
+    for text in TEXTS[1:]:
+        logit = float(model(np.array([tokenizer(TEXTS[0], text)["input_ids"]])).logits[0, 0])
+        is_sigmoid = activation.endswith("Sigmoid")
+        expected.append(1 / (1 + np.exp(-logit)) if is_sigmoid else logit)
+    with background({engine.model_name: engine}) as url:
+        body = {"model": engine.model_name, "text_1": TEXTS[0], "text_2": TEXTS[1:]}
+        scores = ScoreList.model_validate(httpx.post(f"{url}/score", json=body).json())
+        body = {"model": engine.model_name, "query": TEXTS[0], "documents": TEXTS[1:]}
+        ranked = Reranked.model_validate(httpx.post(f"{url}/rerank", json=body).json())
+    np.testing.assert_allclose([item.score for item in scores.data], expected, atol=2e-5)
+    found = {item.index: item.relevance_score for item in ranked.results}
+    np.testing.assert_allclose([found[i] for i in range(len(expected))], expected, atol=2e-5)

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     )
     from ed_models.auto import AutoEasyDeLConfig as AutoEasyDeLConfig
     from ed_models.auto import AutoEasyDeLModel as AutoEasyDeLModel
+    from ed_models.auto import (
+        AutoEasyDeLModelForAudioClassification as AutoEasyDeLModelForAudioClassification,
+    )
     from ed_models.auto import AutoEasyDeLModelForCausalLM as AutoEasyDeLModelForCausalLM
     from ed_models.auto import AutoEasyDeLModelForCTC as AutoEasyDeLModelForCTC
     from ed_models.auto import AutoEasyDeLModelForEmbedding as AutoEasyDeLModelForEmbedding
@@ -67,6 +70,7 @@ __getattr__, __dir__, __all__ = attach(
         "AutoEasyDeLModelForSeq2SeqLM": "ed_models.auto",
         "AutoEasyDeLModelForSequenceClassification": "ed_models.auto",
         "AutoEasyDeLModelForSpeechSeq2Seq": "ed_models.auto",
+        "AutoEasyDeLModelForAudioClassification": "ed_models.auto",
         "AutoEasyDeLModelForCTC": "ed_models.auto",
         "EasyBridgeMixin": "ed_models.base.methods",
         "EasyDeLBaseModule": "ed_models.base.module",

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.checks import task_of
+from ed_models.tasks.audio_classification import AudioClassifier
 from ed_models.tasks.audio_text import AudioTextLM
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.classification import SequenceClassifier
@@ -151,6 +152,12 @@ class AutoEasyDeLModelForCTC(_AutoModel[CTCModel]):
     """Encoders of speech that score the labels of every time step."""
 
     task = TaskType.CTC
+
+
+class AutoEasyDeLModelForAudioClassification(_AutoModel[AudioClassifier]):
+    """Encoders of speech that score the labels of recordings."""
+
+    task = TaskType.AUDIO_CLASSIFICATION
 
 
 class AutoEasyDeLModelForImageTextToText(_AutoModel[ImageTextLM]):
