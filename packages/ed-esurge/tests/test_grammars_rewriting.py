@@ -169,6 +169,26 @@ SCHEMAS = {
         "maxLength": 3,
         "oneOf": [{"pattern": "^a"}, {"pattern": "^[bc]", "minLength": 2}, {"const": "d"}],
     },
+    "required by the whole": make_object(
+        {"k": {"enum": ["x", "y"]}},
+        required=["k"],
+        oneOf=[
+            make_object({"k": {"const": "x"}, "a": BOOLEAN}, additionalProperties=False),
+            make_object({"k": {"const": "y"}, "b": BOOLEAN}, additionalProperties=False),
+        ],
+    ),
+    "not of a condition that is rewritten": make_object(
+        {"k": {"enum": ["x", "yy"]}, "v": BOOLEAN},
+        required=["k"],
+        additionalProperties=False,
+        **{"not": {"not": {"properties": {"k": {"pattern": "^x"}}, "required": ["v"]}}},
+    ),
+    "pattern of a closed alternative": {
+        "oneOf": [
+            make_object({}, patternProperties={"^a": BOOLEAN}, additionalProperties=False),
+            make_object({"a": BOOLEAN}, required=["a"], maxProperties=1),
+        ]
+    },
     "patterns of a property": {
         "oneOf": [
             make_object({"k": {"type": "string", "pattern": "^[xy]$"}}, required=["k"]),

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ed_infra.errors import edits
@@ -83,12 +83,16 @@ _KNOWN = {"time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
 _NAMES = {*FORMATS, *_SAME, *_KNOWN}
 
 
-def simplify_keywords(schema: dict[str, Any], root: object, path: str) -> dict[str, Any]:
+def simplify_keywords(
+    schema: dict[str, Any], root: object, path: str, rewrite: Callable[[object], Any]
+) -> dict[str, Any]:
     """Return a schema that matches the same values, or fewer, with fewer keywords.
 
     Args:
+        schema: the schema, with rewritten parts except for those of `not` and `if`.
         root: the schema that references are relative to.
         path: JSON path of the schema, for errors.
+        rewrite: function that rewrites a schema.
 
     Raises:
         GrammarError: llguidance would match the schema wrongly.
@@ -104,10 +108,10 @@ def simplify_keywords(schema: dict[str, Any], root: object, path: str) -> dict[s
     _simplify_names(result, root)
     _merge_patterns(result)
     result = _simplify_dependencies(result)
-    result = _simplify_condition(result, root)
+    result = _simplify_condition(result, root, rewrite)
     if "not" in result:
         unwanted = result.pop("not")
-        options = negate(unwanted, result, root)
+        options = [rewrite(option) for option in negate(unwanted, result, root)]
         if not options and _is_everything(unwanted):
             options = [False]
         result = exclude(result, options) if options else {**result, "not": unwanted}
@@ -327,7 +331,9 @@ def _simplify_dependencies(schema: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _simplify_condition(schema: dict[str, Any], root: object) -> dict[str, Any]:
+def _simplify_condition(
+    schema: dict[str, Any], root: object, rewrite: Callable[[object], Any]
+) -> dict[str, Any]:
     """Replace `if`, `then` and `else`."""
     parts = {key: schema[key] for key in ("if", "then", "else") if key in schema}
     if not parts:
@@ -338,10 +344,10 @@ def _simplify_condition(schema: dict[str, Any], root: object) -> dict[str, Any]:
     then, other = parts.get("then", True), parts.get("else", True)
     if _is_everything(parts["if"]) or (_is_everything(then) and _is_everything(other)):
         return {**result, "allOf": [*result.get("allOf", []), then]}
-    negations = negate(parts["if"], result, root)
+    negations = [rewrite(option) for option in negate(parts["if"], result, root)]
     if not negations:
         return schema
-    cases = [{"allOf": [parts["if"], then]}]
+    cases = [{"allOf": [rewrite(parts["if"]), then]}]
     cases += [{"allOf": [one, other]} for one in negations]
     return {**result, "allOf": [*result.get("allOf", []), {"anyOf": cases}]}
 

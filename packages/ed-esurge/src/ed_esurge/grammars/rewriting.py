@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ed_esurge.grammars.keywords import simplify_keywords
@@ -27,15 +27,20 @@ from ed_esurge.grammars.negation import (
 
 #: Limit of the arrays that replace one `uniqueItems`, and of the alternatives of one `oneOf`.
 MAX_ARRAYS, MAX_ALTERNATIVES = 330, 32
+#: Limit of the negations inside negations.
+MAX_NEGATIONS = 3
 #: Limits of the pairs of alternatives that the compiler compares, and of their characters.
 MAX_PAIRS, MAX_PAIR_SIZE = 64, 2**16
 _OLD_DRAFTS = re.compile(r"json-schema\.org/draft-0[3467]/")
 _INSIDE = (
-    *("items", "additionalProperties", "not", "if", "then", "else", "contains"),
+    *("items", "additionalProperties", "then", "else", "contains"),
     *("additionalItems", "unevaluatedItems", "unevaluatedProperties"),
 )
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+# The schemas of `not`, `if` and `oneOf` are negated as they are written: a rewritten schema may
+# match fewer values, and its negation would match more.
 _ASSERTIONS = {
+    *("not", "if"),
     *(*_INSIDE, *_LISTS, "type", "enum", "const", "required", "properties", "patternProperties"),
     *("minLength", "maxLength", "pattern", "format", "minItems", "maxItems", "uniqueItems"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -57,33 +62,44 @@ def rewritten(text: str) -> str:
         return text
 
 
-def _rewritten(schema: object, root: object, path: str) -> Any:
-    if not isinstance(schema, dict):
+def _rewritten(schema: object, root: object, path: str, depth: int = 0) -> Any:
+    """Return a rewritten part of a schema.
+
+    Args:
+        depth: number of negations that produced the part.
+    """
+    if not isinstance(schema, dict) or depth > MAX_NEGATIONS:
         return schema
-    result = dict(schema)
+
+    def rewrite(part: object) -> Any:
+        return _rewritten(part, root, path, depth + 1)
+
+    written = result = dict(schema)
     if isinstance(result.get("$ref"), str) and _OLD_DRAFTS.search(str(root.get("$schema"))):
         # These drafts ignore all keywords beside a reference.
         result = {key: value for key, value in result.items() if key not in _ASSERTIONS}
+        written = dict(result)
+    result = dict(result)
     for key in _INSIDE:
         if isinstance(result.get(key), dict):
-            result[key] = _rewritten(result[key], root, f"{path}.{key}")
+            result[key] = _rewritten(result[key], root, f"{path}.{key}", depth)
     for key in (*_LISTS, "items"):
         if isinstance(result.get(key), list):
             result[key] = [
-                _rewritten(one, root, f"{path}.{key}[{place}]")
+                _rewritten(one, root, f"{path}.{key}[{place}]", depth)
                 for place, one in enumerate(result[key])
             ]
     for key in _NAMED:
         if isinstance(result.get(key), dict):
             result[key] = {
-                name: _rewritten(one, root, f"{path}.{key}.{name}")
+                name: _rewritten(one, root, f"{path}.{key}.{name}", depth)
                 for name, one in result[key].items()
             }
-    result = simplify_keywords(result, root, path)
+    result = simplify_keywords(result, root, path, rewrite)
     if "uniqueItems" in result:
         result = _unique(result, root)
     if isinstance(result.get("oneOf"), list):
-        alternatives = _apart(result, root)
+        alternatives = _apart(written, root, result["oneOf"], rewrite)
         if alternatives is not None:
             del result["oneOf"]
             if "anyOf" in result:
@@ -173,15 +189,24 @@ def _plain(value: object) -> Any:
 # ---- oneOf
 
 
-def _apart(schema: Mapping[str, Any], root: object) -> list[Any] | None:
+def _apart(
+    schema: Mapping[str, Any],
+    root: object,
+    options: Sequence[Any],
+    rewrite: Callable[[object], Any],
+) -> list[Any] | None:
     """Return alternatives of which a value never matches two; None if that is not possible.
 
     An alternative loses the values that another one also matches.
+
+    Args:
+        schema: the schema as it is written.
+        options: the rewritten alternatives.
+        rewrite: function that rewrites a schema.
     """
-    options = schema["oneOf"]
     if not 0 < len(options) <= MAX_ALTERNATIVES:
         return None
-    known = [target_of(one, root) for one in options]
+    known = [target_of(one, root) for one in schema["oneOf"]]
     if not all(isinstance(one, dict) for one in known):
         return None
     lists = [_values(one, root) for one in known]
@@ -190,30 +215,41 @@ def _apart(schema: Mapping[str, Any], root: object) -> list[Any] | None:
         counts = Counter(map(_key, every))
         once = [one for one in every if counts[_key(one)] == 1]
         return [{"enum": once}] if once else None
-    # An alternative without a type has the type of the whole schema.
+    # An alternative has the type and the required properties of the whole schema.
     if "type" in schema:
         known = [one if "type" in one else {"type": schema["type"], **one} for one in known]
+    required = required_names(schema)
+    known = [
+        one
+        if required <= required_names(one)
+        else {
+            **one,
+            "required": [*one.get("required", ()), *sorted(required - required_names(one))],
+        }
+        for one in known
+    ]
     pairs = [*itertools.combinations(range(len(known)), 2)]
     shared = [pair for pair in pairs if not _disjoint(known[pair[0]], known[pair[1]], root)]
+    rest = {key: value for key, value in schema.items() if key != "oneOf"}
     if len(shared) <= MAX_PAIRS:
         shared = [
             (one, other)
             for one, other in shared
-            if not _is_unsatisfiable((known[one], known[other]), root)
+            if not _is_unsatisfiable((rest, known[one], known[other]), root)
         ]
     result: list[Any] = []
     for place, one in enumerate(known):
-        rest: dict[str, Any] | None = one
+        alternative: dict[str, Any] | None = one
         for pair in shared:
-            if place not in pair or rest is None:
+            if place not in pair or alternative is None:
                 continue
             other = known[pair[1] if place == pair[0] else pair[0]]
-            others = negate(other, rest, root)
-            rest = exclude(rest, others) if others else None
-        if rest is one:
+            others = negate(other, alternative, root)
+            alternative = exclude(alternative, others) if others else None
+        if alternative is one:
             result.append(options[place])
-        elif rest is not None:
-            result.append(rest)
+        elif alternative is not None:
+            result.append(rewrite(alternative))
     return result or None
 
 
@@ -226,9 +262,9 @@ def _disjoint(one: Mapping[str, Any], other: Mapping[str, Any], root: object) ->
         return not set(map(_key, values)) & set(map(_key, others))
     if types_of(one) != {"object"} or types_of(other) != {"object"}:
         return False
-    if one.get("additionalProperties") is False and required_names(other) - _names(one):
+    if _is_closed(one) and required_names(other) - _names(one):
         return True
-    if other.get("additionalProperties") is False and required_names(one) - _names(other):
+    if _is_closed(other) and required_names(one) - _names(other):
         return True
     for name in required_names(one) & required_names(other):
         left, right = (target_of(x.get("properties", {}).get(name), root) for x in (one, other))
@@ -254,6 +290,10 @@ def _is_unsatisfiable(schemas: Sequence[Any], root: Any) -> bool:
     except ValueError:
         return False
     return error.startswith("Unsatisfiable schema")
+
+
+def _is_closed(schema: Mapping[str, Any]) -> bool:
+    return schema.get("additionalProperties") is False and not schema.get("patternProperties")
 
 
 def _names(schema: Mapping[str, Any]) -> set[str]:
