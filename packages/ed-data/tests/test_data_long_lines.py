@@ -156,3 +156,29 @@ def test_spot_after_a_seek_counts_the_skipped_bytes(tmp_path, monkeypatch):
     source = open_source(Inform(type="json", data_files=str(path)))
     with pytest.raises(DataError, match="compressed bytes expand"):
         next(source.records(0, start=Spot(2**16, 17 * 2**16)))
+
+
+def encrypted_zip() -> bytes:
+    data = bytearray(zipped(ROWS["jsonl"]))
+    for mark, place in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        data[data.index(mark) + place] |= 1
+    return bytes(data)
+
+
+def zip_of_another_method() -> bytes:
+    data = bytearray(zipped(ROWS["jsonl"]))
+    for mark, place in ((b"PK\3\4", 8), (b"PK\1\2", 10)):
+        data[data.index(mark) + place] = 99
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"PK\5\6" + bytes(18), encrypted_zip(), zip_of_another_method(), b"PK\3\4", b""],
+    ids=["empty", "encrypted", "method", "short", "nothing"],
+)
+def test_archive_without_a_readable_file_is_an_error_with_its_name(tmp_path, content):
+    path = tmp_path / "rows.jsonl.zip"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows\.jsonl\.zip cannot be read: "):
+        [*open_source(Inform(type="json", data_files=str(path))).rows()]

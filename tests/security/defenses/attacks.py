@@ -202,6 +202,14 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "packages/ed-data/tests/test_data_long_lines.py"
+    "::test_archive_without_a_readable_file_is_an_error_with_its_name": (
+        Edit(
+            f"{DATA}/sources/formats.py",
+            "        except (IndexError, RuntimeError) as error:  # no member",
+            "        except KeyError as error:  # no member",
+        ),
+    ),
+    "packages/ed-data/tests/test_data_long_lines.py"
     "::test_expanding_page_is_an_error_with_its_column": (
         Edit(
             f"{DATA}/sources/expansion.py",

@@ -74,6 +74,9 @@ class SourceFile:
         compressed = cast("IO[bytes]", self.fs.open(self.path, "rb"))
         try:
             stream = _DECOMPRESSORS[compression](compressed, mode="r")
+        except (IndexError, RuntimeError) as error:  # no member; encrypted, or another method
+            compressed.close()
+            raise OSError(f"the archive has no file that can be read: {error}") from error
         except BaseException:
             compressed.close()
             raise
