@@ -19,7 +19,6 @@ from ed_infra.sharding import placement
 from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers import native
 from ed_layers.depth.stack import Layout, Stack, to_layout
-from ed_layers.quantization.model import warn_of_plain_weights
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -84,6 +83,8 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
         The parameters are not quantized: `quantize` applies the `quantization_config`.
         """
         if isinstance(config.quantization_config, EasyDeLQuantizationConfig):
+            from ed_layers.quantization.model import warn_of_plain_weights
+
             warn_of_plain_weights(config.quantization_config)
 
         def build() -> ModelT:
