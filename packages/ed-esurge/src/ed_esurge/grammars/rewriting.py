@@ -75,7 +75,7 @@ def _rewritten(schema: object, root: object, path: str, depth: int = 0) -> Any:
         return _rewritten(part, root, path, depth + 1)
 
     written = result = dict(schema)
-    if isinstance(result.get("$ref"), str) and _OLD_DRAFTS.search(str(root.get("$schema"))):
+    if isinstance(result.get("$ref"), str) and _is_old_draft(root):
         # These drafts ignore all keywords beside a reference.
         result = {key: value for key, value in result.items() if key not in _ASSERTIONS}
         written = dict(result)
@@ -107,6 +107,10 @@ def _rewritten(schema: object, root: object, path: str, depth: int = 0) -> Any:
             else:
                 result["anyOf"] = alternatives
     return result
+
+
+def _is_old_draft(root: object) -> bool:
+    return isinstance(root, dict) and _OLD_DRAFTS.search(str(root.get("$schema"))) is not None
 
 
 # ---- uniqueItems
