@@ -191,7 +191,7 @@ def test_keys_are_compared_as_digests_in_constant_time(
 
     monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=compare))
     for guess in ("x", KEY[:-1], KEY + "x", "é" * 500, KEY):
-        headers = {"Authorization": f"Bearer {guess}".encode()}
+        headers = {b"Authorization": f"Bearer {guess}".encode()}
         status = 200 if guess == KEY else 401
         assert http.get("models", headers=headers).status_code == status
     assert len(compared) >= 5
