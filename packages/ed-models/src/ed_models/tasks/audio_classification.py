@@ -77,7 +77,7 @@ class AudioClassifier(HeadModel):
         x = body.last_hidden_state
         if is_weighted:
             weights = jax.nn.softmax(self.layer_weights.get_value().astype(jnp.float32))
-            x = sum(w * state for w, state in zip(weights, body.hidden_states, strict=True))
+            x = jnp.einsum("l,lbtd->btd", weights, jnp.stack(body.hidden_states))
         x = self.projector(x)
         b, n = input_values.shape
         lengths = jnp.full((b,), n)

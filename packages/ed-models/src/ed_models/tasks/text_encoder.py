@@ -77,15 +77,14 @@ class SeparateEncoder(EncoderDecoder):
         table = getattr(self, "encoder_embed_tokens", self.embed_tokens)
         x = embedded(table, input_ids, inputs_embeds)
         x = x * self.encoder_embed_scale if inputs_embeds is None else x
-        masks = {"attention_mask": attention_mask, "segment_ids": segment_ids}
-        shape = x.shape[0], x.shape[1]
         ctx, _ = layer_context(
             self.encoder_config,
-            shape,
+            (x.shape[0], x.shape[1]),
+            attention_mask=attention_mask,
+            segment_ids=segment_ids,
+            position_ids=position_ids,
             key=key,
             ropes=self.ropes,
-            position_ids=position_ids,
-            **masks,
         )
         with native.chosen_by(self.config):
             x, _, report, hidden = self.encoder(x, ctx, None, keep_hidden=output_hidden_states)
