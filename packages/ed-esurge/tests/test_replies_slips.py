@@ -21,6 +21,7 @@ def test_other_spellings_of_thoughts_of_gemma_are_read():
     form = REASONING_FORMATS["gemma4"]
     for text in (
         "<|channel>Two.<channel|>Four.",
+        "<|channel><|channel>thought\nTwo.<channel|>Four.",
         "<|channel>thought\nTwo.<channel|>Four.<channel|>",
         "<|channel>thought\nTwo.<channel|>Four.<|channel>thought\n<channel|>",
     ):

@@ -125,8 +125,6 @@ class ReplyParser:
             if self._headers and not inside:
                 yield from self._messages()
             if inside:
-                yield from self._src.space()
-                yield from self._src.literal(*self._thinks)  # a repetition of the prompt's end
                 yield from self._thoughts()
             else:
                 yield from self._skip_end_of_thoughts()
@@ -148,6 +146,8 @@ class ReplyParser:
 
     def _thoughts(self) -> Reader[None]:
         self._begin_thoughts()
+        yield from self._src.space()
+        yield from self._src.literal(*self._thinks)  # a repetition of the opening marker
         while True:
             marker = yield from self._src.until(self._thought_ends, self._thought)
             if marker in self._closes:
