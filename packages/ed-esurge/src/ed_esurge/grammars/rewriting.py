@@ -30,7 +30,7 @@ MAX_ARRAYS, MAX_ALTERNATIVES = 330, 32
 #: Limit of the negations inside negations.
 MAX_NEGATIONS = 3
 #: Limits of the pairs of alternatives that the compiler compares, and of their characters.
-MAX_PAIRS, MAX_PAIR_SIZE = 64, 2**16
+MAX_PAIRS, MAX_PAIR_SIZE = 32, 2**14
 _OLD_DRAFTS = re.compile(r"json-schema\.org/draft-0[3467]/")
 _INSIDE = (
     *("items", "additionalProperties", "then", "else", "contains"),
