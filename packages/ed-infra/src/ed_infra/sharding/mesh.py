@@ -12,7 +12,6 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from ed_infra.errors import MeshError
-from ed_infra.forked_children import guard_forked_children
 from ed_infra.sharding.axes import AXIS_NAMES, check_names, resolve_axis_dims
 
 # jax.Device is a variable to type checkers.
@@ -52,6 +51,8 @@ def create_mesh(
         MeshError: The sizes do not match the devices, or the backend is not available.
     """
     check_names(names)
+    from ed_infra.forked_children import guard_forked_children
+
     guard_forked_children()
     devices = list(devices) if devices is not None else _devices(backend)
     if dcn_dims is not None and math.prod(dcn_dims) != 1:

@@ -76,7 +76,8 @@ def save_token_tables(
         adapted: canonical names of the matrices with adapters.
         saved: canonical names of the parameters that the file contains anyway.
     """
-    if model.base_token_rows in (None, count_token_rows(model.config)):
+    base = model.base_token_rows
+    if base is None or base == count_token_rows(model.config):
         return {}
     tables, read = find_token_tables(model), layer_values(base_state(model))
     tensors = {}
