@@ -7,7 +7,7 @@ not answer later, the tokenizer of the engine replaces it, with a message.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -57,7 +57,9 @@ class TokenizerEndpoint:
             self._report(self._encodes, error)
             return self._local(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False, **options: Any) -> str:
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **options: Any
+    ) -> str:
         """Return the text of token ids."""
         if self._decodes is None:
             return self._local.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)

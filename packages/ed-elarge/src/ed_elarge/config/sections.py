@@ -33,7 +33,7 @@ from ed_elarge.heldout_tasks import NAMES as HELDOUT_TASKS
 
 MAX_DEVICES = 2**20
 
-TokenRows = Annotated[int, Field(ge=1, le=2**24)]
+VocabularySize = Annotated[int, Field(ge=1, le=2**24)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -163,7 +163,7 @@ class ModelSection(Options):
     task: Annotated[TaskType, BeforeValidator(_task)] | None = None
     """Task of the model. `auto-bind` reads it from the checkpoint. None: the default task of the
     trainer's method, or `causal-language-model` without a trainer."""
-    resize_token_embeddings: StrictBool | TokenRows = False
+    resize_token_embeddings: StrictBool | VocabularySize = False
     """Add rows to the embedding and the head for the ids of the tokenizer, as transformers does:
     close to the mean of the old rows. A number is the number of rows. The saved model has these
     rows. With `lora`, the new rows are trained if `modules_to_save` names the modules."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from flax import nnx
 
 from ed_models.base.configurations import change_configurations
 from ed_models.checkpoints.quantized_tensors import encoded_as
+
+if TYPE_CHECKING:
+    from ed_models.base.module import EasyDeLBaseModule
 
 M = TypeVar("M")
 #: `(table [v, *d], n) -> [n, *d]`, float32.
@@ -108,7 +111,7 @@ def replace_token_rows(config: EasyDeLBaseConfig, old: int, size: int) -> EasyDe
     return changed
 
 
-def find_token_axes(model: Any) -> dict[str, int]:
+def find_token_axes(model: EasyDeLBaseModule) -> dict[str, int]:
     """Return canonical name -> axis of tokens, for the tables, heads and biases of tokens."""
     old = count_token_rows(model.config)
     larger = replace_token_rows(model.config, old, old + 1)
@@ -157,7 +160,9 @@ def _fill_zeros(table: np.ndarray, count: int) -> np.ndarray:
     return np.zeros((count, *table.shape[1:]), np.float32)
 
 
-def _choose_rows(model: Any, variable: nnx.Variable, mean: bool, seed: int) -> NewRows:
+def _choose_rows(
+    model: EasyDeLBaseModule, variable: nnx.Variable, mean: bool, seed: int
+) -> NewRows:
     """Return the function for the new rows of a variable."""
     value = variable.get_value()
     is_parameter = isinstance(variable, nnx.Param) or isinstance(value, QArray)
@@ -196,7 +201,7 @@ def _blocks(table: np.ndarray) -> Any:
         yield table[start : start + _BLOCK].astype(np.float32)
 
 
-def _shapes(model: Any, config: EasyDeLBaseConfig) -> dict[str, tuple[int, ...]]:
+def _shapes(model: EasyDeLBaseModule, config: EasyDeLBaseConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters of a model with a configuration, by canonical name."""
     with nnx.use_eager_sharding(False):
         state = nnx.state(nnx.eval_shape(lambda: type(model)(config, rngs=nnx.Rngs(0))))
