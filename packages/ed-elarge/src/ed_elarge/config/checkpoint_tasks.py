@@ -1,6 +1,6 @@
 """The task of a checkpoint, and the tasks of a model type, without jax.
 
-The tasks of a family stand in the decorators `register_module` of its source.
+The decorators `register_module` in the source of a family list its tasks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The embedding and the head in adapter files of models with added tokens.
 
-PEFT writes both tables beside the adapter if the number of tokens differs from that of the base. A
-base is resized before it gets such an adapter.
+PEFT writes both tables together with the adapter if the number of tokens differs from that of the
+base. A base is resized before it gets such an adapter.
 """
 
 from __future__ import annotations
