@@ -13,7 +13,7 @@ import logging
 import re
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ed_data.conversation import ConversationFormat
 from ed_data.errors import DataError
@@ -91,7 +91,7 @@ class ChatEncoder:
                 return str(self._tokenizer.apply_chat_template(messages, **options))
 
             self._formats[template] = ConversationFormat(template, render)
-        chat: list[Message] = item.content  # type: ignore[assignment]
+        chat = cast("list[Message]", item.content)
         messages, tools = self._formats[template].prepare(chat, item.template.get(TOOLS) or ())
         arguments = {name: value for name, value in item.template.items() if name != TOOLS}
         if tools:
@@ -168,7 +168,7 @@ class ChatEncoder:
             following = next((end for end in ends if text[stop:].lstrip().startswith(end)), None)
             if answer.strip() and not answer.rstrip().endswith(ends) and following is not None:
                 problem = f"end before {following!r}, so the model does not learn to end its answer"
-        chat: list[Message] = item.content  # type: ignore[assignment]
+        chat = cast("list[Message]", item.content)
         answers = str([message["content"] for message in chat if message["role"] not in _ASKING])
         for message in chat:
             words = str(message["content"]).strip()
@@ -194,7 +194,7 @@ class ChatEncoder:
                 )
                 return str(rendered)
 
-            chat: list[Message] = item.content  # type: ignore[assignment]
+            chat = cast("list[Message]", item.content)
             result.append(TokenSequence(*with_answers(self._tokenizer, chat, render, texts)))
         return result
 
@@ -204,7 +204,7 @@ class ChatEncoder:
         The end of an answer has loss, and so does the text between the answer and its end, because
         a model must generate this text to reach the end token.
         """
-        last: Message = item.content[-1]  # type: ignore[assignment]
+        last = cast("list[Message]", item.content)[-1]
         if last["role"] in _ASKING or self._has_end(tokens.ids):
             return tokens
         ids, mask = [*tokens.ids, self._eos], tokens.mask

@@ -47,7 +47,7 @@ def add_model_arguments(
         answers_early: whether `compile_in_background` is on by default, because a user waits for
             the first answer.
     """
-    count: Any = {"nargs": "?"} if optional else {}
+    count: dict[str, Any] = {"nargs": "?"} if optional else {}
     parser.add_argument("model", metavar="MODEL", help="a directory, or a hub id", **count)
     group = parser.add_argument_group("model")
     group.add_argument("--tokenizer", help="a directory, or a hub id; default: the model's own")
@@ -288,7 +288,7 @@ def tokenizer_of(values: argparse.Namespace) -> Any:
     )
 
 
-def check_other_tokenizer(tokenizer: Any, model: Any, values: argparse.Namespace) -> None:
+def check_other_tokenizer(tokenizer: Any, model: object, values: argparse.Namespace) -> None:
     """Check that the model has a row for each id of `--tokenizer`.
 
     Raises:

@@ -75,7 +75,7 @@ class Seq2SeqClassifier(SequenceClassifier[Any]):
         self.dense = parts.linear(d, d, axes=("embed", None), bias=True)
         self.score = parts.linear(d, labels, axes=("embed", None), bias=True)
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         input_ids: Int[Array, "b s"],
         *,

@@ -53,7 +53,7 @@ class SeparateEncoder(EncoderDecoder):
     def decoder_stack(cls, parts: Parts) -> None:
         """Create no decoder."""
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         input_ids: Int[Array, "b s"] | None = None,
         *,
