@@ -28,7 +28,8 @@ BOUND = 3e-4
 #: One family of each kind of names runs by default.
 BY_DEFAULT = ("llava: patches", "qwen2_vl:", "vit:")
 #: Linear layers of this project that are no linear layers in transformers.
-LEFT_OUT = r"embed|router|downsample"
+#: SigLIP's pooler is torch's `MultiheadAttention`, whose matrices are no linear layers.
+LEFT_OUT = r"embed|router|downsample|pooler.attention"
 #: Model types whose adapters PEFT does not load, or loads with other outputs.
 NOT_EXCHANGED: tuple[str, ...] = ()
 
