@@ -29,6 +29,22 @@ def served(model) -> eSurge:
     return eSurge(model, max_num_seqs=2, max_model_len=32, page_size=8, silent_mode=True)
 
 
+def clear_tokens(model, prompt: list[int], margin: float) -> list[int]:
+    """Return the greedy tokens of `generate` before the first one with a narrow lead.
+
+    Two programs differ in the last bit of an activation. If it is rounded to 8 bits, the next code
+    changes the logits by up to 0.07 here.
+
+    Args:
+        margin: smallest lead of the logit of a token over the logits of the others.
+    """
+    ids = np.array([prompt])
+    sequence = model.generate(ids, max_new_tokens=8, eos_token_id=[], do_sample=False).sequences
+    best = np.sort(np.asarray(model(sequence).logits[0, len(prompt) - 1 : -1]), axis=-1)
+    narrow = best[:, -1] - best[:, -2] < margin
+    return sequence[0, len(prompt) :][: narrow.argmax() if narrow.any() else None].tolist()
+
+
 def panels_of(engine: eSurge) -> list[CodePanels | Panels]:
     kinds = CodePanels, Panels
     kernels = jax.tree.leaves(
@@ -49,15 +65,9 @@ def test_engine_serves_given_and_new_matrices_in_panels(make_llama, monkeypatch,
     if quantized:
         rules = [("", {"dtype": dtype, "group_size": 32})]  # with the embedding
         models = [model.quantize(rules) for model in models]
-    wanted = [
-        [
-            model.generate(np.array([p]), max_new_tokens=8, eos_token_id=[], do_sample=False)
-            .sequences[0, len(p) :]
-            .tolist()
-            for p in PROMPTS
-        ]
-        for model in models
-    ]
+    margin = 0.1 if quantized else 0.0
+    wanted = [[clear_tokens(model, prompt, margin) for prompt in PROMPTS] for model in models]
+    assert all(len(tokens) >= 5 for tokens in ([*first, *second] for first, second in wanted))
     assert wanted[0] != wanted[1]
     engine = served(models[0])
     stored = "uint8" if quantized else dtype
@@ -68,8 +78,9 @@ def test_engine_serves_given_and_new_matrices_in_panels(make_llama, monkeypatch,
             engine.update_model_weights(models[number])
         else:
             engine.loop.runner.weights.replace(models[number], copy=False)
-        found = engine.generate(PROMPTS, GREEDY)
-        assert [output.outputs[0].token_ids for output in found] == wanted[number]
+        found = [output.outputs[0].token_ids for output in engine.generate(PROMPTS, GREEDY)]
+        clear = [ids[: len(tokens)] for ids, tokens in zip(found, wanted[number], strict=True)]
+        assert clear == wanted[number]
 
 
 @pytest.mark.nightly

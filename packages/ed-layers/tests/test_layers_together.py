@@ -138,8 +138,11 @@ def test_rows_of_zeros_at_the_end_have_the_results_of_zeros(epilogue, dtype, use
     what = Epilogue(biases, "gelu" if biases or gated else None, gated)
     padded = products.products(x, matrices, epilogue=what)
     apart = x.at[-1, 0].set(1e-30)  # no row is omitted
+    # Tiles sum 32 inputs at a time, and a few rows are multiplied without tiles.
+    has_tiles = dtype == "bfloat16" and library.level() == "amx"
+    rounded = {"rtol": 2**-7, "atol": 1e-6} if has_tiles else {"rtol": 0}
     for y, expected in zip(padded, products.products(apart, matrices, epilogue=what), strict=True):
-        np.testing.assert_array_equal(exact(y)[:-1], exact(expected)[:-1])
+        np.testing.assert_allclose(exact(y)[:-1], exact(expected)[:-1], **rounded)
         # The last row of `apart` has a number of 1e-30 instead of zeros.
         np.testing.assert_allclose(exact(y)[-1], exact(expected)[-1], atol=1e-6)
 
