@@ -266,7 +266,7 @@ class served:
 @pytest.mark.parametrize(
     "one", [one for one in ALL if one.block.language == "bash"], ids=lambda one: one.name
 )
-@pytest.mark.daily("004:27")
+@pytest.mark.nightly
 def test_bash_block_runs(one: Example, here: Path) -> None:
     Path("config.yaml").write_text(f"{REST}actions: [validate, dump_config]\n")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

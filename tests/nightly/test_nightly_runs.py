@@ -154,6 +154,7 @@ def test_slice_reports_and_logs_each_outcome(project: Path, tmp_path: Path, capf
     assert "test_third.py::test_x" not in printed
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_slice")
 def test_slice_ends_at_its_limit_and_keeps_the_finished_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd

@@ -51,7 +51,7 @@ def no_prefix(content):
         (no_prefix, True),
     ],
 )
-@pytest.mark.daily("the_same_head-True", "only_a_head-True")
+@pytest.mark.daily("the_same_head-True")
 def test_tied_config_follows_checkpoint_files(references, tmp_path, change, tied):
     reference = references("tied")
     directory = shutil.copytree(reference.directory, tmp_path / "model")

@@ -83,6 +83,7 @@ def near(got: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(got, expected, atol=bound, rtol=0)
 
 
+@pytest.mark.daily("bert: encoder (masked-language-model)")
 @pytest.mark.torch
 @pytest.mark.parametrize("subject", rows(peft=True))
 def test_adapters_are_interchangeable_with_peft(subject: Subject, tmp_path: Path) -> None:

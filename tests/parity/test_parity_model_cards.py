@@ -29,6 +29,7 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.torch
 def test_auto_class_of_peft_finds_the_base_of_an_adapter(base: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.daily("roberta")
 @pytest.mark.parametrize(
     "family", ["roberta", pytest.param("xlm-roberta", marks=pytest.mark.nightly)]
 )

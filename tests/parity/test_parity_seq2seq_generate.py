@@ -125,7 +125,7 @@ def until_end(tokens: list[int], end: int = 2) -> list[int]:
     return tokens[: ends[0] + 1] if ends else tokens
 
 
-@pytest.mark.daily("bart")
+@pytest.mark.nightly
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_tokens_of_encoder_decoder_match_torch(model_type: str, tmp_path: Path) -> None:
     theirs, ours = made(model_type, tmp_path)

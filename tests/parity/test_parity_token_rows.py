@@ -53,6 +53,9 @@ def resized(subject: Subject) -> tuple[Any, int]:
     return model, size
 
 
+@pytest.mark.daily(
+    "bert masked-language-model", "llama causal-language-model", "t5 sequence-to-sequence"
+)
 @pytest.mark.parametrize("subject", rows())
 def test_resized_checkpoints_equal_those_of_transformers(subject: Subject, tmp_path: Path) -> None:
     if not isinstance(getattr(subject.model.config.get_text_config(), "vocab_size", None), int):
@@ -70,6 +73,7 @@ def test_resized_checkpoints_equal_those_of_transformers(subject: Subject, tmp_p
         np.testing.assert_allclose(ours.read(name), expected, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.daily("q_proj-llama")
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("targets", ["q_proj", "q_proj|embed_tokens"])
 def test_adapters_with_added_tokens_are_exchanged_with_peft(

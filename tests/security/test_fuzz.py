@@ -36,7 +36,7 @@ def build(name: str) -> Target:
     return TARGETS[name]()
 
 
-@pytest.mark.daily("ollama", "gguf_vocabulary", "media_rows")
+@pytest.mark.daily("media_rows")
 @pytest.mark.parametrize("name", TARGETS)
 def test_seeds_and_a_few_mutations_have_allowed_outcomes(name: str, tmp_path: Path) -> None:
     target = build(name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tools import yaml_reference
 from tools.workspace import ROOT
 
@@ -25,6 +27,7 @@ def test_yaml_page_lists_every_section_and_action() -> None:
         assert f"| `{name}` |" in text
 
 
+@pytest.mark.nightly
 def test_yaml_reference_does_not_import_jax() -> None:
     code = "import sys, tools.yaml_reference as r; r.reference(); print('jax' in sys.modules)"
     command = [sys.executable, "-c", code]

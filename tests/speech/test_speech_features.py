@@ -52,6 +52,7 @@ def test_samples_of_every_format_and_rate_are_equal(decoder: DecoderProcess) -> 
     assert loudest > 1, "the files contain samples that a limit of 1 would change"
 
 
+@pytest.mark.nightly
 def test_features_of_every_format_and_rate_are_equal(
     tmp_path: Path, decoder: DecoderProcess
 ) -> None:

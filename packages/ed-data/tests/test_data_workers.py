@@ -83,6 +83,7 @@ def test_worker_processes_produce_same_batches_and_statistics(
         shared.close()
 
 
+@pytest.mark.nightly
 def test_progress_bar_counts_documents(mixture, tokenizer, monkeypatch):
     shown: dict[str, object] = {"documents": 0}
 

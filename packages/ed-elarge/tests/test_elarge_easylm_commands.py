@@ -472,6 +472,7 @@ def test_llama_serve_answers_the_requests_of_lm_eval_json(
     assert answers["loglikelihood"][0] < 0 and answers["is_greedy"][0] in (True, False)
 
 
+@pytest.mark.nightly
 def test_benchmark_attention_prints_both_times(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--embed_dim=16", "--n_heads=2", "--ref_attn_seq_len=32", "--eff_attn_seq_len=64"]
     words += ["--query_chunk_size=16", "--key_chunk_size=16", "--warmup_steps=0", "--steps=1"]
@@ -519,7 +520,7 @@ def test_served_model_answers_the_requests_of_lm_eval(monkeypatch: pytest.Monkey
 # Functions.
 
 
-@pytest.mark.daily("12-False", "9-False")
+@pytest.mark.daily("9-False")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("keys", [12, 9])
 def test_blockwise_attention_equals_full_attention(causal: bool, keys: int) -> None:

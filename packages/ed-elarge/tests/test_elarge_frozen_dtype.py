@@ -45,6 +45,7 @@ def list_param_dtypes(model: Any) -> tuple[set[str], set[str]]:
     return adapters, {str(x.dtype) for path, x in flat if "lora_" not in str(path[-1])}
 
 
+@pytest.mark.daily("float32")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_base_of_adapters_keeps_the_dtype_of_its_file(tmp_path: Path, dtype: str) -> None:
     folder = save_model(tmp_path, dtype)
@@ -57,6 +58,7 @@ def test_base_of_adapters_keeps_the_dtype_of_its_file(tmp_path: Path, dtype: str
     np.testing.assert_allclose(kept(ids).logits, wide(ids).logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.daily("sections1")
 @pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 4, "modules_to_save": ["lm_head"]}}])
 def test_trained_weights_are_float32(tmp_path: Path, sections: dict[str, Any]) -> None:
     model = build(save_model(tmp_path, "bfloat16"), **sections)

@@ -60,6 +60,7 @@ def test_figures_are_those_of_plain_logits() -> None:
     assert found.bits_per_byte == pytest.approx(found.cross_entropy / np.log(2), rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_nothing_to_predict_is_none() -> None:
     from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 

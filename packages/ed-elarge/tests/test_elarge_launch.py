@@ -215,6 +215,7 @@ def test_failed_process_stops_the_others_and_decides_the_exit_code(
     assert "[second] number 1\n" in out
 
 
+@pytest.mark.nightly
 def test_local_processes_use_the_interpreter_of_the_launcher(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -251,7 +251,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
         "quantization.model.quantization_method",
         "did you mean 'nf4'?",
     ),
-    ({"quantization": {"kv_cache": {"method": "nf4"}}}, "quantization.kv_cache", "'nf4'"),
+    ({"quantization": {"kv_cache": {"method": "nf9"}}}, "quantization.kv_cache", "'nf9'"),
     (
         {"quantization": {"model": {}}, "trainer__trainable_rules": [["", True]]},
         "trainer.trainable_rules",

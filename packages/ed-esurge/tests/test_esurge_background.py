@@ -101,6 +101,7 @@ def test_compiled_shapes_replace_the_generic_shape_without_compilation_by_reques
     assert functions.missing() == []
 
 
+@pytest.mark.nightly
 def test_released_engine_compiles_no_further_program(make_llama, gate):
     engine = AsyncEngine(
         eSurge(make_llama(num_hidden_layers=1), compile_in_background=True, **OPTIONS)

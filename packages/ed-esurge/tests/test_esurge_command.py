@@ -192,7 +192,7 @@ def test_quantization_flags_set_weight_formats(
     assert {leaf.format for leaf in leaves if isinstance(leaf, QArray)} == formats
 
 
-@pytest.mark.daily("['-q', 'none']-set()")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "formats"),
     [([], {"int8"}), (["-q", "none"], set()), (["-q", "nf4"], {"nf4"})],

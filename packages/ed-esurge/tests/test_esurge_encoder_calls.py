@@ -84,6 +84,7 @@ def test_several_items_of_one_shape_share_a_call_and_keep_their_rows(model_type)
     assert (alone.traces, together.traces) == (1, 3)  # 7 = 4 + 2 + 1
 
 
+@pytest.mark.nightly
 def test_compiled_calls_of_each_number_of_items_are_used():
     encoder = Encoder("llava", at_once=(4, 2))
     encoder.encoder.compile()

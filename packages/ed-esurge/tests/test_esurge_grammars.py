@@ -205,6 +205,7 @@ def test_worker_ends_with_the_engine(tokenizer):
     assert process.wait(20) == 0
 
 
+@pytest.mark.nightly
 def test_request_whose_grammar_exceeds_a_step_fails_alone(surge, prompts):
     free = SamplingParams(max_tokens=40, temperature=1.0, seed=5)
     alone = surge.generate(prompts[2], free)[0].outputs[0]

@@ -111,6 +111,7 @@ def listener():
     one.close()
 
 
+@pytest.mark.nightly
 def test_strangers_hold_a_bounded_number_of_threads_and_connections(listener):
     before = threading.active_count()
     strangers = [connect(listener.address) for _ in range(5 * MAX_PENDING)]
@@ -125,6 +126,7 @@ def test_strangers_hold_a_bounded_number_of_threads_and_connections(listener):
         stranger.close()
 
 
+@pytest.mark.daily("first message")
 @pytest.mark.parametrize(
     "greeting",
     [

@@ -103,6 +103,7 @@ def test_embed_returns_one_vector_per_prompt(surge, prompts, hidden, tokenizer):
         PoolingParams(pooling="max")
 
 
+@pytest.mark.nightly
 def test_preempted_pooling_request_produces_same_vector(llama, prompts, hidden):
     options = {**SMALL, "long_prefill_token_threshold": 8, "scheduling_policy": "priority"}
     engine = eSurge(llama, **options)

@@ -79,7 +79,7 @@ def served(engine, commands: dict[int, tuple]) -> tuple[dict[str, list[int]], li
     return tokens, ended
 
 
-@pytest.mark.daily("params1", "params3")
+@pytest.mark.daily("params1")
 @pytest.mark.parametrize(
     "params",
     [
@@ -121,6 +121,7 @@ def test_tokens_after_the_end_of_a_request_are_discarded(single, several, prompt
     assert max(steps) > 1
 
 
+@pytest.mark.nightly
 def test_requests_that_need_single_steps_are_served_with_others(single, several, prompts, steps):
     guided = StructuredOutputs(regex="[ab]{6}")
     params = [
@@ -172,7 +173,7 @@ def test_aborted_request_does_not_change_the_others(single, several, prompts):
     assert tokens["a"][-23:] == single.generate([7, 8], FREE)[0].outputs[0].token_ids
 
 
-@pytest.mark.daily("options1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": False}, {"overlap_execution": True}])
 def test_few_pages_do_not_change_the_tokens(llama, single, prompts, options):
     # A sequence of `max_model_len` needs all pages.

@@ -152,6 +152,7 @@ def test_bytes_of_growing_answers_are_in_flight_until_the_answer_ends(path):
     asyncio.run(work())
 
 
+@pytest.mark.nightly
 def test_long_answers_are_written_by_a_thread_in_short_pieces(monkeypatch):
     calls = []
 

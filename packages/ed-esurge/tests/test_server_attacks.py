@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from ed_esurge.config import EngineConfig, ServerLimits
-from ed_esurge.server.generation import answers
+from ed_esurge.server.generation import answers, prompts
 from ed_esurge.server.http import body
 from ed_esurge.server.launch import background
 from ed_esurge.template import ChatTemplate
@@ -172,6 +172,7 @@ def test_foreign_host_headers_return_421(http):
         refused(httpx.get(f"{url}/models"), 421)
 
 
+@pytest.mark.nightly
 def test_requests_above_the_concurrency_limit_return_429():
     engine = ScriptedEngine(lambda prompt, choice: "x" * 99, delay=0.02)
     with background(engine, limits=ServerLimits(max_concurrent_requests=1)) as url:
@@ -230,7 +231,7 @@ def test_expensive_requests_do_not_delay_other_requests(monkeypatch, work):
         "parsing": (body, "_parsed"),
         "tokenizing": (kind, "__call__"),
         "templating": (ChatTemplate, "render"),
-        "detokenizing": (kind, "decode"),
+        "detokenizing": (prompts, "decode_tokens"),
     }
     text = "word " * 50_000
     path, large = {
@@ -253,6 +254,7 @@ def test_expensive_requests_do_not_delay_other_requests(monkeypatch, work):
             assert asked.result().status_code == 200
 
 
+@pytest.mark.nightly
 def test_truncation_options_limit_the_prompt():
     prompt = "abc" * 100
     for config, status, kept in [

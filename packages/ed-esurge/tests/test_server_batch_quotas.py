@@ -190,6 +190,7 @@ def test_long_answers_in_batches_equal_short_ones(tmp_path, monkeypatch):
         assert rows[0] == rows[1] and len(rows[0]) == 3
 
 
+@pytest.mark.nightly
 def test_lines_beyond_the_bytes_in_flight_are_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "RETRY_SECONDS", 0.01)
     engine = ScriptedEngine(lambda prompt, _: "x" * 900, max_model_len=2**12)

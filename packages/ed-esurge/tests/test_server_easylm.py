@@ -34,6 +34,7 @@ def sent(url: str, path: str, **body: Any) -> dict[str, Any]:
     return reply.json()
 
 
+@pytest.mark.nightly
 def test_scores_equal_those_of_lm_eval(engine: Any, url: str) -> None:
     asked = [Instance("loglikelihood", {}, pair, 0) for pair in zip(PREFIXES, TEXTS, strict=True)]
     expected = eSurgeLM(engine).loglikelihood(asked, disable_tqdm=True)

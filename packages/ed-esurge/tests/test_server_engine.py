@@ -134,6 +134,7 @@ def test_engine_config_error_returns_400(client):
         )
 
 
+@pytest.mark.nightly
 def test_disconnected_client_frees_its_slot(client, engine):
     stream = client.completions.create(
         model="tiny", prompt="a", max_tokens=100, stream=True, extra_body={"ignore_eos": True}

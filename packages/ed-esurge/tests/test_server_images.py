@@ -344,6 +344,7 @@ def test_public_address_is_connected_with_the_name_of_the_host(engine, monkeypat
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_damaged_images_return_400_and_unusual_images_are_read(client, url, engine):
     address = f"{url}/chat/completions"

@@ -233,6 +233,7 @@ def test_documents_reach_a_template_that_renders_documents(http, engine):
         assert (error["param"], error["code"]) == ("documents", "unsupported_value")
 
 
+@pytest.mark.nightly
 def test_templates_of_clients_require_the_option_of_the_server(http, engine):
     body = {**CHAT, "chat_template": "<{{ messages[0].content }}>"}
     refused = http.post("/v1/chat/completions", json=body).json()["error"]

@@ -82,6 +82,7 @@ def plain(output):
     ]
 
 
+@pytest.mark.nightly
 def test_mcp_calls_are_executed_and_their_results_continue_the_response(served):
     engine, client = served
     options = {"model": "scripted", "input": "weather", "tools": [tool("free")]}

@@ -72,7 +72,7 @@ def test_invalid_arguments_fail_only_their_call():
     run(work)
 
 
-@pytest.mark.daily("die-{}")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("tool", "arguments"),
     [
@@ -113,6 +113,7 @@ def test_unused_sessions_are_closed_when_the_limit_is_reached(monkeypatch):
     run(work)
 
 
+@pytest.mark.nightly
 def test_approved_calls_with_invalid_arguments_return_items_with_errors(tmp_path):
     path = tmp_path / "mcp.json"
     entry = options().model_dump(exclude_none=True)

@@ -147,6 +147,7 @@ def test_response_format_is_ignored_if_a_call_is_required(client):
     assert json.loads(call.function.arguments)["of"] in ("a", "b")
 
 
+@pytest.mark.nightly
 def test_required_tool_calls_are_enforced_by_a_grammar(client):
     for parallel in (False, True):
         answer = ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel)

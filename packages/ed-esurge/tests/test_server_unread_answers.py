@@ -261,6 +261,7 @@ def test_idle_connections_make_room_and_busy_connections_do_not():
     assert len(slots) == 0
 
 
+@pytest.mark.nightly
 def test_silent_connections_do_not_lock_out_other_clients():
     limits = ServerLimits(max_connections=8, body_timeout=60)
     with background(ScriptedEngine(), limits=limits) as url:

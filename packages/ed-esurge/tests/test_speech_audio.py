@@ -207,6 +207,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.daily("crash", "exit", "memory")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_of_the_decoding_library_ends_one_request(fault, monkeypatch, tmp_path: Path):
     """A fake library has the fault for files that contain a word, and reads other files."""

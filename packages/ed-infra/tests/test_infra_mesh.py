@@ -131,6 +131,7 @@ def run_in_fork(work) -> str:
     return text
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_compiled_functions_in_a_forked_child_raise_at_once():
     mesh = create_mesh()

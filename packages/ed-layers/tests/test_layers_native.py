@@ -295,6 +295,7 @@ def test_caches_of_small_floats_are_written_in_place(layered) -> None:
     np.testing.assert_array_equal(np.asarray(write(cache), np.float32), expected)
 
 
+@pytest.mark.nightly
 @built
 @settings(max_examples=40, deadline=None)
 @given(n=st.integers(1, 5), v=st.integers(1, 700), levels=st.integers(1, 50), seed=st.integers(0))

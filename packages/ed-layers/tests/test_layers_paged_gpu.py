@@ -98,6 +98,7 @@ def test_prompt_kernel_computes_other_head_dims_and_bfloat16(dim: int, dtype: An
     same(call_of(dim, dtype), 1e-5 if dtype == jnp.float32 else 1e-2)
 
 
+@pytest.mark.nightly
 def test_prompt_kernel_sees_later_tokens_of_the_same_image() -> None:
     call = call_of()
     ahead = np.zeros(len(call.ragged.seq_of_token), np.int32)

@@ -270,6 +270,7 @@ class TestEmbedders:
         made = AutoEasyDeLModelForEmbedding.from_config(again.config, normalize=True)
         assert made.pooling == Pooling("mean", normalize=True)
 
+    @pytest.mark.nightly
     def test_files_are_those_of_sentence_transformers(self, saved, tmp_path):
         make = AutoEasyDeLModelForEmbedding.from_pretrained
         make(saved, pooling_mode="last", normalize=True, **ONE).save_pretrained(tmp_path / "m")

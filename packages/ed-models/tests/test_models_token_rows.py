@@ -10,7 +10,7 @@ from ed_infra.specs import LoraSpec
 from ed_infra.testing import tiny_llama
 from ed_models import AutoEasyDeLModelForCausalLM
 from ed_models.adapters.lora import lora_layers
-from ed_models.base.token_rows import draw_rows
+from ed_models.adapters.token_rows import draw_rows
 from ed_models.conformance import forward
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
@@ -54,6 +54,7 @@ def test_old_logits_stay_and_new_tokens_are_computed(tied, tmp_path):
     assert jax.tree.map(np.shape, nnx.state(fresh)) == jax.tree.map(np.shape, nnx.state(model))
 
 
+@pytest.mark.nightly
 def test_rows_are_rounded_up_and_removed_at_the_end():
     model = build()
     assert model.resize_token_embeddings(pad_to_multiple_of=64).config.vocab_size == 64

@@ -198,7 +198,7 @@ def test_dividing_all_by_one_weight_would_not_pass(toy, routed):
     assert by_row.max() - by_row.min() > 0.1
 
 
-@pytest.mark.daily("(2, 2, 1, 2, 1)")
+@pytest.mark.nightly
 @pytest.mark.parametrize("dims", [(1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 2, 1, 1, 4)], ids=str)
 def test_a_mesh_equals_one_device(toy, routed, dims):
     batch = toy.loader(rows=16).batch_at(0)

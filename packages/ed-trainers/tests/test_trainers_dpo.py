@@ -65,6 +65,7 @@ def test_packed_dpo_step_matches_separate_rows(step, batch):
     near_reports(alone_report, report)
 
 
+@pytest.mark.nightly
 def test_chunked_dpo_loss_matches_unchunked_loss(step, batch):
     near(step(batch, lmhead_chunksize=7)[0], step(batch, lmhead_chunksize=4096)[0])
 

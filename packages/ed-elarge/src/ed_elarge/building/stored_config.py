@@ -46,7 +46,7 @@ def resize_tokens(elm: eLargeModel, model: M) -> M:
         InputError: the number of rows is less than the number of ids of the tokenizer.
     """
     from ed_data.tokens.tokenizers import count_ids
-    from ed_models.base.token_rows import count_token_rows
+    from ed_models.adapters.token_rows import count_token_rows
 
     run = elm.config
     rows = None if run.model is None else run.model.resize_token_embeddings

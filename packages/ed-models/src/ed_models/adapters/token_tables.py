@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -19,13 +19,10 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from ed_models.adapters.saved_modules import base_state, module_names, weights_of
-from ed_models.base.token_rows import count_token_rows, find_token_axes
+from ed_models.adapters.token_rows import TokenModel, count_token_rows, find_token_axes
 from ed_models.checkpoints.quantized_tensors import encoded_as
 from ed_models.checkpoints.saving import layer_values
 from ed_models.checkpoints.weight_map import WeightMap
-
-if TYPE_CHECKING:
-    from ed_models.base.module import EasyDeLBaseModule
 
 M = TypeVar("M")
 TENSORS = "adapter_model.safetensors"
@@ -48,7 +45,7 @@ class TokenTables(NamedTuple):
     axes: Mapping[str, int]
 
 
-def find_token_tables(model: EasyDeLBaseModule) -> TokenTables:
+def find_token_tables(model: TokenModel) -> TokenTables:
     """Return the tables of a model, by the names of an adapter file."""
     weights, tokens = weights_of(model), find_token_axes(model)
     parameters = {
@@ -70,7 +67,7 @@ def find_token_tables(model: EasyDeLBaseModule) -> TokenTables:
 
 
 def save_token_tables(
-    model: EasyDeLBaseModule, adapted: Collection[str], saved: Collection[str]
+    model: TokenModel, adapted: Collection[str], saved: Collection[str]
 ) -> dict[str, np.ndarray]:
     """Return the tables of a model with added tokens, float32, by the names of an adapter file.
 
@@ -119,7 +116,7 @@ def add_token_rows(model: M, directory: str | Path) -> M:
     return model if base.base_token_rows is None else _put_tables(base, values)
 
 
-def check_token_tables(model: EasyDeLBaseModule, directory: str | Path) -> None:
+def check_token_tables(model: TokenModel, directory: str | Path) -> None:
     """Check that the tables of an adapter file are those of a served model.
 
     Raises:
@@ -138,7 +135,7 @@ def check_token_tables(model: EasyDeLBaseModule, directory: str | Path) -> None:
             )
 
 
-def _read_tables(model: EasyDeLBaseModule, path: Path) -> dict[str, np.ndarray]:
+def _read_tables(model: TokenModel, path: Path) -> dict[str, np.ndarray]:
     """Return the tables of tokens in an adapter file, by their names in a checkpoint."""
     if not isinstance(getattr(model.config.get_text_config(), "vocab_size", None), int):
         return {}
@@ -151,7 +148,7 @@ def _read_tables(model: EasyDeLBaseModule, path: Path) -> dict[str, np.ndarray]:
         return {}  # `read_adapter` names the fault
 
 
-def _put_tables(model: EasyDeLBaseModule, values: Mapping[str, np.ndarray]) -> Any:
+def _put_tables(model: TokenModel, values: Mapping[str, np.ndarray]) -> Any:
     """Return a copy of a model with other values of its tables."""
     weights = weights_of(model)
     graphdef, state = nnx.split(model)

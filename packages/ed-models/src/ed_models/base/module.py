@@ -156,7 +156,7 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
 
     def to_layout(self: ModelT, layout: Layout) -> ModelT:
         """Return a copy with the layer layout "stacked" (scanned) or "leaves" (unrolled)."""
-        from ed_models.base.configurations import change_configurations
+        from ed_layers.attention.configurations import change_configurations
 
         graphdef, state = nnx.split(self)
         model = nnx.merge(graphdef, state)
@@ -187,7 +187,7 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
         Raises:
             ConfigError: a number is invalid, or the model has no tokens, or has adapters.
         """
-        from ed_models.base.token_rows import resize_token_rows
+        from ed_models.adapters.token_rows import resize_token_rows
 
         return resize_token_rows(
             self, new_num_tokens, pad_to_multiple_of, mean_resizing=mean_resizing, seed=seed

@@ -7,10 +7,9 @@ from typing import Any, TypeVar
 import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.sharding.submesh import part_on
+from ed_layers.attention.configurations import change_configurations
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from ed_models.base.configurations import change_configurations
 
 M = TypeVar("M", bound=nnx.Module)
 

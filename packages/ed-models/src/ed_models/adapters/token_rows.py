@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +19,30 @@ from ed_infra.distributed import on_host
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger
+from ed_layers.attention.configurations import change_configurations
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
 from flax import nnx
 
-from ed_models.base.configurations import change_configurations
 from ed_models.checkpoints.quantized_tensors import encoded_as
 
-if TYPE_CHECKING:
-    from ed_models.base.module import EasyDeLBaseModule
-
 M = TypeVar("M")
+
+
+class TokenModel(Protocol):
+    """A model with tables of tokens."""
+
+    @property
+    def config(self) -> EasyDeLBaseConfig:
+        """The configuration."""
+        ...
+
+    @property
+    def base_token_rows(self) -> int | None:
+        """Rows of the checkpoint before rows were added; None = no rows were added."""
+        ...
+
+
 #: `(table [v, *d], n) -> [n, *d]`, float32.
 NewRows = Callable[[np.ndarray, int], np.ndarray]
 
@@ -111,7 +124,7 @@ def replace_token_rows(config: EasyDeLBaseConfig, old: int, size: int) -> EasyDe
     return changed
 
 
-def find_token_axes(model: EasyDeLBaseModule) -> dict[str, int]:
+def find_token_axes(model: TokenModel) -> dict[str, int]:
     """Return canonical name -> axis of tokens, for the tables, heads and biases of tokens."""
     old = count_token_rows(model.config)
     larger = replace_token_rows(model.config, old, old + 1)
@@ -160,9 +173,7 @@ def _fill_zeros(table: np.ndarray, count: int) -> np.ndarray:
     return np.zeros((count, *table.shape[1:]), np.float32)
 
 
-def _choose_rows(
-    model: EasyDeLBaseModule, variable: nnx.Variable, mean: bool, seed: int
-) -> NewRows:
+def _choose_rows(model: TokenModel, variable: nnx.Variable, mean: bool, seed: int) -> NewRows:
     """Return the function for the new rows of a variable."""
     value = variable.get_value()
     is_parameter = isinstance(variable, nnx.Param) or isinstance(value, QArray)
@@ -201,10 +212,10 @@ def _blocks(table: np.ndarray) -> Any:
         yield table[start : start + _BLOCK].astype(np.float32)
 
 
-def _shapes(model: EasyDeLBaseModule, config: EasyDeLBaseConfig) -> dict[str, tuple[int, ...]]:
+def _shapes(model: TokenModel, config: EasyDeLBaseConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters of a model with a configuration, by canonical name."""
     with nnx.use_eager_sharding(False):
-        state = nnx.state(nnx.eval_shape(lambda: type(model)(config, rngs=nnx.Rngs(0))))
+        state = nnx.state(nnx.eval_shape(lambda: cast(Any, type(model))(config, rngs=nnx.Rngs(0))))
     return {
         name: variable.get_value().shape[int(parameter_names.is_stacked(path)) :]
         for path, variable in nnx.to_flat_state(state)

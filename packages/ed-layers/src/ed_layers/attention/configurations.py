@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any, cast
 
 from ed_infra.config import EasyDeLBaseConfig
-from ed_layers.attention.mechanism import Mechanism
 from flax import nnx
+
+from ed_layers.attention.mechanism import Mechanism
 
 
 def change_configurations(
