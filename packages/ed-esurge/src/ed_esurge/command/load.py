@@ -24,6 +24,8 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.speech.engine import SPEECH_TASKS, SpeechEngine, unused_options
 
 if TYPE_CHECKING:
+    from ed_models.protocol import LanguageModel
+
     from ed_esurge.engine import eSurge
 
 _DIMS = "1,1,1,-1,1"
@@ -288,7 +290,7 @@ def tokenizer_of(values: argparse.Namespace) -> Any:
     )
 
 
-def check_other_tokenizer(tokenizer: Any, model: object, values: argparse.Namespace) -> None:
+def check_other_tokenizer(tokenizer: Any, model: LanguageModel, values: argparse.Namespace) -> None:
     """Check that the model has a row for each id of `--tokenizer`.
 
     Raises:

@@ -9,7 +9,7 @@ Legend: b batch, g kv heads, t slots, k numbers of a head, n groups of a head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +106,13 @@ class Format:
             )
             return 1
         return size // self.group_size
+
+    def dividing(self, *sizes: int) -> Format:
+        """Return a format for heads of several sizes: one scale per head if its groups do not
+        divide each size. A value can be the first numbers of a key, and has whole groups."""
+        if all(self.groups(size) * (self.group_size or size) == size for size in sizes):
+            return self
+        return replace(self, group_size=None)
 
     def encode(self, x: Float[Array, "*rows t k"]) -> Codes:
         """Quantize numbers to codes [..., t, k] and scales [..., n, t]."""

@@ -93,7 +93,8 @@ class CacheRows:
         axes = ("batch", "kv_heads", cls.SLOTS, None)
         sharding = store.place(axes, (*shape, spec.head_dim))
         if store.format is not None:
-            store.format.groups(spec.values)
+            format = store.format.dividing(spec.head_dim, spec.values)
+            store = replace(store, format=format)
 
         def make(size: int) -> PerLayer:
             return store.numbers(len(specs), (*shape, size), sharding, slot_axis=2)

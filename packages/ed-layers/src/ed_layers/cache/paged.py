@@ -72,7 +72,8 @@ class PagedCache:
         """
         spec, store = uniform(specs), Storage(**storage)
         if store.format is not None:
-            store.format.groups(spec.values)
+            format = store.format.dividing(spec.head_dim, spec.values)
+            store = replace(store, format=format)
         ways, size = 1 if spec.values_in_keys else 2, max(spec.head_dim, spec.values)
         shape = (num_pages, page_size, spec.num_kv_heads, ways, size)
         sharding = store.place((None, None, "kv_heads", None, None), shape)
