@@ -22,10 +22,10 @@ COUNT = 31
 #: Processes of a run, as in `pyproject.toml`.
 PROCESSES = 2
 #: Seconds after which a run of a slice starts no test, and seconds after which the run is ended.
-LAST_START, LIMIT = 7 * 60, 11 * 60
+LAST_START, LIMIT = 11 * 60, 15 * 60
 #: Processor seconds of a slice: less than `PROCESSES * LAST_START`, because the collection takes
 #: a minute and the two processes do not end together.
-CAPACITY = 720.0
+CAPACITY = 1080.0
 #: Expected seconds of a test above which no slice contains it.
 LONGEST = LAST_START - 120.0
 #: Processor seconds of a file above which its tests are divided.

@@ -105,12 +105,12 @@ class TokenizerEndpoint:
     def _post(self, address: str, route: str, body: Mapping[str, object]) -> Any:
         with self._client.stream("POST", f"{address}/{route}", json=body) as reply:
             reply.raise_for_status()
-            content = b""
+            content = bytearray()
             for chunk in reply.iter_bytes():
                 content += chunk
                 if len(content) > MAX_ANSWER:
                     raise ValueError(f"the answer has more than {MAX_ANSWER} bytes")
-        return httpx.Response(200, content=content).json()
+        return httpx.Response(200, content=bytes(content)).json()
 
     def _report(self, address: str, error: Exception) -> None:
         once(logger, f"{address} failed ({error}): the tokenizer of the engine replaces it")
