@@ -16,7 +16,12 @@ from typing import Any
 
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import ConfigError
-from ed_models.checkpoints.text_halves import CONDITIONAL, TASK_ENDINGS, find_config
+from ed_models.checkpoints.text_halves import (
+    CONDITIONAL,
+    TASK_ENDINGS,
+    find_config,
+    specialize_task,
+)
 
 from ed_elarge.config.local_paths import expand_path, is_file
 
@@ -59,10 +64,7 @@ def find_task(name_or_path: str, revision: str | None = None) -> TaskType | None
             return tasks[0]
         for ending, task in TASK_ENDINGS.items():
             if name.endswith(ending):
-                audio, pair = TaskType.AUDIO_CLASSIFICATION, TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION
-                if task == TaskType.SEQUENCE_CLASSIFICATION and audio in tasks:
-                    return audio
-                return pair if task == TaskType.BASE_MODULE and pair in tasks else task
+                return specialize_task(task, tasks)
     return None
 
 

@@ -148,10 +148,7 @@ def tagged(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     wrapper, inner = None, ""  # the only value so far, under a key that the schema lacks
     key_close = Markers((form.key_close,))
     while True:
-        yield from src.space()
-        yield from src.peek()
-        # A model may omit the end of the call before the end of the section.
-        tag = yield from src.literal(form.key_open, *form.ends, *form.closes)
+        tag = yield from _next_tag(src, form)
         if tag != form.key_open:
             break
         head, _ = yield from src.head(key_close)
@@ -183,15 +180,28 @@ def tagged(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
             wrapper = f"{dumps(key)}: {converted}"
         else:
             sink.write(converted)
-    if tag is None:
-        raise Malformed
-    if tag not in form.ends:
-        src.at -= len(tag)
+    _end_arguments(src, form, tag)
     if wrapper is not None:
         sink.write(_unwrap(inner, sink.types) or f"{{{wrapper}}}")
     else:
         sink.write("}" if keys else "{}")
     sink.end()
+
+
+def _next_tag(src: Scanner, form: ToolFormat) -> Reader[str | None]:
+    """Read the tag of an argument, or of an end; None before other text."""
+    yield from src.space()
+    yield from src.peek()
+    # A model may omit the end of the call before the end of the section.
+    return (yield from src.literal(form.key_open, *form.ends, *form.closes))
+
+
+def _end_arguments(src: Scanner, form: ToolFormat, tag: str | None) -> None:
+    """Check the tag after the arguments. The reader of the section reads an end of the section."""
+    if tag is None:
+        raise Malformed
+    if tag not in form.ends:
+        src.at -= len(tag)
 
 
 def _unwrap(text: str, types: ArgumentTypes) -> str | None:
@@ -289,9 +299,7 @@ def elements(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     yield from _head(src, sink, form)
     keys: set[str] = set()
     while True:
-        yield from src.space()
-        yield from src.peek()
-        tag = yield from src.literal(form.key_open, *form.ends, *form.closes)
+        tag = yield from _next_tag(src, form)
         if tag != form.key_open:
             break
         key = yield from _element_name(src, form)
@@ -305,10 +313,7 @@ def elements(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
         else:
             element = yield from _element(src, form, sink.types, key, schema, 0)
             sink.write(dumps(element))
-    if tag is None:
-        raise Malformed
-    if tag not in form.ends:
-        src.at -= len(tag)
+    _end_arguments(src, form, tag)
     sink.write("}" if keys else "{}")
     sink.end()
 

@@ -80,22 +80,42 @@ def resize_token_rows(
             "the number of tokens: resize the embedding before you add or load adapters"
         )
     axes = find_token_axes(module)
-    graphdef, state = nnx.split(module)
-    flat = list(nnx.to_flat_state(state))
-    for i, (path, variable) in enumerate(flat):
-        axis = axes.get(parameter_names.canonical(path)[0])
-        if axis is not None:
-            rows = _choose_rows(module, variable, mean_resizing, seed)
-            value = _resize_value(variable.get_value(), axis, size, rows)
-            flat[i] = path, variable.replace(value)
-    with nnx.use_eager_sharding(False):
-        copy: Any = nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+    def resize(name: str, variable: nnx.Variable) -> Any:
+        if name not in axes:
+            return None
+        rows = _choose_rows(module, variable, mean_resizing, seed)
+        return _resize_value(variable.get_value(), axes[name], size, rows)
+
+    copy = copy_with_values(module, resize)
     change_configurations(copy, lambda config: replace_token_rows(config, old, size))
     copy.base_token_rows = module.base_token_rows or old
-    if any(isinstance(variable.get_value(), jax.ShapeDtypeStruct) for _, variable in flat):
-        return copy
-    logger.info("the model has %d token rows instead of %d", size, old)
-    return copy.shard_model()
+    if has_arrays(copy):
+        logger.info("the model has %d token rows instead of %d", size, old)
+        return copy.shard_model()
+    return copy
+
+
+def copy_with_values(model: object, choose: Callable[[str, nnx.Variable], Any]) -> Any:
+    """Return a copy of a model with other values of its variables, which are not placed yet.
+
+    Args:
+        choose: canonical name and variable -> the new value; None = the value stays.
+    """
+    graphdef, state = nnx.split(model)
+    flat = list(nnx.to_flat_state(state))
+    for i, (path, variable) in enumerate(flat):
+        value = choose(parameter_names.canonical(path)[0], variable)
+        if value is not None:
+            flat[i] = path, variable.replace(value)
+    with nnx.use_eager_sharding(False):
+        return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def has_arrays(model: object) -> bool:
+    """Return whether the variables of a model are arrays, and not shapes."""
+    variables = (variable for _, variable in nnx.to_flat_state(nnx.state(model)))
+    return not any(isinstance(v.get_value(), jax.ShapeDtypeStruct) for v in variables)
 
 
 def count_token_rows(config: EasyDeLBaseConfig) -> int:

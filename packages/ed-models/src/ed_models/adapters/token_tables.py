@@ -19,7 +19,13 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from ed_models.adapters.saved_modules import base_state, module_names, weights_of
-from ed_models.adapters.token_rows import TokenModel, count_token_rows, find_token_axes
+from ed_models.adapters.token_rows import (
+    TokenModel,
+    copy_with_values,
+    count_token_rows,
+    find_token_axes,
+    has_arrays,
+)
 from ed_models.checkpoints.quantized_tensors import encoded_as
 from ed_models.checkpoints.saving import layer_values
 from ed_models.checkpoints.weight_map import WeightMap
@@ -151,23 +157,19 @@ def _read_tables(model: TokenModel, path: Path) -> dict[str, np.ndarray]:
 def _put_tables(model: TokenModel, values: Mapping[str, np.ndarray]) -> Any:
     """Return a copy of a model with other values of its tables."""
     weights = weights_of(model)
-    graphdef, state = nnx.split(model)
-    flat = list(nnx.to_flat_state(state))
-    for i, (path, variable) in enumerate(flat):
-        name = parameter_names.canonical(path)[0]
+
+    def replace(name: str, variable: nnx.Variable) -> Any:
         stored = [p.hf for p in weights.by_ours.get(name, ()) if p.hf in values]
         value = variable.get_value()
         if not stored or isinstance(value, jax.ShapeDtypeStruct):
-            continue
+            return None
         if values[stored[0]].shape != weights.hf_shapes[stored[0]]:
-            continue  # `read_adapter` names the fault
+            return None  # `read_adapter` names the fault
         table = np.empty(weights.shapes[name], np.float32)
         window = [range(size) for size in table.shape]
         weights.load(name, window, lambda hf, index: values[hf][index], table, check_finite=True)
         dense = table.astype(value.dtype)
-        new = encoded_as(jax.numpy.asarray(dense), value) if isinstance(value, QArray) else dense
-        flat[i] = path, variable.replace(new)
-    with nnx.use_eager_sharding(False):
-        copy: Any = nnx.merge(graphdef, nnx.from_flat_state(flat))
-    is_abstract = any(isinstance(v.get_value(), jax.ShapeDtypeStruct) for _, v in flat)
-    return copy if is_abstract else copy.shard_model()
+        return encoded_as(jax.numpy.asarray(dense), value) if isinstance(value, QArray) else dense
+
+    copy = copy_with_values(model, replace)
+    return copy.shard_model() if has_arrays(copy) else copy

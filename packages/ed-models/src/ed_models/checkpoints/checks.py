@@ -16,7 +16,12 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
 
-from ed_models.checkpoints.text_halves import CONDITIONAL, TASK_ENDINGS, text_settings
+from ed_models.checkpoints.text_halves import (
+    CONDITIONAL,
+    TASK_ENDINGS,
+    specialize_task,
+    text_settings,
+)
 
 #: The file of sentence-transformers that lists the modules of an embedding model.
 MODULES_NAME = "modules.json"
@@ -119,10 +124,9 @@ def task_of(directory: Path) -> TaskType:
                 return tasks[0]
         for ending, task in TASK_ENDINGS.items():
             if name.endswith(ending):
-                pair = TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION
-                if task == TaskType.BASE_MODULE and pair in _tasks_of_whole(path, pair):
-                    return pair  # CLIPModel has an encoder of images and an encoder of texts
-                return _replace_audio(task, registry_tasks(str(settings.get("model_type"))))
+                if task == TaskType.BASE_MODULE:
+                    settings = read_settings(path, TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION)
+                return specialize_task(task, registry_tasks(str(settings.get("model_type"))))
     raise CheckpointError(
         f"the task of {path} is unknown: its class is {', '.join(map(str, names))}, but "
         f"'auto-bind' knows the endings {', '.join([*TASK_ENDINGS, CONDITIONAL])}. Set the task"
@@ -132,17 +136,6 @@ def task_of(directory: Path) -> TaskType:
 def registry_tasks(model_type: str) -> Sequence[TaskType]:
     """Return the tasks of a model type; none for an unknown type."""
     return registry.tasks_of(model_type) if model_type in registry.model_types() else ()
-
-
-def _replace_audio(task: TaskType, tasks: Sequence[TaskType]) -> TaskType:
-    """Return the task of a class `ForSequenceClassification` whose sequences are recordings."""
-    audio = TaskType.AUDIO_CLASSIFICATION
-    is_audio = task == TaskType.SEQUENCE_CLASSIFICATION and audio in tasks
-    return audio if is_audio else task
-
-
-def _tasks_of_whole(path: Path, task: TaskType) -> Sequence[TaskType]:
-    return registry_tasks(str(read_settings(path, task).get("model_type")))
 
 
 def check_config(path: Path, stored: Mapping[str, Any], config: EasyDeLBaseConfig) -> None:

@@ -74,6 +74,12 @@ TASK_ENDINGS: Mapping[str, TaskType] = {
     "ForImageClassification": TaskType.IMAGE_CLASSIFICATION,
     "Model": TaskType.BASE_MODULE,
 }
+#: Task of an ending -> task of classes with this ending in families that have it: classes of
+#: recordings, and `CLIPModel`, which has an encoder of images and an encoder of texts.
+_SPECIAL_TASKS: Mapping[TaskType, TaskType] = {
+    TaskType.SEQUENCE_CLASSIFICATION: TaskType.AUDIO_CLASSIFICATION,
+    TaskType.BASE_MODULE: TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION,
+}
 #: Prefix in a multimodal checkpoint -> prefix in a text-only checkpoint; the first match applies.
 _PREFIXES: Mapping[str, str] = {
     "model.language_model.blocks.": "model.layers.",  # as the last but one, in the other layout
@@ -86,6 +92,12 @@ _PREFIXES: Mapping[str, str] = {
 _OTHERS = ("visual.",)
 #: Prefixes of heads, which some writers store outside the language model.
 _HEADS = ("lm_head.", "score.")
+
+
+def specialize_task(task: TaskType, tasks: Collection[TaskType]) -> TaskType:
+    """Return the task of a class, from the task of its ending and the tasks of its family."""
+    special = _SPECIAL_TASKS.get(task, task)
+    return special if special in tasks else task
 
 
 def is_whole(stored: Mapping[str, Any], task: TaskType | None) -> bool:
