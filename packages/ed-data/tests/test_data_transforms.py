@@ -51,9 +51,9 @@ def test_preprocessing_function_is_imported_by_name(contents):
 @pytest.mark.proves("mixture.informs.additional_fields")
 def test_function_of_a_file_is_imported_by_path(contents, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "beside.py").write_text("SUFFIX = '!'")
+    (tmp_path / "suffix_of_answers.py").write_text("SUFFIX = '!'")
     (tmp_path / "rows.py").write_text(
-        "from beside import SUFFIX\nclass Rows:\n    @staticmethod\n"
+        "from suffix_of_answers import SUFFIX\nclass Rows:\n    @staticmethod\n"
         "    def shout(row):\n        return {**row, 'answer': row['answer'] + SUFFIX}\n"
     )
     for address in ("rows.py:Rows.shout", f"{tmp_path}/rows.py:Rows.shout"):
