@@ -4,7 +4,7 @@ uv run python -m tools.method_table --measure    measure, and write docs/methods
 uv run python -m tools.method_table              rewrite the page
 uv run python -m tools.method_table --check      exit 1 if the page is outdated
 
-`tools.method_cases` contains the comparisons. Measuring needs torch and TRL.
+`tests.parity.method_cases` contains the comparisons. Measuring needs torch and TRL.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIGURES = ("loss", "metrics", "gradients")
 
 def measure() -> None:
     """Compare every method with its reference, and store the errors."""
-    from tools.method_cases import CASES
+    from tests.parity.method_cases import CASES
 
     results = {}
     for name, case in CASES.items():
@@ -38,7 +38,7 @@ def measure() -> None:
 
 def table() -> str:
     """Return the table with a line for each comparison."""
-    from tools.method_cases import CASES
+    from tests.parity.method_cases import CASES
 
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     lines = heading("method", "reference", *FIGURES)

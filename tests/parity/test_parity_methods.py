@@ -16,7 +16,7 @@ require_torch()
 for needed in ("trl", "datasets"):
     pytest.importorskip(needed)
 
-from tools.method_cases import CASES  # noqa: E402 - imports torch inside, but is slow to collect
+from tests.parity.method_cases import CASES  # noqa: E402 - imports torch inside, but is slow to collect
 
 #: Methods whose first case every run compares: one of each kind of loss. The others are nightly.
 USUAL = {"sft", "dpo", "grpo", "ppo", "embedding"}

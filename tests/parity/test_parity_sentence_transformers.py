@@ -11,7 +11,7 @@ from ed_infra.testing import require_torch
 require_torch()
 pytest.importorskip("sentence_transformers")
 
-from tools.method_cases import encoders, harness, similarity  # noqa: E402 - imports torch inside
+from tests.parity.method_cases import encoders, harness, similarity  # noqa: E402 - imports torch inside
 
 #: Largest relative error of losses and gradients, in float32 on both sides.
 LIMIT = 1e-5

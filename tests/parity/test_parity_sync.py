@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 require_torch()
 pytest.importorskip("trl")
 
-from tools.method_cases import harness  # noqa: E402 - imports torch inside
+from tests.parity.method_cases import harness  # noqa: E402 - imports torch inside
 
 
 @pytest.mark.nightly

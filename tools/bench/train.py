@@ -289,7 +289,7 @@ def trl_step(fields: dict[str, Any], ids: np.ndarray) -> Step:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    from tools.method_cases import harness
+    from tests.parity.method_cases import harness
 
     model = torch_model(fields)
     trainer = DPOTrainer(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.method_cases.harness import (
+from tests.parity.method_cases.harness import (
     LENGTH,
     Case,
     Outcome,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.method_cases import harness
+from tests.parity.method_cases import harness
 
 SIZES = {
     name: harness.SIZES[name]

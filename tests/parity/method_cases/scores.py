@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.method_cases import harness
+from tests.parity.method_cases import harness
 
 MARGINS = [0.0, 0.5, 1.0, 0.0, 2.0, 0.25]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.method_cases import encoders, harness
+from tests.parity.method_cases import encoders, harness
 
 #: Number of pairs.
 COUNT = 6

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.method_cases import encoders, harness
+from tests.parity.method_cases import encoders, harness
 
 SIZES: dict[str, Any] = {
     "vocab_size": harness.VOCAB,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.method_cases import harness
+from tests.parity.method_cases import harness
 
 _ROWS, _SAMPLES = 3, 4000
 

@@ -6,7 +6,7 @@ import tempfile
 from functools import partial
 from typing import Any
 
-from tools.method_cases import harness
+from tests.parity.method_cases import harness
 
 
 def documents() -> tuple[list[harness.Answer], list[float]]:

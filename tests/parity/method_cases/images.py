@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.method_cases import harness
+from tests.parity.method_cases import harness
 
 _ROWS = 6
 _TOWER: dict[str, Any] = {

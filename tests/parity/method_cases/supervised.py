@@ -9,7 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from tools.method_cases import harness
+from tests.parity.method_cases import harness
 
 
 def shifted(tensors: dict[str, Any]) -> tuple[Any, Any]:

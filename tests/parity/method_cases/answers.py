@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.method_cases import encoders, harness
+from tests.parity.method_cases import encoders, harness
 
 
 def question_answering() -> dict[str, float]:

@@ -12,7 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from tools.method_cases import groups, harness
+from tests.parity.method_cases import groups, harness
 
 _REWARDS = [0.2, 1.0, 0.4, 0.1, 0.3, 0.6]
 _OPTIONS: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Comparisons of every loss of ed-trainers with a reference, on a tiny model and one batch."""
 
-from tools.method_cases import (
+from tests.parity.method_cases import (
     answers,
     encoder_decoders,
     encoders,
@@ -15,7 +15,7 @@ from tools.method_cases import (
     speech,
     supervised,
 )
-from tools.method_cases.harness import Case
+from tests.parity.method_cases.harness import Case
 
 #: Comparison by name: the method and its options.
 CASES: dict[str, Case] = {

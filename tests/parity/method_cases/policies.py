@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.method_cases import harness
+from tests.parity.method_cases import harness
 
 #: Rewards of the learner's completions.
 SCORES = [1.0, -0.5, 2.0, 0.25, -1.5, 0.75]
