@@ -1,5 +1,5 @@
-// How a handler checks the buffers of a call. XLA passes dense row-major buffers, so the dtype and
-// the sizes of a buffer determine every address that a kernel reads or writes.
+// Validation of the buffers of a call. XLA passes dense row-major buffers, so dtype and sizes
+// determine every address that a kernel reads or writes.
 #pragma once
 
 #include <algorithm>
@@ -17,13 +17,13 @@ namespace ffi = xla::ffi;
 constexpr int64_t kAny = -1;
 
 template <typename Sizes>
-std::string text_of(const Sizes& sizes) {
+std::string format_shape(const Sizes& sizes) {
   std::ostringstream text;
-  const char* before = "[";
+  const char* separator = "[";
   for (int64_t size : sizes) {
-    text << before;
+    text << separator;
     size == kAny ? text << "any" : text << size;
-    before = ", ";
+    separator = ", ";
   }
   text << (sizes.size() == 0 ? "[]" : "]");
   return text.str();
@@ -34,39 +34,40 @@ class Checks {
  public:
   explicit Checks(const char* call) : call_(call) {}
 
-  // Require a condition; `message` says the constraint.
-  bool that(bool holds, const char* message) {
-    if (!holds) refuse(message);
+  // Require a condition; `message` states the constraint.
+  bool require(bool holds, const char* message) {
+    if (!holds) reject(message);
     return ok();
   }
 
   // Require the sizes of a buffer.
   template <typename Buffer>
-  bool shape(const char* name, const Buffer& buffer, std::initializer_list<int64_t> sizes) {
-    auto found = buffer.dimensions();
-    bool same = found.size() == sizes.size() &&
-                std::equal(sizes.begin(), sizes.end(), found.begin(),
+  bool require_shape(const char* name, const Buffer& buffer, std::initializer_list<int64_t> sizes) {
+    auto actual = buffer.dimensions();
+    bool same = actual.size() == sizes.size() &&
+                std::equal(sizes.begin(), sizes.end(), actual.begin(),
                            [](int64_t a, int64_t b) { return a == kAny || a == b; });
     if (!same)
-      refuse(std::string(name) + " has shape " + text_of(found) + ", the call requires " +
-             text_of(sizes));
+      reject(std::string(name) + " has shape " + format_shape(actual) + ", the call requires " +
+             format_shape(sizes));
     return ok();
   }
 
   // Require one of some dtypes.
-  bool dtype(const char* name, ffi::DataType found, std::initializer_list<ffi::DataType> known) {
-    if (std::find(known.begin(), known.end(), found) == known.end()) {
+  bool require_dtype(const char* name, ffi::DataType actual,
+                     std::initializer_list<ffi::DataType> allowed) {
+    if (std::find(allowed.begin(), allowed.end(), actual) == allowed.end()) {
       std::ostringstream text;
-      text << name << " has dtype " << found << ", the call requires";
-      const char* before = " ";
-      for (ffi::DataType one : known) text << before << one, before = " or ";
-      refuse(text.str());
+      text << name << " has dtype " << actual << ", the call requires";
+      const char* separator = " ";
+      for (ffi::DataType dtype : allowed) text << separator << dtype, separator = " or ";
+      reject(text.str());
     }
     return ok();
   }
 
-  // Note a violation; the first one is the error of the call.
-  void refuse(const std::string& message) {
+  // Record a violation; the first one is the error of the call.
+  void reject(const std::string& message) {
     if (ok()) violation_ = std::string(call_) + ": " + message;
   }
 

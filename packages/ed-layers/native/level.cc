@@ -1,19 +1,23 @@
-// The functions of one level of instructions. Compiled once for each, with ED_LEVEL and
-// ED_LEVEL_NAME and the compiler's flags of that level.
-#include "across.h"
-#include "attention.h"
-#include "gate.h"
-#include "largest.h"
+// The kernel table of one level. The build compiles this file once for each level with ED_LEVEL,
+// ED_LEVEL_NAME and the compiler flags of the level.
+#include "pack_lhs.h"
+#include "attention_forward.h"
+#include "glu.h"
+#include "argmax.h"
 #include "recurrence.h"
 #include "rotary.h"
-#include "rows.h"
-#include "stream.h"
-#include "whole_rows.h"
+#include "gemm_transposed.h"
+#include "gemv.h"
+#include "int8_gemm_transposed.h"
 
 namespace ed {
 
-const Level ED_LEVEL = {ED_LEVEL_NAME, columns,       rows,         whole,     gate,
-                        across,        kAcrossInRows, whole_sizes,  round_row, take_of_panels,
-                        first_largest, attention_of,  rotate,       recur};
+const Level ED_LEVEL = {ED_LEVEL_NAME,   gemm,
+                        gemm_transposed, int8_gemm,
+                        apply_glu,       pack_lhs,
+                        kLhsInRows,      get_int8_row_sizes,
+                        quantize_row,    gather_packed_rows,
+                        find_argmax,     kAttentionKernels,
+                        apply_rotary,    run_recurrence};
 
 }  // namespace ed

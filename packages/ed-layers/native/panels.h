@@ -1,236 +1,178 @@
-// Products with codes in panels, for one level of instructions.
+// Panels of a matrix and the micro-kernel that multiplies rows with a panel, for one level.
 //
-// A panel has kTile outputs of all inputs, in the order in which a product reads them. For each group
-// of inputs, there are kTile scales, kTile zeros if there are any, and the codes as fours of bytes. A
-// byte has one code of 8 bits, or two of four bits, the even input in the lower half. So a matrix is
-// read in one long run, and the lines of the next block are fetched evenly while a block is
-// multiplied. Every sum has the order of `whole_in_tiles` of whole.h.
+// A panel has the numbers of kTile outputs, one input after the other, in words of four bytes. This
+// is the order of the multiplication. Packing transposes a transposed matrix. A matrix may be
+// packed already.
 #pragma once
 
-#include "whole.h"
-#include "whole_tiles.h"
+#include "gemm_blocked.h"
+#include "transpose.h"
 
 namespace ed {
 namespace {
 
-// Fetches the next block of a panel, in as many parts as the block is gone over.
-struct NextBlock {
-  // Call `f(Count<lines to fetch for each four>, the line of the first four)` for the part `pass`.
+// Blocks of kRows rows with the sums in registers.
+struct RegisterBlocks {
+  static constexpr int64_t kBlockRows = kRows;
   template <typename F>
-  ED_INLINE void part(int64_t pass, const F& f) const {
-    const int64_t share = passes == 1 ? lines : passes < lines ? 2 : 1, line = pass * share;
-    if (line >= lines) return f(Count<0>(), from);
-    if (share == 4) return f(Count<4>(), from);
-    if (share == 2) return f(Count<2>(), from + line * 64);
-    f(Count<1>(), from + line * 64);
+  void blocks(int64_t rows, const F& f) {
+    for_row_blocks<kRows>(rows, f);
   }
-
-  const char* from;
-  int64_t lines, passes;  // lines of a four, two or four
 };
 
-#if !ED_PAIRS
-// The product of a block of codes of four bits: see `multiply_whole`, whose sums these are.
-template <int R, int V, int lines>
-void multiply_half(const BlockOfRows<R>& of_rows, int64_t bytes, const uint8_t* w,
-                   const float* scale, const float* zero, float* sums, int64_t sums_stride,
-                   const char* next) {
-  Ints acc[R][V] = {};
-  for (int64_t n = 0; n < bytes / 4; ++n) {
-    Ints even[V], odd[V];
-    ED_UNROLL
-    for (int c = 0; c < V; ++c) {
-      Ints both = load_ints(w + (n * kTile + c * kLanes) * 4);
-      even[c] = both & 0x0f0f0f0f, odd[c] = (both >> 4) & 0x0f0f0f0f;
-    }
-    ED_UNROLL
-    for (int l = 0; l < lines; ++l) prefetch(next + n * 4 * kTile + l * 64);
-    ED_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const int8_t* x = of_rows.numbers + r * of_rows.stride + 4 * n;
-      int32_t of_even, of_odd;
-      std::memcpy(&of_even, x, 4), std::memcpy(&of_odd, x + of_rows.to_odd, 4);
-      ED_UNROLL
-      for (int c = 0; c < V; ++c) {
-        acc[r][c] = dot_of_bytes(acc[r][c], even[c], of_even);
-        acc[r][c] = dot_of_bytes(acc[r][c], odd[c], of_odd);
-      }
-    }
-  }
-  add_block<R, V>(of_rows, acc, scale, zero, sums, sums_stride);
-}
-#endif
-
-// Fours of bytes with two codes as fours of even codes, and from kFours / 2 on those of odd ones.
-inline void part_halves(const uint8_t* w, int64_t bytes, uint8_t* fours) {
-  for (int64_t i = 0; i < bytes * kTile; i += kLanes * 4) {
-    Ints both = load_ints(w + i);
-    Ints even = both & 0x0f0f0f0f, odd = (both >> 4) & 0x0f0f0f0f;
-    std::memcpy(fours + i, &even, sizeof even);
-    std::memcpy(fours + kFours / 2 * 4 * kTile + i, &odd, sizeof odd);
-  }
-}
-
-// The scales and zeros of a group of a panel as float32.
-class PanelGroup {
- public:
-  PanelGroup(const Product& p, const uint8_t* group)
-      : scale(widened(p.scale.kind, group, scales_)),
-        zero(p.zero.data ? widened(p.zero.kind, group + kTile * bytes_of(p.scale.kind), zeros_)
-                         : nullptr) {}
-
-  const float *const scale, *const zero;  // no zero: null
-
- private:
-  static const float* widened(Small kind, const uint8_t* from, float* copies) {
-    if (kind == Small::kFloat32) return reinterpret_cast<const float*>(from);
-    for (int64_t c = 0; c < kTile; c += kLanes)
-      store(copies + c, kind == Small::kFloat16
-                            ? load_float16(reinterpret_cast<const uint16_t*>(from) + c)
-                            : to_numbers(load_bytes(from + c)));
-    return copies;
-  }
-
-  alignas(64) float scales_[kTile], zeros_[kTile];
-};
-
-// Some rows of x in 8 bits by a panel, or by half of one.
-class OfPanels {
- public:
-  explicit OfPanels(const Product& p)
-      : p_(p), blocks_(p), group_bytes_(panel_group_bytes(p)),
-        header_(group_bytes_ - kTile * (p.group / blocks_.halves)),
-        parted_(blocks_.halves == 2 && (ED_PAIRS || in_tiles())),
-        scratch_(parted_ ? kWhole * kTile / 4 : 0) {}
-
-  // sums [rows, kTile] = the products of the rows from `row` on, at the outputs [first, last) of the
-  // panel that begins with output `column`.
-  void multiply(int64_t row, int64_t rows, int64_t column, int64_t first, int64_t last, float* sums) {
-    std::memset(sums, 0, rows * kTile * sizeof(float));
-    auto* group = static_cast<const uint8_t*>(p_.w) + column / kTile * blocks_.groups * group_bytes_;
-    for (int64_t g = 0; g < blocks_.groups; ++g, group += group_bytes_) {
-      const PanelGroup numbers(p_, group);
-      for (int64_t i = 0; i < header_; i += 64) prefetch(group + group_bytes_ + i);
-      const uint8_t* w = group + header_;
-      for (int64_t b = 0; b < blocks_.count; ++b) {
-        const int64_t bytes = least(kWhole, p_.group - b * kWhole) / blocks_.halves;
-        const uint8_t* next = w + bytes * kTile + (b + 1 < blocks_.count ? 0 : header_);
-        const Block block{g * blocks_.count + b, bytes, w, next};
-        multiply_block(block, numbers, row, rows, first, last, sums);
-        w += bytes * kTile;
-      }
-    }
-  }
-
- private:
-  // The codes of a block of inputs, `bytes` of each output, and those of the next block.
-  struct Block {
-    int64_t number, bytes;
-    const uint8_t *w, *next;
+// Transpose `count` rows of words, which `get(row, word)` returns, into a panel.
+template <typename Get>
+ED_INLINE void transpose_panel(int64_t count, int64_t words, float* panel, const Get& get) {
+  auto store_words = [&](int64_t word, int64_t row, Vec numbers) {
+    store(panel + word * kTile + row, numbers);
   };
+  for (int64_t word = 0; word < words; word += kLanes)
+    for (int64_t row = 0; row < count; row += kLanes)
+      transpose_block(row, count, word, words, get, store_words);
+}
 
-  bool in_tiles() const {
-#if defined(__AMX_INT8__)
-    return p_.rows >= kTileRows;
-#else
-    return false;
-#endif
+// Packed weights: the inputs of a word, and the words from input `i` and output `column` on.
+inline int64_t get_word_inputs(const Gemm& p) { return p.format == Format::kBfloat16 ? 2 : 1; }
+
+inline const float* locate_words(const Gemm& p, int64_t i, int64_t column) {
+  const int64_t word_inputs = get_word_inputs(p), panel_column = column % kTile;
+  return static_cast<const float*>(p.w) + (column - panel_column) * (p.inputs / word_inputs) +
+         i / word_inputs * kTile + panel_column;
+}
+
+// The even or odd numbers of bfloat16 pairs.
+inline Vec get_even_half(Vec pairs) { return (Vec)((Ints)pairs << 16); }
+inline Vec get_odd_half(Vec pairs) { return (Vec)((Ints)pairs & ~0xffff); }
+
+// Words of x and of a panel: one float32 input.
+struct Float32Words : RegisterBlocks {
+  using Element = float;
+  static ED_INLINE Vec add(Vec sum, Vec x, Vec w) { return sum + x * w; }
+
+  // Pack `k` inputs from `i` on and `count` outputs from `column` on.
+  static void fill(const Gemm& p, int64_t i, int64_t k, int64_t column, int64_t count,
+                   float* panel) {
+    if (p.transposed)
+      return p.format == Format::kFloat32
+                 ? fill_transposed<float>(p, i, k, column, count, panel)
+                 : fill_transposed<uint16_t>(p, i, k, column, count, panel);
+    if (count % kLanes != 0) return unpack_partial_tile(p, i, k, column, count, panel);
+    if (p.format == Format::kFloat32)
+      copy(static_cast<const float*>(p.w) + i * p.outputs + column, p.outputs, k, count, panel);
+    else
+      copy(static_cast<const uint16_t*>(p.w) + i * p.outputs + column, p.outputs, k, count, panel);
   }
 
-  void multiply_block(const Block& block, const PanelGroup& numbers, int64_t row, int64_t rows,
-                      int64_t first, int64_t last, float* sums) {
-    auto* fours = reinterpret_cast<uint8_t*>(scratch_.data);
-    if (parted_) part_halves(block.w, block.bytes, fours);
-#if defined(__AMX_INT8__)
-    if (in_tiles())
-      return tiles_.add(p_, row, rows, block.number, parted_ ? fours : block.w, block.bytes, first,
-                        last, numbers.scale, numbers.zero, sums);
-#endif
-    constexpr int64_t kLess = kBlock < kTile / 2 ? kBlock : kTile / 2;  // outputs of half a panel
-    const int64_t width = last - first, at_once = width < kBlock ? kLess : kBlock;
-    const NextBlock next{reinterpret_cast<const char*>(block.next + 4 * first), width * 4 / 64,
-                         (rows + kRows - 1) / kRows * (width / at_once)};
-    int64_t pass = 0;
-    row_blocks<kRows>(rows, [&](auto r, int64_t at) {
-      constexpr int R = decltype(r)::value;
-      BlockOfRows<R> of_rows(p_, blocks_, row + at, block.number);
-      for (int64_t c = first; c < last; c += at_once)
-        next.part(pass++, [&](auto lines, const char* from) __attribute__((always_inline)) {
-          constexpr int L = decltype(lines)::value;
-          auto by = [&](auto vectors) __attribute__((always_inline)) {
-            constexpr int V = decltype(vectors)::value;
-            const float *scale = numbers.scale + c, *zero = numbers.zero ? numbers.zero + c : nullptr;
-            float* to = sums + at * kTile + c;
-#if ED_PAIRS
-            if (parted_)
-              return multiply_whole<R, V, false, L>(of_rows, 2, block.bytes, fours + 4 * c, scale, zero,
-                                                    to, kTile, from);
-#else
-            if (blocks_.halves == 2)
-              return multiply_half<R, V, L>(of_rows, block.bytes, block.w + 4 * c, scale, zero, to,
-                                            kTile, from);
-#endif
-            multiply_whole<R, V, true, L>(of_rows, 1, block.bytes, block.w + 4 * c, scale, zero, to,
-                                          kTile, from);
-          };
-          at_once == kBlock ? by(Count<kVectors>()) : by(Count<kLess / kLanes>());
-        });
+  // Return `k` inputs and `count` outputs of packed weights that start at `words`: in place, or
+  // widened.
+  static const float* unpack_words(const Gemm& p, const float* words, int64_t k, int64_t count,
+                                   float* panel) {
+    if (p.format == Format::kFloat32) return words;
+    for (int64_t j = 0; j < k; j += 2, words += kTile)
+      for (int64_t c = 0; c < count; c += kLanes) {
+        const Vec pairs = load(words + c);
+        store(panel + j * kTile + c, get_even_half(pairs));
+        store(panel + (j + 1) * kTile + c, get_odd_half(pairs));
+      }
+    return panel;
+  }
+
+ private:
+  template <typename W>
+  static void fill_transposed(const Gemm& p, int64_t i, int64_t k, int64_t column, int64_t count,
+                              float* panel) {
+    auto* w = static_cast<const W*>(p.w) + column * p.inputs + i;
+    transpose_panel(count, k, panel, [&](int64_t c, int64_t j) {
+      return load_partial(w + c * p.inputs + j, k - j);
     });
   }
 
-  const Product& p_;
-  const Blocks blocks_;
-  const int64_t group_bytes_, header_;
-  const bool parted_;  // whether codes of four bits are parted before they are multiplied
-  Scratch scratch_;
-#if defined(__AMX_INT8__)
-  WholeTiles tiles_;
-#endif
+  template <typename W>
+  static ED_INLINE void copy(const W* w, int64_t stride, int64_t k, int64_t count, float* panel) {
+    for (int64_t j = 0; j < k; ++j, w += stride, panel += kTile)
+      for (int64_t c = 0; c < count; c += kLanes) store(panel + c, load_elements(w + c));
+  }
 };
 
-// The outputs [first, last) of codes in panels, which are whole halves of panels, by rows in 8 bits.
-// Groups have whole fours.
-void whole_panels(const Product& p, int64_t first, int64_t last) {
-  Scratch sums(least(p.rows, kMostRows) * kTile);
-  OfPanels panels(p);
-  for (int64_t row = 0; row < p.rows; row += kMostRows) {
-    const int64_t rows = least(kMostRows, p.rows - row);
-    for (int64_t column = first, end; column < last; column = end) {
-      const int64_t in_panel = column % kTile, panel = column - in_panel;
-      end = least(last, panel + kTile);
-      panels.multiply(row, rows, panel, in_panel, end - panel, sums.data);
-      for (int64_t r = 0; r < rows; ++r)
-        write(p, row + r, column, sums.data + r * kTile + in_panel, end - column);
-    }
+#if defined(__AVX512BF16__)
+// Words of x and of a panel: a pair of bfloat16 inputs.
+struct Bf16PairWords : RegisterBlocks {
+  using Element = uint16_t;
+  static ED_INLINE Vec add(Vec sum, Vec x, Vec w) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
   }
+
+  static void fill(const Gemm& p, int64_t i, int64_t k, int64_t column, int64_t count,
+                   float* panel) {
+    if (p.transposed) {
+      auto* w = static_cast<const uint16_t*>(p.w) + column * p.inputs + i;
+      return transpose_panel(count, (k + 1) / 2, panel, [&](int64_t c, int64_t pair) {
+        return load_partial_bits(w + c * p.inputs + 2 * pair, 2 * (k - 2 * pair));
+      });
+    }
+    auto* w = static_cast<const uint16_t*>(p.w) + i * p.outputs + column;
+    for (int64_t j = 0; j < k; j += 2, w += 2 * p.outputs, panel += kTile)
+      interleave_rows(w, j + 1 < k ? w + p.outputs : nullptr, count,
+                      reinterpret_cast<uint16_t*>(panel));
+  }
+
+  static const float* unpack_words(const Gemm&, const float* words, int64_t, int64_t, float*) {
+    return words;
+  }
+};
+#endif
+
+// Return the panel of `k` inputs from `i` on and `count` outputs from `column` on: in place, or
+// packed into `panel`.
+template <typename Words>
+const float* get_panel(const Gemm& p, int64_t i, int64_t k, int64_t column, int64_t count,
+                       float* panel) {
+  if (p.packed) return Words::unpack_words(p, locate_words(p, i, column), k, count, panel);
+  Words::fill(p, i, k, column, count, panel);
+  return panel;
 }
 
-// Rows [first, last) of y, float32 [.., inputs]: the outputs `at` of codes in panels, as an embedding
-// reads them whose table is the transpose. A row of an output that is not there is NaN.
-void take_of_panels(const Product& p, const int32_t* at, int64_t first, int64_t last) {
-  const int64_t of_group = panel_group_bytes(p), groups = p.inputs / p.group;
-  const bool half = p.format == Format::kFourBits;
-  const int64_t bytes = half ? p.group / 2 : p.group, header = of_group - kTile * bytes;
-  auto* to = static_cast<float*>(p.y) + first * p.inputs;
-  for (int64_t row = first; row < last; ++row) {
-    const int64_t output = at[row] < 0 ? at[row] + p.outputs : at[row];
-    if (output < 0 || output >= p.outputs) {
-      for (int64_t i = 0; i < p.inputs; ++i) *to++ = __builtin_nanf("");
-      continue;
-    }
-    const int64_t column = output % kTile;
-    auto* group = static_cast<const uint8_t*>(p.w) + output / kTile * groups * of_group;
-    for (int64_t g = 0; g < groups; ++g, group += of_group) {
-      const PanelGroup numbers(p, group);
-      const float scale = numbers.scale[column], zero = numbers.zero ? numbers.zero[column] : 0;
-      const uint8_t* codes = group + header + 4 * column;
-      for (int64_t i = 0; i < bytes; ++i) {
-        const uint8_t byte = codes[i / 4 * 4 * kTile + i % 4];
-        *to++ = ((half ? byte & 15 : static_cast<int8_t>(byte)) - zero) * scale;
-        if (half) *to++ = ((byte >> 4) - zero) * scale;
-      }
-    }
+struct NoPrefetch {
+  void operator()(int64_t) const {}
+};
+
+// sums [R, V vectors] += R rows of x times `inputs` inputs of a panel; = if `first`. `x_stride` is
+// the stride of rows, or of words if x is transposed. `prefetch` is called for each word.
+template <typename Words, int R, int V, bool pack_lhs = false, typename Prefetch = NoPrefetch>
+void multiply_panel(const typename Words::Element* x, int64_t x_stride, const float* panel,
+                    int64_t panel_stride, int64_t inputs, float* sums, int64_t sums_stride,
+                    bool first, Prefetch fetch = {}) {
+  constexpr int64_t word_inputs = 4 / sizeof(*x);
+  Vec acc[R][V] = {};
+  if (!first) {
+    ED_UNROLL
+    for (int r = 0; r < R; ++r)
+      ED_UNROLL
+      for (int c = 0; c < V; ++c) acc[r][c] = load(sums + r * sums_stride + c * kLanes);
   }
+  auto add = [&](int64_t word, int bytes) __attribute__((always_inline)) {
+    fetch(word);
+    Vec row[V];
+    ED_UNROLL
+    for (int c = 0; c < V; ++c) row[c] = load(panel + word * panel_stride + c * kLanes);
+    ED_UNROLL
+    for (int r = 0; r < R; ++r) {
+      float numbers = 0;
+      const int64_t at =
+          pack_lhs ? word * x_stride + r * word_inputs : r * x_stride + word * word_inputs;
+      std::memcpy(&numbers, x + at, bytes);
+      Vec x_words = broadcast_bits(numbers);
+      ED_UNROLL
+      for (int c = 0; c < V; ++c) acc[r][c] = Words::add(acc[r][c], x_words, row[c]);
+    }
+  };
+  int64_t word = 0;
+  for (; word < inputs / word_inputs; ++word) add(word, 4);
+  if (word_inputs > 1 && inputs % word_inputs) add(word, sizeof(*x));
+  ED_UNROLL
+  for (int r = 0; r < R; ++r)
+    ED_UNROLL
+    for (int c = 0; c < V; ++c) store(sums + r * sums_stride + c * kLanes, acc[r][c]);
 }
 
 }  // namespace

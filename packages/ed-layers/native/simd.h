@@ -1,5 +1,5 @@
-// Vectors of the width that the level of instructions has. Every function here is internal to its
-// translation unit: the same source is compiled for several levels.
+// Vectors of the width of a level. Every function is internal to its translation unit, because the
+// source is compiled for several levels.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@
 #include <arm_neon.h>
 #endif
 
-#include "product.h"
+#include "gemm_args.h"
 #include "scratch.h"
 
-// Before loops over accumulators: left as loops, they would keep them in memory.
+// Unrolls loops over accumulators. The compiler would keep the accumulators of a loop in memory.
 #define ED_UNROLL _Pragma("GCC unroll 16")
 #define ED_INLINE inline __attribute__((always_inline))
 
@@ -46,14 +46,14 @@ inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
 inline Vec broadcast(float x) { return x - Vec{}; }
 
-// The same without arithmetic, for words that are no float32 numbers.
+// The same without arithmetic, for words that are not float32 numbers.
 inline Vec broadcast_bits(float x) {
   int32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return (Vec)(bits - Ints{});
 }
 
-inline Vec to_numbers(Ints v) {
+inline Vec convert_to_float(Ints v) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtepi32_ps((__m512i)v);
 #elif defined(__AVX2__)
@@ -63,8 +63,8 @@ inline Vec to_numbers(Ints v) {
 #endif
 }
 
-// The whole numbers of floats without fractions.
-inline Ints whole_of(Vec v) {
+// Convert floats without fractions to integers.
+inline Ints convert_to_int(Vec v) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_cvtps_epi32((__m512)v);
 #elif defined(__AVX2__)
@@ -74,13 +74,13 @@ inline Ints whole_of(Vec v) {
 #endif
 }
 
-// Store numbers that fit into 8 bits as bytes.
+// Store integers of 8 bits as bytes.
 inline void store_bytes(Ints v, int8_t* to) {
 #if defined(__AVX512F__)
   _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)v));
 #elif defined(__AVX2__)
-  __m256i whole = (__m256i)v;
-  __m128i low = _mm256_castsi256_si128(whole), high = _mm256_extracti128_si256(whole, 1);
+  __m256i values = (__m256i)v;
+  __m128i low = _mm256_castsi256_si128(values), high = _mm256_extracti128_si256(values, 1);
   __m128i words = _mm_packs_epi32(low, high);
   _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(words, words));
 #else
@@ -88,8 +88,8 @@ inline void store_bytes(Ints v, int8_t* to) {
 #endif
 }
 
-// The same, with even and odd lanes apart.
-inline void store_bytes_apart(Ints v, int8_t* even, int8_t* odd) {
+// The same, with separate arrays for even and odd lanes.
+inline void store_even_odd_bytes(Ints v, int8_t* even, int8_t* odd) {
 #if defined(__AVX512F__)
   const __m512i high = _mm512_srli_epi64((__m512i)v, 32);
   _mm_storel_epi64((__m128i*)even, _mm512_cvtepi64_epi8((__m512i)v));
@@ -102,15 +102,15 @@ inline void store_bytes_apart(Ints v, int8_t* even, int8_t* odd) {
 #endif
 }
 
-inline float from_bits(uint32_t bits) {
+inline float cast_bits(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
 
-inline float widen(uint16_t bfloat16) { return from_bits(uint32_t{bfloat16} << 16); }
+inline float widen(uint16_t bfloat16) { return cast_bits(uint32_t{bfloat16} << 16); }
 
-// To the nearest bfloat16, ties to even; NaN stays NaN.
+// Round to the nearest bfloat16, ties to even; NaN stays NaN.
 inline uint16_t narrow(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -118,27 +118,27 @@ inline uint16_t narrow(float x) {
   return x == x ? static_cast<uint16_t>(rounded) : static_cast<uint16_t>((bits >> 16) | 0x40);
 }
 
-// The number of a float16.
-inline float from_float16(uint16_t half) {
+// Convert a float16.
+inline float convert_float16(uint16_t half) {
   const uint32_t size = half & 0x7fff;
-  float x = from_bits((size << 13) + (112u << 23));
+  float x = cast_bits((size << 13) + (112u << 23));
   if (size < 0x400) x = size * 0x1p-24f;
-  if (size >= 0x7c00) x = from_bits(0x7f800000 | size << 13);
+  if (size >= 0x7c00) x = cast_bits(0x7f800000 | size << 13);
   return half & 0x8000 ? -x : x;
 }
 
-// The number of a float8_e4m3fn.
-inline float from_fp8(uint8_t code) {
+// Convert a float8_e4m3fn.
+inline float convert_fp8(uint8_t code) {
   int size = code & 127;
-  float x = size < 8 ? size * 0x1p-9f : from_bits((size << 20) + (120u << 23));
-  x = size == 127 ? from_bits(0x7fc00000) : x;
+  float x = size < 8 ? size * 0x1p-9f : cast_bits((size << 20) + (120u << 23));
+  x = size == 127 ? cast_bits(0x7fc00000) : x;
   return code & 128 ? -x : x;
 }
 
-// kLanes numbers, one after another in memory, of each type.
-inline Vec load_numbers(const float* from) { return load(from); }
+// Load kLanes consecutive numbers of each type as float32.
+inline Vec load_elements(const float* from) { return load(from); }
 
-inline Vec load_numbers(const uint16_t* bfloat16) {
+inline Vec load_elements(const uint16_t* bfloat16) {
 #if defined(__AVX512F__)
   __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bfloat16));
   return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
@@ -152,11 +152,11 @@ inline Vec load_numbers(const uint16_t* bfloat16) {
 #endif
 }
 
-inline Vec load_numbers(const int8_t* from) {
+inline Vec load_elements(const int8_t* from) {
 #if defined(__AVX512F__)
-  return to_numbers((Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+  return convert_to_float((Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 #elif defined(__AVX2__)
-  return to_numbers((Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+  return convert_to_float((Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 #else
   Vec v;
   for (int l = 0; l < kLanes; ++l) v[l] = from[l];
@@ -183,7 +183,7 @@ inline Vec load_float16(const uint16_t* from) {
   return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 #else
   Vec v;
-  for (int l = 0; l < kLanes; ++l) v[l] = from_float16(from[l]);
+  for (int l = 0; l < kLanes; ++l) v[l] = convert_float16(from[l]);
   return v;
 #endif
 }
@@ -191,7 +191,8 @@ inline Vec load_float16(const uint16_t* from) {
 inline Vec load_fp8(const uint8_t* from) {
 #if defined(__AVX512F__)
   __m512i code = (__m512i)load_bytes(from), size = _mm512_and_si512(code, _mm512_set1_epi32(127));
-  // The bits of a float16 whose exponent is too small by 8, which has the subnormal numbers, too.
+  // The bits of a float16 with an exponent that is too small by 8. This also covers subnormal
+  // numbers.
   __m512i half = _mm512_slli_epi32(size, 7);
   __m512 number = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(half)), _mm512_set1_ps(256));
   __mmask16 none = _mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(127));
@@ -200,13 +201,13 @@ inline Vec load_fp8(const uint8_t* from) {
   return (Vec)_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(number), sign));
 #else
   Vec v;
-  for (int l = 0; l < kLanes; ++l) v[l] = from_fp8(from[l]);
+  for (int l = 0; l < kLanes; ++l) v[l] = convert_fp8(from[l]);
   return v;
 #endif
 }
 
-// kLanes bfloat16 numbers: each as `narrow` has it.
-inline void store_halves(uint16_t* to, Vec v) {
+// Store kLanes bfloat16 numbers, rounded as by `narrow`.
+inline void store_bfloat16(uint16_t* to, Vec v) {
   Ints bits = (Ints)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
   rounded = v == v ? rounded : bits | 0x400000;
 #if defined(__AVX512F__)
@@ -216,20 +217,21 @@ inline void store_halves(uint16_t* to, Vec v) {
   halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(halves, halves), 8);
   _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(halves));
 #else
-  for (int l = 0; l < kLanes; ++l) to[l] = static_cast<uint16_t>(static_cast<uint32_t>(rounded[l]) >> 16);
+  for (int l = 0; l < kLanes; ++l)
+    to[l] = static_cast<uint16_t>(static_cast<uint32_t>(rounded[l]) >> 16);
 #endif
 }
 
-// `count` numbers of x, at most kLanes; zeros beyond.
-template <typename Number>
-inline Vec load_some(const Number* x, int64_t count) {
-  if (count >= kLanes) return load_numbers(x);
-  Number some[kLanes] = {};
-  std::memcpy(some, x, count * sizeof(Number));
-  return load_numbers(some);
+// Load min(kLanes, count) numbers of x; other lanes are zeros.
+template <typename Element>
+inline Vec load_partial(const Element* x, int64_t count) {
+  if (count >= kLanes) return load_elements(x);
+  Element some[kLanes] = {};
+  std::memcpy(some, x, count * sizeof(Element));
+  return load_elements(some);
 }
 
-// table[code], where only the lowest four bits of the codes count.
+// Return table[code]; only the lowest four bits of a code count.
 inline Vec look_up(const float* table, Ints codes) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_permutexvar_ps((__m512i)codes, _mm512_loadu_ps(table));
@@ -245,7 +247,7 @@ inline Vec look_up(const float* table, Ints codes) {
 #endif
 }
 
-inline float total(Vec v) {
+inline float reduce_sum(Vec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
 #else
@@ -255,7 +257,7 @@ inline float total(Vec v) {
 #endif
 }
 
-inline int32_t total(Ints v) {
+inline int32_t reduce_sum(Ints v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32((__m512i)v);
 #else
@@ -265,7 +267,7 @@ inline int32_t total(Ints v) {
 #endif
 }
 
-inline int32_t highest(Ints v) {
+inline int32_t reduce_max(Ints v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32((__m512i)v);
 #else
@@ -275,7 +277,7 @@ inline int32_t highest(Ints v) {
 #endif
 }
 
-inline float highest(Vec v) {
+inline float reduce_max(Vec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
 #else
@@ -285,9 +287,10 @@ inline float highest(Vec v) {
 #endif
 }
 
-// The totals of Q vectors, each as `total` has it. Several at once take a third of the instructions.
+// Reduce Q vectors, each as `reduce_sum` does. One call for several vectors needs a third of the
+// instructions.
 template <int Q>
-ED_INLINE void totals(const Vec* v, float* to) {
+ED_INLINE void reduce_sums(const Vec* v, float* to) {
 #if defined(__AVX512F__)
   if constexpr (Q == 4 || Q == 8) {
     __m512 half[Q / 2], quarter[Q / 4];
@@ -303,29 +306,29 @@ ED_INLINE void totals(const Vec* v, float* to) {
     }
     const __m512 a = quarter[0], b = quarter[Q / 4 - 1];
     __m512 pairs = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
-    // Of each four lanes: total i, and total 4 + i of eight.
-    __m512 all = _mm512_shuffle_ps(pairs, pairs, 0x88) + _mm512_shuffle_ps(pairs, pairs, 0xdd);
+    // Each group of four lanes: sum i, and sum 4 + i of eight.
+    __m512 x_bytes = _mm512_shuffle_ps(pairs, pairs, 0x88) + _mm512_shuffle_ps(pairs, pairs, 0xdd);
     __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
-    __m512 in_order = _mm512_permutexvar_ps(order, all);
+    __m512 ordered_sums = _mm512_permutexvar_ps(order, x_bytes);
     if constexpr (Q == 8)
-      _mm256_storeu_ps(to, _mm512_castps512_ps256(in_order));
+      _mm256_storeu_ps(to, _mm512_castps512_ps256(ordered_sums));
     else
-      _mm_storeu_ps(to, _mm512_castps512_ps128(in_order));
+      _mm_storeu_ps(to, _mm512_castps512_ps128(ordered_sums));
     return;
   }
 #endif
-  for (int q = 0; q < Q; ++q) to[q] = total(v[q]);
+  for (int q = 0; q < Q; ++q) to[q] = reduce_sum(v[q]);
 }
 
-// Lanes: sum += the four bytes of w times the four bytes of x; whole numbers of 8 bits with a sign,
-// to which kBias was added where the instruction wants w without one.
+// Lanes: sum += the four signed bytes of w times the four signed bytes of x. kBias was added to w
+// if the instruction needs unsigned bytes.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr int kBias = 128;
 #else
 constexpr int kBias = 0;
 #endif
 
-ED_INLINE Ints dot_of_bytes(Ints sum, Ints w, Ints x) {
+ED_INLINE Ints dot_bytes(Ints sum, Ints w, Ints x) {
 #if defined(__AVX512VNNI__)
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 #elif defined(__AVXVNNI__)
@@ -333,17 +336,17 @@ ED_INLINE Ints dot_of_bytes(Ints sum, Ints w, Ints x) {
 #elif defined(__ARM_FEATURE_DOTPROD)
   return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-  // Bytes of even and of odd place as 16 bits; products of 16 bits are added in pairs.
-  __m256i v = (__m256i)w, all = (__m256i)x;
+  // Even and odd bytes as 16 bits; the instruction adds pairs of 16-bit products.
+  __m256i v = (__m256i)w, x_bytes = (__m256i)x;
   __m256i even = _mm256_madd_epi16(_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8),
-                                   _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8));
-  __m256i odd = _mm256_madd_epi16(_mm256_srai_epi16(v, 8), _mm256_srai_epi16(all, 8));
+                                   _mm256_srai_epi16(_mm256_slli_epi16(x_bytes, 8), 8));
+  __m256i odd = _mm256_madd_epi16(_mm256_srai_epi16(v, 8), _mm256_srai_epi16(x_bytes, 8));
   return sum + (Ints)_mm256_add_epi32(even, odd);
 #elif defined(__AVX512BW__)
-  __m512i v = (__m512i)w, all = (__m512i)x;
+  __m512i v = (__m512i)w, x_bytes = (__m512i)x;
   __m512i even = _mm512_madd_epi16(_mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8),
-                                   _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8));
-  __m512i odd = _mm512_madd_epi16(_mm512_srai_epi16(v, 8), _mm512_srai_epi16(all, 8));
+                                   _mm512_srai_epi16(_mm512_slli_epi16(x_bytes, 8), 8));
+  __m512i odd = _mm512_madd_epi16(_mm512_srai_epi16(v, 8), _mm512_srai_epi16(x_bytes, 8));
   return sum + (Ints)_mm512_add_epi32(even, odd);
 #else
   for (int byte = 0; byte < 32; byte += 8)
@@ -353,24 +356,25 @@ ED_INLINE Ints dot_of_bytes(Ints sum, Ints w, Ints x) {
 }
 
 // The same x for all lanes.
-ED_INLINE Ints dot_of_bytes(Ints sum, Ints w, int32_t x) { return dot_of_bytes(sum, w, x - Ints{}); }
+ED_INLINE Ints dot_bytes(Ints sum, Ints w, int32_t x) { return dot_bytes(sum, w, x - Ints{}); }
 
-// Templates of the standard library would be shared between levels by the linker, and run on a
-// processor that lacks the instructions they were compiled with: so these are our own.
-constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+// The linker would share templates of the standard library between levels, and a processor may lack
+// the instructions of the shared copy. So the kernels use these functions instead.
+constexpr int64_t min_int(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t max_int(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Fetch memory that is read soon into the second-level cache: the first one can wait for few lines.
+// Prefetch into the second-level cache, because the first-level cache supports few outstanding
+// misses.
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 template <int R>
-struct Count {
+struct Constant {
   static constexpr int value = R;
 };
 
-// Half `half` of the lanes of two vectors in turns: a0 b0 a1 b1 ..
+// Interleave half `half` of the lanes of two vectors: a0 b0 a1 b1 ..
 template <typename Half>
-inline Vec in_turns(Vec a, Vec b, Half) {
+inline Vec interleave_lanes(Vec a, Vec b, Half) {
   constexpr int h = Half::value * kLanes / 2, o = kLanes;
 #if defined(__AVX512F__)
   return __builtin_shufflevector(a, b, h, h + o, h + 1, h + 1 + o, h + 2, h + 2 + o, h + 3,
@@ -384,21 +388,21 @@ inline Vec in_turns(Vec a, Vec b, Half) {
 #endif
 }
 
-// Run `f(Count<R>, first row)` over blocks of at most `most` rows, as equal as can be.
+// Call `f(Constant<R>, first row)` for blocks of at most `most` rows, as equal as possible.
 template <int R, typename F>
-void one_block(int64_t count, int64_t row, const F& f) {
+void run_block(int64_t count, int64_t row, const F& f) {
   if constexpr (R > 0) {
-    if (count == R) return f(Count<R>(), row);
-    one_block<R - 1>(count, row, f);
+    if (count == R) return f(Constant<R>(), row);
+    run_block<R - 1>(count, row, f);
   }
 }
 
 template <int most, typename F>
-void row_blocks(int64_t rows, const F& f) {
+void for_row_blocks(int64_t rows, const F& f) {
   int64_t blocks = (rows + most - 1) / most;
   for (int64_t b = 0; b < blocks; ++b) {
     int64_t row = rows * b / blocks;
-    one_block<most>(rows * (b + 1) / blocks - row, row, f);
+    run_block<most>(rows * (b + 1) / blocks - row, row, f);
   }
 }
 

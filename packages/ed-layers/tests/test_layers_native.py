@@ -19,21 +19,19 @@ import numpy as np
 import pytest
 from ed_infra.logging import forget_said
 from ed_layers.cache.sharded import scatter
-from ed_layers.native import largest, library, products, split
-from ed_layers.native.build import (
-    LEVELS,
-    SANITIZERS,
-    CannotBuild,
-    build,
-    emulated_tiles,
-    sanitized,
-    sanitized_calls,
-)
+from ed_layers.native import argmax, library, products, split
+from ed_layers.native.build import LEVELS, CannotBuild, build
 from ed_layers.projections.dot import Transposed, combined, dot
 from ed_layers.quantization import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import DTYPES, anywhere, built, drawn, exact  # noqa: F401
+from native_programs import (
+    SANITIZERS,
+    compile_amx_emulation,
+    compile_handlers,
+    compile_kernels,
+)
 
 SIZES = st.integers(1, 150)
 GATED = products.Epilogue(act="silu", gated=True)
@@ -304,9 +302,9 @@ def test_first_largest_of_rows_is_exact(n, v, levels, seed) -> None:
     x = np.random.default_rng(seed).integers(-levels, levels, (n, v)).astype(np.float32)
     x[x == levels - 1] = np.inf
     x[0, : v // 2] = -np.inf
-    np.testing.assert_array_equal(largest.first_largest(jnp.asarray(x)), x.argmax(axis=1))
+    np.testing.assert_array_equal(argmax.find_argmax(jnp.asarray(x)), x.argmax(axis=1))
     x[-1] = np.nan
-    *found, with_nan = largest.first_largest(jnp.asarray(x)).tolist()
+    *found, with_nan = argmax.find_argmax(jnp.asarray(x)).tolist()
     assert found == x[:-1].argmax(axis=1).tolist() and 0 <= with_nan < v
 
 
@@ -409,7 +407,7 @@ def test_missing_native_library_falls_back_to_xla(state, monkeypatch, tmp_path, 
 @built
 @pytest.mark.nightly
 def test_sanitizers_report_no_errors(tmp_path) -> None:
-    program = sanitized(tmp_path / "check")
+    program = compile_kernels(tmp_path / "run_kernels")
     for _, name, _ in LEVELS.get(platform.machine(), ()):
         environment = {**os.environ, "ED_LAYERS_NATIVE_LEVEL": name}
         done = subprocess.run([program], env=environment, capture_output=True, text=True)
@@ -421,7 +419,7 @@ def test_sanitizers_report_no_errors(tmp_path) -> None:
 @pytest.mark.parametrize("sanitizer", sorted(SANITIZERS))
 def test_no_sanitizer_finds_anything_in_calls_of_handlers(sanitizer, tmp_path) -> None:
     """Every handler, called as XLA does on several threads, with valid and with damaged buffers."""
-    program = sanitized_calls(tmp_path / "check_calls", sanitizer)
+    program = compile_handlers(tmp_path / "call_handlers", sanitizer)
     for _, name, _ in LEVELS.get(platform.machine(), ()):
         environment = {**os.environ, "ED_LAYERS_NATIVE_LEVEL": name}
         done = subprocess.run([program, "300"], env=environment, capture_output=True, text=True)
@@ -433,7 +431,7 @@ def test_no_sanitizer_finds_anything_in_calls_of_handlers(sanitizer, tmp_path) -
 @pytest.mark.skipif(library.level() != "avx512_bf16", reason="needs AVX-512 for bfloat16, no AMX")
 def test_products_by_emulated_tiles_are_exact(tmp_path) -> None:
     done = subprocess.run(
-        [emulated_tiles(tmp_path / "tiles"), "300"], capture_output=True, text=True
+        [compile_amx_emulation(tmp_path / "emulate_amx"), "300"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

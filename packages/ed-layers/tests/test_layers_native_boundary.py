@@ -20,6 +20,7 @@ from ed_layers.cache.protocol import StoredLayer
 from ed_layers.native import products
 from ed_layers.native.build import headers
 from native_cases import anywhere, built  # noqa: F401
+from native_programs import PROGRAMS
 
 PROGRAM = Path(__file__).with_name("native_boundary_cases.py")
 
@@ -89,7 +90,7 @@ def test_large_sinks_leave_the_exact_share_to_the_keys(sink: float) -> None:
 @built
 def test_library_of_a_newer_interface_falls_back_to_xla_with_one_warning(tmp_path: Path) -> None:
     path = tmp_path / "newer.so"
-    source = Path(__file__).with_name("native_newer_api.cc")
+    source = PROGRAMS / "newer_api.cc"
     compiler = shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
     flags = ("-std=c++17", "-fPIC", "-shared", "-O0", "-isystem", str(headers()))

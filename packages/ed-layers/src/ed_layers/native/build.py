@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,20 +45,13 @@ LEVELS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
 }
 #: The handlers that XLA calls, compiled once.
 HANDLERS = (
-    "choose.cc",
-    "library.cc",
-    "attend.cc",
-    "attend_stored.cc",
-    "rotary.cc",
-    "recurrence.cc",
+    "dispatch.cc",
+    "gemm_handlers.cc",
+    "attention_handlers.cc",
+    "cache_attention_handlers.cc",
+    "rotary_handler.cc",
+    "recurrence_handler.cc",
 )
-#: Programs for sanitizers: one runs every kernel, the other calls every handler as XLA does.
-CHECK = ("choose.cc", "check.cc")
-CHECK_CALLS = (*HANDLERS, "check_calls.cc")
-#: A program that computes products by AMX on a processor without AMX.
-CHECK_TILES = ("check_tiles.cc",)
-#: Sanitizers that can be combined in one build.
-SANITIZERS = {"memory": "address,undefined", "threads": "thread"}
 
 
 class CannotBuild(RuntimeError):
@@ -77,66 +71,53 @@ def build(target: Path = LIBRARY) -> Path:
     return link(target, HANDLERS, "-shared", *strip)
 
 
-def sanitized(target: Path) -> Path:
-    """Compile a program that runs every kernel under the address and undefined-behaviour
-    sanitizers; raises the errors of `build`."""
-    return link(target, CHECK, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
-
-
-def sanitized_calls(target: Path, sanitizer: str) -> Path:
-    """Compile a program that calls every handler as XLA does, under sanitizers.
+def link(target: Path, sources: Sequence[str | Path], *flags: str) -> Path:
+    """Compile the levels and `sources` in parallel, and link them.
 
     Args:
         target: file to write.
-        sanitizer: a key of `SANITIZERS`.
+        sources: names of C++ files of the library, or paths of other C++ files.
+        flags: flags of the linker; `-f...` flags are also passed to the compiler.
 
     Raises:
         CannotBuild: see `build`.
     """
-    flags = ("-g", "-pthread", f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover")
-    return link(target, CHECK_CALLS, *flags)
-
-
-def emulated_tiles(target: Path) -> Path:
-    """Compile a program that emulates the instructions for tiles of AMX, on Linux and x86-64, and
-    compares products with float64; raises the errors of `build`."""
-    return link(target, CHECK_TILES, "-g")
-
-
-def link(target: Path, handlers: tuple[str, ...], *flags: str) -> Path:
-    """Compile the levels and `handlers` in parallel, and link them."""
-    sources = next((path for path in SOURCES if path.is_dir()), None)
-    if sources is None:
+    folder = next((path for path in SOURCES if path.is_dir()), None)
+    if folder is None:
         raise CannotBuild(f"no C++ sources in {' or '.join(map(str, SOURCES))}")
-    asked = os.environ.get("CXX")
-    compiler = asked or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+    requested = os.environ.get("CXX")
+    compiler = requested or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
     if compiler is None or shutil.which(compiler) is None:
-        raise CannotBuild(f"no C++ compiler ({asked or 'g++'} is not there; CXX names one)")
+        raise CannotBuild(f"no C++ compiler ({requested or 'g++'} is not there; CXX names one)")
     machine = platform.machine().replace("AMD64", "x86_64").replace("arm64", "aarch64")
     sanitize = tuple(flag for flag in flags if flag.startswith("-f"))
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
         # GCC 12 prints warnings for its own AVX-512 headers.
-        of_levels = ("-O1" if sanitize else "-O3", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
-        units = [
-            ("level.cc", (*of_levels, *own, f"-DED_LEVEL={symbol}", f'-DED_LEVEL_NAME="{name}"'))
-            for symbol, name, own in LEVELS.get(machine, (("kBaseLevel", "base", ()),))
+        optimize = ("-O1" if sanitize else "-O3", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
+        units: list[tuple[Path, tuple[str, ...]]] = [
+            (
+                folder / "level.cc",
+                (*optimize, *extensions, f"-DED_LEVEL={symbol}", f'-DED_LEVEL_NAME="{name}"'),
+            )
+            for symbol, name, extensions in LEVELS.get(machine, (("kBaseLevel", "base", ()),))
         ]
-        units += [(name, ("-O2", "-isystem", str(headers()))) for name in handlers]
+        includes = ("-I", str(folder), "-isystem", str(headers()))
+        units += [(folder / source, ("-O2", *includes)) for source in sources]
         objects = [str(directory / f"{i}.o") for i in range(len(units))]
 
-        def compile_one(unit: tuple[str, tuple[str, ...]], made: str) -> None:
-            source = str(sources / unit[0])
-            run(compiler, *COMMON, *unit[1], *sanitize, "-c", source, "-o", made)
+        def compile_unit(unit: tuple[Path, tuple[str, ...]], output: str) -> None:
+            source, options = unit
+            run(compiler, *COMMON, *options, *sanitize, "-c", str(source), "-o", output)
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(compile_one, units, objects))
-        made = directory / "made"
-        run(compiler, *flags, *objects, "-o", str(made))
+            list(threads.map(compile_unit, units, objects))
+        linked = directory / "linked"
+        run(compiler, *flags, *objects, "-o", str(linked))
         # The rename is atomic, so that no process loads a partial file.
-        beside = target.with_suffix(f".{os.getpid()}")
-        shutil.copy(made, beside)
-        beside.replace(target)
+        copy = target.with_suffix(f".{os.getpid()}")
+        shutil.copy(linked, copy)
+        copy.replace(target)
     return target
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from ed_layers.native import largest
+from ed_layers.native import argmax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 
@@ -31,8 +31,8 @@ def first_argmax(logits: Float[Array, "b v"]) -> Int[Array, " b"]:
 
     The index of a row with NaN is arbitrary.
     """
-    if largest.takes(logits):
-        return largest.first_largest(logits)
+    if argmax.takes(logits):
+        return argmax.find_argmax(logits)
     b, v = logits.shape
     if v % BLOCK == 0 and v >= BLOCK**2:
         # A large vocabulary is read once, for the maxima of its blocks.
