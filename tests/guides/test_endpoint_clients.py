@@ -1,4 +1,4 @@
-"""The official clients in the tables of docs/serving.md reach the endpoints of their rows."""
+"""The official clients in the tables of endpoints reach the endpoints of their rows."""
 
 from __future__ import annotations
 

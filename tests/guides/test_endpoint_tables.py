@@ -1,4 +1,4 @@
-"""The tables of endpoints in docs/serving.md, and the Grafana dashboard, agree with the server."""
+"""The tables of endpoints and the Grafana dashboard agree with the server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rows() -> list[tuple[str, list[str], str, str]]:
 
     A path can begin with a method: `POST /props`.
     """
-    text = (ROOT / "docs/serving.md").read_text()
+    text = (ROOT / "docs/migrate/servers.md").read_text()
     section = text.split("## Endpoints of other servers")[1].split("\n## ")[0]
     found, table = [], ""
     for line in section.splitlines():
