@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
 
+from tools import reading_page
 from tools.workspace import ROOT, packages
 
 PAGES = sorted(
@@ -18,15 +18,12 @@ PAGES = sorted(
         *ROOT.glob("packages/*/*.md"),
     )
 )
-TEXT = (ROOT / "docs/reading.md").read_text("utf-8")
 FILE = re.compile(r"`((?:ed_\w+|packages|examples|tests|tools)/[\w/.-]+\.\w+)(?:::\w+)?`")
 FILES = {
     (page, path)
     for page in ("AGENTS.md", "docs/architecture.md", "docs/reading.md")
     for path in FILE.findall((ROOT / page).read_text("utf-8"))
 }
-#: A file, a colon, and the names to read in the file.
-STOP = re.compile(r"`(ed_\w+/[\w/]+\.py)`:\s+((?:`[\w.]+`(?:,\s+)?)+)")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)#?([^)\s]*)\)")
 
 
@@ -36,23 +33,6 @@ def located(path: str) -> Path:
         return ROOT / path
     package = path.split("/")[0].replace("_", "-")
     return ROOT / "packages" / package / "src" / path
-
-
-def defined(file: Path) -> set[str]:
-    """Return functions, classes, methods and assigned names of a module."""
-    found: set[str] = set()
-    for node in ast.parse(file.read_text("utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            members = [
-                m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)
-            ]
-            found |= {f"{node.name}.{member.name}" for member in members}
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return found
 
 
 def without_code(page: Path) -> str:
@@ -71,18 +51,32 @@ def test_file_named_by_a_page_exists(page: str, path: str) -> None:
     assert located(path).is_file(), path
 
 
-@pytest.mark.parametrize(("path", "names"), STOP.findall(TEXT))
-def test_names_of_the_reading_page_are_defined(path: str, names: str) -> None:
-    missing = set(re.findall(r"`([\w.]+)`", names)) - defined(located(path))
-    assert not missing, f"{path} does not define {sorted(missing)}"
+def test_reading_page_has_two_routes_of_twelve_stops_with_current_numbers() -> None:
+    text = reading_page.PAGE.read_text("utf-8")
+    _, *routes, _ = re.split(r"^## ", text, flags=re.MULTILINE)
+    stops = [reading_page.STOP.findall(route) for route in routes]
+    assert [len(route) for route in stops] == [12, 12]
+    for route, text_of_route in zip(stops, routes, strict=True):
+        headings = re.findall(r"^### (\d+)\. ", text_of_route, re.MULTILINE)
+        assert headings == [str(number) for number in range(1, 13)]
+        sizes = [reading_page.measure_stop(path, names) for path, names, _ in route]
+        assert sizes == [int(lines) for _, _, lines in route], "run: python -m tools.reading_page"
+        ((total, minutes),) = reading_page.TOTAL.findall(text_of_route)
+        assert (int(total), int(minutes)) == (sum(sizes), round(sum(sizes) / 25))
+    packages_read = {path.split("/")[0] for route in stops for path, _, _ in route}
+    assert packages_read == {
+        path.parent.name for path in ROOT.glob("packages/*/src/ed_*/__init__.py")
+    }
 
 
-def test_reading_page_follows_both_routes_in_about_200_lines() -> None:
-    stops = STOP.findall(TEXT)
-    packages = {path.split("/")[0] for path, _ in stops}
-    assert packages == {path.parent.name for path in ROOT.glob("packages/*/src/ed_*/__init__.py")}
-    assert 150 <= len(TEXT.splitlines()) <= 250
-    assert len(stops) >= 35
+def test_reading_page_with_a_missing_function_or_a_wrong_number_is_found() -> None:
+    stop = "`ed_models/families/llama.py`: `LlamaModel` (1 lines)\n"
+    route = f"## A route\n\n2 lines: about 3 minutes.\n\n{stop}"
+    lines = reading_page.measure_stop("ed_models/families/llama.py", "`LlamaModel`")
+    assert f"`LlamaModel` ({lines} lines)" in reading_page.build_page(route)
+    assert f"{lines} lines: about" in reading_page.build_page(route)
+    with pytest.raises(KeyError, match="LostModel"):
+        reading_page.build_page(route.replace("LlamaModel", "LostModel"))
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
