@@ -26,7 +26,7 @@ import pytest
 from ed_esurge.testing import byte_tokenizer
 from ed_infra.testing import tiny_llama
 
-from tools.bench.attacks import Ask, attacks
+from tests.security.attacks import Ask, attacks
 
 TOKENS, CLIENTS = 12, 24
 LIMITS = {"max_body_bytes": 4096, "body_timeout": 2.0}

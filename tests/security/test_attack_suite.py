@@ -8,7 +8,7 @@ from ed_esurge.server.http.errors import MAX_MESSAGE, MAX_PROBLEMS
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 
-from tools.bench.attacks import ROUTES, attacks, long_text, scenarios, tenants
+from tests.security.attacks import ROUTES, attacks, long_text, scenarios, tenants
 
 SUITE = attacks()
 SCENARIOS = scenarios()

@@ -141,9 +141,10 @@ def cpu_name() -> str:
 
 
 def command_line(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of `python -m tools.bench.<name>`, which prints the module's docstring."""
+    """Return the parser of `python -m tools.bench.<name>`, or of another module with dots in its
+    name. `--help` prints the module's docstring."""
     return argparse.ArgumentParser(
-        prog=f"python -m tools.bench.{name}",
+        prog=f"python -m {name if '.' in name else f'tools.bench.{name}'}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

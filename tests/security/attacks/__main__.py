@@ -1,7 +1,7 @@
 """Measure the server under hostile requests: time per byte of every route, and /health latency.
 
-    python -m tools.bench.attacks
-    python -m tools.bench.attacks --only attacks --senders 4
+    python -m tests.security.attacks
+    python -m tests.security.attacks --only attacks --senders 4
 
 The server runs in a separate process with a scripted engine, so the times are those of the server.
 The first table contains the milliseconds per megabyte for bodies of growing length. A linear route
@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from tools.bench.attacks import attacks, scenarios
-from tools.bench.attacks.mixed import run_mixed_load
-from tools.bench.attacks.requests import LIMIT, ROUTES, Ask, long_body, long_text
-from tools.bench.attacks.server import Client, running
+from tests.security.attacks import attacks, scenarios
+from tests.security.attacks.mixed import run_mixed_load
+from tests.security.attacks.requests import LIMIT, ROUTES, Ask, long_body, long_text
+from tests.security.attacks.server import Client, running
 from tools.bench.measure import command_line, cores, cpu_name, table
 
 SIZES = (2**14, 2**17, 2**20, LIMIT - 2**12)
@@ -116,7 +116,7 @@ def mixed(client: Client, seconds: float, count: int) -> str:
 
 def main() -> None:
     """Print the tables."""
-    parser = command_line("attacks", __doc__)
+    parser = command_line("tests.security.attacks", __doc__)
     parser.add_argument("--only", choices=("routes", "attacks", "mixed"))
     parser.add_argument("--senders", type=int, default=2, help="clients that attack together")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each attack")

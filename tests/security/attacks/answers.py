@@ -7,7 +7,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tools.bench.attacks.requests import ROUTES, USER, Ask, as_json
+from tests.security.attacks.requests import ROUTES, USER, Ask, as_json
 
 _SCORES = {"logprobs": True, "top_logprobs": 20}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 
-from tools.bench.attacks.requests import ROUTES, Ask, as_json
+from tests.security.attacks.requests import ROUTES, Ask, as_json
 
 _LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATES = {

@@ -6,7 +6,7 @@ A module of this package contains one kind of attack. An attack is one of two th
 - a `Scenario`, a function that attacks the server at a port of this machine with any number of
   connections, and raises `AssertionError` if the server does not withstand (`scenarios`).
 
-`tests/security/test_attack_suite.py` runs every attack, and `python -m tools.bench.attacks`
+`tests/security/test_attack_suite.py` runs every attack, and `python -m tests.security.attacks`
 measures the latency of `/health` during each.
 """
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tools.bench.attacks import answers, strangers, tenants
-from tools.bench.attacks.bodies import bodies
-from tools.bench.attacks.media import media
-from tools.bench.attacks.requests import ROUTES, Ask, long_text
+from tests.security.attacks import answers, strangers, tenants
+from tests.security.attacks.bodies import bodies
+from tests.security.attacks.media import media
+from tests.security.attacks.requests import ROUTES, Ask, long_text
 
 __all__ = ["ROUTES", "Ask", "Scenario", "attacks", "long_text", "scenarios"]
 

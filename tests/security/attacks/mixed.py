@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bench.attacks.requests import ROUTES, Ask, as_json
-from tools.bench.attacks.server import Client
+from tests.security.attacks.requests import ROUTES, Ask, as_json
+from tests.security.attacks.server import Client
 
 #: Fields that differ between equal answers.
 _CHANGING = frozenset(("id", "created", "created_at", "completed_at", "request_id"))

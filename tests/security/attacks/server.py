@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tools.bench.attacks.requests import Ask
+from tests.security.attacks.requests import Ask
 
 MAX_MODEL_LEN = 2**17
 SERVER = f"""
 import pathlib, tempfile
 from ed_esurge.server import serve
 from ed_esurge.testing import ScriptedEngine
-from tools.bench.attacks.tenants import options
+from tests.security.attacks.tenants import options
 
 class Forgetful(dict):
     # The scripted engine records its requests for tests, which is no memory of the server.

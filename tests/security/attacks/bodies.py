@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tools.bench.attacks.requests import LIMIT, ROUTES, USER, Ask, as_json, long_text, upload
+from tests.security.attacks.requests import LIMIT, ROUTES, USER, Ask, as_json, long_text, upload
 
 
 def chained_schema(count: int) -> dict[str, object]:
