@@ -23,11 +23,13 @@ from tools.pages import heading, row
 from tools.workspace import ROOT
 
 PAGE = ROOT / "docs/gguf.md"
-#: Differences from llama.cpp, which `tools.gguf_results` measures.
+#: Differences from llama.cpp, which
+#: `tests.parity.gguf_comparisons logits` measures.
 RESULTS = ROOT / "docs/gguf.json"
-#: Differences and equal tokens of quantized files, which `tools.gguf_formats` measures.
+#: Differences and equal tokens of quantized files, which
+#: `tests.parity.gguf_comparisons formats` measures.
 FORMATS = ROOT / "docs/gguf_formats.json"
-#: Perplexities, which `tools.gguf_perplexity` measures.
+#: Perplexities, which `tests.parity.gguf_comparisons perplexities` measures.
 PERPLEXITY = ROOT / "docs/gguf_perplexity.json"
 #: Formats whose files are compared for every architecture.
 COMMON = ("F32", "Q4_K")

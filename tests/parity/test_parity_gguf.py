@@ -24,9 +24,14 @@ from ed_models.conformance import ONE, Subject, forward
 from flax import nnx
 
 from tests.gguf_cases import FURTHER, NAME, gguf_subjects, has_rounded_limits
-from tools.gguf_formats import as_llama_cpp, compare, wide_subject
-from tools.gguf_perplexity import perplexities, perplexity
-from tools.gguf_results import WITHOUT_LOGITS
+from tests.parity.gguf_comparisons import (
+    WITHOUT_LOGITS,
+    as_llama_cpp,
+    compare,
+    perplexities,
+    perplexity,
+    wide_subject,
+)
 from tools.gguf_table import NEW_TOKENS
 
 #: Differences relative to the largest logit. llama.cpp tabulates GELU for float16 inputs.

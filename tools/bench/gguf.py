@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from ed_elarge.certify.llama_cpp_logits import VARIABLE, interpreter
 
+from tests.parity.gguf_comparisons import FILE_TYPES, quantize
 from tools.bench import to_gguf
 from tools.bench.decode import CAPACITY, VOCAB, Ours, save_random
 from tools.bench.llama_cpp import STEPS
 from tools.bench.measure import Run, Timed, all_turns, command_line, cores, machine, table
-from tools.gguf_formats import FILE_TYPES, quantize
 
 CONTEXT = 32
 #: Contender of this project -> format of the file, and quantization of the matrices.
