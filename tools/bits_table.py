@@ -18,8 +18,8 @@ from tools.pages import heading, row
 from tools.workspace import ROOT
 
 PAGE = ROOT / "docs/native.md"
-#: Family -> dtype -> condition -> "equal", a difference or `REFUSED`; `tools.bench.bits` measures
-#: them. A family that is refused has one condition, `REFUSED`, and the reason.
+#: Family -> dtype -> condition -> "equal", a difference or `REFUSED`. `tests.conformance.bits`
+#: measures them. A family that is refused has one condition, `REFUSED`, and the reason.
 RESULTS = ROOT / "docs/bits.json"
 BEGIN, END = "<!-- tools/bits_table.py -->\n", "<!-- end -->\n"
 MESHES = ("dp", "fsdp", "tp")

@@ -11,7 +11,7 @@ from ed_infra.errors import ConfigError
 from ed_layers.native import library
 from flax import nnx
 
-from tools.bench.bits import cells_of, create, of_engine, of_forward, prompts
+from tests.conformance.bits import cells_of, create, of_engine, of_forward, prompts
 from tools.bits_table import equal_rows, read
 
 pytestmark = pytest.mark.skipif(

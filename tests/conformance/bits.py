@@ -1,6 +1,6 @@
 """Compare the bits of the log-probabilities of one model in every way that computes them.
 
-    python -m tools.bench.bits [MODEL_TYPE ...] [--dtypes float32 bfloat16] [--missing]
+    python -m tests.conformance.bits [MODEL_TYPE ...] [--dtypes float32 bfloat16] [--missing]
 
 Each family has a tiny model of the conformance suite with random weights and `batch_invariant`. The
 reference is the engine with each request alone, whole prompts and a cold cache. The cells compare
@@ -223,7 +223,7 @@ def places(error: EasyDeLError) -> str:
 
 def main() -> None:
     known = dict.fromkeys(s.model_type for s in subjects() if s.task == TaskType.CAUSAL_LM)
-    parser = command_line("bits", __doc__)
+    parser = command_line("tests.conformance.bits", __doc__)
     parser.add_argument("families", nargs="*", default=[*known])
     parser.add_argument("--dtypes", nargs="*", default=DTYPES)
     parser.add_argument("--missing", action="store_true", help="skip stored rows")
