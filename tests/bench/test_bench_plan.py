@@ -7,7 +7,8 @@ import statistics
 
 import pytest
 
-from tools.bench import plan, plan_cases
+from tests.bench import plan_cases
+from tools.bench import plan
 
 
 @pytest.fixture(autouse=True)

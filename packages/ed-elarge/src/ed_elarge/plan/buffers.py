@@ -134,5 +134,5 @@ CPU = Buffers(
     reduced=2,
     scattered=2,
 )
-#: TPUs and GPUs: a rough estimate, chosen with the steps of `tools/bench/plan_slices.py`.
+#: TPUs and GPUs: a rough estimate, chosen with the steps of `tools/bench/plan.py`.
 ACCELERATOR = replace(CPU, tables=0.5, softmax=1, sums=1, streams=(8, 8), reduced=1, scattered=0)

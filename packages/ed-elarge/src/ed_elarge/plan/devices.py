@@ -40,7 +40,7 @@ class DeviceKind:
         network: bytes/s of one device between slices or nodes.
         source: where the figures come from.
         reached: share of the bound of a training step that MaxText's published runs reach, the
-            median (`tools/bench/plan_times.py`); 0 = unknown.
+            median (`tools/bench/plan.py`); 0 = unknown.
     """
 
     name: str
