@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import loading, memory, remat
+from tools.bench import loading, memory
 
 pytestmark = pytest.mark.nightly
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.nightly
 def test_every_remat_policy_has_equal_gradients_and_bounded_cost(
     record_property: Callable[[str, object], None],
 ) -> None:
-    rows = remat.table(layers=8, width=64, batch=2, sequence=512)
-    record_property("summary", "remat, 8 layers of 64, 2 x 512 tokens\n" + remat.show(rows))
+    rows = memory.measure_policies(layers=8, width=64, batch=2, length=512)
+    record_property("summary", "policies\n" + memory.show_policies(rows))
     assert all(row.error <= 1e-6 for row in rows)
     temp = {row.policy: row.temp for row in rows}
     flops = {row.policy: row.flops for row in rows}
@@ -34,8 +34,8 @@ def test_every_remat_policy_has_equal_gradients_and_bounded_cost(
 def test_blockwise_memory_is_linear_in_sequence_length(
     record_property: Callable[[str, object], None],
 ) -> None:
-    points = memory.measure()
-    record_property("summary", "memory of training by length\n" + memory.show(points))
+    points = memory.measure_lengths()
+    record_property("summary", "memory of training by length\n" + memory.show_lengths(points))
     by_length = {point.length: point for point in points}
     short, long = by_length[4096], by_length[32768]
     assert long.blockwise / long.length < 1.3 * short.blockwise / short.length
