@@ -1,51 +1,110 @@
-"""Actions of a user on the playground, and a small random model on the real engine."""
+"""A browser, actions of a user on the playground, and a small random model on the real engine."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Page, sync_playwright
 
-from tools.chromium import Tab, installed
+CHROMIUM = shutil.which("chromium")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+FLAGS = ("--no-sandbox", "--disable-dev-shm-usage", "--force-color-profile=srgb")
 
-needs_chromium = pytest.mark.skipif(not installed(), reason="chromium is not installed")
-ENTER, ESCAPE = 13, 27
+
+@contextmanager
+def browser() -> Iterator[Callable[..., Page]]:
+    """Run Debian's Chromium, and yield a function that opens a page with a state of its own."""
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=[*FLAGS])
+
+        def open_tab(url: str, *, width: int = 1280, height: int = 800, scale: int = 1) -> Page:
+            context = chromium.new_context(
+                viewport={"width": width, "height": height},
+                device_scale_factor=scale,
+                is_mobile=width < 600,
+            )
+            context.set_default_timeout(15_000)
+            tab = context.new_page()
+            tab.goto(url)
+            return tab
+
+        try:
+            yield open_tab
+        finally:
+            chromium.close()
 
 
-def said(tab: Tab) -> str:
+def until(tab: Page, expression: str, seconds: float = 15) -> Any:
+    """Wait until an expression is true, and return its value.
+
+    `Page.wait_for_function` evaluates text in the page, which the page's policy does not permit.
+    """
+    end = time.monotonic() + seconds
+    while not (value := tab.evaluate(expression)):
+        if time.monotonic() > end:
+            text = tab.evaluate("document.body.innerText")
+            raise AssertionError(f"never true: {expression}\n{text}\n{failures(tab)}")
+        tab.wait_for_timeout(30)
+    return value
+
+
+def failures(tab: Page) -> list[str]:
+    """Return exceptions, errors and policy violations of the page."""
+    entries = [entry for entry in tab.console_messages() if entry.type == "error"]
+    errors = [f"{entry.text} {entry.location.get('url', '')}" for entry in entries]
+    return [*map(str, tab.page_errors()), *errors]
+
+
+def download(tab: Page, selector: str, folder: Path) -> Path:
+    """Click on an element, and return the path of the file that the page saves."""
+    with tab.expect_download() as event:
+        tab.click(selector)
+    path = folder / event.value.suggested_filename
+    event.value.save_as(path)
+    return path
+
+
+def said(tab: Page) -> str:
     """Return the text of the last answer."""
-    return tab.js("document.querySelector('.turn.assistant:last-of-type .said')?.innerText ?? ''")
+    return tab.evaluate(
+        "document.querySelector('.turn.assistant:last-of-type .said')?.innerText ?? ''"
+    )
 
 
-def ask(tab: Tab, text: str, *, wait: bool = True) -> None:
+def ask(tab: Page, text: str, *, wait: bool = True) -> None:
     """Send a message, and wait for the end of the answer."""
-    tab.until("document.querySelector('#model').value")
-    turns = tab.js("document.querySelectorAll('.turn').length")
+    until(tab, "document.querySelector('#model').value")
+    turns = tab.evaluate("document.querySelectorAll('.turn').length")
     tab.click("#prompt")
-    tab.type(text)
-    tab.press("Enter", ENTER)
+    tab.keyboard.insert_text(text)
+    tab.keyboard.press("Enter")
     if wait:
-        tab.until(f"document.querySelectorAll('.turn').length === {turns + 2}")
-        tab.until("document.querySelector('.turn:last-of-type .figures')", 90)
+        until(tab, f"document.querySelectorAll('.turn').length === {turns + 2}")
+        until(tab, "document.querySelector('.turn:last-of-type .figures')", seconds=90)
 
 
-def button(tab: Tab, label: str) -> None:
+def button(tab: Page, label: str) -> None:
     """Press a button of the last turn."""
     tab.click(f'.turn:last-of-type [aria-label="{label}"]')
 
 
-def set_value(tab: Tab, selector: str, value: object, event: str = "input") -> None:
+def set_value(tab: Page, selector: str, value: object, event: str = "input") -> None:
     """Write a value into a field, as a user does."""
-    tab.js(
+    tab.evaluate(
         f"(() => {{ const one = document.querySelector({json.dumps(selector)});"
         f"one.value = {json.dumps(value)};"
         f"one.dispatchEvent(new Event({json.dumps(event)}, {{bubbles: true}})); }})()"
     )
 
 
-def import_answer(tab: Tab, folder: Path, text: str, **fields: Any) -> None:
+def import_answer(tab: Page, folder: Path, text: str, **fields: Any) -> None:
     """Open a conversation with one question and one answer from an exported file."""
     nodes = {
         0: {"kids": [1], "pick": 0},
@@ -55,7 +114,7 @@ def import_answer(tab: Tab, folder: Path, text: str, **fields: Any) -> None:
     file = {"format": "esurge-conversations", "conversations": [{"tree": {"nodes": nodes}}]}
     path = folder / "conversations.json"
     path.write_text(json.dumps(file))
-    tab.upload("#import-file", path)
+    tab.set_input_files("#import-file", path)
 
 
 def small_engine(name: str = "tiny", seed: int = 0) -> Any:

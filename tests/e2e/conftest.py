@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from playwright.sync_api import Page
 
-from tools.chromium import Tab, browser
+from tests.playground import browser
 
 
 @pytest.fixture(scope="module")
-def open_tab() -> Iterator[Callable[..., Tab]]:
+def open_tab() -> Iterator[Callable[..., Page]]:
     with browser() as opener:
         yield opener

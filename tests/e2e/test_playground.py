@@ -14,7 +14,7 @@ from ed_esurge.server.playground import page, policy
 from ed_esurge.server.playground.assembly import assembled
 from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, ScriptedEngine, byte_tokenizer
 
-from tests.playground import ENTER, ESCAPE, ask, button, needs_chromium, said
+from tests.playground import ask, button, failures, needs_chromium, said, until
 
 
 def test_page_contains_no_data_of_the_server() -> None:
@@ -64,14 +64,14 @@ def test_chat_can_be_streamed_and_stopped(open_tab) -> None:
     with background(engine) as url:
         tab = open_tab(url.removesuffix("v1"))
         ask(tab, "hello", wait=False)
-        tab.until("document.querySelectorAll('.turn.assistant strong').length > 2")
+        until(tab, "document.querySelectorAll('.turn.assistant strong').length > 2")
         # The animation does not restart with each frame.
-        assert not tab.js("document.querySelector('.turn.assistant').matches('.fresh')")
-        assert tab.js("document.querySelector('#send').ariaLabel") == "Stop"
-        assert tab.js("document.querySelector('#log').getAttribute('aria-busy')") == "true"
-        tab.press("Escape", ESCAPE)
-        tab.until("document.querySelector('#send').ariaLabel === 'Send'")
-        tab.until("document.querySelector('#spoken').textContent === 'Stopped'")
+        assert not tab.evaluate("document.querySelector('.turn.assistant').matches('.fresh')")
+        assert tab.evaluate("document.querySelector('#send').ariaLabel") == "Stop"
+        assert tab.evaluate("document.querySelector('#log').getAttribute('aria-busy')") == "true"
+        tab.keyboard.press("Escape")
+        until(tab, "document.querySelector('#send').ariaLabel === 'Send'")
+        until(tab, "document.querySelector('#spoken').textContent === 'Stopped'")
         stopped = said(tab)
         assert 0 < len(stopped) < 60 * 5
         (request,) = engine.requests
@@ -80,11 +80,13 @@ def test_chat_can_be_streamed_and_stopped(open_tab) -> None:
             assert time.monotonic() < end
             time.sleep(0.01)
         button(tab, "Continue")
-        tab.until(
-            "document.querySelector('.turn.assistant .branch')?.innerText.includes('2 / 2')", 90
+        until(
+            tab,
+            "document.querySelector('.turn.assistant .branch')?.innerText.includes('2 / 2')",
+            seconds=90,
         )
         assert said(tab).startswith(stopped.partition("*")[0].rstrip())
-        assert tab.failures() == []
+        assert failures(tab) == []
 
 
 @pytest.mark.nightly
@@ -96,28 +98,30 @@ def test_answers_and_edited_questions_create_branches(open_tab) -> None:
         ask(tab, "first")
         assert said(tab) == "1.0"
         button(tab, "Regenerate")
-        tab.until("document.querySelector('.turn.assistant .said').innerText === '2.0'")
+        until(tab, "document.querySelector('.turn.assistant .said').innerText === '2.0'")
         button(tab, "Previous version")
-        tab.until("document.querySelector('.turn.assistant .said').innerText === '1.0'")
+        until(tab, "document.querySelector('.turn.assistant .said').innerText === '1.0'")
         tab.click('.turn.user [aria-label="Edit"]')
-        tab.until("document.activeElement.matches('.edit textarea')")
-        tab.js("document.querySelector('.edit textarea').value = 'other'")
+        until(tab, "document.activeElement.matches('.edit textarea')")
+        tab.evaluate("document.querySelector('.edit textarea').value = 'other'")
         tab.click(".edit .solid")
-        tab.until("document.querySelector('.turn.assistant .said')?.innerText === '3.0'")
-        assert tab.js("document.querySelector('.turn.user .said').innerText") == "other"
-        assert "2 / 2" in tab.js("document.querySelector('.turn.user .branch').innerText")
+        until(tab, "document.querySelector('.turn.assistant .said')?.innerText === '3.0'")
+        assert tab.evaluate("document.querySelector('.turn.user .said').innerText") == "other"
+        assert "2 / 2" in tab.evaluate("document.querySelector('.turn.user .branch').innerText")
         # Several answers of one request are branches as well.
-        tab.js("document.querySelector('#set-n').value = 3")
-        tab.js("document.querySelector('#set-n').dispatchEvent(new Event('input'))")
+        tab.evaluate("document.querySelector('#set-n').value = 3")
+        tab.evaluate("document.querySelector('#set-n').dispatchEvent(new Event('input'))")
         ask(tab, "many")
-        assert "1 / 3" in tab.js("document.querySelector('.turn:last-of-type .branch').innerText")
+        assert "1 / 3" in tab.evaluate(
+            "document.querySelector('.turn:last-of-type .branch').innerText"
+        )
         assert [params.n for params in engine.requests.values()] == [1, 1, 1, 3]
         # The conversation persists after a reload; a new conversation is empty.
-        tab.do("Page.reload")
-        tab.until("document.querySelectorAll('.turn').length === 4")
+        tab.reload()
+        until(tab, "document.querySelectorAll('.turn').length === 4")
         tab.click("#new")
-        tab.until("document.querySelector('.starters')")
-        assert tab.failures() == []
+        until(tab, "document.querySelector('.starters')")
+        assert failures(tab) == []
 
 
 @needs_chromium
@@ -137,31 +141,35 @@ def test_selecting_an_alternative_token_creates_a_branch(open_tab) -> None:
         ask(tab, "greet")
         assert said(tab) == "Grüße an alle"
         tab.click("#heat")
-        tab.until("document.querySelectorAll('.tok').length > 10")
-        assert tab.js("document.querySelector('.tok').getAttribute('aria-label')") == "G, 50.0 %"
-        # A letter of two bytes is shown at its second token.
-        assert tab.js("[...document.querySelectorAll('.tok')].map(t => t.innerText).join('')") == (
-            "Gr…ü…ße an alle</s>"
+        until(tab, "document.querySelectorAll('.tok').length > 10")
+        assert (
+            tab.evaluate("document.querySelector('.tok').getAttribute('aria-label')") == "G, 50.0 %"
         )
-        assert "perplexity 2.00" in tab.js("document.querySelector('.legend').innerText")
-        tab.js("document.querySelector('.tok').focus()")
-        tab.press("ArrowRight", 39)
-        tab.until("document.querySelectorAll('.tok')[1].getAttribute('aria-expanded') === 'true'")
-        rows = tab.js("[...document.querySelectorAll('.popover button')].map(b => b.innerText)")
+        # A letter of two bytes is shown at its second token.
+        assert tab.evaluate(
+            "[...document.querySelectorAll('.tok')].map(t => t.innerText).join('')"
+        ) == ("Gr…ü…ße an alle</s>")
+        assert "perplexity 2.00" in tab.evaluate("document.querySelector('.legend').innerText")
+        tab.evaluate("document.querySelector('.tok').focus()")
+        tab.keyboard.press("ArrowRight")
+        until(tab, "document.querySelectorAll('.tok')[1].getAttribute('aria-expanded') === 'true'")
+        rows = tab.evaluate(
+            "[...document.querySelectorAll('.popover button')].map(b => b.innerText)"
+        )
         assert len(rows) == 5 and rows[0].split() == ["r", "50.0", "%"]
-        tab.press("Escape", ESCAPE)
-        tab.until("document.querySelector('#popover').hidden")
+        tab.keyboard.press("Escape")
+        until(tab, "document.querySelector('#popover').hidden")
         tab.click(".tok:nth-child(2)")
-        tab.press("Enter", ENTER)
-        tab.until("document.activeElement.matches('.popover button')")
-        other = tab.js("document.activeElement.querySelector('code').textContent")
-        tab.press("Enter", ENTER)
-        tab.until("document.querySelectorAll('.turn.assistant .branch').length")
-        tab.until("document.querySelector('.turn.assistant .figures')")
+        tab.keyboard.press("Enter")
+        until(tab, "document.activeElement.matches('.popover button')")
+        other = tab.evaluate("document.activeElement.querySelector('code').textContent")
+        tab.keyboard.press("Enter")
+        until(tab, "document.querySelectorAll('.turn.assistant .branch').length")
+        until(tab, "document.querySelector('.turn.assistant .figures')")
         assert prompts[-1].endswith(f"G{other}")
-        text = tab.js("[...document.querySelectorAll('.tok')].map(t => t.innerText).join('')")
+        text = tab.evaluate("[...document.querySelectorAll('.tok')].map(t => t.innerText).join('')")
         assert text.startswith(f"G{other}Gr")
-        assert tab.failures() == []
+        assert failures(tab) == []
 
 
 @pytest.mark.nightly
@@ -178,16 +186,18 @@ def test_panel_shows_engine_statistics(open_tab) -> None:
         def value(tile: str) -> str:
             return f"document.querySelector('#tile-{tile} .value').innerText"
 
-        tab.until(f"parseFloat({value('speed')}) > 1")
-        tab.until(f"{value('running')} === '1'")
-        assert tab.js(value("cache")) == "25%"
-        assert tab.js(value("prefix")) == "25%"
-        assert tab.js("document.querySelector('#tile-speed path').getAttribute('d').length") > 10
-        assert tab.js("document.querySelector('#state').innerText") == "ready"
-        tab.press("Escape", ESCAPE)
-        tab.until(f"{value('running')} === '0'")
+        until(tab, f"parseFloat({value('speed')}) > 1")
+        until(tab, f"{value('running')} === '1'")
+        assert tab.evaluate(value("cache")) == "25%"
+        assert tab.evaluate(value("prefix")) == "25%"
+        assert (
+            tab.evaluate("document.querySelector('#tile-speed path').getAttribute('d').length") > 10
+        )
+        assert tab.evaluate("document.querySelector('#state').innerText") == "ready"
+        tab.keyboard.press("Escape")
+        until(tab, f"{value('running')} === '0'")
         engine.is_healthy = False
-        tab.until("document.querySelector('#state').innerText === 'not answering'")
+        until(tab, "document.querySelector('#state').innerText === 'not answering'")
 
 
 @pytest.mark.nightly
@@ -195,18 +205,18 @@ def test_panel_shows_engine_statistics(open_tab) -> None:
 def test_page_requests_and_sends_the_api_key(open_tab) -> None:
     with background(ScriptedEngine(lambda prompt, choice: "inside"), api_key="right") as url:
         tab = open_tab(url.removesuffix("v1"))
-        tab.until("document.querySelector('#key-dialog').open")
-        assert tab.js("document.querySelector('#model').value") == ""
+        until(tab, "document.querySelector('#key-dialog').open")
+        assert tab.evaluate("document.querySelector('#model').value") == ""
         for key in ("wrong", "right"):
-            tab.js("document.querySelector('#key-value').value = ''")
-            tab.js("document.querySelector('#key-value').focus()")
-            tab.type(key)
-            tab.press("Enter", ENTER)
+            tab.evaluate("document.querySelector('#key-value').value = ''")
+            tab.evaluate("document.querySelector('#key-value').focus()")
+            tab.keyboard.insert_text(key)
+            tab.keyboard.press("Enter")
             if key == "wrong":
-                tab.until("document.querySelector('#key-error').textContent.includes('API key')")
+                until(tab, "document.querySelector('#key-error').textContent.includes('API key')")
         ask(tab, "hello")
         assert said(tab) == "inside"
-        assert tab.js("localStorage.getItem('esurge.key')") is None
+        assert tab.evaluate("localStorage.getItem('esurge.key')") is None
 
 
 @pytest.mark.nightly
@@ -215,20 +225,20 @@ def test_page_supports_tool_calls_and_results(open_tab) -> None:
     engine = NamedReplies(tokenizer=byte_tokenizer(TOOL_TEMPLATE))
     with background(engine) as url:
         tab = open_tab(url.removesuffix("v1"))
-        tab.js("document.querySelectorAll('.group').forEach((one) => { one.open = true; })")
-        tab.js("document.querySelector('#set-tools').focus()")
-        tab.type("{")
-        tab.until("document.querySelector('#tools-wrong').textContent.includes('not JSON')")
+        tab.evaluate("document.querySelectorAll('.group').forEach((one) => { one.open = true; })")
+        tab.evaluate("document.querySelector('#set-tools').focus()")
+        tab.keyboard.insert_text("{")
+        until(tab, "document.querySelector('#tools-wrong').textContent.includes('not JSON')")
         tab.click("#group-tools button.text")
-        tab.until("document.querySelector('#set-tools').value.includes('weather')")
+        until(tab, "document.querySelector('#set-tools').value.includes('weather')")
         ask(tab, "reply only")
-        tab.until("document.querySelector('.call b').innerText === 'weather'")
-        assert "Zürich" in tab.js("document.querySelector('.call pre').innerText")
-        tab.js("document.querySelector('.call textarea').focus()")
-        tab.type("21 degrees")
+        until(tab, "document.querySelector('.call b').innerText === 'weather'")
+        assert "Zürich" in tab.evaluate("document.querySelector('.call pre').innerText")
+        tab.evaluate("document.querySelector('.call textarea').focus()")
+        tab.keyboard.insert_text("21 degrees")
         tab.click(".call .solid")
-        tab.until("document.querySelectorAll('.turn.tool').length === 1")
-        tab.until("document.querySelector('.turn.assistant:last-of-type .figures')")
+        until(tab, "document.querySelectorAll('.turn.tool').length === 1")
+        until(tab, "document.querySelector('.turn.assistant:last-of-type .figures')")
         assert "21 degrees" in engine.prompts[-1]
         assert '"role": "tool"' in engine.prompts[-1]
 
@@ -239,7 +249,7 @@ def test_playground_sends_schema_with_request(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: '{"rivers": []}')
     with background(engine) as url:
         tab = open_tab(url.removesuffix("v1"))
-        tab.js("document.querySelector('#group-form').open = true")
+        tab.evaluate("document.querySelector('#group-form').open = true")
         tab.click("#group-form button.text")
         ask(tab, "rivers")
         (params,) = engine.requests.values()
@@ -254,11 +264,11 @@ def test_page_continues_texts_without_a_chat_template(open_tab) -> None:
     engine = ScriptedEngine(lambda prompt, choice: " upon", tokenizer=byte_tokenizer(None))
     with background(engine) as url:
         tab = open_tab(url.removesuffix("v1"))
-        tab.until("document.querySelector('#mode-hint').innerText.includes('continues')")
+        until(tab, "document.querySelector('#mode-hint').innerText.includes('continues')")
         ask(tab, "Once")
         assert said(tab) == " upon"
         tab.click("#heat")
-        tab.until("document.querySelector('.tok')?.getAttribute('aria-label') === '␣, 50.0 %'")
+        until(tab, "document.querySelector('.tok')?.getAttribute('aria-label') === '␣, 50.0 %'")
 
 
 @needs_chromium
@@ -267,27 +277,27 @@ def test_playground_fits_phone_width_and_labels_controls(open_tab) -> None:
     with background(ScriptedEngine(lambda prompt, choice: "word " * 30)) as url:
         tab = open_tab(url.removesuffix("v1"), width=360, height=640)
         ask(tab, "a question that is long enough to need two lines on a telephone")
-        assert tab.js("document.documentElement.scrollWidth <= innerWidth")
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         for name in ("engine", "settings"):
             tab.click(f"#open-{name}")
-            tab.until(f"document.activeElement.closest('#{name}')")
-            assert tab.js(f"document.querySelector('#open-{name}').ariaExpanded") == "true"
-            tab.press("Escape", ESCAPE)
-            tab.until(f"document.activeElement.id === 'open-{name}'")
-        tab.js("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+            until(tab, f"document.activeElement.closest('#{name}')")
+            assert tab.evaluate(f"document.querySelector('#open-{name}').ariaExpanded") == "true"
+            tab.keyboard.press("Escape")
+            until(tab, f"document.activeElement.id === 'open-{name}'")
+        tab.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         tab.click("#open-settings")
-        tree = tab.do("Accessibility.getFullAXTree")["nodes"]
+        tree = tab.context.new_cdp_session(tab).send("Accessibility.getFullAXTree")["nodes"]
         roles = {"button", "textbox", "combobox", "slider", "spinbutton", "checkbox", "link"}
         parts = [node for node in tree if node.get("role", {}).get("value") in roles]
         assert len(parts) > 40
         mute = [node for node in parts if not node.get("name", {}).get("value", "").strip()]
         assert not mute
         for scheme in ("dark", "light"):
-            tab.theme(scheme)
-            tab.until(f"document.documentElement.dataset.theme === '{scheme}'")
-        tab.press("Escape", ESCAPE)
-        tab.until("getComputedStyle(document.querySelector('#settings')).visibility === 'hidden'")
+            tab.emulate_media(color_scheme=scheme)
+            until(tab, f"document.documentElement.dataset.theme === '{scheme}'")
+        tab.keyboard.press("Escape")
+        until(tab, "getComputedStyle(document.querySelector('#settings')).visibility === 'hidden'")
         tab.click("#theme")
         tab.click("#theme")
-        assert tab.js("document.documentElement.dataset.theme") == "dark"
-        assert tab.failures() == []
+        assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert failures(tab) == []

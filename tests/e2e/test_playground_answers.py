@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 from ed_esurge.server.launch import background
+from playwright.sync_api import Page
 
 from tests.playground import (
     ask,
     button,
+    failures,
     needs_chromium,
     said,
     set_value,
     small_engine,
+    until,
 )
-from tools.chromium import Tab
 
 pytestmark = [pytest.mark.nightly, needs_chromium]  # engines and a browser start
 TURNS = "document.querySelectorAll('.turn').length"
@@ -42,24 +44,24 @@ def root(engines: dict[str, Any]) -> Iterator[str]:
 
 
 @pytest.fixture
-def tab(open_tab, root: str) -> Tab:
+def tab(open_tab, root: str) -> Page:
     tab = open_tab(root)
-    tab.until("document.querySelector('#model').value")
-    tab.js("document.querySelectorAll('.group').forEach((one) => { one.open = true; })")
+    until(tab, "document.querySelector('#model').value")
+    tab.evaluate("document.querySelectorAll('.group').forEach((one) => { one.open = true; })")
     set_value(tab, "#set-max_tokens", 12)
-    tab.js(RECORD)
+    tab.evaluate(RECORD)
     return tab
 
 
-def sent(tab: Tab) -> dict[str, Any]:
-    return tab.js("sent.at(-1)")
+def sent(tab: Page) -> dict[str, Any]:
+    return tab.evaluate("sent.at(-1)")
 
 
-def test_failed_answer_is_retried_and_left_out_of_the_context(tab: Tab) -> None:
+def test_failed_answer_is_retried_and_left_out_of_the_context(tab: Page) -> None:
     ask(tab, "too long" * 200, wait=False)
-    tab.until(FAILED)
-    assert "context length" in tab.js(f"{FAILED}.innerText")
-    assert "reduce the maximum tokens" in tab.js(f"{FAILED}.innerText")
+    until(tab, FAILED)
+    assert "context length" in tab.evaluate(f"{FAILED}.innerText")
+    assert "reduce the maximum tokens" in tab.evaluate(f"{FAILED}.innerText")
     ask(tab, "next")
     assert [one["content"] for one in sent(tab)["messages"]] == ["next"]
     # Back at the failed turn, another attempt replaces it.
@@ -67,31 +69,32 @@ def test_failed_answer_is_retried_and_left_out_of_the_context(tab: Tab) -> None:
     set_value(tab, "#set-form", "regex", "change")
     set_value(tab, "#set-schema", "(")
     ask(tab, "again", wait=False)
-    tab.until(FAILED)
-    assert "Change the setting" in tab.js(f"{FAILED}.innerText")
+    until(tab, FAILED)
+    assert "Change the setting" in tab.evaluate(f"{FAILED}.innerText")
     set_value(tab, "#set-form", "text", "change")
     tab.click(".failed .strong")
-    tab.until("document.querySelector('.turn:last-of-type .figures')")
-    assert tab.js(f"{TURNS}") == 2
-    assert tab.js("document.querySelector('.branch')") is None
+    until(tab, "document.querySelector('.turn:last-of-type .figures')")
+    assert tab.evaluate(f"{TURNS}") == 2
+    assert tab.evaluate("document.querySelector('.branch')") is None
     assert said(tab)
 
 
-def test_stopped_answer_is_continued_after_a_reload(tab: Tab) -> None:
+def test_stopped_answer_is_continued_after_a_reload(tab: Page) -> None:
     set_value(tab, "#set-max_tokens", 900)
+    set_value(tab, "#set-temperature", 0)  # samples of a random model can end early
     ask(tab, "long", wait=False)
-    tab.until("document.querySelector('.turn.assistant .said')?.innerText.length > 20")
-    tab.press("Escape", 27)
-    tab.until("document.querySelector('#send').ariaLabel === 'Send'")
-    tab.until("document.querySelectorAll('#conversations .open').length === 1")
-    tab.do("Page.reload")
-    tab.until(f"{TURNS} === 2 && document.querySelector('#model').value")
-    text = tab.js("document.querySelector('.turn.assistant .said').textContent")
+    until(tab, "document.querySelector('.turn.assistant .said')?.innerText.length > 20")
+    tab.keyboard.press("Escape")
+    until(tab, "document.querySelector('#send').ariaLabel === 'Send'")
+    until(tab, "document.querySelectorAll('#conversations .open').length === 1")
+    tab.reload()
+    until(tab, f"{TURNS} === 2 && document.querySelector('#model').value")
+    text = tab.evaluate("document.querySelector('.turn.assistant .said').textContent")
     set_value(tab, "#set-max_tokens", 8)
-    tab.js(RECORD)
+    tab.evaluate(RECORD)
     button(tab, "Continue")
-    tab.until("document.querySelector('.branch')?.innerText.includes('2 / 2')")
-    tab.until("document.querySelector('.turn:last-of-type .figures')")
+    until(tab, "document.querySelector('.branch')?.innerText.includes('2 / 2')")
+    until(tab, "document.querySelector('.turn:last-of-type .figures')")
     assert sent(tab)["continue_final_message"] is True
     assert text[:10] in sent(tab)["messages"][-1]["content"]
 
@@ -103,29 +106,29 @@ def test_banner_appears_while_the_server_is_down(open_tab) -> None:
         tab = open_tab(url.removesuffix("v1"))
         set_value(tab, "#set-max_tokens", 8)
         ask(tab, "before")
-    tab.until("!document.querySelector('#banner').hidden")
-    assert "Next attempt in" in tab.js("document.querySelector('#banner').innerText")
+    until(tab, "!document.querySelector('#banner').hidden")
+    assert "Next attempt in" in tab.evaluate("document.querySelector('#banner').innerText")
     ask(tab, "while the server is down", wait=False)
-    tab.until(FAILED)
-    assert "connection" in tab.js(f"{FAILED}.innerText")
+    until(tab, FAILED)
+    assert "connection" in tab.evaluate(f"{FAILED}.innerText")
     port = int(url.split(":")[2].split("/")[0])
     with background(engine, port=port):
         tab.click("#reconnect-now")
-        tab.until("document.querySelector('#banner').hidden")
+        until(tab, "document.querySelector('#banner').hidden")
         tab.click(".turn:last-of-type .failed .strong")
-        tab.until("document.querySelector('.turn:last-of-type .figures')")
+        until(tab, "document.querySelector('.turn:last-of-type .figures')")
         assert said(tab)
 
 
-def test_edited_answer_is_a_version_that_later_requests_contain(tab: Tab) -> None:
+def test_edited_answer_is_a_version_that_later_requests_contain(tab: Page) -> None:
     ask(tab, "question")
     button(tab, "Edit")
-    tab.until("document.activeElement.matches('.edit textarea')")
+    until(tab, "document.activeElement.matches('.edit textarea')")
     set_value(tab, ".edit textarea", "My **own** answer")
     tab.click(".edit .solid")
-    tab.until("document.querySelector('.turn.assistant strong')?.innerText === 'own'")
-    assert "2 / 2" in tab.js("document.querySelector('.branch').innerText")
-    assert "edited" in tab.js("document.querySelector('.turn.assistant .who').innerText")
+    until(tab, "document.querySelector('.turn.assistant strong')?.innerText === 'own'")
+    assert "2 / 2" in tab.evaluate("document.querySelector('.branch').innerText")
+    assert "edited" in tab.evaluate("document.querySelector('.turn.assistant .who').innerText")
     ask(tab, "next")
     messages = [(one["role"], one["content"]) for one in sent(tab)["messages"]]
     assert messages == [
@@ -135,96 +138,98 @@ def test_edited_answer_is_a_version_that_later_requests_contain(tab: Tab) -> Non
     ]
 
 
-def test_presets_restore_all_settings(tab: Tab) -> None:
+def test_presets_restore_all_settings(tab: Page) -> None:
     set_value(tab, "#set-temperature", 0.25)
     set_value(tab, "#set-system", "Be short.")
     tab.click("#group-presets button:last-of-type")
-    assert "name" in tab.js("document.querySelector('#preset-wrong').textContent")
+    assert "name" in tab.evaluate("document.querySelector('#preset-wrong').textContent")
     set_value(tab, "#preset-name", "short")
     tab.click("#group-presets button:last-of-type")
-    tab.until("document.querySelector('#preset').value === 'short'")
+    until(tab, "document.querySelector('#preset').value === 'short'")
     tab.click("#defaults")
-    assert tab.js("document.querySelector('#set-temperature-number').value") == "0.7"
-    tab.do("Page.reload")
-    tab.until("document.querySelector('#model')?.value")
-    tab.js("document.querySelectorAll('.group').forEach((one) => { one.open = true; })")
-    tab.js(RECORD)
+    assert tab.evaluate("document.querySelector('#set-temperature-number').value") == "0.7"
+    tab.reload()
+    until(tab, "document.querySelector('#model')?.value")
+    tab.evaluate("document.querySelectorAll('.group').forEach((one) => { one.open = true; })")
+    tab.evaluate(RECORD)
     set_value(tab, "#preset", "short", "change")
     ask(tab, "hello")
     body = sent(tab)
     assert body["temperature"] == 0.25 and body["max_tokens"] == 12
     assert body["messages"][0] == {"role": "system", "content": "Be short."}
     tab.click('#group-presets [aria-label="Delete the preset"]')
-    assert tab.js("document.querySelector('#preset').options.length") == 1
+    assert tab.evaluate("document.querySelector('#preset').options.length") == 1
 
 
-def test_empty_field_shows_the_number_that_is_sent(tab: Tab) -> None:
+def test_empty_field_shows_the_number_that_is_sent(tab: Page) -> None:
     set_value(tab, "#set-max_tokens", "")
-    shown = tab.until("document.querySelector('#set-max_tokens').placeholder")
+    shown = until(tab, "document.querySelector('#set-max_tokens').placeholder")
     ask(tab, "hello", wait=False)
-    tab.until("sent.length")
+    until(tab, "sent.length")
     assert sent(tab)["max_tokens"] == int(shown) == 512
     assert "seed" not in sent(tab)
-    assert tab.js("document.querySelector('#set-seed').placeholder") == "random"
-    tab.press("Escape", 27)
+    assert tab.evaluate("document.querySelector('#set-seed').placeholder") == "random"
+    tab.keyboard.press("Escape")
 
 
-def test_answer_follows_the_grammar(tab: Tab) -> None:
+def test_answer_follows_the_grammar(tab: Page) -> None:
     set_value(tab, "#set-schema", 'start: "yes" | "no"')
     set_value(tab, "#set-form", "grammar", "change")
     ask(tab, "hello")
     assert said(tab) in ("yes", "no")
-    assert tab.js("document.querySelector('#group-form .set').textContent") == "grammar"
+    assert tab.evaluate("document.querySelector('#group-form .set').textContent") == "grammar"
 
 
-def test_copying_shows_its_result_without_the_clipboard_interface(tab: Tab) -> None:
+def test_copying_shows_its_result_without_the_clipboard_interface(tab: Page) -> None:
     ask(tab, "hello")
-    tab.js("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
-    tab.js(
+    tab.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    tab.evaluate(
         "document.addEventListener('copy', () => { window.copied = getSelection().toString() "
         "|| document.activeElement.value; })"
     )
     button(tab, "Copy")
-    tab.until("document.querySelector('.tip')?.textContent === 'Copied'")
-    tab.until("document.querySelector('#spoken').textContent === 'Copied'")
-    assert tab.js("window.copied.length") > 0
-    tab.until("!document.querySelector('.tip')")
-    assert tab.failures() == []
+    until(tab, "document.querySelector('.tip')?.textContent === 'Copied'")
+    until(tab, "document.querySelector('#spoken').textContent === 'Copied'")
+    assert tab.evaluate("window.copied.length") > 0
+    until(tab, "!document.querySelector('.tip')")
+    assert failures(tab) == []
 
 
-def test_two_models_answer_side_by_side(tab: Tab) -> None:
+def test_two_models_answer_side_by_side(tab: Page) -> None:
     set_value(tab, "#set-temperature", 0)
     tab.click("#compare")
     set_value(tab, "#compare-model", "second", "change")
     ask(tab, "compare")
-    tab.until("document.querySelectorAll('.side .figures').length === 2")
+    until(tab, "document.querySelectorAll('.side .figures').length === 2")
     names = "[...document.querySelectorAll('.side .who')].map((one) => one.innerText)"
-    assert [name.split(" · ")[0] for name in tab.js(names)] == ["first", "second"]
-    answers = tab.js("[...document.querySelectorAll('.side .said')].map((one) => one.innerText)")
+    assert [name.split(" · ")[0] for name in tab.evaluate(names)] == ["first", "second"]
+    answers = tab.evaluate(
+        "[...document.querySelectorAll('.side .said')].map((one) => one.innerText)"
+    )
     left, right = (
-        tab.js(f"document.querySelectorAll('.side')[{place}].getBoundingClientRect().left")
+        tab.evaluate(f"document.querySelectorAll('.side')[{place}].getBoundingClientRect().left")
         for place in (0, 1)
     )
     assert right > left + 100
     assert answers[0] != answers[1]
-    models = tab.js("sent.map((one) => one.model)")
+    models = tab.evaluate("sent.map((one) => one.model)")
     assert sorted(models) == ["first", "second"]
     # The conversation continues with the chosen answer, also after a reload.
-    tab.js("document.querySelectorAll('.choose')[1].click()")
-    tab.until("document.querySelectorAll('.choose')[1]?.ariaPressed === 'true'")
-    tab.do("Page.reload")
-    tab.until("document.querySelectorAll('.choose')[1]?.ariaPressed === 'true'")
-    tab.until("document.querySelector('#model').value")
-    tab.js(RECORD)
+    tab.evaluate("document.querySelectorAll('.choose')[1].click()")
+    until(tab, "document.querySelectorAll('.choose')[1]?.ariaPressed === 'true'")
+    tab.reload()
+    until(tab, "document.querySelectorAll('.choose')[1]?.ariaPressed === 'true'")
+    until(tab, "document.querySelector('#model').value")
+    tab.evaluate(RECORD)
     tab.click("#compare")
     ask(tab, "next", wait=False)
-    tab.until(f"{TURNS} === 4 && document.querySelector('.turn:last-of-type .figures')")
+    until(tab, f"{TURNS} === 4 && document.querySelector('.turn:last-of-type .figures')")
     nodes = json.dumps([one["role"] for one in sent(tab)["messages"]])
     assert nodes == '["user", "assistant", "user"]'
-    assert tab.failures() == []
+    assert failures(tab) == []
 
 
-def test_two_settings_answer_side_by_side(tab: Tab) -> None:
+def test_two_settings_answer_side_by_side(tab: Page) -> None:
     set_value(tab, "#set-temperature", 2)
     set_value(tab, "#preset-name", "hot")
     tab.click("#group-presets button:last-of-type")
@@ -232,6 +237,6 @@ def test_two_settings_answer_side_by_side(tab: Tab) -> None:
     tab.click("#compare")
     set_value(tab, "#compare-preset", "hot", "change")
     ask(tab, "compare")
-    tab.until("document.querySelectorAll('.side .figures').length === 2")
-    assert sorted(tab.js("sent.map((one) => one.temperature)")) == [0, 2]
-    assert "hot" in tab.js("document.querySelectorAll('.side .who')[1].innerText")
+    until(tab, "document.querySelectorAll('.side .figures').length === 2")
+    assert sorted(tab.evaluate("sent.map((one) => one.temperature)")) == [0, 2]
+    assert "hot" in tab.evaluate("document.querySelectorAll('.side .who')[1].innerText")

@@ -14,11 +14,11 @@ import pytest
 from ed_esurge.command.load import add_model_arguments, served_engine
 from ed_esurge.server.launch import background
 from ed_infra.testing import require_torch
+from playwright.sync_api import Page
 
 from tests.image_checkpoints import save_checkpoint
-from tests.playground import ask, needs_chromium, set_value
+from tests.playground import ask, failures, needs_chromium, set_value, until
 from tests.speech_cases import RATE, recording, write_whisper
-from tools.chromium import Tab
 
 Image = pytest.importorskip("PIL.Image")
 pytestmark = [pytest.mark.nightly, needs_chromium]
@@ -54,11 +54,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url.removesuffix("v1")
 
 
-def give(tab: Tab, data: bytes, kind: str, name: str, how: str) -> None:
+def give(tab: Page, data: bytes, kind: str, name: str, how: str) -> None:
     import base64
 
     text = base64.b64encode(data).decode()
-    tab.js(f"{GIVE}({text!r}, {kind!r}, {name!r}, {how!r})")
+    tab.evaluate(f"{GIVE}({text!r}, {kind!r}, {name!r}, {how!r})")
 
 
 def png(color: tuple[int, int, int]) -> bytes:
@@ -79,46 +79,48 @@ def wav(samples: np.ndarray) -> bytes:
 
 def test_pasted_and_dropped_images_are_sent_to_a_vision_model(open_tab, root: str) -> None:
     tab = open_tab(root)
-    tab.until("!document.querySelector('#attach').hidden")
+    until(tab, "!document.querySelector('#attach').hidden")
     set_value(tab, "#set-max_tokens", 8)
     set_value(tab, "#set-temperature", 0)
     give(tab, png((250, 20, 20)), "image/png", "red.png", "paste")
-    tab.until("document.querySelectorAll('.attachment').length === 1")
+    until(tab, "document.querySelectorAll('.attachment').length === 1")
     give(tab, png((20, 20, 250)), "image/png", "blue.png", "drop")
-    tab.until("document.querySelectorAll('.attachment').length === 2")
+    until(tab, "document.querySelectorAll('.attachment').length === 2")
     give(tab, struct.pack("<I", 7), "application/zip", "no.zip", "drop")
-    assert "image or an audio file" in tab.until("document.querySelector('.notice')?.innerText")
+    assert "image or an audio file" in until(tab, "document.querySelector('.notice')?.innerText")
     tab.click('.attachment [aria-label="Remove image 2"]')
-    tab.js(
+    tab.evaluate(
         "window.sent = []; const real = fetch; window.fetch = (path, options) => {"
         "if (String(path).includes('completions')) sent.push(JSON.parse(options.body));"
-        "return real(path, options); }"
+        "return real(path, options); }; 0"  # `evaluate` calls a value that is a function
     )
     ask(tab, "what is this")
-    parts = tab.js("sent[0].messages[0].content.map((one) => one.type)")
+    parts = tab.evaluate("sent[0].messages[0].content.map((one) => one.type)")
     assert parts == ["image_url", "text"]
-    assert tab.js("document.querySelectorAll('.turn.user img').length") == 1
-    assert "8 tokens" in tab.js("document.querySelector('.turn.assistant .figures').innerText")
+    assert tab.evaluate("document.querySelectorAll('.turn.user img').length") == 1
+    assert "8 tokens" in tab.evaluate(
+        "document.querySelector('.turn.assistant .figures').innerText"
+    )
     # The image persists after a reload.
-    tab.do("Page.reload")
-    tab.until("document.querySelector('.turn.user img')?.naturalWidth === 28")
-    assert tab.failures() == []
+    tab.reload()
+    until(tab, "document.querySelector('.turn.user img')?.naturalWidth === 28")
+    assert failures(tab) == []
 
 
 def test_recording_is_transcribed_into_the_prompt(open_tab, root: str) -> None:
     tab = open_tab(root)
-    tab.until("!document.querySelector('#attach').hidden")
-    tab.js(
+    until(tab, "!document.querySelector('#attach').hidden")
+    tab.evaluate(
         "window.heard = []; const real = fetch; window.fetch = async (path, options) => {"
         "const answer = await real(path, options);"
         "if (String(path).includes('transcriptions')) "
         "heard.push((await answer.clone().json()).text);"
-        "return answer; }"
+        "return answer; }; 0"
     )
     give(tab, wav(recording(0.8)), "audio/wav", "tone.wav", "drop")
-    tab.until("heard.length === 1 && !document.querySelector('.transcribing')")
+    until(tab, "heard.length === 1 && !document.querySelector('.transcribing')")
     # An input changes line ends, which a random model can produce.
     plain = "((text) => text.replace(/[\\r\\n]+/g, ' ').trim())"
-    assert tab.js("heard[0].length") > 0
-    assert tab.js(f"{plain}(document.querySelector('#prompt').value) === {plain}(heard[0])")
-    assert tab.failures() == []
+    assert tab.evaluate("heard[0].length") > 0
+    assert tab.evaluate(f"{plain}(document.querySelector('#prompt').value) === {plain}(heard[0])")
+    assert failures(tab) == []

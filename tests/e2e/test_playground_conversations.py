@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ed_esurge.server.launch import background
+from playwright.sync_api import Page
 
-from tests.playground import ENTER, ESCAPE, ask, button, needs_chromium, said, small_engine
-from tools.chromium import Tab
+from tests.playground import (
+    ask,
+    button,
+    download,
+    failures,
+    needs_chromium,
+    said,
+    small_engine,
+    until,
+)
 
 pytestmark = [pytest.mark.nightly, needs_chromium]  # an engine and a browser start
 TITLES = "[...document.querySelectorAll('#conversations .open')].map((one) => one.textContent)"
@@ -26,27 +34,18 @@ def root() -> Iterator[str]:
 
 
 @pytest.fixture
-def tab(open_tab, root: str) -> Tab:
+def tab(open_tab, root: str) -> Page:
     tab = open_tab(root)
-    tab.until("document.querySelector('#model').value")
-    tab.js("document.querySelector('#group-penalties').open = true")
-    tab.js("document.querySelector('#set-max_tokens').value = 12")
-    tab.js("document.querySelector('#set-max_tokens').dispatchEvent(new Event('input'))")
+    until(tab, "document.querySelector('#model').value")
+    tab.evaluate("document.querySelector('#group-penalties').open = true")
+    tab.evaluate("document.querySelector('#set-max_tokens').value = 12")
+    tab.evaluate("document.querySelector('#set-max_tokens').dispatchEvent(new Event('input'))")
     return tab
 
 
-def titles(tab: Tab, *expected: str) -> None:
+def titles(tab: Page, *expected: str) -> None:
     text = json.dumps(expected, separators=(",", ":"))
-    tab.until(f"JSON.stringify({TITLES}) === {json.dumps(text)}")
-
-
-def downloaded(folder: Path, ending: str) -> str:
-    end = time.monotonic() + 10
-    while not (found := [*folder.glob(f"*.{ending}")]):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    time.sleep(0.2)
-    return found[0].read_text("utf-8")
+    until(tab, f"JSON.stringify({TITLES}) === {json.dumps(text)}")
 
 
 def letters(text: str) -> str:
@@ -54,87 +53,85 @@ def letters(text: str) -> str:
     return "".join(re.findall(r"[A-Za-z0-9]", text))
 
 
-def tokens(tab: Tab) -> list[Any]:
-    return tab.js(
+def tokens(tab: Page) -> list[Any]:
+    return tab.evaluate(
         "[...document.querySelectorAll('.tok[role]')].map((one) => one.getAttribute('aria-label'))"
     )
 
 
-def test_conversation_and_its_probabilities_persist_after_a_reload(tab: Tab) -> None:
+def test_conversation_and_its_probabilities_persist_after_a_reload(tab: Page) -> None:
     ask(tab, "The first question\nwith a second line")
     tab.click("#heat")
-    tab.until("document.querySelectorAll('.tok').length >= 12")
+    until(tab, "document.querySelectorAll('.tok').length >= 12")
     before, probabilities = said(tab), tokens(tab)
     assert all("%" in one for one in probabilities)
     titles(tab, "The first question")
-    tab.do("Page.reload")
-    tab.until("document.querySelectorAll('.tok').length >= 12")
+    tab.reload()
+    until(tab, "document.querySelectorAll('.tok').length >= 12")
     assert (said(tab), tokens(tab)) == (before, probabilities)
     button(tab, "Regenerate")
-    tab.until("document.querySelector('.turn.assistant .branch')?.innerText.includes('2 / 2')")
-    assert tab.failures() == []
+    until(tab, "document.querySelector('.turn.assistant .branch')?.innerText.includes('2 / 2')")
+    assert failures(tab) == []
 
 
-def test_conversations_are_listed_renamed_and_deleted_with_undo(tab: Tab) -> None:
+def test_conversations_are_listed_renamed_and_deleted_with_undo(tab: Page) -> None:
     ask(tab, "one")
     first = said(tab)
     tab.click("#new")
     ask(tab, "two")
     titles(tab, "two", "one")
     tab.click('#conversations [aria-label="Rename the conversation"]')
-    tab.until("document.activeElement.matches('.rename')")
-    tab.js("document.activeElement.select()")
-    tab.type("A name")
-    tab.press("Enter", ENTER)
+    until(tab, "document.activeElement.matches('.rename')")
+    tab.evaluate("document.activeElement.select()")
+    tab.keyboard.insert_text("A name")
+    tab.keyboard.press("Enter")
     titles(tab, "A name", "one")
-    tab.js("document.querySelectorAll('#conversations .open')[1].click()")
-    tab.until("document.querySelector('.turn.user .said').innerText === 'one'")
+    tab.evaluate("document.querySelectorAll('#conversations .open')[1].click()")
+    until(tab, "document.querySelector('.turn.user .said').innerText === 'one'")
     assert said(tab) == first
     tab.click('#conversations [aria-label="Delete the conversation"]')
     titles(tab, "A name")
-    tab.until("document.querySelector('.starters')")
+    until(tab, "document.querySelector('.starters')")
     tab.click(".notice .strong")
     titles(tab, "A name", "one")
-    tab.until("document.querySelector('.turn.user .said')?.innerText === 'one'")
+    until(tab, "document.querySelector('.turn.user .said')?.innerText === 'one'")
     tab.click('#conversations [aria-label="Delete the conversation"]')
     titles(tab, "A name")
-    tab.do("Page.reload")
+    tab.reload()
     titles(tab, "A name")
     # The name persists after another question.
     tab.click("#conversations .open")
-    tab.until("document.querySelectorAll('.turn').length === 2")
+    until(tab, "document.querySelectorAll('.turn').length === 2")
     ask(tab, "three")
     titles(tab, "A name")
-    tab.press("Escape", ESCAPE)
-    assert tab.failures() == []
+    tab.keyboard.press("Escape")
+    assert failures(tab) == []
 
 
 def test_export_and_import_keep_messages_and_probabilities(
-    tab: Tab, open_tab, root: str, tmp_path: Path
+    tab: Page, open_tab, root: str, tmp_path: Path
 ) -> None:
     ask(tab, "exported")
     button(tab, "Regenerate")
-    tab.until("document.querySelector('.turn.assistant .branch')?.innerText.includes('2 / 2')")
+    until(tab, "document.querySelector('.turn.assistant .branch')?.innerText.includes('2 / 2')")
     answer = said(tab)
-    tab.downloads_to(tmp_path)
-    tab.click("#export-all")
-    text = downloaded(tmp_path, "json")
-    (conversation,) = json.loads(text)["conversations"]
+    exported = download(tab, "#export-all", tmp_path)
+    (conversation,) = json.loads(exported.read_text("utf-8"))["conversations"]
     assert len(conversation["tree"]["nodes"]) == 4
     other = open_tab(root)
-    other.until("document.querySelector('#model').value")
-    other.upload("#import-file", next(tmp_path.glob("*.json")))
+    until(other, "document.querySelector('#model').value")
+    other.set_input_files("#import-file", exported)
     titles(other, "exported")
-    other.until("document.querySelectorAll('.turn').length === 2")
+    until(other, "document.querySelectorAll('.turn').length === 2")
     assert said(other) == answer
     other.click("#heat")
-    other.until("document.querySelectorAll('.tok').length >= 12")
+    until(other, "document.querySelectorAll('.tok').length >= 12")
     button(other, "Previous version")
-    other.until("document.querySelector('.branch').innerText.includes('1 / 2')")
-    assert other.failures() == []
+    until(other, "document.querySelector('.branch').innerText.includes('1 / 2')")
+    assert failures(other) == []
 
 
-def test_files_that_are_no_export_change_nothing(tab: Tab, tmp_path: Path) -> None:
+def test_files_that_are_no_export_change_nothing(tab: Page, tmp_path: Path) -> None:
     user = {"role": "user", "text": "a", "kids": [], "pick": 0}
 
     def export(**nodes: Any) -> str:
@@ -154,31 +151,30 @@ def test_files_that_are_no_export_change_nothing(tab: Tab, tmp_path: Path) -> No
     for number, (reason, content) in enumerate(wrong.items()):
         path = tmp_path / f"{number}.json"
         path.write_text(content)
-        tab.js("document.querySelector('#notices').replaceChildren()")
-        tab.upload("#import-file", path)
-        notice = tab.until("document.querySelector('.notice span')?.textContent")
+        tab.evaluate("document.querySelector('#notices').replaceChildren()")
+        tab.set_input_files("#import-file", path)
+        notice = until(tab, "document.querySelector('.notice span')?.textContent")
         assert "Nothing is imported" in notice and reason in notice
-    assert tab.js(TITLES) == []
+    assert tab.evaluate(TITLES) == []
 
 
 def test_shared_page_shows_the_conversation_without_a_server(
-    tab: Tab, open_tab, tmp_path: Path
+    tab: Page, open_tab, tmp_path: Path
 ) -> None:
     ask(tab, "a question to share")
     answer = said(tab)
     tab.click("#heat")
-    tab.until("document.querySelectorAll('.tok').length >= 12")
+    until(tab, "document.querySelectorAll('.tok').length >= 12")
     count = len(tokens(tab))
-    tab.downloads_to(tmp_path)
-    tab.click('#conversations [aria-label="Save as a page to share"]')
-    page = downloaded(tmp_path, "html")
+    path = download(tab, '#conversations [aria-label="Save as a page to share"]', tmp_path)
+    page = path.read_text("utf-8")
     assert "<script" not in page and "http:" not in page.replace("http://www.w3.org", "")
     assert "<button" not in page and "default-src 'none'" in page
-    shared = open_tab(next(tmp_path.glob("*.html")).as_uri())
-    shared.until("document.querySelectorAll('.turn').length === 2")
-    assert shared.js("document.title") == "a question to share"
-    assert shared.js("document.querySelectorAll('.tok[title]').length") >= count
-    shared.until("getComputedStyle(document.querySelector('.tok[title]')).backgroundColor")
+    shared = open_tab(path.as_uri())
+    until(shared, "document.querySelectorAll('.turn').length === 2")
+    assert shared.evaluate("document.title") == "a question to share"
+    assert shared.evaluate("document.querySelectorAll('.tok[title]').length") >= count
+    until(shared, "getComputedStyle(document.querySelector('.tok[title]')).backgroundColor")
     shown = "[...document.querySelectorAll('.tok:not(.mark-only)')].map((one) => one.textContent)"
-    assert letters("".join(shared.js(shown)).removesuffix("</s>")) == letters(answer)
-    assert shared.failures() == []
+    assert letters("".join(shared.evaluate(shown)).removesuffix("</s>")) == letters(answer)
+    assert failures(shared) == []

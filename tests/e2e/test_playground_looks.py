@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
+from playwright.sync_api import Page
 
 from tests.e2e.test_playground_markdown import DOCUMENT
-from tests.playground import ask, import_answer, needs_chromium
-from tools.chromium import Tab
+from tests.playground import ask, failures, import_answer, needs_chromium, until
 
 pytestmark = [pytest.mark.nightly, needs_chromium]
 
@@ -79,40 +79,40 @@ def root() -> Any:
         yield url.removesuffix("v1")
 
 
-def prepare(tab: Tab, folder: Path) -> None:
+def prepare(tab: Page, folder: Path) -> None:
     """Show every kind of text: Markdown, probabilities, an error, a banner and a notice."""
     ask(tab, "hello")
     import_answer(tab, folder, DOCUMENT, error={"message": "An error", "code": "code"})
-    tab.until("document.querySelector('table')")
-    tab.js(OPEN_GROUPS)
-    tab.js("document.querySelector('#banner').hidden = false")
-    tab.js("document.querySelector('#set-tools').value = '{'")
-    tab.js("document.querySelector('#set-tools').dispatchEvent(new Event('input'))")
-    tab.js("document.querySelector('#compare').click()")
-    tab.js("document.documentElement.style.setProperty('--none', 0)")
+    until(tab, "document.querySelector('table')")
+    tab.evaluate(OPEN_GROUPS)
+    tab.evaluate("document.querySelector('#banner').hidden = false")
+    tab.evaluate("document.querySelector('#set-tools').value = '{'")
+    tab.evaluate("document.querySelector('#set-tools').dispatchEvent(new Event('input'))")
+    tab.evaluate("document.querySelector('#compare').click()")
+    tab.evaluate("document.documentElement.style.setProperty('--none', 0)")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_have_a_contrast_of_4_5(open_tab, root: str, scheme: str, tmp_path: Path) -> None:
     tab = open_tab(root)
-    tab.theme(scheme)
-    tab.until(f"document.documentElement.dataset.theme === '{scheme}'")
+    tab.emulate_media(color_scheme=scheme)
+    until(tab, f"document.documentElement.dataset.theme === '{scheme}'")
     prepare(tab, tmp_path)
     # The end of the animation of a new turn.
-    tab.js("Promise.all(document.getAnimations().map((one) => one.finished))")
-    measured = tab.js(CONTRASTS)
-    tab.js("document.querySelectorAll('#conversations .open')[1].click()")
-    tab.until("document.querySelectorAll('.turn').length === 2")
+    tab.evaluate("Promise.all(document.getAnimations().map((one) => one.finished))")
+    measured = tab.evaluate(CONTRASTS)
+    tab.evaluate("document.querySelectorAll('#conversations .open')[1].click()")
+    until(tab, "document.querySelectorAll('.turn').length === 2")
     tab.click("#heat")
-    tab.until("document.querySelector('.tok')")
-    tab.js(
+    until(tab, "document.querySelector('.tok')")
+    tab.evaluate(
         "document.querySelectorAll('.tok').forEach((one, place, all) => "
         "one.style.setProperty('--l', place / all.length))"
     )
     tab.click(".tok")
-    tab.until("!document.querySelector('#popover').hidden")
-    tab.js("Promise.all(document.getAnimations().map((one) => one.finished))")
-    measured += tab.js(CONTRASTS)
+    until(tab, "!document.querySelector('#popover').hidden")
+    tab.evaluate("Promise.all(document.getAnimations().map((one) => one.finished))")
+    measured += tab.evaluate(CONTRASTS)
     assert len(measured) > 150
     assert not [one for one in measured if one[0] < 4.5]
 
@@ -122,37 +122,37 @@ def test_controls_on_phones_have_44_pixels_and_inputs_16(
 ) -> None:
     tab = open_tab(root, width=360, height=640)
     prepare(tab, tmp_path)
-    measured = tab.js(SIZES)
+    measured = tab.evaluate(SIZES)
     for name in ("history", "engine", "settings"):
         tab.click(f"#open-{name}")
-        tab.until(f"getComputedStyle(document.querySelector('#{name}')).visibility === 'visible'")
-        measured += tab.js(SIZES)
-        tab.js(f"document.querySelector('#{name} .close').click()")
-        tab.until(f"getComputedStyle(document.querySelector('#{name}')).visibility === 'hidden'")
-    tab.js("document.querySelector('#key').click()")
-    measured += tab.js(SIZES)
+        until(tab, f"getComputedStyle(document.querySelector('#{name}')).visibility === 'visible'")
+        measured += tab.evaluate(SIZES)
+        tab.evaluate(f"document.querySelector('#{name} .close').click()")
+        until(tab, f"getComputedStyle(document.querySelector('#{name}')).visibility === 'hidden'")
+    tab.evaluate("document.querySelector('#key').click()")
+    measured += tab.evaluate(SIZES)
     assert len(measured) > 60
     assert not [one for one in measured if min(one[:2]) < 43.99]
     kinds = ("INPUT", "TEXTAREA", "SELECT")
     assert not [one for one in measured if one[3] in kinds and one[2] < 16]
-    assert tab.js("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_columns_can_be_hidden_and_stay_hidden(open_tab, root: str) -> None:
     tab = open_tab(root)
-    tab.until("document.querySelector('#model').value")
+    until(tab, "document.querySelector('#model').value")
     width = "document.querySelector('main').getBoundingClientRect().width"
-    before = tab.js(width)
+    before = tab.evaluate(width)
     tab.click("#open-settings")
-    assert tab.js(width) > before + 250
-    assert tab.js("document.querySelector('#open-settings').ariaExpanded") == "false"
+    assert tab.evaluate(width) > before + 250
+    assert tab.evaluate("document.querySelector('#open-settings').ariaExpanded") == "false"
     tab.click("#open-engine")
     tab.click("#open-history")
-    assert tab.js(width) == 1280
-    tab.do("Page.reload")
-    tab.until("document.querySelector('#model')?.value")
-    assert tab.js(width) == 1280
+    assert tab.evaluate(width) == 1280
+    tab.reload()
+    until(tab, "document.querySelector('#model')?.value")
+    assert tab.evaluate(width) == 1280
     for name in ("settings", "engine", "history"):
         tab.click(f"#open-{name}")
-    assert tab.js(width) == before
-    assert tab.failures() == []
+    assert tab.evaluate(width) == before
+    assert failures(tab) == []

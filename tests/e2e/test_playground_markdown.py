@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 import pytest
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
+from playwright.sync_api import Page
 
-from tests.playground import import_answer, needs_chromium
-from tools.chromium import Tab
+from tests.playground import failures, import_answer, needs_chromium, until
 
 SAID = "document.querySelector('.turn.assistant .said')"
 DOCUMENT = """# Heading
@@ -64,47 +64,47 @@ $\\text{</mtext><script>window.stolen=1</script>}$ $\\href{javascript:window.sto
 
 
 @pytest.fixture
-def tab(open_tab) -> Iterator[Tab]:
+def tab(open_tab) -> Iterator[Page]:
     with background(ScriptedEngine()) as url:
         yield open_tab(url.removesuffix("v1"))
 
 
-def count(tab: Tab, selector: str) -> int:
-    return tab.js(f"{SAID}.querySelectorAll({selector!r}).length")
+def count(tab: Page, selector: str) -> int:
+    return tab.evaluate(f"{SAID}.querySelectorAll({selector!r}).length")
 
 
-def texts(tab: Tab, selector: str) -> list[str]:
-    return tab.js(f"[...{SAID}.querySelectorAll({selector!r})].map((one) => one.textContent)")
+def texts(tab: Page, selector: str) -> list[str]:
+    return tab.evaluate(f"[...{SAID}.querySelectorAll({selector!r})].map((one) => one.textContent)")
 
 
 @needs_chromium
-def test_text_of_a_model_creates_no_script_and_no_unsafe_link(tab: Tab, tmp_path: Path) -> None:
+def test_text_of_a_model_creates_no_script_and_no_unsafe_link(tab: Page, tmp_path: Path) -> None:
     import_answer(tab, tmp_path, HOSTILE)
-    tab.until(f"{SAID}?.querySelector('table')")
+    until(tab, f"{SAID}?.querySelector('table')")
     assert count(tab, "script, img, svg, iframe, object, embed, form, input, style") == 0
-    links = tab.js(f"[...{SAID}.querySelectorAll('a')].map((one) => [one.href, one.rel])")
+    links = tab.evaluate(f"[...{SAID}.querySelectorAll('a')].map((one) => [one.href, one.rel])")
     assert links
     assert all(urlsplit(href).scheme == "https" for href, _ in links)
     assert all("noopener" in rel and "noreferrer" in rel for _, rel in links)
-    attributes = tab.js(
+    attributes = tab.evaluate(
         f"[...{SAID}.querySelectorAll('*')].flatMap((one) => one.getAttributeNames())"
     )
     assert not [name for name in attributes if name.startswith("on")]
     for link in range(len(links)):
-        tab.js(f"{SAID}.querySelectorAll('a')[{link}].dispatchEvent(new Event('mouseover'))")
-    assert tab.js("window.stolen ?? null") is None
+        tab.evaluate(f"{SAID}.querySelectorAll('a')[{link}].dispatchEvent(new Event('mouseover'))")
+    assert tab.evaluate("window.stolen ?? null") is None
     # The source of hostile text is visible, and the page sent no request to another host.
-    assert "<script>window.stolen = 1</script>" in tab.js(f"{SAID}.innerText")
-    assert tab.failures() == []
+    assert "<script>window.stolen = 1</script>" in tab.evaluate(f"{SAID}.innerText")
+    assert failures(tab) == []
 
 
 @pytest.mark.nightly
 @needs_chromium
-def test_markdown_has_the_elements_of_its_marks(tab: Tab, tmp_path: Path) -> None:
+def test_markdown_has_the_elements_of_its_marks(tab: Page, tmp_path: Path) -> None:
     import_answer(tab, tmp_path, DOCUMENT)
-    tab.until(f"{SAID}?.querySelector('table')")
+    until(tab, f"{SAID}?.querySelector('table')")
     assert texts(tab, "h3") == ["Heading"]
-    assert tab.js(f"{SAID}.querySelector('a').href") == "https://example.org/a_(b)?x=1"
+    assert tab.evaluate(f"{SAID}.querySelector('a').href") == "https://example.org/a_(b)?x=1"
     assert texts(tab, "strong") == ["bold with emphasis"]
     assert texts(tab, "strong em") == ["emphasis"]
     assert texts(tab, "del") == ["removed"]
@@ -112,7 +112,7 @@ def test_markdown_has_the_elements_of_its_marks(tab: Tab, tmp_path: Path) -> Non
     assert texts(tab, "ol > li > ul > li > ul > li") == ["deeper"]
     assert count(tab, "ol > li") == 2
     assert texts(tab, "td") == ["a|b", "2"]
-    assert tab.js(f"getComputedStyle({SAID}.querySelectorAll('td')[1]).textAlign") == "right"
+    assert tab.evaluate(f"getComputedStyle({SAID}.querySelectorAll('td')[1]).textAlign") == "right"
     assert texts(tab, ".c-keyword") == ["def", "return"]
     assert texts(tab, ".c-comment") == ["# a comment"]
     assert texts(tab, ".c-string") == ['"text"']
@@ -120,20 +120,20 @@ def test_markdown_has_the_elements_of_its_marks(tab: Tab, tmp_path: Path) -> Non
     assert count(tab, "math[display=block] mtable mtr") == 2
     assert count(tab, "munderover, msubsup") == 1
     assert count(tab, "mfrac") == 1 and count(tab, "mroot") == 1
-    assert "costs $5 or $6." in tab.js(f"{SAID}.innerText")
+    assert "costs $5 or $6." in tab.evaluate(f"{SAID}.innerText")
     assert texts(tab, ".task") == ["☑ ", "☐ "]
     # A fraction is higher than a letter: the browser draws the formula.
     height = "querySelector('mfrac').getBoundingClientRect().height"
-    assert tab.js(f"{SAID}.{height}") > 15
-    assert tab.failures() == []
+    assert tab.evaluate(f"{SAID}.{height}") > 15
+    assert failures(tab) == []
 
 
 @pytest.mark.nightly
 @needs_chromium
-def test_unusual_text_is_drawn_within_a_second(tab: Tab, tmp_path: Path) -> None:
+def test_unusual_text_is_drawn_within_a_second(tab: Page, tmp_path: Path) -> None:
     lines = [">" * 3000, "- " * 3000, "**a *b " * 3000, "[" * 9000, "`a``" * 3000, "$x " * 3000]
     import_answer(tab, tmp_path, "\n\n".join(lines))
-    tab.until(f"{SAID}?.innerText.length > 9000")
+    until(tab, f"{SAID}?.innerText.length > 9000")
     begin = "const begin = performance.now(); document.querySelector('#heat').click();"
-    time = tab.js(f"(() => {{ {begin} return performance.now() - begin; }})()")
+    time = tab.evaluate(f"(() => {{ {begin} return performance.now() - begin; }})()")
     assert time < 1000

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from ed_esurge.server.launch import background
 
+from tests import playground_pictures as states
 from tests.e2e.test_playground_looks import CONTRASTS
-from tests.playground import import_answer, needs_chromium, small_engine
-from tools import playground_states as states
+from tests.playground import failures, import_answer, needs_chromium, small_engine, until
 
 pytestmark = [pytest.mark.nightly, needs_chromium]
 OVERFLOW = """(() => [...document.querySelectorAll('main *')].filter((one) => {
@@ -35,28 +35,32 @@ def test_states_are_legible_and_fit_the_screen(
         for shown in ("error", "markdown"):
             if shown == "markdown":
                 import_answer(tab, tmp_path, states.DOCUMENT)
-                tab.until("document.querySelector('main table')")
+                until(tab, "document.querySelector('main table')")
                 states.still(tab)
-            assert tab.js(OVERFLOW) == []
-            assert not [one for one in tab.js(CONTRASTS) if one[0] < 4.5]
-            failures = [one for one in tab.failures() if "status of 400" not in one]
-            assert failures == []
-        assert tab.js("document.querySelectorAll('main table, main pre, main math').length") == 3
+            assert tab.evaluate(OVERFLOW) == []
+            assert not [one for one in tab.evaluate(CONTRASTS) if one[0] < 4.5]
+            errors = [one for one in failures(tab) if "status of 400" not in one]
+            assert errors == []
+        assert (
+            tab.evaluate("document.querySelectorAll('main table, main pre, main math').length") == 3
+        )
 
 
 def test_notice_covers_neither_input_nor_conversation_controls(open_tab: Any, engine: Any) -> None:
     with background({"quickstart": engine}) as url:
         tab = states.opened(open_tab, url.removesuffix("v1"), states.PHONE)
-        tab.js(
+        tab.evaluate(
             "(() => { const files = new DataTransfer(); files.items.add(new File(['x'], 'a.zip'));"
             "document.querySelector('main').dispatchEvent("
             "new DragEvent('drop', {dataTransfer: files, bubbles: true, cancelable: true})); })()"
         )
-        tab.until("document.querySelector('.notice')")
+        until(tab, "document.querySelector('.notice')")
         box = "document.querySelector('{}').getBoundingClientRect()"
         bottom, top = box.format(".notice") + ".bottom", box.format("#composer") + ".top"
-        assert tab.js(f"{bottom} <= {top}")
-        assert tab.js(f"{box.format('.notice')}.left >= 0 && {box.format('.notice')}.right <= 390")
+        assert tab.evaluate(f"{bottom} <= {top}")
+        assert tab.evaluate(
+            f"{box.format('.notice')}.left >= 0 && {box.format('.notice')}.right <= 390"
+        )
 
 
 def test_banner_and_list_of_conversations_are_pictured(
