@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING are applied to a copy of the packages, and their checks pass."""
+"""The recipes of CONTRIBUTING and docs/adding_parts.md work in a copy of the packages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from tools.workspace import ROOT
 
 PAGE = ROOT / ".github/CONTRIBUTING.md"
+FURTHER = ROOT / "docs/adding_parts.md"
 SKIP = "tests/recipes applies this recipe"
 #: The sentence before a block, and the block.
 STEP = re.compile(
@@ -28,7 +29,8 @@ def recipes() -> dict[str, str]:
     """Return the text of each recipe by its heading."""
     part = PAGE.read_text("utf-8").split("## Adding other parts\n", 1)[1].split("\n## ", 1)[0]
     _, *sections = re.split(r"^### ", part, flags=re.MULTILINE)
-    return dict(section.split("\n", 1) for section in sections)
+    _, *further = re.split(r"^## ", FURTHER.read_text("utf-8"), flags=re.MULTILINE)
+    return dict(section.split("\n", 1) for section in (*sections, *further))
 
 
 def copy_of_packages(folder: Path, text: str) -> list[Path]:
@@ -101,6 +103,11 @@ def test_every_kind_of_part_has_a_recipe() -> None:
         "a kernel",
         "a quantization format",
         "an endpoint",
+        "a tool format",
+        "an option of the server",
+        "a vision layout",
+        "a kind of rows",
+        "a format of rows",
     ]
 
 
