@@ -24,6 +24,8 @@ FILES = {
     for page in ("AGENTS.md", "docs/architecture.md", "docs/reading.md")
     for path in FILE.findall((ROOT / page).read_text("utf-8"))
 }
+#: Speeds and times of measurements.
+MEASURED = re.compile(r"\d ?(?:ms|µs|(?:tokens|texts)(?:/s| per second)|GB/s)\b|\d times faster")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)#?([^)\s]*)\)")
 
 
@@ -86,6 +88,17 @@ def test_architecture_page_lists_the_folders_of_every_package(package) -> None:
     listed = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
     source = package.folder / "src" / package.name.replace("-", "_")
     assert listed == {file.parent.name for file in source.glob("*/__init__.py")}
+
+
+def test_prose_outside_of_the_benchmarks_states_no_measured_figure() -> None:
+    found = [
+        f"{page.relative_to(ROOT)}: {row}"
+        for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+        if page.name != "benchmarks.md"
+        for row in without_code(page).splitlines()
+        if not row.startswith("|") and MEASURED.search(row)
+    ]
+    assert not found, "move the figure to a table of docs/benchmarks.md, and link to the table"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
