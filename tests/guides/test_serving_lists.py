@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import get_args
 
 from ed_esurge.command import bench, bench_serve, chat, join, load, run_batch, serve
 from ed_esurge.config import ServerLimits
+from ed_esurge.core.commands import Command
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
 from ed_esurge.server.endpoints import ENDPOINTS
+from ed_esurge.speech.library_files import FORMATS
 from ed_infra.specs import QUANTIZATION_FORMATS
 
 from tests.snippets.pages import blocks
@@ -73,6 +76,16 @@ def test_security_page_states_access_and_limits_of_the_code() -> None:
     for name, row in limits.items():
         value = getattr(defaults, name)
         assert value is None or value in read_quantities(row.split("|")[2]), (name, value)
+
+
+def test_engine_page_names_every_command() -> None:
+    *named, _ = read_codes(read_row(FOLDER / "engine.md", "commands:"))
+    assert {*named} == {command.__name__ for command in get_args(Command)}
+
+
+def test_media_page_names_every_format_of_recordings() -> None:
+    text = (FOLDER / "media.md").read_text("utf-8").upper()
+    assert not [name for name in FORMATS if not re.search(rf"\b{name.removesuffix('EX')}\b", text)]
 
 
 def test_flags_of_the_serving_pages_exist() -> None:
