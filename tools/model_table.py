@@ -3,7 +3,7 @@
 uv run python -m tools.model_table            rewrite the table
 uv run python -m tools.model_table --check    exit 1 if the table is outdated
 
-The errors come from docs/conformance.json, which `tools.conformance_results` writes.
+The errors come from docs/conformance.json, which `tests.conformance.results` writes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from tests.conformance.results import Results, read
 from tools import pages
-from tools.conformance_results import Results, read
 from tools.pages import heading, row
 from tools.workspace import ROOT
 
@@ -61,7 +61,7 @@ def table(results: Results | None = None) -> str:
     from ed_infra.enums import TaskType
     from ed_models.checkpoints.text_halves import MODEL_TYPES
 
-    from tools.conformance_results import checks
+    from tests.conformance.results import checks
 
     results = read() if results is None else results
     names = list(checks())

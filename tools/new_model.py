@@ -243,7 +243,7 @@ def next_steps(family: Family, folder: Path | None) -> str:
         "next: edit the family, its first line and its tiny configurations; then\n"
         "  uv sync --reinstall-package ed-models    (its entry point is found once installed)\n"
         f"  uv run pytest tests/conformance -m '' -k {family.model_type}\n"
-        f"  uv run python -m tools.conformance_results {family.model_type}\n"
+        f"  uv run python -m tests.conformance.results {family.model_type}\n"
         "  uv run python -m tools.model_table"
     )
 

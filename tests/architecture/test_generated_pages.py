@@ -7,8 +7,9 @@ from ed_layers.attention import Kernel
 from ed_layers.attention.kernels.vanilla import vanilla_attention
 from ed_layers.attention.registry import built_in
 
+from tests.conformance import results as conformance_results
 from tests.conformance.cases import subjects
-from tools import attention_table, bits_table, conformance_results, gguf_table, model_table
+from tools import attention_table, bits_table, gguf_table, model_table
 
 
 def test_attention_page_is_up_to_date() -> None:
@@ -45,7 +46,7 @@ def test_stored_conformance_results_belong_to_existing_cases() -> None:
     there = {(row.model_type, row.row) for row in subjects()}
     results = conformance_results.read()
     gone = {(family, row) for family, of in results.items() for row in of} - there
-    assert not gone, "run: uv run python -m tools.conformance_results --missing"
+    assert not gone, "run: uv run python -m tests.conformance.results --missing"
     failed = [
         f"{family}: {row}: {check}: {value}"
         for family, of in results.items()
@@ -62,7 +63,7 @@ def test_every_conformance_case_has_complete_results() -> None:
     results = conformance_results.read()
     rows = subjects()
     incomplete = [str(row) for row in rows if not conformance_results.is_complete(results, row)]
-    assert not incomplete, "run: uv run python -m tools.conformance_results --missing"
+    assert not incomplete, "run: uv run python -m tests.conformance.results --missing"
 
 
 def test_model_table_summarizes_results() -> None:

@@ -12,7 +12,7 @@ from ed_models import conformance
 from ed_models.conformance import AGAINST_TORCH, FAST, Cases, Subject
 
 from tests.conformance.cases import cases, subjects
-from tools.conformance_results import IMPOSSIBLE, checks
+from tests.conformance.results import IMPOSSIBLE, checks
 
 CHECKS = checks()
 #: The checks of every family in a default run.

@@ -16,7 +16,7 @@ from ed_models.conformance import ONE, Subject, forward
 from flax import nnx
 
 from tests.conformance.cases import subjects
-from tools.conformance_results import IMPOSSIBLE
+from tests.conformance.results import IMPOSSIBLE
 
 pytestmark = [pytest.mark.torch, pytest.mark.xdist_group("tasks")]
 torch = pytest.importorskip("torch")

@@ -21,8 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.measure import command_line, machine, peak_growth, settled, table, take_turns
-from tools.bench.torch_device import to_numpy, torch_device, wait_for_torch
+from tools.bench.measure import (
+    command_line,
+    machine,
+    peak_growth,
+    settled,
+    table,
+    take_turns,
+    to_numpy,
+    torch_device,
+    wait_for_torch,
+)
 
 TORCH = "torch sdpa"
 

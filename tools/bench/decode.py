@@ -43,9 +43,11 @@ from tools.bench.measure import (
     machine,
     report_failure,
     table,
+    to_numpy,
+    torch_device,
+    wait_for_torch,
 )
 from tools.bench.open_vino import FORMATS, PYTHON, OpenVino
-from tools.bench.torch_device import to_numpy, torch_device, wait_for_torch
 
 VOCAB = 49152
 SMALL = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}

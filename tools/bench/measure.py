@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 Run = Callable[[], object]
 
@@ -138,6 +141,31 @@ def cpu_name() -> str:
     name = re.search(r"model name\s*: (.*)", text)
     wide = " (AVX-512)" if "avx512f" in text else ""
     return f"{name[1] if name else platform.machine()}{wide}"
+
+
+def torch_device() -> str:
+    """Return torch's name of jax's default device: "cuda" or "cpu"."""
+    import jax
+
+    return "cuda" if jax.default_backend() == "gpu" else "cpu"
+
+
+def wait_for_torch() -> None:
+    """Return after torch's work on the device is done."""
+    if torch_device() == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    """Return an array of jax or torch in float32 on the host; float64 stays float64."""
+    import jax
+
+    if isinstance(array, jax.Array):
+        wide = array.dtype == np.float64
+        return np.asarray(array, np.float64 if wide else np.float32)
+    return array.detach().float().cpu().numpy()
 
 
 def command_line(name: str, doc: str | None) -> argparse.ArgumentParser:

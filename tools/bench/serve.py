@@ -39,9 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.decode import SHAPES, VOCAB
-from tools.bench.measure import command_line, machine, table
+from tools.bench.measure import command_line, machine, table, torch_device
 from tools.bench.sse import Load, load
-from tools.bench.torch_device import torch_device
 
 MODEL_LEN = 512
 #: The model of examples/quickstart.yaml.

@@ -41,8 +41,7 @@ from typing import Any
 import numpy as np
 
 from tools.bench import decode
-from tools.bench.measure import command_line, machine, resident, status, table
-from tools.bench.torch_device import torch_device
+from tools.bench.measure import command_line, machine, resident, status, table, torch_device
 
 #: Fields of Llama by the name of a shape. The first is the quickstart's size, the second
 #: SmolLM2-135M's, the third Llama 3.2 1B's with fewer words.

@@ -28,8 +28,16 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.measure import Run, Timed, all_turns, command_line, cores, machine, table
-from tools.bench.torch_device import torch_device
+from tools.bench.measure import (
+    Run,
+    Timed,
+    all_turns,
+    command_line,
+    cores,
+    machine,
+    table,
+    torch_device,
+)
 
 _TEXT = {
     "vocab_size": 32000,

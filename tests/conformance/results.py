@@ -1,9 +1,9 @@
 """Run the conformance suite and store the largest error of each check in docs/conformance.json.
 
-    uv run python -m tools.conformance_results                  every registered family
-    uv run python -m tools.conformance_results llama gpt2       these families
-    uv run python -m tools.conformance_results --missing        families with incomplete results
-    uv run python -m tools.conformance_results --checks parity cache
+    uv run python -m tests.conformance.results                  every registered family
+    uv run python -m tests.conformance.results llama gpt2       these families
+    uv run python -m tests.conformance.results --missing        families with incomplete results
+    uv run python -m tests.conformance.results --checks parity cache
 
 The file is written after each row. An interrupted run continues with `--missing`, and several runs
 may process different families. `tools.model_table` creates the table of docs/models.md from the
@@ -104,7 +104,7 @@ def run(subject: Subject, names: list[str]) -> dict[str, float | str]:
 def main() -> int:
     """Parse the command line, run the checks, store the results; return 1 if a check failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.conformance_results",
+        prog="python -m tests.conformance.results",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
