@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
@@ -44,7 +42,8 @@ def test_serve_benchmark_load_reads_whole_streams() -> None:
 @pytest.mark.timeout(1800)
 def test_engine_benchmark_runs() -> None:
     """Run on two layers; the figures need an otherwise idle machine."""
-    options = argparse.Namespace(python=[2], sequences=[2], tokens=8, layers=2, rounds=1)
+    words = "--python 2 --sequences 2 --tokens 8 --layers 2 --rounds 1"
+    options = engine.create_parser().parse_args(words.split())
     for name, measure in engine.MEASURES.items():
         rows = measure(options)
         assert {len(row) for row in rows} == {len(engine.HEADERS[name])}

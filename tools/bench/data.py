@@ -4,7 +4,6 @@
     python -m tools.bench.data --documents 4000 --rounds 1
     python -m tools.bench.data --chats --num-proc 2   chats through a template, also in processes
     python -m tools.bench.data --wait                 the quickstart: share of a step spent waiting
-    python -m tools.bench.data --rows 10000000        a stream of that many rows of parquet
 
 The text is `pydoc_data.topics`, split into paragraphs. A number before each paragraph makes every
 document unique. All contenders use the same tokenizer; their runs are interleaved. `datasets` is
@@ -21,7 +20,6 @@ import itertools
 import json
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,7 @@ from typing import Any
 import numpy as np
 from ed_data import Inform, Loader, Mixture, build_loader, train_bpe
 
-from tools.bench.measure import Run, command_line, status, table, take_turns
+from tools.bench.measure import Run, command_line, table, take_turns
 from tools.workspace import ROOT
 
 LENGTH, BATCH = 2048, 8
@@ -211,77 +209,6 @@ def _grain_batches(ids: list[np.ndarray]) -> Iterator[Any]:
     return iter(packed.batch(BATCH))
 
 
-@dataclass(frozen=True)
-class Large:
-    """Results of a stream of many rows of parquet.
-
-    Attributes:
-        rows: Number of rows in all files.
-        first: Seconds to the first batch.
-        resumed: Seconds from restoring a state in the middle to the next batch.
-        read: Number of rows read for the first batch, and for the batch after the resume.
-        rate: Tokens per second up to the middle.
-        growth: Growth of memory in bytes, from a tenth of the measured part to its end.
-        same: Whether the batch after the resume equals that of the uninterrupted stream.
-    """
-
-    rows: int
-    first: float
-    resumed: float
-    read: tuple[int, int]
-    rate: float
-    growth: int
-    same: bool
-
-
-def large(folder: Path, rows: int, files: int = 10) -> Large:
-    """Stream to the middle of `rows` rows, and resume there with a new loader."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    words = pa.array([f"sheep {i} and goats" for i in range(1000)])
-    tokenizer = train_bpe(words.to_pylist(), 300)
-    each = rows // files
-    for number in range(files):
-        numbers = np.random.default_rng(number).integers(0, 1000, each)
-        content = words.take(pa.array(numbers))
-        pq.write_table(pa.table({"content": content}), folder / f"{number}.parquet")
-    mixture = Mixture(
-        informs=(Inform(data_files=str(folder / "*.parquet")),),
-        streaming=True,
-        pack_tokens=True,
-        pack_seq_length=LENGTH,
-        batch_size=BATCH,
-        cache_dir=str(folder / "cache"),
-    )
-
-    def opened() -> Any:
-        return build_loader(mixture, tokenizer)
-
-    began = time.perf_counter()
-    loader = opened()
-    next(loader)
-    first, read = time.perf_counter() - began, loader.stats["documents"]
-    began, tokens, memory = time.perf_counter(), 0, 0
-    while loader.stats["documents"] < rows // 2:
-        tokens += int((next(loader)["segment_ids"] > 0).sum())
-        if not memory and loader.stats["documents"] > rows // 20:
-            memory = status("VmRSS")
-    rate = tokens / (time.perf_counter() - began)
-    growth = status("VmRSS") - memory
-    state = json.loads(json.dumps(loader.state_dict()))
-    expected = next(loader)["input_ids"]
-    loader.close()
-    began = time.perf_counter()
-    again = opened()
-    again.load_state_dict(state)
-    same = bool(np.array_equal(next(again)["input_ids"], expected))
-    resumed = time.perf_counter() - began
-    counted = again.stats["documents"]
-    again.close()
-    return Large(rows, first, resumed, (read, counted), rate, growth, same)
-
-
 def waiting(steps: int) -> tuple[float, float]:
     """Return the medians of a quickstart step's wait for data and of its duration, in seconds."""
     import statistics
@@ -325,16 +252,12 @@ def main() -> None:
     parser.add_argument("--num-proc", type=int, nargs="*", default=[])
     parser.add_argument("--wait", action="store_true")
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--rows", type=int)
     options = parser.parse_args()
     if options.wait:
         wait, step = waiting(options.steps)
         print(f"quickstart: {1e3 * wait:.3f} ms of {1e3 * step:.1f} ms a step: {wait / step:.2%}")
         return
     with tempfile.TemporaryDirectory() as folder:
-        if options.rows:
-            print(large(Path(folder), options.rows))
-            return
         for package in ("grain", "trl"):
             if line := missing(package):
                 print(line)

@@ -324,7 +324,8 @@ MEASURES = {
 }
 
 
-def main() -> None:
+def create_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options, which every measurement reads."""
     parser = command_line("engine", __doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=[*MEASURES], default=[*MEASURES])
@@ -341,7 +342,11 @@ def main() -> None:
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add("--layers", type=int, help="layers of the models except the quickstart's; default: all")
     add("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = create_parser().parse_args()
     print(machine())
     for part in options.only:
         rows = MEASURES[part](options)

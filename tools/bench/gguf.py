@@ -23,9 +23,8 @@ import numpy as np
 from ed_elarge.certify.llama_cpp_logits import VARIABLE, interpreter
 
 from tests.parity.gguf_comparisons import FILE_TYPES, quantize
-from tools.bench import to_gguf
 from tools.bench.decode import CAPACITY, VOCAB, Ours, save_random
-from tools.bench.llama_cpp import STEPS
+from tools.bench.llama_cpp import STEPS, write_gguf
 from tools.bench.measure import Run, Timed, all_turns, command_line, cores, machine, table
 
 CONTEXT = 32
@@ -93,7 +92,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         wide = Path(name) / "F32.gguf"
         save_random(Path(name), "llama", options.layers)
-        to_gguf.write(Path(name), wide, "f32")
+        write_gguf(Path(name), wide, "f32")
         files, ours = {}, {}
         for form in options.formats:
             files[form] = wide.with_name(f"{form}.gguf")

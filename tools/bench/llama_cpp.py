@@ -1,5 +1,9 @@
 """llama.cpp and ik_llama.cpp as contenders: their `llama-batched-bench`, a process for each turn.
 
+llama.cpp reads only GGUF files and loads no model without a tokenizer, and a checkpoint with random
+weights has none. The tokenizer here has three special tokens, the bytes, and one piece for each
+remaining id.
+
 The source archives of `llama-cpp-python` and `ik-llama-cpp-python` contain both in `vendor`:
 
     cmake -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF
@@ -8,16 +12,70 @@ The source archives of `llama-cpp-python` and `ik-llama-cpp-python` contain both
 
 from __future__ import annotations
 
+import json
 import subprocess
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from ed_models.checkpoints import hub
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from tools.bench.measure import Run, Timed, cores
 
 #: Number of decode steps of a turn; the program reports their mean.
 STEPS = 8
 PROGRAM = "llama-batched-bench"
+#: Formats that `llama-quantize` produces from a file in one of DTYPES.
+QUANTIZED = ("q8_0", "q4_0")
+SPECIAL = ("<unk>", "<s>", "</s>")
+
+
+def write_gguf(checkpoint: Path, path: Path, dtype: str) -> None:
+    """Write a checkpoint in Hugging Face layout as a GGUF file with the tokenizer of the benchmark.
+
+    Args:
+        checkpoint: Directory with `config.json` and `model.safetensors`.
+        path: Path of the new file.
+        dtype: Dtype of the matrices, "f32" or "bf16"; norms are float32.
+
+    Raises:
+        ValueError: The vocabulary is too small for the tokenizer.
+    """
+    model: Any = hub.from_pretrained(checkpoint, sharding_axis_dims=(1, 1, 1, 1, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder), model.config.vocab_size)
+        model.save_gguf(path, tokenizer=folder, dtype=dtype)
+
+
+def quantize(source: Path, path: Path, dtype: str, llama_bin: Path) -> None:
+    """Convert a file of `write_gguf` to one of QUANTIZED with llama.cpp's own program.
+
+    llama.cpp keeps the head, or an embedding that is also the head, in a format of more bits.
+    """
+    command = [str(llama_bin / "llama-quantize"), str(source), str(path), dtype]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+
+def save_tokenizer(folder: Path, vocab: int) -> None:
+    """Write a tokenizer of `vocab` tokens: special tokens, the bytes, and words."""
+    words = vocab - len(SPECIAL) - 256
+    if words < 0:
+        raise ValueError(
+            f"a vocabulary of {vocab} is too small: it needs at least {256 + len(SPECIAL)} tokens"
+        )
+    in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = [*SPECIAL, *in_bytes, *(f"\u2581t{word}" for word in range(words))]
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(ids, [], unk_token=SPECIAL[0], byte_fallback=True))
+    tokenizer.add_special_tokens([*SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True))
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
 class LlamaCpp:
@@ -28,24 +86,22 @@ class LlamaCpp:
     the default of llama.cpp.
 
     Args:
-        checkpoint: Directory that `to_gguf.write` reads.
+        checkpoint: Directory that `write_gguf` reads.
         name: "llama.cpp" or "ik_llama.cpp".
         dtype: "f32", "bf16", "q8_0" or "q4_0".
         llama_bin: Directory of the programs.
     """
 
     def __init__(self, checkpoint: Path, name: str, dtype: str, llama_bin: Path):
-        from tools.bench import to_gguf  # the package `gguf` is optional
-
         self.name, self.program = name, (llama_bin / PROGRAM).resolve(strict=True)
-        quantized = dtype in to_gguf.QUANTIZED
+        quantized = dtype in QUANTIZED
         plain = "f32" if quantized else dtype
         self.file = checkpoint / f"{plain}.gguf"
         if not self.file.exists():
-            to_gguf.write(checkpoint, self.file, plain)
+            write_gguf(checkpoint, self.file, plain)
         if quantized:
             wide, self.file = self.file, checkpoint / f"{name}-{dtype}.gguf"
-            to_gguf.quantize(wide, self.file, dtype, llama_bin)
+            quantize(wide, self.file, dtype, llama_bin)
         self.weight_bytes = self.file.stat().st_size
 
     def decoder(self, tokens: np.ndarray) -> Run:

@@ -4,16 +4,20 @@
     python -m tools.bench.serve --clients 1 8 --layers 4 --tokens 16 --rounds 1
     python -m tools.bench.serve --only ours vllm --vllm-python vllm/bin/python --dtype bfloat16
     python -m tools.bench.serve --only ours --streams
+    python -m tools.bench.serve --only ours --replicas 1 2 --prompt 256 --heads 8 --clients 16
     python -m tools.bench.serve --shape llama-1b --dtype bfloat16 --clients 1 32 128   on a GPU
 
 By default SmolLM2-135M's shape in float32, with random weights, greedy. All servers run during the
 whole comparison, and their loads are interleaved. The clients are one process with plain sockets,
 so that their cost is the same for all servers. A cell summarizes all requests of all rounds.
-llama.cpp reads the GGUF file that `tools.bench.to_gguf` writes from the checkpoint; without its
+llama.cpp reads the GGUF file that `tools.bench.llama_cpp` writes from the checkpoint; without its
 server the contender is omitted. vLLM runs in its own environment, whose Python is `--vllm-python`
 or `EASYDEL_VLLM_PYTHON`. On a CPU, vLLM's default leaves one core to its scheduler; the benchmark
 gives it all cores, like the other servers. The variables `VLLM_CPU_OMP_THREADS_BIND`,
 `VLLM_CPU_KVCACHE_SPACE` and `LD_PRELOAD` of the caller override its choices.
+
+`--replicas` adds a contender for each number: our server with so many processes, which share the
+cores. With `--heads N`, three quarters of each prompt are one of N beginnings.
 
 `--streams` compares the time of streamed answers with that of `eSurge.generate` on the same
 prompts, for this shape and for the quickstart's. The quickstart's steps have a duration of about
@@ -76,7 +80,7 @@ def save(directory: Path, shape: dict[str, Any], vocab: int) -> None:
 
 
 def tokenizer(vocab: int) -> Any:
-    """Return the tokenizer that `tools.bench.to_gguf` writes: text as bytes, other ids as words."""
+    """Return the tokenizer of `tools.bench.llama_cpp`: text as bytes, other ids as words."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -154,12 +158,13 @@ def commands(
     most, ports = max(options.clients), iter(free_port, None)
     python, found = sys.executable, {}
     local = ["--host", "127.0.0.1", "--port"]
-    if "ours" in options.only:
+    for count in options.replicas if "ours" in options.only else ():
         port = next(ports)
         flags = ["--max-num-seqs", str(most), "--max-model-len", str(MODEL_LEN)]
         ours = [python, "-m", "ed_esurge", "serve", str(directory), *local, str(port)]
         flags += ["--dtype", options.dtype, "--log-level", "warning"]
-        found["ours"] = ([*ours, *flags], port)
+        flags += ["--data-parallel-size", str(count)] if count > 1 else []
+        found["ours" if count == 1 else f"ours, {count} replicas"] = ([*ours, *flags], port)
     if "transformers" in options.only:
         # Without the option, requests run one after another; with it, they share steps.
         pages = ["--cb-block-size", "32", "--cb-num-blocks", str(most * MODEL_LEN // 32)]
@@ -188,10 +193,10 @@ def commands(
             return found
         gguf = options.gguf
         if gguf is None:
-            from tools.bench.to_gguf import write
+            from tools.bench.llama_cpp import write_gguf
 
             gguf = folder / "model.gguf"
-            write(directory, gguf, {"float32": "f32", "bfloat16": "bf16"}[options.dtype])
+            write_gguf(directory, gguf, {"float32": "f32", "bfloat16": "bf16"}[options.dtype])
         port = next(ports)
         cores = len(os.sched_getaffinity(0))
         theirs = [str(server), "-m", str(gguf), *local, str(port), "-t", str(cores)]
@@ -213,14 +218,18 @@ def vllm_settings(python: Path) -> list[str]:
 def bodies(
     name: str, draw: random.Random, count: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Return requests for a contender: prompts of `--prompt` bytes without common prefixes."""
+    """Return requests for a contender: prompts of `--prompt` bytes, with `--heads` beginnings."""
     body = {"max_tokens": options.tokens, "temperature": 0.0, "stream": True}
     if not name.startswith("transformers"):  # transformers rejects unknown fields
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    return [
-        {**body, "prompt": "".join(draw.choices(letters, k=options.prompt))} for _ in range(count)
-    ]
+
+    def text(length: int) -> str:
+        return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=length))
+
+    head = options.prompt * 3 // 4 if options.heads else 0
+    heads = [text(head) for _ in range(options.heads or 1)]
+    prompts = [draw.choice(heads) + text(options.prompt - head) for _ in range(count)]
+    return [{**body, "prompt": prompt} for prompt in prompts]
 
 
 def compare(options: argparse.Namespace) -> str:
@@ -238,7 +247,7 @@ def compare(options: argparse.Namespace) -> str:
             try:
                 urls[contender] = stack.enter_context(running(command, port, log))
                 load(urls[contender], bodies(contender, random.Random(1), 2, options), 2)  # warm-up
-                if contender == "ours":
+                if contender.startswith("ours"):
                     wait_for_programs(urls[contender])
             except RuntimeError as error:
                 tail = log.read_text(errors="replace")[-1500:]
@@ -323,6 +332,8 @@ def main() -> None:
     add("--rounds", type=int, default=2)
     add("--prompt", type=int, default=64, help="prompt length in bytes (= tokens)")
     add("--tokens", type=int, default=32)
+    add("--heads", type=int, default=0, help="number of common beginnings of the prompts")
+    add("--replicas", type=int, nargs="+", default=[1], help="processes of our servers")
     add("--shape", choices=["llama", "llama-1b"], default="llama")
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add("--layers", type=int, help="number of layers; default: the shape's")

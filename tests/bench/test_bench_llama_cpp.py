@@ -10,7 +10,7 @@ import pytest
 from gguf import GGUFReader
 from safetensors.numpy import load_file, save_file
 
-from tools.bench import to_gguf
+from tools.bench import llama_cpp
 
 CONFIG = {
     "model_type": "llama",
@@ -57,7 +57,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def read(checkpoint: Path, dtype: str) -> tuple[GGUFReader, dict[str, np.ndarray]]:
     path = checkpoint / "model.gguf"
-    to_gguf.write(checkpoint, path, dtype)
+    llama_cpp.write_gguf(checkpoint, path, dtype)
     reader = GGUFReader(path)
     return reader, {t.name: t.data for t in reader.tensors}
 
@@ -108,4 +108,4 @@ def test_vocabulary_without_room_for_the_bytes_raises_value_error(tmp_path: Path
     with pytest.raises(
         ValueError, match=r"a vocabulary of 258 is too small: it needs at least 259"
     ):
-        to_gguf.write(save(tmp_path, 258), tmp_path / "model.gguf", "f32")
+        llama_cpp.write_gguf(save(tmp_path, 258), tmp_path / "model.gguf", "f32")

@@ -1,23 +1,33 @@
-"""Compare the prefill of prompts with images with transformers on torch, in one run.
+"""Measure prompts with images against torch, and training steps with a frozen vision encoder.
 
-    uv run python -m tools.bench.vision_prefill
-    uv run python -m tools.bench.vision_prefill --shape tiny --images 1 --rounds 1     a trial
+    uv run python -m tools.bench.vision prompts
+    uv run python -m tools.bench.vision training
+    uv run python -m tools.bench.vision prompts --shape tiny --images 1 --rounds 1     a trial
 
-On a GPU, `JAX_DEFAULT_MATMUL_PRECISION=highest` makes both contenders compute float32 products in
-float32; jax would use TF32.
+The models have random weights: the language model of SmolLM2-135M and a vision tower of the size of
+ViT-B. Runs are interleaved, so that a slow moment of the machine affects all rows.
 
-Both contenders load one checkpoint with random weights, and compute the first token after a prompt
-with images and 64 tokens of text: the vision tower, the projector and the language model with its
-keys and values. Ours is the engine (`eSurge.generate` with one token), without prefix cache. Each
-round has other images, so no encoder output is reused. Torch runs the model with a cache and the
-head of the last position.
+`prompts` compares the first token after a prompt with images and 64 tokens of text: the vision
+tower, the projector and the language model with its keys and values. Both contenders load one
+checkpoint. Ours is the engine (`eSurge.generate` with one token), without prefix cache; torch runs
+the model with a cache and the head of the last position. Each round has other images, so no encoder
+output is reused. The float32 tokens are compared first. A cell contains the median in milliseconds,
+and the ratio to torch in the same number format; above 1 = faster than torch. On a GPU,
+`JAX_DEFAULT_MATMUL_PRECISION=highest` makes both contenders compute float32 products in float32;
+jax would use TF32.
 
-The float32 tokens are compared first. A cell contains the median in milliseconds, and the ratio to
-torch in the same number format; above 1 = faster than torch.
+`training` trains the language model on all tokens by AdamW; the tower and the projector are frozen.
+A step includes the preparation of its batch. A cell contains the median in milliseconds, and the
+speed relative to `without`. Rows of the table:
+
+- without: each step encodes its images;
+- kept: `image_feature_cache_gib`, all images were encoded earlier, as in later epochs;
+- new images: the same with images that the encoder has not seen, as in the first epoch.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -195,25 +205,9 @@ def save_random(directory: Path, shape: str) -> None:
     AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
 
 
-def main() -> None:
-    parser = command_line("vision_prefill", __doc__)
-    add = parser.add_argument
-    add("--shape", nargs="+", choices=sorted(SHAPES), default=["llava", "qwen2_vl"])
-    add("--images", type=int, nargs="+", default=[1, 4])
-    add("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    add("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    import torch
-
-    torch.set_num_threads(cores())
-    print(machine())
-    for shape in options.shape:
-        with tempfile.TemporaryDirectory() as name:
-            save_random(Path(name), shape)
-            measure(Path(name), shape, options.images, options.dtype, options.rounds)
-
-
-def measure(directory: Path, shape: str, images: list[int], dtypes: list[str], rounds: int) -> None:
+def compare_prompts(
+    directory: Path, shape: str, images: list[int], dtypes: list[str], rounds: int
+) -> None:
     """Compare the tokens, time all numbers of images, and print a table."""
     longest = len(prompt(shape, max(images), 0)[0]) + 8
     made: dict[str, Any] = {}
@@ -244,6 +238,128 @@ def measure(directory: Path, shape: str, images: list[int], dtypes: list[str], r
             rows[key].append(f"{seconds * 1e3:.0f}{shown}")
         print(header[-1], *(row[-1] for row in rows.values()), file=sys.stderr, flush=True)
     print(f"\n{table(header, [*rows.values()])}")
+
+
+#: Rule of the trained parameters.
+LANGUAGE = (("language_model|lm_head", True),)
+
+
+def create_batch(shape: str, rows: int, images: int, seed: int) -> dict[str, np.ndarray]:
+    """Return a batch as a loader returns it: prompts with images, one in each row."""
+    made = [prompt(shape, images, seed * rows + row) for row in range(rows)]
+    ids = np.stack([tokens for tokens, _ in made]).astype(np.int32)
+    arrays = {name: np.stack([given[name] for _, given in made]) for name in made[0][1]}
+    return {"input_ids": ids, **arrays}
+
+
+class Steps:
+    """Steps of a trainer on batches.
+
+    Args:
+        shape: name of the model.
+        rows: number of rows of a batch.
+        keeps: whether the outputs of the encoder are kept.
+    """
+
+    def __init__(self, shape: str, rows: int, *, keeps: bool):
+        import jax
+        import jax.numpy as jnp
+        from ed_models.auto import AutoEasyDeLConfig, AutoEasyDeLModelForImageTextToText
+        from ed_trainers import SFTArguments, SFTTrainer
+        from ed_trainers.optimizers import build_optimizer, build_schedule
+        from ed_trainers.state import EasyDeLState
+        from ed_trainers.step import build_train_step
+
+        kind, fields = SHAPES[shape]
+        config = AutoEasyDeLConfig.for_model(kind, **fields, sharding_axis_dims=(1, 1, 1, 1, 1))
+        kinds: Any = AutoEasyDeLModelForImageTextToText
+        model = kinds.from_config(config, "float32", "float32", seed=0)
+        arguments = SFTArguments(
+            total_batch_size=rows,
+            max_training_steps=1000,
+            learning_rate=1e-4,
+            trainable_rules=LANGUAGE,
+            image_feature_cache_gib=1 if keeps else None,
+        )
+        self._trainer: Any = SFTTrainer(arguments, model)
+        schedule = build_schedule(arguments, 1000)
+        state = EasyDeLState.create(model=model, trainable=LANGUAGE)
+        # A step donates its arrays, and the encoder reads those of the model.
+        state = jax.tree.map(jnp.copy, state).init_tx(build_optimizer(arguments, schedule))
+        self._step = build_train_step(state, self._trainer.method, schedule, rows=rows, seed=0)
+        self._leaves = tuple(jax.tree.leaves(state))
+
+    def __call__(self, given: dict[str, np.ndarray]) -> float:
+        """Train on a batch, and return the loss."""
+        import jax
+
+        prepared = self._trainer.prepare(given)
+        stacked = jax.tree.map(lambda x: x[None], prepared)
+        placed = self._trainer.placement.place(stacked, stacked=True)
+        self._leaves, report = self._step(self._leaves, placed)
+        return float(report["loss"])
+
+
+def time_steps(shape: str, rows: int, images: int, rounds: int) -> dict[str, float]:
+    """Return the median seconds of the steps of each row of the table."""
+    without, kept = (Steps(shape, rows, keeps=keeps) for keeps in (False, True))
+    known, seeds = create_batch(shape, rows, images, 1), iter(range(100, 1000))
+    losses = without(known), kept(known)
+    if abs(losses[0] - losses[1]) > 1e-4:
+        raise SystemExit(f"kept features change the loss of a step: {losses}")
+
+    def timed(of: Steps, new: bool) -> Timed:
+        given = create_batch(shape, rows, images, next(seeds)) if new else known
+        began = time.perf_counter()
+        of(given)
+        return Timed(time.perf_counter() - began)
+
+    cases = {"without": (without, False), "kept": (kept, False), "new images": (kept, True)}
+    runs: dict[str, Run] = {name: partial(timed, *case) for name, case in cases.items()}
+    turns = all_turns(runs, rounds=rounds)
+    return {name: statistics.median(seconds) for name, seconds in turns.items()}
+
+
+def compare_steps(options: argparse.Namespace) -> None:
+    """Time the training steps of all shapes, and print a table."""
+    header, rows = ["ms"], [["without"], ["kept"], ["new images"]]
+    for shape in options.shape:
+        medians = time_steps(shape, options.rows, options.images, options.rounds)
+        tokens = create_batch(shape, options.rows, options.images, 0)["input_ids"].size
+        header.append(f"{shape}, {options.rows * options.images} images, {tokens} tokens")
+        for row in rows:
+            ratio = medians["without"] / medians[row[0]]
+            shown = "" if row[0] == "without" else f" ({ratio:.2f})"
+            row.append(f"{medians[row[0]] * 1e3:.0f}{shown}")
+    print(f"\n{table(header, rows)}")
+
+
+def main() -> None:
+    parser = command_line("vision", __doc__)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    prompts, training = kinds.add_parser("prompts"), kinds.add_parser("training")
+    for kind in (prompts, training):
+        kind.add_argument(
+            "--shape", nargs="+", choices=sorted(SHAPES), default=["llava", "qwen2_vl"]
+        )
+        kind.add_argument("--rounds", type=int, default=5)
+    dtypes = ["float32", "bfloat16"]
+    prompts.add_argument("--images", type=int, nargs="+", default=[1, 4])
+    prompts.add_argument("--dtype", nargs="+", choices=dtypes, default=dtypes)
+    training.add_argument("--images", type=int, default=1)
+    training.add_argument("--rows", type=int, default=1)
+    options = parser.parse_args()
+    print(machine())
+    if options.kind == "training":
+        compare_steps(options)
+        return
+    import torch
+
+    torch.set_num_threads(cores())
+    for shape in options.shape:
+        with tempfile.TemporaryDirectory() as name:
+            save_random(Path(name), shape)
+            compare_prompts(Path(name), shape, options.images, options.dtype, options.rounds)
 
 
 if __name__ == "__main__":
