@@ -13,8 +13,7 @@ largest difference from vanilla in float64, relative to its largest value.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -25,6 +24,7 @@ from tools.bench.measure import (
     command_line,
     machine,
     peak_growth,
+    run_worker,
     settled,
     table,
     take_turns,
@@ -162,9 +162,7 @@ def memory_of(name: str, case: Case, made: Contender) -> int:
         value = getattr(case, field.name)
         if value is not None and value is not False:
             flags += [flag] if value is True else [flag, str(value)]
-    command = [sys.executable, "-m", "tools.bench.attention", "--memory-of", name, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[-1])
+    return run_worker("attention", ["--memory-of", name, *flags], os.environ)
 
 
 def measure(case: Case, names: list[str], rounds: int) -> str:

@@ -27,8 +27,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -39,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.measure import command_line, machine, peak_growth, table
+from tools.bench.measure import command_line, machine, peak_growth, run_worker, table
 
 ONE, FOUR = (1, 1, 1, 1, 1), (1, 4, 1, 1, 1)
 SHAPE = {
@@ -166,16 +164,7 @@ def _worker(
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
     environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={int(np.prod(dims))}"
     words = [who, str(directory), dtype, ",".join(map(str, dims)), *(more or ("plain", "", ""))]
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.bench.loading", "--worker", *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{who} did not load {directory}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_worker("loading", ["--worker", *words], environment)
 
 
 def work(

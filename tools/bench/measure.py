@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import json
 import math
 import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 Run = Callable[[], object]
 
@@ -87,6 +90,27 @@ def all_turns(contenders: dict[str, Run], *, rounds: int) -> dict[str, list[floa
 def report_failure(name: str, error: Exception) -> None:
     """Print the error of a contender, without which the others continue."""
     print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def run_worker(script: str, words: Iterable[str], environment: Mapping[str, str]) -> Any:
+    """Run `python -m tools.bench.<script>` in a separate process with memory of its own.
+
+    Returns:
+        The value of the last line that the process prints, from JSON.
+
+    Raises:
+        RuntimeError: The process failed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", f"tools.bench.{script}", *words],
+        env={**environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"tools.bench.{script} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def peak_growth(run: Run) -> int:
@@ -161,6 +185,7 @@ def wait_for_torch() -> None:
 def to_numpy(array: Any) -> np.ndarray:
     """Return an array of jax or torch in float32 on the host; float64 stays float64."""
     import jax
+    import numpy as np
 
     if isinstance(array, jax.Array):
         wide = array.dtype == np.float64

@@ -30,8 +30,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -49,7 +47,7 @@ from ed_elarge.plan.mesh import mesh_of
 from ed_elarge.plan.timing import Time
 
 from tests.bench.plan_cases import BASE, STEPS, Case, families, run_of
-from tools.bench.measure import command_line, machine, peak_growth, table
+from tools.bench.measure import command_line, machine, peak_growth, run_worker, table
 from tools.workspace import ROOT
 
 RESULTS = ROOT / "docs/slices.json"
@@ -177,7 +175,7 @@ def resident(name: str, case: Case) -> tuple[str, int, int]:
     memory of a compiler is not that of a step.
     """
     step = predicted({**case, "mesh": [1, 1, 1, 1, 1]}, CPU, 1)
-    command = [sys.executable, "-m", "tools.bench.plan", "grow", "--case", json.dumps(case)]
+    words = ["grow", "--case", json.dumps(case)]
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
@@ -186,13 +184,8 @@ def resident(name: str, case: Case) -> tuple[str, int, int]:
             "ED_LAYERS_NATIVE": "0",
             "XLA_FLAGS": "",
         }
-        for _ in range(2):
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                raise SystemExit(done.stderr)
-    return name, step.arguments + step.temporary, int(done.stdout.strip().splitlines()[-1])
+        _, grown = (run_worker("plan", words, environment) for _ in range(2))
+    return name, step.arguments + step.temporary, grown
 
 
 #: Changes of a case for a run that imports the same modules and needs no memory.

@@ -43,7 +43,7 @@ from typing import Any
 import httpx
 
 from tools.bench.decode import SHAPES, VOCAB
-from tools.bench.measure import command_line, machine, status, table
+from tools.bench.measure import command_line, machine, run_worker, status, table
 
 ONE, LEAVES = (1, 1, 1, 1, 1), {"scan_layers": False}
 PARTS = ("imports", "loading", "engine", "first token")
@@ -145,16 +145,7 @@ def measure_engine(folder: Path, rounds: int, options: dict[str, Any]) -> str:
     words = ["--worker", str(folder / "one"), json.dumps(options)]
 
     def start() -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "tools.bench.startup", "engine", *words],
-            env=create_environment(folder / "cache"),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"the engine did not start:\n{done.stderr[-2000:]}")
-        return json.loads(done.stdout.splitlines()[-1])
+        return run_worker("startup", ["engine", *words], create_environment(folder / "cache"))
 
     rows = []
     for name, starts in (("cold", [start()]), ("warm", [start() for _ in range(rounds)])):
