@@ -1,8 +1,8 @@
 """Puts the native library into wheels and editable installs where it can be compiled.
 
 Without a C++ compiler, or jaxlib's headers, the wheel is pure Python, and the build
-prints one line about it.
-`ED_LAYERS_NATIVE=0` builds no library.
+prints one line about it. `ED_LAYERS_NATIVE=0` builds no library, and with
+`ED_LAYERS_NATIVE=1` a build without the library fails.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shutil
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ class NativeHook(BuildHookInterface):
     """Compiles `native/` with the package's own `build.py`."""
 
     PLUGIN_NAME = "custom"
+    library: Path | None = None  # in a temporary folder
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it collects files."""
@@ -33,18 +36,30 @@ class NativeHook(BuildHookInterface):
         assert spec.loader is not None
         native = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(native)
-        if os.environ.get("ED_LAYERS_NATIVE") == "0":
+        choice = os.environ.get("ED_LAYERS_NATIVE")
+        if choice == "0":
             return
+        # An editable install uses the package and its library in place.
+        editable = version == "editable"
+        folder = native.LIBRARY.parent if editable else Path(tempfile.mkdtemp())
         try:
-            library = native.build()
+            library = native.build(folder / native.LIBRARY.name)
         except native.CannotBuild as error:
+            if choice == "1":
+                raise
             print(f"ed-layers: without native kernels: {str(error).splitlines()[0]}")
             return
-        if version == "editable":  # the package and its library are used in place
+        if editable:
             return
+        self.library = library
         build_data["force_include"][str(library)] = f"ed_layers/native/{library.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform_tag()}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Called by hatchling after it wrote the wheel."""
+        if self.library is not None:
+            shutil.rmtree(self.library.parent)
 
 
 def platform_tag() -> str:
