@@ -44,8 +44,9 @@ void accumulate_block(const float* a, int64_t a_row, int64_t a_step, const float
 // to [rows, width] += a [rows, k], strided, times rows b; = without `add`. The width is a multiple
 // of kLanes.
 template <typename Words>
-void accumulate(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* const* b,
-                int64_t k, int64_t width, float* to, int64_t stride, bool add = true) {
+ED_NOINLINE void accumulate(const float* a, int64_t a_row, int64_t a_step, int64_t rows,
+                            const float* const* b, int64_t k, int64_t width, float* to,
+                            int64_t stride, bool add = true) {
   for_row_blocks<kRows>(rows, [&](auto r, int64_t at) {
     constexpr int R = decltype(r)::value;
     const float* a_rows = a + at * a_row;

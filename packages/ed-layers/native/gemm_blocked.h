@@ -31,8 +31,9 @@ inline int64_t get_prefetch_rows(int64_t rows, int64_t row_bytes) {
   return rows * max_int(1, kPrefetch / (rows * row_bytes));
 }
 
-// A block of columns of the matrix in one format.
-template <Format format, bool has_zero>
+// A block of columns of the matrix in one format. Rows of a panel have the constant stride
+// `panel_stride` and are not prefetched; 0: the stride is `stride`.
+template <Format format, bool has_zero, int64_t panel_stride = 0>
 struct WeightBlock {
   const void* w;   // at input 0
   int64_t stride;  // between inputs; four bits: between pairs of inputs
@@ -42,7 +43,8 @@ struct WeightBlock {
   // Load V vectors of input i, whose parity is known.
   template <int parity, int V>
   ED_INLINE void get(int64_t i, Vec* row, bool prefetches) const {
-    int64_t at = (format == Format::kFourBits ? i / 2 : i) * stride;
+    if (panel_stride > 0) prefetches = false;
+    int64_t at = (format == Format::kFourBits ? i / 2 : i) * (panel_stride ? panel_stride : stride);
     ED_UNROLL
     for (int c = 0; c < V; ++c, at += kLanes) {
       if constexpr (format == Format::kFloat32) {
@@ -69,6 +71,12 @@ struct WeightBlock {
       }
       if constexpr (has_zero) row[c] -= load(zero + c * kLanes);
     }
+  }
+
+  // Return the block that starts `c` columns later.
+  ED_INLINE WeightBlock skip(int64_t c) const {
+    constexpr int64_t size = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1;
+    return {static_cast<const char*>(w) + c * size, stride, table, zero ? zero + c : zero};
   }
 };
 
@@ -105,6 +113,29 @@ void multiply(const float* x, int64_t x_stride, const W w, int64_t k, const floa
       if (scale != nullptr) acc[r][c] = load(to) + acc[r][c] * load(scale + c * kLanes);
       store(to, acc[r][c]);
     }
+}
+
+// Call `f(Constant<vectors>, first column)` for blocks of `count` columns, a multiple of kLanes.
+template <typename F>
+ED_INLINE void for_column_blocks(int64_t count, const F& f) {
+  int64_t c = 0;
+  for (; c + kBlock <= count; c += kBlock) f(Constant<kVectors>(), c);
+  for (; c < count; c += kLanes) f(Constant<1>(), c);
+}
+
+// sums [rows, columns] += x [rows, k] * w [k, columns], times the scales of the columns if there are
+// scales. All formats share the instances for panels.
+template <typename W>
+ED_NOINLINE void multiply_tile(const float* x, int64_t x_stride, int64_t rows, const W& w,
+                               int64_t columns, int64_t k, const float* scale, float* sums,
+                               int64_t sums_stride, bool prefetches) {
+  for_row_blocks<kRows>(rows, [&](auto r, int64_t row) {
+    for_column_blocks(columns, [&](auto v, int64_t c) {
+      multiply<decltype(r)::value, decltype(v)::value>(
+          x + row * x_stride, x_stride, w.skip(c), k, scale ? scale + c : scale,
+          sums + row * sums_stride + c, sums_stride, prefetches && (row == 0 || rows <= 8));
+    });
+  });
 }
 
 #if defined(__AVX512BF16__)
@@ -160,14 +191,6 @@ void unpack_partial_tile(const Gemm& p, int64_t i, int64_t k, int64_t column, in
   }
 }
 
-// Call `f(Constant<vectors>, first column)` for blocks of `count` columns, a multiple of kLanes.
-template <typename F>
-ED_INLINE void for_column_blocks(int64_t count, const F& f) {
-  int64_t c = 0;
-  for (; c + kBlock <= count; c += kBlock) f(Constant<kVectors>(), c);
-  for (; c < count; c += kLanes) f(Constant<1>(), c);
-}
-
 // The largest number of rows of a task. Few rows stream long parts of each row of the matrix. Many
 // rows keep sums and panels in the second-level cache.
 constexpr int64_t kMaxTaskRows = 192;
@@ -175,8 +198,8 @@ constexpr int64_t kMaxTaskRows = 192;
 template <Format format, bool has_zero>
 struct FormatKernel {
   static constexpr bool codes = format != Format::kFloat32 && format != Format::kBfloat16;
-  using Float32Weights = WeightBlock<Format::kFloat32, false>;
-  using Float32Panel = WeightBlock<Format::kFloat32, has_zero>;
+  using Float32Weights = WeightBlock<Format::kFloat32, false, kTile>;
+  using Float32Panel = WeightBlock<Format::kFloat32, has_zero, kTile>;
 
   static int64_t get_block_inputs(const Gemm& p, int64_t rows, int64_t i) {
     if (codes)
@@ -201,38 +224,20 @@ struct FormatKernel {
           scale = scale_params.get(p, p.scale, i / p.group, column, count);
           zero = zero_params.get(p, p.zero, i / p.group, column, count);
         }
-        // Multiply blocks of `width` columns; the last block may be narrow.
-        auto multiply_tile = [&](auto weights, int64_t block_columns,
-                                 bool prefetches) __attribute__((always_inline)) {
-          for_row_blocks<kRows>(rows, [&](auto r, int64_t at) {
-            auto block = [&](auto v, int64_t c) {
-              multiply<decltype(r)::value, decltype(v)::value>(
-                  numbers + at * p.inputs, p.inputs, weights(c), k, scale ? scale + c : scale,
-                  tile + at * width + c, width, prefetches && (at == 0 || rows <= 8));
-            };
-            for_column_blocks(block_columns, block);
-          });
-        };
-        auto get_weights = [&](int64_t c) {
-          return WeightBlock<format, has_zero>{locate_input(p, i, column + c), p.outputs, p.table,
-                                               zero ? zero + c : zero};
-        };
+        const WeightBlock<format, has_zero> weights{locate_input(p, i, column), p.outputs, p.table,
+                                                    zero};
         if (count % kLanes != 0) {
           unpack_partial_tile(p, i, k, column, count, panel);
-          multiply_tile(
-              [&](int64_t c) {
-                return Float32Panel{panel + c, kTile, nullptr, zero ? zero + c : zero};
-              },
-              kTile, false);
+          multiply_tile(numbers, p.inputs, rows, Float32Panel{panel, kTile, nullptr, zero}, kTile,
+                        k, scale, tile, width, false);
         } else if (rows <= kRows || format == Format::kFloat32) {
-          multiply_tile(get_weights, count, true);
+          multiply_tile(numbers, p.inputs, rows, weights, count, k, scale, tile, width, true);
         } else {
           for_column_blocks(count, [&](auto v, int64_t c) {
-            unpack<decltype(v)::value>(get_weights(c), k, panel + c);
+            unpack<decltype(v)::value>(weights.skip(c), k, panel + c);
           });
-          multiply_tile(
-              [&](int64_t c) { return Float32Weights{panel + c, kTile, nullptr, nullptr}; }, count,
-              false);
+          multiply_tile(numbers, p.inputs, rows, Float32Weights{panel, kTile, nullptr, nullptr},
+                        count, k, scale, tile, width, false);
         }
       }
     }

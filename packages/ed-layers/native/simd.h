@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX2__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
@@ -16,6 +16,9 @@
 // Unrolls loops over accumulators. The compiler would keep the accumulators of a loop in memory.
 #define ED_UNROLL _Pragma("GCC unroll 16")
 #define ED_INLINE inline __attribute__((always_inline))
+// For a kernel with many callers and much work in each call: copies in every caller would only make
+// the build slower.
+#define ED_NOINLINE __attribute__((noinline))
 
 namespace {
 
@@ -348,6 +351,13 @@ ED_INLINE Ints dot_bytes(Ints sum, Ints w, Ints x) {
                                    _mm512_srai_epi16(_mm512_slli_epi16(x_bytes, 8), 8));
   __m512i odd = _mm512_madd_epi16(_mm512_srai_epi16(v, 8), _mm512_srai_epi16(x_bytes, 8));
   return sum + (Ints)_mm512_add_epi32(even, odd);
+#elif defined(__SSE2__)
+  // The same as with AVX2.
+  __m128i v = (__m128i)w, x_bytes = (__m128i)x;
+  __m128i even = _mm_madd_epi16(_mm_srai_epi16(_mm_slli_epi16(v, 8), 8),
+                                _mm_srai_epi16(_mm_slli_epi16(x_bytes, 8), 8));
+  __m128i odd = _mm_madd_epi16(_mm_srai_epi16(v, 8), _mm_srai_epi16(x_bytes, 8));
+  return sum + (Ints)_mm_add_epi32(even, odd);
 #else
   for (int byte = 0; byte < 32; byte += 8)
     sum += ((w << (24 - byte)) >> 24) * ((x << (24 - byte)) >> 24);
