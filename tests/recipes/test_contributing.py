@@ -41,7 +41,8 @@ def copy_of_packages(folder: Path, text: str) -> list[Path]:
         target = folder / "packages" / package.name
         if package.name in changed:
             ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(package / "src", target / "src", ignore=ignored)
+            for part in filter(Path.is_dir, (package / "src", package / "native")):
+                shutil.copytree(part, target / part.name, ignore=ignored)
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(package)
@@ -108,6 +109,7 @@ def test_every_kind_of_part_has_a_recipe() -> None:
         "a vision layout",
         "a kind of rows",
         "a format of rows",
+        "a c++ kernel",
     ]
 
 

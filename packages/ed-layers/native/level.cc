@@ -12,12 +12,21 @@
 
 namespace ed {
 
-const Level ED_LEVEL = {ED_LEVEL_NAME,   gemm,
-                        gemm_transposed, int8_gemm,
-                        apply_glu,       pack_lhs,
-                        kLhsInRows,      get_int8_row_sizes,
-                        quantize_row,    gather_packed_rows,
-                        find_argmax,     kAttentionKernels,
-                        apply_rotary,    run_recurrence};
+const Level ED_LEVEL = {
+    ED_LEVEL_NAME,
+    gemm,
+    gemm_transposed,
+    int8_gemm,
+    apply_glu,
+    pack_lhs,
+    kLhsInRows,
+    get_int8_row_sizes,
+    quantize_row,
+    gather_packed_rows,
+    find_argmax,
+    kAttentionKernels,
+    apply_rotary,
+    run_recurrence,
+};
 
 }  // namespace ed

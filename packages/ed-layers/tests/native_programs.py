@@ -27,4 +27,4 @@ def compile_handlers(target: Path, sanitizer: str) -> Path:
 def compile_amx_emulation(target: Path) -> Path:
     """Compile a program for Linux on x86-64 that runs the AMX kernels on a processor without AMX,
     and compares products with float64."""
-    return link(target, (PROGRAMS / "emulate_amx.cc",), "-g")
+    return link(target, (PROGRAMS / "emulate_amx.cc",), "-g", optimize="-O3")

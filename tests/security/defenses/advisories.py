@@ -281,8 +281,8 @@ ADVISORIES: dict[str, tuple[Edit, ...]] = {
         Edit(f"{LAYERS}/native/checks.h", "    if (!same)\n", "    if (false)\n"),
         Edit(  # a faster build
             f"{LAYERS}/src/ed_layers/native/build.py",
-            '("-O1" if sanitize else "-O3", ',
-            '("-O0", ',
+            'target: Path = LIBRARY, optimize: str = "-O3"',
+            'target: Path = LIBRARY, optimize: str = "-O0"',
         ),
     ),
 }
