@@ -22,7 +22,7 @@ from tools.workspace import ROOT
 FOLDER = ROOT / "docs/serving"
 PAGES = [*sorted(FOLDER.glob("*.md")), ROOT / "docs/serving.md", ROOT / "docs/tasks/serve.md"]
 #: A page has one subject, so it is short.
-MAX_WORDS = 1600
+MAX_WORDS = 1650
 #: Bytes or seconds of a unit in the table of limits.
 UNITS = {"MiB": 2**20, "GiB": 2**30, "s": 1, "h": 3600}
 
@@ -104,7 +104,7 @@ def test_flags_of_the_serving_pages_exist() -> None:
                 assert named <= flags | {"-d"}, (page.name, named - flags)
 
 
-def test_a_serving_page_has_at_most_1600_words() -> None:
+def test_a_serving_page_has_at_most_1650_words() -> None:
     sizes = {page.name: len(page.read_text("utf-8").split()) for page in FOLDER.glob("*.md")}
     assert len(sizes) == 8
     assert not {name: size for name, size in sizes.items() if size > MAX_WORDS}
