@@ -112,7 +112,7 @@ def mixture_keys() -> dict[str, FieldInfo]:
     def keys(title: str, model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
         for name, field in model.model_fields.items():
             yield f"{title}.{name}", field
-            inside = yaml_reference.nested(field.annotation)
+            inside = yaml_reference.find_option_class(field.annotation)
             if (
                 inside is not None and name != "eval_informs"
             ):  # eval_informs has the keys of informs
@@ -185,7 +185,7 @@ def page() -> str:
     lines += ["", "## Keys of the section `mixture` of a run file", ""]
     lines += ["| key | type | default | proof |", "| --- " * 4 + "|"]
     for name, field in mixture_keys().items():
-        about = [yaml_reference.spelled(field.annotation), yaml_reference.default(field)]
+        about = [yaml_reference.describe_type(field.annotation), yaml_reference.default(field)]
         lines.append(f"| {' | '.join([f'`{name}`', *about, _proof(name, proven)])} |")
     return "\n".join(lines) + "\n"
 

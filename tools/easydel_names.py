@@ -182,10 +182,10 @@ def _attribute(node: ast.Attribute, document: str) -> dict[str, str]:
 def _place(name: str, attribute: str = "") -> str:
     """Return the module and the name of an object of `easydel`, or of an attribute of its class."""
     import easydel
-    from easydel._table import NAMES, found
+    from easydel._table import NAMES, find_names
 
     if not attribute:
-        module, _, real = {**found("easydel"), **NAMES}[name].partition(":")
+        module, _, real = {**find_names("easydel"), **NAMES}[name].partition(":")
         value = getattr(easydel, name)
         module = getattr(value, "__module__", module) if isinstance(value, type) else module
         return f"`{module}.{real or name}`"

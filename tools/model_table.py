@@ -65,7 +65,7 @@ def table(results: Results | None = None) -> str:
 
     results = read() if results is None else results
     names = list(checks())
-    tasks = {name: set(registry.tasks_of(name)) for name in registry.model_types()}
+    tasks = {name: set(registry.list_tasks(name)) for name in registry.model_types()}
     causal = [name for name, of in tasks.items() if TaskType.CAUSAL_LM in of]
     lines = heading("`model_type`", "characteristics", *names)
     for model_type in causal:
@@ -75,11 +75,11 @@ def table(results: Results | None = None) -> str:
     others = heading("`model_type`", "task", "characteristics", *names[:-1])
     for model_type in (name for name in tasks if name not in causal):
         stored = " ".join(results.get(model_type, {}))
-        checked = [task for task in registry.tasks_of(model_type) if f"({task})" in stored]
+        checked = [task for task in registry.list_tasks(model_type) if f"({task})" in stored]
         for number, task in enumerate(checked or [""]):
             text = "" if number else special(model_type)
             cells = (largest(results, model_type, name, task) for name in names[:-1])
-            shown = task or registry.tasks_of(model_type)[0]
+            shown = task or registry.list_tasks(model_type)[0]
             others.append(row(f"`{model_type}`", f"`{shown}`", text, *cells))
     summary = f"{len(causal)} families of causal language models, each with the tasks {shared}."
     halves = ", ".join(f"`{name}`" for name in sorted(MODEL_TYPES))

@@ -15,7 +15,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from ed_elarge.config.reference import default, known_names, meanings, nested, spelled, yaml_text
+from ed_elarge.config.reference import (
+    default,
+    describe_type,
+    find_option_class,
+    known_names,
+    meanings,
+    yaml_text,
+)
 from pydantic import BaseModel
 
 from tools import pages
@@ -36,7 +43,9 @@ def rows(model: type[BaseModel]) -> dict[str, str]:
         if others := [other for other, canonical in aliases.items() if canonical == name]:
             words.append(f"Also spelled {', '.join(f'`{other}`' for other in others)}.")
         meaning = " ".join(filter(None, words)).replace("|", "\\|")
-        lines[name] = f"| `{name}` | {spelled(field.annotation)} | {default(field)} | {meaning} |"
+        lines[name] = (
+            f"| `{name}` | {describe_type(field.annotation)} | {default(field)} | {meaning} |"
+        )
     return lines
 
 
@@ -66,7 +75,7 @@ def table(
     yield from lines.values()
     yield ""
     for name in lines:
-        child = nested(model.model_fields[name].annotation)
+        child = find_option_class(model.model_fields[name].annotation)
         if child is not None and child not in seen:
             seen.add(child)
             yield from table(f"{title}.{name}", child, level + 1, seen)

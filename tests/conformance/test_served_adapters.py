@@ -18,10 +18,10 @@ from ed_infra import parameter_names
 from ed_infra.enums import TaskType
 from ed_infra.specs import LoraSpec
 from ed_layers.cache import RaggedBatch
-from ed_layers.lora.slots import LoRASlots, SlotParam, written
+from ed_layers.lora.slots import LoRASlots, SlotParam, write_slot
 from ed_models.adapters.lora import apply_lora, lora_layers
 from ed_models.adapters.slots import slot_values, with_slots
-from ed_models.adapters.values import adapter_of
+from ed_models.adapters.values import get_adapter
 from ed_models.conformance import Subject, checks, forward
 from flax import nnx
 
@@ -74,9 +74,9 @@ def test_sequences_of_a_batch_have_adapters_of_their_own(
         model = learned(base, layers, place)
         expected.append(np.asarray(forward(model, input_ids=subject.ids).logits))
         state = jax.tree.map(
-            lambda leaf, value, place=place: written(leaf, jnp.asarray(place), value),
+            lambda leaf, value, place=place: write_slot(leaf, jnp.asarray(place), value),
             state,
-            slot_values(served, adapter_of(model)),
+            slot_values(served, get_adapter(model)),
         )
     nnx.update(served, state)
     assert np.abs(expected[2] - expected[0]).max() > 1e-3

@@ -230,7 +230,7 @@ def test_dpo_with_images_has_the_loss_of_torch_and_learns_the_preference(folder:
 @pytest.mark.torch
 def test_grpo_with_images_has_the_loss_of_torch(folder: Path) -> None:
     torch = require_torch()
-    from ed_trainers.contract import Models, logged
+    from ed_trainers.contract import Models, build_log_metrics
     from ed_trainers.online.phase import Phase
     from flax import nnx
 
@@ -245,7 +245,9 @@ def test_grpo_with_images_has_the_loss_of_torch(folder: Path) -> None:
     frozen = trainer.method.frozen
     models = Models(nnx.merge(graphdef, params, other), frozen.merge(frozen.leaves))
     loss = trainer.loss(models, trainer.prepare(rows), None).checked()
-    own = logged(*({n: float(m.value) for n, m in x.items()} for x in (loss.sums, loss.metrics)))
+    own = build_log_metrics(
+        *({n: float(m.value) for n, m in x.items()} for x in (loss.sums, loss.metrics))
+    )
     labels = np.full_like(rows["input_ids"], -100)
     labels[:, 1:] = np.where(rows["weights"][:, :-1] > 0, rows["targets"][:, :-1], -100)
     given = {**rows, "labels": labels}

@@ -138,7 +138,7 @@ def test_placeholder_tokens_equal_features_of_reduced_grids(count: int) -> None:
     for size, placeholders in zip(sizes, counted, strict=True):
         several = processor.replace_image_token({"batch_num_images": [2]}, 0)
         for tokens, whole in ((placeholders, False), (several.count("<image>"), True)):
-            tiles, features = grids.sizes(*size.tolist(), whole=whole)
+            tiles, features = grids.sizes(*size.tolist(), without_grid=whole)
             assert tokens == features <= engine.longest, size
             pixels = np.broadcast_to(np.float32(0), (tiles, 3, 384, 384))
             arrays = {"pixel_values": pixels, "image_sizes": size.astype(np.int32)}
@@ -157,14 +157,15 @@ def test_images_of_a_batch_become_items_of_the_engine(name: str) -> None:
     engine, sizes = TiledImages(model, grids), [(30, 90), (60, 20), (40, 44)]
     for own in (sizes[:1], sizes):
         images = [
-            RowImage(np.zeros((*size, 3), np.uint8), "a row", alone=len(own) == 1) for size in own
+            RowImage(np.zeros((*size, 3), np.uint8), "a row", is_single=len(own) == 1)
+            for size in own
         ]
         ids = [token for image in images for token in (5, *loader.tokens(image).ids)]
         batch = loader.arrays({0: images}, 1, loader.width([images]))
         items = placed_items(engine, {n: x[0] for n, x in batch.items()}, ids, loader.feature)
         assert [tuple(item.arrays["image_sizes"]) for item in items] == own
         assert not any(map(engine.check, items))
-        grid = [engine.padded(item.arrays)["image_grids"] for item in items]
+        grid = [engine.pad_item(item.arrays)["image_grids"] for item in items]
         assert np.array_equal(grid, batch["image_grids"][0, : len(own)])
 
 
@@ -306,8 +307,10 @@ def test_places_of_patches_become_grids_in_trainer_and_engine() -> None:
     processor: Any = PATCHED["gemma4"](with_tokens)
     loader, rng = PlacedEncoder(processor), np.random.default_rng(0)
     for size in ((30, 90), (1, 1), (70, 5), (33, 32)):
-        output = loader.processed(RowImage(rng.integers(0, 256, (*size, 3), np.uint8), "an image"))
-        patches, grid = loader.packed(output)
+        output = loader.process_image(
+            RowImage(rng.integers(0, 256, (*size, 3), np.uint8), "an image")
+        )
+        patches, grid = loader.pack_patches(output)
         theirs, (other,) = from_positions(output["pixel_values"], output["image_position_ids"], 2)
         assert np.array_equal(patches, theirs) and grid.tolist() == other.tolist()
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from ed_esurge.server.launch import background
 from ed_esurge.server.playground import page, policy
-from ed_esurge.server.playground.assembly import assembled
+from ed_esurge.server.playground.assembly import assemble_page
 from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, ScriptedEngine, byte_tokenizer
 
 from tests.playground import ask, button, failures, needs_chromium, said, until
@@ -42,18 +42,18 @@ def test_page_contains_no_data_of_the_server() -> None:
 def test_modules_import_only_exported_names_and_never_each_other(tmp_path: Path) -> None:
     (tmp_path / "main.js").write_text('import { a } from "./other.js";\nexport const b = a + 1;\n')
     (tmp_path / "other.js").write_text("export const a = 1;\n")
-    script = assembled("{{main.js}}", tmp_path)
+    script = assemble_page("{{main.js}}", tmp_path)
     assert script.index("const a = 1") < script.index("const b = a + 1")
     assert "export" not in script and "import" not in script
     (tmp_path / "other.js").write_text("const a = 1;\n")
     with pytest.raises(ValueError, match="does not export"):
-        assembled("{{main.js}}", tmp_path)
+        assemble_page("{{main.js}}", tmp_path)
     (tmp_path / "other.js").write_text('import { b } from "./main.js";\nexport const a = b;\n')
     with pytest.raises(ValueError, match="import each other"):
-        assembled("{{main.js}}", tmp_path)
+        assemble_page("{{main.js}}", tmp_path)
     (tmp_path / "main.js").write_text("export default 1;\n")
     with pytest.raises(ValueError, match="must import names"):
-        assembled("{{main.js}}", tmp_path)
+        assemble_page("{{main.js}}", tmp_path)
 
 
 @needs_chromium

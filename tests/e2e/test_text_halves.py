@@ -16,7 +16,7 @@ from ed_elarge.config.normalize import normalize
 from ed_elarge.config.table import check_machine
 from ed_elarge.errors import InputError
 from ed_esurge import SamplingParams
-from ed_esurge.command.load import add_model_arguments, engine_of
+from ed_esurge.command.load import add_model_arguments, create_engine
 from ed_esurge.testing import byte_tokenizer
 from ed_infra import registry
 from ed_infra.enums import TaskType
@@ -73,7 +73,7 @@ def test_engine_of_the_command_line_generates_the_tokens_of_the_text_half(
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
     sizes = "--max-model-len 32 --page-size 8 --max-num-seqs 2 --no-compile-runner"
-    engine = engine_of(parser.parse_args([str(checkpoint), *sizes.split()]))
+    engine = create_engine(parser.parse_args([str(checkpoint), *sizes.split()]))
     assert engine.task == TaskType.CAUSAL_LM
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     (output,) = engine.generate([PROMPT], params)

@@ -24,7 +24,7 @@ import transformers
 import yaml
 from ed_elarge.command.runs import run_file
 from ed_elarge.config import nodes
-from ed_elarge.config.layers import merged
+from ed_elarge.config.layers import merge_documents
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.table import check_machine
 from ed_elarge.errors import InputError
@@ -126,7 +126,7 @@ def named(block: dict[str, Any], section: str) -> dict[str, Any]:
 
 def completed(text: str, name: str) -> Any:
     """Return a run file with the sections that the text lacks."""
-    return merged(nodes.parse(REST, "rest.yaml"), nodes.parse(text, name))
+    return merge_documents(nodes.parse(REST, "rest.yaml"), nodes.parse(text, name))
 
 
 @pytest.mark.parametrize("one", YAML, ids=lambda one: one.name)

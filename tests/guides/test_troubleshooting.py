@@ -17,7 +17,7 @@ from ed_data.errors import DataError
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.table import check_machine
-from ed_elarge.exits import guarded
+from ed_elarge.exits import run_work
 from ed_elarge.model import eLargeModel
 from ed_infra.errors import EasyDeLError
 
@@ -126,7 +126,7 @@ def backend(_: pytest.MonkeyPatch) -> None:
 def memory(_: pytest.MonkeyPatch) -> None:
     import jax.numpy as jnp
 
-    assert guarded(lambda: jnp.zeros(2**45).block_until_ready() and None) == 1
+    assert run_work(lambda: jnp.zeros(2**45).block_until_ready() and None) == 1
 
 
 @case("A checkpoint of another run")
@@ -240,9 +240,9 @@ def adapters(_: pytest.MonkeyPatch) -> None:
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
     from ed_layers.native import library
 
-    loaded = library._loaded.__wrapped__
+    loaded = library._load_library.__wrapped__
     monkeypatch.setattr(library, "LIBRARY", Path("missing.so"))
-    monkeypatch.setattr(library, "_loaded", loaded)
+    monkeypatch.setattr(library, "_load_library", loaded)
     print(library.describe())
 
 

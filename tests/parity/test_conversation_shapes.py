@@ -91,9 +91,11 @@ def test_shapes_of_conversations_have_equal_tokens_everywhere(name, tmp_path):
                 chat, add_generation_prompt=False, **options(chat)
             )
             assert loaded(tmp_path, tokenizer, chat)[: len(whole)] == whole, shape
-            assert certificate.of_trainer(chat, **options(chat))[0][: len(whole)] == whole, shape
+            assert (
+                certificate.encode_with_trainer(chat, **options(chat))[0][: len(whole)] == whole
+            ), shape
             prompt = ChatTemplate(tokenizer).token_ids(chat[:-1], **options(chat))
-            assert certificate.of_engine(chat[:-1], **options(chat)) == prompt, shape
+            assert certificate.encode_with_engine(chat[:-1], **options(chat)) == prompt, shape
             if shape == "older call":  # the server requires the ids of calls
                 continue
             body = {"messages": chat[:-1], "max_tokens": 1, **options(chat)}

@@ -74,7 +74,7 @@ def small(subject: Subject) -> Subject:
 
 
 def ours(model: Any, subject: Subject) -> np.ndarray:
-    return np.asarray(subject.output(forward(model, **subject.padded())))[subject.real]
+    return np.asarray(subject.output(forward(model, **subject.build_padded_inputs())))[subject.real]
 
 
 def near(got: np.ndarray, expected: np.ndarray) -> None:
@@ -140,7 +140,7 @@ def test_adapters_over_quantized_weights_change_only_themselves(subject: Subject
     graphdef, params, other = model.split_module()
 
     def loss(params: Any) -> jax.Array:
-        output = subject.output(nnx.merge(graphdef, params, other)(**subject.whole()))
+        output = subject.output(nnx.merge(graphdef, params, other)(**subject.build_full_inputs()))
         return jnp.mean(jnp.square(output))
 
     grads = jax.jit(jax.grad(loss))(params)

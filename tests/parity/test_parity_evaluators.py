@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_trainers.figures.correlation import correlations, cosines
-from ed_trainers.figures.ranking import TopDocuments, ranked, reranking_metrics, retrieval_metrics
+from ed_trainers.figures.ranking import (
+    TopDocuments,
+    rank_documents,
+    reranking_metrics,
+    retrieval_metrics,
+)
 
 pytestmark = pytest.mark.torch
 pytest.importorskip("sentence_transformers")
@@ -111,7 +116,7 @@ def test_reranking_equals_cross_encoder_reranking_evaluator() -> None:
     )
     theirs = evaluator(model)
     rankings = [
-        ranked(
+        rank_documents(
             np.array([scores[s["query"], d] for d in (*s["positive"], *s["negative"])]),
             np.repeat([1.0, 0.0], [len(s["positive"]), len(s["negative"])]),
         )

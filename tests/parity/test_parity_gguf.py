@@ -83,7 +83,7 @@ def test_written_model_is_read_with_equal_parameters_and_logits(
         bound = 2e-7 * np.abs(value).max() + 2e-7 if name.endswith(CHANGED) else 0
         np.testing.assert_allclose(found[name], value, rtol=0, atol=bound, err_msg=name)
     expected = subject.logits
-    logits = np.asarray(subject.output(forward(read, **subject.whole())))
+    logits = np.asarray(subject.output(forward(read, **subject.build_full_inputs())))
     assert np.abs(logits - expected).max() <= CLOSE * np.abs(expected).max()
 
 
@@ -145,8 +145,8 @@ def test_kept_codes_of_every_architecture_have_the_decoded_values(
     decoded = parameters(kept.dequantize())
     for name, value in parameters(plain).items():
         np.testing.assert_array_equal(decoded[name], value, err_msg=name)
-    expected = np.asarray(subject.output(forward(plain, **subject.whole())))
-    found = np.asarray(subject.output(forward(kept, **subject.whole())))
+    expected = np.asarray(subject.output(forward(plain, **subject.build_full_inputs())))
+    found = np.asarray(subject.output(forward(kept, **subject.build_full_inputs())))
     # Attention with random weights amplifies the rounding of queries and keys.
     assert np.abs(found - expected).max() <= LLAMA_CPP * np.abs(expected).max()
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError
 from ed_models.checkpoints.leftovers import find_leftovers
-from ed_models.checkpoints.task_rules import rules_of
+from ed_models.checkpoints.task_rules import get_weight_rules
 from ed_models.checkpoints.weight_map import WeightMap
 
 from tests.conformance.cases import subjects
@@ -395,7 +395,7 @@ def ignored_by_transformers() -> list[Any]:
 @pytest.mark.parametrize("subject", ignored_by_transformers())
 def test_tensors_that_transformers_ignores_are_no_leftovers(subject: Any) -> None:
     patterns = subject.torch_model._keys_to_ignore_on_load_unexpected or ()
-    weights = WeightMap(rules_of(subject.module_class), {})
+    weights = WeightMap(get_weight_rules(subject.module_class), {})
     for pattern in patterns:
         plain = re.sub(r"\\|\^|\$", "", pattern).replace(".*", ".weight")
         # A pattern fits anywhere in a name: `attn.bias` ignores `transformer.h.0.attn.bias`.

@@ -16,7 +16,7 @@ import pytest
 from ed_infra.enums import TaskType
 from ed_infra.specs import LoraSpec
 from ed_models.adapters.peft import load_adapter, save_adapter
-from ed_models.adapters.values import adapter_of
+from ed_models.adapters.values import get_adapter
 from ed_models.conformance import Subject
 
 from tests.conformance.cases import subjects
@@ -120,7 +120,7 @@ def test_saved_adapter_produces_same_logits_when_reloaded(subject: Subject, tmp_
     assert np.abs(expected - our_logits(subject.model, ids)).max() > 1e-4
     save_adapter(model, tmp_path)
     again = load_adapter(subject.model, tmp_path)
-    assert adapter_of(again).keys() == adapter_of(model).keys()
+    assert get_adapter(again).keys() == get_adapter(model).keys()
     np.testing.assert_allclose(our_logits(again, ids), expected, atol=BOUND)
 
 

@@ -51,7 +51,7 @@ def rows() -> list[Any]:
 
 
 def our_outputs(subject: Subject, model: Any) -> np.ndarray:
-    return np.asarray(subject.output(forward(model, **subject.padded())))[subject.real]
+    return np.asarray(subject.output(forward(model, **subject.build_padded_inputs())))[subject.real]
 
 
 def their_outputs(subject: Subject, model: Any) -> np.ndarray:

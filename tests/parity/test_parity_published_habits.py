@@ -12,7 +12,7 @@ from ed_infra import registry
 from ed_infra.config.fields import FIELDS
 from ed_infra.enums import TaskType
 from ed_models.auto import AutoEasyDeLModel, AutoEasyDeLModelForSeq2SeqLM
-from ed_models.checkpoints.checks import task_of
+from ed_models.checkpoints.checks import detect_task
 from ed_models.checkpoints.hub import read_config
 from ed_models.generation.prompts import PromptBatch, encoder_inputs
 
@@ -86,12 +86,12 @@ def test_cross_encoder_of_sentence_transformers_6_keeps_its_activation(
     (tmp_path / "modules.json").write_text("[]")
     pair = {"model_type": "CrossEncoder", "activation_fn": name}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(pair))
-    assert task_of(tmp_path) == TaskType.SEQUENCE_CLASSIFICATION
+    assert detect_task(tmp_path) == TaskType.SEQUENCE_CLASSIFICATION
     config = read_config(tmp_path, TaskType.SEQUENCE_CLASSIFICATION)
     assert _score_activation(config) == name.rpartition(".")[2].lower()
     pair["model_type"] = "SentenceTransformer"
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(pair))
-    assert task_of(tmp_path) == TaskType.EMBEDDING
+    assert detect_task(tmp_path) == TaskType.EMBEDDING
 
 
 def test_speech_classes_are_public() -> None:

@@ -16,7 +16,7 @@ from ed_infra.specs import LoraSpec
 from ed_layers.lora.saved_modules import SavedParam
 from ed_models.adapters.lora import has_lora, merge_lora, remove_lora
 from ed_models.adapters.peft import load_adapter, save_adapter
-from ed_models.adapters.values import adapter_of, put_adapter
+from ed_models.adapters.values import get_adapter, put_adapter
 from ed_models.conformance import Subject, forward
 from flax import nnx
 
@@ -55,7 +55,7 @@ def spec_of(name: str, **changes: Any) -> LoraSpec:
 
 
 def ours(model: Any, subject: Subject) -> np.ndarray:
-    return np.asarray(subject.output(forward(model, **subject.padded())))[subject.real]
+    return np.asarray(subject.output(forward(model, **subject.build_padded_inputs())))[subject.real]
 
 
 @functools.cache
@@ -128,7 +128,7 @@ def test_saved_module_trains_beside_adapters_and_base_stays() -> None:
 @pytest.mark.nightly
 def test_merged_adapter_with_saved_module_is_undone_exactly() -> None:
     subject = subject_of(LLAMA)
-    adapted = put_adapter(subject.model, adapter_of(trained(subject.model, spec_of(LLAMA))))
+    adapted = put_adapter(subject.model, get_adapter(trained(subject.model, spec_of(LLAMA))))
     got = ours(adapted, subject)
     merged = adapted.merge_adapter()
     assert not has_lora(merged)

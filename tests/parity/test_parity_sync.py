@@ -29,7 +29,7 @@ def test_reference_sync_matches_trl(tmp_path) -> None:
     )
     now = following.begin
     for step in range(1, 7):
-        now = jax.jit(following.moved)(now, learned, jnp.asarray(step))
+        now = jax.jit(following.update_reference)(now, learned, jnp.asarray(step))
         if step % 2 == 0:
             SyncRefModelCallback._sync_target_model(own, other, 0.6)
     nnx.update(reference, now)

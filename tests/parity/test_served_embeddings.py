@@ -84,7 +84,7 @@ def write(folder: Path, kind: str) -> Any:
 @pytest.fixture(scope="module", params=KINDS)
 def served(request: Any, tmp_path_factory: Any) -> Iterator[tuple[Any, str, bool]]:
     """The model of sentence-transformers, the URL of its server, and whether it normalizes."""
-    from ed_esurge.command.load import add_model_arguments, engine_of
+    from ed_esurge.command.load import add_model_arguments, create_engine
     from ed_esurge.server import background
 
     folder = tmp_path_factory.mktemp("model")
@@ -92,7 +92,7 @@ def served(request: Any, tmp_path_factory: Any) -> Iterator[tuple[Any, str, bool
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
     flags = ["--no-compile-runner", "--silent-mode", "--max-num-batched-tokens", "128"]
-    engine = engine_of(parser.parse_args([str(folder / "model"), *flags]))
+    engine = create_engine(parser.parse_args([str(folder / "model"), *flags]))
     with background(engine) as url:
         yield theirs, url, KINDS[request.param][3]
 

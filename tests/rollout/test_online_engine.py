@@ -186,7 +186,7 @@ def test_a_reward_model_scores_the_last_token(tmp_path):
     for i, (prompt, answer) in enumerate(zip(batch.prompt_ids, batch.completion_ids, strict=True)):
         logits = reward(np.asarray([[*prompt, *answer]])).logits
         own = float(np.asarray(logits).reshape(-1)[-1])
-        assert scores.each[i, 1] == pytest.approx(own, abs=1e-4)
+        assert scores.rewards[i, 1] == pytest.approx(own, abs=1e-4)
         assert scores.total[i] == pytest.approx(2 * own, abs=1e-4)
 
 

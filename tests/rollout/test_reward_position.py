@@ -87,7 +87,7 @@ def test_training_pairs_and_sampled_answers_have_equal_scores(tmp_path, monkeypa
     phase, scorer = sampler.method.part(Phase), sampler.method.part(Scorer)
     completions = phase.complete(prompts.batch_at(0), weights, number=0)
     scores = scorer.score(completions, completions.rows(LENGTH), weights)
-    np.testing.assert_allclose(scores.each[:, 0], trained, atol=1e-5)
+    np.testing.assert_allclose(scores.rewards[:, 0], trained, atol=1e-5)
     assert abs(trained[0] - trained[1]) > 1e-4
 
     # A long prompt keeps its end, as with `truncation_side="left"` of transformers.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from ed_elarge.engine.lending import LentEngine, records_of
+from ed_elarge.engine.lending import LentEngine, get_records
 from ed_elarge.engine.rollout import EngineRollout
 from ed_esurge import EngineConfig
 from ed_esurge.records import NOTHING, Records
@@ -90,7 +90,7 @@ def train(folder, rollout=EngineRollout, *, records=None, method="grpo", **given
         None,
         EngineConfig(page_size=8, max_num_seqs=8),
         length=arguments.row_length,
-        records=records_of(arguments) if records is None else records,
+        records=get_records(arguments) if records is None else records,
     )
     trainer = trainer_class(method)(
         arguments, model, Prompts(), rollout=rollout(engine), reward_functions=[small]

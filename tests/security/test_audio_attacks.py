@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ed_esurge.server.http.errors import MAX_MESSAGE
 from ed_esurge.server.launch import background
-from ed_esurge.speech.audio import decoded
+from ed_esurge.speech.audio import decode_audio
 from ed_esurge.speech.channels import LOUDEST
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.engine import SpeechEngine
@@ -128,7 +128,7 @@ def test_mutated_files_are_read_or_refused(form):
         places = rng.integers(0, min(len(file), 200), rng.integers(1, 6))
         file[places] = rng.integers(0, 256, len(places))
         try:
-            samples = decoded(file.tobytes(), RATE, 5, decoder)
+            samples = decode_audio(file.tobytes(), RATE, 5, decoder)
         except AudioError:
             continue
         read += 1

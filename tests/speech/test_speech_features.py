@@ -13,11 +13,11 @@ import pytest
 from ed_data import build_loader
 from ed_data.config import Inform, Mixture, Tokenization
 from ed_data.rows.example import RowAudio
-from ed_data.rows.recordings import BLOCK, samples_of
+from ed_data.rows.recordings import BLOCK, read_samples
 from ed_data.schema import SPEECH_SEQ2SEQ
 from ed_data.tokens.speech_tokenizers import train_whisper
 from ed_esurge.speech import library_files
-from ed_esurge.speech.audio import decoded
+from ed_esurge.speech.audio import decode_audio
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_models.speech import Transcriber
 
@@ -45,8 +45,8 @@ def test_samples_of_every_format_and_rate_are_equal(decoder: DecoderProcess) -> 
     loudest = 0.0
     for case in CASES:
         file = recording(*case)
-        trained = samples_of(RowAudio(file, "a row"), RATE)
-        served = decoded(file, RATE, 30, decoder)
+        trained = read_samples(RowAudio(file, "a row"), RATE)
+        served = decode_audio(file, RATE, 30, decoder)
         np.testing.assert_array_equal(trained, served, err_msg=str(case))
         loudest = max(loudest, float(np.abs(served).max()))
     assert loudest > 1, "the files contain samples that a limit of 1 would change"
@@ -78,7 +78,7 @@ def test_features_of_every_format_and_rate_are_equal(
     # `Transcriber.features` reads the extractor and the rate, and no model.
     transcriber: Any = SimpleNamespace(extract=extract, sampling_rate=RATE)
     for row, expected in zip(rows, trained, strict=True):
-        samples = decoded((tmp_path / row["audio"]).read_bytes(), RATE, 30, decoder)
+        samples = decode_audio((tmp_path / row["audio"]).read_bytes(), RATE, 30, decoder)
         found = Transcriber.features(transcriber, samples)
         np.testing.assert_array_equal(found, expected, err_msg=row["audio"])
 
@@ -90,5 +90,5 @@ def test_samples_of_recordings_of_several_blocks_are_equal(
 ) -> None:
     assert BLOCK == library_files.BLOCK
     file = recording(form, 44100, 2, seconds=60)
-    trained = samples_of(RowAudio(file, "a row"), RATE)
-    np.testing.assert_array_equal(trained, decoded(file, RATE, 120, decoder))
+    trained = read_samples(RowAudio(file, "a row"), RATE)
+    np.testing.assert_array_equal(trained, decode_audio(file, RATE, 120, decoder))

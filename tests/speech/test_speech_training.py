@@ -100,10 +100,12 @@ def check_equal_transcripts(folder: Path, file: Path) -> str:
 def at_16_khz(file: Path, folder: Path) -> Path:
     """Write a recording with the rate of the models, and return its path."""
     from ed_data.rows.example import RowAudio
-    from ed_data.rows.recordings import samples_of
+    from ed_data.rows.recordings import read_samples
 
     path = folder / f"{file.stem}-16000.wav"
-    soundfile.write(path, samples_of(RowAudio(str(file), "a file"), 16000), 16000, subtype="FLOAT")
+    soundfile.write(
+        path, read_samples(RowAudio(str(file), "a file"), 16000), 16000, subtype="FLOAT"
+    )
     return path
 
 

@@ -25,7 +25,7 @@ from statistics import median
 
 import numpy as np
 from ed_data.order.packing import Packing, pack
-from ed_data.storage.store import joined
+from ed_data.storage.store import concat_ranges
 from numpy.typing import NDArray
 
 from tools.bench.measure import all_turns, command_line, table
@@ -104,11 +104,11 @@ def moved(
     rows = np.repeat(np.arange(packing.rows), np.diff(packing.row_offsets))
     before = np.cumsum(packing.length) - packing.length
     column = before - before[packing.row_offsets[:-1]][rows]
-    target = joined(rows * capacity + column, packing.length)
+    target = concat_ranges(rows * capacity + column, packing.length)
     moved_tokens = np.zeros((packing.rows, capacity), np.uint8)
     positions = np.zeros((packing.rows, capacity), np.int64)
-    moved_tokens.reshape(-1)[target] = tokens[joined(first, packing.length)]
-    positions.reshape(-1)[target] = joined(packing.start, packing.length)
+    moved_tokens.reshape(-1)[target] = tokens[concat_ranges(first, packing.length)]
+    positions.reshape(-1)[target] = concat_ranges(packing.start, packing.length)
     return moved_tokens, positions
 
 

@@ -41,9 +41,9 @@ from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
 from ed_elarge.plan import settings, shapes, training
 from ed_elarge.plan.buffers import ACCELERATOR, CPU, Buffers
-from ed_elarge.plan.devices import GIB, Hardware, named, parse
+from ed_elarge.plan.devices import GIB, Hardware, find_device, parse
 from ed_elarge.plan.estimate import plan
-from ed_elarge.plan.mesh import mesh_of
+from ed_elarge.plan.mesh import build_mesh
 from ed_elarge.plan.timing import Time
 
 from tests.bench.plan_cases import BASE, STEPS, Case, families, run_of
@@ -107,8 +107,8 @@ class MemoryRow:
 def predicted(case: Case, buffers: Buffers, devices: int) -> training.PlannedStep:
     """Return the prediction of a case."""
     run = run_of(case)
-    own, mesh = settings.training(run), mesh_of(run, devices)
-    return training.step(own, shapes.of_run(run), mesh, buffers)
+    options, mesh = settings.training(run), build_mesh(run, devices)
+    return training.step(options, shapes.get_shapes(run), mesh, buffers)
 
 
 def on_cpu(name: str, case: Case) -> MemoryRow:
@@ -482,7 +482,7 @@ def bound(one: Published) -> Time:
         "actions": ["train"],
     }
     run = normalize(Document("plan.yaml", value=values))
-    made = plan(run, Hardware(named(one.device), (one.count,))).training
+    made = plan(run, Hardware(find_device(one.device), (one.count,))).training
     assert made is not None, "the run trains"
     return made.time
 

@@ -67,7 +67,7 @@ def product_forms(rows: int, inputs: int, outputs: int, *, tied: bool) -> dict[s
     from ed_layers.native import products
     from ed_layers.native.library import level
     from ed_layers.projections.dot import dot
-    from ed_layers.projections.matmul import wide
+    from ed_layers.projections.matmul import matmul_float32
     from ed_layers.quantization import encode
 
     rng = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def product_forms(rows: int, inputs: int, outputs: int, *, tied: bool) -> dict[s
         return jnp.matmul(x, w.T if tied else w)
 
     def ours(x: jax.Array, w: jax.Array) -> jax.Array:
-        return wide(x, w, transposed=tied).astype(x.dtype)
+        return matmul_float32(x, w, transposed=tied).astype(x.dtype)
 
     native = jax.jit(partial(products.product, transposed=tied))
     runs = {
@@ -101,7 +101,7 @@ def chain_forms(rows: int, inputs: int, outputs: int) -> dict[str, Run]:
     import jax
     import jax.numpy as jnp
     from ed_layers.native import products
-    from ed_layers.projections.matmul import wide
+    from ed_layers.projections.matmul import matmul_float32
 
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, inputs))
@@ -119,7 +119,7 @@ def chain_forms(rows: int, inputs: int, outputs: int) -> dict[str, Run]:
         return jax.jit(run)
 
     def by_xla(x: jax.Array, w: jax.Array) -> jax.Array:
-        return wide(x, w, transposed=False).astype(x.dtype)
+        return matmul_float32(x, w, transposed=False).astype(x.dtype)
 
     runs = {}
     for dtype in ("float32", "bfloat16"):
@@ -135,14 +135,14 @@ def gradient_forms(rows: int, inputs: int, outputs: int) -> dict[str, Run]:
     import jax
     import jax.numpy as jnp
     from ed_layers.native import products
-    from ed_layers.projections.matmul import plain_gradients, wide
+    from ed_layers.projections.matmul import matmul_float32, plain_gradients
 
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=s) for s in ((rows, inputs), (rows, outputs), (inputs, outputs))]
     runs = {}
     for dtype in ("float32", "bfloat16"):
         x, d_y, w = (jnp.asarray(a, dtype) for a in arrays)
-        by_xla = jax.jit(lambda d_y, w: wide(d_y, w, transposed=True).astype(d_y.dtype))
+        by_xla = jax.jit(lambda d_y, w: matmul_float32(d_y, w, transposed=True).astype(d_y.dtype))
         native = jax.jit(partial(products.product, transposed=True, turned=True))
         runs |= {
             f"XLA {dtype}, matrix": ready(

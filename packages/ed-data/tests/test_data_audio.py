@@ -17,7 +17,7 @@ from ed_data.errors import DataError
 from ed_data.rows import recordings
 from ed_data.rows.documents import Documents
 from ed_data.rows.example import RowAudio
-from ed_data.rows.recordings import samples_of
+from ed_data.rows.recordings import read_samples
 from ed_data.schema import CTC, SPEECH_SEQ2SEQ, TEXT, Schema
 from ed_data.tokens.audio import TimeSteps
 from ed_data.tokens.speech_tokenizers import train_ctc, train_whisper
@@ -160,7 +160,7 @@ def test_every_form_of_a_recording_has_the_same_samples(folder: Path, letters: A
 
         documents = Documents(inform.replace(format_callback=row), schema=CTC)
         (audio,) = next(iter(documents)).recordings
-        np.testing.assert_array_equal(samples_of(audio, RATE), samples)
+        np.testing.assert_array_equal(read_samples(audio, RATE), samples)
 
 
 def test_other_rates_and_channels_are_converted_as_by_librosa() -> None:
@@ -168,7 +168,7 @@ def test_other_rates_and_channels_are_converted_as_by_librosa() -> None:
     raw = encoded(stereo, 22050)
     decoded, _ = soundfile.read(io.BytesIO(raw), dtype="float32")
     want = soxr.resample(decoded.mean(axis=1), 22050, RATE)
-    found = samples_of(RowAudio(raw, "a row"), RATE)
+    found = read_samples(RowAudio(raw, "a row"), RATE)
     assert len(found) == -(-len(decoded) * RATE // 22050)
     np.testing.assert_array_equal(found[: len(want)], want[: len(found)])
     assert abs(len(found) - len(want)) <= 1
@@ -303,7 +303,7 @@ def test_extreme_headers_are_errors_of_their_row(
     monkeypatch.setattr(recordings, "MAX_SAMPLES", 2**17)
     source, reason = BOMBS[name]
     with pytest.raises(DataError, match=rf"a row: .*{reason or ''}"):
-        samples_of(
+        read_samples(
             RowAudio({"bytes": source} if isinstance(source, bytes) else source, "a row"), RATE
         )
 
@@ -312,12 +312,12 @@ def test_large_files_and_infinite_samples_are_errors(monkeypatch: pytest.MonkeyP
     file = io.BytesIO()
     soundfile.write(file, np.array([0.1, np.nan], np.float32), RATE, format="WAV", subtype="FLOAT")
     with pytest.raises(DataError, match=r"a row: .* samples that are not finite"):
-        samples_of(RowAudio(file.getvalue(), "a row"), RATE)
+        read_samples(RowAudio(file.getvalue(), "a row"), RATE)
     monkeypatch.setattr(recordings, "MAX_BYTES", 100)
     with pytest.raises(
         DataError, match="a row: the recording has 3244 bytes, and the limit is 100"
     ):
-        samples_of(RowAudio(encoded(tone(0.1)), "a row"), RATE)
+        read_samples(RowAudio(encoded(tone(0.1)), "a row"), RATE)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_tokens_and_patches_equal_the_output_of_the_processor(processor):
         output, text = encoder._run(image.source, image)
         ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert encoder.tokens(image).ids == ids
-        patches, grid = encoder.packed(output)
+        patches, grid = encoder.pack_patches(output)
         assert encoder.counts(image) == (ids.count(encoder.feature), len(patches))
         assert grid.prod() == len(patches) == ids.count(encoder.feature) * merge**2
         # The pixels of the image, from its patches.

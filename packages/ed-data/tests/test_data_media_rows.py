@@ -24,7 +24,7 @@ from ed_data.public_addresses import is_public
 from ed_data.rows.recordings import header
 from ed_data.schema import CTC, IMAGE_CLASSIFICATION
 from ed_data.sources import open_source
-from ed_data.tokens.images import size_of
+from ed_data.tokens.images import get_size
 from pydantic import ValidationError
 
 Image = pytest.importorskip("PIL.Image")
@@ -124,7 +124,7 @@ def read_rows_of(inform: Inform, media: Media | None = None, name: str = "image"
     schema = IMAGE_CLASSIFICATION if name == "image" else CTC
     for example in documents(inform, schema=schema, media=media):
         if name == "image":
-            assert size_of(example.images[0]) == (4, 3)
+            assert get_size(example.images[0]) == (4, 3)
         else:
             assert header(example.recordings[0]).frames == 800
 

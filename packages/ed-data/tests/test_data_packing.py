@@ -113,7 +113,7 @@ def test_reordered_packing_moves_whole_rows(lengths, random):
     order = list(range(packing.rows))
     random.shuffle(order)
     before = rows_of(packing)
-    assert rows_of(packing.reordered(np.array(order))) == [before[i] for i in order]
+    assert rows_of(packing.reorder_rows(np.array(order))) == [before[i] for i in order]
 
 
 def test_unknown_strategy_and_invalid_length_raise_data_error():

@@ -152,7 +152,7 @@ def test_counts_of_other_families_equal_the_output_of_their_processors(family, t
         height, width = (int(side) for side in rng.integers(4, 200, 2))
         pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
         image = RowImage(pixels, f"image {number}")
-        patches, grid = encoder.packed(encoder.processed(image))
+        patches, grid = encoder.pack_patches(encoder.process_image(image))
         assert len(patches) == grid.prod()
         assert encoder.counts(image) == (len(patches) // 4, len(patches))
         assert encoder.tokens(image).ids.count(encoder.token) == len(patches) // 4

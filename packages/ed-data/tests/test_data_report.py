@@ -81,5 +81,5 @@ def test_near_duplicates_are_counted(mixture, tokenizer):
     encoder = Encoder.create(tokenizer, made.tokenization, None)
     (part,) = prepare(made, Encoding(encoder), "train", made.cache_dir)
     assert near_duplicates(part) == 3  # of base, of other, and "short"
-    (source,) = data_report(made, tokenizer, near=True).sources
+    (source,) = data_report(made, tokenizer, with_near_duplicates=True).sources
     assert source.near_duplicates == 3

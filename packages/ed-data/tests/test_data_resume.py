@@ -95,7 +95,7 @@ def killed(monkeypatch, owner: object, name: str, call: int, work) -> None:
     [
         ("ed_data.tokens.encoder:Encoder", "encode", 1),
         ("ed_data.tokens.encoder:Encoder", "encode", 3),
-        ("ed_data.storage.store:", "digest_of", 1),
+        ("ed_data.storage.store:", "compute_digest", 1),
         ("pathlib:Path", "write_text", 1),
         ("pathlib:Path", "rename", 1),
         ("ed_data.storage.store:", "TokenStore", 1),
@@ -128,7 +128,7 @@ def test_killed_preparation_can_be_repeated_at_each_stage(
 @pytest.mark.daily("ed_data.storage.store:-digest_of")
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [("ed_data.storage.store:", "digest_of"), ("ed_data.storage.store:", "TokenStore")],
+    [("ed_data.storage.store:", "compute_digest"), ("ed_data.storage.store:", "TokenStore")],
 )
 def test_killed_background_writer_leaves_no_partial_store(
     mixture, tokenizer, tmp_path, monkeypatch, owner, name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ed_data import Inform, Mixture, build_loader, build_prompts
 from ed_data.order import plan, stream
-from ed_data.order.schedule import UNIT, ScheduledOrder, WeightSchedule, divided
+from ed_data.order.schedule import UNIT, ScheduledOrder, WeightSchedule, divide_block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -44,7 +44,7 @@ def test_divided_blocks_follow_weights_within_two_documents(blocks):
     owed, drawn, due = [0, 0, 0], np.zeros(3), np.zeros(3)
     for size, weights in blocks:
         parts = WeightSchedule("step", (0,), (tuple(map(float, weights)),)).parts(0)
-        counts, owed = divided(size, parts, owed)
+        counts, owed = divide_block(size, parts, owed)
         assert sum(counts) == size
         assert min(counts) >= 0
         assert sum(owed) == 0
@@ -86,7 +86,7 @@ def test_any_window_can_be_computed_separately(sizes, block, window, shuffle):
         length = min(window, size - number % windows * window)
         for begin in range(0, length, min(block, size)):
             here = min(min(block, size), length - begin)
-            expected, owed = divided(here, LINEAR.parts(3 * number), owed)
+            expected, owed = divide_block(here, LINEAR.parts(3 * number), owed)
             assert [(informs[at : at + here] == i).sum() for i in range(2)] == expected
             at += here
 

@@ -12,7 +12,7 @@ import pytest
 from ed_data import DataError, build_loader, build_prompts
 from ed_data.rows.example import RowImage
 from ed_data.schema import PREFERENCE
-from ed_data.tokens.images import ImageEncoder, rounded
+from ed_data.tokens.images import ImageEncoder, round_up
 from ed_models.body.unpadded import TileGrids
 
 from tests.hostile_images import damaged, unusual
@@ -127,7 +127,7 @@ def test_placeholder_tokens_equal_features_for_images_of_any_size(processor, cou
         image = RowImage(np.zeros((height, width, 3), np.uint8), f"{height} x {width}")
         tokens = encoder.tokens(image)
         (size, *_) = encoder.width([[image]])
-        assert size == rounded(tokens.tiles)
+        assert size == round_up(tokens.tiles)
         expected = tokens.tiles, 4 * tokens.tiles
         if encoder.sized:  # features of padding are omitted
             expected = grids.sizes(int(height), int(width))
@@ -138,7 +138,7 @@ def test_placeholder_tokens_equal_features_for_images_of_any_size(processor, cou
 
 
 def test_batches_with_different_numbers_of_tiles_have_few_shapes():
-    found = [rounded(count) for count in range(1, 65)]
+    found = [round_up(count) for count in range(1, 65)]
     assert sorted(set(found)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
     assert all(count <= size < 1.5 * count + 1 for count, size in enumerate(found, 1))
 

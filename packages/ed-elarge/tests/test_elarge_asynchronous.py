@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from ed_elarge.asynchronous.rollout import joined
+from ed_elarge.asynchronous.rollout import build_sample
 from ed_elarge.errors import InputError
 from ed_elarge.model import eLargeModel
 from ed_esurge.engine.channel import ForgedMessageError
@@ -83,7 +83,7 @@ def test_joined_parts_count_versions_of_sampled_tokens_and_mark_given_ones():
         SamplePart([7, 8], [0.0, 0.0], GIVEN),
         SamplePart([9], [-0.5], 5, True),
     ]
-    sample = joined(parts, ended=True, reward=0.5)
+    sample = build_sample(parts, ended=True, reward=0.5)
     assert sample.token_ids == [1, 2, 4, 7, 8, 9]
     assert (sample.versions, sample.given) == (((3, 3), (5, 1)), ((3, 2),))
     assert (sample.weights_version, sample.rewards) == (3, [0.5])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from ed_elarge.config import nodes
-from ed_elarge.config.layers import replaced
+from ed_elarge.config.layers import replace_value
 from maximal_run_file import MAXIMAL, dry_run, written
 
 #: Broken values of `MAXIMAL`: path of the key, value, words of the error or warning.
@@ -63,7 +63,7 @@ def test_broken_value_is_refused_or_warned_about(
         document["sharding"].pop("dcn_axis_dims", None)
     if keys[:2] == ("mixture", "mixture_schedule"):
         document["mixture"].pop("stop_strategy")
-    text = written(replaced(document, keys, value))
+    text = written(replace_value(document, keys, value))
     _, answer = dry_run(text)
     places = re.findall(r"run\.yaml:(\d+):\d+: (.*)", answer)
     assert any(words in message for _, message in places), answer

@@ -81,7 +81,7 @@ def test_each_flag_accepts_the_default_of_easylm_and_is_read_in_both_spellings(n
     values = parse_flags(name, words)
     own = {flag: entry for flag, entry in table.items() if not isinstance(entry, Flag)}
     assert values == own == parse_flags(name, [])
-    assert values.given == set(table)
+    assert values.explicit_names == set(table)
 
 
 def test_flags_convert_their_values_by_the_default() -> None:
@@ -304,7 +304,7 @@ def test_flags_of_training_become_a_valid_run_file(
             "--eval_dataset.text_processor.fields=completion",
         ],
     )
-    document = training.run_file_of(flags, tmp_path / "out")
+    document = training.build_run_file(flags, tmp_path / "out")
     config = normalize(Document("llama_train", value=document))
     trainer, mixture = config.trainer, config.mixture
     assert trainer is not None and mixture is not None
@@ -339,7 +339,7 @@ def test_learning_rate_decays_until_decay_steps_as_in_optax(
         ],
     )
     trainer = normalize(
-        Document("llama_train", value=training.run_file_of(flags, tmp_path / "out"))
+        Document("llama_train", value=training.build_run_file(flags, tmp_path / "out"))
     ).trainer
     assert trainer is not None
     own = build_schedule(trainer, 30)
@@ -358,13 +358,13 @@ def test_learning_rate_decays_until_decay_steps_as_in_optax(
     ],
 )
 def test_mesh_dim_becomes_axis_dims(text: str, dims: list[int]) -> None:
-    assert training.mesh_of(text) == dims
+    assert training.parse_mesh(text) == dims
 
 
 @pytest.mark.parametrize("text", ["1,1", "a,b,c", "dp:1,fsdp:1,tp:1", "dp:1,dp:1,mp:1"])
 def test_mesh_dim_of_other_axes_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="three numbers of devices"):
-        training.mesh_of(text)
+        training.parse_mesh(text)
 
 
 def fields(model: Path, **changes: Any) -> TextFields:
@@ -438,7 +438,7 @@ def test_flags_of_serving_become_valid_sections(
     words = [f"--load_checkpoint=params::{stream}", "--mesh_dim=1,1,-1", "--seq_length=64"]
     words += [f"--load_llama_config=json::{quickstart_model}/config.json", "--dtype=fp32"]
     words += [f"--tokenizer={quickstart_model}", "--lm_server.batch_size=2"]
-    sections = serving.sections_of(parse_flags("llama_serve", words), tmp_path)
+    sections = serving.build_sections(parse_flags("llama_serve", words), tmp_path)
     config = normalize(Document("llama_serve", value=sections))
     assert (config.esurge.max_model_len, config.esurge.max_num_seqs) == (64, 2)
     assert config.sharding.axis_dims == (1, 1, 1, -1, 1)
@@ -446,7 +446,7 @@ def test_flags_of_serving_become_valid_sections(
     words = [f"--load_checkpoint={quickstart_model}", "--load_llama_config=7b"]
     flags = parse_flags("llama_serve", words)
     with pytest.raises(ConfigError, match=r"has its own config\.json"):
-        serving.sections_of(flags, tmp_path)
+        serving.build_sections(flags, tmp_path)
 
 
 @pytest.mark.nightly

@@ -66,8 +66,8 @@ def test_an_evaluation_without_a_trainer_writes_nothing_to_the_working_directory
 
 def test_bits_per_byte_are_printed_in_place_of_perplexities() -> None:
     metrics = {"word_perplexity": 42555.0, "byte_perplexity": 5.9, "bits_per_byte": 2.6}
-    assert harness.shown(metrics) == {"bits_per_byte": 2.6}
-    assert harness.shown({"word_perplexity": 20.0}) == {"word_perplexity": 20.0}
+    assert harness.select_metrics(metrics) == {"bits_per_byte": 2.6}
+    assert harness.select_metrics({"word_perplexity": 20.0}) == {"word_perplexity": 20.0}
     found = {"results": {"task": {f"{name},none": value for name, value in metrics.items()}}}
     assert harness.figures(found) == {"task": metrics}, "the files keep every metric"
 

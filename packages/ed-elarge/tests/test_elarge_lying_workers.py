@@ -15,7 +15,7 @@ from ed_esurge.engine.channel import SECRET
 from ed_esurge.engine.connection import Connection, ConnectionLost
 from ed_esurge.engine.listener import MAX_PENDING
 
-LIMITS = TaskLimits(vocab_size=100, room=8, known=0, version=3, copies=2)
+LIMITS = TaskLimits(vocab_size=100, room=8, token_count=0, version=3, copies=2)
 SAMPLE = {
     "do": "done",
     "task": "sample",

@@ -14,38 +14,38 @@ ALL = (0, 1, 2, 3)
 def started(restarts: int = 3) -> Membership:
     """A run of four members, of which at least two must remain."""
     made = Membership(4, least=2, restarts=restarts)
-    assert [made.joined(member) for member in (2, 0, 3)] == [[], [], []]
-    assert made.joined(1) == [Begin(ALL)]
+    assert [made.handle_join(member) for member in (2, 0, 3)] == [[], [], []]
+    assert made.handle_join(1) == [Begin(ALL)]
     return made
 
 
 def test_lost_member_leaves_and_a_returned_one_joins_after_the_others_saved() -> None:
     run = started()
-    assert run.lost(1, "gone") == [Tell(0, "kill"), Tell(2, "kill"), Tell(3, "kill")]
-    assert run.ended(0, -9, 10) == run.ended(3, 1, 10) == []
-    assert run.ended(2, -9, 10) == [Begin((0, 2, 3))]
+    assert run.handle_loss(1, "gone") == [Tell(0, "kill"), Tell(2, "kill"), Tell(3, "kill")]
+    assert run.handle_end(0, -9, 10) == run.handle_end(3, 1, 10) == []
+    assert run.handle_end(2, -9, 10) == [Begin((0, 2, 3))]
     assert run.failures == "member 1 was lost (gone)"
-    assert run.joined(1) == [Tell(0, "stop"), Tell(2, "stop"), Tell(3, "stop")]
-    assert run.ended(0, STOPPED, 10) == run.ended(2, STOPPED, 10) == []
-    assert run.ended(3, STOPPED, 10) == [Begin(ALL)]
+    assert run.handle_join(1) == [Tell(0, "stop"), Tell(2, "stop"), Tell(3, "stop")]
+    assert run.handle_end(0, STOPPED, 10) == run.handle_end(2, STOPPED, 10) == []
+    assert run.handle_end(3, STOPPED, 10) == [Begin(ALL)]
     for member in (0, 1, 2):
-        assert run.ended(member, 0, 20) == []
-    assert run.ended(3, 0, 20) == [Finish(0)]
+        assert run.handle_end(member, 0, 20) == []
+    assert run.handle_end(3, 0, 20) == [Finish(0)]
 
 
 def test_killed_process_starts_again_on_its_member() -> None:
     run = started()
-    assert len(run.ended(2, -9, 10)) == 3
-    assert run.ended(0, -9, 10) == run.ended(1, -9, 10) == []
-    assert run.ended(3, -9, 10) == [Begin(ALL)]
+    assert len(run.handle_end(2, -9, 10)) == 3
+    assert run.handle_end(0, -9, 10) == run.handle_end(1, -9, 10) == []
+    assert run.handle_end(3, -9, 10) == [Begin(ALL)]
 
 
 def fail(run: Membership, code: int, newest: int) -> list[object]:
     """Let the process of member 0 fail; return the actions after all have ended."""
-    run.ended(0, code, newest)
-    run.ended(1, -9, newest)
-    run.ended(2, -9, newest)
-    return [*run.ended(3, -9, newest)]
+    run.handle_end(0, code, newest)
+    run.handle_end(1, -9, newest)
+    run.handle_end(2, -9, newest)
+    return [*run.handle_end(3, -9, newest)]
 
 
 def test_starts_without_a_new_copy_are_limited() -> None:
@@ -62,12 +62,12 @@ def test_invalid_run_file_ends_the_run_at_once() -> None:
 
 def test_run_waits_for_its_smallest_number_of_members() -> None:
     run = started()
-    run.lost(0, "gone"), run.lost(1, "gone"), run.lost(2, "gone")
-    assert run.ended(3, -9, 10) == []
+    run.handle_loss(0, "gone"), run.handle_loss(1, "gone"), run.handle_loss(2, "gone")
+    assert run.handle_end(3, -9, 10) == []
     assert run.phase is StartPhase.WAITING
-    assert run.joined(1) == [Begin((1, 3))]
-    run.lost(1, "gone")
-    assert run.ended(3, -9, 10) == []
+    assert run.handle_join(1) == [Begin((1, 3))]
+    run.handle_loss(1, "gone")
+    assert run.handle_end(3, -9, 10) == []
     (finish,) = run.give_up_waiting()
     assert finish == Finish(1, "1 of at least 2 members are connected")
 
@@ -76,8 +76,8 @@ def test_user_stops_the_run() -> None:
     run = started()
     assert run.stop(kill=False) == [Tell(member, "stop") for member in ALL]
     for member in (0, 1, 2):
-        assert run.ended(member, STOPPED, 10) == []
-    assert run.ended(3, STOPPED, 10) == [Finish(0)]
+        assert run.handle_end(member, STOPPED, 10) == []
+    assert run.handle_end(3, STOPPED, 10) == [Finish(0)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -92,17 +92,17 @@ def test_random_losses_never_start_a_running_or_an_absent_member(seed: int) -> N
         member = choose.randrange(4)
         if member not in present:
             present.add(member)
-            actions = run.joined(member)
+            actions = run.handle_join(member)
         elif member in running and choose.random() < 0.8:
             running.discard(member)
             newest += 1
             code = {"stop": STOPPED, "kill": -9}.get(asked.pop(member, ""), -9)
-            actions = run.ended(member, code, newest)
+            actions = run.handle_end(member, code, newest)
         else:
             present.discard(member)
             running.discard(member)
             asked.pop(member, None)
-            actions = run.lost(member, "gone")
+            actions = run.handle_loss(member, "gone")
         for action in actions:
             if isinstance(action, Begin):
                 assert not running and set(action.members) <= present and action.members

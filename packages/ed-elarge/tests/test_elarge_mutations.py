@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from ed_elarge.config import nodes
-from ed_elarge.errors import InputError, ValuePath, dotted
+from ed_elarge.errors import InputError, ValuePath, format_path
 from maximal_run_file import DEEP, MAXIMAL, dry_run, written
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -297,11 +297,11 @@ def wrong(tried: list[Case]) -> list[str]:
     """Return every defect."""
     out = []
     for case in tried:
-        name = re.sub(r"\[\d+\]", "", dotted(case.path))
+        name = re.sub(r"\[\d+\]", "", format_path(case.path))
         answer = complaint(case)
         lists = (VALID if answer == "accepted" else ELSEWHERE, KNOWN)
         if answer and not any(name in names.get(case.kind, "").split() for names in lists):
-            out.append(f"{case.file}: {dotted(case.path)} [{case.kind}]: {answer}")
+            out.append(f"{case.file}: {format_path(case.path)} [{case.kind}]: {answer}")
     return out
 
 

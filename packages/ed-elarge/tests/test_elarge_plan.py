@@ -14,7 +14,7 @@ import yaml
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
 from ed_elarge.plan import devices, families, report, settings, shapes, training
-from ed_elarge.plan.mesh import mesh_of
+from ed_elarge.plan.mesh import build_mesh
 from ed_infra.errors import ConfigError
 
 SMALL: dict[str, Any] = {
@@ -96,9 +96,9 @@ def test_form_has_the_parameters_axes_and_caches_of_its_model_class(model_type: 
     from ed_elarge.plan.answers import shapes as of_class
 
     run = run_of(run_file(model_type))
-    ours = shapes.of_run(run)
+    ours = shapes.get_shapes(run)
     theirs = of_class(run, {"vocab": None})
-    mesh = mesh_of(run, 8)
+    mesh = build_mesh(run, 8)
 
     def rows(tensors: Any) -> dict[tuple[Any, ...], Any]:
         return {
@@ -150,7 +150,7 @@ def test_arguments_of_a_train_step_have_the_predicted_bytes(name: str, param_dty
         * int(jax.numpy.prod(jax.numpy.array(leaf.sharding.shard_shape(leaf.shape))))
         for leaf in leaves
     )
-    step = training.step(settings.training(run), shapes.of_run(run), mesh_of(run, 8))
+    step = training.step(settings.training(run), shapes.get_shapes(run), build_mesh(run, 8))
     predicted = step.arguments - step.parts["batch"]
     assert predicted == pytest.approx(exact, rel=0.002)
 
@@ -161,13 +161,13 @@ def test_family_without_a_form_is_planned_by_its_model_class(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "stablelm" not in families.FORMS
-    found = shapes.of_run(run_of(run_file("stablelm")))
+    found = shapes.get_shapes(run_of(run_file("stablelm")))
     assert found.source == "model class"
     d, f, v, heads = 64, 96, 512, 8
     layer = 2 * d * d + 2 * d * (d // heads * 4) + 3 * d * f + 4 * d
     assert found.parameters == 4 * layer + 2 * v * d + 2 * d
     monkeypatch.setattr("ed_elarge.plan.child.ask", None)  # the second answer is the stored one
-    assert shapes.of_run(run_of(run_file("stablelm"))) == found
+    assert shapes.get_shapes(run_of(run_file("stablelm"))) == found
 
 
 def test_plan_command_writes_files_without_jax(tmp_path: Path):
@@ -196,9 +196,9 @@ def test_plan_command_writes_files_without_jax(tmp_path: Path):
 
 
 def test_run_that_does_not_fit_has_a_change_that_makes_it_fit():
-    from ed_elarge.plan.changes import of_plan
+    from ed_elarge.plan.changes import list_changes
     from ed_elarge.plan.estimate import plan
-    from ed_elarge.plan.meshes import ranked
+    from ed_elarge.plan.meshes import rank_meshes
 
     values = run_file(
         sharding={"axis_dims": [1, -1, 1, 1, 1]},
@@ -220,7 +220,7 @@ def test_run_that_does_not_fit_has_a_change_that_makes_it_fit():
     )
     made = plan(run_of(values), devices.parse("v5e:2x4", None))
     assert not made.fits
-    best = of_plan(made, ranked(made)[0])[0]
+    best = list_changes(made, rank_meshes(made)[0])[0]
     assert best.fits
     key, _, value = best.text.split()[0].partition("=")
     changed = json.loads(json.dumps(values))
@@ -254,7 +254,9 @@ def test_plan_of_pairs_has_two_sequences_of_a_row_and_a_reference():
 
     def parts(**changes: Any) -> dict[str, int]:
         run = run_of(run_file(**changes))
-        return training.step(settings.training(run), shapes.of_run(run), mesh_of(run, 8)).parts
+        return training.step(
+            settings.training(run), shapes.get_shapes(run), build_mesh(run, 8)
+        ).parts
 
     with_copy, without = parts(**pairs), parts(**pairs, lora={"rank": 4})
     assert with_copy["reference"] == with_copy["parameters"]
@@ -354,9 +356,9 @@ def test_pools_have_the_pages_of_the_engine(
     if kv_cache is not None:
         values |= {"quantization": {"kv_cache": {"quantization_method": kv_cache}}}
     run = run_of(values)
-    small = replace(devices.named("v5e"), memory_gib=0.004)
-    mesh = mesh_of(run, 2)
-    ours = serving.engine(settings.serving(run), shapes.of_run(run), mesh, small)
+    small = replace(devices.find_device("v5e"), memory_gib=0.004)
+    mesh = build_mesh(run, 2)
+    ours = serving.engine(settings.serving(run), shapes.get_shapes(run), mesh, small)
     parts = ours.memory.parts
     model = registry.get_module(run.task, model_type).create(new_config(run))
     made = setup.Setup.resolve(model, run.esurge)

@@ -16,7 +16,7 @@ from ed_elarge.errors import InputError
 from ed_elarge.model import eLargeModel
 from ed_infra import registry
 from ed_infra.enums import TaskType, canonical_task
-from ed_models.checkpoints.checks import task_of
+from ed_models.checkpoints.checks import detect_task
 from ed_models.checkpoints.hub import read_config
 
 CHECKPOINTS: dict[str, tuple[dict[str, Any], TaskType]] = {
@@ -61,12 +61,12 @@ def config_of(folder: Path, **sections: Any) -> Any:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_auto_bind_is_the_task_that_the_checkpoint_names(name: str, tmp_path: Path) -> None:
     folder, task = write(tmp_path, name), CHECKPOINTS[name][1]
-    assert checkpoint_tasks.find_task(str(folder)) == task == task_of(folder)
+    assert checkpoint_tasks.find_task(str(folder)) == task == detect_task(folder)
     run = config_of(folder, model={"task": "auto-bind"})
     assert run.task == task
     assert run.has_audio == (task in (TaskType.CTC, TaskType.SPEECH_SEQUENCE_TO_SEQUENCE))
     model_type = read_config(folder, task).model_type
-    assert {*checkpoint_tasks.registered_tasks(model_type)} <= {*registry.tasks_of(model_type)}
+    assert {*checkpoint_tasks.registered_tasks(model_type)} <= {*registry.list_tasks(model_type)}
 
 
 @pytest.mark.parametrize(
@@ -118,4 +118,4 @@ def test_auto_bind_builds_the_model_of_the_task(family: str) -> None:
 
     subject = subjects(family)[0]
     elm = eLargeModel.from_pretrained(str(subject.directory), task="auto-bind")
-    assert type(elm.build_model()).model_task == task_of(subject.directory)
+    assert type(elm.build_model()).model_task == detect_task(subject.directory)

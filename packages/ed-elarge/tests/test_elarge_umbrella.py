@@ -8,7 +8,7 @@ import sys
 from importlib import metadata
 
 import pytest
-from easydel._table import MODULES, NAMES, found
+from easydel._table import MODULES, NAMES, find_names
 
 PACKAGES = ("infra", "layers", "models", "data", "trainers", "esurge", "elarge")
 
@@ -52,7 +52,7 @@ def test_umbrella_exports_families_trainers_and_auto_classes(name: str, owner: s
 @pytest.mark.nightly
 def test_every_class_that_the_umbrella_finds_can_be_imported() -> None:
     umbrella = importlib.import_module("easydel")
-    names = found("easydel")
+    names = find_names("easydel")
     assert len(names) > 400
     for name in names:
         assert getattr(umbrella, name) is not None

@@ -71,7 +71,7 @@ class LyingReplica:
         self.connection = Connection.open(hub.address, SECRET)
         self.connection.send({"model": None})
         self.connection.receive()
-        first = {"do": "ready", "facts": facts.plain(), "now": time.monotonic()}
+        first = {"do": "ready", "facts": facts.to_dict(), "now": time.monotonic()}
         self.connection.send([{**first, **(ready or {})}])
         self._lie = lie
         self.thread = threading.Thread(target=self._serve)

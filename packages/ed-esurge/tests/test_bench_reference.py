@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from ed_esurge.command.bench import RequestTiming
-from ed_esurge.command.bench_report import objectives_of, read_result, result_of, table
+from ed_esurge.command.bench_report import compute_metrics, parse_objectives, read_result, table
 from ed_esurge.command.main import main
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
@@ -78,8 +78,8 @@ def test_figures_and_columns_equal_those_of_vllm(tmp_path: Path, capsys) -> None
         for gap in gaps:
             arrivals.append(arrivals[-1] + gap)
         answers.append(RequestTiming(start, arrivals, inputs, outputs))
-    goals = objectives_of(["ttft:30", "tpot:3"])
-    again = result_of(answers, theirs["duration"], objectives=goals, percentiles=(90, 99))
+    goals = parse_objectives(["ttft:30", "tpot:3"])
+    again = compute_metrics(answers, theirs["duration"], objectives=goals, percentiles=(90, 99))
     assert len(again) > 25
     for name, value in again.items():
         assert value == pytest.approx(theirs[name], rel=1e-6), name

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ed_esurge.command.bench import RequestTiming
-from ed_esurge.command.bench_report import comparison, objectives_of, result_of, table
+from ed_esurge.command.bench_report import comparison, compute_metrics, parse_objectives, table
 from ed_esurge.command.bench_serve import gaps
 from ed_esurge.command.main import main
 from ed_esurge.server.launch import background
@@ -80,8 +80,8 @@ def test_figures_equal_their_definitions():
         times = began + np.cumsum(draw.uniform(0.01, 0.3, draw.integers(2, 9)))
         answers.append(RequestTiming(began, [*map(float, times)], 10, len(times)))
     failed = RequestTiming(0.0, error="500")
-    objectives = objectives_of(["ttft:150", "tpot:160"])
-    got = result_of([*answers, failed], 8.0, objectives=objectives, percentiles=(90, 99))
+    objectives = parse_objectives(["ttft:150", "tpot:160"])
+    got = compute_metrics([*answers, failed], 8.0, objectives=objectives, percentiles=(90, 99))
     first = np.array([1000 * (a.arrivals[0] - a.began) for a in answers])
     each = np.array([1000 * np.diff(a.arrivals).mean() for a in answers])
     between = np.concatenate([1000 * np.diff(a.arrivals) for a in answers])

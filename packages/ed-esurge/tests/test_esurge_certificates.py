@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ed_esurge.certificates import certificate_summary
 from ed_esurge.server.generation.answers import ModelCard
-from ed_esurge.server.generation.models import certified
+from ed_esurge.server.generation.models import build_certificate_fields
 
 
 def written(folder: Path, content: Any) -> Path:
@@ -31,10 +31,10 @@ def test_entry_of_a_model_counts_checks_and_names_failed_ones(tmp_path: Path) ->
     expected = {"passed": 2, "failed": 1, "not_applicable": 1, "failed_checks": ["check1"]}
     assert summary == certificate_summary(run / "model") == expected
     facts = {"id": "a", "object": "model", "created": 1, "owned_by": "me", "root": "a"}
-    card = {**facts, "parent": None, "max_model_len": 1, **certified(summary)}
+    card = {**facts, "parent": None, "max_model_len": 1, **build_certificate_fields(summary)}
     assert ModelCard(**card).model_dump(exclude_unset=True) == card
     assert certificate_summary(tmp_path) is None
-    assert certified(None) == {}
+    assert build_certificate_fields(None) == {}
 
 
 @pytest.mark.parametrize(

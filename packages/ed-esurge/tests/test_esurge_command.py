@@ -18,8 +18,19 @@ import pytest
 from ed_esurge.command import serve
 from ed_esurge.command.bench import RequestTiming, figures, percentile
 from ed_esurge.command.chat import Conversation
-from ed_esurge.command.flags import add_options, documented, options_of, plain, read_config
-from ed_esurge.command.load import add_model_arguments, dims_of, engine_of, tokenizer_of
+from ed_esurge.command.flags import (
+    add_options,
+    build_options,
+    parse_value,
+    read_attribute_docs,
+    read_config,
+)
+from ed_esurge.command.load import (
+    add_model_arguments,
+    create_engine,
+    get_tokenizer,
+    parse_mesh_dims,
+)
 from ed_esurge.command.main import BAD_INPUT, main
 from ed_esurge.config import EngineConfig
 from ed_esurge.sampling import SamplingParams
@@ -40,11 +51,11 @@ def directory(llama, tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def parsed(*flags: str) -> EngineConfig:
     parser = argparse.ArgumentParser()
     add_options(parser, EngineConfig, "engine")
-    return options_of(parser.parse_args(flags), EngineConfig)
+    return build_options(parser.parse_args(flags), EngineConfig)
 
 
 def test_every_engine_option_is_a_documented_flag() -> None:
-    docs = documented(EngineConfig)
+    docs = read_attribute_docs(EngineConfig)
     assert set(docs) == set(EngineConfig.model_fields)
     parser = argparse.ArgumentParser()
     add_options(parser, EngineConfig, "engine")
@@ -65,7 +76,12 @@ def test_command_flags_parse_to_typed_values() -> None:
     one = parsed("--max-num-seqs", "4", "--max-num-seq-buckets", "4", "--extra-stops", "a")
     assert (one.max_num_seq_buckets, one.extra_stops) == ((4,), ("a",))
     assert parsed("--max-num-seq-buckets", "null").max_num_seq_buckets is None
-    assert [plain(text) for text in ("1.5", "null", "False", "left")] == [1.5, None, False, "left"]
+    assert [parse_value(text) for text in ("1.5", "null", "False", "left")] == [
+        1.5,
+        None,
+        False,
+        "left",
+    ]
     with pytest.raises(ConfigError, match="--page-size: Input should be greater than 0"):
         parsed("--page-size", "0")
     with pytest.raises(ConfigError, match="reserve_tokens 9 leaves no room"):
@@ -101,9 +117,9 @@ def test_wrong_flags_of_vllm_are_explained(
 
 
 def test_tensor_parallel_size_is_an_axis_of_the_mesh() -> None:
-    assert dims_of(None, 4) == (-1, 1, 1, 4, 1)
-    assert dims_of(None) == (1, 1, 1, -1, 1)
-    assert dims_of("1,2,1,1,1") == (1, 2, 1, 1, 1)
+    assert parse_mesh_dims(None, 4) == (-1, 1, 1, 4, 1)
+    assert parse_mesh_dims(None) == (1, 1, 1, -1, 1)
+    assert parse_mesh_dims("1,2,1,1,1") == (1, 2, 1, 1, 1)
 
 
 def test_config_file_contains_flags_and_the_command_line_takes_precedence(tmp_path: Path) -> None:
@@ -116,7 +132,7 @@ def test_config_file_contains_flags_and_the_command_line_takes_precedence(tmp_pa
     serve.add_arguments(parser)
     flags = read_config(str(file), parser)
     values = parser.parse_args(["m", *flags, "--max-model-len", "32"])
-    options = options_of(values, EngineConfig)
+    options = build_options(values, EngineConfig)
     assert (options.max_model_len, options.enable_prefix_caching) == (32, False)
     assert options.extra_stops == ("a", "b")
     assert (values.enable_sleep_mode, values.served_model_name) == (True, ["x", "y"])
@@ -168,7 +184,7 @@ def made(directory: Path, *flags: str) -> Any:
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
     sizes = ["--max-model-len", "64", "--page-size", "8", "--no-compile-runner"]
-    return engine_of(parser.parse_args([str(directory), "--max-num-seqs", "2", *sizes, *flags]))
+    return create_engine(parser.parse_args([str(directory), "--max-num-seqs", "2", *sizes, *flags]))
 
 
 @pytest.mark.nightly
@@ -229,10 +245,10 @@ def test_chat_template_flag_replaces_the_template_of_the_tokenizer(
     add_model_arguments(parser)
     for given in (text, str(tmp_path / "template.jinja")):
         values = parser.parse_args([str(directory), "--chat-template", given])
-        assert tokenizer_of(values).chat_template == text
+        assert get_tokenizer(values).chat_template == text
     values = parser.parse_args([str(directory), "--chat-template", "nowhere.jinja"])
     with pytest.raises(ConfigError, match=r"'nowhere.jinja' cannot be read"):
-        tokenizer_of(values)
+        get_tokenizer(values)
 
 
 def test_conversation_keeps_messages_and_handles_commands(
@@ -343,7 +359,9 @@ def test_serve_command_accepts_two_models(directory: Path, tmp_path: Path) -> No
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     flags = ["--max-model-len", "64", "--page-size", "8", "--no-compile-runner"]
-    engines = serve.engines_of(parser.parse_args([str(directory), "--also", str(other), *flags]))
+    engines = serve.create_engines(
+        parser.parse_args([str(directory), "--also", str(other), *flags])
+    )
     assert list(engines) == [directory.name, "other"]
     with background(engines) as url:
         for name in engines:

@@ -14,7 +14,7 @@ from ed_esurge.runner.weights import ServedWeights
 from ed_infra import registry
 from ed_infra.config.subclass import known_names
 from ed_infra.enums import TaskType
-from ed_models.tasks.item_kinds import items_of
+from ed_models.tasks.item_kinds import build_encoder_items
 
 from tests.conformance.cases import subjects
 
@@ -29,7 +29,7 @@ class Encoder:
         config_class = registry.get_config(model_type)
         fields = {n: v for n, v in subject.fields.items() if n in known_names(config_class)}
         model: Any = subject.module_class.create(config_class(**fields), seed=0)
-        items = items_of(model, 256)
+        items = build_encoder_items(model, 256)
         assert items is not None
         self.items, self.traces = items, 0
         self.length = items.count(items.examples()[0])

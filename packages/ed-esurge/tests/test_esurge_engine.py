@@ -196,7 +196,7 @@ def test_padding_costs_are_used_on_cpus_only(llama, monkeypatch):
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, silent_mode=True)
     assert Setup.resolve(llama, config).limits.shapes == ((16, 4), (64, 4))
     assert not Setup.resolve(llama, config.replace(batch_invariant=True)).limits.shapes
-    monkeypatch.setattr(setup, "platform_of", lambda model: "tpu")
+    monkeypatch.setattr(setup, "get_platform", lambda model: "tpu")
     assert not Setup.resolve(llama, config).limits.shapes
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ed_esurge import eSurge
 from ed_esurge.repetition import RepetitionPenalty, Repetitions
-from ed_esurge.runner.filters import FilterRows, kept_tokens, permitted
+from ed_esurge.runner.filters import FilterRows, get_allowed_bits, kept_tokens
 from ed_esurge.runner.row_numbers import FLOATS, OF_FILTERS, OF_SAMPLING
 from ed_esurge.runner.sampler import SamplerState, sample
 from ed_esurge.sampling import SamplingParams
@@ -155,7 +155,7 @@ def test_filters_apply_in_the_order_of_the_sampler_chain():
 def step(logits, options, unlimited, state):
     """Sample as the engine does: the sampler reads the mask of the filters and has no limits."""
     everything = jnp.full((len(logits), -(-VOCAB // 32)), -1, jnp.int32)
-    allowed = permitted(logits, options, state, everything)
+    allowed = get_allowed_bits(logits, options, state, everything)
     out, state = sample(logits, FilterRows.of(unlimited).sampling, state, 1, allowed)
     return out.tokens, state
 

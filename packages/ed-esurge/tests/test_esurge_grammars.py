@@ -114,7 +114,7 @@ def test_large_grammars_within_the_limits_compile(grammars, name):
 
 
 def worker(grammars):
-    return grammars._prepared()[1].pid
+    return grammars._prepare_backend()[1].pid
 
 
 def children(pid):
@@ -198,7 +198,7 @@ def test_server_without_grammars_starts_no_process(tokenizer):
 def test_worker_ends_with_the_engine(tokenizer):
     grammars = Grammars(tokenizer, 260, [])
     grammars.submit(StructuredOutputs(regex="a")).result(60)
-    process = grammars._prepared()[1]._connection.process
+    process = grammars._prepare_backend()[1]._connection.process
     assert process.poll() is None
     del grammars
     gc.collect()

@@ -72,7 +72,7 @@ def expected(model, ids, pixels):
 def test_chunk_of_a_prompt_cuts_no_image_in_two(count):
     items = tuple(prompt(1, 2, 20)[2])
     request = Request("r", list(range(48)), 4, encoder_inputs=items)
-    cache = EncoderCache(64, 64, whole=True)
+    cache = EncoderCache(64, 64, whole_items=True)
     cache.begin_step()
     request.num_computed = computed = 0
     while computed < 48:

@@ -275,7 +275,9 @@ def test_results_for_other_requests_are_ignored(served, prompts, expected):
 
 def liar_requests(front) -> set[str]:
     """Return the ids of the requests of the second replica."""
-    return {name for one in front.replicas.connected() if one.index == 1 for name in one.requests}
+    return {
+        name for one in front.replicas.list_replicas() if one.index == 1 for name in one.requests
+    }
 
 
 def test_clock_values_of_a_replica_stay_between_arrival_and_present(served, prompts):
@@ -370,7 +372,7 @@ def test_replica_cannot_claim_to_sleep_for_the_server(served, prompts, expected)
 
     def lie(connection, message) -> None:
         connection.send([state(sleeping=True)])
-        while not any(one.sleeping for one in front.replicas.connected()):
+        while not any(one.sleeping for one in front.replicas.list_replicas()):
             time.sleep(0.01)
         states.append(front.is_sleeping)
         connection.close()

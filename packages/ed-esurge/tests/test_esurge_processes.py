@@ -13,7 +13,7 @@ from ed_esurge.engine.channel import ForgedMessageError
 from ed_esurge.engine.connection import Connection, ConnectionLost
 from ed_esurge.engine.intake import CheckedPrompt, TokenIdError
 from ed_esurge.processes.hub import device_shares
-from ed_esurge.processes.messages import described, error_of
+from ed_esurge.processes.messages import decode_error, encode_error
 from ed_esurge.processes.replica_group import ReplicaLostError
 from ed_esurge.processes.sent_prefixes import SentPrefixes
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
@@ -121,9 +121,9 @@ def test_connection_without_the_secret_is_rejected(replicated) -> None:
 
 def test_errors_keep_their_kind_between_processes() -> None:
     for error in (TokenIdError("prompt", 9, 4), ConfigError("a"), CheckpointError("b")):
-        again = error_of(described(error))
+        again = decode_error(encode_error(error))
         assert type(again) is type(error) and str(again) == str(error)
-    assert type(error_of(described(ValueError("c")))) is EasyDeLError
+    assert type(decode_error(encode_error(ValueError("c")))) is EasyDeLError
 
 
 def test_sent_prefixes_forget_the_least_recent_pages(monkeypatch) -> None:
@@ -131,9 +131,9 @@ def test_sent_prefixes_forget_the_least_recent_pages(monkeypatch) -> None:
     sent = SentPrefixes()
     first, second = (prompt_keys([token] * 25, b"", 8) for token in (1, 2))
     sent.add(first)
-    assert (sent.known(first), sent.known(second)) == (3, 0)
+    assert (sent.count_prefix_pages(first), sent.count_prefix_pages(second)) == (3, 0)
     sent.add(second)
-    assert (sent.known(first), sent.known(second)) == (1, 3)
+    assert (sent.count_prefix_pages(first), sent.count_prefix_pages(second)) == (1, 3)
 
 
 def test_each_replica_gets_its_share_of_the_gpus(monkeypatch) -> None:

@@ -358,7 +358,7 @@ def test_router_spreads_requests_evenly_over_replicas():
     router = ReplicaRouter(4)
     assert [placed(router, str(i), 10, [0] * 4) for i in range(8)] == [0, 1, 2, 3] * 2
     for name in "04":  # the first replica has finished its work
-        router.ended(name, 16)
+        router.finish_request(name, 16)
     assert [placed(router, f"n{i}", 10, [0] * 4) for i in range(3)] == [0, 0, 1]
 
 
@@ -367,7 +367,7 @@ def test_router_prefers_the_prefix_unless_its_replica_is_busier():
     where = [placed(router, str(i), 100, [90, 0], most=20) for i in range(6)]
     assert where == [0, 0, 0, 1, 0, 0]
     assert router.find("3") == 1
-    router.ended("3", 20)
+    router.finish_request("3", 20)
     assert router.find("3") is None
 
 
@@ -376,7 +376,7 @@ def test_router_weighs_requests_by_usual_completion_length():
     for i in range(200):  # answers of four tokens, independent of `max_tokens`
         name = str(i)
         placed(router, name, 4, [0, 0], most=1000)
-        router.ended(name, 4)
+        router.finish_request(name, 4)
     # Three short prompts with short answers are less work than one long prompt.
     assert placed(router, "long", 60, [0, 0], most=1000) == 0
     assert [placed(router, f"s{i}", 4, [0, 0], most=1000) for i in range(3)] == [1, 1, 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ed_esurge.core.host_pages import HostPages
-from ed_esurge.core.padding import STEP, first_part, padded
+from ed_esurge.core.padding import STEP, first_part, pick_shape
 from ed_esurge.core.page_pool import pages_of_sequence
 from ed_esurge.core.pages import FREED, PageGroup
 from ed_esurge.core.proposals import Proposer
@@ -144,7 +144,7 @@ def test_proposals_use_padding_rows_only():
 @pytest.mark.parametrize("others", [0, 7, 15])
 def test_split_of_a_prompt_has_minimal_cost(others):
     def cost(part: int) -> int:
-        return STEP + padded(SHAPES, others + part, others + 1)[0]
+        return STEP + pick_shape(SHAPES, others + part, others + 1)[0]
 
     least = [0]
     for count in range(1, 513 - others):

@@ -187,7 +187,7 @@ def test_forced_end_at_the_limit_is_no_natural_end():
     early = Request("r", [0], params, frozenset({2}), max_tokens=3, rules=rules)
     early.take([5, 2])
     assert early.finish_reason == "stop"
-    assert (rules.banned(0), rules.banned(1)) == ((4,), ())
+    assert (rules.get_banned_tokens(0), rules.get_banned_tokens(1)) == ((4,), ())
 
 
 def test_decoder_only_model_refuses_a_forced_token(surge):

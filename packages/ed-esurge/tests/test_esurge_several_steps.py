@@ -322,4 +322,4 @@ def test_result_ends_a_row_before_logits_that_are_not_finite():
     result = StepResult(StepPlan(1, tuple(rows), steps=3), packed, range(0, 12, 4))
     assert result.tokens() == {"a": [5, 6, 7], "b": [5], "c": [-1, 6, 7]}
     assert result.not_finite() == ["c"]
-    assert result.interrupted() == ["b"]
+    assert result.get_interrupted_ids() == ["b"]

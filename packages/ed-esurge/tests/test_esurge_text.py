@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from ed_esurge.config import EngineConfig
-from ed_esurge.engine.intake import Intake, fit, salt, seed_of, seeds_of, truncate
+from ed_esurge.engine.intake import Intake, fit, get_seed, get_seeds, salt, truncate
 from ed_esurge.model import eos_token_ids
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.template import ChatTemplate
@@ -335,13 +335,13 @@ def test_salt_depends_on_adapter_prompt_class_and_cache_salt():
 def test_request_seeds_depend_on_seed_and_index():
     def seeds(arrival: int, **params) -> list[int]:
         wanted = SamplingParams(**params)
-        return seeds_of(wanted, seed_of(wanted, 0, arrival))
+        return get_seeds(wanted, get_seed(wanted, 0, arrival))
 
     assert seeds(0, seed=5, n=3) == seeds(7, seed=5, n=3)
     assert len(set(seeds(0, seed=5, n=3))) == 3
     assert seeds(0, seed=5)[0] == seeds(0, seed=5, n=3)[0]
     assert seeds(0) == seeds(0) != seeds(1)
-    assert seeds(3, seed=seed_of(SamplingParams(), 0, 1), n=2) == seeds(1, n=2)
+    assert seeds(3, seed=get_seed(SamplingParams(), 0, 1), n=2) == seeds(1, n=2)
 
 
 def test_bad_words_are_encoded_with_and_without_a_space():

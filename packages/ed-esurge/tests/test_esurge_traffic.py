@@ -86,7 +86,7 @@ class FakePages:
             if row.samples > 1:
                 ends = range(row.known, row.stop + 1)
                 tokens = [next_token(context[:end]) for end in ends]
-                sampled[row.request_id] = row.confirmed(tokens)
+                sampled[row.request_id] = row.get_accepted_tokens(tokens)
             elif row.samples:
                 following = [next_token(context)]
                 while len(following) < self.at_once:

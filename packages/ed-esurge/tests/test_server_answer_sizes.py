@@ -227,7 +227,7 @@ def test_base64_in_pieces_equals_base64_of_all_numbers(shape, dtype):
     numbers = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     fields = EncodingFields(encoding_format="base64", embed_dtype=dtype, endianness="big")
     whole = base64.b64encode(numbers.astype({"float32": ">f4", "float16": ">f2"}[dtype]).tobytes())
-    assert "".join(fields.encoded(numbers).create()) == whole.decode()
+    assert "".join(fields.encode_vectors(numbers).create()) == whole.decode()
 
 
 def test_limit_of_answers_beyond_the_bytes_in_flight_is_rejected():

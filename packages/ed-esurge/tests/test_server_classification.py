@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 from ed_esurge import eSurge
-from ed_esurge.command.load import add_model_arguments, engine_of
+from ed_esurge.command.load import add_model_arguments, create_engine
 from ed_esurge.outputs import LabelSet
 from ed_esurge.server.launch import background
 from ed_esurge.server.openai.classification import ClassificationList
@@ -147,7 +147,7 @@ def test_command_line_loads_the_checkpoint_of_an_encoder(models, kind, tmp_path:
     (tmp_path / "modules.json").unlink(missing_ok=True)
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
-    engine = engine_of(parser.parse_args([str(tmp_path), "--no-compile-runner"]))
+    engine = create_engine(parser.parse_args([str(tmp_path), "--no-compile-runner"]))
     if kind == "embedder":
         assert (engine.task, engine.labels) == ("embedding", None)
     else:
@@ -296,7 +296,7 @@ def test_scores_of_a_cross_encoder_have_the_activation_of_its_files(activation, 
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
     flags = [str(tmp_path), "--max-num-seqs", "4", "--dtype", "float32"]
-    engine = engine_of(parser.parse_args(flags))
+    engine = create_engine(parser.parse_args(flags))
     expected = []
     for text in TEXTS[1:]:
         logit = float(model(np.array([tokenizer(TEXTS[0], text)["input_ids"]])).logits[0, 0])

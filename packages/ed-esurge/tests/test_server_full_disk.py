@@ -13,7 +13,7 @@ import pytest
 from ed_esurge.config import ServerLimits
 from ed_esurge.server import stores
 from ed_esurge.server.batches import worker
-from ed_esurge.server.batches.worker import _append, _recorded
+from ed_esurge.server.batches.worker import _append, _read_line_numbers
 from ed_esurge.server.launch import background
 from ed_esurge.server.stores import BatchStore
 from ed_esurge.testing import ScriptedEngine
@@ -130,7 +130,7 @@ def test_batch_without_its_file_fails_and_the_next_batch_runs(tmp_path, disk):
 
 
 def test_batch_worker_restarts_after_an_unexpected_error(tmp_path, disk, monkeypatch):
-    original, calls = BatchStore.unfinished, []
+    original, calls = BatchStore.list_unfinished, []
 
     def broken(self):
         calls.append(1)
@@ -138,7 +138,7 @@ def test_batch_worker_restarts_after_an_unexpected_error(tmp_path, disk, monkeyp
             raise RuntimeError("a defect of the worker")
         return original(self)
 
-    monkeypatch.setattr(BatchStore, "unfinished", broken)
+    monkeypatch.setattr(BatchStore, "list_unfinished", broken)
     with background(ScriptedEngine(), batch_directory=tmp_path) as url:
         batch = order(url, 2).json()["id"]
         until(lambda: httpx.get(f"{url}/batches/{batch}").json()["status"] == "completed")
@@ -162,7 +162,7 @@ def test_incomplete_write_of_a_line_is_rolled_back(tmp_path, monkeypatch):
             _append(Full(), b'{"id": "x_22222"}\n')
     assert path.read_bytes() == b'{"id": "x_1"}\n'
     path.write_bytes(path.read_bytes() + b'{"id": "x_3"')
-    assert _recorded(path) == {1}
+    assert _read_line_numbers(path) == {1}
     assert path.read_bytes() == b'{"id": "x_1"}\n'
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from ed_esurge.command.load import add_model_arguments, engine_of
+from ed_esurge.command.load import add_model_arguments, create_engine
 from ed_esurge.server.launch import background
 
 from tests.hostile_images import damaged
@@ -98,7 +98,7 @@ def test_2000_requests_with_disconnects_release_everything(tmp_path):
     flags = "--max-model-len 256 --max-num-seqs 4 --page-size 16 --silent-mode "
     flags += "--tensor-parallel-size 1 "
     flags += "--num-pages 40 --max-num-batched-tokens 64"
-    engine = engine_of(parser.parse_args([str(tmp_path), *flags.split()]))
+    engine = create_engine(parser.parse_args([str(tmp_path), *flags.split()]))
     with background(engine) as url:
         clients, peaks = Clients(url, engine.model_name), []
         assert len(clients.hostile) > 50, "each is sent at least once"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from ed_esurge.command.load import add_model_arguments, engine_of
+from ed_esurge.command.load import add_model_arguments, create_engine
 from ed_esurge.server.launch import background
 from ed_models.auto import AutoEasyDeLModelForImageTextToText
 
@@ -31,7 +31,7 @@ class Served:
         flags += " --no-compile-runner --silent-mode --max-num-batched-tokens "
         # A step computes a prompt, or an image, together.
         flags += {"paligemma": "256", "gemma4": "260"}.get(name, "24")
-        self.engine = engine_of(parser.parse_args([str(path), *flags.split()]))
+        self.engine = create_engine(parser.parse_args([str(path), *flags.split()]))
 
     def arrays(self, output: Any) -> dict[str, Any]:
         """Return the arrays of one row in the output of the processor."""

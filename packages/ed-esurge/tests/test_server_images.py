@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from ed_esurge.command.load import add_model_arguments, engine_of
+from ed_esurge.command.load import add_model_arguments, create_engine
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation import images
 from ed_esurge.server.generation.prompts import PromptEncoder
@@ -186,7 +186,7 @@ def test_rendered_text_keeps_optional_images_of_models_that_read_images():
         encoder.renderer = SimpleNamespace(prepare=prepare)
         encoder._arguments = lambda request: {}
         with pytest.raises(LookupError):
-            asyncio.run(encoder.text_of(request))
+            asyncio.run(encoder.get_text(request))
         assert isinstance(asked[0].content[0], ImagePart) == accepts_images
 
 
@@ -312,10 +312,10 @@ def test_names_of_private_addresses_are_not_downloaded(engine, monkeypatch, addr
         looked_up.append((host, port))
         return ["8.8.8.8", address]
 
-    monkeypatch.setattr(images, "numbers_of", numbers_of)
+    monkeypatch.setattr(images, "resolve_host", numbers_of)
     reader = images.ChatImages(engine.input_names, engine.processor, ["cdn.test"])
     with pytest.raises(APIError, match="an address that is not public"):
-        asyncio.run(reader._downloaded("http://cdn.test/a.png", "image"))
+        asyncio.run(reader._download_image("http://cdn.test/a.png", "image"))
     assert looked_up == [("cdn.test", 80)]
 
 
@@ -332,9 +332,9 @@ def test_public_address_is_connected_with_the_name_of_the_host(engine, monkeypat
 
     client = functools.partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
     monkeypatch.setattr(images.httpx, "AsyncClient", client)
-    monkeypatch.setattr(images, "numbers_of", numbers_of)
+    monkeypatch.setattr(images, "resolve_host", numbers_of)
     reader = images.ChatImages(engine.input_names, engine.processor, ["cdn.test"])
-    data = asyncio.run(reader._downloaded("https://cdn.test:8443/a.png", "image"))
+    data = asyncio.run(reader._download_image("https://cdn.test:8443/a.png", "image"))
     assert data == RED
     ((host, name, extensions),) = asked
     assert (host, name, extensions["sni_hostname"]) == (
@@ -427,7 +427,7 @@ def llava_engine(llava):
     flags = "--max-model-len 64 --max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16"
     flags += " --max-num-batched-tokens 16 --no-compile-runner --silent-mode"
     flags += " --auto-truncate-prompt"
-    return engine_of(parser.parse_args([str(llava), *flags.split()]))
+    return create_engine(parser.parse_args([str(llava), *flags.split()]))
 
 
 @pytest.mark.nightly

@@ -39,21 +39,21 @@ def sentencepiece_like():
 def test_joined_token_bytes_equal_the_text(tokenizer, text):
     texts = TokenTexts(tokenizer)
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert b"".join(map(texts.bytes_of, tokens)).decode().removeprefix(" ") == text
+    assert b"".join(map(texts.get_bytes, tokens)).decode().removeprefix(" ") == text
 
 
 def test_token_texts_decode_sentencepiece_tokens():
     tokenizer = sentencepiece_like()
     texts = TokenTexts(tokenizer)
     number = tokenizer.convert_tokens_to_ids
-    assert texts.text_of(number("▁Hi")) == " Hi"
-    assert texts.text_of(number("<0x0A>")) == "\n"
-    assert texts.text_of(number("<0xE4>")) == "bytes:\\xe4"
-    assert texts.text_of(number("</s>")) == "</s>"
+    assert texts.get_text(number("▁Hi")) == " Hi"
+    assert texts.get_text(number("<0x0A>")) == "\n"
+    assert texts.get_text(number("<0xE4>")) == "bytes:\\xe4"
+    assert texts.get_text(number("</s>")) == "</s>"
     assert texts.is_special(number("</s>"))
     assert not texts.is_special(number("H"))
     # The vocabulary of the model can be larger than the tokenizer's.
-    assert texts.text_of(10_000) == ""
+    assert texts.get_text(10_000) == ""
 
 
 def test_impossible_tokens_have_a_finite_logprob():

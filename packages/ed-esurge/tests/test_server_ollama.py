@@ -10,7 +10,7 @@ import ollama
 import pytest
 from ed_esurge.server.launch import background
 from ed_esurge.server.ollama import chat, generate
-from ed_esurge.server.ollama.keep_alive import seconds_of
+from ed_esurge.server.ollama.keep_alive import parse_duration
 from ed_esurge.testing import (
     TOOL_PARAMETERS,
     TOOL_REPLIES,
@@ -248,10 +248,10 @@ def test_error_within_a_stream_is_a_line():
      ("-1m", float("inf")), (0, 0), ("0", 0)],
 )  # fmt: skip
 def test_keep_alive_accepts_seconds_and_durations(value, seconds):
-    assert seconds_of(value) == seconds
+    assert parse_duration(value) == seconds
     for wrong in ("5 minutes", "m", "1h-5m"):
         with pytest.raises(ValueError, match="duration"):
-            seconds_of(wrong)
+            parse_duration(wrong)
 
 
 @pytest.mark.parametrize("keep_alive", [-1, "-1", "-1m", -0.5, 300, "5m"])

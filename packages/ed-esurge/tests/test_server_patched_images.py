@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 import transformers
-from ed_esurge.command.load import add_model_arguments, engine_of
+from ed_esurge.command.load import add_model_arguments, create_engine
 from ed_esurge.server.launch import background
 from ed_esurge.testing import byte_tokenizer
 from PIL import Image
@@ -106,7 +106,7 @@ def test_reply_to_images_of_different_sizes_equals_generate_and_compiles_nothing
         flags += "--max-model-len 176 --max-num-batched-tokens 180"
     else:
         flags += "--max-model-len 64 --max-num-batched-tokens 16"
-    engine = engine_of(parser.parse_args([str(checkpoint), *flags.split()]))
+    engine = create_engine(parser.parse_args([str(checkpoint), *flags.split()]))
     model = AutoEasyDeLModelForImageTextToText.from_pretrained(checkpoint)
     processor = load_processor(str(checkpoint))
     text, before = {"type": "text", "text": "and"}, engine.loop.runner.num_traces

@@ -7,7 +7,7 @@ import ipaddress
 import socket
 
 import pytest
-from ed_esurge.server.generation.images import ChatImages, numbers_of
+from ed_esurge.server.generation.images import ChatImages, resolve_host
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.public_addresses import is_public
 
@@ -112,14 +112,14 @@ def test_no_address_that_the_standard_library_reserves_is_public():
 @pytest.mark.parametrize("host", ["2130706433", "0x7f000001", "0177.0.0.1", "127.1", "0"])
 def test_spellings_of_loopback_are_resolved_before_the_check(host):
     try:
-        numbers = asyncio.run(numbers_of(host, 80))
+        numbers = asyncio.run(resolve_host(host, 80))
     except socket.gaierror:
         return  # this system does not read the spelling
     assert numbers
     assert not any(map(is_public, numbers))
     reader = ChatImages(["pixel_values"], None, [host])
     with pytest.raises(APIError, match=r"not public|failed|must be"):
-        asyncio.run(reader._downloaded(f"http://{host}/a.png", "image"))
+        asyncio.run(reader._download_image(f"http://{host}/a.png", "image"))
 
 
 def test_one_private_address_of_a_name_refuses_the_download(monkeypatch):
@@ -131,7 +131,7 @@ def test_one_private_address_of_a_name_refuses_the_download(monkeypatch):
         async def answer(host, port, numbers=numbers):
             return numbers
 
-        monkeypatch.setattr(images, "numbers_of", answer)
+        monkeypatch.setattr(images, "resolve_host", answer)
         reader = ChatImages(["pixel_values"], None, ["cdn.test"])
         with pytest.raises(APIError, match="an address that is not public"):
-            asyncio.run(reader._downloaded("http://cdn.test/a.png", "image"))
+            asyncio.run(reader._download_image("http://cdn.test/a.png", "image"))

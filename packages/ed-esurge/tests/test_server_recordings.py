@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from ed_esurge.command.load import add_model_arguments, engine_of
+from ed_esurge.command.load import add_model_arguments, create_engine
 from ed_esurge.server.generation.recordings import ChatRecordings
 from ed_esurge.server.generation.requests import ChatMessage
 from ed_esurge.server.http.errors import APIError
@@ -109,7 +109,7 @@ def test_replies_to_0_1_and_3_recordings_equal_generate(checkpoint):
     add_model_arguments(parser)
     flags = "--max-model-len 128 --max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16"
     flags += " --max-num-batched-tokens 16 --silent-mode"
-    engine = engine_of(parser.parse_args([str(checkpoint), *flags.split()]))
+    engine = create_engine(parser.parse_args([str(checkpoint), *flags.split()]))
     before = engine.loop.runner.num_traces
     model: Any = AutoEasyDeLAnyToAnyModel.from_pretrained(checkpoint)
     tokens, extract = AutoTokenizer.from_pretrained(checkpoint), extractor()
@@ -213,7 +213,7 @@ def test_invalid_recording_is_refused_with_its_field(content, message):
 
     def read() -> None:
         sources = asyncio.run(reader.sources([chat]))
-        reader.expanded("[AUDIO]" * len(sources), sources)
+        reader.expand_placeholders("[AUDIO]" * len(sources), sources)
 
     with pytest.raises(APIError, match=message) as failed:
         read()

@@ -14,7 +14,7 @@ from ed_esurge.server.http.fields import (
     History,
     IgnoredKeys,
     RequestBody,
-    validated,
+    validate_body,
 )
 from ed_esurge.server.launch import background
 from ed_esurge.server.messages.request import MessagesRequest
@@ -57,7 +57,7 @@ def test_ignored_fields_header_is_bounded_and_printable(http):
 def test_unknown_keys_are_recorded_in_linear_time():
     noted = IgnoredKeys("warn")
     keys = {f"key {number}": None for number in range(200_000)} | {"a" * 4_000_000: None}
-    body = validated(ChatRequest, {**CHAT, **keys}, noted)
+    body = validate_body(ChatRequest, {**CHAT, **keys}, noted)
     assert len(body.messages) == 1
     assert noted.header.endswith("(and 199993 more)")
 
@@ -157,7 +157,7 @@ def test_null_fields_do_not_change_requests():
         (MessagesRequest, {**CHAT, "model": "m", "max_tokens": 1}),
     ):
         nulls = {name: None for name, f in kind.model_fields.items() if not f.is_required()}
-        assert validated(kind, {**nulls, **least}) == validated(kind, least)
+        assert validate_body(kind, {**nulls, **least}) == validate_body(kind, least)
 
 
 def test_every_message_of_a_conversation_ignores_unknown_keys():

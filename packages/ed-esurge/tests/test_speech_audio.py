@@ -16,10 +16,10 @@ import soxr
 from ed_esurge.speech import audio
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.errors import AudioError, AudioTooLongError
-from ed_esurge.speech.resampling import resampled
+from ed_esurge.speech.resampling import resample_blocks
 
 RATE = 16000
-decoded = partial(audio.decoded, decoder=DecoderProcess())
+decoded = partial(audio.decode_audio, decoder=DecoderProcess())
 
 
 def wav(
@@ -104,7 +104,7 @@ def test_resampling_in_blocks_equals_resampling_at_once(rate):
     count = -(-len(values) * RATE // rate)
     expected = np.pad(whole[:count], (0, count - len(whole[:count])))
     for parts in (1, 37):
-        found = np.concatenate([*resampled(np.array_split(values, parts), rate, RATE)])
+        found = np.concatenate([*resample_blocks(np.array_split(values, parts), rate, RATE)])
         np.testing.assert_array_equal(found, expected)
 
 
@@ -225,20 +225,20 @@ def test_fault_of_the_decoding_library_ends_one_request(fault, monkeypatch, tmp_
     for _ in range(2):
         message = "needs more than 512 MiB" if fault == "memory" else "made the decoding library"
         with pytest.raises(AudioError, match=message):
-            audio.decoded(b"fault" * 100, RATE, 1, decoder)
+            audio.decode_audio(b"fault" * 100, RATE, 1, decoder)
         with pytest.raises(AudioError, match=r"that this server reads .*: read"):
-            audio.decoded(b"other" * 100, RATE, 1, decoder)
+            audio.decode_audio(b"other" * 100, RATE, 1, decoder)
 
 
 def test_ended_worker_process_is_replaced():
     pytest.importorskip("soundfile")
     decoder = DecoderProcess()
     with pytest.raises(AudioError, match="not an audio file"):
-        audio.decoded(b"other" * 100, RATE, 1, decoder)
+        audio.decode_audio(b"other" * 100, RATE, 1, decoder)
     first = decoder.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
     decoder._connection.process.wait()
     with pytest.raises(AudioError, match="not an audio file"):
-        audio.decoded(b"other" * 100, RATE, 1, decoder)
+        audio.decode_audio(b"other" * 100, RATE, 1, decoder)
     assert decoder.pid != first

@@ -16,12 +16,16 @@ def test_arrays_keep_their_names_and_axes_through_jit():
     doubled = jax.jit(lambda x: jax.tree.map(lambda a: a * 2, x))(inputs)
     assert isinstance(doubled, Inputs)
     assert list(doubled) == ["input_ids", "advantages"]
-    assert doubled.axes_of("advantages") == ("batch",)
-    assert doubled.axes_of("input_ids") == ("batch", "sequence")
+    assert doubled.get_logical_axes("advantages") == ("batch",)
+    assert doubled.get_logical_axes("input_ids") == ("batch", "sequence")
 
 
 def test_unknown_array_is_sharded_over_the_batch_axis_only():
-    assert Inputs({"scores": np.ones((2, 4, 5))}).axes_of("scores") == ("batch", None, None)
+    assert Inputs({"scores": np.ones((2, 4, 5))}).get_logical_axes("scores") == (
+        "batch",
+        None,
+        None,
+    )
 
 
 def test_array_with_a_wrong_number_of_axes_is_refused_by_name():
@@ -34,7 +38,7 @@ def test_select_ignores_names_without_an_array_and_replace_keeps_the_axes():
         {"input_ids": np.ones((1, 2)), "w": np.ones((1, 2))}, {"w": ("batch", "sequence")}
     )
     assert list(inputs.select(["w", "pixel_values"])) == ["w"]
-    assert inputs.replace(w=np.zeros((1, 2))).axes_of("w") == ("batch", "sequence")
+    assert inputs.replace(w=np.zeros((1, 2))).get_logical_axes("w") == ("batch", "sequence")
 
 
 def test_the_kth_placeholder_of_a_row_gets_the_kth_feature():

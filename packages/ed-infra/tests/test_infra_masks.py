@@ -44,7 +44,7 @@ def by_hand(segments, causal=True, window=None, chunk=None):
 )
 def test_allowed_mask_matches_reference(causal: bool, limits: dict):
     info = MaskInfo.from_segments(SEGMENTS, causal)
-    np.testing.assert_array_equal(info.allowed(**limits), by_hand(SEGMENTS, causal, **limits))
+    np.testing.assert_array_equal(info.get_mask(**limits), by_hand(SEGMENTS, causal, **limits))
 
 
 def test_limits_may_be_traced_and_zero_is_none():
@@ -61,8 +61,8 @@ def test_order_starts_again_in_each_segment_and_counts_holes():
 
 
 def test_left_padding_equals_no_padding():
-    padded = MaskInfo.from_attention_mask([[0, 0, 1, 1, 1]]).allowed(window=2)[0, 2:, 2:]
-    plain = MaskInfo.full(1, 3).allowed(window=2)[0]
+    padded = MaskInfo.from_attention_mask([[0, 0, 1, 1, 1]]).get_mask(window=2)[0, 2:, 2:]
+    plain = MaskInfo.full(1, 3).get_mask(window=2)[0]
     np.testing.assert_array_equal(padded, plain)
 
 

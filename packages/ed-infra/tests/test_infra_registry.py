@@ -35,7 +35,7 @@ def test_registry_returns_registered_classes(empty_registry):
     assert registry.get_config("toy") is ToyConfig
     assert registry.get_module("causal-lm", "toy") is Toy
     assert (Toy.model_type, Toy.model_task) == ("toy", TaskType.CAUSAL_LM)
-    assert registry.tasks_of("toy") == [TaskType.CAUSAL_LM]
+    assert registry.list_tasks("toy") == [TaskType.CAUSAL_LM]
     with pytest.raises(RegistryError, match="has no embedding module"):
         registry.get_module("embedding", "toy")
     with pytest.raises(RegistryError, match="'toi'; did you mean 'toy'"):
@@ -137,7 +137,7 @@ def test_a_lone_process_joins_nothing(monkeypatch):
     ],
 )
 def test_distributed_launchers_are_recognized(environment: dict, several: bool):
-    assert distributed._launched(environment) is several
+    assert distributed._has_launcher(environment) is several
 
 
 def test_once_logs_each_message_a_single_time(caplog):

@@ -29,7 +29,7 @@ from attention_reference import FARTHEST, Case, Mask
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import MECHANISMS, Mechanism, attend
-from ed_layers.attention.scoring import Alibi, RelativeBias, kept
+from ed_layers.attention.scoring import Alibi, RelativeBias, compute_dropout_mask
 from ed_layers.cache import DenseCache, LayerCacheSpec
 
 BLOCK_Q, BLOCK_K = 16, 32
@@ -170,7 +170,7 @@ def case_of(cell: Cell, groups: int = 2, *, seed: int = 0, segments: Any = SEGME
 def stays(b: int, h: int, s: int, t: int) -> np.ndarray:
     """What dropout keeps, [b, h, s, t]."""
     where = np.ogrid[:b, :h, :s, :t]
-    return np.asarray(kept(KEY, DROPOUT, *(jnp.asarray(x) for x in where)))
+    return np.asarray(compute_dropout_mask(KEY, DROPOUT, *(jnp.asarray(x) for x in where)))
 
 
 def last(mask: Mask, count: int) -> Mask:

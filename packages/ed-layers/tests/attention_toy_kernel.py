@@ -14,7 +14,7 @@ from ed_layers.attention import Kernel
 from ed_layers.attention.kernel import Cached, Call, Paged, Projected, Reads, reasons
 from ed_layers.attention.kernels.blockwise import blockwise_attention
 from ed_layers.attention.kernels.decode import decode_attention
-from ed_layers.attention.kernels.gpu import with_backward_of
+from ed_layers.attention.kernels.gpu import replace_backward
 from ed_layers.attention.kernels.paged import paged_attention
 
 #: What has run: the reading of each call.
@@ -39,7 +39,7 @@ def on_host(q, k, v, allowed, scale) -> np.ndarray:
 
 def forward(q, k, v, call: Projected) -> jax.Array:
     """The host's numpy, from inside a compiled program."""
-    allowed = call.mask_info.allowed(window=call.scoring.window)
+    allowed = call.mask_info.get_mask(window=call.scoring.window)
     shape = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
     return jax.pure_callback(on_host, shape, q, k, v, allowed, call.scoring.scale)
 
@@ -47,7 +47,7 @@ def forward(q, k, v, call: Projected) -> jax.Array:
 def prefill(call: Projected) -> jax.Array:
     """Prompts and training: forward on the host, the backward pass of the lean core."""
     RAN.append("projected")
-    run = with_backward_of(
+    run = replace_backward(
         lambda q, k, v: blockwise_attention(replace(call, q=q, k=k, v=v)),
         lambda *qkv: forward(*qkv, call),
     )

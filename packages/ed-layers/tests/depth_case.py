@@ -15,7 +15,7 @@ from ed_infra import parameter_names
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import LayerReport, Metric
 from ed_layers import Ctx, GatedMLP, Mechanism, RMSNorm, Stack, attend, rope_tables
-from ed_layers.context import ALL_LAYERS, named
+from ed_layers.context import ALL_LAYERS, name_activation
 from ed_layers.depth.remat import Remat
 from ed_layers.parts import Parts
 from ed_layers.projections.linear import Linear
@@ -52,16 +52,17 @@ class Layer(nnx.Module):
 
     def __call__(self, x, ctx, cache, layer):
         TRACED.append(layer)
-        normed = named(self.norm(x), "normed_input")
+        normed = name_activation(self.norm(x), "normed_input")
         parts = zip((self.q, self.k, self.v), ("attn_query", "attn_key", "attn_value"), strict=True)
         q, k, v = (
-            named(linear(normed).reshape(*x.shape[:2], H, -1), name) for linear, name in parts
+            name_activation(linear(normed).reshape(*x.shape[:2], H, -1), name)
+            for linear, name in parts
         )
         window = self.window if self.windows is None else jnp.asarray(self.windows)[layer]
         told = {"cache": cache, "layer": layer, "window": window, "mechanism": self.mechanism}
         out, cache = attend(q, k, v, ctx.mask_info, **told)
-        out = named(out, "attn_output")
-        x = x + named(self.o(out.reshape(x.shape)), "attn_dense")
+        out = name_activation(out, "attn_output")
+        x = x + name_activation(self.o(out.reshape(x.shape)), "attn_dense")
         x = x + self.mlp(self.norm(x), ctx)
         loads = {"load": jnp.mean(x, axis=(0, 2))} if self.router else {}
         return x, cache, LayerReport({}, {"size": Metric.of(jnp.max(x))}, loads)

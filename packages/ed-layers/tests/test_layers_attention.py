@@ -332,7 +332,7 @@ def test_no_rows_no_queries_or_no_keys_give_zeros_of_the_shape(name, empty) -> N
 @pytest.mark.daily("blocks")
 @pytest.mark.parametrize("step_keys", [2**17, 64], ids=["whole table", "blocks"])
 def test_pages_in_the_blocks_of_a_gpu_match_reference(step_keys, monkeypatch) -> None:
-    monkeypatch.setattr(paged, "platform_of", lambda config: "gpu")
+    monkeypatch.setattr(paged, "get_platform", lambda config: "gpu")
     monkeypatch.setattr(paged, "GPU_STEP_KEYS", step_keys)
     pages.program.cache_clear()
     case = pages.case_of(CELLS["window+sinks"])

@@ -46,7 +46,7 @@ def test_in_steps_equals_at_once(kind, layout, mechanism):
 @pytest.mark.parametrize("format", [None, "int8"])
 def test_splits_side_by_side_are_one_softmax(monkeypatch, format):
     """What accelerators compute, by the same XLA program: several splits a block, and their sum."""
-    monkeypatch.setattr("ed_layers.attention.kernels.decode.platform_of", lambda config: "gpu")
+    monkeypatch.setattr("ed_layers.attention.kernels.decode.get_platform", lambda config: "gpu")
     blocks = Mechanism(decode="autoregressive_decodeattn", default=Settings(4, 2))
     for window in (None, WINDOW):
         qkv = sequence(14)

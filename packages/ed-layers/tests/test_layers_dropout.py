@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ed_layers.dropout import dropped, kept_places
+from ed_layers.dropout import apply_dropout, kept_places
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
@@ -26,7 +26,7 @@ def test_dropout_keeps_the_expected_share_of_each_row_and_column(rate: float) ->
 
 def test_dropout_scales_kept_numbers_and_repeats_with_its_key() -> None:
     x = jnp.full((4, 50), 3.0)
-    y = dropped(x, 0.25, jax.random.key(3))
+    y = apply_dropout(x, 0.25, jax.random.key(3))
     np.testing.assert_allclose(np.unique(np.asarray(y)), [0, 4], rtol=1e-6)
-    np.testing.assert_array_equal(y, dropped(x, 0.25, jax.random.key(3)))
-    np.testing.assert_array_equal(dropped(x, 1.0, jax.random.key(3)), jnp.zeros_like(x))
+    np.testing.assert_array_equal(y, apply_dropout(x, 0.25, jax.random.key(3)))
+    np.testing.assert_array_equal(apply_dropout(x, 1.0, jax.random.key(3)), jnp.zeros_like(x))

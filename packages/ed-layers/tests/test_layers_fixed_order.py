@@ -98,7 +98,7 @@ def test_ordinary_gradients_belong_to_values_in_one_order() -> None:
     x = drawn(5, 300)
 
     def squares(x):
-        square = fixed_order.rounded(jax.lax.stop_gradient(x * x))
+        square = fixed_order.round_to_dtype(jax.lax.stop_gradient(x * x))
         return fixed_order.with_ordinary_gradient(square, lambda: jnp.cumsum(x * x, 1)).sum()
 
     with library.chosen_by(ONE):

@@ -14,7 +14,7 @@ from ed_infra.sharding import placement
 from ed_infra.specs import LoraSpec
 from ed_layers.context import Ctx
 from ed_layers.lora.layers import LoRAExperts, adopt
-from ed_layers.lora.slots import LoRASlots, written
+from ed_layers.lora.slots import LoRASlots, write_slot
 from ed_layers.moe.experts import Experts
 from ed_layers.parts import Parts
 from ed_layers.projections.linear import ExpertLinear
@@ -112,7 +112,7 @@ def test_adapters_of_experts_in_every_method_and_mesh(reference, method, dims, f
 @pytest.mark.nightly
 def test_expert_adapters_match_their_merged_experts(reference):
     module = adapted(config(), **METHODS["standard"])
-    merged = replaced(module, LoRAExperts.merged)
+    merged = replaced(module, LoRAExperts.merge_adapter)
     np.testing.assert_allclose(outputs(merged, config())[0], reference[0], atol=1e-5)
     base = replaced(module, LoRAExperts.base)
     assert type(base.up_proj) is ExpertLinear
@@ -151,7 +151,7 @@ def test_each_token_has_the_adapter_of_its_slot(shape, ids):
         for name, value, pad in (("a", a, ((0, 0), (0, 2))), ("b", b, ((0, 2), (0, 0)))):
             leaf = getattr(served, f"lora_{name}")
             value = jnp.asarray(np.pad(value[slot - 1], pad))
-            leaf.set_value(written(leaf.get_value(), jnp.asarray(slot), value))
+            leaf.set_value(write_slot(leaf.get_value(), jnp.asarray(slot), value))
     x = jnp.asarray(rng.normal(size=shape), jnp.float32)
     ids = np.asarray(ids)
     got = np.asarray(served(x, Ctx(jnp.zeros((1, 1)), {}, adapter_ids=jnp.asarray(ids))))
@@ -170,7 +170,7 @@ def test_gain_of_a_slot_scales_the_outputs_of_its_tokens_without_the_bias():
     rng = np.random.default_rng(1)
     gain = jnp.asarray(rng.normal(size=(1, F)), jnp.float32)
     leaf = served.lora_gain
-    leaf.set_value(written(leaf.get_value(), jnp.asarray(2), gain))
+    leaf.set_value(write_slot(leaf.get_value(), jnp.asarray(2), gain))
     x = jnp.asarray(rng.normal(size=(1, 3, D)), jnp.float32)
     plain = linear(x)
     ids = jnp.asarray([[0, 2, 1]])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_layers.projections.dot import Transposed, dot
-from ed_layers.projections.matmul import batched, matmul, rows_of
+from ed_layers.projections.matmul import batch_matmul, gather_rows, matmul
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,7 +70,7 @@ def test_vmapped_matmul_matches_exact_product() -> None:
 def test_stacks_of_matrices_give_float32(m, k, n, transposed) -> None:
     a, b = drawn(0, 2, 3, m, k), drawn(1, 2, 3, k, n)
     laid = b.swapaxes(2, 3) if transposed else b
-    y = batched(a, laid, transposed=transposed, dtype=jnp.float32)
+    y = batch_matmul(a, laid, transposed=transposed, dtype=jnp.float32)
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(y, exact(a) @ exact(b), atol=1e-4)
 
@@ -89,7 +89,7 @@ def test_another_platform_has_the_plain_product() -> None:
 def test_a_loop_of_lookups_makes_no_copy_of_a_table(dtype: str) -> None:
     def decode(table: jax.Array, token: jax.Array) -> jax.Array:
         def step(_: int, token: jax.Array) -> jax.Array:
-            return jnp.argmax(rows_of(table, token, axis=0).astype(jnp.float32), axis=-1)
+            return jnp.argmax(gather_rows(table, token, axis=0).astype(jnp.float32), axis=-1)
 
         return jax.lax.fori_loop(0, 4, step, token)
 
@@ -104,7 +104,7 @@ def test_a_loop_of_lookups_makes_no_copy_of_a_table(dtype: str) -> None:
 
 def test_gradients_of_lookups_in_16_bits() -> None:
     table, ids = jnp.ones((5, 3), jnp.bfloat16), jnp.array([[1, 1], [4, 0]])
-    gradient = jax.grad(lambda table: jnp.sum(rows_of(table, ids, axis=0).astype(jnp.float32)))(
+    gradient = jax.grad(lambda table: jnp.sum(gather_rows(table, ids, axis=0).astype(jnp.float32)))(
         table
     )
     expected = np.zeros((5, 3), np.float32)

@@ -53,7 +53,7 @@ def call_of(
     call = Projected(
         name="auto", q=q, k=k, v=v, mask_info=info, scoring=scoring, config=chosen.config
     )
-    return chosen.named(call, name)
+    return chosen.replace_mechanism(call, name)
 
 
 def worst(found: Any, expected: Any) -> float:
@@ -184,7 +184,7 @@ def test_rows_as_gpu_kernels_take_them(rows: str, limits: str, monkeypatch) -> N
 
 def on(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     """Let mechanisms think that the model runs elsewhere; programs are then traced, not run."""
-    monkeypatch.setattr(devices, "platform_of", lambda config: platform)
+    monkeypatch.setattr(devices, "get_platform", lambda config: platform)
 
 
 def program(

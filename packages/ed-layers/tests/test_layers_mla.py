@@ -14,7 +14,12 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
 from ed_infra.rope.frequencies import inv_frequencies
 from ed_layers.attention.blocks.latent_attention import LatentAttention, yarn_factor
-from ed_layers.attention.blocks.sparse_index import QUERY_BLOCK, Indexer, pages_of_tokens, tokens_of
+from ed_layers.attention.blocks.sparse_index import (
+    QUERY_BLOCK,
+    Indexer,
+    pages_of_tokens,
+    read_tokens,
+)
 from ed_layers.cache import DenseCache, Format, PagedCache, RaggedBatch
 from ed_layers.context import ALL_LAYERS, Ctx
 from ed_layers.parts import Parts
@@ -251,7 +256,7 @@ def test_single_tokens_are_read_from_pages(code: str | None, layers: int | None)
     )
     _, pages = cache.update(1, (jnp.asarray(tokens), None), ragged=ragged)
     wanted = jnp.asarray([9, 0, 5, 5, 2])
-    got = tokens_of(pages, pages_of_tokens(pages, ragged)[0], wanted, jnp.float32)
+    got = read_tokens(pages, pages_of_tokens(pages, ragged)[0], wanted, jnp.float32)
     error = np.abs(got - tokens[0, wanted, 0]).max()
     assert error == 0 if code is None else 0 < error < 0.02
 

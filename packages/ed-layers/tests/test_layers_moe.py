@@ -16,7 +16,7 @@ from ed_infra.sharding import placement
 from ed_infra.testing import require_torch
 from ed_layers.context import Ctx
 from ed_layers.mlp import GatedMLP
-from ed_layers.moe.experts import Experts, blocks_of
+from ed_layers.moe.experts import Experts, build_blocks
 from ed_layers.moe.layer import Router, SparseMLP, balance
 from ed_layers.parts import Parts
 from ed_layers.updated import apply_updates
@@ -151,10 +151,10 @@ def test_the_configuration_chooses_the_method():
 def test_the_standard_way_does_no_needless_products():
     for tokens, count, k in ((512, 16, 2), (3, 64, 8), (64, 4, 4)):
         chosen = np.argsort(np.random.default_rng(0).random((tokens, count)))[:, :k]
-        plan = jax.jit(blocks_of, static_argnums=1)(jnp.asarray(chosen), count)
+        plan = jax.jit(build_blocks, static_argnums=1)(jnp.asarray(chosen), count)
         rows = int(plan.used) * plan.size
         assert tokens * k <= rows <= 2 * tokens * k, (tokens, count, k, rows)
-    plan = jax.jit(blocks_of, static_argnums=1)(jnp.full((64, 4), 4), 4)
+    plan = jax.jit(build_blocks, static_argnums=1)(jnp.full((64, 4), 4), 4)
     assert int(plan.used) == 0, "padding costs nothing"
 
 

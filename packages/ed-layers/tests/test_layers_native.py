@@ -21,7 +21,7 @@ from ed_infra.logging import forget_said
 from ed_layers.cache.sharded import scatter
 from ed_layers.native import argmax, library, products, split
 from ed_layers.native.build import LEVELS, CannotBuild, build
-from ed_layers.projections.dot import Transposed, combined, dot
+from ed_layers.projections.dot import Transposed, combine_products, dot
 from ed_layers.quantization import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,7 +101,9 @@ def test_gradients_of_a_gated_layer_equal_those_of_xla(dtype, monkeypatch) -> No
     biases = (drawn(3, 160, dtype=dtype), drawn(4, 160, dtype=dtype))
 
     def loss(x, gate, up, biases):
-        found = combined(x, (gate, up), biases, act="silu", gated=True, names=("gate", "up"))
+        found = combine_products(
+            x, (gate, up), biases, act="silu", gated=True, names=("gate", "up")
+        )
         if found is None:
             found = [jax.nn.silu(dot(x, gate) + biases[0]) * (dot(x, up) + biases[1])]
         return jnp.sum(jnp.sin(found[0].astype(jnp.float32)))
@@ -249,7 +251,7 @@ def test_activations_in_8_bits_are_exact(n, form, group, groups, o, tied, dtype,
             None if w.zero is None else w.zero.T if tied else w.zero,
             jnp.arange(16.0) if form == "int4" else None,
             transposed=tied,
-            whole=True,
+            quantize_rows=True,
         ),
         numbers.reshape(x.shape),
         exact(w.dense()),
@@ -265,7 +267,7 @@ def test_quantized_tables_use_native_product(form, activations, monkeypatch) -> 
     if activations and form not in ("int8", "int4"):
         pytest.skip("activations are quantized beside whole numbers")
     x = drawn(0, 3, 128)
-    table = encode(drawn(1, 128, 200), form, activations=activations).transposed()
+    table = encode(drawn(1, 128, 200), form, activations=activations).transpose()
     assert "ed_layers_product_of_codes" in str(jax.make_jaxpr(dot)(x, table.T))
     ours = dot(x, table.T)
     monkeypatch.setenv(library.VARIABLE, "0")
@@ -386,7 +388,7 @@ def test_missing_native_library_falls_back_to_xla(state, monkeypatch, tmp_path, 
         monkeypatch.setattr(library, "LIBRARY", path)
     if state == "damaged":
         path.write_bytes(b"no library")
-    library._loaded.cache_clear()
+    library._load_library.cache_clear()
     forget_said()
     x, w = drawn(0, 4, 256), drawn(1, 256, 256)
     try:
@@ -401,7 +403,7 @@ def test_missing_native_library_falls_back_to_xla(state, monkeypatch, tmp_path, 
         )
         assert words in library.describe()
     finally:
-        library._loaded.cache_clear()
+        library._load_library.cache_clear()
 
 
 @built

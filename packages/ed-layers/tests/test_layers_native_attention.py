@@ -15,7 +15,7 @@ from ed_layers.attention.kernels import native
 from ed_layers.attention.kernels.blockwise import blockwise_attention
 from ed_layers.attention.kernels.vanilla import vanilla_attention
 from ed_layers.attention.registry import kernels_here
-from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, heads_of
+from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, get_head_indices
 from ed_layers.cache.codes import Codes, Format, decode
 from ed_layers.cache.protocol import Pages, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
@@ -53,7 +53,7 @@ def segments(rng: np.random.Generator, b: int, n: int) -> np.ndarray:
 def exact(q, k, v, info: MaskInfo, scoring: Scoring) -> np.ndarray:
     """Attention in float64: q [b, s, h, k], k and v [b, t, g, ..]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    heads = heads_of(k.shape[2], q.shape[2] // k.shape[2])
+    heads = get_head_indices(k.shape[2], q.shape[2] // k.shape[2])
     k, v = (np.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = np.einsum("bshk,bthk->bhst", q, k) * scoring.scale
     if scoring.soft_cap is not None:
@@ -61,7 +61,7 @@ def exact(q, k, v, info: MaskInfo, scoring: Scoring) -> np.ndarray:
     if scoring.by_distance:
         bias = np.asarray(scoring.distance_bias(heads, info.q_index, info.kv_index), np.float64)
         scores = scores + bias.reshape(bias.shape[0], -1, *bias.shape[3:])
-    allowed = info.allowed(window=scoring.window, chunk=scoring.chunk)
+    allowed = info.get_mask(window=scoring.window, chunk=scoring.chunk)
     scores = np.where(np.asarray(allowed)[:, None], scores, -np.inf)
     top = np.max(scores, axis=-1, keepdims=True, initial=-1e30)
     weights = np.exp(scores - top)

@@ -68,7 +68,7 @@ def test_products_of_panels_have_the_bits_of_those_of_plain_matrices(
     assert Panels.can_be(w)
     panels = Panels.of(w)
     assert panels.shape == w.shape
-    np.testing.assert_array_equal(panels.plain(), w)
+    np.testing.assert_array_equal(panels.unpack_panels(), w)
     for rows in ROWS_OF_NUMBERS:
         x = drawn(rows, rows, inputs, dtype=of_x)
         # Tiles of AMX add the products of a sum in one order for panels and for plain matrices.

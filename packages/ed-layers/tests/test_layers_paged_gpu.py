@@ -115,7 +115,7 @@ def test_prompt_kernel_divides_heads_among_devices() -> None:
     ("fields", "words"),
     [
         ({"dim": 288}, "a head dim of 288"),
-        ({"settings": Settings(block_q=48, own=True)}, "blocks of (48, 64) tokens"),
+        ({"settings": Settings(block_q=48, is_explicit=True)}, "blocks of (48, 64) tokens"),
     ],
     ids=str,
 )

@@ -226,7 +226,7 @@ def test_tables_give_rows_and_multiply_as_heads(name):
     double, table = name == "double", matrix().T
     w = encode(
         matrix(), "nf4" if double else name, 16 if double else None, double=double
-    ).transposed()
+    ).transpose()
     assert w.shape == (OUT, IN)
     rows = np.array([[3, 0], [39, 3]])
     np.testing.assert_array_equal(w.take(rows), np.asarray(w.dense())[rows])
@@ -267,7 +267,7 @@ def test_a_head_of_a_table_is_that_of_the_matrix(monkeypatch, name, activations,
     x = np.random.default_rng(1).normal(size=(3, IN)).astype(F32)
     both = lambda x, w: jax.value_and_grad(lambda x: jnp.sum(jnp.sin(dot(x, w))))(x)  # noqa: E731
     value, dx = jax.jit(lambda x: both(x, w))(x)
-    got, dgot = jax.jit(lambda x: both(x, w.transposed().T))(x)
+    got, dgot = jax.jit(lambda x: both(x, w.transpose().T))(x)
     # The terms of the sum are up to 1, and cancel.
     np.testing.assert_allclose(got, value, atol=1e-6 * x.shape[0] * OUT)
     np.testing.assert_allclose(dgot, dx, atol=2e-5 * np.abs(dx).max())

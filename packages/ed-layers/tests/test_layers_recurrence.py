@@ -47,8 +47,8 @@ def mix(x: Any, ctx: Ctx, cache: Any, chunk: int) -> tuple[Any, Any]:
     rows = Rows.of(ctx, x.shape[:2], cache, chunk=chunk)
     states = rows.states(cache, 0, SPEC)
     u, states["conv"] = CONV(rows.enter(x), states["conv"], rows)
-    decay = rows.masked(jnp.broadcast_to(jnp.log(DECAY), u.shape))
-    y, states["h"] = rows.scan(step, states["h"], (rows.masked(u), decay))
+    decay = rows.mask_padding(jnp.broadcast_to(jnp.log(DECAY), u.shape))
+    y, states["h"] = rows.scan(step, states["h"], (rows.mask_padding(u), decay))
     return rows.leave(y), rows.store(cache, 0, states, SPEC)
 
 

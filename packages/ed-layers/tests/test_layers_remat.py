@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_layers.depth.remat import BY_NAME, FIXED, Remat, recomputed
+from ed_layers.depth.remat import BY_NAME, FIXED, Remat, call_with_remat
 from ed_layers.norms import LayerNorm, RMSNorm
 from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
@@ -61,12 +61,12 @@ def test_remat_keeps_no_norm_or_activation_intermediates():
 def test_recomputed_functions_have_unchanged_gradients():
     draw = np.random.default_rng(0).normal
     x, weight = (jnp.asarray(draw(size=shape), jnp.float32) for shape in ((3, 16), (16,)))
-    norm = RMSNorm(16).of_arrays()
+    norm = RMSNorm(16).build_function()
 
     def gradients(run):
         return jax.grad(lambda x, weight: jnp.sum(jnp.sin(run(x, weight))), argnums=(0, 1))
 
-    got = jax.jit(gradients(partial(recomputed, norm)))(x, weight)
+    got = jax.jit(gradients(partial(call_with_remat, norm)))(x, weight)
     for found, expected in zip(got, gradients(norm)(x, weight), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_infra.parameter_names import runs_of
+from ed_infra.parameter_names import split_runs
 from ed_layers import DenseCache, LayerCacheSpec
 from flax import nnx
 from hypothesis import given
@@ -177,7 +177,7 @@ def test_layers_that_differ_are_not_scanned_as_one():
 
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=14))
 def test_runs_cover_the_depth_in_order(kinds):
-    runs = runs_of(kinds)
+    runs = split_runs(kinds)
     at = 0
     for run in runs:
         assert run.start == at
@@ -202,4 +202,4 @@ def test_runs_cover_the_depth_in_order(kinds):
     ],
 )
 def test_runs_of_finds_the_cheapest_partition(kinds, expected):
-    assert [tuple(run) for run in runs_of(kinds)] == expected
+    assert [tuple(run) for run in split_runs(kinds)] == expected

@@ -13,7 +13,7 @@ from ed_infra.errors import CheckpointError, ConfigError
 from ed_layers.quantization import describe
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
 from ed_models.checkpoints.gguf import codes
-from ed_models.checkpoints.gguf.blocks import mapped, raw_blocks
+from ed_models.checkpoints.gguf.blocks import map_file, raw_blocks
 from ed_models.checkpoints.gguf.header import read_header
 from ed_models.checkpoints.loading import weight_map
 from ed_models.checkpoints.saving import layer_values
@@ -89,7 +89,7 @@ def written(path: Path, source: Path, forms: dict[str, str]) -> Path:
 def arrays_of(file: Path, name: str, wanted: codes.CodeForm, rows: slice) -> dict[str, np.ndarray]:
     """Return the arrays of some rows of a tensor."""
     where = read_header(file).tensors[name]
-    blocks = np.ascontiguousarray(raw_blocks(mapped(file), where)[rows])
+    blocks = np.ascontiguousarray(raw_blocks(map_file(file), where)[rows])
     parts = ["codes", "scale"] if wanted.zero is None else ["codes", "scale", "zero"]
     return {part: codes.part_of_blocks(blocks, where.format, wanted, part) for part in parts}
 

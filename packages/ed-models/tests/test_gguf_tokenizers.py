@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError
-from ed_models.checkpoints.gguf.pretokenizers import DIVISIONS, SYNONYMS, name_of, steps_of
+from ed_models.checkpoints.gguf.pretokenizers import (
+    DIVISIONS,
+    SYNONYMS,
+    build_pretokenizer_steps,
+    find_division_name,
+)
 from ed_models.checkpoints.gguf.vocabulary import KEY, WHOLE, write_tokenizer
 from ed_models.checkpoints.gguf.vocabulary_writer import tokenizer_metadata
 from tokenizers import (
@@ -39,7 +44,7 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 def of_bytes(division: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ignore_merges=DIVISIONS[division].ignore_merges))
     steps = []
-    for step in steps_of(DIVISIONS[division]):
+    for step in build_pretokenizer_steps(DIVISIONS[division]):
         if step["type"] == "Split":
             steps.append(pre_tokenizers.Split(Regex(step["pattern"]["Regex"]), "isolated"))
         elif step["type"] == "Digits":
@@ -206,8 +211,8 @@ def test_tokenizer_of_gguf_loads_with_transformers(tmp_path: Path) -> None:
 
 def test_every_division_has_its_own_name() -> None:
     for name, division in DIVISIONS.items():
-        sequence = {"type": "Sequence", "pretokenizers": steps_of(division)}
-        found = name_of(sequence, ignore_merges=division.ignore_merges)
+        sequence = {"type": "Sequence", "pretokenizers": build_pretokenizer_steps(division)}
+        found = find_division_name(sequence, ignore_merges=division.ignore_merges)
         assert found is not None
         assert DIVISIONS[found]._replace(bos=False) == division._replace(bos=False), name
     assert set(SYNONYMS.values()) <= DIVISIONS.keys()

@@ -61,7 +61,7 @@ def no_values(monkeypatch):
     def made(*_):
         raise AssertionError("a parameter was made before the error")
 
-    monkeypatch.setattr(filling, "_placed", made)
+    monkeypatch.setattr(filling, "_build_array", made)
 
 
 def load(directory, **options):

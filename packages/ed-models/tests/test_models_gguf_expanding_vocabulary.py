@@ -56,7 +56,7 @@ def test_small_vocabulary_has_all_merges_in_the_order_of_scores() -> None:
 def test_vocabulary_of_special_tokens_is_an_error() -> None:
     made = table([f"<{number}>" for number in range(2**17 + 1)], kind=3)
     with pytest.raises(CheckpointError, match="special or user-defined"):
-        made.added()
+        made.list_added_tokens()
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "t5"])

@@ -110,13 +110,13 @@ def test_values_are_the_same_on_any_mesh(model, saved, dims, scan_layers):
 @pytest.mark.parametrize("dims", [ONE, (1, 2, 1, 4, 1), (8, 1, 1, 1, 1)])
 @pytest.mark.daily("dims1")
 def test_large_stacks_are_filled_layer_by_layer(model, saved, dims, monkeypatch):
-    filled, original = [], filling._placed
+    filled, original = [], filling._build_array
 
     def spy(shape, *rest):
         filled.append(shape)
         return original(shape, *rest)
 
-    monkeypatch.setattr(filling, "_placed", spy)
+    monkeypatch.setattr(filling, "_build_array", spy)
     monkeypatch.setattr(filling, "_LARGE", 1)
     monkeypatch.setattr(filling, "_in_host_memory", lambda placement: False)
     monkeypatch.setattr(tensor_files, "_KEPT", 1)  # pages are let go after each read

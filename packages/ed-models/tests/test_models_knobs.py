@@ -22,9 +22,9 @@ from ed_infra.logging import forget_said
 from ed_infra.sharding.axes import CONSTRAINED_AXES, PartitionAxis
 from ed_infra.sharding.placement import constrain
 from ed_infra.testing import tiny_llama
-from ed_layers.context import named
+from ed_layers.context import name_activation
 from ed_models.auto import AutoEasyDeLModelForCausalLM
-from ed_models.base.caches import sharding_of
+from ed_models.base.caches import get_cache_sharding
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx
 
@@ -271,8 +271,8 @@ def named_arrays(made: LlamaConfig, mode: Any) -> str:
 
     def arrays(x: jax.Array, flat: jax.Array) -> Any:
         names = ("attn_query", "attn_key", "mlp_up", "layer_output")
-        four = [named(y, name, made, mode) for name in names[:2] for y in (x, flat)]
-        three = [named(x[..., 0], name, made, mode) for name in names[2:]]
+        four = [name_activation(y, name, made, mode) for name in names[:2] for y in (x, flat)]
+        three = [name_activation(x[..., 0], name, made, mode) for name in names[2:]]
         logits = constrain(x[..., 0], ("batch", "sequence", "vocab"), made, mode)
         return [*four, *three, logits]
 
@@ -283,7 +283,7 @@ def axes_effect(kind: str, made: LlamaConfig) -> object:
     if kind in ("training", "decoding"):
         return named_arrays(made, "train" if kind == "training" else "decode")
     if kind == "cache":
-        return sharding_of(made, ("batch", "kv_heads", "key_sequence", None), (4, 2, 8, 8))
+        return get_cache_sharding(made, ("batch", "kv_heads", "key_sequence", None), (4, 2, 8, 8))
     kernels = (("embed", "heads"), ("embed", "expert_gate"), ("expert", "embed"))
     return [made.partition_manager.param(names, (8, 8), made.mesh) for names in kernels]
 

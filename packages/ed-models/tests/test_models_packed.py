@@ -15,7 +15,7 @@ import pytest
 from ed_infra.errors import CheckpointError
 from ed_infra.testing import require_torch
 from ed_models.auto import AutoEasyDeLModelForCausalLM
-from ed_models.checkpoints.packed_tensors import unpacked
+from ed_models.checkpoints.packed_tensors import unpack_tensors
 from ed_models.checkpoints.tensor_files import TensorFiles
 from ed_models.checkpoints.tensor_writer import TensorSpec, write_tensors
 from ed_models.conformance import TINY
@@ -164,7 +164,7 @@ def test_a_slice_is_the_slice_of_the_whole(
         quantization_config=json.loads((folder / "config.json").read_text())["quantization_config"],
         replace=lambda **changes: None,
     )
-    files, _ = unpacked(TensorFiles.open(folder), config)  # type: ignore[arg-type]
+    files, _ = unpack_tensors(TensorFiles.open(folder), config)  # type: ignore[arg-type]
     whole = files.read(name)
     assert whole.shape == files[name].shape
     for index in np.random.default_rng(0).integers(0, 40, (20, whole.ndim, 2)):

@@ -23,7 +23,7 @@ import pytest
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import forget_said
 from ed_models.auto import AutoEasyDeLModelForCausalLM
-from ed_models.checkpoints.packed_tensors import unpacked
+from ed_models.checkpoints.packed_tensors import unpack_tensors
 from ed_models.checkpoints.tensor_files import TensorFiles
 from ed_models.checkpoints.tensor_writer import TensorSpec, write_tensors
 from ed_models.conformance import TINY
@@ -257,7 +257,7 @@ def opened(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> TensorFi
     specs = {name: TensorSpec(value.shape, value.dtype) for name, value in tensors.items()}
     write_tensors(folder, specs, tensors.__getitem__)
     config = SimpleNamespace(quantization_config=settings, replace=lambda **changes: None)
-    return unpacked(TensorFiles.open(folder), config)[0]  # type: ignore[arg-type]
+    return unpack_tensors(TensorFiles.open(folder), config)[0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from ed_layers.quantization.model import quantized_matrices
 from ed_models.adapters.lora import lora_layers
 from ed_models.adapters.peft import load_adapter, save_adapter
 from ed_models.adapters.slots import slot_values, with_slots
-from ed_models.adapters.values import adapter_of
+from ed_models.adapters.values import get_adapter
 from ed_models.conformance import forward
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.families.mixtral import MixtralConfig, MixtralForCausalLM
@@ -84,7 +84,7 @@ def test_places_for_adapters_over_a_quantized_base():
     quantized = build().quantize({"dtype": "int8"})
     served = with_slots(quantized, 1, 2)
     np.testing.assert_array_equal(logits(served), logits(quantized))
-    adapter = adapter_of(learned(quantized.apply_lora(SPECS["lora"])))
+    adapter = get_adapter(learned(quantized.apply_lora(SPECS["lora"])))
     values = jax.tree.leaves(slot_values(served, adapter))
     assert len(values) == len(jax.tree.leaves(nnx.state(served, SlotParam)))
     assert all(np.abs(value).max() > 0 for value in values)

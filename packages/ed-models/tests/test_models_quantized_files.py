@@ -181,13 +181,13 @@ def test_quantized_families_round_trip_through_files(make: Any, spec: Any, tmp_p
 
 @pytest.mark.nightly
 def test_the_model_is_never_whole_in_memory(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    placed, original = [], filling._placed
+    placed, original = [], filling._build_array
 
     def spy(shape: Any, *rest: Any) -> jax.Array:
         placed.append(tuple(shape))
         return original(shape, *rest)
 
-    monkeypatch.setattr(filling, "_placed", spy)
+    monkeypatch.setattr(filling, "_build_array", spy)
     load(plain, quantization_config={"dtype": "nf4"}, apply_quantization=True)
     assert placed.count((64, 96)) == 2 * 2  # gate and up of two layers, one after another
     assert (2, 64, 96) not in placed

@@ -13,10 +13,10 @@ import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_models.body.spec_augment import Spans
 from ed_models.speech import Segment, SpokenWord, Transcriber, load_transcriber, pieces
-from ed_models.speech.alignment import TokenAligner, warped
+from ed_models.speech.alignment import TokenAligner, find_warping_path
 from ed_models.speech.pieces import pause
 from ed_models.speech.whisper import Thresholds
-from ed_models.speech.words import words_of
+from ed_models.speech.words import split_words
 
 from tests.speech_cases import (
     RATE,
@@ -319,11 +319,11 @@ def test_words_equal_those_of_transformers(aligned: tuple[Transcriber, Any]) -> 
         for text in texts:
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
             times = [(float(n), float(n + 1)) for n in range(len(tokens))]
-            words = words_of(tokens, times, transcriber.text_of, language)
+            words = split_words(tokens, times, transcriber.get_text, language)
             expected, _, places = _combine_tokens_into_words(tokenizer, tokens, name)
             assert [word.text for word in words] == expected
             assert [(w.start, w.end) for w in words] == [(p[0], p[-1] + 1) for p in places]
-    (word,) = words_of([65], [(0.5, 1.0)], lambda tokens: "a", None)
+    (word,) = split_words([65], [(0.5, 1.0)], lambda tokens: "a", None)
     assert word == SpokenWord("a", 0.5, 1.0)
 
 
@@ -335,9 +335,9 @@ def test_warped_path_equals_transformers() -> None:
     for n, t in ((1, 1), (1, 5), (4, 1), (7, 11), (12, 5), (20, 50)):
         costs = rng.normal(size=(n, t))
         for matrix in (costs, np.round(costs)):  # without and with ties
-            np.testing.assert_array_equal(warped(matrix), _dynamic_time_warping(matrix))
+            np.testing.assert_array_equal(find_warping_path(matrix), _dynamic_time_warping(matrix))
     costs = rng.normal(size=(9, 30))
-    rows, columns = warped(costs)
+    rows, columns = find_warping_path(costs)
     steps = set(zip(np.diff(rows).tolist(), np.diff(columns).tolist(), strict=True))
     assert steps == {(0, 1), (1, 0), (1, 1)}
 

@@ -84,13 +84,13 @@ class TestBodies:
         assert type(again) is LlamaModel
 
     def test_a_family_on_the_body_of_another(self, tmp_path):
-        from ed_models.tasks.embedding import body_of
+        from ed_models.tasks.embedding import derive_body_class
         from ed_models.weights.rules import STANDARD, renamed
 
         class Other(LlamaForCausalLM):
             WEIGHTS = renamed({"model": "transformer", "layers": "h"}, *STANDARD)
 
-        body = body_of(Other)
+        body = derive_body_class(Other)
         assert body is not LlamaModel and issubclass(body, LlamaModel)
         body.create(LlamaConfig(**SHAPE, **ONE)).save_pretrained(tmp_path / "m")
         assert "h.0.mlp.up_proj.weight" in load_file(tmp_path / "m/model.safetensors")
@@ -250,7 +250,7 @@ class TestEmbedders:
         packed = np.concatenate([*real, np.full((2, 16), 9.0)])[None]
         ids = np.repeat([1, 2, 3, 0], [*map(len, real), 2])[None]
         pooling = Pooling.of(mode, True)
-        found = pooling.of_segments(jnp.asarray(packed), jnp.asarray(ids), 4)
+        found = pooling.pool_segments(jnp.asarray(packed), jnp.asarray(ids), 4)
         np.testing.assert_allclose(found[0, :3], pooling(hidden, MASK), atol=1e-6)
         assert not np.any(found[0, 3]), "there is no fourth text"
 
@@ -337,7 +337,7 @@ class TestAutoBind:
 
 
 def test_registry_derives_task_classes():
-    tasks = registry.tasks_of("gpt2")
+    tasks = registry.list_tasks("gpt2")
     assert len(tasks) == len(set(tasks)) == 4 and TaskType.EMBEDDING in tasks
     made = registry.get_module("sequence-classification", "gpt2")
     assert made.__name__ == "GPT2ForSequenceClassification" and made.model_type == "gpt2"

@@ -12,7 +12,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, RegistryError
 from ed_models.auto import AutoEasyDeLModel, AutoEasyDeLModelForImageClassification
 from ed_models.body.resizing import resized_grid
-from ed_models.checkpoints.checks import task_of
+from ed_models.checkpoints.checks import detect_task
 from ed_models.tasks.image_text import split_images
 
 TINY: dict[str, Any] = {
@@ -130,7 +130,7 @@ def test_body_becomes_a_classifier_with_a_new_head(
 @pytest.mark.torch
 def test_checkpoint_names_its_task(tmp_path: Path) -> None:
     written(tmp_path, "ViT", "ForImageClassification", num_labels=3)
-    assert task_of(tmp_path) == TaskType.IMAGE_CLASSIFICATION
+    assert detect_task(tmp_path) == TaskType.IMAGE_CLASSIFICATION
 
 
 def test_tower_is_the_base_module_of_its_model_type() -> None:

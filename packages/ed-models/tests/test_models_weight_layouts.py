@@ -14,7 +14,7 @@ from ed_models.weights.rules import (
     fused,
     ignore,
     interleave,
-    padded,
+    pad_axis,
     permute,
     renamed,
     split,
@@ -123,7 +123,7 @@ LAYOUTS = {
         by_expert("m.experts.{}.w3.weight"),
     ),
     "experts, each with gate and up in one": (
-        (Rule(GATE_UP, "{p}.experts.{expert}.w13", stack(then=split(0))),),
+        (Rule(GATE_UP, "{p}.experts.{expert}.w13", stack(inner_layout=split(0))),),
         PAIR,
         lambda hf: {
             "m.gate.kernel": np.stack([hf[f"m.experts.{e}.w13"][:F].T for e in range(E)]),
@@ -200,12 +200,12 @@ LAYOUTS = {
         },
     ),
     "OPT positions: rows in front": (
-        (Rule("{p}.embedding", "{p}.weight", padded(0, before=2)),),
+        (Rule("{p}.embedding", "{p}.weight", pad_axis(0, pad_before=2)),),
         {"pos.embedding": (V, D)},
         lambda hf: {"pos.embedding": hf["pos.weight"][2:]},
     ),
     "a vocabulary with rows behind, transposed": (
-        (Rule("{p}.kernel", "{p}.weight", padded(0, after=3, then=transpose)),),
+        (Rule("{p}.kernel", "{p}.weight", pad_axis(0, pad_after=3, inner_layout=transpose)),),
         {"head.kernel": (D, V)},
         lambda hf: {"head.kernel": hf["head.weight"][:V].T},
     ),
@@ -383,7 +383,7 @@ class TestRefused:
             WeightMap(rules, {"m.a": (2, 3), "m.b": (2, 4)})
 
     def test_stack_rejects_different_expert_counts(self):
-        rules = (Rule(GATE_UP, "{p}.{expert}.w", stack(then=split(0))),)
+        rules = (Rule(GATE_UP, "{p}.{expert}.w", stack(inner_layout=split(0))),)
         with pytest.raises(ConfigError, match="leading dimensions of different size"):
             WeightMap(rules, {"m.gate.kernel": (2, D, F), "m.up.kernel": (3, D, F)})
 

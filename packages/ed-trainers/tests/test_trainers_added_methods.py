@@ -65,10 +65,10 @@ def installed(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    for cached in (arguments._points, arguments._of_packages, trainer_class):
+    for cached in (arguments._points, arguments._load_entry_point, trainer_class):
         cached.cache_clear()
     yield tmp_path
-    for cached in (arguments._points, arguments._of_packages, trainer_class):
+    for cached in (arguments._points, arguments._load_entry_point, trainer_class):
         cached.cache_clear()
 
 

@@ -15,7 +15,7 @@ from ed_trainers import Callback, SFTArguments, SFTTrainer
 from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.figures.metrics import CLOCKED, read_rows
-from ed_trainers.optimizers import averaged, build_optimizer, build_schedule
+from ed_trainers.optimizers import build_optimizer, build_schedule, get_ema_params
 from ed_trainers.optimizers.ema import EmaState
 from pydantic import ValidationError
 
@@ -186,8 +186,8 @@ def test_the_mean_is_that_of_the_parameters_after_each_update(dtype):
         mean = 0.75 * mean + 0.25 * np.asarray(exact["w"])
         params = {"w": exact["w"].astype(dtype)}
     np.testing.assert_allclose(state.inner.ema["w"], mean, rtol=1e-6)
-    assert averaged(params, state)["w"].dtype == params["w"].dtype
-    assert averaged(params, other) is params
+    assert get_ema_params(params, state)["w"].dtype == params["w"].dtype
+    assert get_ema_params(params, other) is params
 
 
 @pytest.mark.nightly

@@ -342,7 +342,7 @@ def test_a_loss_that_cannot_be_logged_is_explained(sums, metrics, words):
         return {name: Metric.of(*pair) for name, pair in pairs.items()}
 
     with pytest.raises(ConfigError, match=words):
-        Loss(of(sums), of(metrics), {}).checked()
+        Loss(of(sums), of(metrics), {}).validate_terms()
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from ed_models import AutoEasyDeLModelForCausalLM
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import CheckpointManager, EasyDeLState, SFTArguments, SFTTrainer, compare
 from ed_trainers.compare import differences
-from ed_trainers.convert import convert, model_of
+from ed_trainers.convert import convert, get_model
 
 
 class Rows:
@@ -93,7 +93,9 @@ def test_a_model_becomes_a_saved_state_and_a_model_again(tmp_path):
 def test_convert_accepts_saved_state(tmp_path):
     EasyDeLState.create(model=model()).save_state(tmp_path / "s")
     ids = np.arange(6)[None]
-    np.testing.assert_allclose(model_of(tmp_path / "s")(ids).logits, model()(ids).logits, atol=1e-6)
+    np.testing.assert_allclose(
+        get_model(tmp_path / "s")(ids).logits, model()(ids).logits, atol=1e-6
+    )
 
 
 @pytest.mark.nightly

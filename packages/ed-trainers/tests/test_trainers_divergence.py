@@ -125,7 +125,7 @@ def tables(monkeypatch):
 def rows_of(trainer):
     """Return the arrays that the loss of a method reads."""
     random = np.random.default_rng(0)
-    if hasattr(trainer, "rows_of"):
+    if hasattr(trainer, "get_rows"):
         batch, weights = trainer.feed.dataset.batch_at(0), trainer.weights()
         return trainer.generate(batch, weights, 0).rows
     return next_token_batch(packed([documents(random, 2, good=[True, True]) for _ in range(8)]))

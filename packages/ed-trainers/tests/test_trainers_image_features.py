@@ -90,11 +90,15 @@ def test_features_replace_images_of_rows_and_pairs_without_changing_logits(qwen)
     np.testing.assert_allclose(logits(qwen, made), wanted, atol=1e-5)
     pairs = Inputs(
         {name: np.stack([x, x], axis=1) for name, x in given.items()},
-        {name: (axes[0], None, *axes[1:]) for name in given for axes in [given.axes_of(name)]},
+        {
+            name: (axes[0], None, *axes[1:])
+            for name in given
+            for axes in [given.get_logical_axes(name)]
+        },
     )
     both = images(pairs)
     assert both["image_features"].shape == (4, 2, 16, 16)
-    assert both.axes_of("image_features") == ("batch", None, None, None)
+    assert both.get_logical_axes("image_features") == ("batch", None, None, None)
     np.testing.assert_allclose(logits(qwen, as_rows(both))[::2], wanted, atol=1e-5)
     assert images.encoded == 3, "the second batch has no other image"
     assert images._encode._cache_size() == 1, "images of one bucket share a program"

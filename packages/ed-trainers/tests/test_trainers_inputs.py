@@ -92,8 +92,8 @@ def test_prepare_keeps_numeric_arrays_and_their_axes(toy):
     assert isinstance(made, Inputs)
     np.testing.assert_array_equal(made["pixel_values"], batch["pixel_values"])
     assert "source" not in made and "labels" not in made
-    assert made.axes_of("targets") == ("batch", "sequence")
-    assert made.axes_of("pixel_values") == ("batch", None, None, None, None)
+    assert made.get_logical_axes("targets") == ("batch", "sequence")
+    assert made.get_logical_axes("pixel_values") == ("batch", None, None, None, None)
     parts = microbatches(made, 4)
     assert parts["pixel_values"].shape == (4, 2, *IMAGE)
     assert pad_rows(made, 11)["pixel_values"].shape == (11, *IMAGE)
@@ -124,7 +124,7 @@ def test_arrays_of_pairs_keep_their_rank_as_rows():
     }
     pairs = pair_batch(sides)
     assert pairs["pixel_values"].shape == (3, 2, *IMAGE)
-    assert pairs.axes_of("input_ids") == ("batch", None, "sequence")
+    assert pairs.get_logical_axes("input_ids") == ("batch", None, "sequence")
     rows = as_rows(jax.tree.map(jnp.asarray, pairs))
     assert rows["pixel_values"].shape == (6, *IMAGE) and rows["input_ids"].shape == (6, 5)
 

@@ -98,7 +98,7 @@ def adapted(method):
 @pytest.fixture
 def step(monkeypatch):
     """`step(method, learner, accumulation)`: what moved, and the report."""
-    monkeypatch.setattr(Phase, "rollout_of", lambda self, make: ToyRollout())
+    monkeypatch.setattr(Phase, "build_rollout", lambda self, make: ToyRollout())
 
     def step(method, learner, accumulation=1, **given):
         entry = METHODS[method]

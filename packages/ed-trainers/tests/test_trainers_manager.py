@@ -118,9 +118,9 @@ def test_differences_are_named_and_measured(tmp_path):
     assert found["moved"].largest == 0.5
     assert found["moved"].relative == pytest.approx(0.1)
     assert found["moved"].elements == (1, 2)
-    assert found["shape"].what == "shape [2, 2] and [2, 3]"
-    assert found["dtype"].what == "equal, stored as float32 and bfloat16"
-    assert "only in" in found["gone"].what
+    assert found["shape"].description == "shape [2, 2] and [2, 3]"
+    assert found["dtype"].description == "equal, stored as float32 and bfloat16"
+    assert "only in" in found["gone"].description
 
 
 @pytest.mark.nightly

@@ -64,18 +64,18 @@ def test_damaged_and_incomplete_copies_are_never_read(toy, tmp_path):
         damaged = bytearray(whole)
         damaged[position] ^= 1
         (folder / "3.copy").write_bytes(damaged)
-        step, restored, run = copies.restore_newest(target, after=0)
+        step, restored, run = copies.restore_newest(target, after_step=0)
         assert (step, run) == (2, {"step": 2})
         for one, other in zip(
             values(restored), values(state(toy, (1, 1, 1, 1, 1), 2)), strict=True
         ):
             np.testing.assert_array_equal(one, other)
     (folder / "3.copy").write_bytes(whole)
-    step, restored, _ = copies.restore_newest(target, after=2)
+    step, restored, _ = copies.restore_newest(target, after_step=2)
     assert step == 3
     for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
         assert leaf.sharding == wanted.sharding
-    assert copies.restore_newest(target, after=3) is None
+    assert copies.restore_newest(target, after_step=3) is None
     copies.close()
     shutil.rmtree(folder)
 
@@ -99,7 +99,7 @@ def test_goodput_counts_the_time_between_a_copy_and_the_next_start(monkeypatch):
     first = Meter()
     first.ready()
     forward(20.0)
-    saved = first.saved(stopped=False)
+    saved = first.get_checkpoint_values(stopped=False)
     forward(5.0)  # lost: steps after the copy, and the start of the next process
     second = Meter()
     second.resume(saved)
@@ -109,7 +109,7 @@ def test_goodput_counts_the_time_between_a_copy_and_the_next_start(monkeypatch):
     assert summary["lost_seconds"] == 5.0
     assert summary["productive_seconds"] == 35.0
     assert summary["goodput"] == 35 / 40
-    stopped = first.saved(stopped=True)
+    stopped = first.get_checkpoint_values(stopped=True)
     forward(7.0)
     for same_launch, lost in ((False, 0.0), (True, 7.0)):
         later = Meter()

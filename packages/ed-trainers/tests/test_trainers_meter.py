@@ -41,7 +41,7 @@ def test_meter_separates_waiting_compile_and_productive_seconds(clock):
     with meter.spending("compile"):
         clock(10.0)
     clock(2.0)
-    meter.stepped(100)
+    meter.record_step(100)
     row = meter.row()
     assert "tokens_per_second" not in row  # of the first step nothing is said
     assert row["data_wait"] == 1.0 and row["goodput"] == pytest.approx(2 / 17)
@@ -49,7 +49,7 @@ def test_meter_separates_waiting_compile_and_productive_seconds(clock):
         with meter.fetching(lambda busy=busy: not busy):
             clock(0.5)
         clock(1.5)
-        meter.stepped(60)
+        meter.record_step(60)
     with meter.spending("checkpoint"):
         clock(3.0)
     with meter.spending("evaluation"):

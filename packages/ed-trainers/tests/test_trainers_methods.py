@@ -97,7 +97,9 @@ def step(toy):
     class Embedder(toy.Model):
         def __call__(self, input_ids, *, segment_ids, segments, **inputs):
             body = super().__call__(input_ids, segment_ids=segment_ids, **inputs)
-            vectors = Pooling.of("mean").of_segments(body.last_hidden_state, segment_ids, segments)
+            vectors = Pooling.of("mean").pool_segments(
+                body.last_hidden_state, segment_ids, segments
+            )
             return EmbeddingOutput(embeddings=vectors)
 
     def model(method, dims):

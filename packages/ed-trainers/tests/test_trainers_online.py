@@ -114,7 +114,7 @@ def test_filtered_groups_keep_the_short_and_efficient_completions(toy_of_module,
     assert options.loader_batch_size == 2, "two prompts with two trained completions each"
     sampled = phase.complete(run.feed.dataset.batch_at(0), run.weights(), 0)
     assert len(sampled) == 8
-    rows, figures = phase.rows_of(sampled, run.weights(), 0)
+    rows, figures = phase.get_rows(sampled, run.weights(), 0)
     rewards = np.asarray(even(sampled.completion_ids))
     lengths = np.asarray([len(ids) for ids in sampled.completion_ids])
     efficiency = rewards / lengths

@@ -50,7 +50,7 @@ class Other(ToyRollout):
 
 @pytest.fixture(autouse=True)
 def toys_have_no_generate(monkeypatch):
-    monkeypatch.setattr(Phase, "rollout_of", lambda self, make: Other(self.run, make))
+    monkeypatch.setattr(Phase, "build_rollout", lambda self, make: Other(self.run, make))
     monkeypatch.setattr(nash_md, "opponent", lambda run, models: models["reference"])
 
 

@@ -11,7 +11,7 @@ from ed_trainers.losses.ppo import (
     last_of_answers,
     policy_losses,
     value_losses,
-    whitened,
+    whiten_values,
 )
 
 # Two answers in the first row, of three tokens and of one; one answer in the second.
@@ -57,7 +57,7 @@ def test_whitening_normalizes_weighted_values(shift_mean):
     wanted = np.zeros_like(values)
     wanted[here] = (own - own.mean()) / np.sqrt(own.var(ddof=1) + 1e-8)
     wanted[here] += 0 if shift_mean else own.mean()
-    made = whitened(jnp.asarray(values), jnp.asarray(WEIGHTS), shift_mean=shift_mean)
+    made = whiten_values(jnp.asarray(values), jnp.asarray(WEIGHTS), shift_mean=shift_mean)
     np.testing.assert_allclose(made, wanted, atol=1e-5)
 
 

@@ -14,7 +14,7 @@ from ed_trainers.figures.ranking import (
     Ranking,
     TopDocuments,
     average_precision,
-    ranked,
+    rank_documents,
     reranking_metrics,
     retrieval_metrics,
 )
@@ -33,14 +33,14 @@ def test_metrics_of_one_ranking_equal_their_definitions():
 
 def test_equal_scores_give_the_worst_order():
     gains = np.array([1.0, 0.0, 0.0, 0.0])
-    found = reranking_metrics([ranked(np.zeros(4), gains)])
+    found = reranking_metrics([rank_documents(np.zeros(4), gains)])
     assert found["map"] == found["mrr_at_10"] == 0.25
     assert average_precision(np.zeros(4), gains) == 0.25
 
 
 def test_score_that_is_not_finite_raises_error():
     with pytest.raises(ConfigError, match="not finite"):
-        ranked(np.array([0.1, np.nan]), np.array([1, 0]))
+        rank_documents(np.array([0.1, np.nan]), np.array([1, 0]))
     with pytest.raises(ConfigError, match="not finite"):
         TopDocuments(np.array([[np.inf, 1.0]]), 1)
 

@@ -27,7 +27,7 @@ def test_recordings_of_prompts_are_kept_and_tokens_are_targets() -> None:
     made: Any = prepare(run, batch)
     assert np.array_equal(made["input_features"], sounds)
     assert np.array_equal(made["feature_attention_mask"], mask)
-    assert made.axes_of("input_features") == ("batch", None, None, None)
+    assert made.get_logical_axes("input_features") == ("batch", None, None, None)
     assert made["targets"].tolist() == [[0, 3, 4, 0, 5, 0]]
     assert made["weights"].tolist() == [[0, 1, 1, 0, 1, 0]]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from ed_infra.errors import ConfigError
-from ed_trainers.report import POINTS, charts, thinned, write_report
+from ed_trainers.report import POINTS, charts, thin_points, write_report
 
 ROWS: list[dict[str, Any]] = [
     {"step": 1, "time": 100.0, "loss": 5.0, "grad_norm": 1.0},
@@ -42,7 +42,7 @@ def test_long_curves_keep_their_spikes() -> None:
     points = [(i, i / 10, 1.0) for i in range(100_000)]
     points[77_777] = (77_777, 7777.7, 9.0)
     points[11_111] = (11_111, 1111.1, -9.0)
-    kept = thinned(points)
+    kept = thin_points(points)
     assert len(kept) <= POINTS + 2
     assert points[77_777] in kept and points[11_111] in kept
     assert kept == sorted(kept)

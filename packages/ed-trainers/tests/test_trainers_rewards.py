@@ -10,7 +10,7 @@ from ed_infra.errors import ConfigError
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.scorer import Scores
 from ed_trainers.rewards import RewardError, Rewards
-from ed_trainers.rewards.rules import RULES, last_number, stated_answer, value_of
+from ed_trainers.rewards.rules import RULES, last_number, parse_number, stated_answer
 from online_runs import words
 
 
@@ -153,5 +153,7 @@ def test_math_answer_rule_compares_values(text, answer, right):
 
 def test_answer_parsers_return_none_without_a_value():
     assert last_number("-3 and +1.5e3") == 1500
-    assert last_number("x") is None and value_of("three") is None and value_of("1/2/3") is None
+    assert (
+        last_number("x") is None and parse_number("three") is None and parse_number("1/2/3") is None
+    )
     assert stated_answer(r"\boxed{open") is None

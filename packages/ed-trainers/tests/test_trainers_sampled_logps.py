@@ -9,7 +9,7 @@ import pytest
 from ed_trainers import Models
 from ed_trainers.losses.policy import Truncation
 from ed_trainers.methods.grpo import policies
-from ed_trainers.online.phase import policy_of
+from ed_trainers.online.phase import compute_policy
 from ed_trainers.rollout import Weights
 from online_runs import ToyRollout, filtered, online, phase_of
 
@@ -66,7 +66,9 @@ def test_the_correction_is_the_ratio_at_the_temperature_of_the_sampling(
     run.method.rollout = OffPolicy(other)
     rows = phase_of(run).generate(run.feed.dataset.batch_at(0), run.weights(), 0).rows
     batch = run.prepare({name: jnp.asarray(array) for name, array in rows.items()})
-    learner, sampler = (policy_of(run.method, model, batch)[1].logps for model in (sharp, other))
+    learner, sampler = (
+        compute_policy(run.method, model, batch)[1].logps for model in (sharp, other)
+    )
     expected = np.where(rows["weights"] > 0, np.exp(learner - sampler), 1)
     assert np.abs(expected - 1).max() > 0.05, "or nothing is corrected"
     np.testing.assert_allclose(rows["correction"], expected, rtol=1e-4)

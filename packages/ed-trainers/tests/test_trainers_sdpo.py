@@ -38,7 +38,7 @@ def sharp(model):
 
 def first_rows(run):
     sampled = phase_of(run).complete(run.feed.dataset.batch_at(0), run.weights(), 0)
-    return sampled, *phase_of(run).rows_of(sampled, run.weights(), 0)
+    return sampled, *phase_of(run).get_rows(sampled, run.weights(), 0)
 
 
 def test_the_teacher_reads_another_successful_completion(toy, tmp_path):

@@ -185,7 +185,7 @@ def test_online_method_reads_synced_reference_and_resumes(toy, tmp_path, method,
             method, toy.model(), tmp_path / directory, generations=3, callbacks=callbacks, **more
         )
         if competes:
-            phase_of(made).rollout_of = lambda make: made.method.rollout
+            phase_of(made).build_rollout = lambda make: made.method.rollout
         return made
 
     first = run("whole")

@@ -133,7 +133,7 @@ def ours(
         for path in (folder(0), moved())
     )
     phase = first.method.part(Phase)
-    rows, figures = phase.rows_of(given, first.weights(), 0)
+    rows, figures = phase.get_rows(given, first.weights(), 0)
     outcome = our_outcome(later, rows)
     metrics = {**given.figures(), **figures, **outcome.metrics}
     return Outcome(outcome.loss, metrics, outcome.gradients)

@@ -152,7 +152,7 @@ def our_model(path: Path, task: str = "causal-language-model") -> Any:
 def our_outcome(trainer: Any, batch: Any) -> Outcome:
     """Return loss, metrics and gradients of a trainer's method for one batch."""
     from ed_trainers import Models
-    from ed_trainers.contract import logged
+    from ed_trainers.contract import build_log_metrics
     from ed_trainers.roles import value_head
     from flax import nnx
     from safetensors.numpy import load_file
@@ -184,7 +184,7 @@ def our_outcome(trainer: Any, batch: Any) -> Outcome:
         {name: float(metric.value) for name, metric in of.items()}
         for of in (loss.sums, loss.metrics)
     )
-    metrics = logged(terms, metrics)
+    metrics = build_log_metrics(terms, metrics)
     assert abs(metrics["loss"] - float(total)) <= 1e-5 * max(abs(float(total)), 1.0)
     return Outcome(metrics["loss"], metrics, gradients)
 

@@ -77,7 +77,7 @@ def ours(options: dict[str, Any]) -> harness.Outcome:
         )
         for path in (harness.folder(0), groups.moved())
     )
-    rows, figures = first.method.part(Phase).rows_of(completions(), first.weights(), 0)
+    rows, figures = first.method.part(Phase).get_rows(completions(), first.weights(), 0)
     # The teacher of the loss is the model that sampled.
     if "teacher" in later.method.frozen._graphdefs:
         later.method.frozen = first.method.frozen

@@ -23,7 +23,7 @@ from ed_data.config.source import FILE_TYPES
 from ed_data.rows.recordings import header
 from ed_data.schema import CTC, IMAGE_CLASSIFICATION, TEXT
 from ed_data.sources import open_source
-from ed_data.tokens.images import size_of
+from ed_data.tokens.images import get_size
 from ed_elarge.config.nodes import read
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import InputError
@@ -257,7 +257,7 @@ class MediaRows(Target):
         try:
             for example in documents(Inform(data_files=str(file)), schema=schema):
                 for image in example.images:
-                    size_of(image)
+                    get_size(image)
                 for recording in example.recordings:
                     header(recording)
                 count += 1

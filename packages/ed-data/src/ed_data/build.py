@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ed_data.batches.arrays import BatchLayout
-from ed_data.batches.loader import Loader, StreamLoader, hash_of
-from ed_data.checks import check_names, unsupported
+from ed_data.batches.loader import Loader, StreamLoader, hash_json
+from ed_data.checks import check_names, find_unsupported_keys
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
 from ed_data.order import stream
-from ed_data.order.options import document_order, order_details, schedule_of, shares_of
+from ed_data.order.options import build_schedule, build_shares, document_order, order_details
 from ed_data.order.plan import WINDOW, RowPlan
 from ed_data.order.reading import SHARDS, MixedDocuments, Passes
 from ed_data.order.stream import StreamPlan
@@ -24,7 +24,7 @@ from ed_data.rows.splits import (
     default_cache_dir,
     file_cache,
     in_split,
-    named,
+    prefix_error_path,
 )
 from ed_data.save import save_mixture
 from ed_data.schema import TEXT, Schema
@@ -167,13 +167,13 @@ def build_loader(
     )
     if mixture.streaming:
         return _stream(mixture, encoder, options, layout, split, shuffle, folder)
-    loader = _indexed(mixture, encoder, options, layout, split, shuffle, folder)
+    loader = _build_indexed_loader(mixture, encoder, options, layout, split, shuffle, folder)
     if mixture.save is not None and split == "train" and tokenizer is not None:
         save_mixture(mixture, tokenizer, loader=loader, cache_dir=folder, schema=schema)
     return loader
 
 
-def _indexed(
+def _build_indexed_loader(
     mixture: Mixture,
     encoder: Encoder,
     options: RowOptions,
@@ -195,7 +195,7 @@ def _indexed(
     encoding.rest()
     labels, sizes = [part.label for part in parts], [len(part.members) for part in parts]
     order = document_order(mixture, labels, sizes, split, options.seed, shuffle)
-    by_step = schedule_of(mixture, labels, split) is not None
+    by_step = build_schedule(mixture, labels, split) is not None
     own_details = {
         **_order_details(mixture, options, layout, split, shuffle),
         "window": WINDOW,
@@ -217,7 +217,7 @@ def _indexed(
     # A schedule counts steps, so the plan depends on the batch size.
     plan_details = {**own_details, "batch_size": options.batch_size} if by_step else own_details
     if not mixture.pack_on_the_fly:
-        index = Path(folder) / "plans" / hash_of({"data": data_details, "order": plan_details})
+        index = Path(folder) / "plans" / hash_json({"data": data_details, "order": plan_details})
     plan = RowPlan(order, parts, options, index)
     if encoder.has_loss_mask:
         plan.check_labels()
@@ -249,7 +249,7 @@ def _stream(
     moves = shuffle and (mixture.shuffle_buffer_size is None or mixture.shuffle_buffer_size > 1)
     passes, outlines = list[Passes](), dict[str, object]()
     for number, (key, place) in enumerate(keys):
-        with named(key, place):
+        with prefix_error_path(key, place):
             inform: Inform = getattr(mixture, key)[place]
             source = open_source(inform, files)
             documents = Documents(inform, source, encoder.schema, media=mixture.media)
@@ -257,7 +257,7 @@ def _stream(
             seeds = (SHARDS, options.seed, number) if moves else None
             passes.append(Passes(documents, keep, seeds, required=not held_out))
             outlines[f"{number}:{inform.label}"] = documents.outline()
-    shares = shares_of(mixture, [each.label for each in passes], split)
+    shares = build_shares(mixture, [source_passes.label for source_passes in passes], split)
     mixed = MixedDocuments(passes, shares, mixture.stop_strategy, options.seed, shuffle)
     plan = StreamPlan(
         mixed,
@@ -301,7 +301,7 @@ def _check_task(
     decoder_start_token_id: int | None,
     time_steps: TimeSteps | None,
 ) -> None:
-    for path, message in unsupported(mixture, schema):
+    for path, message in find_unsupported_keys(mixture, schema):
         raise DataError(message, path)
     if time_steps is not None and schema.task != "ctc":
         raise DataError(f"time_steps requires a schema of task ctc, got {schema.task}")
@@ -314,15 +314,16 @@ def _check_task(
         )
 
 
-def _seq_length(mixture: Mixture, wanted: int | None) -> int:
+def _seq_length(mixture: Mixture, seq_length: int | None) -> int:
     limit = mixture.tokenization.max_length
-    own = mixture.pack_seq_length if mixture.pack_tokens else None
-    if own is not None and wanted is not None and own != wanted:
+    pack_length = mixture.pack_seq_length if mixture.pack_tokens else None
+    if pack_length is not None and seq_length is not None and pack_length != seq_length:
         raise DataError(
-            f"seq_length={wanted} contradicts mixture.pack_seq_length={own}: set one of them",
+            f"seq_length={seq_length} contradicts mixture.pack_seq_length={pack_length}: set one "
+            "of them",
             ("pack_seq_length",),
         )
-    length = own or wanted or limit
+    length = pack_length or seq_length or limit
     if length is None:
         path = ("pack_seq_length",) if mixture.pack_tokens else ("tokenization", "max_length")
         key = "mixture.pack_seq_length" if mixture.pack_tokens else "tokenization.max_length"
@@ -341,21 +342,21 @@ def _document_limit(
 ) -> int | None:
     """Return the number of tokens at which documents are truncated; None splits them over rows."""
     options = mixture.tokenization
-    whole = len(schema.columns) > 1 or bool(schema.values) or media is not None
+    is_indivisible = len(schema.columns) > 1 or bool(schema.values) or media is not None
     kind = media or f"{len(schema.columns)} columns"
     kind = "values" if schema.values and len(schema.columns) == 1 else kind
-    if whole and options.cut == "left":
+    if is_indivisible and options.cut == "left":
         raise DataError(
             f"documents with {kind} begin with a prompt and cannot lose their beginning: use "
             "truncation: right or drop",
             ("tokenization", "truncation"),
         )
-    if whole and options.cut == "split":
+    if is_indivisible and options.cut == "split":
         raise DataError(
             f"documents with {kind} are never split over rows: remove truncation: false",
             ("tokenization", "truncation"),
         )
-    if whole and mixture.pack_tokens and mixture.pack_strategy == "wrapped":
+    if is_indivisible and mixture.pack_tokens and mixture.pack_strategy == "wrapped":
         raise DataError(
             f"pack_strategy 'wrapped' splits documents at any token, but documents with {kind} are "
             "never split: use 'bfd', 'first_fit' or 'greedy'",
@@ -364,5 +365,5 @@ def _document_limit(
     if options.max_length is not None:
         return options.max_length
     if options.cut is None:
-        return seq_length if whole or not mixture.pack_tokens else None
+        return seq_length if is_indivisible or not mixture.pack_tokens else None
     return None if options.cut == "split" else seq_length

@@ -37,12 +37,12 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     with _writable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        part, held = _begin(target, is_folder=True)
+        part, lock_fd = _begin(target, is_folder=True)
     try:
         with _writable(target):
             yield part
     finally:
-        os.close(held)
+        os.close(lock_fd)
         shutil.rmtree(part, ignore_errors=True)
 
 
@@ -55,13 +55,13 @@ def new_file(target: Path) -> Iterator[Path]:
     """
     with _writable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        part, held = _begin(target, is_folder=False)
+        part, lock_fd = _begin(target, is_folder=False)
     try:
         with _writable(target):
             yield part
             os.replace(part, target)
     finally:
-        os.close(held)
+        os.close(lock_fd)
         part.unlink(missing_ok=True)
 
 
@@ -85,12 +85,12 @@ def _begin(target: Path, is_folder: bool) -> tuple[Path, int]:
         part.mkdir() if is_folder else part.touch()
         # Before the lock is held, another process may delete the part as abandoned.
         try:
-            held = os.open(part, os.O_RDONLY)
+            lock_fd = os.open(part, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        if _lock(held) is not False and part.exists():
-            return part, held
-        os.close(held)
+        if _lock(lock_fd) is not False and part.exists():
+            return part, lock_fd
+        os.close(lock_fd)
 
 
 @contextlib.contextmanager
@@ -127,9 +127,9 @@ def remove_abandoned(folder: Path) -> None:
     """Delete the parts in a folder that no process is writing."""
     for part in folder.glob(".*.part"):
         with contextlib.suppress(OSError):  # another process may delete the part at the same time
-            held = os.open(part, os.O_RDONLY)
+            lock_fd = os.open(part, os.O_RDONLY)
             try:
-                free = _lock(held)
+                free = _lock(lock_fd)
                 if free is None:
                     inside = part.iterdir() if part.is_dir() else ()
                     newest = max(path.stat().st_mtime for path in (part, *inside))
@@ -139,4 +139,4 @@ def remove_abandoned(folder: Path) -> None:
                 elif free:
                     part.unlink()
             finally:
-                os.close(held)
+                os.close(lock_fd)

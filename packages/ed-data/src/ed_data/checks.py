@@ -45,38 +45,38 @@ def check_names(mixture: Mixture, schema: Schema = TEXT, *, imports: bool = True
     ]
 
 
-def unsupported(mixture: Mixture, schema: Schema) -> Iterator[Remark]:
+def find_unsupported_keys(mixture: Mixture, schema: Schema) -> Iterator[Remark]:
     """Yield the keys that the task of a schema does not support, and the reasons."""
     if schema.has_audio and mixture.pack_tokens:
-        why = "a row is one recording, so rows are not packed: set pack_tokens: false"
-        yield ("pack_tokens",), why
+        reason = "a row is one recording, so rows are not packed: set pack_tokens: false"
+        yield ("pack_tokens",), reason
     if mixture.save is not None and not schema.has_text:
         yield ("save",), "rows without text cannot be saved: omit save"
     if schema.task in ONE_PER_ROW and mixture.pack_tokens:
         task = schema.task.replace("_", " ")
-        why = f"{task} has one label per row, so rows cannot be packed: set pack_tokens: false"
-        yield ("pack_tokens",), why
+        reason = f"{task} has one label per row, so rows cannot be packed: set pack_tokens: false"
+        yield ("pack_tokens",), reason
     if any(column.stride is not None for column in schema.columns):
         # The number of windows of a row is known after the row is encoded.
         for name in ("streaming", "pack_on_the_fly"):
             if getattr(mixture, name):
-                why = (
+                reason = (
                     f"{name} is not available for questions about a context, whose windows are "
                     f"read from the cache: set {name}: false"
                 )
-                yield (name,), why
+                yield (name,), reason
         if mixture.save is not None:
             yield ("save",), "windows of a context cannot be saved: omit save"
 
 
 def without_tokens(mixture: Mixture) -> list[Remark]:
     """Return the informs with images, which a loader without a processor cannot represent."""
-    why = (
+    reason = (
         "but a loader without a processor creates batches of text: pass the processor of the "
         "model to build_loader, save the mixture with save_mixture, or use build_prompts"
     )
     return [
-        ((key, i, "type"), f"inform {inform.label!r} has images, {why}")
+        ((key, i, "type"), f"inform {inform.label!r} has images, {reason}")
         for key in ("informs", "eval_informs")
         for i, inform in enumerate(getattr(mixture, key))
         if inform.is_visual
@@ -99,8 +99,8 @@ def without_transcripts(mixture: Mixture) -> list[Remark]:
     remarks: list[Remark] = []
     for key in ("language", "task"):
         if getattr(mixture.tokenization, key) is not None:
-            why = f"{key} requires recordings, whose transcripts begin with its token: omit it"
-            remarks.append((("tokenization", key), why))
+            reason = f"{key} requires recordings, whose transcripts begin with its token: omit it"
+            remarks.append((("tokenization", key), reason))
     return remarks
 
 
@@ -177,8 +177,10 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
         idle("there are no mixture_weights", "stop_strategy")
     elif mixture.weights is None:
         names = listing(inform.label for inform in mixture.informs)
-        why = f"no inform has one of its names: set the name of each inform (now {names})"
-        idle(why, "mixture_weights")
+        weights_reason = (
+            f"no inform has one of its names: set the name of each inform (now {names})"
+        )
+        idle(weights_reason, "mixture_weights")
         idle("mixture_weights has no effect", "stop_strategy")
     elif len(mixture.informs) == 1:
         idle("there is only one inform", "mixture_weights", "mixture_schedule")

@@ -24,22 +24,22 @@ class DataError(ValueError):
         self.path = path
 
 
-def did_you_mean(name: object, known: Iterable[object]) -> str:
+def did_you_mean(name: object, known_names: Iterable[object]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest known name, or an empty string.
 
     Case and the difference between `-` and `_` are ignored.
     """
-    plain = {_plain(k): str(k) for k in known}
-    near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.6)
-    return f"; did you mean {plain[near[0]]!r}?" if near else ""
+    names_by_key = {_normalize_name(k): str(k) for k in known_names}
+    matches = difflib.get_close_matches(_normalize_name(name), names_by_key, n=1, cutoff=0.6)
+    return f"; did you mean {names_by_key[matches[0]]!r}?" if matches else ""
 
 
-def _plain(name: object) -> str:
+def _normalize_name(name: object) -> str:
     return str(name).casefold().replace("-", "_")
 
 
 def listing(names: Iterable[object], limit: int = 12) -> str:
     """Return the first `limit` names as a comma-separated list, and the number of others."""
-    shown = [str(name) for name in names]
-    rest = len(shown) - limit
-    return ", ".join(shown[:limit]) + (f", and {rest} more" if rest > 0 else "")
+    texts = [str(name) for name in names]
+    hidden_count = len(texts) - limit
+    return ", ".join(texts[:limit]) + (f", and {hidden_count} more" if hidden_count > 0 else "")

@@ -21,15 +21,15 @@ def near_duplicates(part: StorePart, seed: int = 0) -> int:
     may be misclassified. Documents shorter than a shingle are compared as a whole.
     """
     signatures = _signatures(part, seed)
-    found = np.zeros(len(signatures), bool)
+    is_duplicate = np.zeros(len(signatures), bool)
     for band in range(_BANDS):
         rows = signatures[:, band * _ROWS : (band + 1) * _ROWS]
         _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         leader = first[inverse.reshape(-1)]
         later = np.flatnonzero(leader < np.arange(len(leader)))
         similar = (signatures[later] == signatures[leader[later]]).mean(axis=1)
-        found[later[similar >= SIMILARITY]] = True
-    return int(found.sum())
+        is_duplicate[later[similar >= SIMILARITY]] = True
+    return int(is_duplicate.sum())
 
 
 def _signatures(part: StorePart, seed: int) -> NDArray[np.uint64]:

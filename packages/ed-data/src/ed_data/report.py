@@ -113,7 +113,7 @@ class Report:
             lines.append(f"  ≤ {bound:>7,} {bar:<{_BAR}} {count:,}")
         for number, sample in enumerate(self.samples):
             lines += ["", f"row {number}, as the trainer sees it" + self._legend(colour)]
-            lines.append("".join(_marked(text, loss, colour) for text, loss in sample))
+            lines.append("".join(_mark_text(text, loss, colour) for text, loss in sample))
         return "\n".join(lines)
 
     def html(self) -> str:
@@ -143,7 +143,7 @@ class Report:
 
     def _tables(self) -> list[tuple[str, list[list[str]]]]:
         stats = self.stats
-        whole = [
+        epoch_table = [
             ["documents", "tokens", "rows", "fill", "steps an epoch", "longer than a row", "cut"],
             [
                 f"{stats['documents']:,}",
@@ -159,13 +159,15 @@ class Report:
         dropped: list[list[str]] = [["inform", "rows", "why", "the first"]]
         for s in self.sources:
             weight = "–" if s.weight is None else f"{s.weight:.2%}"
-            near = "–" if s.near_duplicates is None else f"{s.near_duplicates:,}"
+            near_count = "–" if s.near_duplicates is None else f"{s.near_duplicates:,}"
             counts = [f"{n:,}" for n in (s.rows, s.documents, s.tokens, s.per_epoch)]
             left_out = f"{sum(s.dropped.values()):,}"
             shares = [f"{s.share:.2%}", weight]
-            sources.append([s.name, *counts, *shares, left_out, f"{s.duplicates:,}", near])
-            dropped += [[s.name, f"{n:,}", why, s.examples[why]] for why, n in s.dropped.items()]
-        tables = [("an epoch", whole), ("informs", sources)]
+            sources.append([s.name, *counts, *shares, left_out, f"{s.duplicates:,}", near_count])
+            dropped += [
+                [s.name, f"{n:,}", reason, s.examples[reason]] for reason, n in s.dropped.items()
+            ]
+        tables = [("an epoch", epoch_table), ("informs", sources)]
         return tables if len(dropped) == 1 else [*tables, ("rows that were left out", dropped)]
 
     def _legend(self, colour: bool) -> str:
@@ -187,7 +189,7 @@ def data_report(
     time_steps: TimeSteps | None = None,
     recordings: RecordingLayout | None = None,
     embedding_rows: int | None = None,
-    near: bool = False,
+    with_near_duplicates: bool = False,
     samples: int = 3,
 ) -> Report:
     """Read a mixture like a training run, and return a report of its contents.
@@ -277,7 +279,7 @@ def data_report(
         labels = np.full_like(ids, -1)
     has_loss = labels >= 0
     return Report(
-        _sources(mixture, parts, lengths, loader.stats, near),
+        _sources(mixture, parts, lengths, loader.stats, with_near_duplicates),
         loader.stats,
         _histogram(everything),
         int((everything > loader.seq_length).sum()),
@@ -294,12 +296,12 @@ def _sources(
     parts: list[StorePart],
     lengths: list[np.ndarray],
     stats: dict[str, Any],
-    near: bool,
+    with_near_duplicates: bool,
 ) -> list[SourceReport]:
     drawn = {name: source["per_epoch"] for name, source in stats["sources"].items()}
     weights = mixture.weights
     seen, result = np.empty(0, np.uint64), []
-    for part, own in zip(parts, lengths, strict=True):
+    for part, document_lengths in zip(parts, lengths, strict=True):
         hashes = part.tokens.hashes[part.members]
         new = np.setdiff1d(hashes, seen)
         seen = np.union1d(seen, hashes)
@@ -309,14 +311,14 @@ def _sources(
                 part.label,
                 tally.rows,
                 len(part.members),
-                int(own.sum()),
+                int(document_lengths.sum()),
                 drawn[part.label],
                 drawn[part.label] / max(sum(drawn.values()), 1),
                 None if weights is None else weights[part.label] / sum(weights.values()),
                 dict(tally.dropped),
                 tally.examples,
                 len(hashes) - len(new),
-                near_duplicates(part) if near else None,
+                near_duplicates(part) if with_near_duplicates else None,
             )
         )
     return result
@@ -338,7 +340,7 @@ def _sample(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, loss: np.ndarra
     return [(str(tokenizer.decode(ids[a:b].tolist())), bool(loss[a])) for a, b in pairs]
 
 
-def _marked(text: str, loss: bool, colour: bool) -> str:
+def _mark_text(text: str, loss: bool, colour: bool) -> str:
     if colour:
         return f"{_LOSS if loss else _NO_LOSS}{text}{_PLAIN}"
     return text if loss else f"⟦{text}⟧"

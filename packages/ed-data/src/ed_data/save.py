@@ -145,13 +145,13 @@ def _push(path: str, marker: Row, options: Saving) -> None:
 
 
 def _packed_rows(loader: SavableLoader) -> Iterator[Row]:
-    left = loader.stats["rows"]
+    remaining_rows = loader.stats["rows"]
     step = 0
-    while left > 0:
+    while remaining_rows > 0:
         batch = loader.batch_at(step)
-        for index in range(min(left, loader.batch_size)):
+        for index in range(min(remaining_rows, loader.batch_size)):
             yield {name: values[index].tolist() for name, values in batch.items()}
-        left -= loader.batch_size
+        remaining_rows -= loader.batch_size
         step += 1
 
 
@@ -177,20 +177,23 @@ def _document_rows(
                 if schema == TEXT:
                     fields = {mixture.text_target_field: document.content}
                 if document.image is not None:
-                    fields = {**fields, mixture.image_target_field: _saved(document.image)}
+                    fields = {
+                        **fields,
+                        mixture.image_target_field: _serialize_image(document.image),
+                    }
                 values = zip(schema.values, document.values, strict=True)
                 fields = {**fields, **{v.field: value for v, value in values if not v.token_types}}
-                shown = template_fields(document.template)
-                row = {**fields, **shown, **document.extra, "source": inform.label}
+                template_values = template_fields(document.template)
+                row = {**fields, **template_values, **document.extra, "source": inform.label}
                 if encoder is not None:
                     row.update((name, next(tokens).tolist()) for name in names)
                 yield row
 
 
-def _saved(image: Image | list[Image]) -> object:
+def _serialize_image(image: Image | list[Image]) -> object:
     """Return an image, or a list of images, as a value of a table."""
     if isinstance(image, list):
-        return [_saved(each) for each in image]
+        return [_serialize_image(single_image) for single_image in image]
     return image.tolist() if isinstance(image, np.ndarray) else image
 
 
@@ -208,12 +211,12 @@ def _write_shards(
     suffix, size = _SUFFIX[options.format], options.max_shard_size
     if suffix == ".jsonl":
         suffix += _TEXT_SUFFIX[options.compression]
-    written: list[str] = []
+    part_names: list[str] = []
     writers: list[_Writer] = []
 
     def open_next() -> None:
-        written.append(f"{len(written):05d}{suffix}")
-        writers.append(_Writer(fs, f"{folder}/{written[-1]}", options))
+        part_names.append(f"{len(part_names):05d}{suffix}")
+        writers.append(_Writer(fs, f"{folder}/{part_names[-1]}", options))
 
     stream = iter(rows)
     try:
@@ -232,9 +235,9 @@ def _write_shards(
     finally:
         for writer in writers:
             writer.close()
-    names = [f"train-{n:05d}-of-{len(written):05d}{suffix}" for n in range(len(written))]
-    for before, name in zip(written, names, strict=True):
-        fs.mv(f"{folder}/{before}", f"{folder}/{name}")
+    names = [f"train-{n:05d}-of-{len(part_names):05d}{suffix}" for n in range(len(part_names))]
+    for part_name, name in zip(part_names, names, strict=True):
+        fs.mv(f"{folder}/{part_name}", f"{folder}/{name}")
     return names
 
 

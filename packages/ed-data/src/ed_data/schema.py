@@ -229,9 +229,9 @@ class Schema:
         if all(self.content not in (c.field, c.context, c.second) for c in self.columns):
             raise DataError(f"no column of the schema reads the content field {self.content!r}")
 
-        taken = [value.name for value in self.values]
-        if len({*taken}) < len(taken):
-            raise DataError(f"the values of a schema need different names, got {taken}")
+        value_names = [value.name for value in self.values]
+        if len({*value_names}) < len(value_names):
+            raise DataError(f"the values of a schema need different names, got {value_names}")
         for value in self.values:
             if value.column not in names:
                 raise DataError(
@@ -241,29 +241,34 @@ class Schema:
         if self.task == "seq2seq_lm" and (names != ["", "decoder"] or self.values):
             raise DataError(
                 f"a schema of task seq2seq_lm has the columns ['', 'decoder'] and no values, got "
-                f"the columns {names} and the values {taken}"
+                f"the columns {names} and the values {value_names}"
             )
         labels = [value.name for value in self.values if not value.token_types]
-        wanted = ["start_positions", "end_positions"] if self.has_spans else ["label"]
+        expected_labels = ["start_positions", "end_positions"] if self.has_spans else ["label"]
         columns = [""] if self.task in _ONE_COLUMN else names
-        if self.task in {*_ONE_COLUMN, *CLASSIFYING} and (names != columns or labels != wanted):
+        if self.task in {*_ONE_COLUMN, *CLASSIFYING} and (
+            names != columns or labels != expected_labels
+        ):
             raise DataError(
-                f"a schema of task {self.task} has the columns {columns} and the values {wanted}, "
+                f"a schema of task {self.task} has the columns {columns} and the values "
+                f"{expected_labels}, "
                 f"got the columns {names} and the values {labels}"
             )
 
         if self.has_audio and (names != [HEARING[self.task]] or self.values):
             raise DataError(
                 f"a schema of task {self.task} has the columns {[HEARING[self.task]]} and no "
-                f"values, got the columns {names} and the values {taken}"
+                f"values, got the columns {names} and the values {value_names}"
             )
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values; unused attributes are omitted, so older caches stay valid."""
-        own = ("steps", "words", "second", "item", "stride")
-        columns = [_used(asdict(c), own) for c in self.columns]
+        column_options = ("steps", "words", "second", "item", "stride")
+        columns = [_drop_unused(asdict(c), column_options) for c in self.columns]
         later = ("other_field", "classes", "token_types", "margin")
-        values = {"values": [_used(asdict(v), later) for v in self.values]} if self.values else {}
+        values = (
+            {"values": [_drop_unused(asdict(v), later) for v in self.values]} if self.values else {}
+        )
         task = {} if self.task == "causal_lm" else {"task": self.task}
         return {"columns": columns, "content": self.content, **values, **task}
 
@@ -314,7 +319,7 @@ class Schema:
         return replace(self, values=values)
 
 
-def _used(attributes: dict[str, Any], optional: tuple[str, ...]) -> dict[str, Any]:
+def _drop_unused(attributes: dict[str, Any], optional: tuple[str, ...]) -> dict[str, Any]:
     """Return the attributes without unused optional ones."""
     return {
         name: value

@@ -48,25 +48,25 @@ def _trainers() -> dict[str, str]:
     `DPOConfig`."""
     from ed_trainers.arguments import METHODS
 
-    found = {}
+    owners = {}
     for entry in METHODS.values():
         arguments = entry.arguments
-        found[arguments.__name__] = arguments.__module__
+        owners[arguments.__name__] = arguments.__module__
         config = arguments.__name__.removesuffix("Arguments") + "Config"
-        found[config] = f"{arguments.__module__}:{arguments.__name__}"
+        owners[config] = f"{arguments.__module__}:{arguments.__name__}"
         module, _, trainer = (
             entry.method.partition(":") if isinstance(entry.method, str) else ("",) * 3
         )
         if trainer.endswith("Trainer"):
-            found[trainer] = module
-    return found
+            owners[trainer] = module
+    return owners
 
 
 def _source(module: str) -> str:
     """Return the source of a module, without importing the module."""
-    top, *rest = module.split(".")
+    top, *submodules = module.split(".")
     spec = find_spec(top)
-    for part in rest:
+    for part in submodules:
         if spec is None or spec.submodule_search_locations is None:
             return ""
         top = f"{top}.{part}"

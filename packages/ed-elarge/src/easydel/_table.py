@@ -111,15 +111,15 @@ def attach(module: str) -> Attached:
     def __getattr__(name: str) -> object:
         if name in MODULES[module] or name.startswith("_"):
             return listed(name)
-        return lazy.attach(module, found(module))[0](name)
+        return lazy.attach(module, find_names(module))[0](name)
 
     def __dir__() -> list[str]:
-        return sorted({*listing(), *found(module)})
+        return sorted({*listing(), *find_names(module)})
 
     return __getattr__, __dir__, everything
 
 
-def found(module: str) -> dict[str, str]:
+def find_names(module: str) -> dict[str, str]:
     """Return every name of a module of `OPEN`."""
     from easydel._found import names
 

@@ -65,8 +65,8 @@ class Document:
         owner = self.owner(problem.path)
         if owner is not self:
             return owner.show(problem)
-        where = dotted(problem.path)
-        message = f"{where}: {problem.message}" if where else problem.message
+        path_text = format_path(problem.path)
+        message = f"{path_text}: {problem.message}" if path_text else problem.message
         span = self.span(problem.path, on_key=problem.on_key) if self.text else None
         if span is None:
             return f"{self.name}: {message}"
@@ -131,7 +131,7 @@ class InputError(ConfigError):
         super().__init__("\n".join(parts))
 
 
-def dotted(path: Iterable[Any]) -> str:
+def format_path(path: Iterable[Any]) -> str:
     """Format a path: `("mixture", "informs", 0, "type")` becomes `mixture.informs[0].type`."""
     out = ""
     for part in path:

@@ -53,7 +53,7 @@ def leave_other_processes() -> None:
     os._exit(FAILED)
 
 
-def guarded(work: Callable[[], int | None], *, verbose: bool = False) -> int:
+def run_work(work: Callable[[], int | None], *, verbose: bool = False) -> int:
     """Call a function and return its exit code; None is success.
 
     Invalid input prints one message and returns 2. A device without sufficient memory prints one

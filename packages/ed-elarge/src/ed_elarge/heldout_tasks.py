@@ -61,11 +61,11 @@ class Gap(NamedTuple):
 
     context: str
     space: str
-    rest: str
+    ending: str
 
     @property
     def words(self) -> int:
-        return len(self.rest.split())
+        return len(self.ending.split())
 
 
 def questions(texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def questions(texts: Sequence[str]) -> list[dict[str, Any]]:
         ConfigError: The texts have fewer than four usable sentences.
     """
     gaps = [gap for text in texts for gap in _gaps(text)]
-    if len({gap.rest for gap in gaps}) < CHOICES:
+    if len({gap.ending for gap in gaps}) < CHOICES:
         raise ConfigError(
             f"the held-out texts have only {len(gaps)} usable sentences, and {CLOZE} needs "
             f"{CHOICES}: hold out more text (mixture.eval_fraction), or omit the task"
@@ -88,11 +88,11 @@ def questions(texts: Sequence[str]) -> list[dict[str, Any]]:
     for number in range(count):
         gap = gaps[number * len(gaps) // count]
         choose = random.Random(number)
-        wrong = sorted({g.rest for g in gaps} - {gap.rest})
-        wrong.sort(key=lambda rest: abs(len(rest.split()) - gap.words))  # stable
+        wrong = sorted({g.ending for g in gaps} - {gap.ending})
+        wrong.sort(key=lambda ending: abs(len(ending.split()) - gap.words))  # stable
         options = choose.sample(wrong[: CHOICES * 8], CHOICES - 1)
         label = choose.randrange(CHOICES)
-        options.insert(label, gap.rest)
+        options.insert(label, gap.ending)
         choices = [gap.space + option for option in options]
         rows.append({"context": gap.context, "choices": choices, "label": label})
     return rows
@@ -104,16 +104,16 @@ def _gaps(text: str) -> list[Gap]:
     for match in _SENTENCE.finditer(text):
         words = list(re.finditer(r"\S+", match.group()))
         half = len(words) // 2
-        rest = words[half : half + WORDS[1]]
-        if half < 3 or len(rest) < WORDS[0]:
+        ending_words = words[half : half + WORDS[1]]
+        if half < 3 or len(ending_words) < WORDS[0]:
             continue
-        cut, resume, end = words[half - 1].end(), rest[0].start(), rest[-1].end()
+        cut, resume, end = words[half - 1].end(), ending_words[0].start(), ending_words[-1].end()
         start = max(0, match.start() - CONTEXT_CHARACTERS)
-        before = text[start : match.start()]
+        preceding_text = text[start : match.start()]
         if start:  # start at a word boundary
-            before = before[before.find(" ") + 1 :]
+            preceding_text = preceding_text[preceding_text.find(" ") + 1 :]
         sentence = match.group()
-        out.append(Gap(before + sentence[:cut], sentence[cut:resume], sentence[resume:end]))
+        out.append(Gap(preceding_text + sentence[:cut], sentence[cut:resume], sentence[resume:end]))
     return out
 
 

@@ -141,7 +141,7 @@ class eLargeModel(Setters):
 
     def update_config(self, config: Mapping[str, Any]) -> Self:
         """Merge sections into the configuration; lists and plain values replace the old values."""
-        value = _merged(self._document.value or {}, config)
+        value = _merge_values(self._document.value or {}, config)
         problems = [p for k, v in value.items() if k != "actions" for p in check_section(k, v)]
         if problems:
             raise InputError("configuration", problems)
@@ -320,11 +320,11 @@ class eLargeModel(Setters):
 
         merged = options.over(self.config.eval)
         directory = self.config.directory / "eval" if self.config.trainer is not None else None
-        own = local_tasks.chosen(merged.local_tasks, merged.tasks)
+        selected_tasks = local_tasks.select_tasks(merged.local_tasks, merged.tasks)
 
         def load() -> Tasks | LocalTasks:
-            if own:
-                return local.LocalTasks(merged, own, directory)
+            if selected_tasks:
+                return local.LocalTasks(merged, selected_tasks, directory)
             return harness.Tasks(merged, self.held_out_texts, directory)
 
         return self.once(f"tasks {merged.model_dump_json()}", load)
@@ -352,14 +352,15 @@ class eLargeModel(Setters):
 
         keys = options if prompts is None else {**options, "prompts": prompts}
         values = _options(GenerateOptions, keys).model_dump()
-        given = values.pop("prompts") or [held_out_prompt(self.config, self.held_out_texts())]
+        all_prompts = values.pop("prompts") or [held_out_prompt(self.config, self.held_out_texts())]
         params = SamplingParams(max_tokens=values.pop("max_new_tokens"), **values)
         engine = self.build_esurge()
         ready: list[Any] = [
-            p if isinstance(p, str) else ChatTemplate(engine.tokenizer).token_ids(p) for p in given
+            p if isinstance(p, str) else ChatTemplate(engine.tokenizer).token_ids(p)
+            for p in all_prompts
         ]
         outputs = engine.generate(ready, params)
-        return [(p, out.outputs[0].text) for p, out in zip(given, outputs, strict=True)]
+        return [(p, out.outputs[0].text) for p, out in zip(all_prompts, outputs, strict=True)]
 
     def serve(self, **options: Any) -> None:
         """Serve the OpenAI-compatible API until interrupted, with options of the `serve` action."""
@@ -388,9 +389,13 @@ class eLargeModel(Setters):
         """Return the names of the model in requests: the last part of its path, and the name of
         the run file. An absolute path is no name: it would tell clients the folders of the host."""
         names = [path.name or "model"]
-        written = getattr(self.config.model, "name_or_path", None)
-        if written and written not in names and not Path(written).expanduser().is_absolute():
-            names.append(written)
+        model_name = getattr(self.config.model, "name_or_path", None)
+        if (
+            model_name
+            and model_name not in names
+            and not Path(model_name).expanduser().is_absolute()
+        ):
+            names.append(model_name)
         return names[0] if len(names) == 1 else names
 
 
@@ -401,13 +406,13 @@ def _options(cls: type[OptionsT], keys: Mapping[str, Any]) -> OptionsT:
     return value
 
 
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Merge nested mappings; values of `new` replace values of `old`."""
     out = dict(old)
     for key, value in new.items():
-        before = out.get(key)
-        if isinstance(before, Mapping) and isinstance(value, Mapping):
-            value = _merged(before, value)
+        old_value = out.get(key)
+        if isinstance(old_value, Mapping) and isinstance(value, Mapping):
+            value = _merge_values(old_value, value)
         out[key] = value
     return out
 

@@ -105,8 +105,8 @@ class Setters:
         }
         new = {key: value for key, value in keys.items() if value is not None}
         name = "eval_informs" if held_out else "informs"
-        before = ((self._document.value or {}).get("mixture") or {}).get(name) or ()
-        mixture: dict[str, Any] = {name: [*before, new]}
+        old_informs = ((self._document.value or {}).get("mixture") or {}).get(name) or ()
+        mixture: dict[str, Any] = {name: [*old_informs, new]}
         if max_length is not None:
             mixture["tokenization"] = {"max_length": max_length}
         return self.update_config({"mixture": mixture})

@@ -55,10 +55,10 @@ def certificate_summary(folder: Path) -> dict[str, Any] | None:
         status = path.stat()
     except OSError:  # deleted in the meantime
         return None
-    found = _summary(path.resolve(), status.st_mtime_ns, status.st_size)
-    if found is None:
+    parsed_certificate = _summary(path.resolve(), status.st_mtime_ns, status.st_size)
+    if parsed_certificate is None:
         return None
-    summary, hashes = found
+    summary, hashes = parsed_certificate
     model = next((p for p in (folder, folder / "model") if (p / "config.json").is_file()), folder)
     problem = _difference(model, hashes)
     if problem:
@@ -133,14 +133,15 @@ def _summary(path: Path, modified: int, size: int) -> tuple[dict[str, Any], dict
         checks, hashes = content["checks"], dict(content.get("files", {}))
         if not all(isinstance(text, str) for pair in hashes.items() for text in pair):
             raise ValueError("a hash is no text")
-        found = [(str(check["name"])[:_MAX_NAME], check["status"]) for check in checks]
+        statuses = [(str(check["name"])[:_MAX_NAME], check["status"]) for check in checks]
         counts = {
-            name: sum(status == known for _, status in found) for known, name in STATUSES.items()
+            name: sum(status == status_key for _, status in statuses)
+            for status_key, name in STATUSES.items()
         }
-        if sum(counts.values()) != len(found):
+        if sum(counts.values()) != len(statuses):
             raise ValueError("a check has an unknown status")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         logger.warning("%s is ignored, because it is no certificate: %s", path, str(error)[:200])
         return None
-    failed = [name for name, status in found if status == "failed"]
+    failed = [name for name, status in statuses if status == "failed"]
     return {**counts, "failed_checks": failed[:_MAX_LISTED]}, hashes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ed_models.conformance import PAD, Subject
 
 from ed_esurge.engine import eSurge
-from ed_esurge.model import windows_of
+from ed_esurge.model import get_windows
 from ed_esurge.sampling import SamplingParams
 
 NEW = 12
@@ -34,10 +34,10 @@ def engine(subject: Subject) -> float:
         silent_mode=True,
     )
     for output, prompt in zip(serving.generate(prompts, greedy), prompts, strict=True):
-        alone = model.generate([prompt], max_new_tokens=NEW, eos_token_id=[]).sequences[0]
-        got, expected = output.outputs[0].token_ids, alone[len(prompt) :].tolist()
+        reference_ids = model.generate([prompt], max_new_tokens=NEW, eos_token_id=[]).sequences[0]
+        got, expected = output.outputs[0].token_ids, reference_ids[len(prompt) :].tolist()
         assert got == expected, f"after {len(prompt)} tokens {got} is not {expected}"
     # Pages behind a window are freed, and states use none: then no sequence is preempted.
-    waited = serving.stats()["num_preemptions"] > 0 or None not in windows_of(model).values()
+    waited = serving.stats()["num_preemptions"] > 0 or None not in get_windows(model).values()
     assert waited, "the pages held all sequences"
     return 0.0

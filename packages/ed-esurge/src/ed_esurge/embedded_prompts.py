@@ -61,8 +61,8 @@ class EmbeddedPrompts:
         """See `EncoderItems.examples`."""
         return [{EMBEDS: np.zeros((self.longest, self.features), np.float32)}]
 
-    def padded(self, arrays: ItemArrays) -> ItemArrays:
-        """See `EncoderItems.padded`."""
+    def pad_item(self, arrays: ItemArrays) -> ItemArrays:
+        """See `EncoderItems.pad_item`."""
         embeds = np.asarray(arrays[EMBEDS], np.float32)
         return {EMBEDS: np.pad(embeds, ((0, self.longest - len(embeds)), (0, 0)))}
 
@@ -84,8 +84,8 @@ class EmbeddedPrompts:
         """Return (): nothing separates the placeholder tokens of an item."""
         return ()
 
-    def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
-        """See `EncoderItems.parted`."""
+    def split_items(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
+        """See `EncoderItems.split_items`."""
         for start in range(0, len(row[EMBEDS]), self.longest):
             part = row[EMBEDS][start : start + self.longest]
             yield {EMBEDS: part}, len(part)
@@ -105,10 +105,11 @@ class EmbeddedPrompts:
         Raises:
             ConfigError: the shape or the type is wrong, or a value is not finite or too large.
         """
-        wanted = f"[n, {self.features}] with n of 1 to {self._max_model_len}"
+        expected_shape = f"[n, {self.features}] with n of 1 to {self._max_model_len}"
         if embeds.ndim != 2 or embeds.shape[1] != self.features or not len(embeds):
             raise ConfigError(
-                f"the embeddings have shape {list(embeds.shape)}, and this model reads {wanted}: "
+                f"the embeddings have shape {list(embeds.shape)}, and this model reads "
+                f"{expected_shape}: "
                 "send one embedding for each token of the prompt"
             )
         if len(embeds) > self._max_model_len:
@@ -129,7 +130,7 @@ class EmbeddedPrompts:
                 f"{MOST:g}: send the output of the model's token embedding"
             )
         items, start = [], 0
-        for arrays, length in self.parted({EMBEDS: embeds}):
+        for arrays, length in self.split_items({EMBEDS: embeds}):
             items.append(EncoderInput.of(arrays, start, length))
             start += length
         return [PLACEHOLDER] * len(embeds), tuple(items)

@@ -24,16 +24,16 @@ def placed_items(
     Raises:
         ConfigError: the numbers of placeholder tokens and of features differ.
     """
-    places = [place for place, each in enumerate(ids) if each == token]
-    found: list[EncoderInput] = []
+    places = [place for place, token_id in enumerate(ids) if token_id == token]
+    prompt_items: list[EncoderInput] = []
     first = 0
     for arrays, length in used_items(items, row, len(places), token):
         item = EncoderInput.at(arrays, places[first : first + length])
         if item.gaps != items.gaps(arrays):
             raise ConfigError(
-                f"item {len(found)} of the prompt has other tokens between its {length} "
+                f"item {len(prompt_items)} of the prompt has other tokens between its {length} "
                 f"placeholder tokens {token}: use the processor of the checkpoint"
             )
-        found.append(item)
+        prompt_items.append(item)
         first += length
-    return tuple(found)
+    return tuple(prompt_items)

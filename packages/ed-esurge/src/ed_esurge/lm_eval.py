@@ -77,8 +77,8 @@ class eSurgeLM(TemplateLM):
         self.max_gen_toks = max_gen_toks
         self.add_bos_token = add_bos_token
         self.batch_size = batch_size or 4 * engine.config.max_num_seqs
-        known = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-        prefix = next((token for token in known if token is not None), None)
+        candidates = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        prefix = next((token for token in candidates if token is not None), None)
         if prefix is None:
             raise ConfigError(
                 "the tokenizer has neither a BOS nor an EOS token to represent an empty context: "
@@ -178,10 +178,10 @@ class eSurgeLM(TemplateLM):
             context, continuation, media = arguments
             spaces = len(context) - len(context.rstrip())
             cut = len(context) - spaces
-            whole, own = self._with_images(context + continuation, media)
+            full_ids, prompt_images = self._with_images(context + continuation, media)
             start, _ = self._with_images(context[:cut], media)
-            scored.append((request.args, whole[: len(start)], whole[len(start) :]))
-            inputs.append(own)
+            scored.append((request.args, full_ids[: len(start)], full_ids[len(start) :]))
+            inputs.append(prompt_images)
         return self._loglikelihood_tokens(scored, disable_tqdm=disable_tqdm, inputs=inputs)
 
     def _with_images(
@@ -192,10 +192,10 @@ class eSurgeLM(TemplateLM):
         Raises:
             ConfigError: the engine reads no images, or the document has recordings.
         """
-        others = sorted(media.keys() - {"visual"})
-        if others or self._images is None:
+        other_media = sorted(media.keys() - {"visual"})
+        if other_media or self._images is None:
             raise ConfigError(
-                f"the task has {', '.join(others) or 'images'}, and this engine reads "
+                f"the task has {', '.join(other_media) or 'images'}, and this engine reads "
                 f"{'text' if self._images is None else 'text and images'} only: choose another "
                 "task or model"
             )
@@ -223,8 +223,8 @@ class eSurgeLM(TemplateLM):
                     f"a continuation of {len(continuation)} tokens cannot be scored within "
                     f"max_model_len {self.engine.max_model_len}: raise it"
                 )
-            whole = context + continuation
-            prompts.append(whole if inputs else whole[-(self.max_length + 1) :])
+            full_ids = context + continuation
+            prompts.append(full_ids if inputs else full_ids[-(self.max_length + 1) :])
             lengths.append(len(continuation))
         results: list[tuple[float, bool]] = [(0.0, True)] * len(prompts)
         # Longest first: the remaining time is not underestimated, and equal prefixes are adjacent.
@@ -242,15 +242,15 @@ class eSurgeLM(TemplateLM):
                     prompt, length = prompts[place], lengths[place]
                     scores = output.prompt_logprobs
                     assert scores is not None, "prompt_logprobs were asked for"
-                    chosen = [
+                    token_logprobs = [
                         position[token]
                         for token, position in zip(
                             prompt[-length:], scores[-length:] if length else (), strict=False
                         )
                         if position is not None
                     ]
-                    total = float(sum(score.logprob for score in chosen))
-                    results[place] = total, all(score.rank == 1 for score in chosen)
+                    total = float(sum(score.logprob for score in token_logprobs))
+                    results[place] = total, all(score.rank == 1 for score in token_logprobs)
                     key = requests[place][0]
                     if key is not None:  # windows of a rolling likelihood have none
                         self.cache_hook.add_partial("loglikelihood", key, results[place])
@@ -298,11 +298,11 @@ class eSurgeLM(TemplateLM):
                     f"max_model_len {self.engine.max_model_len}"
                 )
             if media:
-                tokens, own = self._with_images(context, media[0])
+                tokens, prompt_images = self._with_images(context, media[0])
             else:
-                tokens, own = self.tok_encode(context)[-room:], ()
+                tokens, prompt_images = self.tok_encode(context)[-room:], ()
             prompts.append(tokens)
-            images.append(own)
+            images.append(prompt_images)
             options.append(params)
         texts = [""] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
@@ -349,6 +349,6 @@ class eSurgeLM(TemplateLM):
         return SamplingParams(max_tokens=length, stop=tuple(stops), **options)
 
 
-def _progress(what: str, total: int, disable: bool) -> tqdm[NoReturn]:
+def _progress(description: str, total: int, disable: bool) -> tqdm[NoReturn]:
     """Create a progress bar. It is disabled if stderr is not a terminal."""
-    return tqdm(total=total, desc=what, disable=True if disable else None)
+    return tqdm(total=total, desc=description, disable=True if disable else None)

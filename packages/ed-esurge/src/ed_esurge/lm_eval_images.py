@@ -44,9 +44,9 @@ class TaskImages:
         for message in history:
             content = message["content"]
             if isinstance(content, str) and PLACEHOLDER in content:
-                first, *others = content.split(PLACEHOLDER)
+                first, *remaining_texts = content.split(PLACEHOLDER)
                 parts = [{"type": "text", "text": first}] if first else []
-                for text in others:
+                for text in remaining_texts:
                     parts.append({"type": "image"})
                     parts += [{"type": "text", "text": text}] if text else []
                 content = parts
@@ -81,8 +81,8 @@ class TaskImages:
             ImageSource(image, f"doc_to_image[{place}]") for place, image in enumerate(images)
         ]
         try:
-            expanded, media = self._images.expanded(text, sources)
+            expanded, media = self._images.expand_placeholders(text, sources)
             tokens = encode(expanded)
-            return tokens, self._images.located(tokens, media)
+            return tokens, self._images.build_encoder_inputs(tokens, media)
         except APIError as error:
             raise ConfigError(str(error)) from error

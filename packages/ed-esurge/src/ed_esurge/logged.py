@@ -82,8 +82,10 @@ class LoggedRequest:
 
     def equals(self, output: RequestOutput) -> bool:
         """Return whether another output has the same tokens, and log-probabilities to the bit."""
-        other = LoggedRequest.of(output, self.sampling_params)
-        return _same(self.completions, other.completions) and _same(self.logprobs, other.logprobs)
+        logged_output = LoggedRequest.of(output, self.sampling_params)
+        return _same(self.completions, logged_output.completions) and _same(
+            self.logprobs, logged_output.logprobs
+        )
 
 
 def _same(one: Sequence[Sequence[Any]], other: Sequence[Sequence[Any]]) -> bool:

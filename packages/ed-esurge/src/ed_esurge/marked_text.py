@@ -14,70 +14,72 @@ class MarkedText(str):
     other use, such as the output of the template, reads the marked text.
 
     Args:
-        plain: the text without marks.
+        plain_text: the text without marks.
         places: positions of the marked characters, ascending.
         mark: function that returns the marked form of a character.
     """
 
-    _plain: str
+    _plain_text: str
     _places: tuple[int, ...]
     _mark: Callable[[str], str]
 
-    def __new__(cls, plain: str, places: Sequence[int], mark: Callable[[str], str]) -> MarkedText:
+    def __new__(
+        cls, plain_text: str, places: Sequence[int], mark: Callable[[str], str]
+    ) -> MarkedText:
         pieces, at = [], 0
         for place in places:
-            pieces += [plain[at:place], mark(plain[place])]
+            pieces += [plain_text[at:place], mark(plain_text[place])]
             at = place + 1
-        self = super().__new__(cls, "".join([*pieces, plain[at:]]))
-        self._plain, self._places, self._mark = plain, tuple(places), mark
+        self = super().__new__(cls, "".join([*pieces, plain_text[at:]]))
+        self._plain_text, self._places, self._mark = plain_text, tuple(places), mark
         return self
 
     def _part(self, start: int, end: int) -> MarkedText:
         places = [place - start for place in self._places if start <= place < end]
-        return MarkedText(self._plain[start:end], places, self._mark)
+        return MarkedText(self._plain_text[start:end], places, self._mark)
 
     def __str__(self) -> str:
         return str.__str__(self)
 
     def __len__(self) -> int:
-        return len(self._plain)
+        return len(self._plain_text)
 
     def __bool__(self) -> bool:
-        return bool(self._plain)
+        return bool(self._plain_text)
 
     def __eq__(self, other: object) -> bool:
-        return self._plain == _read_plain(other)
+        return self._plain_text == _read_plain(other)
 
     def __ne__(self, other: object) -> bool:
-        return self._plain != _read_plain(other)
+        return self._plain_text != _read_plain(other)
 
     def __hash__(self) -> int:
-        return hash(self._plain)
+        return hash(self._plain_text)
 
     def __contains__(self, text: object) -> bool:
-        return _read_plain(text) in self._plain
+        return _read_plain(text) in self._plain_text
 
     def __iter__(self) -> Iterator[MarkedText]:
-        return (self._part(place, place + 1) for place in range(len(self._plain)))
+        return (self._part(place, place + 1) for place in range(len(self._plain_text)))
 
     def __getitem__(self, key: SupportsIndex | slice) -> MarkedText:
-        places = range(len(self._plain))[key]
+        places = range(len(self._plain_text))[key]
         if isinstance(places, int):
             return self._part(places, places + 1)
         if places.step == 1:
             return self._part(places.start, max(places.start, places.stop))
         order = {place: index for index, place in enumerate(places)}
-        kept = sorted(order[place] for place in self._places if place in order)
-        return MarkedText(self._plain[key], kept, self._mark)
+        marked_places = sorted(order[place] for place in self._places if place in order)
+        return MarkedText(self._plain_text[key], marked_places, self._mark)
 
     def __add__(self, other: str) -> MarkedText:
-        more = [len(self._plain) + place for place in _read_places(other)]
-        return MarkedText(self._plain + _read_plain(other), [*self._places, *more], self._mark)
+        more = [len(self._plain_text) + place for place in _read_places(other)]
+        return MarkedText(self._plain_text + _read_plain(other), [*self._places, *more], self._mark)
 
     def __radd__(self, other: str) -> MarkedText:
         places = [len(_read_plain(other)) + place for place in self._places]
         return MarkedText(
-            _read_plain(other) + self._plain, [*_read_places(other), *places], self._mark
+            _read_plain(other) + self._plain_text, [*_read_places(other), *places], self._mark
         )
 
     def strip(self, chars: str | None = None) -> MarkedText:
@@ -85,44 +87,47 @@ class MarkedText(str):
 
     def lstrip(self, chars: str | None = None) -> MarkedText:
         return self._part(
-            len(self._plain) - len(self._plain.lstrip(_read_plain(chars))), len(self._plain)
+            len(self._plain_text) - len(self._plain_text.lstrip(_read_plain(chars))),
+            len(self._plain_text),
         )
 
     def rstrip(self, chars: str | None = None) -> MarkedText:
-        return self._part(0, len(self._plain.rstrip(_read_plain(chars))))
+        return self._part(0, len(self._plain_text.rstrip(_read_plain(chars))))
 
     def removeprefix(self, prefix: str) -> MarkedText:
-        return self[len(self._plain) - len(self._plain.removeprefix(_read_plain(prefix))) :]
+        return self[
+            len(self._plain_text) - len(self._plain_text.removeprefix(_read_plain(prefix))) :
+        ]
 
     def removesuffix(self, suffix: str) -> MarkedText:
-        return self._part(0, len(self._plain.removesuffix(_read_plain(suffix))))
+        return self._part(0, len(self._plain_text.removesuffix(_read_plain(suffix))))
 
     def split(self, sep: str | None = None, maxsplit: int = -1) -> list[MarkedText]:
-        return self._locate(self._plain.split(_read_plain(sep), maxsplit), sep)
+        return self._locate(self._plain_text.split(_read_plain(sep), maxsplit), sep)
 
     def rsplit(self, sep: str | None = None, maxsplit: int = -1) -> list[MarkedText]:
-        return self._locate(self._plain.rsplit(_read_plain(sep), maxsplit), sep)
+        return self._locate(self._plain_text.rsplit(_read_plain(sep), maxsplit), sep)
 
     def splitlines(self, keepends: bool = False) -> list[MarkedText]:
-        whole, at = [], 0
-        for line in self._plain.splitlines(keepends=True):
+        lines, at = [], 0
+        for line in self._plain_text.splitlines(keepends=True):
             length = len(line) if keepends else len(line.splitlines()[0])
-            whole.append(self._part(at, at + length))
+            lines.append(self._part(at, at + length))
             at += len(line)
-        return whole
+        return lines
 
     def partition(self, sep: str) -> tuple[MarkedText, ...]:
-        return self._divide(self._plain.partition(_read_plain(sep)))
+        return self._divide(self._plain_text.partition(_read_plain(sep)))
 
     def rpartition(self, sep: str) -> tuple[MarkedText, ...]:
-        return self._divide(self._plain.rpartition(_read_plain(sep)))
+        return self._divide(self._plain_text.rpartition(_read_plain(sep)))
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
         if not old:
             return str.replace(self, old, new, count)
-        first, *others = self.split(old, int(count))
-        plains, places, at = [first._plain], [*first._places], len(first._plain)
-        for piece in others:
+        first, *pieces = self.split(old, int(count))
+        plains, places, at = [first._plain_text], [*first._places], len(first._plain_text)
+        for piece in pieces:
             for part in (new, piece):
                 places += [at + place for place in _read_places(part)]
                 plains.append(_read_plain(part))
@@ -130,34 +135,34 @@ class MarkedText(str):
         return MarkedText("".join(plains), places, self._mark)
 
     def startswith(self, prefix: Any, *span: Any) -> bool:
-        return self._plain.startswith(_read_plain(prefix), *span)
+        return self._plain_text.startswith(_read_plain(prefix), *span)
 
     def endswith(self, suffix: Any, *span: Any) -> bool:
-        return self._plain.endswith(_read_plain(suffix), *span)
+        return self._plain_text.endswith(_read_plain(suffix), *span)
 
     def find(self, text: str, *span: Any) -> int:
-        return self._plain.find(_read_plain(text), *span)
+        return self._plain_text.find(_read_plain(text), *span)
 
     def rfind(self, text: str, *span: Any) -> int:
-        return self._plain.rfind(_read_plain(text), *span)
+        return self._plain_text.rfind(_read_plain(text), *span)
 
     def index(self, text: str, *span: Any) -> int:
-        return self._plain.index(_read_plain(text), *span)
+        return self._plain_text.index(_read_plain(text), *span)
 
     def rindex(self, text: str, *span: Any) -> int:
-        return self._plain.rindex(_read_plain(text), *span)
+        return self._plain_text.rindex(_read_plain(text), *span)
 
     def count(self, text: str, *span: Any) -> int:
-        return self._plain.count(_read_plain(text), *span)
+        return self._plain_text.count(_read_plain(text), *span)
 
     def isspace(self) -> bool:
-        return self._plain.isspace()
+        return self._plain_text.isspace()
 
     def _locate(self, pieces: Sequence[str], sep: str | None) -> list[MarkedText]:
         """Return pieces that separators divide; None = white space."""
         result, at = [], 0
         for piece in pieces:
-            start = self._plain.index(piece, at) if sep is None else at
+            start = self._plain_text.index(piece, at) if sep is None else at
             at = start + len(piece)
             result.append(self._part(start, at))
             at += 0 if sep is None else len(sep)
@@ -165,14 +170,14 @@ class MarkedText(str):
 
     def _divide(self, parts: Sequence[str]) -> tuple[MarkedText, ...]:
         first, second = len(parts[0]), len(parts[0]) + len(parts[1])
-        whole = len(self._plain)
-        return self._part(0, first), self._part(first, second), self._part(second, whole)
+        total_length = len(self._plain_text)
+        return self._part(0, first), self._part(first, second), self._part(second, total_length)
 
 
 def _read_plain(text: object) -> Any:
     if isinstance(text, tuple):
         return tuple(map(_read_plain, text))
-    return text._plain if isinstance(text, MarkedText) else text
+    return text._plain_text if isinstance(text, MarkedText) else text
 
 
 def _read_places(text: str) -> Sequence[int]:

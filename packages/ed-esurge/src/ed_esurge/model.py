@@ -13,7 +13,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
 from ed_layers import native
-from ed_layers.cache.spec import LayerCacheSpec, grouped
+from ed_layers.cache.spec import LayerCacheSpec, group_layers
 from ed_models.adapters.slots import with_slots
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.generation.prompts import is_encoder_decoder
@@ -32,25 +32,25 @@ from ed_esurge.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 
-def platform_of(model: LanguageModel) -> str:
+def get_platform(model: LanguageModel) -> str:
     """Return the platform of the model's devices: cpu, gpu or tpu."""
     return model.config.mesh.devices.flat[0].platform
 
 
-def processes_of(mesh: Mesh) -> list[int]:
+def get_processes(mesh: Mesh) -> list[int]:
     """Return the sorted indices of the processes that have devices of a mesh."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def over_processes(model: LanguageModel) -> bool:
     """Return whether a model is sharded over devices of several processes."""
-    return len(processes_of(model.config.mesh)) > 1
+    return len(get_processes(model.config.mesh)) > 1
 
 
 def served_model(model: LanguageModel) -> LanguageModel:
     """Return the model for serving: on a CPU with unrolled layers, up to six times faster per
     step."""
-    if platform_of(model) == "cpu" and model.layout != "leaves":
+    if get_platform(model) == "cpu" and model.layout != "leaves":
         return model.to_layout("leaves")
     return model
 
@@ -68,9 +68,9 @@ def with_places(model: LanguageModel, config: EngineConfig) -> LanguageModel:
     return cast(LanguageModel, placed).shard_model()
 
 
-def windows_of(model: LanguageModel) -> dict[str, int | None]:
+def get_windows(model: LanguageModel) -> dict[str, int | None]:
     """Return group of self-attention layers -> attention window; None = unlimited."""
-    _, groups = grouped(model.cache_specs())
+    _, groups = group_layers(model.cache_specs())
     first = {group: specs[0] for group, specs in groups.items()}
     return {
         name: spec.window
@@ -81,7 +81,7 @@ def windows_of(model: LanguageModel) -> dict[str, int | None]:
 
 def is_recurrent(model: LanguageModel) -> bool:
     """Return whether a layer is recurrent. Pages do not restore recurrent states."""
-    _, groups = grouped(model.cache_specs())
+    _, groups = group_layers(model.cache_specs())
     return any(not isinstance(specs[0], LayerCacheSpec) for specs in groups.values())
 
 
@@ -110,7 +110,7 @@ def classifies(model: LanguageModel) -> bool:
     return isinstance(model, SequenceClassifier)
 
 
-def task_of(model: LanguageModel) -> TaskType:
+def get_task(model: LanguageModel) -> TaskType:
     """Return the task of the model."""
     if isinstance(model, SequenceClassifier):
         return TaskType.SEQUENCE_CLASSIFICATION
@@ -123,7 +123,7 @@ def task_of(model: LanguageModel) -> TaskType:
     return TaskType.ANY_TO_ANY if encoder_names(model) else TaskType.CAUSAL_LM
 
 
-def labels_of(model: LanguageModel) -> LabelSet | None:
+def get_labels(model: LanguageModel) -> LabelSet | None:
     """Return the labels of a classifier; None for other models."""
     if not isinstance(model, SequenceClassifier):
         return None
@@ -158,7 +158,7 @@ def _score_activation(config: Any) -> Literal["identity", "sigmoid"]:
     return _SCORE_ACTIVATIONS[name]
 
 
-def embedding_settings_of(model: LanguageModel) -> EmbeddingSettings | None:
+def get_embedding_settings(model: LanguageModel) -> EmbeddingSettings | None:
     """Return the prompts and limits of an embedding model; None for other models."""
     return model.embedding_settings if isinstance(model, Embedder) else None
 
@@ -176,7 +176,7 @@ def reads_ahead(model: LanguageModel) -> Literal["image", "prompt"] | None:
     return getattr(model, "reads_ahead", None)
 
 
-def decoder_start_of(model: LanguageModel) -> DecoderStart | None:
+def get_decoder_start(model: LanguageModel) -> DecoderStart | None:
     """Return the first tokens and the rules of an encoder-decoder; None for other models.
 
     The values are those of generation_config.json, or of config.json if that file lacks them.
@@ -192,14 +192,20 @@ def decoder_start_of(model: LanguageModel) -> DecoderStart | None:
         return stored[name] if name in stored else getattr(model.config, name, None)
 
     def tokens(name: str) -> tuple[int, ...]:
-        found = value(name)
-        found = () if found is None else found if isinstance(found, list | tuple) else (found,)
-        vocab = vocab_size_of(model)
-        if not all(isinstance(token, int) and 0 <= token < vocab for token in found):
+        token_ids = value(name)
+        token_ids = (
+            ()
+            if token_ids is None
+            else token_ids
+            if isinstance(token_ids, list | tuple)
+            else (token_ids,)
+        )
+        vocab = get_vocab_size(model)
+        if not all(isinstance(token, int) and 0 <= token < vocab for token in token_ids):
             raise ConfigError(
-                f"{name}={list(found)!r:.100} of the checkpoint must be token ids below {vocab}"
+                f"{name}={list(token_ids)!r:.100} of the checkpoint must be token ids below {vocab}"
             )
-        return tuple(found)
+        return tuple(token_ids)
 
     start, bos, eos = (
         tokens(name)
@@ -211,10 +217,11 @@ def decoder_start_of(model: LanguageModel) -> DecoderStart | None:
             "the configuration of the encoder-decoder has neither decoder_start_token_id nor "
             "bos_token_id"
         )
-    other = getattr(model.config, "decoder_vocab_size", None)
-    if other not in (None, vocab_size_of(model)):
+    decoder_vocab_size = getattr(model.config, "decoder_vocab_size", None)
+    if decoder_vocab_size not in (None, get_vocab_size(model)):
         raise ConfigError(
-            f"the decoder has its own vocabulary of {other} tokens (decoder_vocab_size), and the "
+            f"the decoder has its own vocabulary of {decoder_vocab_size} tokens "
+            "(decoder_vocab_size), and the "
             "engine serves one vocabulary: use model.generate"
         )
     rules = TokenRules(
@@ -223,8 +230,8 @@ def decoder_start_of(model: LanguageModel) -> DecoderStart | None:
     words = tuple(tuple(word) for word in value("bad_words_ids") or ())
     unused = [name for name in _UNUSED if name in stored and stored[name] != _UNUSED[name]]
     if unused:
-        given = ", ".join(f"{name}={stored[name]}" for name in unused)
-        once(logger, f"the engine ignores options of generation_config.json: {given}")
+        option_text = ", ".join(f"{name}={stored[name]}" for name in unused)
+        once(logger, f"the engine ignores options of generation_config.json: {option_text}")
     return DecoderStart(
         start[0],
         bos[0] if bos else None,
@@ -242,7 +249,7 @@ _UNUSED: Mapping[str, Any] = {
 }
 
 
-def vocab_size_of(model: LanguageModel) -> int:
+def get_vocab_size(model: LanguageModel) -> int:
     """Return the vocabulary size of the model's text."""
     text: Any = model.config.get_text_config()
     return int(text.vocab_size)
@@ -271,14 +278,15 @@ def eos_token_ids(
     for source in sources:
         if source is not None:
             ends.update(source if isinstance(source, list | tuple) else [source])
-    vocab = vocab_size_of(model)
-    beyond = sorted(token for token in ends if not 0 <= token < vocab)
-    if beyond:
+    vocab = get_vocab_size(model)
+    invalid_ids = sorted(token for token in ends if not 0 <= token < vocab)
+    if invalid_ids:
         once(
             logger,
-            f"end-of-sequence ids {beyond} are outside the vocabulary of {vocab}: they are ignored",
+            f"end-of-sequence ids {invalid_ids} are outside the vocabulary of {vocab}: they are "
+            "ignored",
         )
-    return frozenset(int(token) for token in ends.difference(beyond))
+    return frozenset(int(token) for token in ends.difference(invalid_ids))
 
 
 def drafting(
@@ -294,17 +302,17 @@ def drafting(
     Raises:
         ConfigError: the method is not compatible with the draft model.
     """
-    wanted = config.speculative_config
-    asked = wanted is not None and wanted.method == "draft_model"
-    if draft is not None and not asked:
+    speculative_config = config.speculative_config
+    uses_draft_model = speculative_config is not None and speculative_config.method == "draft_model"
+    if draft is not None and not uses_draft_model:
         raise ConfigError(
             "a draft_model has no effect without its method: add "
             'speculative_config={"method": "draft_model"}'
         )
-    if wanted is None or not asked:
+    if speculative_config is None or not uses_draft_model:
         return None
     if draft is None:
-        if wanted.model is None:
+        if speculative_config.model is None:
             raise ConfigError(
                 "speculative_config with method draft_model requires a model: set `model` to its "
                 "directory or hub id, or pass draft_model to eSurge"
@@ -315,7 +323,7 @@ def drafting(
         floats = sorted({d.name for d in dtypes if jnp.issubdtype(d, jnp.floating)})
         dtype = floats[0] if len(floats) == 1 else "float32"
         loaded = hub.from_pretrained(
-            wanted.model,
+            speculative_config.model,
             dtype=dtype,
             param_dtype=dtype,
             sharding_axis_dims=model.config.sharding_axis_dims,

@@ -85,13 +85,13 @@ class Repetitions:
         following, index = np.unique(self._tokens[start + places + 1], return_inverse=True)
         longest = np.zeros(len(following), np.int64)
         np.maximum.at(longest, index, lengths[places])
-        kept = ~np.isin(following, self._breakers)
+        keep_mask = ~np.isin(following, self._breakers)
         most = math.inf
         if options.base > 1:
-            spare = MAX_EXPONENT_BITS - math.log2(max(options.multiplier, 1.0))
-            most = spare / math.log2(options.base)
-        exponents = np.minimum(longest[kept] - options.allowed_length, most)
-        return following[kept], options.multiplier * options.base**exponents
+            spare_bits = MAX_EXPONENT_BITS - math.log2(max(options.multiplier, 1.0))
+            most = spare_bits / math.log2(options.base)
+        exponents = np.minimum(longest[keep_mask] - options.allowed_length, most)
+        return following[keep_mask], options.multiplier * options.base**exponents
 
     def _start(self, count: int) -> int:
         """Return the first searched position of `count` tokens."""

@@ -52,9 +52,9 @@ class StructuredOutputs(Options):
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
         kinds = ("json_schema", "regex", "choice", "grammar")
-        wanted = [kind for kind in kinds if getattr(self, kind) is not None]
-        if len(wanted) != 1:
-            raise ValueError(f"give one of {', '.join(kinds)} (got {wanted or 'none'})")
+        given_kinds = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(given_kinds) != 1:
+            raise ValueError(f"give one of {', '.join(kinds)} (got {given_kinds or 'none'})")
         if self.calls and self.json_schema is None:
             raise ValueError("calls need a json_schema: omit calls, or give a json_schema")
         return self
@@ -223,8 +223,8 @@ class SamplingParams(Options):
     def without_effect_on_beams(self) -> list[str]:
         """Return the names of the given options that beam search does not follow."""
         default = SamplingParams()
-        others = [name for name in type(self).model_fields if name not in _OF_BEAMS]
-        return [name for name in others if getattr(self, name) != getattr(default, name)]
+        unsupported_names = [name for name in type(self).model_fields if name not in _OF_BEAMS]
+        return [name for name in unsupported_names if getattr(self, name) != getattr(default, name)]
 
     @property
     def greedy(self) -> bool:

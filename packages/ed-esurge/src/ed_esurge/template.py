@@ -75,7 +75,7 @@ class ChatTemplate:
         prepared, tools = self.conversation.prepare(messages, options.pop("tools", None) or ())
         if tools:
             options["tools"] = tools
-        return self._rendered(prepared, options)
+        return self._render_chat(prepared, options)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Check that `apply_chat_template` or the template itself reads each option.
@@ -87,19 +87,19 @@ class ChatTemplate:
         named = source.values() if isinstance(source, Mapping) else [source]
         words = set(re.findall(r"[A-Za-z_]\w*", " ".join(map(str, named))))
         function = inspect.signature(self.tokenizer.apply_chat_template)
-        known = {name for name in function.parameters if not name.startswith("return_")}
-        known -= {"conversation", "tokenize", "kwargs", "options"}
+        option_names = {name for name in function.parameters if not name.startswith("return_")}
+        option_names -= {"conversation", "tokenize", "kwargs", "options"}
         sampling = set(SamplingParams.model_fields)
         for name in options:
-            if name in known or name in words:
+            if name in option_names or name in words:
                 continue
             if name in sampling:
                 hint = f": pass SamplingParams({name}=…) as the second argument"
             elif name == "stream":
                 hint = ": use eSurge.stream(prompt), or the server, for a stream"
             else:
-                hint = f"{did_you_mean(name, known)}: neither apply_chat_template nor the template"
-                hint += " reads it"
+                suggestion = did_you_mean(name, option_names)
+                hint = f"{suggestion}: neither apply_chat_template nor the template reads it"
             raise ConfigError(f"chat has no argument {name!r}{hint}")
 
     @cached_property
@@ -114,12 +114,12 @@ class ChatTemplate:
         source = self.source or self.tokenizer.chat_template
         return ConversationFormat(source, render, self._reads_parts)
 
-    def _rendered(
+    def _render_chat(
         self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]
     ) -> tuple[str, re.Pattern[str]]:
         said = "".join(texts_in((messages, options)))
-        taken = {int(number) for number in _MARKED.findall(said)}
-        number = next(number for number in itertools.count() if number not in taken)
+        used_numbers = {int(number) for number in _MARKED.findall(said)}
+        number = next(number for number in itertools.count() if number not in used_numbers)
         mark = f"{OPEN}{number}."
 
         def mark_character(character: str) -> str:
@@ -133,12 +133,20 @@ class ChatTemplate:
             return MarkedText(text, places, mark_character) if places else text
 
         def render(convert: Callable[[str], str]) -> str:
-            own = {key: options[key] for key in ("tokenize", "chat_template") if key in options}
+            template_options = {
+                key: options[key] for key in ("tokenize", "chat_template") if key in options
+            }
             if self.source is not None:
-                own["chat_template"] = self.source
-            given = {"add_generation_prompt": True, **_convert_texts(options, convert), **own}
-            given["tokenize"] = False
-            return self.tokenizer.apply_chat_template(_convert_texts([*messages], convert), **given)
+                template_options["chat_template"] = self.source
+            arguments = {
+                "add_generation_prompt": True,
+                **_convert_texts(options, convert),
+                **template_options,
+            }
+            arguments["tokenize"] = False
+            return self.tokenizer.apply_chat_template(
+                _convert_texts([*messages], convert), **arguments
+            )
 
         marks = re.compile(f"{re.escape(mark)}([0-9a-f]+){CLOSE}")
         text = render(mark_text)
@@ -146,12 +154,12 @@ class ChatTemplate:
             return text, marks
         # A template may look for special tokens in the texts, such as the end of the thoughts.
         expected = render(str)
-        if self.plain(text, marks) != expected:
-            other = self._render_types(
+        if self.remove_marks(text, marks) != expected:
+            typed_text = self._render_types(
                 _convert_texts([*messages], wrap_text), _convert_texts(options, wrap_text)
             )
-            if other is not None and self.plain(other, marks) == expected:
-                return other, marks
+            if typed_text is not None and self.remove_marks(typed_text, marks) == expected:
+                return typed_text, marks
         return text, marks
 
     def _render_types(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
@@ -173,15 +181,15 @@ class ChatTemplate:
             **getattr(self.tokenizer, "special_tokens_map", {}),
             **{key: value for key, value in options.items() if key not in unread},
         }
-        chat = [{k: v for k, v in each.items() if v is not None} for each in messages]
+        chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
         tokenizer: Any = self.tokenizer
         try:
-            known = tokenizer.get_chat_template(source, tools=values["tools"])
-            return str(compile_template(str(known)).render(messages=chat, **values))
+            chat_template = tokenizer.get_chat_template(source, tools=values["tools"])
+            return str(compile_template(str(chat_template)).render(messages=chat, **values))
         except Exception:  # a template can raise any exception
             return None
 
-    def plain(self, text: str, marks: re.Pattern[str]) -> str:
+    def remove_marks(self, text: str, marks: re.Pattern[str]) -> str:
         """Return a rendered conversation without the marks."""
         return marks.sub(lambda hit: chr(int(hit[1], 16)), text)
 
@@ -189,21 +197,21 @@ class ChatTemplate:
         """Return the token ids of a rendered conversation. Marked characters never form a special
         token."""
 
-        def plain(piece: str) -> str:
-            return self.plain(piece, marks)
+        def remove_marks(piece: str) -> str:
+            return self.remove_marks(piece, marks)
 
         places = list(self._special.finditer(text))
         expected = [self._ids[hit[0]] for hit in places]
-        whole = list(self.tokenizer(plain(text), add_special_tokens=False)["input_ids"])
-        if [token for token in whole if token in self._special_ids] == expected:
-            return whole
+        token_ids = list(self.tokenizer(remove_marks(text), add_special_tokens=False)["input_ids"])
+        if [token for token in token_ids if token in self._special_ids] == expected:
+            return token_ids
         # Encode each piece of text between the template's special tokens separately.
         ids: list[int] = []
         at = 0
         for hit, token in zip(places, expected, strict=True):
-            ids += [*self.as_text(plain(text[at : hit.start()])), token]
+            ids += [*self.as_text(remove_marks(text[at : hit.start()])), token]
             at = hit.end()
-        return [*ids, *self.as_text(plain(text[at:]))]
+        return [*ids, *self.as_text(remove_marks(text[at:]))]
 
     @cached_property
     def _ids(self) -> dict[str, int]:

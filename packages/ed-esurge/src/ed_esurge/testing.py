@@ -114,13 +114,13 @@ class ScriptedEngine:
         self._adapters = AdapterTable(self.config.max_loras)
         self._grammars: Any = None
 
-    def compile_structured(self, wanted: StructuredOutputs) -> Future[Any]:
+    def compile_structured(self, structured_outputs: StructuredOutputs) -> Future[Any]:
         """Compile a grammar. The scripted answer does not follow the grammar."""
         if self._grammars is None:
             from ed_esurge.grammars.store import Grammars
 
             self._grammars = Grammars(self.tokenizer, self.vocab_size, ())
-        return self._grammars.submit(wanted)
+        return self._grammars.submit(structured_outputs)
 
     def stats(self) -> dict[str, float]:
         """Return the metrics of the engine for `/metrics`."""
@@ -148,16 +148,16 @@ class ScriptedEngine:
         try:
             # The real engine creates them in its thread as well.
             scores = await asyncio.to_thread(_prompt_logprobs, prompt_token_ids, sampling_params)
-            sent = 0
+            num_sent = 0
             for choice in range(sampling_params.n):
                 reply = self._reply(prompt_token_ids, choice)
                 for out in _completion(self.tokenizer, reply, choice, sampling_params):
                     await asyncio.sleep(self._delay)
-                    if sent == self._fail_after:
+                    if num_sent == self._fail_after:
                         self.is_healthy = False
                         return
-                    first = sent == 0
-                    sent += 1
+                    first = num_sent == 0
+                    num_sent += 1
                     self._stamp(metrics, first)
                     last = done = out.finished and choice == sampling_params.n - 1
                     yield RequestOutput(
@@ -247,8 +247,8 @@ def _prompt_logprobs(
     count = params.prompt_logprobs
     if count is None:
         return None
-    rest = [_position(token, place, count) for place, token in enumerate(prompt[1:])]
-    return [None, *rest]
+    positions = [_position(token, place, count) for place, token in enumerate(prompt[1:])]
+    return [None, *positions]
 
 
 def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) -> Any:
@@ -262,7 +262,7 @@ def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) 
         include=params.include_stop_str_in_output,
         thoughts=params.thought_texts,
     )
-    written, total = 0, 0.0
+    num_written, total = 0, 0.0
     for place in range(limit):
         ended = tokens[place] == tokenizer.eos_token_id
         text = tokenizer.decode(
@@ -275,8 +275,8 @@ def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) 
             done = "length"
         else:
             text = text.rstrip("\ufffd")
-        piece = search.push(text[written:])
-        written = max(written, len(text))
+        piece = search.push(text[num_written:])
+        num_written = max(num_written, len(text))
         if search.found is not None:
             done = "stop"
         elif done is not None:

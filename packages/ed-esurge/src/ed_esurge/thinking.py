@@ -66,8 +66,10 @@ class LimitedThoughts:
             return None
         end = self._budget.end_token_ids
         # The model may have written the beginning of the end itself.
-        written = next(size for size in range(len(end) - 1, -1, -1) if self._ends_with(end[:size]))
-        return end[written]
+        num_written = next(
+            size for size in range(len(end) - 1, -1, -1) if self._ends_with(end[:size])
+        )
+        return end[num_written]
 
     def _ends_with(self, tokens: tuple[int, ...]) -> bool:
         return tuple(self._last)[max(len(self._last) - len(tokens), 0) :] == tokens

@@ -120,8 +120,8 @@ class Detokenizer:
         return "" if piece.endswith(BROKEN) else piece
 
     def _rest(self) -> str:
-        before = self._decode(self._ids[: self._done])
-        return self._decode(self._ids)[len(before) :]
+        delivered_text = self._decode(self._ids[: self._done])
+        return self._decode(self._ids)[len(delivered_text) :]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(
@@ -186,7 +186,7 @@ class StopStringSearch:
             stops = stops if check else ()
             turns = self._closes if self._inside else self._opens
             self._searched = self._inside, check
-            searches = [self._searches[each] for each in dict.fromkeys((*stops, *turns))]
+            searches = [self._searches[stop_text] for stop_text in dict.fromkeys((*stops, *turns))]
             first = _find_first(searches, text, len(self._held) - len(text))
             if first is None:
                 break
@@ -306,5 +306,5 @@ def bad_word_ids(tokenizer: Tokenizer | None, words: Sequence[str]) -> tuple[tup
     # A word of spaces only would become empty; other white space ("\n") is the word itself.
     pairs = [(w, " " + w) if w else (word,) for w, word in zip(bare, words, strict=True)]
     texts = [text for pair in pairs for text in pair]
-    known = [tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts]
-    return tuple(dict.fromkeys(ids for ids in known if ids))
+    encodings = [tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts]
+    return tuple(dict.fromkeys(ids for ids in encodings if ids))

@@ -280,12 +280,14 @@ def _normalize_call(call: Mapping[str, Any]) -> Message:
     """Return a call with `function`; some data sets omit this level."""
     function = call.get("function")
     if isinstance(function, Mapping):
-        others = {key: value for key, value in call.items() if value is not None}
-        return {"type": "function", **others, "function": dict(function)}
+        extra_fields = {key: value for key, value in call.items() if value is not None}
+        return {"type": "function", **extra_fields, "function": dict(function)}
     levels = ("name", "arguments")
-    others = {key: value for key, value in call.items() if key not in levels and value is not None}
+    extra_fields = {
+        key: value for key, value in call.items() if key not in levels and value is not None
+    }
     function = {key: call[key] for key in levels if key in call}
-    return {"type": "function", **others, "function": function}
+    return {"type": "function", **extra_fields, "function": function}
 
 
 def _normalize_part(part: object) -> Any:
@@ -366,14 +368,14 @@ def _concat_all(pieces: Iterable[tuple[str, Any]]) -> Any:
     for separator, content in pieces:
         if not content:
             continue
-        before = separator if texts or parts else ""
+        prefix = separator if texts or parts else ""
         if isinstance(content, str) and not parts:
-            texts += [before, content]
+            texts += [prefix, content]
             continue
         if texts:
             parts.append({"type": "text", "text": "".join(texts)})
             texts = []
-        parts += [{"type": "text", "text": before}] if before else []
+        parts += [{"type": "text", "text": prefix}] if prefix else []
         parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
     return parts or "".join(texts)
 
@@ -389,7 +391,7 @@ def write_tools_as_text(
         system: whether the template accepts system messages. If not, the first message of the
             user begins with the tools.
     """
-    written: Messages = []
+    new_messages: Messages = []
     contents: list[list[tuple[str, Any]]] = []
     after_result = False
     for message in messages:
@@ -410,12 +412,12 @@ def write_tools_as_text(
             text = "\n".join(_write_call(call) for call in message["tool_calls"])
             entry["content"] = _concat(content, "\n", text)
         after_result = message["role"] == "tool"
-        written.append(entry)
+        new_messages.append(entry)
         contents.append([("", entry["content"])])
-    for entry, pieces in zip(written, contents, strict=True):
+    for entry, pieces in zip(new_messages, contents, strict=True):
         if len(pieces) > 1:
             entry["content"] = _concat_all(pieces)
-    return _offer_tools(written, tools, system) if tools else written
+    return _offer_tools(new_messages, tools, system) if tools else new_messages
 
 
 def _offer_tools(messages: Messages, tools: Sequence[Mapping[str, Any]], system: bool) -> Messages:

@@ -55,7 +55,7 @@ def initialize(
         ConfigError: Only one or two of the three arguments are set.
     """
     if jax.distributed.is_initialized():
-        return _joined()
+        return _set_up_logging()
     env = os.environ
     settings = {
         "coordinator_address": coordinator_address or env.get("JAX_COORDINATOR_ADDRESS"),
@@ -67,17 +67,17 @@ def initialize(
         if settings["num_processes"] == 1:
             return False
         _connect(**settings)
-        return _joined()
+        return _set_up_logging()
     if len(missing) < len(settings):
         present = [name for name in settings if name not in missing]
         raise ConfigError(
             f"distributed.initialize: {', '.join(present)} given, {', '.join(missing)} missing: "
             "set all three, or none of them to detect the cluster"
         )
-    if not _launched(env):
+    if not _has_launcher(env):
         return False
     _connect()
-    return _joined()
+    return _set_up_logging()
 
 
 def _connect(**settings: Any) -> None:
@@ -101,19 +101,21 @@ def _await_coordinator(address: str) -> None:
     end = time.monotonic() + _REACH
     while port.isdecimal() and time.monotonic() < end:
         try:
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-            with socket.socket(*found[:3]) as client:
+            address_info = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[
+                0
+            ]
+            with socket.socket(*address_info[:3]) as client:
                 client.settimeout(1.0)
                 # A socket can connect to itself if it has the port for which it waits.
                 client.bind(("", 0))
                 if client.getsockname()[1] != int(port):
-                    client.connect(found[4])
+                    client.connect(address_info[4])
                     return
         except OSError:
             time.sleep(_TRY)
 
 
-def _joined() -> bool:
+def _set_up_logging() -> bool:
     """Log messages below the level of errors only on process 0."""
     ed_logging.set_process(jax.process_index())
     logger.info(
@@ -134,7 +136,7 @@ def _number(value: int | None, env: Mapping[str, str], name: str) -> int | None:
         raise ConfigError(f"{name} = {env[name]!r} is not a number") from None
 
 
-def _launched(env: Mapping[str, str]) -> bool:
+def _has_launcher(env: Mapping[str, str]) -> bool:
     if not any(name in env for name in _LAUNCHERS):
         return False
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):

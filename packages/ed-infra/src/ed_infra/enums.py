@@ -127,10 +127,10 @@ class EasyMethod:
         Raises:
             ConfigError: A key is not a field.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
+        field_names = [field.name for field in dataclasses.fields(cls)]
         for name in data:
-            if name not in known:
-                raise unknown_name("field of EasyMethod", name, known)
+            if name not in field_names:
+                raise unknown_name("field of EasyMethod", name, field_names)
         return cls(**data)
 
     @classmethod

@@ -65,27 +65,27 @@ class CheckpointError(EasyDeLError, ValueError):
 
 def refuse_keywords(
     call: str,
-    given: Iterable[str],
-    known: Iterable[str],
+    keywords: Iterable[str],
+    known_keywords: Iterable[str],
     instead: Mapping[str, str] | None = None,
 ) -> None:
     """Refuse unknown keywords of a call that passes its keywords on.
 
     Args:
         call: name of the public function.
-        given: the keywords.
+        keywords: the keywords.
         known: all allowed keywords.
         instead: Other name -> what to write instead.
 
     Raises:
         KeywordError: a keyword is unknown.
     """
-    known = list(known)
-    for name in given:
-        if name not in known:
+    known_keywords = list(known_keywords)
+    for name in keywords:
+        if name not in known_keywords:
             hint = (instead or {}).get(name)
-            hint = f"; {hint}" if hint else did_you_mean(name, known)
-            listing = ", ".join(sorted(known))
+            hint = f"; {hint}" if hint else did_you_mean(name, known_keywords)
+            listing = ", ".join(sorted(known_keywords))
             raise KeywordError(f"{call} has no keyword {name!r}{hint} (known: {listing})")
 
 
@@ -93,7 +93,7 @@ def refuse_keywords(
 MAX_COMPARED = 64
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known_names: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest known name, or an empty string.
 
     A name is near if it differs by at most two edits (more in long names), or if its words are
@@ -102,12 +102,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     if len(name) > MAX_COMPARED:
         return ""
-    spelling = {str(k).lower(): str(k) for k in known}
-    wanted = str(name).lower()
-    similar = difflib.get_close_matches(wanted, spelling, n=8, cutoff=0.5)
-    near = [k for k in similar if _is_near(wanted, k)]
-    near.sort(key=partial(edits, wanted))  # a stable sort: the most similar of equals stays first
-    return f"; did you mean {spelling[near[0]]!r}?" if near else ""
+    spelling = {str(k).lower(): str(k) for k in known_names}
+    query = str(name).lower()
+    similar = difflib.get_close_matches(query, spelling, n=8, cutoff=0.5)
+    close_names = [k for k in similar if _is_near(query, k)]
+    close_names.sort(
+        key=partial(edits, query)
+    )  # a stable sort: the most similar of equals stays first
+    return f"; did you mean {spelling[close_names[0]]!r}?" if close_names else ""
 
 
 def edits(a: str, b: str) -> int:
@@ -115,11 +117,11 @@ def edits(a: str, b: str) -> int:
 
     An edit replaces, inserts or removes a character, or swaps two neighbors.
     """
-    before, row = list[int](), list(range(len(b) + 1))
+    previous_row, row = list[int](), list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
-        before, last, row = row, before, [i]
+        previous_row, last, row = row, previous_row, [i]
         for j, y in enumerate(b, 1):
-            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y)))
+            row.append(min(previous_row[j] + 1, row[j - 1] + 1, previous_row[j - 1] + (x != y)))
             if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
                 row[j] = min(row[j], last[j - 2] + 1)
     return row[-1]
@@ -140,7 +142,7 @@ def _same_word(x: str, y: str) -> bool:
     return shorter == longer or (len(shorter) > 2 and longer.startswith(shorter))
 
 
-def unknown_name(kind: str, name: object, known: Iterable[str]) -> ConfigError:
+def unknown_name(kind: str, name: object, known_names: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name.
 
     Args:
@@ -148,8 +150,8 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> ConfigError:
         name: The unknown name.
         known: All allowed names.
     """
-    known = sorted({str(k) for k in known})
-    listing = ", ".join(known)
+    known_names = sorted({str(k) for k in known_names})
+    listing = ", ".join(known_names)
     return ConfigError(
-        f"unknown {kind} {name!r}{did_you_mean(str(name), known)} (known: {listing})"
+        f"unknown {kind} {name!r}{did_you_mean(str(name), known_names)} (known: {listing})"
     )

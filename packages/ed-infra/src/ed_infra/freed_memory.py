@@ -26,7 +26,7 @@ _NEVER = -1
 #: glibc's default of `_MMAP_MAX`, and the greatest threshold that it selects by itself.
 _MMAP_MAX_DEFAULT, _GREATEST_THRESHOLD = 65536, 64 << 20
 
-_kept = False
+_keeps_memory = False
 
 
 def compute_in_calling_thread() -> None:
@@ -53,19 +53,19 @@ def keep() -> None:
     The function does nothing unless programs compute in the calling thread and this is the main
     one. It needs glibc, and the user's options of glibc (`MALLOC_*`, `GLIBC_TUNABLES`) win.
     """
-    global _kept
-    if _kept or not _applies():
+    global _keeps_memory
+    if _keeps_memory or not _applies():
         return
     c = ctypes.CDLL(None)
-    _kept = bool(c.mallopt(_MMAP_MAX, 0) and c.mallopt(_TRIM_THRESHOLD, _NEVER))
+    _keeps_memory = bool(c.mallopt(_MMAP_MAX, 0) and c.mallopt(_TRIM_THRESHOLD, _NEVER))
 
 
 def give_back() -> None:
     """Return the kept memory to the system, and keep no more."""
-    global _kept
-    if not _kept:
+    global _keeps_memory
+    if not _keeps_memory:
         return
-    _kept = False
+    _keeps_memory = False
     c = ctypes.CDLL(None)
     c.mallopt(_MMAP_MAX, _MMAP_MAX_DEFAULT)
     c.mallopt(_TRIM_THRESHOLD, _GREATEST_THRESHOLD)

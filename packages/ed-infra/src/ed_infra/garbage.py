@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Run the block without garbage collections. Later collections skip its objects (`settle`)."""
     enabled = gc.isenabled()
     gc.disable()

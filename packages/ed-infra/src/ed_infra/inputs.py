@@ -88,7 +88,7 @@ OTHER_FORMS: Mapping[str, LogicalAxes] = {
 }
 
 
-def axes_of(name: str, rank: int) -> LogicalAxes | None:
+def get_logical_axes(name: str, rank: int) -> LogicalAxes | None:
     """Return the logical axes of an array that models read; None for an array with another name.
 
     Args:
@@ -96,8 +96,8 @@ def axes_of(name: str, rank: int) -> LogicalAxes | None:
         rank: number of its axes, which selects the form of the array. The result has another
             length if the array has no form with this number of axes.
     """
-    other = OTHER_FORMS.get(name)
-    return other if other is not None and len(other) == rank else AXES.get(name)
+    other_form = OTHER_FORMS.get(name)
+    return other_form if other_form is not None and len(other_form) == rank else AXES.get(name)
 
 
 class Shaped(Protocol):
@@ -129,13 +129,13 @@ class Inputs(Mapping[str, ArrayT], Generic[ArrayT]):
     def __init__(
         self, arrays: Mapping[str, ArrayT], axes: Mapping[str, LogicalAxes] | None = None
     ) -> None:
-        known = dict(arrays.items())
-        given = {**(arrays.declared if isinstance(arrays, Inputs) else {}), **(axes or {})}
-        self._arrays = known
-        self._axes = {name: value for name, value in given.items() if name in known}
-        for name, array in known.items():
+        named_arrays = dict(arrays.items())
+        declared_axes = {**(arrays.declared if isinstance(arrays, Inputs) else {}), **(axes or {})}
+        self._arrays = named_arrays
+        self._axes = {name: value for name, value in declared_axes.items() if name in named_arrays}
+        for name, array in named_arrays.items():
             shape = tuple(getattr(array, "shape", ()))
-            declared = self._axes.get(name, axes_of(name, len(shape)))
+            declared = self._axes.get(name, get_logical_axes(name, len(shape)))
             if declared is not None and len(shape) != len(declared):
                 raise ConfigError(
                     f"{name} has shape {shape}, but its axes are {declared}: give one "
@@ -160,10 +160,12 @@ class Inputs(Mapping[str, ArrayT], Generic[ArrayT]):
         """The axes that were passed to the constructor, by name."""
         return self._axes
 
-    def axes_of(self, name: str) -> LogicalAxes:
+    def get_logical_axes(self, name: str) -> LogicalAxes:
         """Return the logical axes of an array."""
         rank = len(self._arrays[name].shape)
-        return self._axes.get(name) or axes_of(name, rank) or ("batch", *[None] * (rank - 1))
+        return (
+            self._axes.get(name) or get_logical_axes(name, rank) or ("batch", *[None] * (rank - 1))
+        )
 
     def select(self, names: Iterable[str]) -> Inputs[ArrayT]:
         """Return the arrays with these names; names without an array are ignored."""
@@ -228,7 +230,7 @@ class Features:
         """Return token embeddings [b, s, d] in which features replace the placeholders."""
         return self._by_token(self.values[..., : x.shape[-1]], x)
 
-    def added(self, x: Float[Array, "b s d"]) -> Float[Array, "l b s d"] | None:
+    def get_layer_features(self, x: Float[Array, "b s d"]) -> Float[Array, "l b s d"] | None:
         """Return the features that layers add to their outputs; 0 for other tokens. None = none.
 
         Args:
@@ -240,8 +242,8 @@ class Features:
         features = self._by_token(self.values[..., width:], jnp.zeros((), x.dtype))
         return jnp.moveaxis(features.reshape(*features.shape[:2], -1, width), 2, 0)
 
-    def _by_token(self, values: Float[Array, "b n e"], others: Array) -> Float[Array, "b s e"]:
-        """Return the value of each placeholder token, and `others` for other tokens."""
+    def _by_token(self, values: Float[Array, "b n e"], fill_values: Array) -> Float[Array, "b s e"]:
+        """Return the value of each placeholder token, and `fill_values` for other tokens."""
         index = jnp.maximum(self.index, 0)[..., None]
-        features = jnp.take_along_axis(values.astype(others.dtype), index, axis=1)
-        return jnp.where((self.index >= 0)[..., None], features, others)
+        features = jnp.take_along_axis(values.astype(fill_values.dtype), index, axis=1)
+        return jnp.where((self.index >= 0)[..., None], features, fill_values)

@@ -25,9 +25,9 @@ def segment_index(segment_ids: ArrayLike) -> Int[jax.Array, "b s"]:
     """
     segments = jnp.asarray(segment_ids, jnp.int32)
     reached = jax.lax.cummax(segments, axis=1)
-    before = jnp.pad(reached, ((0, 0), (1, 0)))[:, :-1]
+    previous_maximum = jnp.pad(reached, ((0, 0), (1, 0)))[:, :-1]
     places = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
-    starts = jax.lax.cummax(jnp.where(reached > before, places, 0), axis=1)
+    starts = jax.lax.cummax(jnp.where(reached > previous_maximum, places, 0), axis=1)
     return places - starts
 
 
@@ -110,7 +110,7 @@ class MaskInfo:
         segments = jnp.where(keep, self.kv_segment_ids, 0)
         return dataclasses.replace(self, kv_segment_ids=segments, in_order=False)
 
-    def allowed(self, window: Limit = None, chunk: Limit = None) -> Bool[jax.Array, "b s t"]:
+    def get_mask(self, window: Limit = None, chunk: Limit = None) -> Bool[jax.Array, "b s t"]:
         """Return the mask as bool [b, s, t], True where attention is allowed.
 
         Args:
@@ -124,8 +124,8 @@ class MaskInfo:
         if self.causal:
             mask &= k <= self.last_index[:, :, None]
         if window is not None:
-            near = q - k < window if self.causal else jnp.abs(q - k) < window
-            mask &= near | (jnp.asarray(window) <= 0)
+            in_window = q - k < window if self.causal else jnp.abs(q - k) < window
+            mask &= in_window | (jnp.asarray(window) <= 0)
         if chunk is not None:
             size = jnp.maximum(jnp.asarray(chunk), 1)
             mask &= (q // size == k // size) | (jnp.asarray(chunk) <= 0)
@@ -140,7 +140,7 @@ class MaskInfo:
         self, dtype: DTypeLike = jnp.float32, window: Limit = None, chunk: Limit = None
     ) -> Float[jax.Array, "b 1 s t"]:
         """Return the mask as an additive bias [b, 1, s, t]: 0, or the smallest finite number."""
-        return to_bias(self.allowed(window, chunk)[:, None], dtype)
+        return to_bias(self.get_mask(window, chunk)[:, None], dtype)
 
 
 def to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32) -> Float[jax.Array, ...]:

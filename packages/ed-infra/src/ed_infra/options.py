@@ -137,7 +137,7 @@ class Options(BaseModel):
             if len(problems) == MAX_PROBLEMS:
                 break
             if name not in cls.model_fields:
-                message = f"unknown key {_shortened(key)!r}{cls._hint(str(key))}"
+                message = f"unknown key {_shorten_key(key)!r}{cls._hint(str(key))}"
                 problems.append(_problem(key, value, "unknown_key", message))
             elif name in result:
                 message = f"{spelling[name]!r} and {key!r} are two names of one option: keep one"
@@ -164,7 +164,7 @@ class Options(BaseModel):
         return type(self)(**values)
 
 
-def _shortened(key: object) -> object:
+def _shorten_key(key: object) -> object:
     return f"{key[:MAX_KEY]}..." if isinstance(key, str) and len(key) > MAX_KEY else key
 
 
@@ -180,20 +180,25 @@ def choice(kind: str, names: Iterable[str], aliases: Mapping[str, str] | None = 
     Use it as `optimizer: Annotated[str, choice("optimizer", OPTIMIZERS)] = "adamw"`. Aliases become
     canonical names, and an unknown name is an error that suggests the nearest name.
     """
-    known = tuple(names)
-    other = dict(aliases or {})
+    known_names = tuple(names)
+    alias_table = dict(aliases or {})
 
     def check(value: object) -> object:
         if not isinstance(value, str):
             return value
-        plain = str(getattr(value, "value", value))
-        name = other.get(plain, plain)
-        if name not in known:
-            hint = did_you_mean(plain, [*known, *other])
+        raw_name = str(getattr(value, "value", value))
+        name = alias_table.get(raw_name, raw_name)
+        if name not in known_names:
+            hint = did_you_mean(raw_name, [*known_names, *alias_table])
             raise PydanticCustomError(
                 "unknown_name",
                 "unknown {kind} {name}{hint} (known: {known})",
-                {"kind": kind, "name": repr(plain), "hint": hint, "known": ", ".join(known)},
+                {
+                    "kind": kind,
+                    "name": repr(raw_name),
+                    "hint": hint,
+                    "known": ", ".join(known_names),
+                },
             )
         return name
 
@@ -218,6 +223,6 @@ def explain(error: ValidationError) -> str:
     """Return one line for each problem of a validation error: `key.key: message`."""
     lines = []
     for problem in error.errors(include_url=False):
-        where = ".".join(str(part) for part in problem["loc"])
-        lines.append(f"{where}: {problem['msg']}" if where else problem["msg"])
+        location = ".".join(str(part) for part in problem["loc"])
+        lines.append(f"{location}: {problem['msg']}" if location else problem["msg"])
     return "\n".join(lines)

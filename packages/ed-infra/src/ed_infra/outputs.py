@@ -49,13 +49,13 @@ class Metric:
         return Metric(self.sum + other.sum, self.weight + other.weight)
 
 
-def add_metrics(left: dict[str, Metric], right: dict[str, Metric]) -> dict[str, Metric]:
+def add_metrics(left_metrics: dict[str, Metric], right: dict[str, Metric]) -> dict[str, Metric]:
     """Add two sets of metrics by name; a name in only one set is kept."""
     return {
-        name: left[name] + right[name]
-        if name in left and name in right
-        else left.get(name, right.get(name))  # type: ignore[misc]
-        for name in dict.fromkeys([*left, *right])
+        name: left_metrics[name] + right[name]
+        if name in left_metrics and name in right
+        else left_metrics.get(name, right.get(name))  # type: ignore[misc]
+        for name in dict.fromkeys([*left_metrics, *right])
     }
 
 
@@ -100,15 +100,15 @@ class LayerReport:
         """
         losses, metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), (self.losses, self.metrics))
         experts = {
-            str(layer): chosen[place]
-            for chosen in self.experts.values()
+            str(layer): expert_ids[place]
+            for expert_ids in self.experts.values()
             for place, layer in enumerate(layers)
         }
         return LayerReport(losses, metrics, self.updates, experts)
 
-    def of_layer(self, layer: int) -> LayerReport:
+    def for_layer(self, layer: int) -> LayerReport:
         """Return the report of one layer with the number of the layer."""
-        experts = {str(layer): chosen for chosen in self.experts.values()}
+        experts = {str(layer): expert_ids for expert_ids in self.experts.values()}
         return dataclasses.replace(self, experts=experts)
 
     def routed_experts(self, layers: int) -> jax.Array | None:
@@ -122,8 +122,8 @@ class LayerReport:
         if not self.experts:
             return None
         none = jnp.full_like(next(iter(self.experts.values())), -1)
-        each = [self.experts.get(str(layer), none) for layer in range(layers)]
-        return jnp.stack(each, axis=2)
+        layer_experts = [self.experts.get(str(layer), none) for layer in range(layers)]
+        return jnp.stack(layer_experts, axis=2)
 
 
 class _Replaceable:

@@ -45,7 +45,7 @@ class Run(NamedTuple):
         return [self.start + index + j * self.period for j in range(self.repeats)]
 
 
-def runs_of(kinds: Sequence[Hashable]) -> tuple[Run, ...]:
+def split_runs(kinds: Sequence[Hashable]) -> tuple[Run, ...]:
     """Split the layers into runs with the fewest compiled layer bodies, then the fewest runs.
 
     Args:
@@ -72,8 +72,8 @@ def runs_of(kinds: Sequence[Hashable]) -> tuple[Run, ...]:
                 equal += 1
             for repeats in range(1 if period == 1 else 2, equal // period + 2):
                 run = Run(start, repeats * period, period)
-                bodies, count, rest = best[start + run.count]
-                options.append((bodies + period, count + 1, (run, *rest)))
+                bodies, count, later_runs = best[start + run.count]
+                options.append((bodies + period, count + 1, (run, *later_runs)))
         best[start] = min(options, key=lambda option: (option[0], option[1], -option[2][0].count))
     return best[0][2]
 

@@ -56,9 +56,9 @@ class ModuleRegistration:
         self, config: Registered, fully_sharded: bool = True
     ) -> tuple[tuple[str, PartitionSpec], ...]:
         """Return the sharding rules of the module from its abstract shapes."""
-        own = config.replace()
-        module = nnx.eval_shape(lambda: self.module(own, rngs=nnx.Rngs(0)))
-        return placement.partition_rules(module, own, fully_sharded=fully_sharded)
+        config_copy = config.replace()
+        module = nnx.eval_shape(lambda: self.module(config_copy, rngs=nnx.Rngs(0)))
+        return placement.partition_rules(module, config_copy, fully_sharded=fully_sharded)
 
 
 _configs: dict[str, type] = {}
@@ -73,11 +73,11 @@ def register_config(config_type: str) -> Callable[[C], C]:
     """
 
     def add(cls: C) -> C:
-        known = _configs.get(config_type)
-        if known is not None and not _same(known, cls):
+        registered_class = _configs.get(config_type)
+        if registered_class is not None and not _same(registered_class, cls):
             raise RegistryError(
-                f"model type {config_type!r} is configured by {known.__module__}."
-                f"{known.__qualname__} already: choose another model type"
+                f"model type {config_type!r} is configured by {registered_class.__module__}."
+                f"{registered_class.__qualname__} already: choose another model type"
             )
         _configs[config_type] = cls
         return cls
@@ -102,11 +102,11 @@ def register_module(
     task = canonical_task(task_type)
 
     def add(cls: C) -> C:
-        known = _modules.get((task, model_type))
-        if known is not None and not _same(known.module, cls):
+        registration = _modules.get((task, model_type))
+        if registration is not None and not _same(registration.module, cls):
             raise RegistryError(
-                f"{task} of model type {model_type!r} is {known.module.__module__}."
-                f"{known.module.__qualname__} already: choose another model type"
+                f"{task} of model type {model_type!r} is {registration.module.__module__}."
+                f"{registration.module.__qualname__} already: choose another model type"
             )
         _modules[task, model_type] = ModuleRegistration(
             cls, config, tuple(embedding_layer_names or ()), tuple(layernorm_names or ())
@@ -176,10 +176,10 @@ def get_module_registration(task_type: TaskType | str, model_type: str) -> Modul
     if (task, model_type) in _modules:
         return _modules[task, model_type]
     if task == TaskType.BASE_MODULE:
-        for other in (TaskType.BASE_VISION, TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION):
-            if other in tasks_of(model_type):
-                return get_module_registration(other, model_type)
-    tasks = sorted(t.value for t in tasks_of(model_type))
+        for fallback_task in (TaskType.BASE_VISION, TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION):
+            if fallback_task in list_tasks(model_type):
+                return get_module_registration(fallback_task, model_type)
+    tasks = sorted(t.value for t in list_tasks(model_type))
     if tasks:
         raise RegistryError(
             f"model type {model_type!r} has no {task.value} module (it has: {', '.join(tasks)})"
@@ -196,9 +196,9 @@ def _derive(task: TaskType, model_type: str) -> None:
     """Create and register the module of a derived task."""
     for (_, name), of in list(_modules.items()):
         if name == model_type and task in _derivable(of.module):
-            made = _derivable(of.module)[task](of.module)
+            module_class = _derivable(of.module)[task](of.module)
             names = of.embedding_layer_names, of.layernorm_names
-            register_module(task, of.config, model_type, *names)(made)
+            register_module(task, of.config, model_type, *names)(module_class)
             return
 
 
@@ -207,7 +207,7 @@ def get_module(task_type: TaskType | str, model_type: str) -> Any:
     return get_module_registration(task_type, model_type).module
 
 
-def tasks_of(model_type: str) -> list[TaskType]:
+def list_tasks(model_type: str) -> list[TaskType]:
     """Return the tasks of a model type: registered tasks, then derived tasks, in a fixed order."""
     _load(model_type)
     registered = {task: r.module for (task, name), r in _modules.items() if name == model_type}
@@ -224,7 +224,7 @@ def partition_rules(
         config: The configuration; the result is None for unregistered model types.
         fully_sharded: Whether to include the fully-sharded axis.
     """
-    tasks = tasks_of(config.model_type)
+    tasks = list_tasks(config.model_type)
     if not tasks:
         return None
     registration = get_module_registration(tasks[0], config.model_type)
@@ -232,12 +232,12 @@ def partition_rules(
 
 
 def _unknown(model_type: str) -> RegistryError:
-    known = model_types()
-    near = difflib.get_close_matches(model_type.lower(), known, n=4, cutoff=0.5)
-    also = f" (near it: {', '.join(near)})" if len(near) > 1 else ""
+    known_types = model_types()
+    close_types = difflib.get_close_matches(model_type.lower(), known_types, n=4, cutoff=0.5)
+    also = f" (near it: {', '.join(close_types)})" if len(close_types) > 1 else ""
     return RegistryError(
-        f"unknown model type {model_type!r}{did_you_mean(model_type, known)}{also} "
-        f"(known: {', '.join(known) or 'none: is ed-models installed?'}). "
+        f"unknown model type {model_type!r}{did_you_mean(model_type, known_types)}{also} "
+        f"(known: {', '.join(known_types) or 'none: is ed-models installed?'}). "
         f"Code from a repository is never executed: a package adds a family with an entry point of "
         f"group {GROUP!r}, see docs/adding_models.md"
     )

@@ -83,10 +83,11 @@ class Rules(Generic[V]):
         values = [default if match is None else match[1] for match in matches]
         for i, value in enumerate(values):
             if value != values[0]:
-                first, other = (m[0] if m else "no rule" for m in (matches[0], matches[i]))
+                first, other_pattern = (m[0] if m else "no rule" for m in (matches[0], matches[i]))
                 raise ConfigError(
                     f"{self.kind}s give {names[0]} {values[0]} ({first!r}) and {names[i]} {value} "
-                    f"({other!r}), but these layers are one stacked array: write one rule for "
+                    f"({other_pattern!r}), but these layers are one stacked array: write one rule "
+                    "for "
                     "both, or set scan_layers: false"
                 )
         return values[0]
@@ -129,11 +130,11 @@ class Rules(Generic[V]):
 
     def _nearest(self, pattern: str) -> str:
         """Return a hint: the name part that is nearest to a pattern without its wildcards."""
-        plain = re.sub(r"\\[dws]|[\\^$*+?()\[\]|]|\.(?=[*+])", "", pattern).replace("/", ".")
-        words = [word for word in plain.split(".") if word]
-        near: dict[str, None] = {}
+        literal_text = re.sub(r"\\[dws]|[\\^$*+?()\[\]|]|\.(?=[*+])", "", pattern).replace("/", ".")
+        words = [word for word in literal_text.split(".") if word]
+        name_parts: dict[str, None] = {}
         for name in self._seen:
             parts = [part for part in name.split(".") if not part.isdigit() or part in words]
             for i in range(len(parts) - len(words) + 1):
-                near[".".join(parts[i : i + len(words)])] = None
-        return did_you_mean(".".join(words), near) if words else ""
+                name_parts[".".join(parts[i : i + len(words)])] = None
+        return did_you_mean(".".join(words), name_parts) if words else ""

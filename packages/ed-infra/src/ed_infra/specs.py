@@ -88,8 +88,8 @@ class EasyDeLQuantizationConfig:
     def __post_init__(self) -> None:
         name = QUANTIZATION_ALIASES.get(self.dtype, self.dtype)
         if name not in QUANTIZATION_FORMATS:
-            known = [*QUANTIZATION_FORMATS, *QUANTIZATION_ALIASES]
-            raise unknown_name("quantization format", self.dtype, known)
+            known_formats = [*QUANTIZATION_FORMATS, *QUANTIZATION_ALIASES]
+            raise unknown_name("quantization format", self.dtype, known_formats)
         object.__setattr__(self, "dtype", name)
         if name in KEPT_CODES:
             if self.group_size is not None or self.simulate:
@@ -149,9 +149,9 @@ class BaseOperationConfig:
     block_k: int | None = None
 
     def __post_init__(self) -> None:
-        known = [platform.value for platform in EasyDeLPlatforms]
-        if self.platform is not None and self.platform not in known:
-            raise unknown_name("platform of an operation", self.platform, known)
+        known_platforms = [platform.value for platform in EasyDeLPlatforms]
+        if self.platform is not None and self.platform not in known_platforms:
+            raise unknown_name("platform of an operation", self.platform, known_platforms)
         for name in ("block_q", "block_k"):
             size = getattr(self, name)
             if size is not None and not _is_count(size):
@@ -245,12 +245,12 @@ def from_mapping(
         return value
     if not isinstance(value, Mapping):
         raise ConfigError(f"{cls.__name__} requires a mapping of its fields, got {value!r}")
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    field_names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     fields: dict[str, Any] = {}
     for key, item in value.items():
         name = (aliases or {}).get(key, key)
-        if name not in known:
-            hint = did_you_mean(str(key), [*known, *(aliases or {})])
+        if name not in field_names:
+            hint = did_you_mean(str(key), [*field_names, *(aliases or {})])
             raise ConfigError(f"{cls.__name__} has no field {key!r}{hint}")
         if name in fields:
             raise ConfigError(f"{cls.__name__}: {key!r} is another name of {name!r}: keep one")
@@ -278,8 +278,8 @@ def to_json(value: object) -> Any:
         return [to_json(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(to_json(item) for item in value)
-    if callable(own := getattr(value, "to_dict", None)):
-        return to_json(own())
+    if callable(to_dict := getattr(value, "to_dict", None)):
+        return to_json(to_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_json(dataclasses.asdict(value))
     if getattr(value, "shape", None) == ():  # a scalar of numpy or jax

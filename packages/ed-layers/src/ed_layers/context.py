@@ -1,8 +1,8 @@
 """`Ctx`, the information about a batch that every layer receives, and the names of arrays.
 
-Remat policies select intermediate values by name, and a mesh can fix their sharding (`named`).
-A family uses a name for one array of a layer, and never two names for the same array. Otherwise a
-policy that excludes one name would keep the array under the other name.
+Remat policies select intermediate values by name, and a mesh can fix their sharding
+(`name_activation`). A family uses a name for one array of a layer, and never two names for the same
+array. Otherwise a policy that excludes one name would keep the array under the other name.
 
 | name | array |
 | --- | --- |
@@ -39,8 +39,8 @@ from ed_infra.sharding.placement import constrain
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_layers.dropout import dropped
-from ed_layers.fixed_order import rounded
+from ed_layers.dropout import apply_dropout
+from ed_layers.fixed_order import round_to_dtype
 
 if TYPE_CHECKING:
     from ed_infra.inputs import Encoded
@@ -133,24 +133,24 @@ class Ctx:
     mode: Mode = field(default="train")
     config: EasyDeLBaseConfig | None = None
 
-    def named(self, x: Float[Array, "*dims"], name: str) -> jax.Array:
+    def name_activation(self, x: Float[Array, "*dims"], name: str) -> jax.Array:
         """Name an intermediate value, for remat policies and for the mesh."""
-        return named(x, name, self.config, self.mode)
+        return name_activation(x, name, self.config, self.mode)
 
-    def dropped(self, x: Float[Array, "*dims"], rate: float, site: str) -> jax.Array:
+    def apply_dropout(self, x: Float[Array, "*dims"], rate: float, site: str) -> jax.Array:
         """Apply dropout in training; each `site` of a layer uses a separate random key."""
         if self.key is None or not rate:
-            return rounded(x)
+            return round_to_dtype(x)
         key = jax.random.fold_in(self.key, zlib.crc32(site.encode()))
-        return dropped(x, rate, key)
+        return apply_dropout(x, rate, key)
 
     def rows_dropped(self, x: Float[Array, "b s d"], rate: float, site: str) -> jax.Array:
         """Drop whole rows of an output in training (stochastic depth, Huang et al. 2016)."""
         if self.key is None or not rate:
             return x
         key = jax.random.fold_in(self.key, zlib.crc32(site.encode()))
-        kept = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, 1))
-        return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+        row_mask = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, 1))
+        return jnp.where(row_mask, x / (1 - rate), 0).astype(x.dtype)
 
     def layer_dropped(self, x: Float[Array, "b s d"], out: Float[Array, "b s d"]) -> jax.Array:
         """Return the output of a layer, or its input x if training skips the layer."""
@@ -186,7 +186,7 @@ class Ctx:
         return replace(self, **changes) if changes else self
 
 
-def named(
+def name_activation(
     x: Float[Array, "*dims"],
     name: str,
     config: EasyDeLBaseConfig | None = None,
@@ -204,4 +204,4 @@ def named(
     if config is not None and config.use_sharding_constraint and name in AXES:
         axes = AXES[name]
         x = constrain(x, axes, config, mode if axes in (_HEADS, _KEY_HEADS) else "train")
-    return checkpoint_name(rounded(x), name)
+    return checkpoint_name(round_to_dtype(x), name)

@@ -99,11 +99,11 @@ class GroupNorm(nnx.Module):
     def __call__(self, x: Float[Array, "b t i"], real: Bool[Array, "b t"]) -> Float[Array, "b t i"]:
         """Return the normalized x; `real` is False for padding."""
         grouped = x.astype(jnp.float32).reshape(*x.shape[:2], self.groups, -1)
-        kept = real[:, :, None, None].astype(jnp.float32)
-        count = jnp.maximum(jnp.sum(kept, axis=1, keepdims=True) * grouped.shape[-1], 1)
-        mean = jnp.sum(grouped * kept, axis=(1, 3), keepdims=True) / count
+        mask = real[:, :, None, None].astype(jnp.float32)
+        count = jnp.maximum(jnp.sum(mask, axis=1, keepdims=True) * grouped.shape[-1], 1)
+        mean = jnp.sum(grouped * mask, axis=(1, 3), keepdims=True) / count
         moved = grouped - mean
-        variance = jnp.sum(jnp.square(moved) * kept, axis=(1, 3), keepdims=True) / count
+        variance = jnp.sum(jnp.square(moved) * mask, axis=(1, 3), keepdims=True) / count
         y = (moved * jax.lax.rsqrt(variance + self.eps)).reshape(x.shape)
         y = y * self.weight.get_value().astype(jnp.float32)
         return (y + self.bias.get_value().astype(jnp.float32)).astype(self.dtype)

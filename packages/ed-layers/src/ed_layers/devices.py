@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 AxisNames = str | tuple[str, ...]
 
 
-def mesh_of(config: EasyDeLBaseConfig | None) -> Mesh | None:
+def get_mesh(config: EasyDeLBaseConfig | None) -> Mesh | None:
     """Return the mesh of a model; None without a configuration, which means one device."""
     return None if config is None else config.mesh
 
 
-def platform_of(config: EasyDeLBaseConfig | None) -> str:
+def get_platform(config: EasyDeLBaseConfig | None) -> str:
     """Return the platform of a model's mesh ("cpu", "gpu" or "tpu"); for ahead-of-time compilation,
     this platform may be absent on this machine."""
-    mesh = mesh_of(config)
+    mesh = get_mesh(config)
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
-def compute_capability_of(config: EasyDeLBaseConfig | None) -> tuple[int, ...]:
+def get_compute_capability(config: EasyDeLBaseConfig | None) -> tuple[int, ...]:
     """Return the generation of a model's NVIDIA devices, (9, 0) for Hopper; () if unknown."""
-    mesh = mesh_of(config)
+    mesh = get_mesh(config)
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     text = str(getattr(device, "compute_capability", ""))
     return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
-def axes_of(
+def get_mesh_axes(
     config: EasyDeLBaseConfig,
     names: tuple[str | None, ...],
     shape: tuple[int, ...] | None = None,
@@ -57,7 +57,7 @@ def axes_of(
 def sequence_axes(config: EasyDeLBaseConfig | None) -> AxisNames | None:
     """Return the mesh axes that split the sequence of a model's activations; None if it is not
     split."""
-    return None if config is None else axes_of(config, ("batch", "sequence"))[1]
+    return None if config is None else get_mesh_axes(config, ("batch", "sequence"))[1]
 
 
 def ways(mesh: Mesh | AbstractMesh, axes: AxisNames | None) -> int:
@@ -96,7 +96,7 @@ def over_devices(
     """
     if config is None or config.mesh.size == 1:
         return kernel(q, k, v, rows, heads)
-    batch, _, head = axes_of(config, ("batch", None, "heads"), q.shape)
+    batch, _, head = get_mesh_axes(config, ("batch", None, "heads"), q.shape)
     k, v = repeated_for(ways(config.mesh, head), k, v)
     spec = P(batch, None, head)
     run = jax.shard_map(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt
 
 
-def dropped(x: Float[Array, "*dims"], rate: float, key: jax.Array) -> Float[Array, "*dims"]:
+def apply_dropout(x: Float[Array, "*dims"], rate: float, key: jax.Array) -> Float[Array, "*dims"]:
     """Replace numbers by 0 with probability `rate`, and divide the others by `1 - rate`."""
     if rate >= 1:
         return jnp.zeros_like(x)
@@ -22,27 +22,27 @@ def dropped(x: Float[Array, "*dims"], rate: float, key: jax.Array) -> Float[Arra
 
 def kept_places(key: jax.Array, rate: float, shape: tuple[int, ...]) -> Bool[Array, "*dims"]:
     """Return which places of an array dropout keeps."""
-    seed = seed_of(key)
+    seed = get_seed(key)
     place = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         # The index in the flat array, modulo 2**32.
         stride = math.prod(shape[axis + 1 :]) % 2**32
         if size > 1:
             place += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
-    return mixed(mixed(place ^ seed[0]) ^ seed[1]) >= threshold_of(rate)
+    return hash_bits(hash_bits(place ^ seed[0]) ^ seed[1]) >= get_threshold(rate)
 
 
-def threshold_of(rate: float) -> UInt[Array, ""]:
+def get_threshold(rate: float) -> UInt[Array, ""]:
     """Return the number below which a hash drops."""
     return jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
 
 
-def seed_of(key: jax.Array) -> UInt[Array, " 2"]:
+def get_seed(key: jax.Array) -> UInt[Array, " 2"]:
     """Return the two numbers that a hash reads, drawn from a key."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
-def mixed(x: UInt[Array, "*dims"]) -> UInt[Array, "*dims"]:
+def hash_bits(x: UInt[Array, "*dims"]) -> UInt[Array, "*dims"]:
     """Return the hash of 32-bit numbers; a bijection."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)

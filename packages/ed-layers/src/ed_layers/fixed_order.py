@@ -28,13 +28,13 @@ _CONFIG: ContextVar[EasyDeLBaseConfig | None] = ContextVar("sums have one order"
 @contextmanager
 def chosen_by(config: EasyDeLBaseConfig) -> Iterator[None]:
     """Trace the block with sums in one order if the configuration selects this order."""
-    with again(config if config.batch_invariant else None):
+    with restore_config(config if config.batch_invariant else None):
         yield
 
 
 @contextmanager
-def again(config: EasyDeLBaseConfig | None) -> Iterator[None]:
-    """Trace the block with the order that `present` returned."""
+def restore_config(config: EasyDeLBaseConfig | None) -> Iterator[None]:
+    """Trace the block with the order that `get_active_config` returned."""
     token = _CONFIG.set(config)
     try:
         yield
@@ -42,7 +42,7 @@ def again(config: EasyDeLBaseConfig | None) -> Iterator[None]:
         _CONFIG.reset(token)
 
 
-def present() -> EasyDeLBaseConfig | None:
+def get_active_config() -> EasyDeLBaseConfig | None:
     """Return the configuration that selects sums in one order; None without one."""
     return _CONFIG.get()
 
@@ -66,7 +66,7 @@ def in_part() -> bool:
     return active() and not several_devices()
 
 
-def whole(x: jax.Array) -> jax.Array:
+def unshard_last_axis(x: jax.Array) -> jax.Array:
     """Return an array whose last axis is not split over devices, so that its sum has one order."""
     config = _CONFIG.get()
     if config is None or not several_devices():
@@ -75,7 +75,7 @@ def whole(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(config.mesh, spec))
 
 
-def rounded(x: jax.Array) -> jax.Array:
+def round_to_dtype(x: jax.Array) -> jax.Array:
     """Return an array whose numbers are rounded to its dtype in every program.
 
     XLA contracts a product and a following sum to one operation, and omits the rounding of 16-bit
@@ -83,7 +83,7 @@ def rounded(x: jax.Array) -> jax.Array:
     """
     if not active() or x.dtype not in _BITS:
         return x
-    return _rounded(x)
+    return _round_to_dtype(x)
 
 
 #: dtype -> integers of the same size.
@@ -91,14 +91,14 @@ _BITS = {jnp.dtype(k): n for k, n in (("float32", "uint32"), ("bfloat16", "uint1
 
 
 @jax.custom_jvp
-def _rounded(x: jax.Array) -> jax.Array:
+def _round_to_dtype(x: jax.Array) -> jax.Array:
     kind = _BITS[x.dtype]
     bits = jax.lax.bitcast_convert_type(x, kind)
     # The compiler cannot know that the second operand is 0 for all numbers.
     return jax.lax.bitcast_convert_type(bits ^ (x != x).astype(kind), x.dtype)
 
 
-_rounded.defjvps(lambda tangent, _, __: tangent)
+_round_to_dtype.defjvps(lambda tangent, _, __: tangent)
 
 
 def exp(x: jax.Array) -> jax.Array:
@@ -129,11 +129,11 @@ _LEAST = -87.3
 def _exp(x: jax.Array) -> jax.Array:
     # x = n ln 2 + r, so exp(x) = 2**n exp(r).
     n = jnp.round(jnp.clip(x, _LEAST, 89.0) * 1.44269504)
-    r = jnp.clip(x, _LEAST, 89.0) - _rounded(n * _LN2[0]) - _rounded(n * _LN2[1])
+    r = jnp.clip(x, _LEAST, 89.0) - _round_to_dtype(n * _LN2[0]) - _round_to_dtype(n * _LN2[1])
     y = jnp.full_like(r, _EXP[0])
     for c in _EXP[1:]:
-        y = _rounded(y * r) + c
-    y = _rounded(y * _rounded(r * r)) + r + 1
+        y = _round_to_dtype(y * r) + c
+    y = _round_to_dtype(y * _round_to_dtype(r * r)) + r + 1
     # Two factors, because 2**128 is not a float32.
     power = n.astype(jnp.int32)
     for part in (power >> 1, power - (power >> 1)):
@@ -148,12 +148,12 @@ def _exp_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax
 
 
 @jax.custom_jvp
-def with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
+def replace_gradient(value: jax.Array, reference: jax.Array) -> jax.Array:
     """Return the first array with the gradient of the second, which has other roundings."""
     return value
 
 
-with_gradient_of.defjvp(lambda arrays, tangents: (arrays[0], tangents[1]))
+replace_gradient.defjvp(lambda arrays, tangents: (arrays[0], tangents[1]))
 
 
 def with_ordinary_gradient(values: object, function: Callable[[], Any]) -> Any:
@@ -166,10 +166,12 @@ def with_ordinary_gradient(values: object, function: Callable[[], Any]) -> Any:
     def only_for_gradients() -> Any:
         return function()
 
-    with again(None):
-        others = jax.jit(only_for_gradients)()
+    with restore_config(None):
+        reference_values = jax.jit(only_for_gradients)()
     return jax.tree.map(
-        lambda value, other: with_gradient_of(value.reshape(other.shape), other), values, others
+        lambda value, reference: replace_gradient(value.reshape(reference.shape), reference),
+        values,
+        reference_values,
     )
 
 
@@ -177,7 +179,7 @@ def with_ordinary_gradient(values: object, function: Callable[[], Any]) -> Any:
 ONLY_FOR_GRADIENTS = "only_for_gradients"
 
 
-def divided(
+def run_on_shards(
     function: Callable[..., Any],
     arrays: Sequence[jax.Array],
     axes: Sequence[Axes],

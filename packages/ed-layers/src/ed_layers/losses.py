@@ -48,11 +48,13 @@ def token_logprobs(
     """
 
     @jax.checkpoint
-    def of_chunk(carry: None, part: tuple[jax.Array, jax.Array]):
+    def compute_chunk(carry: None, part: tuple[jax.Array, jax.Array]):
         logits, logz = logits_and_logz(part[0], head)
         return carry, (target_logit(logits, part[1]) - logz, logz)
 
-    _, (logp, logz) = jax.lax.scan(of_chunk, None, (split(hidden, chunk), split(targets, chunk)))
+    _, (logp, logz) = jax.lax.scan(
+        compute_chunk, None, (split(hidden, chunk), split(targets, chunk))
+    )
     n = hidden.shape[0]
     return logp.reshape(-1)[:n], logz.reshape(-1)[:n]
 
@@ -84,12 +86,14 @@ class TokenLoss(NamedTuple):
     ) -> Float[Array, "c v"]:
         """Return the gradient of `value` with respect to the logits."""
         v = softmax.shape[1]
-        wanted = (jnp.arange(v, dtype=targets.dtype) == targets[:, None]).astype(softmax.dtype)
+        target_probs = (jnp.arange(v, dtype=targets.dtype) == targets[:, None]).astype(
+            softmax.dtype
+        )
         if self.label_smoothing:
-            wanted = (1 - self.label_smoothing) * wanted + self.label_smoothing / v
+            target_probs = (1 - self.label_smoothing) * target_probs + self.label_smoothing / v
         if self.z_loss:
             softmax = softmax * (1 + 2 * self.z_loss * logz)[:, None]
-        return softmax - wanted
+        return softmax - target_probs
 
 
 def cross_entropy_sum(
@@ -115,13 +119,13 @@ def fused_cross_entropy(
 ) -> jax.Array:
     chunk, loss = static
 
-    def of_chunk(total: jax.Array, part):
+    def compute_chunk(total: jax.Array, part):
         h, y, w = part
         logits, logz = logits_and_logz(h, head)
         return total + jnp.sum(w * loss.value(logits, logz, y)), None
 
     parts = (split(hidden, chunk), split(targets, chunk), split(weights, chunk))
-    return jax.lax.scan(of_chunk, jnp.zeros((), jnp.float32), parts)[0]
+    return jax.lax.scan(compute_chunk, jnp.zeros((), jnp.float32), parts)[0]
 
 
 def fused_forward(static: tuple[int, TokenLoss], hidden, head: Head, targets, weights):
@@ -130,7 +134,7 @@ def fused_forward(static: tuple[int, TokenLoss], hidden, head: Head, targets, we
     leaves, treedef = jax.tree.flatten(head)
     learned = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
-    def of_chunk(carry, part):
+    def compute_chunk(carry, part):
         total, sums = carry
         h, y, w = part
         logits, pull = logits_and_pullback(head, h)
@@ -145,7 +149,9 @@ def fused_forward(static: tuple[int, TokenLoss], hidden, head: Head, targets, we
 
     parts = (split(hidden, chunk), split(targets, chunk), split(weights, chunk))
     zeros = [jnp.zeros(leaves[i].shape, jnp.float32) for i in learned]
-    (total, sums), d_hidden = jax.lax.scan(of_chunk, (jnp.zeros((), jnp.float32), zeros), parts)
+    (total, sums), d_hidden = jax.lax.scan(
+        compute_chunk, (jnp.zeros((), jnp.float32), zeros), parts
+    )
     d_hidden = d_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
     # Integers (codes of a quantized head) have no gradient; jax represents that as float0.
     d_leaves: list[Any] = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
@@ -157,10 +163,10 @@ def fused_forward(static: tuple[int, TokenLoss], hidden, head: Head, targets, we
 def fused_backward(static: tuple[int, TokenLoss], saved, cotangent):
     scale = cotangent.astype(jnp.float32)
 
-    def scaled(grad: jax.Array) -> jax.Array:
+    def scale_gradient(grad: jax.Array) -> jax.Array:
         return grad if grad.dtype == jax.dtypes.float0 else (grad * scale).astype(grad.dtype)
 
-    d_hidden, d_head = jax.tree.map(scaled, saved)
+    d_hidden, d_head = jax.tree.map(scale_gradient, saved)
     return d_hidden, d_head, None, None
 
 

@@ -13,12 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
-from ed_layers.depth.remat import recomputed
+from ed_layers.depth.remat import call_with_remat
 from ed_layers.parts import Parts
 from ed_layers.projections.linear import project_activated, project_gated
 
 
-def gated(name: str, gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:
+def apply_gate(name: str, gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Apply activation and gate between the projections of a gated layer."""
     return activation(name)(gate) * up
 
@@ -57,11 +57,15 @@ class GatedMLP(nnx.Module):
         self.chunk: int | None = config.scan_mlp_chunk_size if config.use_scan_mlp else None
 
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
-        x = ctx.named(x, "normed_input")
-        out = self.scanned(x, ctx) if self.chunk and x.shape[1] > self.chunk else self.block(x, ctx)
-        return ctx.named(out, "mlp_output")
+        x = ctx.name_activation(x, "normed_input")
+        out = (
+            self.scan_chunks(x, ctx)
+            if self.chunk and x.shape[1] > self.chunk
+            else self.block(x, ctx)
+        )
+        return ctx.name_activation(out, "mlp_output")
 
-    def scanned(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+    def scan_chunks(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """Apply the layer to `chunk` positions at a time (Liu & Abbeel 2023)."""
         assert self.chunk is not None
 
@@ -81,11 +85,11 @@ class GatedMLP(nnx.Module):
         names = "mlp_gate", "mlp_up"
         inner = project_gated(self.gate_proj, self.up_proj, self.hidden_act, x, names)
         if inner is None:
-            gate = ctx.named(self.gate_proj(x, ctx), "mlp_gate")
-            up = ctx.named(self.up_proj(x, ctx), "mlp_up")
-            inner = recomputed(partial(gated, self.hidden_act), gate, up)
-        out = self.down_proj(ctx.dropped(inner, self.dropout, "mlp_inner"), ctx)
-        return ctx.named(out, "mlp_down")
+            gate = ctx.name_activation(self.gate_proj(x, ctx), "mlp_gate")
+            up = ctx.name_activation(self.up_proj(x, ctx), "mlp_up")
+            inner = call_with_remat(partial(apply_gate, self.hidden_act), gate, up)
+        out = self.down_proj(ctx.apply_dropout(inner, self.dropout, "mlp_inner"), ctx)
+        return ctx.name_activation(out, "mlp_down")
 
 
 class MLP(nnx.Module):
@@ -123,14 +127,14 @@ class MLP(nnx.Module):
             activation(name)
 
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
-        x, inner, act = ctx.named(x, "normed_input"), None, self.hidden_act
+        x, inner, act = ctx.name_activation(x, "normed_input"), None, self.hidden_act
         if act is not None:
             inner = project_activated(self.up_proj, act, x, "mlp_up")
         if inner is None:
-            up = ctx.named(self.up_proj(x, ctx), "mlp_up")
-            inner = self.act_fn(up) if act is None else recomputed(activation(act), up)
-        out = self.down_proj(ctx.dropped(inner, self.dropout, "mlp_inner"), ctx)
-        return ctx.named(ctx.named(out, "mlp_down"), "mlp_output")
+            up = ctx.name_activation(self.up_proj(x, ctx), "mlp_up")
+            inner = self.act_fn(up) if act is None else call_with_remat(activation(act), up)
+        out = self.down_proj(ctx.apply_dropout(inner, self.dropout, "mlp_inner"), ctx)
+        return ctx.name_activation(ctx.name_activation(out, "mlp_down"), "mlp_output")
 
 
 def chunks(x: Float[Array, "b s *d"] | Int[Array, "b s"], size: int) -> jax.Array:

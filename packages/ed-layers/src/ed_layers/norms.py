@@ -10,8 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ed_layers.depth.remat import recomputed
-from ed_layers.fixed_order import rounded
+from ed_layers.depth.remat import call_with_remat
+from ed_layers.fixed_order import round_to_dtype
 from ed_layers.sums import mean
 
 
@@ -47,24 +47,26 @@ class RMSNorm(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
-        return recomputed(self.of_arrays(), x, self.weight.get_value() if self.has_weight else None)
+        return call_with_remat(
+            self.build_function(), x, self.weight.get_value() if self.has_weight else None
+        )
 
-    def of_arrays(self) -> Callable[..., Array]:
+    def build_function(self) -> Callable[..., Array]:
         """Apply the norm as a function of x and the weight."""
         eps, offset, dtype = self.eps, self.offset, self.dtype
         scale_dtype = jnp.float32 if self.scale_first else dtype
 
-        def normed(x: Float[Array, "*rows d"], weight: Float[Array, " d"] | None):
+        def normalize(x: Float[Array, "*rows d"], weight: Float[Array, " d"] | None):
             x = x.astype(jnp.float32)
             x = x * jax.lax.rsqrt(mean(jnp.square(x)) + eps)
             if weight is None:
-                return rounded(x.astype(dtype))
+                return round_to_dtype(x.astype(dtype))
             weight = weight.astype(scale_dtype)
             if offset:
                 weight = weight + offset
-            return rounded((rounded(x.astype(scale_dtype)) * weight).astype(dtype))
+            return round_to_dtype((round_to_dtype(x.astype(scale_dtype)) * weight).astype(dtype))
 
-        return normed
+        return normalize
 
 
 class LayerNorm(nnx.Module):
@@ -98,13 +100,13 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
         weight = self.weight.get_value() if self.has_weight else None
         bias = self.bias.get_value() if self.has_bias else None
-        return recomputed(self.of_arrays(), x, weight, bias)
+        return call_with_remat(self.build_function(), x, weight, bias)
 
-    def of_arrays(self) -> Callable[..., Array]:
+    def build_function(self) -> Callable[..., Array]:
         """Apply the norm as a function of x, the weight and the bias."""
         eps, offset, dtype = self.eps, self.offset, self.dtype
 
-        def normed(
+        def normalize(
             x: Float[Array, "*rows d"], weight: jax.Array | None, bias: jax.Array | None
         ) -> Float[Array, "*rows d"]:
             x = x.astype(jnp.float32)
@@ -113,10 +115,10 @@ class LayerNorm(nnx.Module):
             if weight is not None:
                 x = x * (weight.astype(jnp.float32) + offset)
             if bias is not None:
-                x = rounded(x) + bias.astype(jnp.float32)
-            return rounded(x.astype(dtype))
+                x = round_to_dtype(x) + bias.astype(jnp.float32)
+            return round_to_dtype(x.astype(dtype))
 
-        return normed
+        return normalize
 
 
 class GatedRMSNorm(nnx.Module):
@@ -156,4 +158,4 @@ class GatedRMSNorm(nnx.Module):
         parts = x.reshape(*x.shape[:-1], self.groups, -1)
         x = (parts * jax.lax.rsqrt(mean(jnp.square(parts)) + self.eps)).reshape(x.shape)
         x = x * self.weight.get_value().astype(jnp.float32)
-        return rounded((x if self.gate_first else x * gate).astype(self.dtype))
+        return round_to_dtype((x if self.gate_first else x * gate).astype(self.dtype))

@@ -42,21 +42,23 @@ def pack(model: M, *, numbers: bool = True) -> M:
     if not any(_form(layer, numbers) for layer in _layers(model)):
         return model
 
-    def packed(layer: nnx.Module, _: jax.Array) -> nnx.Module:
-        form, kept = _form(layer, numbers), _matrix(layer)
+    def pack_layer(layer: nnx.Module, _: jax.Array) -> nnx.Module:
+        form, variable = _form(layer, numbers), _matrix(layer)
         if form is not None:
-            new = type(kept)(form.of(kept.get_value()), axes=kept.get_metadata().get("axes"))
+            new = type(variable)(
+                form.of(variable.get_value()), axes=variable.get_metadata().get("axes")
+            )
             setattr(layer, "kernel" if isinstance(layer, Linear) else "embedding", new)
         return layer
 
-    return transform(model, Rules([("", packed)], kind="packing rule"), of=(Linear, Embed))
+    return transform(model, Rules([("", pack_layer)], kind="packing rule"), of=(Linear, Embed))
 
 
 def memory_for_numbers(model: nnx.Module) -> bool:
     """Return whether half of the available memory can contain the packed matrices of numbers of a
     model: the owner of the model may keep the plain ones."""
     numbers = [_matrix(layer) for layer in _layers(model) if _form(layer, numbers=True) is Panels]
-    return sum(kept.get_value().nbytes for kept in numbers) <= available_bytes() // 2
+    return sum(variable.get_value().nbytes for variable in numbers) <= available_bytes() // 2
 
 
 def _layers(model: nnx.Module) -> list[Linear | Embed]:
@@ -78,7 +80,7 @@ def _form(layer: nnx.Module, numbers: bool) -> Any:
     if isinstance(w, QArray):
         return CodePanels if CodePanels.can_be(w) else None
     # Other products convert the matrix, or read parts of its numbers.
-    plain = (
+    is_plain_array = (
         isinstance(w, jax.Array) and w.dtype == layer.dtype and layer.precision not in split.HIGH
     )
-    return Panels if numbers and plain and Panels.can_be(w) else None
+    return Panels if numbers and is_plain_array and Panels.can_be(w) else None

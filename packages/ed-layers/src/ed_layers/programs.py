@@ -21,7 +21,7 @@ from ed_layers.attention.registry import kernels
 logger = get_logger(__name__)
 
 
-def programs_of(
+def open_programs(
     config: ShardedConfig, home: Path | None, parts: object, packages: Sequence[str]
 ) -> Programs[Any] | None:
     """Return the stored programs of a model, or None if compiled programs are not stored.
@@ -42,5 +42,5 @@ def programs_of(
     except (NoFingerprintError, OSError, UntrustedFileError) as error:
         once(logger, f"compiled programs are kept by jax alone: {error}")
         return None
-    found = Programs[Any](home / name, list(config.mesh.devices.flat), key)
-    return found if found.usable else None
+    programs = Programs[Any](home / name, list(config.mesh.devices.flat), key)
+    return programs if programs.usable else None

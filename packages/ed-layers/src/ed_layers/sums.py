@@ -18,7 +18,7 @@ def total(x: Float[Array, "*rows d"]) -> Float[Array, "*rows 1"]:
     x = x.astype(jnp.float32)
     if not fixed_order.active():
         return jnp.sum(x, axis=-1, keepdims=True)
-    x = fixed_order.whole(x)
+    x = fixed_order.unshard_last_axis(x)
     return matmul(x, jnp.ones((1, x.shape[-1]), jnp.float32), transposed=True)
 
 
@@ -33,7 +33,7 @@ def logsumexp(x: Float[Array, "*rows d"]) -> Float[Array, "*rows"]:
     """Return `log(sum(exp(x)))` over the last axis, float32."""
     if not fixed_order.active():
         return jax.nn.logsumexp(x.astype(jnp.float32), axis=-1)
-    x = fixed_order.whole(x.astype(jnp.float32))
+    x = fixed_order.unshard_last_axis(x.astype(jnp.float32))
     top = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
     top = jnp.where(jnp.isfinite(top), top, 0)
     return (top + jnp.log(total(jnp.exp(x - top))))[..., 0]
@@ -49,12 +49,14 @@ def softmax(x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
     return powers / total(powers)
 
 
-def weighted(x: Float[Array, "n k d"], weights: Float[Array, "n k"]) -> Float[Array, "n d"]:
+def compute_weighted_sum(
+    x: Float[Array, "n k d"], weights: Float[Array, "n k"]
+) -> Float[Array, "n d"]:
     """Return the weighted sums over the middle axis, float32."""
     x = x.astype(jnp.float32)
     if not fixed_order.active():
         return jnp.einsum("nkd,nk->nd", x, weights)
-    parts = fixed_order.rounded(x * weights[..., None])
+    parts = fixed_order.round_to_dtype(x * weights[..., None])
     return sum((parts[:, i] for i in range(1, x.shape[1])), start=parts[:, 0])
 
 
@@ -70,7 +72,7 @@ def over_axis(x: Float[Array, "*dims"], axis: int) -> Float[Array, "*dims"]:
     axis %= x.ndim
     size = 1 << (x.shape[axis] - 1).bit_length()
     missing = [(0, size - n if at == axis else 0) for at, n in enumerate(x.shape)]
-    x = jnp.pad(fixed_order.rounded(x), missing)
+    x = jnp.pad(fixed_order.round_to_dtype(x), missing)
     while size > 1:
         size //= 2
         first, second = (jax.lax.slice_in_dim(x, i, i + size, axis=axis) for i in (0, size))

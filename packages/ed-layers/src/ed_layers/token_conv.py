@@ -50,7 +50,7 @@ class TokenConv(nnx.Module):
         for tap in range(taps):
             at = slice(tap, tap + length)
             same = (segments[:, at] == segment_ids) & (segment_ids != 0)
-            near = jnp.where(same[..., None], around[:, at], 0)
-            near = near.reshape(*near.shape[:2], self.groups, inner)
-            out = out + jnp.einsum("bsgi,igo->bsgo", near, kernel[tap]).reshape(out.shape)
+            neighbors = jnp.where(same[..., None], around[:, at], 0)
+            neighbors = neighbors.reshape(*neighbors.shape[:2], self.groups, inner)
+            out = out + jnp.einsum("bsgi,igo->bsgo", neighbors, kernel[tap]).reshape(out.shape)
         return out + self.bias.get_value().astype(self.dtype)

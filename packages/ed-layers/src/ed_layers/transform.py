@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra import parameter_names
 from ed_infra.errors import ConfigError
-from ed_infra.parameter_names import Run, runs_of
+from ed_infra.parameter_names import Run, split_runs
 from ed_infra.rules import Rules
 from flax import nnx
 
@@ -53,14 +53,16 @@ def transform(
     key = jax.random.key(0) if key is None else key
     for path, stack in list(_stacks(model)):
         if stack.layout == "stacked" and _tells_layers_apart(stack, path, rules, of):
-            _cut(stack, path, rules, of)
+            _split_stack(stack, path, rules, of)
     for path, module in list(_modules(model, of)):
         replace = rules.at(path)
         if replace is not None:
             names = parameter_names.canonical(path)
-            keys = [_key_of(key, name) for name in names]
+            keys = [_derive_key(key, name) for name in names]
             try:
-                module = _replaced(module, replace, keys, stacked=parameter_names.is_stacked(path))
+                module = _replace_module(
+                    module, replace, keys, stacked=parameter_names.is_stacked(path)
+                )
             except ConfigError as error:
                 raise ConfigError(f"{names[0]}: {error}") from None
             _put(model, path, module)
@@ -95,7 +97,7 @@ def _tells_layers_apart(stack: Stack, path: ModulePath, rules: Rules[Any], of: K
     return False
 
 
-def _cut(stack: Stack, path: ModulePath, rules: Rules[Any], of: Kinds) -> None:
+def _split_stack(stack: Stack, path: ModulePath, rules: Rules[Any], of: Kinds) -> None:
     """Split the runs of a stack, so that all layers of a run get the same replacements."""
     kinds: list[object] = []
     for layer in range(stack.num_layers):
@@ -112,7 +114,7 @@ def _cut(stack: Stack, path: ModulePath, rules: Rules[Any], of: Kinds) -> None:
     if stack.uncut is None:
         stack.uncut = stack.runs
     stack.to_layout("leaves")
-    stack.runs = runs_of(kinds)
+    stack.runs = split_runs(kinds)
     stack.to_layout("stacked")
 
 
@@ -127,7 +129,7 @@ def rejoin(model: nnx.Module) -> None:
             graphdef, state = nnx.split(getattr(stack, f"layer_{layer}"))
             shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
             kinds.append((_place(stack.uncut, layer), graphdef, shapes))
-        stack.runs = runs_of(kinds)
+        stack.runs = split_runs(kinds)
         stack.to_layout("stacked")
         if stack.runs == stack.uncut:
             del stack.uncut
@@ -139,7 +141,7 @@ def _place(runs: tuple[Run, ...], layer: int) -> tuple[int, int]:
     return run.start, (layer - run.start) % run.period
 
 
-def _replaced(
+def _replace_module(
     module: nnx.Module, replace: Replace, keys: list[jax.Array], *, stacked: bool
 ) -> nnx.Module:
     """Return the replacement of one module, or of the equal modules of a scanned stack."""
@@ -157,7 +159,7 @@ def _replaced(
     return nnx.merge(graphdefs[0], arrays)
 
 
-def _key_of(key: jax.Array, name: str) -> jax.Array:
+def _derive_key(key: jax.Array, name: str) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 

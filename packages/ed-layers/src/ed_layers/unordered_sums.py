@@ -34,18 +34,20 @@ def call_ordered(function: Callable[[], Any]) -> Any:
     closed, shapes = jax.make_jaxpr(function, return_shape=True)()
     outputs = len(closed.jaxpr.outvars)
     used, _ = dce_jaxpr(closed.jaxpr, [at == 0 for at in range(outputs)])
-    places = sorted({place_of(equation) for equation in unordered(used)})
+    places = sorted({describe_equation(equation) for equation in find_unordered_sums(used)})
     if places:
-        shown = "; ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+        listing = "; ".join(places[:4]) + (
+            f" and {len(places) - 4} more" if len(places) > 4 else ""
+        )
         raise ConfigError(
             "batch_invariant=True: this model has sums without a fixed order, because the native "
-            f"library does not compute them: {shown}. Set batch_invariant to false in the "
+            f"library does not compute them: {listing}. Set batch_invariant to false in the "
             "configuration of the model; the option of the same name of the engine needs no kernels"
         )
     return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)())
 
 
-def unordered(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+def find_unordered_sums(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yield the equations that sum more than two floating-point numbers."""
     for equation in jaxpr.eqns:
         if equation.params.get("name") == fixed_order.ONLY_FOR_GRADIENTS:
@@ -58,7 +60,7 @@ def unordered(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         ):
             yield equation
         for part in parts(equation):
-            yield from unordered(part)
+            yield from find_unordered_sums(part)
 
 
 def terms(equation: JaxprEqn) -> float:
@@ -81,8 +83,10 @@ def parts(equation: JaxprEqn) -> Iterator[Jaxpr]:
     for value in params.values():
         inner = list(value) if isinstance(value, tuple | list) else [value]
         if platforms is not None and value is params.get("branches"):
-            own = [b for b, names in zip(inner, platforms, strict=True) if names and "cpu" in names]
-            inner = own or inner
+            cpu_branches = [
+                b for b, names in zip(inner, platforms, strict=True) if names and "cpu" in names
+            ]
+            inner = cpu_branches or inner
         for part in inner:
             if isinstance(part, ClosedJaxpr):
                 yield part.jaxpr
@@ -90,7 +94,7 @@ def parts(equation: JaxprEqn) -> Iterator[Jaxpr]:
                 yield part
 
 
-def place_of(equation: JaxprEqn) -> str:
+def describe_equation(equation: JaxprEqn) -> str:
     """Describe an equation: its name, and the function of the project that computes it."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():

@@ -47,15 +47,17 @@ def apply_updates(
     """
     if not updates:
         return state
-    flat, left = [], dict(updates)
+    flat, remaining_updates = [], dict(updates)
     learning = None if trained is None else {path[:-1] for path, _ in nnx.to_flat_state(trained)}
     for path, variable in nnx.to_flat_state(state):
-        reported = left.pop(storage_name(path), None)
+        reported = remaining_updates.pop(storage_name(path), None)
         if reported is not None and (learning is None or path[:-1] in learning):
             rule: Callable[..., jax.Array] = variable.get_metadata()["rule"]
             rule = jax.vmap(rule) if parameter_names.is_stacked(path) else rule
             variable = variable.replace(rule(variable.get_value(), reported))
         flat.append((path, variable))
-    if left:
-        raise KeyError(f"updates of variables that the model does not have: {', '.join(left)}")
+    if remaining_updates:
+        raise KeyError(
+            f"updates of variables that the model does not have: {', '.join(remaining_updates)}"
+        )
     return nnx.from_flat_state(flat)

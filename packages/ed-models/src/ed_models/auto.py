@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.checkpoints import hub
-from ed_models.checkpoints.checks import task_of
+from ed_models.checkpoints.checks import detect_task
 from ed_models.tasks.audio_classification import AudioClassifier
 from ed_models.tasks.audio_text import AudioTextLM
 from ed_models.tasks.causal_lm import CausalLM
@@ -60,8 +60,8 @@ class AutoEasyDeLConfig:
             RegistryError: the model type is not registered.
         """
         changes = {name: value for name, value in options.items() if name not in _OF_HUB}
-        where = {name: value for name, value in options.items() if name in _OF_HUB}
-        directory = hub.resolve(name_or_path, weights=False, **where)
+        hub_options = {name: value for name, value in options.items() if name in _OF_HUB}
+        directory = hub.resolve(name_or_path, weights=False, **hub_options)
         return hub.read_config(directory, **changes)
 
     @classmethod
@@ -247,9 +247,9 @@ class AutoEasyDeLModelForReward(_AutoModel[SequenceClassifier]):
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> SequenceClassifier:
         """Load a directory or a hub repository; options: see `hub.from_pretrained`."""
-        where = {name: options[name] for name in _OF_HUB if name in options}
-        directory = hub.resolve(name_or_path, weights=False, **where)
-        if task_of(directory) == cls.task:
+        hub_options = {name: options[name] for name in _OF_HUB if name in options}
+        directory = hub.resolve(name_or_path, weights=False, **hub_options)
+        if detect_task(directory) == cls.task:
             labels = hub.read_config(directory).num_labels
             if labels != 1:
                 raise CheckpointError(

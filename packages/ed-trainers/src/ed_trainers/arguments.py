@@ -142,8 +142,8 @@ def _online(
     kind: type[TrainingArguments], trainer: str, *roles: Role, images: bool = False
 ) -> MethodEntry:
     """Return the entry of a method that samples; `images`: whether the prompts may have images."""
-    others = (TaskType.IMAGE_TEXT_TO_TEXT,) if images else ()
-    return MethodEntry(kind, trainer, "prompt", roles, other_tasks=others, samples=True)
+    other_tasks = (TaskType.IMAGE_TEXT_TO_TEXT,) if images else ()
+    return MethodEntry(kind, trainer, "prompt", roles, other_tasks=other_tasks, samples=True)
 
 
 _SHIPPED: dict[str, MethodEntry] = {
@@ -292,7 +292,7 @@ class _Methods(Mapping[str, MethodEntry]):
     """The methods of this package, then those of other packages, which are imported on access."""
 
     def __getitem__(self, name: str) -> MethodEntry:
-        return _SHIPPED[name] if name in _SHIPPED else _of_packages(name)
+        return _SHIPPED[name] if name in _SHIPPED else _load_entry_point(name)
 
     def __iter__(self) -> Iterator[str]:
         yield from _SHIPPED
@@ -321,7 +321,7 @@ def _points() -> dict[str, EntryPoint]:
 
 
 @cache
-def _of_packages(name: str) -> MethodEntry:
+def _load_entry_point(name: str) -> MethodEntry:
     entry = _points()[name].load()
     if not isinstance(entry, MethodEntry):
         raise ConfigError(
@@ -361,8 +361,8 @@ def method(trainer_type: str) -> MethodEntry:
         ConfigError: The method is unknown.
     """
     if isinstance(trainer_type, str) and trainer_type not in METHODS:
-        plain = trainer_type.lower().replace("-", "_")
-        trainer_type = plain if plain in METHODS else trainer_type
+        normalized_name = trainer_type.lower().replace("-", "_")
+        trainer_type = normalized_name if normalized_name in METHODS else trainer_type
     if not isinstance(trainer_type, str) or trainer_type not in METHODS:
         raise unknown_name("trainer_type", trainer_type, METHODS)
     return METHODS[trainer_type]
@@ -389,18 +389,18 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
         if "num_train_epochs" in arguments.model_fields_set:
             idle.append(("num_train_epochs", f"max_training_steps ({steps}) sets the length"))
         if arguments.warmup_steps >= steps:
-            why = f"the run ends after {steps} steps, within the warm-up"
-            idle.append(("warmup_steps", f"{why}: the learning rate only rises"))
+            reason = f"the run ends after {steps} steps, within the warm-up"
+            idle.append(("warmup_steps", f"{reason}: the learning rate only rises"))
             if arguments.scheduler in DECAYING:
-                idle.append(("scheduler", f"{why}: the learning rate never decays"))
+                idle.append(("scheduler", f"{reason}: the learning rate never decays"))
         for name in ("save_steps", "evaluation_steps", "generation_interval", "benchmark_interval"):
             every = getattr(arguments, name)
             if every is not None and every > steps:
                 idle.append((name, f"the run ends after {steps} steps, at the end it acts anyway"))
     settings = arguments.optimizer_kwargs
     if arguments.optimizer == "sgd" and settings.get("nesterov") and not settings.get("momentum"):
-        why = "nesterov is a kind of momentum, and sgd has none here: set momentum as well"
-        idle.append(("optimizer_kwargs", why))
+        reason = "nesterov is a kind of momentum, and sgd has none here: set momentum as well"
+        idle.append(("optimizer_kwargs", reason))
     if not arguments.skip_bad_steps:
         for name in ("sigma_factor", "rolling_interval_length"):
             if name in arguments.model_fields_set:
@@ -417,8 +417,8 @@ def _idle_probes(arguments: TrainingArguments) -> list[tuple[str, str]]:
     idle = []
     for needed, names in _NEEDED.items():
         if not getattr(arguments, needed):
-            here = [name for name in names if name in arguments.model_fields_set]
-            idle += [(name, f"{needed} is not set") for name in here]
+            idle_names = [name for name in names if name in arguments.model_fields_set]
+            idle += [(name, f"{needed} is not set") for name in idle_names]
     if arguments.generation_prompts and "generation_num_prompts" in arguments.model_fields_set:
         idle.append(("generation_num_prompts", "see `generation_prompts`"))
     if not arguments.generation_temperature and arguments.generation_top_p < 1:

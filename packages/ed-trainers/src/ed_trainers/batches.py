@@ -79,11 +79,11 @@ class Share(NamedTuple):
             return cls(dataset)
         height = dataset.batch_size
         rows = rows or height
-        own = placement.own_rows(rows)
-        if len(own) == rows or rows % len(own) or height % rows:
+        process_rows = placement.own_rows(rows)
+        if len(process_rows) == rows or rows % len(process_rows) or height % rows:
             return cls(dataset)
-        numbers = [begin + row for begin in range(0, height, rows) for row in own]
-        return cls(dataset.for_rows(numbers), rows // len(own))
+        numbers = [begin + row for begin in range(0, height, rows) for row in process_rows]
+        return cls(dataset.for_rows(numbers), rows // len(process_rows))
 
 
 class Feed:

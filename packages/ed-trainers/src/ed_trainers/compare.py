@@ -42,14 +42,14 @@ class Difference:
     """
 
     name: str
-    what: str = ""
+    description: str = ""
     largest: float = 0.0
     relative: float = 0.0
     elements: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
-        if self.what:
-            return f"{self.name}: {self.what}"
+        if self.description:
+            return f"{self.name}: {self.description}"
         differ, of = self.elements
         return (
             f"{self.name}: largest {self.largest:.3g}, relative {self.relative:.3g}, "
@@ -74,11 +74,11 @@ class Arrays:
         self.shapes: list[str]
         self._read: Read
         if path.is_file():
-            self.shapes, self._read = _of_easylm(path)
+            self.shapes, self._read = _open_easylm(path)
         elif (path / "_METADATA").is_file():
-            self.shapes, self._read = _of_orbax(path)
+            self.shapes, self._read = _open_orbax(path)
         elif _has_safetensors(path):
-            self.shapes, self._read = _of_safetensors(path)
+            self.shapes, self._read = _open_safetensors(path)
         else:
             raise CheckpointError(
                 f"{path} contains no arrays: pass a checkpoint "
@@ -120,10 +120,10 @@ def _in_one_layout(first: str | Path, second: str | Path) -> Iterator[tuple[Arra
     mixed = any(map(_is_checkpoint, paths)) and any(map(_has_safetensors, paths))
     with tempfile.TemporaryDirectory(prefix="compare-") as directory:
         if mixed:
-            from ed_trainers.convert import model_of
+            from ed_trainers.convert import get_model
 
             converted = Path(directory)
-            model_of(next(filter(_is_checkpoint, paths))).save_pretrained(converted)
+            get_model(next(filter(_is_checkpoint, paths))).save_pretrained(converted)
             paths = tuple(converted if _is_checkpoint(path) else path for path in paths)
         yield Arrays(paths[0]), Arrays(paths[1])
 
@@ -171,11 +171,11 @@ def _numbers(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64)
 
 
-def _of_orbax(path: Path) -> tuple[list[str], Read]:
+def _open_orbax(path: Path) -> tuple[list[str], Read]:
     import orbax.checkpoint as ocp
 
     from ed_trainers.stored.arrays import stored_arrays
-    from ed_trainers.stored.library_log import hushed
+    from ed_trainers.stored.library_log import hush_logger
 
     def read(name: str) -> np.ndarray:
         args: Any = ocp.args.PyTreeRestore(
@@ -183,20 +183,20 @@ def _of_orbax(path: Path) -> tuple[list[str], Read]:
             restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
             partial_restore=True,
         )
-        with hushed(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with hush_logger(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             return np.asarray(checkpointer.restore(path, args=args)[name])
 
     return list(stored_arrays(path)), read
 
 
-def _of_easylm(path: Path) -> tuple[list[str], Read]:
+def _open_easylm(path: Path) -> tuple[list[str], Read]:
     from ed_trainers.easylm import open_arrays
 
     stream = open_arrays(path)
     return list(stream), stream.read
 
 
-def _of_safetensors(path: Path) -> tuple[list[str], Read]:
+def _open_safetensors(path: Path) -> tuple[list[str], Read]:
     from ed_models.checkpoints.tensor_files import TensorFiles
 
     files = TensorFiles.open(path)

@@ -96,7 +96,7 @@ class Loss(NamedTuple):
     """The contribution of a batch to a step: sums, so that microbatches add up exactly.
 
     The step minimizes the sum of the means in `sums`: each sum is divided by its own weight over
-    all microbatches. `logged` names the logged means.
+    all microbatches. `build_log_metrics` names the logged means.
 
     Attributes:
         sums: the terms of the loss by name, coefficients included: `"main_loss"`, the method's own
@@ -123,7 +123,7 @@ class Loss(NamedTuple):
         sums = {MAIN: Metric.of(total, weight), **output.losses}
         return cls(sums, {**output.aux, **metrics}, output.updates)
 
-    def checked(self) -> Loss:
+    def validate_terms(self) -> Loss:
         """Return the loss if it is valid; called while tracing.
 
         Raises:
@@ -148,7 +148,9 @@ class Loss(NamedTuple):
         return self
 
 
-def logged(terms: Mapping[str, Number], metrics: Mapping[str, Number]) -> dict[str, Number]:
+def build_log_metrics(
+    terms: Mapping[str, Number], metrics: Mapping[str, Number]
+) -> dict[str, Number]:
     """Return the figures of the log from the means of `Loss.sums` and of `Loss.metrics`.
 
     `loss` is the optimized total. If the total has several terms, each term is logged too.
@@ -289,16 +291,16 @@ class MethodRun(Generic[A]):
         Raises:
             ConfigError: a model was created for another mesh, or a part rejects the models.
         """
-        chosen = self.create_parts(models)
-        placed = {role: self.placement.frozen(role, model) for role, model in chosen.items()}
+        frozen_models = self.create_parts(models)
+        placed = {role: self.placement.frozen(role, model) for role, model in frozen_models.items()}
         self.frozen = Frozen(placed, self.learner, self.following)
 
     def create_parts(self, models: Mapping[str, LanguageModel]) -> dict[str, LanguageModel]:
         """Create the method's objects, and return the frozen models that its steps read."""
-        chosen = dict(models)
+        frozen_models = dict(models)
         for make in self.record.parts:
-            self._parts.append(make(self, chosen))
-        return chosen
+            self._parts.append(make(self, frozen_models))
+        return frozen_models
 
     def part(self, kind: type[T]) -> T:
         """Return the object of a class that the method holds."""
@@ -313,8 +315,8 @@ class MethodRun(Generic[A]):
     @property
     def whole_batches(self) -> bool:
         """Whether `prepare` needs the rows of all processes."""
-        whole = self.record.whole_batches
-        return whole if isinstance(whole, bool) else whole(self)
+        requirement = self.record.whole_batches
+        return requirement if isinstance(requirement, bool) else requirement(self)
 
     def prepare(self, batch: HostBatch) -> Prepared:
         """Return the arrays that `loss` reads; see `Method.prepare`."""

@@ -47,7 +47,7 @@ from ed_trainers.stored.saved import check_format, saved_facts
 _PLACES = ("graphstate/", "graphother/", "")
 
 
-def model_of(directory: str | Path) -> EasyDeLBaseModule:
+def get_model(directory: str | Path) -> EasyDeLBaseModule:
     """Read the model in a checkpoint, in the dtype that it was trained in.
 
     Args:
@@ -67,27 +67,27 @@ def model_of(directory: str | Path) -> EasyDeLBaseModule:
         for one in canonical(name.split("/"))
     }
     graphdef, state = _empty(facts, path)
-    wanted: dict[str, jax.ShapeDtypeStruct] = {}
+    abstract_arrays: dict[str, jax.ShapeDtypeStruct] = {}
     places: dict[str, str] = {}
     for name, leaf in flat_abstract(state).items():
         for place in _PLACES:
             first = canonical((place + name).split("/"))[0]
             if first in there:
                 places[name] = place + name
-                wanted[place + name] = leaf.update(dtype=there[first])
+                abstract_arrays[place + name] = leaf.update(dtype=there[first])
                 break
         else:
             raise CheckpointError(
                 f"{path} has no {name}: it contains only the trained arrays, because the frozen "
                 "weights are not saved. Finish the training run: its end writes the whole model"
             )
-    arrays = read_arrays(path / "arrays", wanted)
+    arrays = read_arrays(path / "arrays", abstract_arrays)
     filled = from_flat(state, {name: arrays[place] for name, place in places.items()})
     with nnx.use_eager_sharding(False):
         return nnx.merge(graphdef, filled)
 
 
-def state_of(directory: str | Path, tx: optax.GradientTransformation | None) -> EasyDeLState:
+def load_state(directory: str | Path, tx: optax.GradientTransformation | None) -> EasyDeLState:
     """Read a saved state; the shapes and the placement are those of its model.
 
     Args:
@@ -99,13 +99,15 @@ def state_of(directory: str | Path, tx: optax.GradientTransformation | None) -> 
     """
     path = Path(directory).absolute()
     facts = saved_facts(path)
-    model: Any = model_of(path)
+    model: Any = get_model(path)
     names = [name.split("/") for name in stored_arrays(path / "arrays")]
     learned = {one for parts in names if parts[0] == "graphstate" for one in canonical(parts[1:])}
     rules = [(f"^{re.escape(name)}$", True) for name in sorted(learned)]
     state = EasyDeLState.create(model=model)
-    found = {one for name in flat_abstract(state.graphstate) for one in canonical(name.split("/"))}
-    if found != learned:
+    trainable_names = {
+        one for name in flat_abstract(state.graphstate) for one in canonical(name.split("/"))
+    }
+    if trainable_names != learned:
         state = EasyDeLState.create(model=model, trainable=rules)
     if tx is None:
         return state.replace(step=jnp.asarray(facts["step"], jnp.int32))
@@ -128,7 +130,7 @@ def _facts(path: Path) -> dict[str, Any]:
 def _empty(facts: dict[str, Any], path: Path) -> tuple[nnx.GraphDef, nnx.State]:
     """Structure, shapes and placement of a checkpoint's model, on the devices that are here."""
     model_type = facts["config"]["model_type"]
-    modules = [registry.get_module(task, model_type) for task in registry.tasks_of(model_type)]
+    modules = [registry.get_module(task, model_type) for task in registry.list_tasks(model_type)]
     module = next((one for one in modules if one.__name__ == facts["class"]), None)
     if module is None:
         raise CheckpointError(f"{path} holds a {facts['class']}, which is not installed here")
@@ -188,13 +190,13 @@ def convert(
         if not (Path(source) / "arrays").is_dir():
             return to_easylm(source, target)
         with tempfile.TemporaryDirectory(prefix="easylm-") as directory:
-            model_of(source).save_pretrained(directory)
+            get_model(source).save_pretrained(directory)
             return to_easylm(directory, target)
     if (Path(source) / "arrays").is_dir():
-        model_of(source).save_pretrained(target)
+        get_model(source).save_pretrained(target)
         return Path(target)
-    found = AutoEasyDeLConfig.from_pretrained(source)
-    dtype = getattr(found, "dtype", None) or "float32"  # that of the files
+    hf_config = AutoEasyDeLConfig.from_pretrained(source)
+    dtype = getattr(hf_config, "dtype", None) or "float32"  # that of the files
     name = str(dtype).removeprefix("torch.")
     model = AutoEasyDeLModelForCausalLM.from_pretrained(source, param_dtype=jnp.dtype(name))
     return CheckpointManager(target).save(model)
@@ -204,11 +206,11 @@ def _to_gguf(source: str | Path, target: Path, dtype: str | None) -> Path:
     """Write a model, or the model of a checkpoint, with the tokenizer next to it."""
     if not (Path(source) / "arrays").is_dir():
         return to_gguf(source, target, dtype=dtype)
-    tokenizer = tokenizer_of(source)
-    return save_gguf(model_of(source), target, tokenizer=tokenizer, dtype=dtype)
+    tokenizer = get_tokenizer(source)
+    return save_gguf(get_model(source), target, tokenizer=tokenizer, dtype=dtype)
 
 
-def tokenizer_of(checkpoint: str | Path) -> Path | None:
+def get_tokenizer(checkpoint: str | Path) -> Path | None:
     """Return the directory with the tokenizer of a checkpoint; None: the run has saved none."""
     run = Path(checkpoint).absolute().parent.parent  # runs/mine/checkpoints/100
     places = (Path(checkpoint), run / "model", run / "tokenizer", run)

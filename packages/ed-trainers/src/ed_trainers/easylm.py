@@ -168,7 +168,7 @@ def open_arrays(path: str | Path) -> StreamFile | TreeFile:
     return TreeFile(path) if is_map else StreamFile(path)
 
 
-def parameters_of(arrays: Iterable[str]) -> dict[str, str]:
+def get_parameter_names(arrays: Iterable[str]) -> dict[str, str]:
     """Return EasyLM's name -> the stored name, of the parameters in a file of parameters or of a
     complete training state."""
     names = list(arrays)
@@ -224,9 +224,9 @@ def layout(config: Mapping[str, Any]) -> dict[str, Tensor]:
 
     names = {**_AROUND, _HEAD[0]: _HEAD[1]}
     for layer in range(int(config["num_hidden_layers"])):
-        for own, other in _OF_A_LAYER.items():
-            names[f"model.layers.{layer}.{own}"] = f"transformer/h/{layer}/{other}"
-    return {own: tensor(other) for own, other in names.items()}
+        for hf_name, easylm_name in _OF_A_LAYER.items():
+            names[f"model.layers.{layer}.{hf_name}"] = f"transformer/h/{layer}/{easylm_name}"
+    return {hf_name: tensor(easylm_name) for hf_name, easylm_name in names.items()}
 
 
 def in_pairs(matrix: Shaped[np.ndarray, "o i"], heads: int) -> Shaped[np.ndarray, "o i"]:
@@ -260,8 +260,8 @@ def to_easylm(source: str | Path, target: str | Path) -> Path:
     _check_names(tensors, {*files, _HEAD[0]}, str(source))
 
     def read(name: str, tensor: Tensor) -> np.ndarray:
-        own = "model.embed_tokens.weight" if tied and name == _HEAD[0] else name
-        return np.ascontiguousarray(tensor.to_easylm(files.read(own)))
+        stored_name = "model.embed_tokens.weight" if tied and name == _HEAD[0] else name
+        return np.ascontiguousarray(tensor.to_easylm(files.read(stored_name)))
 
     return write_stream(target, ((t.name, read(name, t)) for name, t in tensors.items()))
 
@@ -283,42 +283,46 @@ def from_easylm(source: str | Path, target: str | Path, config: str | Path) -> P
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not empty: name a new directory")
     stream, settings = open_arrays(source), _config(hub.resolve(str(config)))
-    here = parameters_of(stream)
+    parameter_names = get_parameter_names(stream)
     tensors = layout(settings)
-    names = {tensor.name: own for own, tensor in tensors.items()}
-    _check_names(names, here, str(source))
+    names = {tensor.name: hf_name for hf_name, tensor in tensors.items()}
+    _check_names(names, parameter_names, str(source))
     tied = bool(settings.get("tie_word_embeddings"))
     if tied and not np.array_equal(
-        stream.read(here[_HEAD[1]]).T, stream.read(here["transformer/wte/embedding"])
+        stream.read(parameter_names[_HEAD[1]]).T,
+        stream.read(parameter_names["transformer/wte/embedding"]),
     ):
         raise CheckpointError(
             f"{source} has a separate head, but {config} has tie_word_embeddings: set it to "
             "false there"
         )
-    written = {own: tensor for own, tensor in tensors.items() if not (tied and own == _HEAD[0])}
+    output_tensors = {
+        hf_name: tensor for hf_name, tensor in tensors.items() if not (tied and hf_name == _HEAD[0])
+    }
     specs = {}
-    for own, tensor in written.items():
-        record = stream[here[tensor.name]]
+    for hf_name, tensor in output_tensors.items():
+        record = stream[parameter_names[tensor.name]]
         turned = tensor.name not in _AROUND.values() and len(record.shape) == 2
-        specs[own] = TensorSpec(record.shape[::-1] if turned else record.shape, record.dtype)
+        specs[hf_name] = TensorSpec(record.shape[::-1] if turned else record.shape, record.dtype)
 
-    def read(own: str) -> np.ndarray:
-        array = stream.read(here[written[own].name])
+    def read(hf_name: str) -> np.ndarray:
+        array = stream.read(parameter_names[output_tensors[hf_name].name])
         try:
-            return np.ascontiguousarray(written[own].from_easylm(array))
+            return np.ascontiguousarray(output_tensors[hf_name].from_easylm(array))
         except ValueError as error:
             raise CheckpointError(
-                f"{own} of {source}, shaped {list(array.shape)}, does not divide into the heads of "
+                f"{hf_name} of {source}, shaped {list(array.shape)}, does not divide into the "
+                "heads of "
                 f"{config}: pass the configuration of this model"
             ) from error
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as partial:
-        made = Path(partial) / "model"
-        made.mkdir()
-        write_tensors(made, specs, read)
-        (made / "config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
-        made.replace(target)
+        model_directory = Path(partial) / "model"
+        model_directory.mkdir()
+        write_tensors(model_directory, specs, read)
+        (model_directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+        model_directory.replace(target)
     return target
 
 
@@ -333,12 +337,13 @@ def _config(directory: Path) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], **config}
 
 
-def _check_names(wanted: Iterable[str], there: Iterable[str], where: str) -> None:
-    missing, more = {*wanted} - {*there}, {*there} - {*wanted}
-    for names, what in ((missing, "has no"), (more, "has, and its LLaMA has not,")):
+def _check_names(expected_names: Iterable[str], there: Iterable[str], source: str) -> None:
+    missing, more = {*expected_names} - {*there}, {*there} - {*expected_names}
+    for names, problem in ((missing, "has no"), (more, "has, and its LLaMA has not,")):
         if names:
-            some = ", ".join(sorted(names)[:3])
+            examples = ", ".join(sorted(names)[:3])
             raise CheckpointError(
-                f"{where} {what} {some} ({len(names)} tensors): it is of another model than its "
+                f"{source} {problem} {examples} ({len(names)} tensors): it is of another model "
+                "than its "
                 "config.json"
             )

@@ -28,6 +28,6 @@ def feed(run: MethodRun[Any], dataset: Dataset) -> Feed:
     return NumberedFeed(dataset, Share.of(dataset, run.placement, run.rows))
 
 
-def number_of(batch: HostBatch) -> int:
+def get_batch_number(batch: HostBatch) -> int:
     """Return the number of a batch: its step, from 1, or 0 for held-out data."""
     return int(batch.get(STEP, _HELD_OUT))

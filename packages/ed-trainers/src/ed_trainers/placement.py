@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 TOKENS: LogicalAxes = ("batch", "sequence")
 
 
-def replicated(sharding: Sharding) -> Sharding:
+def replicate_sharding(sharding: Sharding) -> Sharding:
     """Return the sharding that replicates an array over the devices of another sharding."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
@@ -54,7 +54,7 @@ def shardings_like(shapes: optax.OptState, params: nnx.State) -> optax.OptState:
     placed = jax.tree_util.tree_flatten_with_path(params)[0]
     by_path = {normalize(path): leaf for path, leaf in placed}
     depths = sorted({len(path) for path in by_path}, reverse=True)
-    default = replicated(placed[0][1].sharding)
+    default = replicate_sharding(placed[0][1].sharding)
 
     def choose(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> Sharding:
         names = normalize(path)
@@ -91,11 +91,11 @@ def pad_rows(batch: Inputs[np.ndarray], rows: int, axis: int = 0) -> Inputs[np.n
     if missing <= 0:
         return batch
 
-    def padded(array: np.ndarray) -> np.ndarray:
+    def pad_array(array: np.ndarray) -> np.ndarray:
         shape = (*array.shape[:axis], missing, *array.shape[axis + 1 :])
         return np.concatenate([array, np.zeros(shape, array.dtype)], axis)
 
-    return jax.tree.map(padded, batch)
+    return jax.tree.map(pad_array, batch)
 
 
 def with_arrays(
@@ -146,8 +146,8 @@ class Placement:
 
     def own_rows(self, rows: int) -> range:
         """Return the rows of a microbatch [rows, ...] that the devices of this process hold."""
-        own = local_rows(self.sharding((rows,), ("batch",)), rows)
-        return range(own.start, own.stop)
+        row_slice = local_rows(self.sharding((rows,), ("batch",)), rows)
+        return range(row_slice.start, row_slice.stop)
 
     def padded_rows(self, rows: int) -> int:
         """Return the smallest number of at least `rows` rows that the devices can divide.
@@ -170,14 +170,14 @@ class Placement:
         """
         axis = int(stacked)
 
-        def placed(name: str, array: np.ndarray) -> jax.Array:
+        def place_array(name: str, array: np.ndarray) -> jax.Array:
             rows = array.shape[axis] * parts
             shape = (*array.shape[:axis], rows, *array.shape[axis + 1 :])
-            axes = batch.axes_of(name)[: len(shape) - axis]
-            where = self.sharding(shape, axes, stacked=stacked)
-            return make_global(array, where, rows=rows if parts > 1 else None, axis=axis)
+            axes = batch.get_logical_axes(name)[: len(shape) - axis]
+            array_sharding = self.sharding(shape, axes, stacked=stacked)
+            return make_global(array, array_sharding, rows=rows if parts > 1 else None, axis=axis)
 
-        arrays = [placed(name, array) for name, array in batch.items()]
+        arrays = [place_array(name, array) for name, array in batch.items()]
         return jax.tree.unflatten(jax.tree.structure(batch), arrays)
 
     def frozen(self, role: str, model: LanguageModel) -> LanguageModel:

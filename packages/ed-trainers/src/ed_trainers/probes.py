@@ -127,20 +127,20 @@ class Previews:
         samples, lines = [], []
         for prompt, sequence in zip(self._prompts, output.sequences.tolist(), strict=True):
             answer = until_end(sequence[width:], model)
-            read, written = (
+            read, completion_text = (
                 self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, answer)
             )
-            samples.append({"prompt": read, "completion": written})
-            lines.append(f"{read!r} continues {written!r}")
+            samples.append({"prompt": read, "completion": completion_text})
+            lines.append(f"{read!r} continues {completion_text!r}")
         return {SAMPLES: samples}, lines
 
     def _find_prompts(self) -> list[list[int]]:
         arguments = self._arguments
         if arguments.generation_prompts:
             prompts = [self._encode(prompt) for prompt in arguments.generation_prompts]
-            for written, prompt in zip(arguments.generation_prompts, prompts, strict=True):
+            for prompt_text, prompt in zip(arguments.generation_prompts, prompts, strict=True):
                 if not prompt:
-                    raise ConfigError(f"generation_prompts: {written!r} has no tokens")
+                    raise ConfigError(f"generation_prompts: {prompt_text!r} has no tokens")
             return prompts
         assert self._held_out is not None
         prompts: list[list[int]] = []
@@ -184,14 +184,14 @@ def beginnings(batch: HostBatch | object) -> list[list[int]]:
     segments = np.asarray(
         batch.get(f"{lead}segment_ids", batch.get(f"{lead}attention_mask", np.ones_like(ids)))
     )
-    found = []
+    prompt_ids = []
     for row in range(len(ids)):
         for segment in range(1, int(segments[row].max(initial=0)) + 1):
-            here = segments[row] == segment
-            tokens, learned = ids[row][here].tolist(), labels[row][here] != -100
+            document_mask = segments[row] == segment
+            tokens, learned = ids[row][document_mask].tolist(), labels[row][document_mask] != -100
             prompt = int(np.argmax(learned)) if learned.any() else 0
-            found.append(tokens[: prompt or min(max(len(tokens) // 2, 1), _BEGINNING)])
-    return [tokens for tokens in found if tokens]
+            prompt_ids.append(tokens[: prompt or min(max(len(tokens) // 2, 1), _BEGINNING)])
+    return [tokens for tokens in prompt_ids if tokens]
 
 
 class Benchmarks:
@@ -216,13 +216,13 @@ class Benchmarks:
         figures = self._run(self._arguments.benchmarks, weights)
         row = {
             f"{BENCHMARK}{task}/{name}": value
-            for task, of_task in figures.items()
-            for name, value in of_task.items()
+            for task, task_metrics in figures.items()
+            for name, value in task_metrics.items()
         }
         return row, [f"{name.removeprefix(BENCHMARK)} {value:.4g}" for name, value in row.items()]
 
 
-def probes_of(
+def build_probes(
     arguments: TrainingArguments,
     model: object,
     tokenizer: object | None,

@@ -17,14 +17,14 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 
-def changing_variables(other: nnx.State) -> nnx.State:
+def changing_variables(other_variables: nnx.State) -> nnx.State:
     """Return the variables with their own update rule, among those without a gradient."""
-    kept = [
+    flat_variables = [
         (path, variable)
-        for path, variable in nnx.to_flat_state(other)
+        for path, variable in nnx.to_flat_state(other_variables)
         if isinstance(variable, Updated) or not isinstance(variable, nnx.Variable)
     ]
-    return nnx.from_flat_state(kept)
+    return nnx.from_flat_state(flat_variables)
 
 
 class Weights:
@@ -71,8 +71,8 @@ class Weights:
         """The variables of `state` that training changes."""
         if self._states is None:
             return self.state
-        graphstate, other = self._states
-        return nnx.merge_state(graphstate, changing_variables(other))
+        graphstate, other_variables = self._states
+        return nnx.merge_state(graphstate, changing_variables(other_variables))
 
     @property
     def model(self) -> LanguageModel:

@@ -18,15 +18,15 @@ from flax import nnx, struct
 
 from ed_trainers.optimizers import (
     apply_updates,
-    averaged,
     build_optimizer,
     build_schedule,
     check_rules,
+    get_ema_params,
     gradient_point,
 )
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.optimizers import DECAYING
-from ed_trainers.placement import replicated, shardings_like
+from ed_trainers.placement import replicate_sharding, shardings_like
 from ed_trainers.rollout import changing_variables
 from ed_trainers.stored.arrays import flat_abstract, flat_arrays, from_flat
 from ed_trainers.stored.saved import load, model_facts, save, saved_facts
@@ -142,11 +142,11 @@ class EasyDeLState(struct.PyTreeNode):
             shapes,
             shardings_like(shapes, self.graphstate),
         )
-        rest = jax.tree.map(
+        abstract_state = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
             self.replace(opt_state=None),
         )
-        return rest.replace(tx=tx, opt_state=opt_state)
+        return abstract_state.replace(tx=tx, opt_state=opt_state)
 
     def apply_gradients(self, *, grads: nnx.State, value: jax.Array | None = None) -> EasyDeLState:
         """Apply one optimizer step; traceable.
@@ -170,14 +170,14 @@ class EasyDeLState(struct.PyTreeNode):
         """The parameters for the next gradient: `graphstate`, unless the optimizer averages."""
         return gradient_point(self.graphstate, self.opt_state)
 
-    def averaged(self) -> EasyDeLState:
+    def get_ema_state(self) -> EasyDeLState:
         """Return the state with the mean of its parameters (`ema_decay`) instead of the parameters.
 
         Without a mean in the optimizer, the state is returned unchanged.
         """
         if self.opt_state is None:
             return self
-        return self.replace(graphstate=averaged(self.graphstate, self.opt_state))
+        return self.replace(graphstate=get_ema_params(self.graphstate, self.opt_state))
 
     @property
     def model(self) -> LanguageModel:
@@ -244,7 +244,7 @@ class EasyDeLState(struct.PyTreeNode):
         path = Path(directory)
         if isinstance(cls_or_self, type):
             # Creates a model, and imports this module.
-            return pkgutil.resolve_name("ed_trainers.convert:state_of")(path, tx)
+            return pkgutil.resolve_name("ed_trainers.convert:load_state")(path, tx)
         if tx is not None:
             raise ConfigError("tx is for EasyDeLState.load_state; this state has its optimizer")
         facts = saved_facts(path)
@@ -283,7 +283,9 @@ class EasyDeLState(struct.PyTreeNode):
 
     def gather_state(self) -> EasyDeLState:
         """Return the state with a full copy of every array on each of its devices."""
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, replicated(leaf.sharding)), self)
+        return jax.tree.map(
+            lambda leaf: jax.device_put(leaf, replicate_sharding(leaf.sharding)), self
+        )
 
 
 def split_model(
@@ -330,7 +332,7 @@ def _scalar_like(tree: object, value: int | jax.Array) -> jax.Array:
     leaves = jax.tree.leaves(tree)
     scalar = jnp.asarray(value, jnp.int32)
     sharding = getattr(leaves[0], "sharding", None) if leaves else None
-    return scalar if sharding is None else jax.device_put(scalar, replicated(sharding))
+    return scalar if sharding is None else jax.device_put(scalar, replicate_sharding(sharding))
 
 
 def create_optimizer(

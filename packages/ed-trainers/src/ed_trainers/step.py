@@ -19,9 +19,9 @@ from ed_infra.sharding.placement import ShardedConfig
 from ed_layers import updated
 from flax import nnx
 
-from ed_trainers.contract import MAIN, Batch, Loss, MethodRun, Models, logged
+from ed_trainers.contract import MAIN, Batch, Loss, MethodRun, Models, build_log_metrics
 from ed_trainers.optimizers import Schedule, global_norm, was_skipped
-from ed_trainers.placement import replicated
+from ed_trainers.placement import replicate_sharding
 from ed_trainers.roles.frozen import Frozen
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step_program import ObservedRun, StoredStep
@@ -50,12 +50,12 @@ class Step(Generic[T]):
         self,
         function: jax.stages.Wrapped | StoredStep,
         frozen: Leaves,
-        before: jax.stages.Wrapped | None = None,
+        first_program: jax.stages.Wrapped | None = None,
     ):
         self._function = function
         self._frozen = frozen
-        self._nothing: tuple[object, ...] | None = () if before is None else None
-        self.before = before
+        self._nothing: tuple[object, ...] | None = () if first_program is None else None
+        self.before = first_program
 
     def __call__(self, leaves: Leaves, batch: Batch) -> T:
         return self._function(*self._arguments(leaves, batch))
@@ -63,8 +63,8 @@ class Step(Generic[T]):
     def lower(self, leaves: Leaves, batch: Batch) -> jax.stages.Lowered:
         """Return the lowered program for such arguments."""
         arguments = (leaves, self._frozen, batch)
-        before = () if self.before is None else (jax.eval_shape(self.before, *arguments),)
-        return self._function.lower(*arguments, *before)
+        first_results = () if self.before is None else (jax.eval_shape(self.before, *arguments),)
+        return self._function.lower(*arguments, *first_results)
 
     def _arguments(self, leaves: Leaves, batch: Batch) -> tuple[object, ...]:
         arguments = (leaves, self._frozen, batch)
@@ -98,16 +98,17 @@ def build_train_step(
     Returns:
         A function `(leaves, batch) -> (leaves, report)`. `leaves` are `jax.tree.leaves(state)` and
         are donated; each array of the batch has a leading axis a. The report contains float32
-        scalars: the figures of `contract.logged`, `weight`, `learning_rate`, `grad_norm`.
+        scalars: the figures of `contract.build_log_metrics`, `weight`, `learning_rate`,
+            `grad_norm`.
     """
     treedef = jax.tree.structure(state)
     shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
     run = ObservedRun(method)
-    loss_of = _loss_of(state.graphdef, run.loss, method.frozen)
-    statistics_of = _function_of(state.graphdef, run.statistics, method.frozen)
+    compute_loss = _build_loss_function(state.graphdef, run.loss, method.frozen)
+    compute_statistics = _build_function(state.graphdef, run.statistics, method.frozen)
     following = method.frozen.following
 
-    def numbered(batch: Batch) -> tuple[jax.Array, Batch]:
+    def number_microbatches(batch: Batch) -> tuple[jax.Array, Batch]:
         """Return the number of the first row of each microbatch, and the microbatches."""
         count = next(iter(batch.values())).shape[0]
         return jnp.arange(count, dtype=jnp.int32) * rows, batch
@@ -116,33 +117,33 @@ def build_train_step(
     # backend runs independent collectives in any order: within one program, the devices can wait
     # for each other forever.
     @jax.jit
-    def totals_of(leaves: Leaves, frozen: Leaves, batch: Batch) -> Totals:
+    def compute_totals(leaves: Leaves, frozen: Leaves, batch: Batch) -> Totals:
         """Return the sums over all microbatches that the gradients need.
 
         `weights` of each term of the loss, if there are several: they depend on the data only, so
         the compiler removes the forward pass. `statistics` of the method, if it has any.
         """
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
-        frozen = method.frozen.joined(frozen, current.reference)
+        frozen = method.frozen.join_leaves(frozen, current.reference)
         key = jax.random.fold_in(jax.random.key(seed), current.step)
 
         def weights(row: jax.Array, part: Batch) -> dict[str, jax.Array]:
-            own = jax.random.fold_in(key, row)
-            loss = loss_of(current.graphstate, current.graphother, frozen, part, own)
+            row_key = jax.random.fold_in(key, row)
+            loss = compute_loss(current.graphstate, current.graphother, frozen, part, row_key)
             return {name: metric.weight for name, metric in loss.sums.items()}
 
         def statistics(row: jax.Array, part: Batch) -> dict[str, Metric]:
-            own = jax.random.fold_in(key, row)
-            return statistics_of(current.graphstate, current.graphother, frozen, part, own)
+            row_key = jax.random.fold_in(key, row)
+            return compute_statistics(current.graphstate, current.graphother, frozen, part, row_key)
 
-        parts = numbered(batch)
+        parts = number_microbatches(batch)
         totals: Totals = {}
         if len(parts[0]) == 1:
             return totals
         if len(jax.eval_shape(weights, *jax.tree.map(lambda x: x[0], parts))) > 1:
-            totals["weights"] = _summed(weights, parts)
+            totals["weights"] = _sum_parts(weights, parts)
         if method.record.statistics is not None:
-            sums = _summed(statistics, parts)
+            sums = _sum_parts(statistics, parts)
             totals["statistics"] = {name: metric.value for name, metric in sums.items()}
         return totals
 
@@ -150,17 +151,17 @@ def build_train_step(
         leaves: Leaves, frozen: Leaves, batch: Batch, totals: Totals
     ) -> tuple[Leaves, StepReport]:
         current: EasyDeLState = jax.tree.unflatten(treedef, leaves)
-        frozen = method.frozen.joined(frozen, current.reference)
+        frozen = method.frozen.join_leaves(frozen, current.reference)
         key = jax.random.fold_in(jax.random.key(seed), current.step)
-        parts = numbered(batch)
+        parts = number_microbatches(batch)
 
         # With jit, the shapes and the scan share one trace.
         @partial(jax.jit, inline=True)
         def gradient(row: jax.Array, part: Batch) -> tuple[nnx.State, Loss, jax.Array]:
             def objective(params: nnx.State) -> tuple[jax.Array, Loss]:
-                own = jax.random.fold_in(key, row)
+                row_key = jax.random.fold_in(key, row)
                 read = part.replace(**totals.get("statistics", {}))
-                loss = loss_of(params, current.graphother, frozen, read, own)
+                loss = compute_loss(params, current.graphother, frozen, read, row_key)
                 return _objective(loss.sums, totals.get("weights", {})), loss
 
             grads, loss = jax.grad(objective, has_aux=True)(current.gradient_point)
@@ -169,7 +170,7 @@ def build_train_step(
         if len(parts[0]) == 1:
             grads, loss, tokens = gradient(*jax.tree.map(lambda x: x[0], parts))
         else:
-            grads, loss, tokens = _summed(gradient, parts)
+            grads, loss, tokens = _sum_parts(gradient, parts)
 
         weight = loss.sums[MAIN].weight
         scale = 1.0 / jnp.maximum(weight, _SMALLEST)
@@ -177,25 +178,29 @@ def build_train_step(
         terms, metrics = (
             {name: metric.value for name, metric in of.items()} for of in (loss.sums, loss.metrics)
         )
-        report = logged(terms, metrics) | {
+        report = build_log_metrics(terms, metrics) | {
             "weight": weight,
             "learning_rate": schedule(current.step),
             "grad_norm": global_norm(grads),
             "tokens": tokens,
         }
         new = current.apply_gradients(grads=grads, value=report["loss"])
-        other = updated.apply_updates(new.graphother, loss.updates, trained=new.graphstate)
+        other_variables = updated.apply_updates(
+            new.graphother, loss.updates, trained=new.graphstate
+        )
         skipped = was_skipped(new.opt_state)
         if skipped is not None:
             report["skipped"] = skipped.astype(jnp.float32)
-            other = jax.tree.map(partial(jnp.where, skipped), current.graphother, other)
-        new = new.replace(graphother=other)
+            other_variables = jax.tree.map(
+                partial(jnp.where, skipped), current.graphother, other_variables
+            )
+        new = new.replace(graphother=other_variables)
         if following is not None and current.reference is not None:
-            moved = following.moved(current.reference, new.graphstate, new.step)
+            moved = following.update_reference(current.reference, new.graphstate, new.step)
             new = new.replace(reference=moved)
         return tuple(jax.tree.leaves(new)), report
 
-    out = (shardings, replicated(shardings[0]))
+    out = (shardings, replicate_sharding(shardings[0]))
     options = _compiler_options(method.learner.config)
     compiled = jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=options)
     record, frozen = method.record, method.frozen
@@ -203,7 +208,7 @@ def build_train_step(
     stored = StoredStep(
         compiled, run, method.learner.config, method.arguments, (*parts, *frozen.description)
     )
-    return Step(stored, frozen.fixed, totals_of)
+    return Step(stored, frozen.fixed, compute_totals)
 
 
 def _compiler_options(config: ShardedConfig) -> dict[str, str]:
@@ -229,10 +234,10 @@ def build_eval_step(state: EasyDeLState, method: MethodRun) -> EvalStep:
         are the leaves of `graphstate`, then of `graphother`, then of `reference`. The batch
         contains the method's statistics, if it has any.
     """
-    loss_of = _loss_of(state.graphdef, method.loss, method.frozen)
+    compute_loss = _build_loss_function(state.graphdef, method.loss, method.frozen)
 
     def sums(*arguments: object) -> tuple[Metrics, Metrics]:
-        loss = loss_of(*arguments)
+        loss = compute_loss(*arguments)
         return loss.sums, loss.metrics
 
     return _evaluating(state, method, sums)
@@ -240,7 +245,7 @@ def build_eval_step(state: EasyDeLState, method: MethodRun) -> EvalStep:
 
 def build_statistics_step(state: EasyDeLState, method: MethodRun) -> Step[Metrics]:
     """Compile the method's statistics of one batch; same arguments as `build_eval_step`."""
-    function = _function_of(state.graphdef, method.statistics, method.frozen)
+    function = _build_function(state.graphdef, method.statistics, method.frozen)
     return _evaluating(state, method, function)
 
 
@@ -250,26 +255,26 @@ def _evaluating(state: EasyDeLState, method: MethodRun, function: Callable[..., 
 
     def step(leaves: Leaves, frozen: Leaves, batch: Batch) -> T:
         graphstate, graphother, reference = jax.tree.unflatten(treedef, leaves)
-        frozen = method.frozen.joined(frozen, reference)
+        frozen = method.frozen.join_leaves(frozen, reference)
         return function(graphstate, graphother, frozen, batch, None)
 
-    compiled = jax.jit(step, out_shardings=replicated(state.step.sharding))
+    compiled = jax.jit(step, out_shardings=replicate_sharding(state.step.sharding))
     return Step(compiled, method.frozen.fixed)
 
 
-def _loss_of(
+def _build_loss_function(
     graphdef: nnx.GraphDef, loss_fn: Callable[..., Loss], frozen: Frozen
 ) -> Callable[..., Loss]:
-    function = _function_of(graphdef, loss_fn, frozen)
-    return lambda *arguments: function(*arguments).checked()
+    function = _build_function(graphdef, loss_fn, frozen)
+    return lambda *arguments: function(*arguments).validate_terms()
 
 
-def _function_of(
+def _build_function(
     graphdef: nnx.GraphDef, function: Callable[..., T], frozen: Frozen
 ) -> Callable[..., T]:
     """Turn a function of models into `f(graphstate, graphother, frozen leaves, batch, key)`."""
 
-    def of_arrays(
+    def call_with_arrays(
         graphstate: nnx.State,
         graphother: nnx.State,
         leaves: Leaves,
@@ -279,7 +284,7 @@ def _function_of(
         learner = nnx.merge(graphdef, graphstate, graphother)
         return function(Models(learner, frozen.merge(leaves)), batch, key)
 
-    return of_arrays
+    return call_with_arrays
 
 
 def _tokens(batch: Batch) -> jax.Array:
@@ -313,7 +318,7 @@ def _objective(sums: dict[str, Metric], totals: dict[str, jax.Array]) -> jax.Arr
     return objective
 
 
-def _summed(function: Callable[..., T], parts: tuple[jax.Array, Batch]) -> T:
+def _sum_parts(function: Callable[..., T], parts: tuple[jax.Array, Batch]) -> T:
     """Sum a function of a microbatch, which returns a tree of arrays, over stacked microbatches."""
     shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -18,7 +18,7 @@ from ed_infra.compilation.cache import compiled_afresh, programs_folder
 from ed_infra.compilation.programs import Programs
 from ed_infra.outputs import Metric
 from ed_infra.sharding.placement import ShardedConfig
-from ed_layers.programs import programs_of
+from ed_layers.programs import open_programs
 
 from ed_trainers.checkpoints.run_record import LOOP_OPTIONS
 from ed_trainers.contract import Batch, Loss, MethodRun, Models
@@ -126,4 +126,4 @@ class StoredStep:
         # Texts, because a fingerprint also describes which arrays share one object as sharding.
         like = [f"{x.dtype}{x.shape} {x.weak_type} {x.sharding}" for x in leaves]
         parts = (*self._parts, self._config.mesh, like, str(structure))
-        return programs_of(self._config, home, parts, PACKAGES)
+        return open_programs(self._config, home, parts, PACKAGES)

@@ -27,7 +27,7 @@ from ed_trainers.optimizers import check_rules
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.roles import REWARD
 from ed_trainers.placement import Placement, place_model
-from ed_trainers.probes import Benchmark, probes_of
+from ed_trainers.probes import Benchmark, build_probes
 from ed_trainers.report import PAGE, write_report
 from ed_trainers.rewards import RewardFunction
 from ed_trainers.rollout import AheadRollout, Rollout, Weights
@@ -181,7 +181,7 @@ class Trainer:
             self._model,
             placement=self.placement,
             weights=self.weights,
-            learned=self._learned,
+            learned=self._get_learned_params,
             present_reference=self._present_reference,
             tokenizer=processing_class,
             rollout=rollout,
@@ -199,12 +199,14 @@ class Trainer:
             self.method.images = ImageFeatures(
                 self._model, first, frozen_models, self.weights, most
             )
-        self.feed = None if train_dataset is None else self._feed_of(train_dataset)
+        self.feed = None if train_dataset is None else self._build_feed(train_dataset)
         self.evaluator: Evaluator | None = None
         if eval_dataset is not None:
             rows = arguments.eval_batch_size
             self.evaluator = Evaluator(self.method, self.placement, eval_dataset, rows=rows)
-        self._probes = probes_of(arguments, self._model, processing_class, eval_dataset, benchmark)
+        self._probes = build_probes(
+            arguments, self._model, processing_class, eval_dataset, benchmark
+        )
         self._loop: TrainingLoop | None = None
 
     def prepare(self, batch: HostBatch) -> Prepared:
@@ -323,8 +325,8 @@ class Trainer:
             if isinstance(self.rollout, AheadRollout):
                 self.rollout.close()
         directory = Path(self.arguments.save_directory)
-        written = outcome["trained_steps"] == 0 and (directory / PAGE).is_file()
-        if jax.process_index() == 0 and (directory / RECORD).is_file() and not written:
+        has_report = outcome["trained_steps"] == 0 and (directory / PAGE).is_file()
+        if jax.process_index() == 0 and (directory / RECORD).is_file() and not has_report:
             _report(directory)
         return TrainerOutput(save_directory=directory, **outcome)
 
@@ -340,7 +342,7 @@ class Trainer:
             raise ConfigError("there is no eval_dataset: pass one to the trainer")
         self._refresh()
         state = self.state or self._first_state()
-        return self.evaluator.run(state.averaged() if self.arguments.use_ema else state)
+        return self.evaluator.run(state.get_ema_state() if self.arguments.use_ema else state)
 
     def adopt(self, state: EasyDeLState) -> None:
         """Replace the arrays of `model` by those of a state."""
@@ -404,8 +406,10 @@ class Trainer:
         elif rules or extension is None:
             state = EasyDeLState.create(model=self._model, trainable=rules)
         else:
-            graphdef, params, other = extension.split(self._model)
-            state = EasyDeLState.create(graphdef=graphdef, graphstate=params, graphother=other)
+            graphdef, params, other_variables = extension.split(self._model)
+            state = EasyDeLState.create(
+                graphdef=graphdef, graphstate=params, graphother=other_variables
+            )
         return self._with_reference(state)
 
     def _with_reference(self, state: EasyDeLState) -> EasyDeLState:
@@ -420,13 +424,13 @@ class Trainer:
         assert reference is not None, "the state is created with the reference"
         return reference
 
-    def _learned(self) -> nnx.State:
+    def _get_learned_params(self) -> nnx.State:
         """Return the trained parameters of the model itself, without those of an extension."""
         learned, extension = self._first_state().graphstate, self.record.extension
         if extension is None:
             return learned
         flat = nnx.to_flat_state(learned)
-        return nnx.from_flat_state([(path, x) for path, x in flat if not extension.own(path)])
+        return nnx.from_flat_state([(path, x) for path, x in flat if not extension.owns_path(path)])
 
     def _refresh(self) -> None:
         """Replace the arrays of the model by those of the running training."""
@@ -447,9 +451,9 @@ class Trainer:
     def _checked_roles(self, models: Mapping[str, LanguageModel]) -> Mapping[str, LanguageModel]:
         """Check that the method reads the frozen models, and that none is missing."""
         name, roles = type(self).__name__, {role.name: role for role in self.entry.roles}
-        for given in models:
-            if given not in roles:
-                raise unknown_name(f"frozen model of {name}", given, roles)
+        for role_name in models:
+            if role_name not in roles:
+                raise unknown_name(f"frozen model of {name}", role_name, roles)
         for role in roles.values():
             if role.required and role.name not in models:
                 raise ConfigError(
@@ -458,7 +462,7 @@ class Trainer:
                 )
         return models
 
-    def _feed_of(self, dataset: Dataset) -> Feed:
+    def _build_feed(self, dataset: Dataset) -> Feed:
         """Return the training batches of a dataset, by step."""
         if self.record.feed is not None:
             return self.record.feed(self.method, dataset)

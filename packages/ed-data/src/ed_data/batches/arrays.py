@@ -96,7 +96,7 @@ def make_batch(
         longest = [int(_per_row(rows, count).max()) for count in counts]
         if layout.task != "seq2seq_lm":  # columns that are compared have one width
             longest = [max(longest)] * len(longest)
-        widths = [min(-(-each // multiple) * multiple, layout.seq_length) for each in longest]
+        widths = [min(-(-length // multiple) * multiple, layout.seq_length) for length in longest]
     size: tuple[int, ...] = ()
     if layout.media is not None:
         size = layout.media.width([*_media(rows).values()])
@@ -104,8 +104,8 @@ def make_batch(
     if layout.audio is not None:
         samples = layout.audio.width([*_recordings(rows).values()])
     if only is not None:
-        rows, layout, chosen = _chosen(rows, layout, only)
-        counts = [count[chosen] for count in counts]
+        rows, layout, pieces = _select_rows(rows, layout, only)
+        counts = [count[pieces] for count in counts]
     batch: NumpyBatch = {}
     for column, (name, count) in enumerate(zip(layout.columns, counts, strict=True)):
         arrays = _column(rows, layout, column, count, widths[column])
@@ -143,7 +143,7 @@ def make_batch(
     return batch
 
 
-def _chosen(
+def _select_rows(
     rows: PlannedRows, layout: BatchLayout, only: Sequence[int]
 ) -> tuple[PlannedRows, BatchLayout, IntArray]:
     """Return some rows, their layout, and the numbers of their pieces."""
@@ -170,8 +170,8 @@ def _lengths(rows: PlannedRows, column: int, columns: int) -> IntArray:
         return rows.length
     lengths = np.empty_like(rows.length)
     for i, tokens in enumerate(rows.tokens):
-        here = rows.source == i
-        lengths[here] = tokens.lengths(rows.document[here], column)
+        source_mask = rows.source == i
+        lengths[source_mask] = tokens.lengths(rows.document[source_mask], column)
     return np.clip(lengths - rows.start, 0, rows.length)
 
 
@@ -184,10 +184,10 @@ def _column(
 ) -> NumpyBatch:
     ends = np.cumsum(count)
     used = _per_row(rows, count)
-    before = np.cumsum(used) - used  # tokens in the rows before each row
+    row_starts = np.cumsum(used) - used  # tokens in the rows before each row
     within = np.arange(int(count.sum())) - np.repeat(ends - count, count)
     place = np.repeat(rows.row, count) * width
-    place += np.repeat(ends - count - before[rows.row], count) + within
+    place += np.repeat(ends - count - row_starts[rows.row], count) + within
     shape = (layout.batch_size, width)
     batch: NumpyBatch = {
         "input_ids": np.full(shape, layout.pad_id, np.int32),
@@ -195,21 +195,27 @@ def _column(
         "segment_ids": np.zeros(shape, np.int32),
         "position_ids": np.zeros(shape, np.int32),
     }
-    own = [(n, v) for n, v in enumerate(layout.values) if v.column == layout.columns[column]]
-    batch.update((value.name, np.full(shape, NO_VALUE, np.float32)) for _, value in own)
+    column_values = [
+        (n, v) for n, v in enumerate(layout.values) if v.column == layout.columns[column]
+    ]
+    batch.update((value.name, np.full(shape, NO_VALUE, np.float32)) for _, value in column_values)
     batch["segment_ids"].reshape(-1)[place] = np.repeat(rows.segment, count)
     batch["position_ids"].reshape(-1)[place] = within
     for i, tokens in enumerate(rows.tokens):
-        here = rows.source == i
-        if not here.any():
+        source_mask = rows.source == i
+        if not source_mask.any():
             continue
-        ids, mask = tokens.gather(rows.document[here], rows.start[here], count[here], column)
-        at = place[np.repeat(here, count)]
+        ids, mask = tokens.gather(
+            rows.document[source_mask], rows.start[source_mask], count[source_mask], column
+        )
+        at = place[np.repeat(source_mask, count)]
         batch["input_ids"].reshape(-1)[at] = ids
         batch["labels"].reshape(-1)[at] = ids if mask is None else np.where(mask, ids, IGNORED)
-        for number, value in own:
-            found = tokens.values(rows.document[here], rows.start[here], count[here], column)
-            batch[value.name].reshape(-1)[at] = found[:, number]
+        for number, value in column_values:
+            token_values = tokens.values(
+                rows.document[source_mask], rows.start[source_mask], count[source_mask], column
+            )
+            batch[value.name].reshape(-1)[at] = token_values[:, number]
     if layout.attention_mask and layout.audio is None:
         batch["attention_mask"] = (batch["segment_ids"] > 0).astype(np.int32)
     return batch
@@ -228,30 +234,30 @@ def _media(rows: PlannedRows) -> dict[int, list[RowMedium]]:
     """Return the media of each row, in the order of its documents; these are whole."""
     counts = np.zeros_like(rows.document)
     for i, tokens in enumerate(rows.tokens):
-        here = rows.source == i
-        counts[here] = tokens.media_counts(rows.document[here])
-    found: dict[int, list[RowMedium]] = {}
+        source_mask = rows.source == i
+        counts[source_mask] = tokens.media_counts(rows.document[source_mask])
+    row_media: dict[int, list[RowMedium]] = {}
     for piece in np.flatnonzero(counts):
         tokens, row = rows.tokens[rows.source[piece]], int(rows.row[piece])
         for medium in tokens.media(int(rows.document[piece])):
-            found.setdefault(row, []).append(medium)
-    return found
+            row_media.setdefault(row, []).append(medium)
+    return row_media
 
 
 def _after_prompt(labels: NDArray[np.int32], segments: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return 0 for the tokens of a document before its first token with loss, and 1 for others."""
     learned = np.cumsum(labels != IGNORED, axis=1)
     starts = np.diff(segments, axis=1, prepend=0) != 0
-    before = np.where(starts, learned - (labels != IGNORED), 0)
-    return (learned > np.maximum.accumulate(before, axis=1)).astype(np.int32)
+    learned_before = np.where(starts, learned - (labels != IGNORED), 0)
+    return (learned > np.maximum.accumulate(learned_before, axis=1)).astype(np.int32)
 
 
 def _recordings(rows: PlannedRows) -> dict[int, RowAudio]:
     """Return the recording of each row; a row is one document."""
-    found: dict[int, RowAudio] = {}
+    recordings: dict[int, RowAudio] = {}
     places = zip(rows.source.tolist(), rows.document.tolist(), rows.row.tolist(), strict=True)
     for source, document, row in places:
         (audio,) = rows.tokens[source].media(document)
         assert isinstance(audio, RowAudio)
-        found[row] = audio
-    return found
+        recordings[row] = audio
+    return recordings

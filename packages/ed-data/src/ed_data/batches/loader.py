@@ -57,7 +57,7 @@ class Loader:
         self._on_close = on_close
         self.batch_size, self.seq_length = layout.batch_size, layout.seq_length
         self.split = "train" if order.endless else "eval"
-        self.fingerprint = hash_of(details)
+        self.fingerprint = hash_json(details)
         self._order, self._details = order, details
         self._prefetch = Prefetcher(
             lambda step: make_batch(order.rows_at(step), layout, rows), workers, depth
@@ -173,7 +173,7 @@ class StreamLoader:
     ) -> None:
         self._rows = rows
         self.batch_size, self.seq_length, self.split = layout.batch_size, layout.seq_length, split
-        self.fingerprint = hash_of(details)
+        self.fingerprint = hash_json(details)
         self._order, self._layout, self._details = order, layout, details
         self._begin = order.state_dict() if split == "eval" else None
 
@@ -194,8 +194,8 @@ class StreamLoader:
         The rows of a window are known only when all of its documents are encoded, so each process
         reads the whole stream and creates the arrays of its own rows.
         """
-        chosen = checked_rows(rows, self.batch_size)
-        return StreamLoader(self._order, self._layout, self._details, self.split, chosen)
+        row_numbers = checked_rows(rows, self.batch_size)
+        return StreamLoader(self._order, self._layout, self._details, self.split, row_numbers)
 
     def __next__(self) -> NumpyBatch:
         return make_batch(next(self._order), self._layout, self._rows)
@@ -241,12 +241,12 @@ class Prefetcher(Generic[T]):
             return self._make(step)
         with self._lock:
             ready = self._ahead.pop(step, None)
-            wanted = range(step + 1, step + 1 + self._depth)
-            for other in [s for s in self._ahead if s not in wanted]:
-                self._ahead.pop(other).cancel()
+            next_steps = range(step + 1, step + 1 + self._depth)
+            for stale_step in [s for s in self._ahead if s not in next_steps]:
+                self._ahead.pop(stale_step).cancel()
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="ed-data")
-            for following in wanted:
+            for following in next_steps:
                 if following not in self._ahead and (last is None or following < last):
                     self._ahead[following] = self._pool.submit(self._make, following)
         return self._make(step) if ready is None else ready.result()
@@ -268,16 +268,21 @@ def checked_rows(rows: Sequence[int], batch_size: int) -> list[int]:
     Raises:
         DataError: a row does not exist, or occurs twice.
     """
-    chosen = [int(row) for row in rows]
-    if not chosen or len({*chosen}) < len(chosen) or not {*chosen} <= {*range(batch_size)}:
+    row_numbers = [int(row) for row in rows]
+    if (
+        not row_numbers
+        or len({*row_numbers}) < len(row_numbers)
+        or not {*row_numbers} <= {*range(batch_size)}
+    ):
         raise DataError(
-            f"rows {listing(chosen)} are invalid: name some of the rows 0 to {batch_size - 1} of a "
+            f"rows {listing(row_numbers)} are invalid: name some of the rows 0 to {batch_size - 1} "
+            "of a "
             "batch, each once"
         )
-    return chosen
+    return row_numbers
 
 
-def hash_of(details: object) -> str:
+def hash_json(details: object) -> str:
     """Return a short hash of JSON values."""
     text = json.dumps(details, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -287,11 +292,11 @@ def check_state(state: dict[str, Any], fingerprint: str, details: dict[str, Any]
     """Raise a `DataError` that lists the changes if a state belongs to other data or options."""
     if state.get("fingerprint") == fingerprint:
         return
-    before, after = dict(_flat(state.get("details") or {})), dict(_flat(details))
+    old_details, new_details = dict(_flat(state.get("details") or {})), dict(_flat(details))
     changes = [
-        f"{key}: {before.get(key, 'absent')} → {after.get(key, 'absent')}"
-        for key in sorted({*before, *after})
-        if before.get(key) != after.get(key)
+        f"{key}: {old_details.get(key, 'absent')} → {new_details.get(key, 'absent')}"
+        for key in sorted({*old_details, *new_details})
+        if old_details.get(key) != new_details.get(key)
     ]
     reason = "; ".join(changes[:6]) or "the saved state does not describe its data"
     raise DataError(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ed_data.batches.loader import check_state, hash_of
+from ed_data.batches.loader import check_state, hash_json
 from ed_data.checks import check_names
 from ed_data.config import Mixture
 from ed_data.errors import DataError
@@ -22,12 +22,12 @@ from ed_data.order.mixing import DocumentOrder
 from ed_data.order.options import document_order, order_details
 from ed_data.rows.documents import Documents
 from ed_data.rows.example import Example
-from ed_data.rows.splits import default_cache_dir, file_cache, named, split_members
+from ed_data.rows.splits import default_cache_dir, file_cache, prefix_error_path, split_members
 from ed_data.schema import COMPLETION, PROMPT, Content, Schema
 from ed_data.sources import open_source
 from ed_data.storage.lazy import ReadAgain
 from ed_data.storage.prepare import report
-from ed_data.storage.store import digest_of
+from ed_data.storage.store import compute_digest
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.images import ModelProcessor
 from ed_data.tokens.media import medium_encoders
@@ -62,7 +62,7 @@ class Prompts:
     sources: list[str]
     images: dict[str, NDArray[Any]]
     _answered: Callable[[int, list[Content]], list[list[int]]] = field(repr=False, compare=False)
-    _asked: Callable[[int, Content], list[int]] = field(repr=False, compare=False)
+    _encode_prompt: Callable[[int, Content], list[int]] = field(repr=False, compare=False)
 
     def with_answers(self, number: int, answers: Sequence[Content]) -> list[list[int]]:
         """Return the tokens of a prompt with each answer, encoded like rows for training.
@@ -85,7 +85,7 @@ class Prompts:
             number: number of the replaced prompt in the batch.
             prompt: text, chat or ids.
         """
-        return self._asked(number, prompt)
+        return self._encode_prompt(number, prompt)
 
 
 class _Source(NamedTuple):
@@ -122,7 +122,7 @@ class PromptLoader:
     ) -> None:
         self._image = image
         self.batch_size, self.split, self.stats = batch_size, split, stats
-        self.fingerprint = hash_of(details)
+        self.fingerprint = hash_json(details)
         self._sources, self._order, self._encoder = sources, order, encoder
         self._details, self._step = details, 0
         self._lock = threading.Lock()
@@ -147,13 +147,13 @@ class PromptLoader:
         """
         if step < 0 or (self.split == "eval" and step >= self.steps_per_epoch):
             raise IndexError(f"step {step} does not exist")
-        at, left = step * self.batch_size, self.batch_size
+        at, remaining_prompts = step * self.batch_size, self.batch_size
         drawn: list[tuple[int, int]] = []
-        while left:
+        while remaining_prompts:
             epoch, start = divmod(at, self._order.epoch_size)
-            informs, numbers = self._order.take(epoch, start, start + left)
+            informs, numbers = self._order.take(epoch, start, start + remaining_prompts)
             drawn += zip(informs.tolist(), numbers.tolist(), strict=True)
-            at, left = at + len(informs), left - len(informs)
+            at, remaining_prompts = at + len(informs), remaining_prompts - len(informs)
             if self.split == "eval":
                 break
         with self._lock:
@@ -165,7 +165,7 @@ class PromptLoader:
         if any(example.image is not None for example in examples):
             fields[self._image] = [example.image for example in examples]
 
-        def answered(number: int, answers: list[Content]) -> list[list[int]]:
+        def encode_answers(number: int, answers: list[Content]) -> list[list[int]]:
             example = examples[number]
             documents = [
                 replace(example, fields={"prompt": example.content, "completion": answer})
@@ -174,7 +174,7 @@ class PromptLoader:
             encoder = replace(self._encoder, schema=COMPLETION)
             return [ids.tolist() for ids in encoder.encode(documents, labels[number]).tokens]
 
-        def asked(number: int, prompt: Content) -> list[int]:
+        def encode_prompt(number: int, prompt: Content) -> list[int]:
             example = replace(examples[number], fields={"prompt": prompt})
             return encode([example], labels[number])[0]
 
@@ -184,8 +184,8 @@ class PromptLoader:
             fields,
             labels,
             self._pixels(examples),
-            answered,
-            asked,
+            encode_answers,
+            encode_prompt,
         )
 
     def _pixels(self, examples: Sequence[Example]) -> dict[str, NDArray[Any]]:
@@ -268,13 +268,13 @@ def build_prompts(
     limit = mixture.tokenization.max_length
 
     def scan(key: str, number: int) -> tuple[_Source, np.ndarray, np.ndarray]:
-        with named(key, number):
+        with prefix_error_path(key, number):
             inform = getattr(mixture, key)[number]
             documents = Documents(inform, open_source(inform, files), schema, media=mixture.media)
-            kept = ReadAgain(documents)
+            reread_documents = ReadAgain(documents)
             examples: list[tuple[int, int]] = []
             short = []
-            for i, example in enumerate(kept):
+            for i, example in enumerate(reread_documents):
                 if encoder.embedding_rows is not None:
                     encoder.encode_prompts([example], inform.label)
                 examples.append((example.digest, example.content_digest))
@@ -286,13 +286,19 @@ def build_prompts(
             if not short:
                 raise DataError(f"inform {inform.label!r} has no prompts: {documents.tally}")
             digests = np.array(examples, np.uint64).reshape(-1, 2)[short]
-            return _Source(inform.label, kept, np.array(short)), digests[:, 0], digests[:, 1]
+            return (
+                _Source(inform.label, reread_documents, np.array(short)),
+                digests[:, 0],
+                digests[:, 1],
+            )
 
     sources, digests = [], {}
     members = split_members(mixture, split, scan)
-    for source, own, chosen in members:
-        sources.append(source._replace(members=source.members[chosen]))
-        digests[f"{len(digests)}:{source.label}"] = digest_of(own, encoder.fingerprint)
+    for source, source_digests, member_numbers in members:
+        sources.append(source._replace(members=source.members[member_numbers]))
+        digests[f"{len(digests)}:{source.label}"] = compute_digest(
+            source_digests, encoder.fingerprint
+        )
     shuffle = shuffle and split == "train"
     labels, sizes = [s.label for s in sources], [len(s.members) for s in sources]
     order = document_order(mixture, labels, sizes, split, seed, shuffle)

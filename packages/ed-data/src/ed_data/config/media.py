@@ -39,8 +39,12 @@ class Host(NamedTuple):
 
     def matches(self, scheme: str, name: str, port: int | None) -> bool:
         """Return whether an address has this host."""
-        plain = port or {"http": 80, "https": 443}[scheme]
-        return self.name == name and self.scheme in (None, scheme) and self.port in (None, plain)
+        effective_port = port or {"http": 80, "https": 443}[scheme]
+        return (
+            self.name == name
+            and self.scheme in (None, scheme)
+            and self.port in (None, effective_port)
+        )
 
 
 class Media(DataOptions):
@@ -60,7 +64,7 @@ class Media(DataOptions):
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
         for number, entry in enumerate(self.allowed):
-            if problem := _problem_of(entry):
+            if problem := _find_problem(entry):
                 yield ("allowed", number), problem
 
     @property
@@ -96,8 +100,8 @@ def parse_host(entry: str) -> Host | None:
         name, port = parts.hostname or "", parts.port
     except ValueError:
         return None
-    rest = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
-    if rest or not _HOST.fullmatch(name):
+    extra_parts = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
+    if extra_parts or not _HOST.fullmatch(name):
         return None
     return Host(name, scheme, port)
 
@@ -113,8 +117,8 @@ def split_store(address: str) -> tuple[str, ...] | None:
         return None
     parts = address.partition("://")[2].strip("/").split("/")
     for part in parts:
-        plain = unquote(unquote(unquote(part)))
-        if plain in ("", ".", "..") or "/" in plain or "\\" in plain:
+        decoded_part = unquote(unquote(unquote(part)))
+        if decoded_part in ("", ".", "..") or "/" in decoded_part or "\\" in decoded_part:
             return None
     if scheme == "hf" and len(parts) > 2:  # a version of a repository is in the repository
         parts[2] = parts[2].partition("@")[0]
@@ -126,7 +130,7 @@ def _is_folder(entry: str) -> bool:
     return is_path and not entry.startswith(("//", "\\\\"))
 
 
-def _problem_of(entry: str) -> str | None:
+def _find_problem(entry: str) -> str | None:
     scheme = parse_scheme(entry)
     if scheme in STORES:
         if split_store(entry) is None:

@@ -104,12 +104,12 @@ def _bytes(value: object) -> object:
     """Return the number of bytes of a text such as "500MB", and other values unchanged."""
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)", value.strip().upper())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)", value.strip().upper())
+    if match is None:
         raise ValueError(
             f"must be a number of bytes, or a size such as '500MB' or '1GiB', got {value!r}"
         )
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 class Saving(DataOptions):
@@ -155,9 +155,11 @@ class Saving(DataOptions):
             )
         if self.push_to_hub and "://" in self.path:
             yield ("path",), f"push_to_hub requires a local folder, got {self.path!r}"
-        known = _COMPRESSIONS.get(self.format, ("gzip", "bz2", "xz"))
-        if self.compression is not None and self.compression not in known:
-            hint = f"{did_you_mean(self.compression, known)} (known: {', '.join(known)})"
+        compressions = _COMPRESSIONS.get(self.format, ("gzip", "bz2", "xz"))
+        if self.compression is not None and self.compression not in compressions:
+            hint = (
+                f"{did_you_mean(self.compression, compressions)} (known: {', '.join(compressions)})"
+            )
             message = f"format {self.format} has no compression {self.compression!r}{hint}"
             yield ("compression",), message
 
@@ -186,9 +188,11 @@ class MixtureSchedule(DataOptions):
     """Points in the order of their steps."""
 
     def _problems(self) -> Iterator[tuple[KeyPath, str]]:
-        for i, (before, after) in enumerate(pairwise(self.points)):
-            if before.step >= after.step:
-                message = f"step {after.step} must be greater than {before.step}: sort the points"
+        for i, (point, next_point) in enumerate(pairwise(self.points)):
+            if point.step >= next_point.step:
+                message = (
+                    f"step {next_point.step} must be greater than {point.step}: sort the points"
+                )
                 yield ("points", i + 1, "step"), message
 
 
@@ -304,9 +308,9 @@ class Mixture(DataOptions):
             message = "a stream cannot be saved; save the mixture without streaming"
             yield ("save",), message
         labels = [inform.label for inform in self.informs]
-        chosen = self.weights
+        weights = self.weights
         for name, weight in (self.mixture_weights or {}).items():
-            if chosen is not None and name not in labels:
+            if weights is not None and name not in labels:
                 hint = f"{did_you_mean(name, labels)} (known: {', '.join(labels)})"
                 yield ("mixture_weights", name), f"there is no inform {name!r}{hint}"
             if weight < 0 or (weight == 0 and self.mixture_schedule is None):
@@ -315,7 +319,7 @@ class Mixture(DataOptions):
                     f"the weight of {name!r} is {weight}; it must be greater than 0 (remove the "
                     "inform to exclude it)",
                 )
-        for i, label in enumerate(labels if chosen is not None else ()):
+        for i, label in enumerate(labels if weights is not None else ()):
             if label in labels[:i]:
                 message = f"two informs have the name {label!r}; set different names"
                 yield ("informs", i, "name"), message
@@ -339,8 +343,10 @@ class Mixture(DataOptions):
         ):
             return weights
         labels = [inform.label for inform in self.informs]
-        near = (difflib.get_close_matches(name, labels, n=1, cutoff=0.75) for name in weights)
-        return weights if any(near) else None
+        close_matches = (
+            difflib.get_close_matches(name, labels, n=1, cutoff=0.75) for name in weights
+        )
+        return weights if any(close_matches) else None
 
     def _schedule_problems(
         self, schedule: MixtureSchedule, labels: list[str]

@@ -206,8 +206,8 @@ class Inform(DataOptions):
                 "{train: …, validation: …} and set split",
             )
         if kind in FILE_TYPES and isinstance(files, dict) and self.split not in files:
-            known, hint = ", ".join(files), did_you_mean(self.split, files)
-            yield ("split",), f"split {self.split!r} is not in data_files ({known}){hint}"
+            split_names, hint = ", ".join(files), did_you_mean(self.split, files)
+            yield ("split",), f"split {self.split!r} is not in data_files ({split_names}){hint}"
         elif kind in FILE_TYPES and not isinstance(files, dict) and self.split != "train":
             yield (
                 ("split",),
@@ -258,17 +258,18 @@ class Inform(DataOptions):
             DataError: the type, or the suffix of the first file, is unknown.
         """
         if self.type is not None and self.type.lower() != VISUAL:
-            plain, known = self.type.lower(), list[str]()
+            type_name, known_names = self.type.lower(), list[str]()
             for name, kind in KINDS.items():
-                if plain in (name, *kind.aliases):
+                if type_name in (name, *kind.aliases):
                     return name
-                known += [name, *kind.aliases]
-            known.append(VISUAL)
+                known_names += [name, *kind.aliases]
+            known_names.append(VISUAL)
             if "/" in self.type and self.data_files is None:
                 return "huggingface"
             raise DataError(
-                f"unknown type {self.type!r}{did_you_mean(plain, known)} (known: "
-                f"{', '.join(known)}; or a Hugging Face id 'organisation/name' without data_files)",
+                f"unknown type {self.type!r}{did_you_mean(type_name, known_names)} (known: "
+                f"{', '.join(known_names)}; or a Hugging Face id 'organisation/name' without "
+                "data_files)",
                 ("type",),
             )
         if not self.files:
@@ -286,12 +287,12 @@ class Inform(DataOptions):
     @property
     def files(self) -> list[str]:
         """`data_files` of the split as a list, with unresolved globs and addresses."""
-        chosen = self.data_files
-        if isinstance(chosen, dict):
-            chosen = chosen.get(self.split, [])
-        if chosen is None:
+        data_files = self.data_files
+        if isinstance(data_files, dict):
+            data_files = data_files.get(self.split, [])
+        if data_files is None:
             return []
-        return [chosen] if isinstance(chosen, str) else list(chosen)
+        return [data_files] if isinstance(data_files, str) else list(data_files)
 
     @property
     def dataset_id(self) -> str | None:
@@ -317,7 +318,7 @@ class Inform(DataOptions):
 
 def type_of_path(path: str) -> str | None:
     """Return the type of a path from its suffix (`"a/b.jsonl.gz"` → `"json"`), or None."""
-    plain = path.lower()
+    lower_path = path.lower()
     for suffix in COMPRESSIONS:
-        plain = plain.removesuffix(suffix)
-    return next((kind for kind, ends in FILE_TYPES.items() if plain.endswith(ends)), None)
+        lower_path = lower_path.removesuffix(suffix)
+    return next((kind for kind, ends in FILE_TYPES.items() if lower_path.endswith(ends)), None)

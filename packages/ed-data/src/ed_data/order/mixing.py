@@ -59,7 +59,7 @@ class Shares:
         self.block = block
 
     @classmethod
-    def of_weights(cls, weights: Sequence[float], block: int) -> Shares:
+    def from_weights(cls, weights: Sequence[float], block: int) -> Shares:
         """Return shares from decimal weights, without rounding: 0.1 is exactly a tenth."""
         return cls([Fraction(repr(float(weight))) for weight in weights], block)
 
@@ -87,12 +87,12 @@ class Shares:
             number: number of the block.
             key: seed of the order; None interleaves the informs evenly.
         """
-        before, after = (self.counts((number + i) * self.block) for i in range(2))
-        counts = np.array(after, np.int64) - np.array(before, np.int64)
-        return np.repeat(np.arange(len(counts)), counts)[shuffled(counts, key)]
+        start_counts, end_counts = (self.counts((number + i) * self.block) for i in range(2))
+        counts = np.array(end_counts, np.int64) - np.array(start_counts, np.int64)
+        return np.repeat(np.arange(len(counts)), counts)[build_order(counts, key)]
 
 
-def shuffled(counts: IntArray, key: tuple[int, ...] | None) -> IntArray:
+def build_order(counts: IntArray, key: tuple[int, ...] | None) -> IntArray:
     """Return an order of `counts[i]` documents of each inform i, grouped by inform.
 
     Args:
@@ -140,14 +140,14 @@ class DocumentOrder:
         if weights is None:
             self._shares = Shares([Fraction(size) for size in self._sizes], 1)
         else:
-            self._shares = Shares.of_weights(weights, 1)
+            self._shares = Shares.from_weights(weights, 1)
         self._one_after_another = not shuffle and weights is None
         self.epoch_size = self._epoch_size(stop_strategy if weights is not None else "restart")
         self._block = min(block_size or self.epoch_size, self.epoch_size)
         self._per_epoch = self._shares.counts(self.epoch_size)
         self._pass = lru_cache(maxsize=2 * len(self._sizes) + 2)(self._make_pass)
 
-    def set_windows(self, window: int, step_of: Callable[[int], int]) -> None:
+    def set_windows(self, window: int, get_step: Callable[[int], int]) -> None:
         """Receive the windows of a plan; the weights are constant, so windows do not matter."""
 
     def take(self, epoch: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
@@ -196,25 +196,27 @@ class DocumentOrder:
             position = np.arange(begin, end)
             inform = np.searchsorted(ends, position, side="right")
             return inform, position - (ends - sizes)[inform]
-        before = self._shares.counts(begin)
-        counts = np.array(self._shares.counts(end), np.int64) - np.array(before, np.int64)
+        start_counts = self._shares.counts(begin)
+        counts = np.array(self._shares.counts(end), np.int64) - np.array(start_counts, np.int64)
         # The draws of an inform continue from epoch to epoch: a later epoch first reads the
         # documents that the earlier epoch did not reach.
-        drawn = [epoch * n + offset for n, offset in zip(self._per_epoch, before, strict=True)]
+        drawn = [
+            epoch * n + offset for n, offset in zip(self._per_epoch, start_counts, strict=True)
+        ]
         key = (_BLOCKS, self._seed, epoch, block) if self._shuffle else None
-        return self._arranged(counts, drawn, key)
+        return self._arrange_block(counts, drawn, key)
 
-    def _arranged(
+    def _arrange_block(
         self, counts: IntArray, drawn: Sequence[int], key: tuple[int, ...] | None
     ) -> tuple[IntArray, IntArray]:
         """Return a block of `counts[i]` documents of each inform i, after `drawn[i]` documents."""
         inform = np.repeat(np.arange(len(counts)), counts)
         rank = np.arange(len(inform)) - np.repeat(np.cumsum(counts) - counts, counts)
         document = np.empty(len(inform), np.int64)
-        for i, before in enumerate(drawn):
-            here = inform == i
-            document[here] = self._draw(i, before + rank[here])
-        order = shuffled(counts, key)
+        for i, drawn_count in enumerate(drawn):
+            inform_mask = inform == i
+            document[inform_mask] = self._draw(i, drawn_count + rank[inform_mask])
+        order = build_order(counts, key)
         # Shuffle the informs, but keep the order of the documents within each inform.
         inform_at = inform[order]
         by_inform = np.argsort(inform_at, kind="stable")
@@ -229,8 +231,8 @@ class DocumentOrder:
         passes, place = np.divmod(draw, size)
         result = np.empty(len(draw), np.int64)
         for number in range(int(passes[0]), int(passes[-1]) + 1):
-            here = passes == number
-            result[here] = self._pass(inform, number)[place[here]]
+            pass_mask = passes == number
+            result[pass_mask] = self._pass(inform, number)[place[pass_mask]]
         return result
 
     def _make_pass(self, inform: int, number: int) -> IntArray:

@@ -31,7 +31,7 @@ def document_order(
         seed: seed of the order.
         shuffle: False keeps the order of each inform.
     """
-    weights = weights_of(mixture, split)
+    weights = get_weights(mixture, split)
     block = mixture.mixture_block_size if mixture.block_mixture else None
     options: dict[str, Any] = {
         "block_size": block,
@@ -39,7 +39,7 @@ def document_order(
         "shuffle": shuffle,
         "buffer": mixture.shuffle_buffer_size,
     }
-    schedule = schedule_of(mixture, labels, split)
+    schedule = build_schedule(mixture, labels, split)
     if schedule is not None:
         return ScheduledOrder(sizes, schedule, **options)
     return DocumentOrder(
@@ -50,28 +50,28 @@ def document_order(
     )
 
 
-def shares_of(
+def build_shares(
     mixture: Mixture, labels: Sequence[str], split: str
 ) -> Shares | ScheduledShares | None:
     """Return the shares of the informs of a stream; None reads each document once."""
-    weights = weights_of(mixture, split)
+    weights = get_weights(mixture, split)
     block = mixture.mixture_block_size if mixture.block_mixture else _WHOLE
-    schedule = schedule_of(mixture, labels, split)
+    schedule = build_schedule(mixture, labels, split)
     if schedule is not None:
         return ScheduledShares(schedule, block)
     if weights is None:
         return None
-    return Shares.of_weights([weights[label] for label in labels], block)
+    return Shares.from_weights([weights[label] for label in labels], block)
 
 
-def weights_of(mixture: Mixture, split: str) -> dict[str, float] | None:
+def get_weights(mixture: Mixture, split: str) -> dict[str, float] | None:
     """Return the weights of the informs; evaluation has none and reads each document once."""
     return mixture.weights if split == "train" else None
 
 
-def schedule_of(mixture: Mixture, labels: Sequence[str], split: str) -> WeightSchedule | None:
+def build_schedule(mixture: Mixture, labels: Sequence[str], split: str) -> WeightSchedule | None:
     """Return the schedule of the weights; None if they are constant."""
-    options, weights = mixture.mixture_schedule, weights_of(mixture, split)
+    options, weights = mixture.mixture_schedule, get_weights(mixture, split)
     if options is None or weights is None:
         return None
     points = [weights, *(point.weights for point in options.points)]
@@ -84,7 +84,7 @@ def schedule_of(mixture: Mixture, labels: Sequence[str], split: str) -> WeightSc
 
 def order_details(mixture: Mixture, split: str, seed: int, shuffle: bool) -> dict[str, Any]:
     """Return the options that the order depends on, as JSON values."""
-    weights = weights_of(mixture, split)
+    weights = get_weights(mixture, split)
     details = {
         "seed": seed,
         "shuffle": shuffle,

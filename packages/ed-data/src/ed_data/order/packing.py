@@ -53,7 +53,7 @@ class Packing:
         """Number of placed tokens."""
         return int(self.length.sum())
 
-    def reordered(self, order: IntArray) -> Packing:
+    def reorder_rows(self, order: IntArray) -> Packing:
         """Return the plan in which row i is the former row `order[i]`."""
         counts = np.diff(self.row_offsets)[order]
         first = np.repeat(self.row_offsets[:-1][order] - (np.cumsum(counts) - counts), counts)
@@ -89,7 +89,7 @@ def pack(
     if truncate:
         lengths = np.minimum(lengths, capacity)
     if strategy == "wrapped":
-        document, start, length, row = _wrapped(lengths, capacity)
+        document, start, length, row = _pack_wrapped(lengths, capacity)
     elif strategy in _BINS:
         document, start, length = split_pieces(lengths, capacity)
         row = _BINS[strategy](length, capacity)
@@ -105,7 +105,7 @@ def pack(
     by_first = np.argsort(first)
     rank = np.empty(len(first), np.int64)
     rank[by_first] = np.arange(len(first))
-    order = _sorted(rank[row], len(first))
+    order = _argsort_keys(rank[row], len(first))
     counts = counts[by_first]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     return Packing(offsets, document[order], start[order], length[order])
@@ -124,7 +124,7 @@ def split_pieces(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray, 
     return document, start, np.minimum(lengths[document] - start, capacity)
 
 
-def _sorted(keys: IntArray, limit: int) -> IntArray:
+def _argsort_keys(keys: IntArray, limit: int) -> IntArray:
     """Return the stable order of keys from 0 to `limit`; short integers sort faster."""
     return np.argsort(keys.astype(np.uint16) if limit < 2**16 else keys, kind="stable")
 
@@ -148,36 +148,36 @@ def best_fit_by_row(lengths: IntArray, capacity: int) -> IntArray:
     row = np.empty(len(lengths), np.int64)
     if not len(lengths):
         return row
-    order = _sorted(capacity - lengths, capacity)
+    order = _argsort_keys(capacity - lengths, capacity)
     counts = np.bincount(lengths)
     distinct = np.flatnonzero(counts)
     shortest = int(distinct[0])  # rows with less room are discarded
-    # Rows sorted by room, then by age, as integers room * 2^40 + number of the entry; `row_of` maps
-    # entries to rows.
+    # Rows sorted by room, then by age, as integers room * 2^40 + number of the entry; `entry_rows`
+    # maps entries to rows.
     rooms: list[int] = []
-    row_of: list[int] = []
+    entry_rows: list[int] = []
     opened = 0
-    chosen: list[int] = []
+    target_rows: list[int] = []
     pieces: list[int] = []  # placed in each of the chosen rows
     for length, count in zip(distinct[::-1].tolist(), counts[distinct][::-1].tolist(), strict=True):
-        least, left = length << 40, count
-        while left:
+        least, remaining_pieces = length << 40, count
+        while remaining_pieces:
             at = bisect_left(rooms, least)
             if at < len(rooms):
                 entry = rooms.pop(at)
-                room, number = entry >> 40, row_of[entry & _ENTRY]
+                room, number = entry >> 40, entry_rows[entry & _ENTRY]
             else:
                 room, number = capacity, opened
                 opened += 1
-            taken = min(room // length, left)
-            left -= taken
-            chosen.append(number)
-            pieces.append(taken)
-            room -= taken * length
+            piece_count = min(room // length, remaining_pieces)
+            remaining_pieces -= piece_count
+            target_rows.append(number)
+            pieces.append(piece_count)
+            room -= piece_count * length
             if room >= shortest:
-                insort(rooms, room << 40 | len(row_of))
-                row_of.append(number)
-    row[order] = np.repeat(chosen, pieces)
+                insort(rooms, room << 40 | len(entry_rows))
+                entry_rows.append(number)
+    row[order] = np.repeat(target_rows, pieces)
     return row
 
 
@@ -188,14 +188,14 @@ def best_fit_by_length(lengths: IntArray, capacity: int) -> IntArray:
     row fuller, and rows with equal room are interchangeable.
     """
     row = np.empty(len(lengths), np.int64)
-    order = _sorted(capacity - lengths, capacity)
+    order = _argsort_keys(capacity - lengths, capacity)
     distinct, counts = np.unique(lengths, return_counts=True)
     rooms: dict[int, list[IntArray]] = {}  # room left -> rows with that room
     present = 0  # bit r is set if rooms[r] is not empty, to find the least room in one step
-    opened = taken = 0
+    opened = offset = 0
     for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        items = order[taken : taken + count]
-        taken += count
+        items = order[offset : offset + count]
+        offset += count
         placed = 0
         while placed < count:
             fitting = present >> length
@@ -209,18 +209,20 @@ def best_fit_by_length(lengths: IntArray, capacity: int) -> IntArray:
                 rows = np.arange(opened, opened + needed)
                 opened += needed
             per_row = room // length
-            left = count - placed
-            full = min(len(rows), left // per_row)
-            chosen = np.repeat(rows[:full], per_row)
-            rest = left - len(chosen) if full < len(rows) else 0
+            remaining_pieces = count - placed
+            full = min(len(rows), remaining_pieces // per_row)
+            target_rows = np.repeat(rows[:full], per_row)
+            last_count = remaining_pieces - len(target_rows) if full < len(rows) else 0
             present = _put(rooms, present, room - per_row * length, rows[:full])
-            if rest:
-                chosen = np.concatenate([chosen, np.repeat(rows[full : full + 1], rest)])
-                present = _put(rooms, present, room - rest * length, rows[full : full + 1])
+            if last_count:
+                target_rows = np.concatenate(
+                    [target_rows, np.repeat(rows[full : full + 1], last_count)]
+                )
+                present = _put(rooms, present, room - last_count * length, rows[full : full + 1])
                 full += 1
             present = _put(rooms, present, room, rows[full:])
-            row[items[placed : placed + len(chosen)]] = chosen
-            placed += len(chosen)
+            row[items[placed : placed + len(target_rows)]] = target_rows
+            placed += len(target_rows)
     return row
 
 
@@ -275,7 +277,9 @@ def _greedy(lengths: IntArray, capacity: int) -> IntArray:
     return np.cumsum(row)
 
 
-def _wrapped(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def _pack_wrapped(
+    lengths: IntArray, capacity: int
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Return the pieces of the concatenated documents, split at ends of documents and rows."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0

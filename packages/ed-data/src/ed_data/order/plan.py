@@ -22,7 +22,7 @@ import numpy as np
 from ed_data.cache import new_file, remove_abandoned
 from ed_data.errors import DataError
 from ed_data.order.mixing import DocumentOrder, IntArray
-from ed_data.order.windows import PlannedRows, RowOptions, Window, count_cuts, rows_of
+from ed_data.order.windows import PlannedRows, RowOptions, Window, count_cuts, get_rows
 from ed_data.storage.store import StorePart
 
 log = logging.getLogger("ed_data")
@@ -69,9 +69,9 @@ class RowPlan:
         stop = first + self._options.batch_size
         if not self.endless:
             stop = min(stop, self.rows_in_epoch(0))
-        return rows_of(self._parts_of(first, stop))
+        return get_rows(self._iterate_parts(first, stop))
 
-    def _parts_of(self, row: int, stop: int) -> Iterator[tuple[Window, int, int]]:
+    def _iterate_parts(self, row: int, stop: int) -> Iterator[tuple[Window, int, int]]:
         while row < stop:
             number, place = self.locate(row)
             window = self.window(number)
@@ -112,7 +112,11 @@ class RowPlan:
             "fill": placed / max(rows * self._options.seq_length, 1),
             "steps_per_epoch": self.steps_per_epoch,
             "sources": {
-                part.label: {"documents": len(part.members), "per_epoch": count, **_dropped(part)}
+                part.label: {
+                    "documents": len(part.members),
+                    "per_epoch": count,
+                    **_get_drop_counts(part),
+                }
                 for part, count in zip(self._parts, drawn, strict=True)
             },
         }
@@ -202,15 +206,15 @@ class RowPlan:
         source, index = self._order.take(epoch, place * WINDOW, (place + 1) * WINDOW)
         document = np.empty_like(index)
         for i, part in enumerate(self._parts):
-            here = source == i
-            document[here] = part.members[index[here]]
+            source_mask = source == i
+            document[source_mask] = part.members[index[source_mask]]
         return source, document
 
     def _make(self, number: int) -> Window:
         source, document = self._select(number)
         epoch, place = divmod(number, self.windows_per_epoch)
         key = (_ROWS, self._options.seed, epoch, place)
-        return Window.packed(self.tokens, source, document, self._options, key)
+        return Window.pack_documents(self.tokens, source, document, self._options, key)
 
     def _count(self, number: int) -> None:
         """Extend the index up to a window: by its whole epoch from disk, or window by window."""
@@ -234,11 +238,11 @@ class RowPlan:
         path = folder / f"rows-{epoch}.bin"
         try:
             # numpy.load is avoided, see storage/store.py.
-            kept = np.fromfile(path, np.int64)
+            stored_index = np.fromfile(path, np.int64)
         except OSError:
-            kept = np.empty(0, np.int64)
-        if len(kept) == 3 * self.windows_per_epoch:
-            for row in kept.reshape(-1, 3).tolist():
+            stored_index = np.empty(0, np.int64)
+        if len(stored_index) == 3 * self.windows_per_epoch:
+            for row in stored_index.reshape(-1, 3).tolist():
                 self._extend(*row)
             return
         index = list[tuple[int, int, int]]()
@@ -253,6 +257,6 @@ class RowPlan:
             log.warning("the plan of the rows is not cached: %s", error)
 
 
-def _dropped(part: StorePart) -> dict[str, Any]:
+def _get_drop_counts(part: StorePart) -> dict[str, Any]:
     dropped = part.tokens.tally.dropped
     return {"dropped": dict(dropped)} if dropped else {}

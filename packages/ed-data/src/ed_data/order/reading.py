@@ -62,7 +62,7 @@ class Passes:
             if placed is None:
                 self._stream, self._shard, self._spot = None, self._shard + 1, START
                 continue
-            self._spot = placed.after.spot
+            self._spot = placed.next_cursor.spot
             self._rows += 1
             if placed.example is not None and self._keep(placed.example):
                 self._documents += 1
@@ -146,7 +146,7 @@ class MixedDocuments:
     ) -> None:
         self.passes, self._shares, self._strategy = passes, shares, stop_strategy
         self._seed, self._shuffle = seed, shuffle
-        self._sizes = [max(sum(each.documents.shards), 1) for each in passes]
+        self._sizes = [max(sum(source_passes.documents.shards), 1) for source_passes in passes]
         self.epoch, self._drawn, self._size = 0, 0, 0
         self._counts, self._ended = [0] * len(passes), [False] * len(passes)
         self._block: tuple[int, list[int]] | None = None
@@ -177,10 +177,10 @@ class MixedDocuments:
                 key = (_DRAWS, self._seed, number) if self._shuffle else None
                 self._block = number, self._shares.block_order(number, key).tolist()
             return self._block[1][place]
-        left = [i for i, ended in enumerate(self._ended) if not ended]
+        remaining_informs = [i for i, ended in enumerate(self._ended) if not ended]
         if not self._shuffle:
-            return left[0]
-        return min(left, key=lambda i: ((2 * self._counts[i] + 1) / self._sizes[i], i))
+            return remaining_informs[0]
+        return min(remaining_informs, key=lambda i: ((2 * self._counts[i] + 1) / self._sizes[i], i))
 
     def _is_over(self) -> bool:
         if self._shares is None:
@@ -209,12 +209,15 @@ class MixedDocuments:
             "drawn": self._drawn,
             "counts": list(self._counts),
             "ended": list(self._ended),
-            "informs": [each.state_dict() for each in self.passes],
+            "informs": [source_passes.state_dict() for source_passes in self.passes],
         }
 
     def mark(self) -> Mark:
         """Return the position and the statistics, for `rewind`."""
-        tallies = [Tally.of_json(each.documents.tally.as_json()) for each in self.passes]
+        tallies = [
+            Tally.from_json(source_passes.documents.tally.as_json())
+            for source_passes in self.passes
+        ]
         return Mark(self.state_dict(), tallies)
 
     def rewind(self, mark: Mark) -> None:
@@ -222,8 +225,8 @@ class MixedDocuments:
         if self.state_dict() == mark.state:
             return
         self.load_state_dict(mark.state)
-        for each, tally in zip(self.passes, mark.tallies, strict=True):
-            each.documents.tally = tally
+        for source_passes, tally in zip(self.passes, mark.tallies, strict=True):
+            source_passes.documents.tally = tally
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of a state."""
@@ -232,5 +235,5 @@ class MixedDocuments:
         if isinstance(self._shares, ScheduledShares):
             self._shares.load_state_dict(state["schedule"])
             self._block = None
-        for each, own in zip(self.passes, state["informs"], strict=True):
-            each.load_state_dict(own)
+        for source_passes, passes_state in zip(self.passes, state["informs"], strict=True):
+            source_passes.load_state_dict(passes_state)

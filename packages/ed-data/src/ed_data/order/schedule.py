@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ed_data.order.mixing import DocumentOrder, IntArray, shuffled
+from ed_data.order.mixing import DocumentOrder, IntArray, build_order
 
 UNIT = 2**32
 _BLOCKS = 9  # identifies a use of the seed, as in mixing
@@ -57,7 +57,9 @@ def _normal(weights: Sequence[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def divided(size: int, parts: Sequence[int], owed: Sequence[int]) -> tuple[list[int], list[int]]:
+def divide_block(
+    size: int, parts: Sequence[int], owed: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """Divide a block among the informs.
 
     Args:
@@ -69,15 +71,15 @@ def divided(size: int, parts: Sequence[int], owed: Sequence[int]) -> tuple[list[
         The number of documents of each inform, and the documents owed after the block.
     """
     due = [size * part + debt for part, debt in zip(parts, owed, strict=True)]
-    counts = [max(each // UNIT, 0) for each in due]
-    left = [each - count * UNIT for each, count in zip(due, counts, strict=True)]
+    counts = [max(amount // UNIT, 0) for amount in due]
+    remainders = [amount - count * UNIT for amount, count in zip(due, counts, strict=True)]
     while (missing := size - sum(counts)) != 0:
         step = 1 if missing > 0 else -1
         able = [i for i, part in enumerate(parts) if (part if step > 0 else counts[i])]
-        chosen = max(able, key=lambda i: (step * left[i], -i))
-        counts[chosen] += step
-        left[chosen] -= step * UNIT
-    return counts, left
+        inform = max(able, key=lambda i: (step * remainders[i], -i))
+        counts[inform] += step
+        remainders[inform] -= step * UNIT
+    return counts, remainders
 
 
 class ScheduledOrder(DocumentOrder):
@@ -109,15 +111,15 @@ class ScheduledOrder(DocumentOrder):
         self._schedule = schedule
         self._make = lru_cache(maxsize=4)(self._make_window)
 
-    def set_windows(self, window: int, step_of: Callable[[int], int]) -> None:
+    def set_windows(self, window: int, get_step: Callable[[int], int]) -> None:
         """Define the windows of a plan.
 
         Args:
             window: number of documents of a window; the last window of an epoch may have fewer.
-            step_of: maps the number of a window, counted over all epochs, to the step at which the
+            get_step: maps the number of a window, counted over all epochs, to the step at which the
                 window begins.
         """
-        self._window, self._step_of = window, step_of
+        self._window, self._step_of = window, get_step
         self._windows = -(-self.epoch_size // window)
         none = [0] * len(self._sizes)
         #: Documents drawn from, and owed to, each inform at the beginning of each window.
@@ -132,7 +134,7 @@ class ScheduledOrder(DocumentOrder):
         numbers = range(first, (stop - 1) // self._window + 1)
         parts = [self._make(epoch * self._windows + number) for number in numbers]
         cut = slice(start - first * self._window, stop - first * self._window)
-        inform, document = (np.concatenate(each)[cut] for each in zip(*parts, strict=True))
+        inform, document = (np.concatenate(arrays)[cut] for arrays in zip(*parts, strict=True))
         return inform, document
 
     def documents_per_epoch(self) -> list[int]:
@@ -153,22 +155,22 @@ class ScheduledOrder(DocumentOrder):
         parts = self._schedule.parts(self._step_of(number))
         result = [(drawn, owed)]
         for at in range(0, size, self._block):
-            counts, owed = divided(min(self._block, size - at), parts, owed)
-            drawn = [before + count for before, count in zip(drawn, counts, strict=True)]
+            counts, owed = divide_block(min(self._block, size - at), parts, owed)
+            drawn = [drawn_count + count for drawn_count, count in zip(drawn, counts, strict=True)]
             result.append((drawn, owed))
         return result
 
     def _make_window(self, number: int) -> tuple[IntArray, IntArray]:
-        drawn = [np.array(before, np.int64) for before, _ in self._blocks(number)]
+        drawn = [np.array(start_counts, np.int64) for start_counts, _ in self._blocks(number)]
         blocks = [
-            self._arranged(
-                drawn[at + 1] - before,
-                before.tolist(),
+            self._arrange_block(
+                drawn[at + 1] - start_counts,
+                start_counts.tolist(),
                 (_BLOCKS, self._seed, number, at) if self._shuffle else None,
             )
-            for at, before in enumerate(drawn[:-1])
+            for at, start_counts in enumerate(drawn[:-1])
         ]
-        inform, document = (np.concatenate(each) for each in zip(*blocks, strict=True))
+        inform, document = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
         return inform, document
 
 
@@ -189,10 +191,10 @@ class ScheduledShares:
         """Return the inform at each position of the current block or the next block."""
         if number != self._number:
             parts = self._schedule.parts(self.step)
-            self._counts, self._owed = divided(self.block, parts, self._owed)
+            self._counts, self._owed = divide_block(self.block, parts, self._owed)
             self._number = number
         counts = np.array(self._counts, np.int64)
-        return np.repeat(np.arange(len(counts)), counts)[shuffled(counts, key)]
+        return np.repeat(np.arange(len(counts)), counts)[build_order(counts, key)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the current block, as JSON values."""

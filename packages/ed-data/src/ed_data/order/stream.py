@@ -18,7 +18,7 @@ import numpy as np
 
 from ed_data.order.mixing import permutation
 from ed_data.order.reading import Drawn, Mark, MixedDocuments
-from ed_data.order.windows import PlannedRows, RowOptions, Window, rows_of
+from ed_data.order.windows import PlannedRows, RowOptions, Window, get_rows
 from ed_data.rows.documents import Tally
 from ed_data.rows.example import RowMedium
 from ed_data.storage.store import TokenArrays
@@ -69,7 +69,7 @@ class _Batch:
 
     documents: list[Drawn]
     ends_epoch: bool
-    after: Mark
+    end_mark: Mark
     sequences: list[SequenceArrays | None]
     places: list[list[int]] = field(default_factory=list)
     skipped: dict[int, Tally] = field(default_factory=dict)
@@ -78,8 +78,8 @@ class _Batch:
         """Store the sequences of the documents with these numbers."""
         sequences = encoded.sequences()
         for number, place in enumerate(places):
-            own = sequences[number * width : (number + 1) * width]
-            self.sequences[place * width : (place + 1) * width] = own
+            document_sequences = sequences[number * width : (number + 1) * width]
+            self.sequences[place * width : (place + 1) * width] = document_sequences
 
 
 class StreamPlan:
@@ -125,10 +125,12 @@ class StreamPlan:
         """
         rows = max(self._figures["rows"] * self._options.seq_length, 1)
         sources = {}
-        for each, count in zip(self._documents.passes, self._drawn, strict=True):
-            sources[each.label] = {"documents": count}
-            if each.documents.tally.dropped:
-                sources[each.label]["dropped"] = dict(each.documents.tally.dropped)
+        for source_passes, count in zip(self._documents.passes, self._drawn, strict=True):
+            sources[source_passes.label] = {"documents": count}
+            if source_passes.documents.tally.dropped:
+                sources[source_passes.label]["dropped"] = dict(
+                    source_passes.documents.tally.dropped
+                )
         return {**self._figures, "fill": self._figures["tokens"] / rows, "sources": sources}
 
     def __next__(self) -> PlannedRows:
@@ -141,33 +143,37 @@ class StreamPlan:
         parts = list(self._parts())
         if not parts:
             raise StopIteration
-        return rows_of(parts)
+        return get_rows(parts)
 
     def _parts(self) -> Iterator[tuple[Window, int, int]]:
-        left = self._options.batch_size
-        while left and not self._over:
+        remaining_rows = self._options.batch_size
+        while remaining_rows and not self._over:
             ready = self._window
             if ready is None:
                 ready = self._window = self._take()
-            taken = min(left, ready.window.packing.rows - self._row)
-            if taken:
-                yield ready.window, self._row, taken
-            left -= taken
-            self._row += taken
-            if self._row == ready.window.packing.rows and left:
+            row_count = min(remaining_rows, ready.window.packing.rows - self._row)
+            if row_count:
+                yield ready.window, self._row, row_count
+            remaining_rows -= row_count
+            self._row += row_count
+            if self._row == ready.window.packing.rows and remaining_rows:
                 self._window, self._row = None, 0
                 self._over = ready.ends_epoch and not self.endless
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: of each inform at the beginning of the window, and the next row."""
         if self._window is not None:
-            number, begins, before = self._window.number, self._window.begins, self._window.row
+            number, begins, rows_before = self._window.number, self._window.begins, self._window.row
         else:  # at the beginning or at the end
-            number, begins, before = self._number, self._documents.state_dict(), self._first_row
+            number, begins, rows_before = (
+                self._number,
+                self._documents.state_dict(),
+                self._first_row,
+            )
         return {
             "over": self._over,
             "window": number,
-            "rows_before": before,
+            "rows_before": rows_before,
             "row": self._row,
             "documents": begins,
         }
@@ -223,39 +229,46 @@ class StreamPlan:
         skipped, drawn = list[dict[int, Tally]](), [0] * len(self._documents.passes)
         size, ends_epoch = 0, False
         for batch in self._batches():
-            own = [each for each in batch.sequences if each is not None]
-            sequences += own
+            batch_sequences = [sequence for sequence in batch.sequences if sequence is not None]
+            sequences += batch_sequences
             skipped.append(batch.skipped)
             ends_epoch = batch.ends_epoch
             for document in batch.documents:
                 drawn[document.inform] += 1
                 media.append(document.example.media)
-            size += sum(len(each.tokens) for each in own)
+            size += sum(len(sequence.tokens) for sequence in batch_sequences)
             if size >= TOKENS:
-                self._documents.rewind(batch.after)  # worker processes may have read ahead
+                self._documents.rewind(batch.end_mark)  # worker processes may have read ahead
                 break
-        for inform, tally in (pair for each in skipped for pair in each.items()):
+        for inform, tally in (pair for sequence in skipped for pair in sequence.items()):
             self._documents.passes[inform].documents.tally.add(tally)
-        window = self._packed(sequences, media, number)
+        window = self._pack_window(sequences, media, number)
         if number == 0 and self._encoder.has_loss_mask:
             window.check_labels()
         self._number += 1
         self._first_row += window.packing.rows
         return StreamWindow(number, begins, row, window, ends_epoch, drawn)
 
-    def _packed(
+    def _pack_window(
         self, sequences: list[SequenceArrays], media: list[tuple[RowMedium, ...]], number: int
     ) -> Window:
-        lengths = np.fromiter((len(each.tokens) for each in sequences), np.int64, len(sequences))
+        lengths = np.fromiter(
+            (len(sequence.tokens) for sequence in sequences), np.int64, len(sequences)
+        )
         schema = self._encoder.schema
         width = len(schema.values)
-        values = [np.empty((0, width), np.float32), *(own.values for own in sequences if width)]
+        values = [
+            np.empty((0, width), np.float32),
+            *(sequence.values for sequence in sequences if width),
+        ]
         mask = None
         if self._encoder.has_loss_mask:
-            mask = np.concatenate([np.empty(0, np.uint8), *(own.mask for own in sequences)])
+            mask = np.concatenate(
+                [np.empty(0, np.uint8), *(sequence.mask for sequence in sequences)]
+            )
         tokens = TokenArrays(
             np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
-            np.concatenate([np.empty(0, np.int32), *(own.tokens for own in sequences)]),
+            np.concatenate([np.empty(0, np.int32), *(sequence.tokens for sequence in sequences)]),
             mask,
             np.concatenate(values),
             len(schema.columns),
@@ -263,7 +276,9 @@ class StreamPlan:
         )
         key = (self._options.seed, number)
         order = permutation(len(media), _WINDOWS, *key, buffer=self._buffer)
-        return Window.packed([tokens], np.zeros_like(order), order, self._options, (_ROWS, *key))
+        return Window.pack_documents(
+            [tokens], np.zeros_like(order), order, self._options, (_ROWS, *key)
+        )
 
     def _batches(self) -> Iterator[_Batch]:
         """Yield encoded documents from the current position, until a window is complete."""
@@ -272,15 +287,15 @@ class StreamPlan:
         def jobs() -> Iterator[EncodingJob]:
             for batch in self._read():
                 reading.append(batch)
-                for number, each in enumerate(self._documents.passes):
+                for number, source_passes in enumerate(self._documents.passes):
                     at = [i for i, d in enumerate(batch.documents) if d.inform == number]
                     if at:
                         batch.places.append(at)
                         tally = None
-                        if each.documents.inform.on_error == "skip":
+                        if source_passes.documents.inform.on_error == "skip":
                             tally = batch.skipped.setdefault(number, Tally())
                         yield EncodingJob(
-                            [batch.documents[i].example for i in at], each.label, tally
+                            [batch.documents[i].example for i in at], source_passes.label, tally
                         )
 
         width = len(self._encoder.schema.columns)
@@ -293,16 +308,16 @@ class StreamPlan:
 
     def _read(self) -> Iterator[_Batch]:
         """Yield documents from the current position, at most as many as a window has."""
-        left, over = self._size, False
+        remaining_documents, over = self._size, False
         width = len(self._encoder.schema.columns)
-        while left and not over:
+        while remaining_documents and not over:
             documents: list[Drawn] = []
-            while len(documents) < min(_ENCODED, left):
+            while len(documents) < min(_ENCODED, remaining_documents):
                 document = self._documents.next()
                 if document is None:
                     over = True
                     break
                 documents.append(document)
-            left -= len(documents)
+            remaining_documents -= len(documents)
             empty: list[SequenceArrays | None] = [None] * (len(documents) * width)
             yield _Batch(documents, over, self._documents.mark(), empty)

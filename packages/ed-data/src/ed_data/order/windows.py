@@ -105,7 +105,7 @@ class RowOptions:
         seq_length: maximum number of tokens of a row.
         strategy: packing strategy, or None for one document (or piece of a document) per row.
         max_length: number of tokens at which documents are truncated; None truncates nothing.
-        cut: what happens to a longer document: its end (`right`) or its beginning (`left`) is
+        cut: what happens to a longer document: its end (`right`) or its beginning (`cut_left`) is
             removed, or the document is dropped (`drop`).
         shuffle_rows: number of rows that are shuffled together; None keeps their order.
         seed: seed of the row order.
@@ -156,7 +156,7 @@ class Window:
     truncated: int
 
     @classmethod
-    def packed(
+    def pack_documents(
         cls,
         tokens: Sequence[StoredTokens],
         source: IntArray,
@@ -174,9 +174,9 @@ class Window:
             key: seed of the order of the rows.
         """
         lengths = np.empty_like(document)
-        for i, each in enumerate(tokens):
-            here = source == i
-            lengths[here] = each.lengths(document[here])
+        for i, source_tokens in enumerate(tokens):
+            source_mask = source == i
+            lengths[source_mask] = source_tokens.lengths(document[source_mask])
         truncated, skipped = 0, np.zeros_like(lengths)
         if options.max_length is not None:
             limited = np.minimum(lengths, options.max_length)
@@ -193,7 +193,7 @@ class Window:
         if skipped.any():
             packing = replace(packing, start=packing.start + skipped[packing.document])
         if options.shuffle_rows is not None:
-            packing = packing.reordered(
+            packing = packing.reorder_rows(
                 permutation(packing.rows, *key, buffer=options.shuffle_rows)
             )
         return cls(tokens, source, document, packing, truncated)
@@ -205,7 +205,7 @@ class Window:
             DataError: no token has loss, so nothing would be learned.
         """
         if not self._has_labels():
-            why = (
+            hint = (
                 f"; truncation removed {self.truncated} tokens, possibly the answers"
                 if self.truncated
                 else ""
@@ -213,16 +213,16 @@ class Window:
             raise DataError(
                 f"no token of the first {len(self.document)} documents has a loss, so nothing "
                 "would be learned: with assistant_only_loss, chats need messages of the role "
-                f"'assistant' that the chat template marks{why}",
+                f"'assistant' that the chat template marks{hint}",
                 ("tokenization", "assistant_only_loss"),
             )
 
     def _has_labels(self) -> bool:
         pieces = self.packing
         for i, source in enumerate(self.tokens):
-            here = np.flatnonzero(self.source[pieces.document] == i)
-            for at in range(0, len(here), _CHECKED):
-                part = here[at : at + _CHECKED]
+            source_pieces = np.flatnonzero(self.source[pieces.document] == i)
+            for at in range(0, len(source_pieces), _CHECKED):
+                part = source_pieces[at : at + _CHECKED]
                 document = self.document[pieces.document[part]]
                 for column in range(source.columns):
                     lengths = source.lengths(document, column)
@@ -249,23 +249,25 @@ def count_cuts(
     """
     limit = options.seq_length if options.max_length is None else options.max_length
     longer = unlearned = 0
-    for i, each in enumerate(tokens):
+    for i, source_tokens in enumerate(tokens):
         numbers = document[source == i]
-        long = numbers[each.lengths(numbers) > limit]
+        long = numbers[source_tokens.lengths(numbers) > limit]
         longer += len(long)
         if options.max_length is None or options.cut == "drop":
             continue
         for at in range(0, len(long), _CHECKED):
             part = long[at : at + _CHECKED]
             lost = np.zeros(len(part), bool)
-            for column in range(each.columns):
-                lost |= _lose_labels(each, part, column, limit, left=options.cut == "left")
+            for column in range(source_tokens.columns):
+                lost |= _lose_labels(
+                    source_tokens, part, column, limit, cut_left=options.cut == "left"
+                )
             unlearned += int(lost.sum())
     return CutDocuments(len(document), longer, unlearned)
 
 
 def _lose_labels(
-    source: StoredTokens, document: IntArray, column: int, limit: int, *, left: bool
+    source: StoredTokens, document: IntArray, column: int, limit: int, *, cut_left: bool
 ) -> NDArray[np.bool_]:
     """Return for each document whether it has tokens with loss only in the part that is removed."""
     lengths = source.lengths(document, column)
@@ -276,7 +278,7 @@ def _lose_labels(
     lost = np.zeros(len(document), bool)
     for number, (end, length) in enumerate(zip(ends.tolist(), lengths.tolist(), strict=True)):
         labels = mask[end - length : end]
-        remaining = labels[-limit:] if left else labels[:limit]
+        remaining = labels[-limit:] if cut_left else labels[:limit]
         lost[number] = bool(labels.any()) and not remaining.any()
     return lost
 
@@ -287,7 +289,7 @@ def one_per_row(lengths: IntArray, capacity: int) -> Packing:
     return Packing(np.arange(len(document) + 1), document, start, length)
 
 
-def rows_of(parts: Iterable[tuple[Window, int, int]]) -> PlannedRows:
+def get_rows(parts: Iterable[tuple[Window, int, int]]) -> PlannedRows:
     """Return the rows of a batch.
 
     Args:

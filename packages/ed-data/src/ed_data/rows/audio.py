@@ -42,13 +42,13 @@ class AudioReader:
         self._least = inform.min_duration_in_seconds
         self._most = inform.max_duration_in_seconds
 
-    def of_transcript(self, row: Row, folder: MediaFolder, where: str) -> RowAudio | str:
+    def read_recording(self, row: Row, folder: MediaFolder, location: str) -> RowAudio | str:
         """Return the recording of a row with its transcript, or the reason to drop the row.
 
         Args:
             row: the row.
             folder: the folder whose files the row may name.
-            where: the row, for messages.
+            location: the row, for messages.
 
         Raises:
             DataError: the field is missing, its value is not a recording, the file does not exist,
@@ -56,21 +56,21 @@ class AudioReader:
         """
         if self.field not in row:
             raise DataError(
-                f"{where}: there is no field {self.field!r} with a recording (fields: "
+                f"{location}: there is no field {self.field!r} with a recording (fields: "
                 f"{listing(row)}); set audio_field, or correct the row",
                 (_KEY,),
             )
         value = row[self.field]
         if value is None:
             return f"{self.field!r} is null"
-        source = self._source(value, repr(self.field), folder, where)
+        source = self._source(value, repr(self.field), folder, location)
         name = f", {source!r}" if isinstance(source, str) else ""
         name = f", {source.address!r}" if isinstance(source, RemoteFile) else name
-        audio = RowAudio(source, f"{where}{name}")
+        audio = RowAudio(source, f"{location}{name}")
         return self._refusal(audio) or audio
 
-    def of_chat(
-        self, row: Row, fields: dict[str, Content], folder: MediaFolder, where: str
+    def read_chat(
+        self, row: Row, fields: dict[str, Content], folder: MediaFolder, location: str
     ) -> tuple[dict[str, Content], list[RowAudio]] | str:
         """Return the fields with plain audio parts, and the recordings in the order of the parts;
         or the reason to drop the row.
@@ -88,23 +88,23 @@ class AudioReader:
         name = self.field if self._named or row.get(AUDIOS) is None else AUDIOS
         value = row.get(name)
         values = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        listed = [self._source(item, repr(name), folder, where) for item in values]
+        listed = [self._source(item, repr(name), folder, location) for item in values]
         sources = PARTS.sources(
             parts,
             listed,
-            lambda own: self._source(own, "an audio part", folder, where),
-            where,
+            lambda part_value: self._source(part_value, "an audio part", folder, location),
+            location,
             name,
             named=self._named,
         )
         count, recordings = len(sources), list[RowAudio]()
         for number, source in enumerate(sources, 1):
-            audio = RowAudio(source, f"{where}, recording {number} of {count}")
+            audio = RowAudio(source, f"{location}, recording {number} of {count}")
             refusal = self._refusal(audio)
             if refusal is not None:
                 return refusal
             recordings.append(audio)
-        return PARTS.plain(fields), recordings
+        return PARTS.simplify_parts(fields), recordings
 
     def _refusal(self, audio: RowAudio) -> str | None:
         """Return the reason to drop a row with this recording; None = the row is kept."""
@@ -117,27 +117,27 @@ class AudioReader:
             return f"shorter than min_duration_in_seconds ({self._least:g})"
         return None
 
-    def _source(self, value: object, name: str, folder: MediaFolder, where: str) -> Audio:
+    def _source(self, value: object, name: str, folder: MediaFolder, location: str) -> Audio:
         if isinstance(value, str):
-            return folder.locate(value, where, kind="recording", key=_KEY)
+            return folder.locate(value, location, kind="recording", key=_KEY)
         if isinstance(value, bytes) and value:
             return value
         if isinstance(value, dict):
             if value.get("array") is not None:
-                return self._samples(value, name, where)
+                return self._samples(value, name, location)
             if value.get("bytes"):
                 return {"bytes": value["bytes"]}
             if isinstance(value.get("path"), str):
-                return folder.locate(value["path"], where, kind="recording", key=_KEY)
+                return folder.locate(value["path"], location, kind="recording", key=_KEY)
         text = f"{type(value).__name__} {value!r}"
         raise DataError(
-            f"{where}: {name} must be a recording: a path, bytes, {{path, bytes}}, or "
+            f"{location}: {name} must be a recording: a path, bytes, {{path, bytes}}, or "
             f"{{array, sampling_rate}}, got {text if len(text) < 80 else text[:77] + '…'}; correct "
             "the row, or set audio_field",
             (_KEY,),
         )
 
-    def _samples(self, value: dict[str, Any], name: str, where: str) -> Audio:
+    def _samples(self, value: dict[str, Any], name: str, location: str) -> Audio:
         import numpy as np  # not needed to check a run file
 
         rate = value.get("sampling_rate")
@@ -147,13 +147,13 @@ class AudioReader:
             samples = np.empty(0)
         if not isinstance(rate, int) or isinstance(rate, bool) or rate < 1:
             raise DataError(
-                f"{where}: {name} has the sampling_rate {rate!r}; it must be the number of "
+                f"{location}: {name} has the sampling_rate {rate!r}; it must be the number of "
                 "samples of a second",
                 (_KEY,),
             )
         if samples.ndim != 1 or samples.dtype.kind != "f" or not samples.size:
             raise DataError(
-                f"{where}: the array of {name} has shape {list(samples.shape)} and dtype "
+                f"{location}: the array of {name} has shape {list(samples.shape)} and dtype "
                 f"{samples.dtype}; it must be one channel of floating-point samples from -1 to 1",
                 (_KEY,),
             )

@@ -1,6 +1,6 @@
 """The contents of fields: texts, chat messages, token ids, steps of answers, numbers.
 
-Errors name the row (`where`) and the field.
+Errors name the row (`location`) and the field.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ed_data.schema import Content, Message
 _MESSAGE_FIELDS = frozenset({"content", "tool_calls", "function_call"})
 
 
-def checked(value: Any, field: str, where: str, is_content: bool) -> Content | None:
+def check_content(value: Any, field: str, location: str, is_content: bool) -> Content | None:
     """Return a text, messages or ids; None if the value is empty.
 
     Args:
         value: value of the field.
         field: name of the field.
-        where: the row, for messages.
+        location: the row, for messages.
         is_content: whether `content_field` names the field.
 
     Raises:
@@ -31,7 +31,7 @@ def checked(value: Any, field: str, where: str, is_content: bool) -> Content | N
     if value is None:
         return None
     if isinstance(value, str):
-        _check_text(value, field, where, is_content)
+        _check_text(value, field, location, is_content)
         return value if value.strip() else None
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -44,11 +44,11 @@ def checked(value: Any, field: str, where: str, is_content: bool) -> Content | N
             return items
         if all(isinstance(item, dict) and _is_message(item) for item in items):
             for text in _texts(items):
-                _check_text(text, field, where, is_content)
+                _check_text(text, field, location, is_content)
             return items
         wrong = "contains neither chat messages {'role': …, 'content': …} nor token ids"
     raise DataError(
-        f"{where}: {field!r} {wrong}; correct the row, or return None for it in format_callback"
+        f"{location}: {field!r} {wrong}; correct the row, or return None for it in format_callback"
     )
 
 
@@ -58,14 +58,14 @@ def _is_message(value: dict[str, Any]) -> bool:
 
 
 def checked_parts(
-    value: Any, field: str, where: str, is_content: bool, *, words: bool
+    value: Any, field: str, location: str, is_content: bool, *, words: bool
 ) -> Content | None:
     """Return the steps of an answer, or the words of a text; None if the value is empty.
 
     Args:
         value: value of the field.
         field: name of the field.
-        where: the row, for messages.
+        location: the row, for messages.
         is_content: whether `content_field` names the field.
         words: whether the value is a list of words, which may be empty texts.
     """
@@ -76,15 +76,15 @@ def checked_parts(
     ):
         kind = "the words of a text" if words else "the steps of an answer"
         raise DataError(
-            f"{where}: {field!r} must be a list of texts, {kind}, got {value!r}; "
+            f"{location}: {field!r} must be a list of texts, {kind}, got {value!r}; "
             "correct the row, or drop it in format_callback"
         )
     for text in value or ():
-        _check_text(text, field, where, is_content)
+        _check_text(text, field, location, is_content)
     return list(value) if value else None
 
 
-def number(value: object, field: str, where: str) -> float:
+def number(value: object, field: str, location: str) -> float:
     """Return a number; true is 1 and false is 0.
 
     Raises:
@@ -92,19 +92,20 @@ def number(value: object, field: str, where: str) -> float:
     """
     if not isinstance(value, bool | int | float) or not math.isfinite(value):
         raise DataError(
-            f"{where}: {field!r} must be a number, true or false, got {value!r}; correct the row, "
+            f"{location}: {field!r} must be a number, true or false, got {value!r}; correct the "
+            "row, "
             "or drop it in format_callback"
         )
     return float(value)
 
 
-def class_number(value: object, field: str, where: str, classes: tuple[str, ...] = ()) -> float:
+def class_number(value: object, field: str, location: str, classes: tuple[str, ...] = ()) -> float:
     """Return the number of a class.
 
     Args:
         value: the number, or one of the names in `classes`.
         field: name of the field.
-        where: the row, for messages.
+        location: the row, for messages.
         classes: names of all classes; empty if only numbers are allowed.
 
     Raises:
@@ -117,16 +118,18 @@ def class_number(value: object, field: str, where: str, classes: tuple[str, ...]
     if classes:
         similar = did_you_mean(value, classes) if isinstance(value, str) else ""
         raise DataError(
-            f"{where}: {field!r} must be a class, got {value!r}{similar}; label_names has "
+            f"{location}: {field!r} must be a class, got {value!r}{similar}; label_names has "
             f"{len(classes)} classes: use their names or the numbers 0 to {len(classes) - 1}"
         )
     raise DataError(
-        f"{where}: {field!r} must be the number of a class, an integer of at least 0, got "
+        f"{location}: {field!r} must be the number of a class, an integer of at least 0, got "
         f"{value!r}; set label_names to use the names of classes"
     )
 
 
-def listed(row: dict[str, Any], field: str, count: int, where: str, *, exact: bool) -> list[str]:
+def read_texts(
+    row: dict[str, Any], field: str, count: int, location: str, *, exact: bool
+) -> list[str]:
     """Return the texts of a list of texts.
 
     The row has the list, or a single text if `count` is 1, or the fields `<field>_1`, `<field>_2`,
@@ -136,42 +139,43 @@ def listed(row: dict[str, Any], field: str, count: int, where: str, *, exact: bo
         row: the row.
         field: name of the list.
         count: number of texts that are read, the first ones.
-        where: the row, for messages.
+        location: the row, for messages.
         exact: whether the list may not have more texts.
 
     Raises:
         DataError: there are fewer than `count` texts, or one of them is no text.
     """
-    found: Any = row.get(field)
-    found = found.tolist() if hasattr(found, "tolist") else found
-    names = numbered(field, count + 1)
-    if found is None and names[0] in row:
-        found = [row[name] for name in names if row.get(name) is not None]
-    if isinstance(found, str):
-        found = [found]
-    texts = list(found) if isinstance(found, list | tuple) else []
+    field_value: Any = row.get(field)
+    field_value = field_value.tolist() if hasattr(field_value, "tolist") else field_value
+    names = get_field_names(field, count + 1)
+    if field_value is None and names[0] in row:
+        field_value = [row[name] for name in names if row.get(name) is not None]
+    if isinstance(field_value, str):
+        field_value = [field_value]
+    texts = list(field_value) if isinstance(field_value, list | tuple) else []
     if len(texts) < count or (exact and len(texts) > count):
         raise DataError(
-            f"{where}: {field!r} must be a list of {count} texts, or the row has the fields "
-            f"{names[0]} to {names[count - 1]}, got {found!r}; correct the row, or the number"
+            f"{location}: {field!r} must be a list of {count} texts, or the row has the fields "
+            f"{names[0]} to {names[count - 1]}, got {field_value!r}; correct the row, or the number"
         )
     for text in texts[:count]:
         if not isinstance(text, str) or not text.strip():
             raise DataError(
-                f"{where}: {field!r} must contain texts that are not empty, got {text!r}; correct "
+                f"{location}: {field!r} must contain texts that are not empty, got {text!r}; "
+                "correct "
                 "the row, or drop it in format_callback"
             )
-        _check_text(text, field, where, False)
+        _check_text(text, field, location, False)
     return texts[:count]
 
 
-def numbered(field: str, count: int) -> list[str]:
+def get_field_names(field: str, count: int) -> list[str]:
     """Return the names of single fields of a list: `negative_1`, `negative_2`, …."""
     stem = field.removesuffix("s")
     return [f"{stem}_{number + 1}" for number in range(count)]
 
 
-def margins(value: Any, count: int, field: str, where: str) -> list[float]:
+def margins(value: Any, count: int, field: str, location: str) -> list[float]:
     """Return the margin by which a teacher prefers a positive text to each negative text.
 
     Args:
@@ -179,7 +183,7 @@ def margins(value: Any, count: int, field: str, where: str) -> list[float]:
             of all negative texts.
         count: number of negative texts.
         field: name of the field.
-        where: the row, for messages.
+        location: the row, for messages.
 
     Raises:
         DataError: the number of values differs.
@@ -188,23 +192,24 @@ def margins(value: Any, count: int, field: str, where: str) -> list[float]:
     values = list(value) if isinstance(value, list | tuple) else [value]
     if len(values) not in (count, count + 1):
         raise DataError(
-            f"{where}: {field!r} must have {count} margins, or {count + 1} scores (of the positive "
+            f"{location}: {field!r} must have {count} margins, or {count + 1} scores (of the "
+            "positive "
             f"text, then of each negative text), got {value!r}; correct the row"
         )
-    numbers = [number(item, field, where) for item in values]
+    numbers = [number(item, field, location) for item in values]
     if len(numbers) == count:
         return numbers
-    return [numbers[0] - other for other in numbers[1:]]
+    return [numbers[0] - negative_score for negative_score in numbers[1:]]
 
 
-def span(value: object, context: Content, field: str, where: str) -> tuple[float, float]:
+def span(value: object, context: Content, field: str, location: str) -> tuple[float, float]:
     """Return the first character of the first answer and the character after it; -1 without answer.
 
     Args:
         value: `{"text": [...], "answer_start": [...]}`, as in SQuAD.
         context: the text that contains the answer.
         field: name of the field.
-        where: the row, for messages.
+        location: the row, for messages.
 
     Raises:
         DataError: the value has another form, or the context does not contain the answer there.
@@ -212,13 +217,13 @@ def span(value: object, context: Content, field: str, where: str) -> tuple[float
     lists = []
     if isinstance(value, dict):
         for name in ("text", "answer_start"):
-            found: Any = value.get(name)
-            found = found.tolist() if hasattr(found, "tolist") else found
-            lists.append([found] if isinstance(found, str | int) else found)
+            field_value: Any = value.get(name)
+            field_value = field_value.tolist() if hasattr(field_value, "tolist") else field_value
+            lists.append([field_value] if isinstance(field_value, str | int) else field_value)
     same = len(lists) == 2 and all(isinstance(item, list | tuple) for item in lists)
     if not same or len(lists[0]) != len(lists[1]):
         raise DataError(
-            f"{where}: {field!r} must be {{'text': [...], 'answer_start': [...]}} with lists of "
+            f"{location}: {field!r} must be {{'text': [...], 'answer_start': [...]}} with lists of "
             f"one length, got {value!r}; correct the row, or rename its fields in format_callback"
         )
     if not lists[0]:
@@ -227,7 +232,7 @@ def span(value: object, context: Content, field: str, where: str) -> tuple[float
     inside = isinstance(context, str) and isinstance(text, str) and isinstance(start, int) and text
     if not inside or context[start : start + len(text)] != text:
         raise DataError(
-            f"{where}: the context does not contain the answer {text!r} at the character "
+            f"{location}: the context does not contain the answer {text!r} at the character "
             f"{start!r}; correct answer_start, which counts characters from 0"
         )
     return float(start), float(start + len(text))
@@ -242,39 +247,40 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _check_text(text: str, field: str, where: str, is_content: bool) -> None:
+def _check_text(text: str, field: str, location: str, is_content: bool) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])
         raise DataError(
-            f"{where}, {'content_field' if is_content else repr(field)}: the tokenizer cannot "
+            f"{location}, {'content_field' if is_content else repr(field)}: the tokenizer cannot "
             f"encode the text: {half} at character {error.start} is half of a surrogate pair; "
             "correct the row, or drop it in format_callback"
         ) from error
 
 
-def kind_of(content: Content) -> str:
+def get_kind(content: Content) -> str:
     """Return `"text"`, `"chat"` or `"ids"`."""
     if isinstance(content, str):
         return "text"
     return "chat" if content and isinstance(content[0], dict) else "ids"
 
 
-def of_one_kind(context: Content, body: Content, where: str) -> tuple[Content, Content]:
+def unify_kinds(context: Content, body: Content, location: str) -> tuple[Content, Content]:
     """Return context and body as two texts, two lists of messages, or two lists of ids.
 
     Raises:
         DataError: one of them is a text or a chat, and the other is a list of ids.
     """
-    kinds = {kind_of(context), kind_of(body)}
+    kinds = {get_kind(context), get_kind(body)}
     if kinds == {"text", "chat"}:
         return _messages(context, "user"), _messages(body, "assistant")
     if not context:
         return ("" if kinds == {"text"} else []), body
     if len(kinds) > 1:
         raise DataError(
-            f"{where}: the field and its context are {' and '.join(sorted(kinds))}; both must be "
+            f"{location}: the field and its context are {' and '.join(sorted(kinds))}; both must "
+            "be "
             "text, chat messages or token ids"
         )
     return context, body

@@ -14,21 +14,21 @@ from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.rows.audio import RECORDING_KEYS, AudioReader
 from ed_data.rows.contents import (
-    checked,
+    check_content,
     checked_parts,
     class_number,
-    kind_of,
-    listed,
+    get_field_names,
+    get_kind,
     margins,
     number,
-    numbered,
+    read_texts,
     span,
 )
 from ed_data.rows.example import Example, RowAudio, RowImage, image_key
 from ed_data.rows.formats import FORMAT_FIELDS, FORMATS, convert_row, detect_format
 from ed_data.rows.images import ImageReader
 from ed_data.rows.media_files import MediaFolder
-from ed_data.rows.preferences import separated
+from ed_data.rows.preferences import separate_prompt
 from ed_data.rows.template import template_arguments
 from ed_data.schema import (
     CLASSIFYING,
@@ -66,23 +66,23 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def drop(self, reason: str, where: str) -> None:
+    def drop(self, reason: str, location: str) -> None:
         """Count a dropped row."""
         self.dropped[reason] += 1
-        self.examples.setdefault(reason, where)
+        self.examples.setdefault(reason, location)
 
-    def add(self, other: Tally) -> None:
+    def add(self, later_tally: Tally) -> None:
         """Add the counts of a later tally."""
-        self.rows += other.rows
-        self.dropped.update(other.dropped)
-        self.examples = {**other.examples, **self.examples}
+        self.rows += later_tally.rows
+        self.dropped.update(later_tally.dropped)
+        self.examples = {**later_tally.examples, **self.examples}
 
     def as_json(self) -> dict[str, Any]:
         """Return the statistics as JSON values."""
         return {"rows": self.rows, "dropped": dict(self.dropped), "examples": self.examples}
 
     @classmethod
-    def of_json(cls, values: dict[str, Any]) -> Tally:
+    def from_json(cls, values: dict[str, Any]) -> Tally:
         """Return the tally of the values that `as_json` returned."""
         return cls(
             int(values.get("rows", 0)),
@@ -91,11 +91,11 @@ class Tally:
         )
 
     def __str__(self) -> str:
-        shown = (
+        reasons = (
             f"{count} rows: {reason} (the first: {self.examples[reason]})"
             for reason, count in self.dropped.items()
         )
-        return "; ".join(shown) or "no row was dropped"
+        return "; ".join(reasons) or "no row was dropped"
 
 
 class Placed(NamedTuple):
@@ -103,7 +103,7 @@ class Placed(NamedTuple):
 
     example: Example | None
     at: Cursor
-    after: Cursor
+    next_cursor: Cursor
 
 
 class Documents:
@@ -155,30 +155,30 @@ class Documents:
         self._keys = {schema.content: "text_field" if inform.text_field else "content_field"}
         self._columns = None
         if self._callback is None and not inform.format_fields:
-            wanted = [*self._names.values(), *inform.additional_fields]
-            wanted += [value.field for value in schema.values]
-            wanted += [value.other_field for value in schema.values if value.other_field]
+            column_names = [*self._names.values(), *inform.additional_fields]
+            column_names += [value.field for value in schema.values]
+            column_names += [value.other_field for value in schema.values if value.other_field]
             for name, count in self._lists.items():
-                wanted += numbered(name, count + 1)
-            wanted += [] if self._images.field is None else [self._images.field]
-            wanted += OPTIONAL_FIELDS
-            wanted += self._other_content
-            wanted += [self._audio.field]
+                column_names += get_field_names(name, count + 1)
+            column_names += [] if self._images.field is None else [self._images.field]
+            column_names += OPTIONAL_FIELDS
+            column_names += self._other_content
+            column_names += [self._audio.field]
             if not self._content_is_named:
-                wanted += [TEXT.content, *FORMAT_FIELDS]
-            self._columns = list(dict.fromkeys(wanted))
+                column_names += [TEXT.content, *FORMAT_FIELDS]
+            self._columns = list(dict.fromkeys(column_names))
 
     def __iter__(self) -> Iterator[Example]:
         """Yield the documents in the order of the rows."""
-        return (placed.example for placed in self.placed() if placed.example is not None)
+        return (placed.example for placed in self.iterate_rows() if placed.example is not None)
 
-    def placed(self) -> Iterator[Placed]:
+    def iterate_rows(self) -> Iterator[Placed]:
         """Yield the rows in order, including dropped rows, at most `num_rows`."""
-        left = self.inform.num_rows
+        remaining_rows = self.inform.num_rows
         for shard in range(len(self.shards)):
             for placed in self.read(shard):
                 yield placed
-                if left is not None and (left := left - 1) == 0:
+                if remaining_rows is not None and (remaining_rows := remaining_rows - 1) == 0:
                     return
 
     def read(self, shard: int, start: Spot = START) -> Iterator[Placed]:
@@ -197,7 +197,7 @@ class Documents:
                     raise
                 self.tally.drop("skipped, because of an error", str(error))
                 example = None
-            yield Placed(example, Cursor(shard, record.at), Cursor(shard, record.after))
+            yield Placed(example, Cursor(shard, record.at), Cursor(shard, record.next_spot))
 
     def outline(self) -> dict[str, object]:
         """Return the dependencies of the documents that are known without reading them.
@@ -217,7 +217,7 @@ class Documents:
         if first is None or isinstance(first.row, DataError):
             return None
         try:
-            return self._formatted(first.row, first.place)
+            return self._format_row(first.row, first.place)
         except DataError:  # the error is raised again when the row is read
             return None
 
@@ -269,32 +269,34 @@ class Documents:
                 ("content_field",),
             )
 
-    def _formatted(self, row: Row, where: str) -> Row | None:
+    def _format_row(self, row: Row, location: str) -> Row | None:
         inform = self.inform
         if self._callback is not None:
-            row = _call(self._callback, dict(row), "format_callback", where)
+            row = _call(self._callback, dict(row), "format_callback", location)
             if row is None:
                 return None
             if not isinstance(row, dict):
                 raise DataError(
-                    f"{where}: format_callback returned a {type(row).__name__}; it must return a "
+                    f"{location}: format_callback returned a {type(row).__name__}; it must return "
+                    "a "
                     "row (dict), or None to drop the row",
                     ("format_callback",),
                 )
         if inform.format_fields:
             for old, new in inform.format_fields.items():
-                _take(row, old, "format_fields", where)
+                _take(row, old, "format_fields", location)
                 if new in row and new not in inform.format_fields:
                     raise DataError(
-                        f"{where}: format_fields renames {old!r} to {new!r}, but the row already "
+                        f"{location}: format_fields renames {old!r} to {new!r}, but the row "
+                        "already "
                         f"has a field {new!r}: rename that field too, or remove it in "
                         "format_callback",
                         ("format_fields",),
                     )
             row = {inform.format_fields.get(name, name): value for name, value in row.items()}
-        return self._converted(row, where)
+        return self._convert_row(row, location)
 
-    def _converted(self, row: Row, where: str) -> Row:
+    def _convert_row(self, row: Row, location: str) -> Row:
         """Return a row of a published format with the fields that the schema reads."""
         name = self.inform.format
         if name is None and not self._content_is_named and not self._is_readable(row):
@@ -307,7 +309,7 @@ class Documents:
                     name,
                     FORMATS[name].about,
                 )
-        row = row if name is None else convert_row(name, row, where)
+        row = row if name is None else convert_row(name, row, location)
         if self.schema == COMPLETION and not self._is_readable(row):
             # A chat or a text among rows with completions: all of it is learned.
             content = next((f for f in (TEXT.content, "messages") if f in row), None)
@@ -331,8 +333,8 @@ class Documents:
     def _document(self, record: LineRecord, folder: MediaFolder) -> Example | None:
         if isinstance(record.row, DataError):
             raise record.row
-        where = f"{self._name}, {record.place}"
-        row = self._formatted(record.row, where)
+        location = f"{self._name}, {record.place}"
+        row = self._format_row(record.row, location)
         if row is None:
             self.tally.drop("dropped by format_callback", record.place)
             return None
@@ -347,70 +349,71 @@ class Documents:
                 continue
             if name in self._lists:
                 exact = self.schema.task == "multiple_choice"
-                fields[name] = listed(row, name, self._lists[name], where, exact=exact)
+                fields[name] = read_texts(row, name, self._lists[name], location, exact=exact)
                 continue
             is_content = name == self.schema.content
             if is_content and from_field not in row:
                 from_field = next((f for f in self._other_content if f in row), from_field)
-            value = _take(row, from_field, self._keys.get(name, "format_fields"), where)
+            value = _take(row, from_field, self._keys.get(name, "format_fields"), location)
             reason = f"{from_field!r} is {'null' if value is None else 'empty'}"
             if self._prepare is not None and value is not None:
-                value = _call(self._prepare, value, "preprocessing_fn", where)
+                value = _call(self._prepare, value, "preprocessing_fn", location)
                 reason = "dropped by preprocessing_fn" if value is None else reason
             if name in self._parts:
                 words = self._parts[name].words
-                content = checked_parts(value, from_field, where, is_content, words=words)
+                content = checked_parts(value, from_field, location, is_content, words=words)
             else:
-                content = checked(value, from_field, where, is_content)
+                content = check_content(value, from_field, location, is_content)
             if content is None and name in self.schema.learned:
                 self.tally.drop(reason, record.place)
                 return None
             fields[name] = content or ""
         extra = {
-            n: _take(row, n, "additional_fields", where) for n in self.inform.additional_fields
+            n: _take(row, n, "additional_fields", location) for n in self.inform.additional_fields
         }
         if self._images.required:
             name = str(self._images.field)
-            if _take(row, name, self._images.key, where) is None:
+            if _take(row, name, self._images.key, location) is None:
                 self.tally.drop(f"{name!r} is null", record.place)
                 return None
         answers = {field: fields[field] for field in self._answers}
         if answers:
-            given = None if implicit else fields[self.schema.content]
-            prompt, answers = separated(given, answers, where)
+            row_prompt = None if implicit else fields[self.schema.content]
+            prompt, answers = separate_prompt(row_prompt, answers, location)
             fields = {**fields, self.schema.content: prompt, **answers}
-        is_chat = any(kind_of(content) == "chat" for content in fields.values())
+        is_chat = any(get_kind(content) == "chat" for content in fields.values())
         images: list[RowImage] = []
         if is_chat or self._images.required:
-            fields, images = self._images.of_row(row, fields, folder, where)
+            fields, images = self._images.read_row(row, fields, folder, location)
         if self.schema.has_image:
-            fields = self._with_key(fields, images, where)
+            fields = self._with_key(fields, images, location)
         recordings: list[RowAudio] = []
         if self.schema.has_audio:
-            audio = self._audio.of_transcript(row, folder, where)
+            audio = self._audio.read_recording(row, folder, location)
             if isinstance(audio, str):
                 self.tally.drop(audio, record.place)
                 return None
             recordings.append(audio)
         elif is_chat:
-            found = self._audio.of_chat(row, fields, folder, where)
-            if isinstance(found, str):
-                self.tally.drop(found, record.place)
+            chat_audio = self._audio.read_chat(row, fields, folder, location)
+            if isinstance(chat_audio, str):
+                self.tally.drop(chat_audio, record.place)
                 return None
-            fields, recordings = found
-        template = template_arguments(row, where) if is_chat else {}
-        values = self._values(row, fields, where)
+            fields, recordings = chat_audio
+        template = template_arguments(row, location) if is_chat else {}
+        values = self._values(row, fields, location)
         return Example(
             fields, extra, record.place, values, tuple(images), template, tuple(recordings)
         )
 
     def _with_key(
-        self, fields: dict[str, Content], images: list[RowImage], where: str
+        self, fields: dict[str, Content], images: list[RowImage], location: str
     ) -> dict[str, Content]:
         """Return the fields, in which a text that identifies the image represents the image."""
         if len(images) != 1:
             raise DataError(
-                f"{where}: a row of {self.schema.task} has one image, got {len(images)}: split the "
+                f"{location}: a row of {self.schema.task} has one image, got {len(images)}: split "
+                "the "
                 "row",
                 ("image_field",),
             )
@@ -425,7 +428,7 @@ class Documents:
         return absent and len(answers) > 1 and row.keys() >= {*answers}
 
     def _values(
-        self, row: Row, fields: dict[str, Content], where: str
+        self, row: Row, fields: dict[str, Content], location: str
     ) -> tuple[float | tuple[float, ...], ...]:
         columns = {column.name: column for column in self.schema.columns}
         result: list[float | tuple[float, ...]] = []
@@ -439,32 +442,32 @@ class Documents:
             field = value.field
             if value.other_field in row and field not in row:
                 field = value.other_field
-            found = _take(row, field, "format_fields", where)
+            field_value = _take(row, field, "format_fields", location)
             # The name of a class may look like a number.
-            found = found if found in value.classes else read_cell(found)
+            field_value = field_value if field_value in value.classes else read_cell(field_value)
             column, convert = columns[value.column], number
             if self.schema.has_spans:
-                ends = span(found, fields[str(column.second)], field, where)
+                ends = span(field_value, fields[str(column.second)], field, location)
                 result.append(ends[value.name == "end_positions"])
                 continue
             if value.margin is not None:
-                count = sum(other.margin is not None for other in self.schema.values)
-                result.append(margins(found, count, field, where)[value.margin])
+                count = sum(schema_value.margin is not None for schema_value in self.schema.values)
+                result.append(margins(field_value, count, field, location)[value.margin])
                 continue
             if self.schema.task in CLASSIFYING:
                 convert = partial(class_number, classes=value.classes)
             if not column.in_parts:
-                result.append(convert(found, field, where))
+                result.append(convert(field_value, field, location))
                 continue
-            found = found.tolist() if hasattr(found, "tolist") else found
+            field_value = field_value.tolist() if hasattr(field_value, "tolist") else field_value
             parts = fields[column.field]
-            if not isinstance(found, list | tuple) or len(found) != len(parts):
+            if not isinstance(field_value, list | tuple) or len(field_value) != len(parts):
                 kind = "words" if column.words else "steps"
                 raise DataError(
-                    f"{where}: {field!r} must have one number for each of the {len(parts)} "
-                    f"{kind} of {column.field!r}, got {found!r}; correct the row"
+                    f"{location}: {field!r} must have one number for each of the {len(parts)} "
+                    f"{kind} of {column.field!r}, got {field_value!r}; correct the row"
                 )
-            result.append(tuple(convert(item, field, where) for item in found))
+            result.append(tuple(convert(item, field, location) for item in field_value))
         return tuple(result)
 
 
@@ -534,12 +537,12 @@ def function(inform: Inform, key: str) -> Callable[..., Any] | None:
     return value
 
 
-def _call(call: Callable[..., Any], value: object, key: str, where: str) -> Any:
+def _call(call: Callable[..., Any], value: object, key: str, location: str) -> Any:
     try:
         return call(value)
     except Exception as error:  # a user function may raise any error
         raise DataError(
-            f"{where}: {key} raised {type(error).__name__}: {error}; correct the function or "
+            f"{location}: {key} raised {type(error).__name__}: {error}; correct the function or "
             "the row, or return None to drop the row",
             (key,),
         ) from error
@@ -561,10 +564,10 @@ def _hash_function(inform: Inform, key: str) -> str | None:
         ) from error
 
 
-def _take(row: Row, name: str, key: str, where: str) -> Any:
+def _take(row: Row, name: str, key: str, location: str) -> Any:
     if name not in row:
         raise DataError(
-            f"{where}: there is no field {name!r} (fields: {listing(row)})"
+            f"{location}: there is no field {name!r} (fields: {listing(row)})"
             f"{did_you_mean(name, row)}; correct {key} or the row",
             (key,),
         )

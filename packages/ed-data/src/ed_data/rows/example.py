@@ -21,8 +21,8 @@ class RowImage(NamedTuple):
     """
 
     source: Image
-    where: str
-    alone: bool = True
+    location: str
+    is_single: bool = True
 
 
 class RowAudio(NamedTuple):
@@ -34,7 +34,7 @@ class RowAudio(NamedTuple):
     """
 
     source: Audio
-    where: str
+    location: str
 
 
 RowMedium: TypeAlias = RowImage | RowAudio

@@ -235,7 +235,7 @@ def detect_format(row: Row) -> str | None:
     return next((name for name, form in FORMATS.items() if form.recognizes(row)), None)
 
 
-def convert_row(name: str, row: Row, where: str) -> Row:
+def convert_row(name: str, row: Row, location: str) -> Row:
     """Return a row of a format with the fields of this project.
 
     Raises:
@@ -248,7 +248,7 @@ def convert_row(name: str, row: Row, where: str) -> Row:
         return form.convert(row)
     except (DataError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{where}: the row has not the format {name!r} ({form.about}): {error}; correct the "
+            f"{location}: the row has not the format {name!r} ({form.about}): {error}; correct the "
             "row, or the format",
             ("format",),
         ) from error

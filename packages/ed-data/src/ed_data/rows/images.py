@@ -38,13 +38,13 @@ class ImageReader:
         self.key = "pixel_field" if inform.pixel_field else "image_field"
         self.required = inform.is_visual or required
 
-    def of_field(self, value: object, folder: MediaFolder, where: str) -> list[Image]:
+    def read_field(self, value: object, folder: MediaFolder, location: str) -> list[Image]:
         """Return the images of a field with one image or a list of images; null has none.
 
         Args:
             value: value of the field.
             folder: the folder whose files the row may name.
-            where: the row, for messages.
+            location: the row, for messages.
 
         Raises:
             DataError: the value is not an image, or the file does not exist.
@@ -53,15 +53,15 @@ class ImageReader:
             return []
         name = self.field or IMAGES
         if self.key == "pixel_field":
-            return [_pixels(value, name, where)]
+            return [_pixels(value, name, location)]
         many = isinstance(value, list | tuple)
         items = list(value) if isinstance(value, list | tuple) else [value]
         if many and not items and self.required:
-            raise _no_image(value, name, where)
-        return [_encoded(item, name, folder, where) for item in items]
+            raise _no_image(value, name, location)
+        return [_read_image(item, name, folder, location) for item in items]
 
-    def of_row(
-        self, row: Row, fields: dict[str, Content], folder: MediaFolder, where: str
+    def read_row(
+        self, row: Row, fields: dict[str, Content], folder: MediaFolder, location: str
     ) -> tuple[dict[str, Content], list[RowImage]]:
         """Return the fields with plain image parts, and the images in the order of the parts.
 
@@ -79,49 +79,49 @@ class ImageReader:
         # A text of a chat in the field `image` need not be the name of a file.
         if not parts and not self.required and (not value or isinstance(value, str)):
             return fields, []
-        listed = self.of_field(value, folder, where)
+        listed = self.read_field(value, folder, location)
         if not parts:
-            return fields, _numbered(listed, where)
+            return fields, _number_images(listed, location)
         images = PARTS.sources(
             parts,
             listed,
-            lambda value: _encoded(value, "image part", folder, where),
-            where,
+            lambda value: _read_image(value, "image part", folder, location),
+            location,
             name,
             named=self.field is not None,
         )
-        return PARTS.plain(fields), _numbered(images, where)
+        return PARTS.simplify_parts(fields), _number_images(images, location)
 
 
-def _numbered(images: list[Image], where: str) -> list[RowImage]:
+def _number_images(images: list[Image], location: str) -> list[RowImage]:
     count = len(images)
     return [
-        RowImage(image, f"{where}, image {n} of {count}", count == 1)
+        RowImage(image, f"{location}, image {n} of {count}", count == 1)
         for n, image in enumerate(images, 1)
     ]
 
 
-def _encoded(value: object, name: str, folder: MediaFolder, where: str) -> Image:
+def _read_image(value: object, name: str, folder: MediaFolder, location: str) -> Image:
     if isinstance(value, str):
-        return folder.locate(value, where, kind="image", key="image_field")
+        return folder.locate(value, location, kind="image", key="image_field")
     if isinstance(value, bytes) and value:
         return value
     if isinstance(value, dict) and value.get("bytes"):
         return {"bytes": value["bytes"], "path": value.get("path")}
     if isinstance(value, dict) and isinstance(value.get("path"), str):
-        return folder.locate(value["path"], where, kind="image", key="image_field")
-    raise _no_image(value, name, where)
+        return folder.locate(value["path"], location, kind="image", key="image_field")
+    raise _no_image(value, name, location)
 
 
-def _no_image(value: object, name: str, where: str) -> DataError:
+def _no_image(value: object, name: str, location: str) -> DataError:
     return DataError(
-        f"{where}: {name!r} must be an image: a path, bytes, or {{path, bytes}}, got "
+        f"{location}: {name!r} must be an image: a path, bytes, or {{path, bytes}}, got "
         f"{_short(value)}; correct the row, or use pixel_field for pixels",
         ("image_field",),
     )
 
 
-def _pixels(value: object, field: str, where: str) -> np.ndarray:
+def _pixels(value: object, field: str, location: str) -> np.ndarray:
     import numpy as np  # not needed to check a run file
 
     try:
@@ -131,7 +131,7 @@ def _pixels(value: object, field: str, where: str) -> np.ndarray:
     numbers = pixels.dtype.kind in "uif" and pixels.ndim in (2, 3) and pixels.size
     if not numbers or not np.isfinite(pixels).all():
         raise DataError(
-            f"{where}: {field!r} must hold pixels, numbers of shape [height, width] or [height, "
+            f"{location}: {field!r} must hold pixels, numbers of shape [height, width] or [height, "
             f"width, channels], got {_short(value)}; correct the row, or drop it in "
             "format_callback",
             ("pixel_field",),

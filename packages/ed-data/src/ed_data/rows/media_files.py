@@ -39,15 +39,17 @@ class MediaFolder:
         self._paths = [os.path.abspath(folder) for folder in every if parse_scheme(folder) is None]
         self._roots = [*self._paths, *(os.path.realpath(path) for path in self._paths)]
         addresses = [folder for folder in every if parse_scheme(folder) not in (None, *WEB)]
-        self._stores = [parts for each in addresses if (parts := split_store(each)) is not None]
+        self._stores = [
+            parts for address in addresses if (parts := split_store(address)) is not None
+        ]
 
-    def locate(self, text: str, where: str, *, kind: str, key: str) -> str | bytes | RemoteFile:
+    def locate(self, text: str, location: str, *, kind: str, key: str) -> str | bytes | RemoteFile:
         """Return the file that a row names: a path without links, content, or a remote file.
 
         Args:
             text: the path or address. A path is relative to the folder of the row's file, to an
                 allowed folder, or to the working folder.
-            where: the row, for messages.
+            location: the row, for messages.
             kind: what the file contains, for messages.
             key: the option of the inform that names the field.
 
@@ -55,22 +57,22 @@ class MediaFolder:
             DataError: there is no such file, or rows may not name it.
         """
         if text[:5].lower() == "data:":
-            return decode_data_url(text, where, f"the {kind}")
+            return decode_data_url(text, location, f"the {kind}")
         scheme = parse_scheme(text)
         if scheme == "file":
-            host, slash, rest = text.partition("://")[2].partition("/")
+            host, slash, file_path = text.partition("://")[2].partition("/")
             if host.lower() in ("", "localhost"):
-                return self._find(f"{slash}{rest}", text, where, kind, key)
+                return self._find(f"{slash}{file_path}", text, location, kind, key)
         elif scheme is None and "://" not in text:
-            return self._find(text, text, where, kind, key)
+            return self._find(text, text, location, kind, key)
         elif scheme in WEB:
             if self.hosts:  # the host is compared when the file is read
-                return self._check_host(RemoteFile(text, self.hosts), where, kind, key)
+                return self._check_host(RemoteFile(text, self.hosts), location, kind, key)
         elif (parts := split_store(text)) is not None and self._holds(parts):
             return RemoteFile(text)
-        raise self._refuse(text, where, kind, key)
+        raise self._refuse(text, location, kind, key)
 
-    def _check_host(self, file: RemoteFile, where: str, kind: str, key: str) -> RemoteFile:
+    def _check_host(self, file: RemoteFile, location: str, kind: str, key: str) -> RemoteFile:
         import httpx  # not needed to check a run file
 
         try:
@@ -78,18 +80,18 @@ class MediaFolder:
         except httpx.InvalidURL:
             allowed = False
         if not allowed:
-            raise self._refuse(file.address, where, kind, key)
+            raise self._refuse(file.address, location, kind, key)
         return file
 
     def _holds(self, parts: Sequence[str]) -> bool:
         return any(tuple(parts[: len(store)]) == store for store in self._stores)
 
-    def _find(self, path: str, text: str, where: str, kind: str, key: str) -> str | RemoteFile:
+    def _find(self, path: str, text: str, location: str, kind: str, key: str) -> str | RemoteFile:
         if "\0" in path or len(path) > _LONGEST or _UNC.match(path):
-            raise self._refuse(text, where, kind, key)
+            raise self._refuse(text, location, kind, key)
         base = self._named[0] if self._named else ""
         if parse_scheme(base) in WEB:
-            return self._check_host(RemoteFile(f"{base}/{path}", self.hosts), where, kind, key)
+            return self._check_host(RemoteFile(f"{base}/{path}", self.hosts), location, kind, key)
         if parse_scheme(base) is not None and not os.path.isabs(path):
             address = f"{base}/{path}"
             parts = split_store(address)
@@ -97,7 +99,11 @@ class MediaFolder:
                 return RemoteFile(address)
         candidates = [os.path.normpath(os.path.join(folder, path)) for folder in self._paths]
         candidates.append(os.path.abspath(path))
-        inside = [each for each in candidates if _is_inside(each, self._roots)]
+        inside = [
+            candidate_path
+            for candidate_path in candidates
+            if _is_inside(candidate_path, self._roots)
+        ]
         for candidate in inside:
             try:
                 real = os.path.realpath(candidate)
@@ -106,21 +112,22 @@ class MediaFolder:
                 outside = os.path.lexists(candidate) and not _is_inside(real, self._roots)
             except (OSError, ValueError) as error:
                 raise DataError(
-                    f"{where}: the path {text!r:.200} of the {kind} is invalid: {error}; correct "
+                    f"{location}: the path {text!r:.200} of the {kind} is invalid: {error}; "
+                    "correct "
                     "the path, or set on_error: skip",
                     (key,),
                 ) from error
             if outside:
-                raise self._refuse(text, where, kind, key)
+                raise self._refuse(text, location, kind, key)
         if not inside:
-            raise self._refuse(text, where, kind, key)
+            raise self._refuse(text, location, kind, key)
         raise DataError(
-            f"{where}: there is no {kind} {text!r:.200} in {base or os.getcwd()!r}; correct the "
+            f"{location}: there is no {kind} {text!r:.200} in {base or os.getcwd()!r}; correct the "
             "path, or set on_error: skip",
             (key,),
         )
 
-    def _refuse(self, text: str, where: str, kind: str, key: str) -> DataError:
+    def _refuse(self, text: str, location: str, kind: str, key: str) -> DataError:
         scheme = parse_scheme(text)
         place = "its folder"
         if scheme in WEB:
@@ -129,23 +136,24 @@ class MediaFolder:
             place = "the folder of a store or a host"
         folder = self._named[0] if self._named else "no folder"
         return DataError(
-            f"{where}: a row may not name the {kind} {text!r:.200}, because it is outside of the "
+            f"{location}: a row may not name the {kind} {text!r:.200}, because it is outside of "
+            "the "
             f"folder of the data set ({folder}): move the file there, add {place} to "
             "mixture.media.allowed, or set on_error: skip",
             (key,),
         )
 
 
-def decode_data_url(text: str, where: str, noun: str) -> bytes:
+def decode_data_url(text: str, location: str, noun: str) -> bytes:
     """Return the content of a `data:` address.
 
     Raises:
         DataError: the content is not base64 text.
     """
-    return decode_base64(text.partition(",")[2], where, noun, "data URL")
+    return decode_base64(text.partition(",")[2], location, noun, "data URL")
 
 
-def decode_base64(text: str, where: str, noun: str, form: str) -> bytes:
+def decode_base64(text: str, location: str, noun: str, form: str) -> bytes:
     """Return the content of base64 text; `form` names the text in messages.
 
     Raises:
@@ -155,14 +163,14 @@ def decode_base64(text: str, where: str, noun: str, form: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise DataError(
-            f"{where}: {noun} has an invalid {form}: {error}; correct the row, or set "
+            f"{location}: {noun} has an invalid {form}: {error}; correct the row, or set "
             "on_error: skip"
         ) from error
 
 
 def _is_inside(path: str, roots: Sequence[str]) -> bool:
-    plain = os.path.normcase(path)
+    normal_path = os.path.normcase(path)
     for root in map(os.path.normcase, roots):
-        if plain == root or plain.startswith(root.rstrip(os.sep) + os.sep):
+        if normal_path == root or normal_path.startswith(root.rstrip(os.sep) + os.sep):
             return True
     return False

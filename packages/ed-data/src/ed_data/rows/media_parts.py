@@ -33,14 +33,14 @@ class MediaParts(NamedTuple):
 
     def of(self, fields: dict[str, Content]) -> list[dict[str, Any]]:
         """Return the parts of all fields in order."""
-        return [part for content in fields.values() for part in self._of_content(content)]
+        return [part for content in fields.values() for part in self._iterate_parts(content)]
 
     def sources(
         self,
         parts: Sequence[dict[str, Any]],
         listed: Sequence[SourceT],
         read: Callable[[object], SourceT],
-        where: str,
+        location: str,
         field: str,
         *,
         named: bool,
@@ -51,40 +51,41 @@ class MediaParts(NamedTuple):
             parts: see `of`; at least one.
             listed: the media in the field of the row.
             read: returns the medium of a path, bytes or another value of a part.
-            where: the row, for messages.
+            location: the row, for messages.
             field: name of the field.
             named: whether `option` names the field.
 
         Raises:
             DataError: a medium is missing, is left over, or has invalid base64 text.
         """
-        found, remaining = list[SourceT](), iter(listed)
+        media, remaining = list[SourceT](), iter(listed)
         count = f"the row has {len(listed)} {self.noun}s in {field!r}"
         for number, part in enumerate(parts, 1):
-            own = self._value(part, where)
-            source = next(remaining, None) if own is None else read(own)
+            part_value = self._value(part, location)
+            source = next(remaining, None) if part_value is None else read(part_value)
             if source is None:
                 raise DataError(
-                    f"{where}: {self.noun} part {number} of the messages has no {self.noun}: the "
+                    f"{location}: {self.noun} part {number} of the messages has no {self.noun}: "
+                    "the "
                     f"part has none of the keys {', '.join(self.keys)}, and {count}; add the "
                     f"{self.noun}, or remove the part",
                     (self.option,) if named else (),
                 )
-            found.append(source)
-        left = sum(1 for _ in remaining)
-        if left:
+            media.append(source)
+        unused_count = sum(1 for _ in remaining)
+        if unused_count:
             raise DataError(
-                f"{where}: {count}, but {left} of them have no {self.noun} part; add "
+                f"{location}: {count}, but {unused_count} of them have no {self.noun} part; add "
                 f'{{"type": "{self.name}"}} to the content of a message, or remove the '
                 f"{self.noun}s"
             )
-        return found
+        return media
 
-    def plain(self, fields: dict[str, Content]) -> dict[str, Content]:
+    def simplify_parts(self, fields: dict[str, Content]) -> dict[str, Content]:
         """Return the fields with parts `{"type": name}`, as chat templates expect."""
         return {field: self._plain_content(content) for field, content in fields.items()}
 
-    def _of_content(self, content: Content) -> Iterator[dict[str, Any]]:
+    def _iterate_parts(self, content: Content) -> Iterator[dict[str, Any]]:
         for message in content:
             parts = message.get("content") if isinstance(message, dict) else None
             if isinstance(parts, list):
@@ -109,7 +110,7 @@ class MediaParts(NamedTuple):
         # A table adds a null for each key of the other parts.
         return {key: value for key, value in part.items() if value is not None}
 
-    def _value(self, part: dict[str, Any], where: str) -> object:
+    def _value(self, part: dict[str, Any], location: str) -> object:
         """Return the content of a part: a path, bytes or another value; None = no content."""
         key = next((key for key in self.keys if part.get(key) is not None), None)
         if key is None:
@@ -123,5 +124,5 @@ class MediaParts(NamedTuple):
             return value
         noun = f"an {self.name} part"
         if value[:5].lower() == "data:":
-            return decode_data_url(value, where, noun)
-        return value if key != _BASE64 else decode_base64(value, where, noun, "base64 text")
+            return decode_data_url(value, location, noun)
+        return value if key != _BASE64 else decode_base64(value, location, noun, "base64 text")

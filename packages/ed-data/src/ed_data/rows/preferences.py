@@ -10,59 +10,61 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ed_data.errors import DataError
-from ed_data.rows.contents import kind_of
+from ed_data.rows.contents import get_kind
 from ed_data.schema import Content, Message
 
 #: Roles of the first message of a prompt.
 _ASKING = ("system", "developer", "user")
 
 
-def separated(
-    prompt: Content | None, answers: dict[str, Content], where: str
+def separate_prompt(
+    prompt: Content | None, answers: dict[str, Content], location: str
 ) -> tuple[Content, dict[str, Content]]:
     """Return the prompt, and the answers without the prompt.
 
     Args:
         prompt: prompt of the row, or None.
         answers: answers by field; at least two if there is no prompt.
-        where: the row, for messages.
+        location: the row, for messages.
 
     Raises:
         DataError: the parts of the row contradict each other.
     """
-    are_chats = [kind_of(answer) == "chat" for answer in answers.values()]
+    are_chats = [get_kind(answer) == "chat" for answer in answers.values()]
     if prompt is None or (not prompt and len(answers) > 1 and all(are_chats)):
-        return _shared_prompt(answers, where)
-    if prompt and any(are_chats) and kind_of(prompt) != "ids":
-        return _without_prompt(prompt, answers, where)
+        return _shared_prompt(answers, location)
+    if prompt and any(are_chats) and get_kind(prompt) != "ids":
+        return _without_prompt(prompt, answers, location)
     return prompt, answers
 
 
-def _shared_prompt(answers: dict[str, Content], where: str) -> tuple[Content, dict[str, Content]]:
+def _shared_prompt(
+    answers: dict[str, Content], location: str
+) -> tuple[Content, dict[str, Content]]:
     """Split off the longest common prefix of the answers as the prompt, as in TRL.
 
     Each answer keeps at least one message (character, token). A space before the first difference
     of two texts belongs to the answers.
     """
-    kinds = {name: kind_of(answer) for name, answer in answers.items()}
+    kinds = {name: get_kind(answer) for name, answer in answers.items()}
     if len({*kinds.values()}) > 1:
         listed = " and ".join(f"{name!r} is {kind}" for name, kind in kinds.items())
         raise DataError(
-            f"{where}: the row has no prompt, and {listed}: the prompt is the common prefix of "
+            f"{location}: the row has no prompt, and {listed}: the prompt is the common prefix of "
             "both answers; add the field 'prompt', or use the same format for both"
         )
-    length = _shared(list(answers.values()))
+    length = _count_common_prefix(list(answers.values()))
     first = next(iter(answers.values()))
     if not length and isinstance(first[0], dict) and first[0]["role"] in _ASKING:
         raise DataError(
-            f"{where}: the row has no prompt, and {' and '.join(map(repr, answers))} begin with "
+            f"{location}: the row has no prompt, and {' and '.join(map(repr, answers))} begin with "
             "different messages; add the field 'prompt', or correct the row"
         )
     return first[:length], {name: answer[length:] for name, answer in answers.items()}
 
 
 def _without_prompt(
-    prompt: Content, answers: dict[str, Content], where: str
+    prompt: Content, answers: dict[str, Content], location: str
 ) -> tuple[Content, dict[str, Content]]:
     """Remove the prompt from the answers that are whole chats; do not change other answers.
 
@@ -72,12 +74,16 @@ def _without_prompt(
     chats: dict[str, list[Message]] = {
         name: answer  # type: ignore[misc]
         for name, answer in answers.items()
-        if kind_of(answer) == "chat"
+        if get_kind(answer) == "chat"
     }
     repeated = {
         name: length
         for name, chat in chats.items()
-        if (length := _repeated(prompt, chat, [*chats.values()], f"{where}, {name!r}"))
+        if (
+            length := _count_prompt_messages(
+                prompt, chat, [*chats.values()], f"{location}, {name!r}"
+            )
+        )
     }
     if not repeated:
         if isinstance(prompt, str) and len(chats) < len(answers):
@@ -85,9 +91,9 @@ def _without_prompt(
             return [{"role": "user", "content": prompt}], answers
         return prompt, answers
     heads = [chats[name][:length] for name, length in repeated.items()]
-    if any(_plain(head) != _plain(heads[0]) for head in heads):
+    if any(_normalize_messages(head) != _normalize_messages(heads[0]) for head in heads):
         raise DataError(
-            f"{where}: {' and '.join(map(repr, repeated))} are whole chats that begin with "
+            f"{location}: {' and '.join(map(repr, repeated))} are whole chats that begin with "
             "different prompts; correct the row"
         )
     head = heads[0]
@@ -96,55 +102,64 @@ def _without_prompt(
     return head, {name: answer[repeated.get(name, 0) :] for name, answer in answers.items()}
 
 
-def _shared(answers: Sequence[Content]) -> int:
+def _count_common_prefix(answers: Sequence[Content]) -> int:
     """Return the length of the common prefix of all answers, less than that of any answer."""
-    first, *others = answers
+    first, *other_answers = answers
     length = 0
     for i in range(min(map(len, answers)) - 1):
-        if any(first[i] != other[i] for other in others):
+        if any(first[i] != answer[i] for answer in other_answers):
             break
         length = i + 1
     return length - 1 if isinstance(first, str) and first[:length].endswith(" ") else length
 
 
-def _repeated(prompt: Content, chat: list[Message], chats: list[list[Message]], where: str) -> int:
+def _count_prompt_messages(
+    prompt: Content, chat: list[Message], chats: list[list[Message]], location: str
+) -> int:
     """Return how many messages of a chat are the prompt; 0 if the chat is only an answer."""
     if isinstance(prompt, str):
-        return _with_question(prompt, chat, chats, where)
+        return _with_question(prompt, chat, chats, location)
     forms: list[list[Message]] = [prompt]  # type: ignore[list-item]
     if _is_system(prompt[0]):
         forms.append(prompt[1:])  # type: ignore[arg-type]
     elif _is_system(chat[0]):
         forms.append([chat[0], *prompt])  # type: ignore[list-item]
     for form in forms:
-        if form and len(form) < len(chat) and _plain(chat[: len(form)]) == _plain(form):
+        if (
+            form
+            and len(form) < len(chat)
+            and _normalize_messages(chat[: len(form)]) == _normalize_messages(form)
+        ):
             return len(form)
     follows_an_answer = prompt[-1]["role"] == "assistant"  # type: ignore[index]
     if _is_system(chat[0]) or (chat[0]["role"] == "user" and not follows_an_answer):
-        raise _contradiction(where, "its first messages differ from the prompt")
+        raise _contradiction(location, "its first messages differ from the prompt")
     return 0
 
 
-def _with_question(text: str, chat: list[Message], chats: list[list[Message]], where: str) -> int:
-    """Return `_repeated` for a text prompt, the content of a user message."""
+def _with_question(
+    text: str, chat: list[Message], chats: list[list[Message]], location: str
+) -> int:
+    """Return `_count_prompt_messages` for a text prompt, the content of a user message."""
     if chat[0]["role"] not in _ASKING:
         return 0
-    asked = [i for i, message in enumerate(chat[:-1]) if _is_question(message, text)]
-    if not asked:
-        raise _contradiction(where, "no user message of the chat is the prompt")
-    whole = [other for other in chats if other[0]["role"] in _ASKING]
-    if len(whole) == 1:
-        return asked[-1] + 1
+    question_indexes = [i for i, message in enumerate(chat[:-1]) if _is_question(message, text)]
+    if not question_indexes:
+        raise _contradiction(location, "no user message of the chat is the prompt")
+    question_chats = [row_chat for row_chat in chats if row_chat[0]["role"] in _ASKING]
+    if len(question_chats) == 1:
+        return question_indexes[-1] + 1
     # The prompt of a pair may continue after the message that equals the text.
-    shared = _shared(whole)
-    if shared <= asked[0]:
-        raise _contradiction(where, "the chats differ before the message that is the prompt")
+    shared = _count_common_prefix(question_chats)
+    if shared <= question_indexes[0]:
+        raise _contradiction(location, "the chats differ before the message that is the prompt")
     return shared
 
 
-def _contradiction(where: str, reason: str) -> DataError:
+def _contradiction(location: str, reason: str) -> DataError:
     return DataError(
-        f"{where}: the answer is a chat that begins with a question, and it contradicts the field "
+        f"{location}: the answer is a chat that begins with a question, and it contradicts the "
+        "field "
         f"'prompt': {reason}; correct the row, or remove 'prompt' in format_callback to use the "
         "prompt of the chats"
     )
@@ -160,7 +175,7 @@ def _is_system(message: object) -> bool:
     return isinstance(message, dict) and message["role"] in ("system", "developer")
 
 
-def _plain(messages: list[Message]) -> list[Message]:
+def _normalize_messages(messages: list[Message]) -> list[Message]:
     """Return messages without the nulls that a table adds, and with stripped contents."""
     return [
         {

@@ -63,41 +63,45 @@ def header(audio: RowAudio) -> RecordingHeader:
     Raises:
         DataError: the recording cannot be read, or is too large.
     """
-    source, where = audio
+    source, location = audio
     if isinstance(source, dict) and "array" in source:
-        return _check_size(RecordingHeader(len(source["array"]), source["sampling_rate"], 1), where)
+        return _check_size(
+            RecordingHeader(len(source["array"]), source["sampling_rate"], 1), location
+        )
     decoder = _decoder()
     try:
-        with _open_recording(source, where) as file:
+        with _open_recording(source, location) as file:
             info: _SoundFileInfo = decoder.info(file)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        raise _unreadable(where, error) from error
+        raise _unreadable(location, error) from error
     claim = _CLAIM.search(info.extra_info)
     if claim is not None and 0 < int(claim[1]) < _UNKNOWN_LENGTH:
         raise _unreadable(
-            where, f"it has {claim[2]} bytes of data, but its header states {claim[1]}"
+            location, f"it has {claim[2]} bytes of data, but its header states {claim[1]}"
         )
-    found = RecordingHeader(info.frames, info.samplerate, info.channels)
-    if found.frames < 1:
-        raise _unreadable(where, "it has no samples")
-    return _check_size(found, where)
+    recording_header = RecordingHeader(info.frames, info.samplerate, info.channels)
+    if recording_header.frames < 1:
+        raise _unreadable(location, "it has no samples")
+    return _check_size(recording_header, location)
 
 
-def _check_size(found: RecordingHeader, where: str) -> RecordingHeader:
-    if not RATES[0] <= found.rate <= RATES[1]:
+def _check_size(recording_header: RecordingHeader, location: str) -> RecordingHeader:
+    if not RATES[0] <= recording_header.rate <= RATES[1]:
         raise DataError(
-            f"{where}: the recording has {found.rate} samples of a second; the rate must be from "
+            f"{location}: the recording has {recording_header.rate} samples of a second; the rate "
+            "must be from "
             f"{RATES[0]} to {RATES[1]}: correct the row, or set on_error: skip"
         )
-    if found.frames * found.channels > MAX_SAMPLES:
+    if recording_header.frames * recording_header.channels > MAX_SAMPLES:
         raise DataError(
-            f"{where}: the recording has {found.frames} samples and {found.channels} channels; the "
+            f"{location}: the recording has {recording_header.frames} samples and "
+            f"{recording_header.channels} channels; the "
             f"limit is {MAX_SAMPLES} samples of all channels: split it, or set on_error: skip"
         )
-    return found
+    return recording_header
 
 
-def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
+def read_samples(audio: RowAudio, rate: int) -> NDArray[np.float32]:
     """Return the samples [n] of a recording: the mean of the channels, at a rate.
 
     The numbers are those of `librosa.load(path, sr=rate)`, except for the last bits of MP3 files
@@ -113,10 +117,10 @@ def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
     import numpy as np  # not needed to check a run file
 
     facts = header(audio)
-    source, where = audio
+    source, location = audio
     if facts.samples_at(rate) > MAX_SAMPLES:
         raise DataError(
-            f"{where}: the recording has {facts.seconds:g} seconds, which are "
+            f"{location}: the recording has {facts.seconds:g} seconds, which are "
             f"{facts.samples_at(rate)} samples at {rate} Hz; the limit is {MAX_SAMPLES}: split it, "
             "or set on_error: skip"
         )
@@ -124,15 +128,15 @@ def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
         samples = source["array"].astype(np.float32, copy=False)
     else:
         try:
-            with _open_recording(source, where) as file:
-                decoded = _decoded(file, facts.frames)
+            with _open_recording(source, location) as file:
+                decoded = _decode_samples(file, facts.frames)
         except (OSError, RuntimeError, TypeError, ValueError) as error:
-            raise _unreadable(where, error) from error
+            raise _unreadable(location, error) from error
         if len(decoded) != facts.frames:
-            raise _unreadable(where, f"it ends after {len(decoded)} of {facts.frames} samples")
+            raise _unreadable(location, f"it ends after {len(decoded)} of {facts.frames} samples")
         samples = decoded[:, 0] if facts.channels == 1 else decoded.mean(axis=1)
     if not np.isfinite(samples).all():
-        raise _unreadable(where, "it contains samples that are not finite")
+        raise _unreadable(location, "it contains samples that are not finite")
     if facts.rate != rate:
         samples = _resampler().resample(samples, facts.rate, rate)
         count = facts.samples_at(rate)
@@ -140,7 +144,7 @@ def samples_of(audio: RowAudio, rate: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(samples, np.float32)
 
 
-def _decoded(file: IO[bytes], most: int) -> NDArray[np.float32]:
+def _decode_samples(file: IO[bytes], most: int) -> NDArray[np.float32]:
     """Return the samples [n, c] of a file; one block more than `most` if its header is wrong."""
     import numpy as np
 
@@ -153,13 +157,13 @@ def _decoded(file: IO[bytes], most: int) -> NDArray[np.float32]:
     return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
-def _open_recording(source: Audio, where: str) -> IO[bytes]:
+def _open_recording(source: Audio, location: str) -> IO[bytes]:
     """Open an encoded recording."""
     try:
         return open_file(source["bytes"] if isinstance(source, dict) else source, MAX_BYTES)
     except FileTooLargeError as error:
         raise DataError(
-            f"{where}: the recording {error}: split it, or set on_error: skip"
+            f"{location}: the recording {error}: split it, or set on_error: skip"
         ) from error
 
 
@@ -185,7 +189,8 @@ def _not_installed(name: str, error: Exception) -> DataError:
     )
 
 
-def _unreadable(where: str, error: object) -> DataError:
+def _unreadable(location: str, error: object) -> DataError:
     return DataError(
-        f"{where}: the recording cannot be decoded: {error}; correct the row, or set on_error: skip"
+        f"{location}: the recording cannot be decoded: {error}; correct the row, or set on_error: "
+        "skip"
     )

@@ -60,16 +60,16 @@ def split_members(
         documents.
     """
     check_split(mixture, split)
-    chosen: list[tuple[T, NDArray[np.uint64], NDArray[np.int64]]] = []
+    selections: list[tuple[T, NDArray[np.uint64], NDArray[np.int64]]] = []
     if split == "train" or mixture.eval_fraction is not None:
-        found = [read("informs", number) for number in range(len(mixture.informs))]
-        masks = [np.zeros(len(hashes), bool) for _, _, hashes in found]
+        sources = [read("informs", number) for number in range(len(mixture.informs))]
+        masks = [np.zeros(len(hashes), bool) for _, _, hashes in sources]
         if mixture.eval_fraction is not None:
-            masks = held_out([hashes for _, _, hashes in found], mixture.eval_fraction)
-        for inform, (thing, digests, _), mask in zip(mixture.informs, found, masks, strict=True):
+            masks = held_out([hashes for _, _, hashes in sources], mixture.eval_fraction)
+        for inform, (thing, digests, _), mask in zip(mixture.informs, sources, masks, strict=True):
             members = np.flatnonzero(mask if split == "eval" else ~mask)
             if len(members):
-                chosen.append((thing, digests, members))
+                selections.append((thing, digests, members))
             elif split == "train" and mixture.weights is not None:
                 raise DataError(
                     f"inform {inform.label!r} has a weight, but eval_fraction "
@@ -79,8 +79,8 @@ def split_members(
     if split == "eval":
         for number in range(len(mixture.eval_informs)):
             thing, digests, hashes = read("eval_informs", number)
-            chosen.append((thing, digests, np.arange(len(hashes))))
-    return chosen
+            selections.append((thing, digests, np.arange(len(hashes))))
+    return selections
 
 
 def held_out(hashes: Sequence[NDArray[np.uint64]], fraction: float) -> list[NDArray[np.bool_]]:
@@ -102,16 +102,19 @@ def held_out(hashes: Sequence[NDArray[np.uint64]], fraction: float) -> list[NDAr
     counts = [round(fraction * len(h)) for h in hashes]
     if not any(counts) and any(len(h) for h in hashes):
         counts[int(np.argmax([len(h) for h in hashes]))] = 1
-    chosen = [np.sort(h)[:count] for h, count in zip(hashes, counts, strict=True)]
+    smallest_hashes = [np.sort(h)[:count] for h, count in zip(hashes, counts, strict=True)]
     # Copies of a held-out document are held out in every inform.
-    all_chosen = np.unique(np.concatenate(chosen)) if chosen else np.empty(0, np.uint64)
+    all_chosen = (
+        np.unique(np.concatenate(smallest_hashes)) if smallest_hashes else np.empty(0, np.uint64)
+    )
     masks = [np.isin(h, all_chosen) for h in hashes]
     total = sum(len(m) for m in masks)
-    held = sum(int(m.sum()) for m in masks)
-    if held == 0 or held == total:
-        side = "evaluation" if held == 0 else "training"
+    held_count = sum(int(m.sum()) for m in masks)
+    if held_count == 0 or held_count == total:
+        side = "evaluation" if held_count == 0 else "training"
         raise DataError(
-            f"eval_fraction {fraction} selects no document for {side}: {held} of {total} documents "
+            f"eval_fraction {fraction} selects no document for {side}: {held_count} of {total} "
+            "documents "
             "would be held out (equal documents stay together); add documents, change the "
             "fraction, or set eval_informs",
             ("eval_fraction",),
@@ -138,14 +141,14 @@ def choose_schema(mixture: Mixture, schema: Schema, files: FileCache | None = No
     opened: list[tuple[str, int, Documents]] = []
     for key in ("informs", "eval_informs"):
         for number, inform in enumerate(getattr(mixture, key)):
-            with named(key, number):
+            with prefix_error_path(key, number):
                 source = open_source(inform, files)
                 documents = Documents(inform, source, schema, media=mixture.media)
                 if documents.has_completions():
                     return COMPLETION
                 opened.append((key, number, documents))
     for key, number, documents in opened:
-        with named(key, number):
+        with prefix_error_path(key, number):
             documents.check_first_row()
     return schema
 
@@ -205,7 +208,7 @@ def _documents(
     schema = choose_schema(mixture, schema, folder)
 
     def read(key: str, number: int) -> Iterator[Example]:
-        with named(key, number):
+        with prefix_error_path(key, number):
             inform = getattr(mixture, key)[number]
             yield from read_documents(inform, folder, schema, mixture.media)
 
@@ -266,7 +269,7 @@ def file_cache(mixture: Mixture, cache_dir: str) -> FileCache:
 
 
 @contextmanager
-def named(*path: str | int) -> Iterator[None]:
+def prefix_error_path(*path: str | int) -> Iterator[None]:
     """Prepend the key of an inform to the path of a `DataError`."""
     try:
         yield

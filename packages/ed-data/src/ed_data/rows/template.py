@@ -30,30 +30,30 @@ _RESERVED = (
 )
 
 
-def template_arguments(row: Row, where: str) -> dict[str, Any]:
+def template_arguments(row: Row, location: str) -> dict[str, Any]:
     """Return the arguments of the chat template in a row, including `tools`.
 
     Args:
         row: may have the fields `tools` and `chat_template_kwargs`; null and empty values are
             ignored.
-        where: the row, for messages.
+        location: the row, for messages.
 
     Raises:
         DataError: a field has the wrong type, or sets a parameter that this package sets.
     """
-    tools, kwargs = (_parsed(row.get(name), name, where) for name in (TOOLS, KWARGS))
+    tools, kwargs = (_parse_json(row.get(name), name, location) for name in (TOOLS, KWARGS))
     arguments: dict[str, Any] = {}
     if tools:
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise _wrong(TOOLS, "a list of JSON schemas", tools, where)
+            raise _wrong(TOOLS, "a list of JSON schemas", tools, location)
         arguments[TOOLS] = tools
     if kwargs:
         if not isinstance(kwargs, Mapping):
-            raise _wrong(KWARGS, "a mapping from names to values", kwargs, where)
+            raise _wrong(KWARGS, "a mapping from names to values", kwargs, location)
         for name in kwargs:
             if name in _RESERVED:
                 raise DataError(
-                    f"{where}: {KWARGS} sets {name!r}, which is a parameter of "
+                    f"{location}: {KWARGS} sets {name!r}, which is a parameter of "
                     "apply_chat_template and not a variable of the template; remove the name"
                 )
         # A table contains null for names that a row does not have.
@@ -68,7 +68,7 @@ def template_fields(arguments: Mapping[str, Any]) -> Row:
     return {name: json.dumps(value) for name, value in fields.items() if value}
 
 
-def _parsed(value: Any, name: str, where: str) -> Any:
+def _parse_json(value: Any, name: str, location: str) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     if not isinstance(value, str) or not value.strip():
@@ -77,15 +77,16 @@ def _parsed(value: Any, name: str, where: str) -> Any:
         return json.loads(value)
     except ValueError as error:
         raise DataError(
-            f"{where}: {name!r} is a text, but not JSON: {error}; correct the row, or remove the "
+            f"{location}: {name!r} is a text, but not JSON: {error}; correct the row, or remove "
+            "the "
             "field in format_callback"
         ) from error
 
 
-def _wrong(name: str, expected: str, value: object, where: str) -> DataError:
-    shown = repr(value)
-    shown = shown if len(shown) < 80 else f"{shown[:77]}…"
+def _wrong(name: str, expected: str, value: object, location: str) -> DataError:
+    text = repr(value)
+    text = text if len(text) < 80 else f"{text[:77]}…"
     return DataError(
-        f"{where}: {name!r} must be {expected}, or the JSON text of {expected}, got {shown}; "
+        f"{location}: {name!r} must be {expected}, or the JSON text of {expected}, got {text}; "
         "correct the row, or remove the field in format_callback"
     )

@@ -31,7 +31,7 @@ def row_decoder(features: Mapping[str, Any]) -> Callable[[Row], Row]:
     Args:
         features: features by column, as `datasets` writes them.
     """
-    decoders = {name: decode for name, each in features.items() if (decode := _decoder(each))}
+    decoders = {name: decode for name, feature in features.items() if (decode := _decoder(feature))}
     if not decoders:
         return lambda row: row
 
@@ -57,7 +57,10 @@ def _decoder(feature: object) -> Decode | None:
         inner = feature.get("feature")
         if kind == "Sequence" and isinstance(inner, Mapping) and "_type" not in inner:
             # The old type stores a list of structs as a struct of lists.
-            inner = {name: {"_type": "List", "feature": each} for name, each in inner.items()}
+            inner = {
+                name: {"_type": "List", "feature": inner_feature}
+                for name, inner_feature in inner.items()
+            }
             return _struct_decoder(inner)
         return _list_decoder(_decoder(inner))
     return None if isinstance(kind, str) else _struct_decoder(feature)
@@ -70,7 +73,7 @@ def _list_decoder(decode: Decode | None) -> Decode | None:
 
 
 def _struct_decoder(fields: Mapping[str, Any]) -> Decode | None:
-    decoders = {name: decode for name, each in fields.items() if (decode := _decoder(each))}
+    decoders = {name: decode for name, feature in fields.items() if (decode := _decoder(feature))}
     if not decoders:
         return None
 

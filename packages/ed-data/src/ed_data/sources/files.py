@@ -93,7 +93,7 @@ class FileSource:
             try:
                 for record in read_file(self._inform, file, columns, start):
                     yield record
-                    start, failures = record.after, 0
+                    start, failures = record.next_spot, 0
                 return
             except DataError as error:
                 broken = isinstance(error.__cause__, OSError) and not is_local(file.fs)
@@ -122,7 +122,7 @@ _CACHE_FILE = re.compile(r"(^|/)(cache-[0-9a-f]+[^/]*|tmp[a-z0-9_]+)\.arrow$")
 def find_split(path: str) -> str | None:
     """Return the split that a path inside a folder names; None if it names none."""
     words = re.split(r"[^a-z0-9]+", path.lower())
-    names = [split for word in words for split, known in SPLIT_WORDS.items() if word in known]
+    names = [split for word in words for split, aliases in SPLIT_WORDS.items() if word in aliases]
     return names[0] if names else None
 
 
@@ -138,16 +138,18 @@ def select_split(paths: Sequence[str], folder: str, split: str, label: str) -> l
     data = [path for path in paths if not _CACHE_FILE.search(path)]
     by_path = {path: find_split(path.removeprefix(folder)) for path in data}
     names = {name for name in by_path.values() if name is not None}
-    wanted = next((name for name, known in SPLIT_WORDS.items() if split in known), split)
-    if names and wanted not in names:
+    canonical_split = next(
+        (name for name, aliases in SPLIT_WORDS.items() if split in aliases), split
+    )
+    if names and canonical_split not in names:
         raise DataError(
             f"inform {label!r}: the files of the folder {folder!r} belong to the splits "
             f"{', '.join(sorted(names))}, and none to {split!r}: name the files, such as "
             f"data_files: {{{split}: …}}"
         )
-    chosen = [path for path in data if not names or by_path[path] == wanted]
-    if len(chosen) < len(paths):
-        ignored = sorted({*paths} - {*chosen})
+    selected_paths = [path for path in data if not names or by_path[path] == canonical_split]
+    if len(selected_paths) < len(paths):
+        ignored = sorted({*paths} - {*selected_paths})
         log.info(
             "inform %s: %d files of the folder are not read, because they belong to another split "
             "or are caches of datasets; the first: %s",
@@ -155,7 +157,7 @@ def select_split(paths: Sequence[str], folder: str, split: str, label: str) -> l
             len(ignored),
             ignored[0],
         )
-    return chosen
+    return selected_paths
 
 
 def resolve_files(

@@ -30,7 +30,7 @@ from ed_data.sources.expansion import (
     split_rows,
 )
 from ed_data.sources.features import read_features, row_decoder
-from ed_data.sources.lines import START, LineRecord, Lines, Spot, decoded
+from ed_data.sources.lines import START, LineRecord, Lines, Spot, decode_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -126,7 +126,7 @@ def _json(
                 if not line.strip():
                     continue
                 if begins and line.lstrip().startswith("["):
-                    text = "\n" * at.row + line + decoded(lines.rest(), file.address)
+                    text = "\n" * at.row + line + decode_text(lines.rest(), file.address)
                     yield from _json_list(file, text, start.row)
                     return
                 row: Row | DataError = _json_row(place, line)
@@ -257,8 +257,8 @@ def _large_fields() -> Iterator[None]:
     The limit is global: the last of several readers restores the value before the first reader.
     """
     with _LIMIT:
-        before = csv.field_size_limit(sys.maxsize)
-        _limits.append(before)
+        old_limit = csv.field_size_limit(sys.maxsize)
+        _limits.append(old_limit)
     try:
         yield
     finally:
@@ -275,26 +275,26 @@ def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start:
         lines = Lines(stream, file.address, start)
         if inform.sample_by == "document":
             if start == START:
-                text = decoded(lines.rest(), file.address).removeprefix("\ufeff")
+                text = decode_text(lines.rest(), file.address).removeprefix("\ufeff")
                 text = text.replace("\r\n", "\n").replace("\r", "\n")
                 yield LineRecord(file.address, {field: text}, START, Spot(1, 1))
             return
-        alone = inform.sample_by == "line"
-        at, kept, wrong = lines.spot, list[str](), None
+        is_single_line = inform.sample_by == "line"
+        at, row_lines, wrong = lines.spot, list[str](), None
         while True:
             begin = lines.spot
             try:
                 line = next(lines, None)
             except DataError as error:
                 line, wrong = "wrong", wrong or error
-            ends = alone or not (line or "").strip()
-            if line is not None and (alone or not ends):
-                at = at if kept else begin
-                kept.append(line)
-            if kept and ends:
-                row = wrong or {field: "".join(kept).rstrip("\r\n")}
+            ends = is_single_line or not (line or "").strip()
+            if line is not None and (is_single_line or not ends):
+                at = at if row_lines else begin
+                row_lines.append(line)
+            if row_lines and ends:
+                row = wrong or {field: "".join(row_lines).rstrip("\r\n")}
                 yield LineRecord(f"{file.address}:{at.row + 1}", row, at, lines.spot)
-                kept, wrong = [], None
+                row_lines, wrong = [], None
             if line is None:
                 return
 
@@ -314,14 +314,14 @@ def _parquet(
             sizes = [
                 table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)
             ]
-            first, before = 0, 0
-            while first < len(sizes) and before + sizes[first] <= start.row:
-                before += sizes[first]
+            first, first_row = 0, 0
+            while first < len(sizes) and first_row + sizes[first] <= start.row:
+                first_row += sizes[first]
                 first += 1
             groups = range(first, len(sizes))
-            names = present(columns, table.schema_arrow.names)
+            names = choose_columns(columns, table.schema_arrow.names)
             batches = table.iter_batches(_ARROW_ROWS, row_groups=groups, columns=names)
-            yield from _numbered(file, batches, before, start.row, decode)
+            yield from _iterate_rows(file, batches, first_row, start.row, decode)
         except pa.ArrowException as error:
             raise DataError(
                 f"{file.address} is not a parquet file, or is truncated: {error}"
@@ -337,7 +337,7 @@ def _arrow(
         try:
             batches, metadata = _arrow_batches(stream, columns)
             decode = row_decoder(read_features(metadata))
-            yield from _numbered(file, batches, 0, start.row, decode)
+            yield from _iterate_rows(file, batches, 0, start.row, decode)
         except pa.ArrowException as error:
             raise DataError(
                 f"{file.address} is not an arrow file, or is truncated: {error}"
@@ -363,15 +363,15 @@ def _arrow_batches(
 
     def select() -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            names = present(columns, batch.schema.names)
-            chosen = batch.select(names) if names else batch
-            for start in range(0, chosen.num_rows, _ARROW_ROWS):
-                yield chosen.slice(start, _ARROW_ROWS)
+            names = choose_columns(columns, batch.schema.names)
+            selected_batch = batch.select(names) if names else batch
+            for start in range(0, selected_batch.num_rows, _ARROW_ROWS):
+                yield selected_batch.slice(start, _ARROW_ROWS)
 
     return select(), reader.schema.metadata
 
 
-def _numbered(
+def _iterate_rows(
     file: SourceFile,
     batches: Iterator[pa.RecordBatch],
     number: int,
@@ -401,7 +401,7 @@ def _numbered(
             number = at + 1
 
 
-def present(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] | None:
+def choose_columns(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] | None:
     """Return the columns of a table to read, or None for all of them.
 
     `OPTIONAL_FIELDS` may be missing. If another column is missing, all columns are read, so that

@@ -21,7 +21,7 @@ from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.schema import Row
 from ed_data.sources.features import row_decoder
 from ed_data.sources.files import FileCache, FileSource
-from ed_data.sources.formats import present
+from ed_data.sources.formats import choose_columns
 from ed_data.sources.lines import START, LineRecord, Spot
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ def hub_source(
     Raises:
         DataError: the dataset or the split does not exist.
     """
-    where = str(inform.dataset_id)
-    on_disk = any(os.path.isfile(os.path.join(where, name)) for name in _ON_DISK)
+    dataset_id = str(inform.dataset_id)
+    on_disk = any(os.path.isfile(os.path.join(dataset_id, name)) for name in _ON_DISK)
     if not isinstance(file_cache, FileCache) or on_disk:
         return HubSource(inform)
     # A few rows that are not cached do not justify downloading the whole dataset.
     few = file_cache.folder is None and inform.num_rows is not None
     if file_cache.streaming or few:
-        return _stream(inform, where, file_cache)
+        return _stream(inform, dataset_id, file_cache)
     return HubSource(inform)
 
 
@@ -74,7 +74,7 @@ class HubSource:
         # In this format `datasets` decodes nothing: it would read any path or address that a row
         # names as an image, a recording, a video or a document.
         data = self._data.with_format("arrow")
-        names = present(columns, data.column_names)
+        names = choose_columns(columns, data.column_names)
         if names is not None:
             data = data.select_columns(names)
         if start.row:
@@ -82,8 +82,8 @@ class HubSource:
         index = start.row
         features: Any = self._data.features.to_dict()
         decode = row_decoder(features)
-        for each in data.iter(batch_size=_DECODED):
-            for row in cast("pa.Table", each).to_pylist():
+        for batch in data.iter(batch_size=_DECODED):
+            for row in cast("pa.Table", batch).to_pylist():
                 place = f"{self._name}, row {index}"
                 yield LineRecord(place, decode(row), Spot(index), Spot(index + 1))
                 index += 1
@@ -93,15 +93,15 @@ class HubSource:
         return _media_folders(self._name)
 
 
-def _media_folders(where: str) -> tuple[str, ...]:
+def _media_folders(dataset_id: str) -> tuple[str, ...]:
     from datasets import config
     from huggingface_hub import constants
 
     extracted = str(config.EXTRACTED_DATASETS_PATH)
-    if os.path.isdir(where):
-        return os.path.abspath(where), extracted
-    cache = os.path.join(constants.HF_HUB_CACHE, "datasets--" + where.replace("/", "--"))
-    return f"hf://datasets/{where}", cache, extracted
+    if os.path.isdir(dataset_id):
+        return os.path.abspath(dataset_id), extracted
+    cache = os.path.join(constants.HF_HUB_CACHE, "datasets--" + dataset_id.replace("/", "--"))
+    return f"hf://datasets/{dataset_id}", cache, extracted
 
 
 class HubStream:
@@ -136,54 +136,59 @@ class HubStream:
     ) -> Iterator[LineRecord]:
         """Yield the records of one shard; tables before `start` are skipped without conversion."""
         data = self._data.shard(num_shards=len(self.shards), index=shard)
-        before = 0
+        row_offset = 0
         features: Any = {} if self._data.features is None else self._data.features.to_dict()
         decode = row_decoder(features)
         try:
-            for each in data.with_format("arrow").iter(batch_size=_ROWS):
-                table = cast("pa.Table", each)
-                first = max(start.row - before, 0)
-                names = present(columns, table.column_names)
+            for batch in data.with_format("arrow").iter(batch_size=_ROWS):
+                table = cast("pa.Table", batch)
+                first = max(start.row - row_offset, 0)
+                names = choose_columns(columns, table.column_names)
                 if names is not None:
                     table = table.select(names)
                 rows = table.slice(first).to_pylist() if first < table.num_rows else []
-                for number, row in enumerate(rows, before + first):
+                for number, row in enumerate(rows, row_offset + first):
                     place = f"{self._name}, shard {shard}, row {number}"
                     yield LineRecord(place, decode(row), Spot(number), Spot(number + 1))
-                before += table.num_rows
+                row_offset += table.num_rows
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{self._name}, shard {shard}: cannot be read after row {before}: {error}"
+                f"{self._name}, shard {shard}: cannot be read after row {row_offset}: {error}"
             ) from error
 
 
-def _stream(inform: Inform, where: str, cache: FileCache) -> HubStream | FileSource:
+def _stream(inform: Inform, dataset_id: str, cache: FileCache) -> HubStream | FileSource:
     import datasets
     from datasets.exceptions import DatasetsError
     from datasets.packaged_modules.parquet.parquet import Parquet
 
     label = inform.label
-    config, split = _config_and_split(inform, where)
+    config, split = _config_and_split(inform, dataset_id)
     try:
-        builder = _open_builder(where, config, label)
+        builder = _open_builder(dataset_id, config, label)
         files: Any = getattr(builder.config, "data_files", None) or {}
         if files and split not in files:
             raise DataError(_no_split(label, split, files))
         if isinstance(builder, Parquet) and not _reads_part(builder):
-            own = {"type": "parquet", "name": label, "split": "train", "dataset_split_name": None}
-            return FileSource(inform.replace(**own, data_files=[*files[split]]), cache)
+            file_options = {
+                "type": "parquet",
+                "name": label,
+                "split": "train",
+                "dataset_split_name": None,
+            }
+            return FileSource(inform.replace(**file_options, data_files=[*files[split]]), cache)
         data = builder.as_streaming_dataset(split=split)
     except DataError:
         raise
     except (OSError, ValueError, DatasetsError) as error:
-        raise _not_loaded(label, where, split, error) from error
+        raise _not_loaded(label, dataset_id, split, error) from error
     assert isinstance(data, datasets.IterableDataset)
     info = (builder.info.splits or {}).get(split)
-    version = f"{where}:{config}:{split}:{builder.hash}"
-    return HubStream(where, data, version, int(getattr(info, "num_bytes", 0) or 0))
+    version = f"{dataset_id}:{config}:{split}:{builder.hash}"
+    return HubStream(dataset_id, data, version, int(getattr(info, "num_bytes", 0) or 0))
 
 
-def _open_builder(where: str, config: str | None, label: str) -> DatasetBuilder:
+def _open_builder(dataset_id: str, config: str | None, label: str) -> DatasetBuilder:
     """Return the builder of a dataset whose files are all in the dataset.
 
     The card of a dataset (README.md) may name data files, and `datasets` reads any path and any
@@ -194,20 +199,20 @@ def _open_builder(where: str, config: str | None, label: str) -> DatasetBuilder:
     """
     import datasets
 
-    builder = datasets.load_dataset_builder(where, config)
+    builder = datasets.load_dataset_builder(dataset_id, config)
     files: Any = getattr(builder.config, "data_files", None) or {}
-    root = os.path.realpath(where) if os.path.isdir(where) else None
-    for file in (str(file) for each in files.values() for file in each):
+    root = os.path.realpath(dataset_id) if os.path.isdir(dataset_id) else None
+    for file in (str(file) for paths in files.values() for file in paths):
         if root is not None:
             inside = os.path.realpath(file).startswith(root + os.sep) and "://" not in file
         else:
-            inside = re.match(rf"hf://datasets/{re.escape(where)}(@[^/]+)?/(?!.*::)", file)
+            inside = re.match(rf"hf://datasets/{re.escape(dataset_id)}(@[^/]+)?/(?!.*::)", file)
         if not inside:
-            raise _outside(label, where, file)
+            raise _outside(label, dataset_id, file)
     return builder
 
 
-def _check_card(where: str, label: str) -> None:
+def _check_card(dataset_id: str, label: str) -> None:
     """Check the data files of a card, before `datasets` looks for them."""
     from datasets import config
     from datasets.utils.metadata import MetadataConfigs
@@ -215,9 +220,9 @@ def _check_card(where: str, label: str) -> None:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     cards = []
-    if os.path.isdir(where):
-        readme = os.path.join(where, config.REPOCARD_FILENAME)
-        options = os.path.join(where, config.REPOYAML_FILENAME)
+    if os.path.isdir(dataset_id):
+        readme = os.path.join(dataset_id, config.REPOCARD_FILENAME)
+        options = os.path.join(dataset_id, config.REPOYAML_FILENAME)
         if os.path.isfile(readme):
             cards.append(DatasetCard.load(readme))
         if os.path.isfile(options):
@@ -225,12 +230,12 @@ def _check_card(where: str, label: str) -> None:
                 cards.append(DatasetCard(f"---\n{file.read()}\n---\n"))
     else:
         with contextlib.suppress(HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
-            cards.append(DatasetCard.load(where))
+            cards.append(DatasetCard.load(dataset_id))
     configs = [MetadataConfigs.from_dataset_card_data(card.data) for card in cards]
-    for name in _texts([dict(each) for each in configs]):
-        plain = posixpath.normpath(unquote(name.replace("\\", "/")))
-        if "://" in name or "::" in name or plain.startswith(("/", "..", "~")):
-            raise _outside(label, where, name)
+    for name in _texts([dict(card_config) for card_config in configs]):
+        normal_name = posixpath.normpath(unquote(name.replace("\\", "/")))
+        if "://" in name or "::" in name or normal_name.startswith(("/", "..", "~")):
+            raise _outside(label, dataset_id, name)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -246,9 +251,10 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _outside(label: str, where: str, file: str) -> DataError:
+def _outside(label: str, dataset_id: str, file: str) -> DataError:
     return DataError(
-        f"inform {label!r}: the card of the dataset {where!r} names the data file {file!r:.200}, "
+        f"inform {label!r}: the card of the dataset {dataset_id!r} names the data file "
+        f"{file!r:.200}, "
         "which is not in the dataset: name the files that you trust in data_files"
     )
 
@@ -258,7 +264,7 @@ def _reads_part(builder: DatasetBuilder) -> bool:
     return any(getattr(builder.config, name, None) is not None for name in ("columns", "filters"))
 
 
-def _config_and_split(inform: Inform, where: str) -> tuple[str | None, str]:
+def _config_and_split(inform: Inform, dataset_id: str) -> tuple[str | None, str]:
     """Return the configuration and the split that the options of an inform name.
 
     EasyDeL documents `dataset_split_name` as a split, but its code uses it as a configuration, so
@@ -266,41 +272,45 @@ def _config_and_split(inform: Inform, where: str) -> tuple[str | None, str]:
     """
     import datasets
 
-    _check_card(where, inform.label)
+    _check_card(dataset_id, inform.label)
     name = inform.dataset_split_name
     if name is None:
         return None, inform.split
-    if name in datasets.get_dataset_config_names(where):
+    if name in datasets.get_dataset_config_names(dataset_id):
         return name, inform.split
     return None, name
 
 
-def _load(inform: Inform, where: str) -> Dataset:
+def _load(inform: Inform, dataset_id: str) -> Dataset:
     import datasets
     from datasets.exceptions import DatasetsError
 
     label, split = inform.label, inform.split
     try:
-        if os.path.isfile(os.path.join(where, "state.json")):
-            return _one(datasets.load_from_disk(where), split, label)
-        if os.path.isfile(os.path.join(where, "dataset_dict.json")):
-            return _one(datasets.load_from_disk(where), inform.dataset_split_name or split, label)
-        config, split = _config_and_split(inform, where)
-        builder = _open_builder(where, config, label)
+        if os.path.isfile(os.path.join(dataset_id, "state.json")):
+            return _one(datasets.load_from_disk(dataset_id), split, label)
+        if os.path.isfile(os.path.join(dataset_id, "dataset_dict.json")):
+            return _one(
+                datasets.load_from_disk(dataset_id), inform.dataset_split_name or split, label
+            )
+        config, split = _config_and_split(inform, dataset_id)
+        builder = _open_builder(dataset_id, config, label)
         builder.download_and_prepare()
         return _one(builder.as_dataset(split=split), split, label)
     except DataError:
         raise
     except (OSError, ValueError, DatasetsError) as error:
-        raise _not_loaded(label, where, split, error) from error
+        raise _not_loaded(label, dataset_id, split, error) from error
 
 
-def _not_loaded(label: str, where: str, split: str, error: Exception) -> DataError:
-    return DataError(f"inform {label!r}: cannot load dataset {where!r}, split {split!r}: {error}")
+def _not_loaded(label: str, dataset_id: str, split: str, error: Exception) -> DataError:
+    return DataError(
+        f"inform {label!r}: cannot load dataset {dataset_id!r}, split {split!r}: {error}"
+    )
 
 
-def _no_split(label: str, split: str, known: Any) -> str:
-    names = [str(name) for name in known]
+def _no_split(label: str, split: str, splits: Any) -> str:
+    names = [str(name) for name in splits]
     return (
         f"inform {label!r}: there is no split {split!r}{did_you_mean(split, names)} "
         f"(the splits are: {listing(names)})"

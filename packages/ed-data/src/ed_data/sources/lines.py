@@ -43,7 +43,7 @@ class LineRecord(NamedTuple):
     place: str
     row: Row | DataError
     at: Spot
-    after: Spot
+    next_spot: Spot
 
 
 _MARK = b"\xef\xbb\xbf"
@@ -60,7 +60,7 @@ class Lines(Iterator[str]):
 
     def __init__(self, stream: IO[bytes], address: str, start: Spot = START) -> None:
         self._address = address
-        self._stream = _skipped(stream, start.offset)
+        self._stream = _skip_bytes(stream, start.offset)
         self.spot = start
 
     def __next__(self) -> str:
@@ -77,7 +77,7 @@ class Lines(Iterator[str]):
             )
         if offset == 0 and raw.startswith(_MARK):
             raw = raw[len(_MARK) :]
-        return decoded(raw, f"{self._address}:{row + 1}")
+        return decode_text(raw, f"{self._address}:{row + 1}")
 
     def rest(self) -> bytes:
         """Return the bytes that have not been read."""
@@ -97,7 +97,7 @@ class Lines(Iterator[str]):
                 return
 
 
-def decoded(raw: bytes, place: str) -> str:
+def decode_text(raw: bytes, place: str) -> str:
     """Decode UTF-8 bytes.
 
     Raises:
@@ -118,7 +118,7 @@ def decoded(raw: bytes, place: str) -> str:
     return text
 
 
-def _skipped(stream: IO[bytes], offset: int) -> IO[bytes]:
+def _skip_bytes(stream: IO[bytes], offset: int) -> IO[bytes]:
     """Return the stream after its first bytes, with a fast `readline`."""
     if offset:
         try:

@@ -135,8 +135,10 @@ def find_address(function: Callable[..., object]) -> str | None:
         return f"{module.__name__}:{name}"
     if file is None or not str(file).endswith(".py"):
         return None
-    path, here = Path(file).absolute(), Path.cwd()
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{name}"
+    path, working_folder = Path(file).absolute(), Path.cwd()
+    if path.is_relative_to(working_folder):
+        path = path.relative_to(working_folder)
+    return f"{path}:{name}"
 
 
 def _reason(name: str, error: Exception) -> str:
@@ -150,11 +152,11 @@ def _reason(name: str, error: Exception) -> str:
         path = pkgutil.resolve_name(f"{parent}:").__path__ if parent else None
     except (ImportError, AttributeError):
         return f"{parent!r} is a module, not a package: it has no module {missing!r}"
-    near = did_you_mean(
+    hint = did_you_mean(
         missing, [f"{parent}.{m.name}".strip(".") for m in pkgutil.iter_modules(path)]
     )
     return (
-        f"there is no module {missing!r}{near} (Python looks in the installed packages and in the "
+        f"there is no module {missing!r}{hint} (Python looks in the installed packages and in the "
         "folders of PYTHONPATH)"
     )
 

@@ -79,7 +79,7 @@ class BackgroundTokens:
         """See `Tokens.media`."""
         return self._lazy.media(document)
 
-    def shared(self) -> BackgroundTokens | None:
+    def add_user(self) -> BackgroundTokens | None:
         """Register another user of these tokens; None if the writer has finished or failed."""
         if self._closed or self._store.done():
             return None

@@ -20,7 +20,7 @@ from ed_data.rows.documents import Documents, Placed, Tally
 from ed_data.rows.example import Example, RowMedium
 from ed_data.sources import Cursor
 from ed_data.sources.lines import Spot
-from ed_data.storage.store import IntArray, digest_of
+from ed_data.storage.store import IntArray, compute_digest
 from ed_data.tokens.encoded import SequenceArrays
 from ed_data.tokens.parallel import Encoding, EncodingJob
 
@@ -60,7 +60,7 @@ class ReadAgain:
 
     def __iter__(self) -> Iterator[Example]:
         self._places = array("q")
-        for placed in self._first.placed():
+        for placed in self._first.iterate_rows():
             if placed.example is not None:
                 shard, spot = placed.at
                 self._places.extend((shard, *spot))
@@ -116,7 +116,7 @@ class LazyTokens:
             contents.append(document.content_digest)
             media.append(len(document.media))
         self.hashes = np.array(contents, np.uint64)
-        self.digest = digest_of(np.array(digests, np.uint64), encoder.fingerprint)
+        self.digest = compute_digest(np.array(digests, np.uint64), encoder.fingerprint)
         self._media_counts = np.array(media, np.int64)
         self._lengths = np.full((len(contents), self.columns), -1, np.int32)
         self._encoded = 0
@@ -183,9 +183,9 @@ class LazyTokens:
         ]
 
     def _encode(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[SequenceArrays]]]:
-        wanted = sorted({int(n) for n in numbers})
+        sorted_numbers = sorted({int(n) for n in numbers})
         size = self._encoder.batch_size
-        batches = [wanted[at : at + size] for at in range(0, len(wanted), size)]
+        batches = [sorted_numbers[at : at + size] for at in range(0, len(sorted_numbers), size)]
         for batch, encoded in zip(
             batches, self._encoding.map(map(self._job, batches)), strict=True
         ):
@@ -193,7 +193,7 @@ class LazyTokens:
             for i, n in enumerate(batch):
                 columns = sequences[i * self.columns : (i + 1) * self.columns]
                 self._encoded += int(self._lengths[n, 0] < 0)
-                self._lengths[n] = [len(each.tokens) for each in columns]
+                self._lengths[n] = [len(sequence.tokens) for sequence in columns]
                 self._keep(n, columns)
                 yield n, columns
 
@@ -206,7 +206,7 @@ class LazyTokens:
 
     def _keep(self, number: int, columns: list[SequenceArrays]) -> None:
         self._kept[number] = columns
-        self._size += sum(len(each.tokens) for each in columns)
+        self._size += sum(len(sequence.tokens) for sequence in columns)
         while self._size > KEPT and len(self._kept) > 1:
             _, old = self._kept.popitem(last=False)
-            self._size -= sum(len(each.tokens) for each in old)
+            self._size -= sum(len(sequence.tokens) for sequence in old)

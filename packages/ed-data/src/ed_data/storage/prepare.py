@@ -21,7 +21,13 @@ from ed_data.cache import remove_abandoned
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
 from ed_data.rows.documents import Documents, Tally, fingerprint
-from ed_data.rows.splits import at_least_one, file_cache, named, no_documents, split_members
+from ed_data.rows.splits import (
+    at_least_one,
+    file_cache,
+    no_documents,
+    prefix_error_path,
+    split_members,
+)
 from ed_data.sources import open_source
 from ed_data.storage.background import BackgroundTokens, Through
 from ed_data.storage.lazy import LazyTokens, ReadAgain
@@ -55,13 +61,13 @@ def prepare(
 
     def tokens(key: str, number: int) -> tuple[StorePart, NDArray[np.uint64], NDArray[np.uint64]]:
         inform = getattr(mixture, key)[number]
-        with named(key, number):
+        with prefix_error_path(key, number):
             store = _tokens(inform, mixture, encoding, cache_dir, wait)
             report(inform.label, store.tally)
         return StorePart(inform.label, store, np.empty(0, np.int64)), store.hashes, store.hashes
 
     members = split_members(mixture, split, tokens)
-    return _distinct([replace(part, members=chosen) for part, _, chosen in members])
+    return _distinct([replace(part, members=member_numbers) for part, _, member_numbers in members])
 
 
 def _distinct(parts: list[StorePart]) -> list[StorePart]:
@@ -93,7 +99,7 @@ def _tokens(
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / name
     writing = _WRITING.get(folder)
-    if writing is not None and not wait and (shared := writing.shared()) is not None:
+    if writing is not None and not wait and (shared := writing.add_user()) is not None:
         encoding.closing.callback(shared.close)
         return shared
     remove_abandoned(folder.parent)
@@ -121,10 +127,10 @@ def _tokens(
 
     def write_in_background(through: Through) -> TokenStore:
         # A tokenizer is not thread-safe, so the thread uses a copy.
-        own = replace(encoder, tokenizer=copy.deepcopy(encoder.tokenizer))
-        with contextlib.closing(Encoding(own, encoding.processes)) as background:
-            again = Documents(inform, source, schema, media=mixture.media)
-            return write(again, background, through)
+        thread_encoder = replace(encoder, tokenizer=copy.deepcopy(encoder.tokenizer))
+        with contextlib.closing(Encoding(thread_encoder, encoding.processes)) as background:
+            thread_documents = Documents(inform, source, schema, media=mixture.media)
+            return write(thread_documents, background, through)
 
     writing = _WRITING[folder] = BackgroundTokens(_lazy(documents, encoding), write_in_background)
     encoding.closing.callback(writing.close)
@@ -143,8 +149,8 @@ def _lazy(documents: Documents, encoding: Encoding) -> LazyTokens:
 def report(label: str, tally: Tally) -> None:
     """Log the dropped rows of an inform and the reasons."""
     if tally.dropped:
-        asked = all(reason.startswith("dropped by") for reason in tally.dropped)
-        level = logging.INFO if asked else logging.WARNING
+        is_requested = all(reason.startswith("dropped by") for reason in tally.dropped)
+        level = logging.INFO if is_requested else logging.WARNING
         log.log(level, "inform %s: dropped some of %d rows: %s", label, tally.rows, tally)
 
 

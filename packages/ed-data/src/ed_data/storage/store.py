@@ -132,7 +132,7 @@ class TokenArrays:
     @property
     def digest(self) -> str:
         """Hash of the contents; see `StoredTokens.digest`."""
-        return digest_of(self.hashes, "stream")
+        return compute_digest(self.hashes, "stream")
 
     def lengths(self, documents: IntArray, column: int | None = None) -> IntArray:
         """See `StoredTokens.lengths`."""
@@ -166,7 +166,7 @@ class TokenArrays:
     def _index(
         self, documents: IntArray, starts: IntArray, counts: IntArray, column: int
     ) -> IntArray:
-        return joined(self._offsets[documents * self.columns + column] + starts, counts)
+        return concat_ranges(self._offsets[documents * self.columns + column] + starts, counts)
 
 
 class TokenStore(TokenArrays):
@@ -195,12 +195,16 @@ class TokenStore(TokenArrays):
             )
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{self.folder} is not a complete token store: {error}") from error
-        whole = len(self._offsets) == len(hashes) * self.columns + 1
-        if not whole or meta.get("version") != VERSION or len(self._tokens) != self._offsets[-1]:
+        is_complete = len(self._offsets) == len(hashes) * self.columns + 1
+        if (
+            not is_complete
+            or meta.get("version") != VERSION
+            or len(self._tokens) != self._offsets[-1]
+        ):
             raise DataError(f"{self.folder} is truncated, or a token store of another version")
         self.hashes = hashes
         self.meta: dict[str, object] = meta
-        self.tally = Tally.of_json(meta.get("tally") or {})
+        self.tally = Tally.from_json(meta.get("tally") or {})
 
     @property
     def digest(self) -> str:
@@ -208,10 +212,10 @@ class TokenStore(TokenArrays):
         return str(self.meta["digest"])
 
 
-def joined(first: IntArray, counts: IntArray) -> IntArray:
+def concat_ranges(first: IntArray, counts: IntArray) -> IntArray:
     """Return the concatenated ranges `first[i], …, first[i] + counts[i] - 1` of all pieces i."""
-    before = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(first - before, counts)
+    range_starts = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(first - range_starts, counts)
 
 
 def write_store(
@@ -286,8 +290,8 @@ def _fill(
                 numbers.write(values.astype(np.float32).tobytes())
             lengths.append(np.fromiter(map(len, batch.tokens), np.int64, len(batch.tokens)))
             digests.append(np.array(batch.digests, np.uint64))
-            own = batch.contents is not None
-            contents.append(np.array(batch.contents, np.uint64) if own else digests[-1])
+            has_contents = batch.contents is not None
+            contents.append(np.array(batch.contents, np.uint64) if has_contents else digests[-1])
     if not masked:
         (folder / "loss_mask.bin").unlink()
     if not width:
@@ -303,14 +307,14 @@ def _fill(
         "values": width,
         "documents": len(documents),
         "tokens": int(offsets[-1]),
-        "digest": digest_of(documents, encoder),
+        "digest": compute_digest(documents, encoder),
         "tally": tally.as_json(),
         **about,
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1, default=str))
 
 
-def digest_of(hashes: NDArray[np.uint64], encoder: str) -> str:
+def compute_digest(hashes: NDArray[np.uint64], encoder: str) -> str:
     """Hash the documents, in order, and their encoder; equal hashes mean equal tokens."""
     return hashlib.blake2b(hashes.tobytes() + encoder.encode(), digest_size=16).hexdigest()
 

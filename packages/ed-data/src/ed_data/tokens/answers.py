@@ -87,7 +87,7 @@ def _compile_units(tokens: tuple[str, ...]) -> re.Pattern[str]:
     # White space alone is a token of some tokenizers, and part of texts.
     for token in sorted({token for token in tokens if token.strip()}, key=len, reverse=True):
         branches.setdefault(token[0], []).append(re.escape(token[1:]))
-    texts = [f"{re.escape(first)}(?:{'|'.join(rest)})" for first, rest in branches.items()]
+    texts = [f"{re.escape(first)}(?:{'|'.join(suffixes)})" for first, suffixes in branches.items()]
     return re.compile("|".join([*texts, "."]), re.DOTALL)
 
 
@@ -127,15 +127,17 @@ class _Turns:
         begin = 0
         if i:
             asking = self._render(chat[:i], True)
-            begin = self._shared(self._text, asking)
-            if begin < len(asking) and begin < self._shared(self._render(chat[:i], False), asking):
-                raise self._changed(i)
+            begin = self._count_common_prefix(self._text, asking)
+            if begin < len(asking) and begin < self._count_common_prefix(
+                self._render(chat[:i], False), asking
+            ):
+                raise self._build_change_error(i)
         end = len(self._text)
         if i < len(chat) - 1:
-            found = self._end(begin, self._render(chat[: i + 1], False))
-            if found is None:
-                raise self._changed(i)
-            end = found
+            turn_end = self._end(begin, self._render(chat[: i + 1], False))
+            if turn_end is None:
+                raise self._build_change_error(i)
+            end = turn_end
         turn = self._text[begin:end]
         stripped = turn.rstrip()
         if stripped.endswith(self._ends):
@@ -156,7 +158,7 @@ class _Turns:
             cut: text of the chat that is truncated after the turn.
         """
         text = self._text
-        same = self._shared(text, cut)
+        same = self._count_common_prefix(text, cut)
         if same == len(cut):
             return same
         if same >= begin and self._is_ends(cut[same:]):
@@ -171,13 +173,13 @@ class _Turns:
                 return begin + len(turn) - start
         return None
 
-    def _shared(self, first: str, second: str) -> int:
+    def _count_common_prefix(self, first: str, second: str) -> int:
         """Return the length of the common prefix of two texts; an added token is one unit."""
         length = 0
-        for one, other in zip(
+        for one, second_match in zip(
             self._units.finditer(first), self._units.finditer(second), strict=False
         ):
-            if one.group() != other.group():
+            if one.group() != second_match.group():
                 break
             length = one.end()
         return length
@@ -188,7 +190,7 @@ class _Turns:
             lambda unit: "" if unit.group() in self._ends else unit.group(), text
         ).strip()
 
-    def _changed(self, i: int) -> ValueError:
+    def _build_change_error(self, i: int) -> ValueError:
         return ValueError(
             f"the template renders message {i} differently if other messages follow: mark the "
             "answers in the template with {% generation %} … {% endgeneration %}"

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from ed_data.errors import DataError
 from ed_data.rows.example import Example, RowAudio
-from ed_data.rows.recordings import header, samples_of
+from ed_data.rows.recordings import header, read_samples
 from ed_data.schema import Task
-from ed_data.tokens.items import ended
+from ed_data.tokens.items import append_eos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,7 +137,7 @@ class AudioEncoder:
         """
         if self.task == "ctc":
             return tokens
-        return ended(tokens[1:] if tokens[:1] == [self.start] else tokens, eos)
+        return append_eos(tokens[1:] if tokens[:1] == [self.start] else tokens, eos)
 
     def check(
         self, document: Example, tokens: Sequence[int], limit: int | None, label: str
@@ -164,7 +164,7 @@ class AudioEncoder:
         if facts.seconds > self.longest:
             reads = "the limit is" if self.window is None else "the model reads"
             raise DataError(
-                f"{audio.where}: the recording has {facts.seconds:.2f} seconds, and "
+                f"{audio.location}: the recording has {facts.seconds:.2f} seconds, and "
                 f"{reads} {self.longest:g}: recordings are not cut; split it, or set "
                 "max_duration_in_seconds, which "
                 + ("increases the limit" if self.window is None else "drops longer recordings")
@@ -175,7 +175,7 @@ class AudioEncoder:
         needed = steps_needed(tokens)
         if needed > steps:
             raise DataError(
-                f"{audio.where}: the transcript needs {needed} time steps (one for each "
+                f"{audio.location}: the transcript needs {needed} time steps (one for each "
                 f"of {len(tokens)} labels and between equal labels), and the recording of "
                 f"{facts.seconds:.2f} seconds has {steps}: correct the row, or set on_error: skip"
             )
@@ -210,14 +210,16 @@ class AudioEncoder:
         most = int(np.ceil(self.longest * self.rate))
         if self.window is not None or self._padded:
             return most
-        longest = max((header(each).samples_at(self.rate) for each in recordings), default=1)
+        longest = max(
+            (header(recording).samples_at(self.rate) for recording in recordings), default=1
+        )
         multiple = int(_MULTIPLE_SECONDS * self.rate)
         return min(-(-longest // multiple) * multiple, most)
 
     def _features(self, audio: RowAudio) -> NDArray[np.float32]:
-        samples = samples_of(audio, self.rate)
-        made = self.extract(samples, sampling_rate=self.rate, return_tensors="np")
-        return np.asarray(made[self.name][0], np.float32)
+        samples = read_samples(audio, self.rate)
+        features = self.extract(samples, sampling_rate=self.rate, return_tensors="np")
+        return np.asarray(features[self.name][0], np.float32)
 
     def _set_prefix(self, language: str | None, task: str | None) -> None:
         """Let the tokenizer begin transcripts with the tokens of a language and a task."""
@@ -239,13 +241,15 @@ class AudioEncoder:
                 path,
             )
         setter(language=language, task=task)
-        wanted = [f"<|{name}|>" for name in (language, task) if name is not None]
+        expected_tokens = [f"<|{name}|>" for name in (language, task) if name is not None]
         prefix: Any = self.tokenizer
-        made = prefix.convert_ids_to_tokens(prefix.prefix_tokens)
-        if any(token not in made for token in wanted):
+        prefix_tokens = prefix.convert_ids_to_tokens(prefix.prefix_tokens)
+        if any(token not in prefix_tokens for token in expected_tokens):
             raise DataError(
-                f"{key}={language or task!r}: transformers begins transcripts with {made} instead "
-                f"of {wanted}, because the tokenizer does not have the tokens of all languages in "
+                f"{key}={language or task!r}: transformers begins transcripts with {prefix_tokens} "
+                "instead "
+                f"of {expected_tokens}, because the tokenizer does not have the tokens of all "
+                "languages in "
                 "their usual order; use a tokenizer of Whisper",
                 path,
             )

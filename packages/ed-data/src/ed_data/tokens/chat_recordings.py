@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from ed_data.errors import DataError
 from ed_data.rows.example import RowAudio
-from ed_data.rows.recordings import header, samples_of
+from ed_data.rows.recordings import header, read_samples
 from ed_data.tokens.audio import SpeechProcessor, checked_processor
-from ed_data.tokens.images import rounded
+from ed_data.tokens.images import round_up
 from ed_data.tokens.items import MediumTokens
 
 #: Largest number of recordings whose sizes are kept.
@@ -112,9 +112,9 @@ class RecordingEncoder:
         Raises:
             DataError: the recording cannot be read, is too large, or has no feature or too many.
         """
-        known = self._sizes.get(audio.where)
-        if known is not None:
-            return known
+        stored_size = self._sizes.get(audio.location)
+        if stored_size is not None:
+            return stored_size
         samples = header(audio).samples_at(self._rate)
         parts = -(-samples // self._samples)
         features = parts * self._form.length
@@ -123,14 +123,14 @@ class RecordingEncoder:
         if not features:
             most = self._samples / self._rate
             raise DataError(
-                f"{audio.where}: the recording has {samples / self._rate:.2f} seconds, and the "
+                f"{audio.location}: the recording has {samples / self._rate:.2f} seconds, and the "
                 f"model reads recordings of at most {most:g} seconds with at least one feature: "
                 "split it, or set on_error: skip"
             )
         if len(self._sizes) >= _KEPT:
             self._sizes.clear()
-        self._sizes[audio.where] = RecordingSize(parts, features)
-        return self._sizes[audio.where]
+        self._sizes[audio.location] = RecordingSize(parts, features)
+        return self._sizes[audio.location]
 
     def tokens(self, audio: RowAudio) -> MediumTokens:
         """Return one placeholder token for each feature of a recording."""
@@ -141,7 +141,7 @@ class RecordingEncoder:
         """Return the number of parts of a row, which is rounded so that few programs are
         compiled."""
         counts = [sum(self.size(audio).parts for audio in row) for row in rows]
-        return (rounded(max([1, *counts])),)
+        return (round_up(max([1, *counts])),)
 
     def arrays(
         self, recordings: Mapping[int, Sequence[RowAudio]], rows: int, width: tuple[int, ...]
@@ -154,14 +154,14 @@ class RecordingEncoder:
         """
         batch = np.zeros((rows, width[0], *self._form.shape), np.float32)
         sound = np.zeros((rows, width[0], self._form.shape[1]), np.int32)
-        for row, of_row in recordings.items():
+        for row, row_recordings in recordings.items():
             filled = 0
-            for audio in of_row:
-                samples = samples_of(audio, self._rate)
-                made = self._spectrograms(samples, audio)
-                batch[row, filled : filled + len(made)] = made
+            for audio in row_recordings:
+                samples = read_samples(audio, self._rate)
+                spectrograms = self._spectrograms(samples, audio)
+                batch[row, filled : filled + len(spectrograms)] = spectrograms
                 sound[row, filled, : -(-len(samples) // self._hop)] = 1
-                filled += len(made)
+                filled += len(spectrograms)
         return {"input_features": batch, **({} if self._form.whole else {SOUND: sound})}
 
     def check(self, audio: RowAudio) -> None:
@@ -170,7 +170,7 @@ class RecordingEncoder:
         Raises:
             DataError: the recording cannot be decoded.
         """
-        samples_of(audio, self._rate)
+        read_samples(audio, self._rate)
 
     def _spectrograms(self, samples: NDArray[np.float32], audio: RowAudio) -> NDArray[np.float32]:
         """Return the parts [p, m, f] of a recording, with the numbers of `VoxtralProcessor`."""
@@ -184,11 +184,11 @@ class RecordingEncoder:
             return_tensors="np",
         )
         spectrum = np.asarray(output["input_features"][0], np.float32)
-        made = spectrum.reshape(bins, -1, frames).swapaxes(0, 1)
-        if len(made) != self.size(audio).parts:
+        spectrograms = spectrum.reshape(bins, -1, frames).swapaxes(0, 1)
+        if len(spectrograms) != self.size(audio).parts:
             raise DataError(
-                f"{audio.where}: the feature extractor returned {len(made)} parts, but "
+                f"{audio.location}: the feature extractor returned {len(spectrograms)} parts, but "
                 f"{self.size(audio).parts} follow from the length of the recording; use the "
                 "feature extractor of the checkpoint"
             )
-        return made
+        return spectrograms

@@ -64,14 +64,14 @@ class ChatEncoder:
         """
         return self._encode(items, begins_answer=True)
 
-    def whole(self, items: list[DocumentField]) -> list[TokenSequence]:
+    def encode_chats(self, items: list[DocumentField]) -> list[TokenSequence]:
         """Encode complete chats; an answer at the end of a chat has an end token.
 
         Raises:
             DataError: as `prompts`, or the answers of a chat cannot be located.
         """
         encoded = self._encode(items, begins_answer=False)
-        return [self._ended(t, item) for t, item in zip(encoded, items, strict=True)]
+        return [self._append_eos(t, item) for t, item in zip(encoded, items, strict=True)]
 
     def _encode(self, items: list[DocumentField], begins_answer: bool) -> list[TokenSequence]:
         """Encode consecutive chats with equal template arguments together."""
@@ -103,7 +103,7 @@ class ChatEncoder:
         template = chat_template(self._tokenizer, TOOLS in arguments)
         if not template:
             raise DataError(
-                f"{items[0].where}: the row is a chat, but the tokenizer has no chat template"
+                f"{items[0].location}: the row is a chat, but the tokenizer has no chat template"
             )
         self._check_arguments(items[0], template)
         masked = self._assistant_only_loss and not begins_answer
@@ -179,7 +179,7 @@ class ChatEncoder:
             self._marked_chats = CHECKED_CHATS
             log.warning(
                 "%s: the marks {%% generation %%} of the chat template %s: correct the template",
-                item.where,
+                item.location,
                 problem,
             )
 
@@ -198,7 +198,7 @@ class ChatEncoder:
             result.append(TokenSequence(*with_answers(self._tokenizer, chat, render, texts)))
         return result
 
-    def _ended(self, tokens: TokenSequence, item: DocumentField) -> TokenSequence:
+    def _append_eos(self, tokens: TokenSequence, item: DocumentField) -> TokenSequence:
         """Append the end-of-text token to an answer that ends without an end token.
 
         The end of an answer has loss, and so does the text between the answer and its end, because
@@ -230,7 +230,7 @@ class ChatEncoder:
                 log.warning(
                     "%s: the chat template does not read %r (of the field %r), so the argument "
                     "does not change the tokens",
-                    item.where,
+                    item.location,
                     name,
                     TOOLS if name == TOOLS else KWARGS,
                 )
@@ -256,9 +256,9 @@ def end_of_answer(tokenizer: PreTrainedTokenizerBase) -> int | None:
     except Exception as error:  # a template may raise any error, of jinja or of Python
         log.debug("the chat template rejects a chat of two messages: %s", error)
         return None
-    known, end = end_tokens(tokenizer, eos), eos
+    end_ids, end = end_tokens(tokenizer, eos), eos
     for token in reversed(output["input_ids"]):
-        if token in known:
+        if token in end_ids:
             end = token
         elif str(tokenizer.decode([token])).strip():
             break

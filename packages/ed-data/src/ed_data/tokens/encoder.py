@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ed_data.config import Tokenization
 from ed_data.errors import DataError
-from ed_data.rows.contents import kind_of, of_one_kind
+from ed_data.rows.contents import get_kind, unify_kinds
 from ed_data.rows.example import Example
 from ed_data.schema import NO_VALUE, TEXT, Column, Schema
 from ed_data.tokens.audio import AudioEncoder
@@ -26,13 +26,13 @@ from ed_data.tokens.items import (
     MediumEncoder,
     TokenSequence,
     WhiteSpace,
+    append_eos,
     check_embedding_rows,
-    ended,
     mask_prompt,
     with_blame,
 )
 from ed_data.tokens.media import prepare_media
-from ed_data.tokens.parts import answered, by_words, in_pairs, windows
+from ed_data.tokens.parts import by_words, in_pairs, mark_answer, windows
 from ed_data.tokens.tokenizers import (
     chat_template,
     count_ids,
@@ -52,7 +52,7 @@ _VERSION = 4
 class Skipped(Protocol):
     """Counts dropped documents: `ed_data.rows.documents.Tally`."""
 
-    def drop(self, reason: str, where: str) -> None: ...
+    def drop(self, reason: str, location: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class Encoder:
             return cls(None, False, 0, False, options.batch_size, schema, media)
         if eos is None:
             # Tokenizers of encoders end a text with a separator.
-            own = (tokenizer.eos_token_id, tokenizer.sep_token_id)
+            end_ids = (tokenizer.eos_token_id, tokenizer.sep_token_id)
             if audio is not None and audio.task == "ctc":  # transcripts have no end token
-                own = (*own, tokenizer.pad_token_id)
-            eos = next((token for token in own if isinstance(token, int)), None)
+                end_ids = (*end_ids, tokenizer.pad_token_id)
+            eos = next((token for token in end_ids if isinstance(token, int)), None)
         if eos is None:
             raise DataError(
                 "the tokenizer has neither an end-of-text token nor a separator: set "
@@ -222,8 +222,8 @@ class Encoder:
             options.append(self.max_length)
         if self.embedding_rows is not None:
             options.append(["embedding_rows", self.embedding_rows])
-        of_tokenizer = "" if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
-        return f"{of_tokenizer}:{json.dumps(options)}"
+        tokenizer_hash = "" if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
+        return f"{tokenizer_hash}:{json.dumps(options)}"
 
     def encode(
         self, documents: list[Example], label: str, skip: Skipped | None = None
@@ -267,13 +267,15 @@ class Encoder:
                     ]
                 )
         sequences = [sequence for document in zip(*arrays, strict=True) for sequence in document]
-        own = len(self.schema.fields) == 1 and not self.schema.values
+        has_single_field = len(self.schema.fields) == 1 and not self.schema.values
         return EncodedDocuments(
             [tokens for tokens, _ in sequences],
             [mask for _, mask in sequences] if self.has_loss_mask else None,
             [document.digest for document in documents],
-            None if own else [d.content_digest for d in documents],
-            [v for each in zip(*values, strict=True) for v in each] if values else None,
+            None if has_single_field else [d.content_digest for d in documents],
+            [v for document_values in zip(*values, strict=True) for v in document_values]
+            if values
+            else None,
         )
 
     def _with_media(
@@ -285,13 +287,14 @@ class Encoder:
         token, limit, result = media.token, self.max_length, list[TokenSequence]()
         assert token is not None
         for document, sequence in zip(documents, sequences, strict=True):
-            where = f"inform {label!r}, {document.place}"
-            written = sequence.ids.count(token)
-            if written != len(document.media):
+            location = f"inform {label!r}, {document.place}"
+            placeholder_count = sequence.ids.count(token)
+            if placeholder_count != len(document.media):
                 raise DataError(
-                    f"{where}: the row has {len(document.media)} {media.noun}s, but its tokens "
+                    f"{location}: the row has {len(document.media)} {media.noun}s, but its tokens "
                     f"contain the {media.part} token "
-                    f"{self.tokenizer.convert_ids_to_tokens(token)!r} {written} times; correct the "
+                    f"{self.tokenizer.convert_ids_to_tokens(token)!r} {placeholder_count} times; "
+                    "correct the "
                     "row, or use a chat template that writes the token for each part "
                     f'{{"type": "{media.part}"}}. {media.noun.capitalize()}s of rows with several '
                     "answers belong to the prompt"
@@ -300,7 +303,8 @@ class Encoder:
             expanded = sequence.with_media(token, tokens, self._spaces)
             if limit is not None and media.feature in expanded.ids[limit:]:
                 raise DataError(
-                    f"{where}: the row has {len(expanded.ids)} tokens, and truncation at {limit} "
+                    f"{location}: the row has {len(expanded.ids)} tokens, and truncation at "
+                    f"{limit} "
                     f"tokens would remove {media.noun} tokens; increase the sequence length, "
                     "shorten the row, or set on_error: skip"
                 )
@@ -320,8 +324,8 @@ class Encoder:
         return [
             [
                 min(
-                    other[i].prompt
-                    for other, its in zip(columns, contexts, strict=True)
+                    other_column[i].prompt
+                    for other_column, its in zip(columns, contexts, strict=True)
                     if its == context
                 )
                 for i in range(len(column))
@@ -378,13 +382,13 @@ class Encoder:
                 (document,) = documents
                 empty = [np.empty(0, np.int64)] * len(self.schema.columns)
                 masks = [np.empty(0, np.uint8)] * len(self.schema.columns)
-                own = len(self.schema.fields) == 1 and not self.schema.values
+                has_single_field = len(self.schema.fields) == 1 and not self.schema.values
                 values = [np.empty((0, len(self.schema.values)), np.float32)] * len(empty)
                 return EncodedDocuments(
                     empty,
                     masks if self.has_loss_mask else None,
                     [document.digest],
-                    None if own else [document.content_digest],
+                    None if has_single_field else [document.content_digest],
                     values if self.schema.values else None,
                 )
         half = len(documents) // 2
@@ -406,14 +410,16 @@ class Encoder:
         assert self.max_length is not None
         items = self._items(documents, column, label)
         seconds = [document.fields[str(column.second)] for document in documents]
-        found = windows(self.tokenizer, items, seconds, self.eos, self.max_length, column.stride)
+        context_windows = windows(
+            self.tokenizer, items, seconds, self.eos, self.max_length, column.stride
+        )
         token, result = self.tokenizer.cls_token_id, []
         cls = token if isinstance(token, int) else None
-        for window in found:
+        for window in context_windows:
             start, stop, *_ = documents[window.pair].values
             answer = int(start), int(stop)  # type: ignore[arg-type]
-            result.append(answered(window, cls, answer))
-        return [documents[window.pair] for window in found], [result]
+            result.append(mark_answer(window, cls, answer))
+        return [documents[window.pair] for window in context_windows], [result]
 
     def _items(self, documents: list[Example], column: Column, label: str) -> list[DocumentField]:
         """Return the field of a column of each document."""
@@ -423,8 +429,8 @@ class Encoder:
             content = document.fields[column.field]
             if column.listed == column.field:
                 content = content[column.item]  # type: ignore[index]
-            where = f"inform {label!r}, {document.place}, {name}"
-            items.append(DocumentField(content, where, document.template))
+            location = f"inform {label!r}, {document.place}, {name}"
+            items.append(DocumentField(content, location, document.template))
         return items
 
     def _column(self, documents: list[Example], column: Column, label: str) -> list[TokenSequence]:
@@ -442,22 +448,26 @@ class Encoder:
         if self.audio is not None:
             return self._transcripts(documents, items, label)
         if column.context is None:
-            return self._whole(items)
+            return self._encode_documents(items)
         heads, bodies = [], []
         for document, item in zip(documents, items, strict=True):
-            context, body = of_one_kind(document.fields[column.context], item.content, item.where)
+            context, body = unify_kinds(
+                document.fields[column.context], item.content, item.location
+            )
             heads.append(item._replace(content=context))
-            if kind_of(context) == "ids" and context[-1:] == [self.eos]:
+            if get_kind(context) == "ids" and context[-1:] == [self.eos]:
                 context = context[:-1]
             # Prompt and answer are tokenized as one text, or rendered as one chat, as in TRL.
             bodies.append(item._replace(content=context + body))  # type: ignore[operator]
         result: list[TokenSequence] = []
-        for head, whole in zip(self._prompts(heads), self._whole(bodies), strict=True):
-            pairs = zip(head, whole.ids, strict=False)
+        for head, sequence in zip(
+            self._prompts(heads), self._encode_documents(bodies), strict=True
+        ):
+            pairs = zip(head, sequence.ids, strict=False)
             prompt = next((i for i, (a, b) in enumerate(pairs) if a != b), len(head))
             if prompt < len(head):
                 self._warn_of_prompt(head[prompt:])
-            result.append(whole._replace(prompt=prompt))
+            result.append(sequence._replace(prompt=prompt))
         return result
 
     def _transcripts(
@@ -473,7 +483,7 @@ class Encoder:
             result.append(TokenSequence(labels))
         return result
 
-    def _warn_of_prompt(self, rest: list[int]) -> None:
+    def _warn_of_prompt(self, prompt_end: list[int]) -> None:
         """Warn once that the tokens of a prompt alone differ from those in the document."""
         if not self._warned:
             self._warned.append(True)
@@ -483,14 +493,16 @@ class Encoder:
                 "prompt alone differently. The answer begins at the first token that differs; the "
                 "document does not contain the last tokens of the prompt alone, %r. This warning "
                 "is logged once",
-                self.tokenizer.decode(rest),
+                self.tokenizer.decode(prompt_end),
             )
 
     def _step_by_step(
         self, documents: list[Example], items: list[DocumentField], column: Column
     ) -> list[TokenSequence]:
         """Encode the context and each step separately, so that each step ends at a token."""
-        texts = [DocumentField(f"{step}\n", item.where) for item in items for step in item.content]
+        texts = [
+            DocumentField(f"{step}\n", item.location) for item in items for step in item.content
+        ]
         steps = iter(self._texts(texts, special=False))
         heads: list[list[int]] = [[]] * len(items)
         if column.context is not None:
@@ -506,7 +518,7 @@ class Encoder:
             for step in islice(steps, len(item.content)):
                 ids += step
                 places.append(len(ids) - 1)
-            result.append(TokenSequence(ended(ids, self.eos), None, len(head), tuple(places)))
+            result.append(TokenSequence(append_eos(ids, self.eos), None, len(head), tuple(places)))
         return result
 
     def _prompts(self, items: list[DocumentField]) -> list[list[int]]:
@@ -518,25 +530,29 @@ class Encoder:
         sequences = self._by_kind(
             items,
             {
-                "text": lambda own: without_end(self._texts(own, self.add_special_tokens)),
+                "text": lambda kind_items: without_end(
+                    self._texts(kind_items, self.add_special_tokens)
+                ),
                 "chat": self._chats.prompts,
-                "ids": lambda own: without_end(self._ids(own)),
+                "ids": lambda kind_items: without_end(self._ids(kind_items)),
             },
         )
         return [list(sequence.ids) for sequence in sequences]
 
-    def _whole(self, items: list[DocumentField]) -> list[TokenSequence]:
+    def _encode_documents(self, items: list[DocumentField]) -> list[TokenSequence]:
         """Encode documents of any kind, each with an end token."""
 
-        def whole(sequences: list[list[int]]) -> list[TokenSequence]:
-            return [TokenSequence(ended(ids, self.eos)) for ids in sequences]
+        def build_sequences(sequences: list[list[int]]) -> list[TokenSequence]:
+            return [TokenSequence(append_eos(ids, self.eos)) for ids in sequences]
 
         return self._by_kind(
             items,
             {
-                "text": lambda own: whole(self._texts(own, self.add_special_tokens)),
-                "chat": self._chats.whole,
-                "ids": lambda own: whole(self._ids(own)),
+                "text": lambda kind_items: build_sequences(
+                    self._texts(kind_items, self.add_special_tokens)
+                ),
+                "chat": self._chats.encode_chats,
+                "ids": lambda kind_items: build_sequences(self._ids(kind_items)),
             },
         )
 
@@ -545,10 +561,10 @@ class Encoder:
         items: list[DocumentField],
         encoders: dict[str, Callable[[list[DocumentField]], list[TokenSequence]]],
     ) -> list[TokenSequence]:
-        kinds = [kind_of(item.content) for item in items]
+        kinds = [get_kind(item.content) for item in items]
         result = [TokenSequence([])] * len(items)
         for kind, encode in encoders.items():
-            at = [i for i, other in enumerate(kinds) if other == kind]
+            at = [i for i, item_kind in enumerate(kinds) if item_kind == kind]
             for i, sequence in zip(at, encode([items[i] for i in at]) if at else (), strict=True):
                 result[i] = sequence
         return result
@@ -580,7 +596,8 @@ class Encoder:
             wrong = next((t for t in ends if not 0 <= t <= last), None)
             if wrong is not None:
                 raise DataError(
-                    f"{item.where}: token id {wrong} is invalid: the ids of the tokenizer are 0 to "
+                    f"{item.location}: token id {wrong} is invalid: the ids of the tokenizer are 0 "
+                    "to "
                     f"{last}; the ids may belong to another tokenizer"
                 )
             result.append(tokens)

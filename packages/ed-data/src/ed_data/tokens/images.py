@@ -126,8 +126,8 @@ class ImageEncoder:
         if not isinstance(token, int):
             raise DataError(f"{kind} defines no image token: set its image_token")
         self.token = token
-        own: object = (getattr(processor, "image_token_ids", None) or [None])[0]
-        self.feature = own if isinstance(own, int) else token
+        feature_token: object = (getattr(processor, "image_token_ids", None) or [None])[0]
+        self.feature = feature_token if isinstance(feature_token, int) else token
 
     @property
     def marks_prompts(self) -> bool:
@@ -139,24 +139,24 @@ class ImageEncoder:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of everything that the placeholders and pixel values depend on."""
-        own = {
+        processor_options = {
             name: value
             for name, value in vars(self.processor).items()
             if isinstance(value, str | int | float | bool | None) and name != "chat_template"
         }
-        values = [type(self.processor).__name__, own, self._to_pixels.to_dict()]
+        values = [type(self.processor).__name__, processor_options, self._to_pixels.to_dict()]
         text = json.dumps(values, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the arrays of a tile by name: `pixel_values` [c, h, w], and others."""
-        return {name: x.shape[1:] for name, x in tiles_of(self.processed(BLANK)).items()}
+        return {name: x.shape[1:] for name, x in get_tiles(self.process_image(BLANK)).items()}
 
     @cached_property
     def sized(self) -> bool:
         """Whether the model reads the sizes of images."""
-        return self.token is not None and SIZES in self.processed(BLANK)
+        return self.token is not None and SIZES in self.process_image(BLANK)
 
     def tokens(self, image: RowImage) -> MediumTokens:
         """Return the tokens of an image, which depend on its size.
@@ -166,23 +166,23 @@ class ImageEncoder:
         """
         if self.token is None:
             return MediumTokens([], 1)
-        size = size_of(image)
-        key = *size, image.alone
+        size = get_size(image)
+        key = *size, image.is_single
         if key not in self._known:
             if len(self._known) >= KEPT:
                 self._known.clear()
-            blank = RowImage(np.zeros((*size, 3), np.uint8), image.where, image.alone)
+            blank = RowImage(np.zeros((*size, 3), np.uint8), image.location, image.is_single)
             self._known[key] = self._tokens(blank)
         return self._known[key]
 
     def _tokens(self, image: RowImage) -> MediumTokens:
         output, text = self._run(image.source, image)
-        tiles = len(next(iter(tiles_of(output).values())))
+        tiles = len(next(iter(get_tiles(output).values())))
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         count = ids.count(self.feature)
         if not count or (count % tiles and SIZES not in output):
             raise DataError(
-                f"{image.where}: the processor returned {tiles} tiles and {count} placeholder "
+                f"{image.location}: the processor returned {tiles} tiles and {count} placeholder "
                 f"tokens {self.processor.tokenizer.convert_ids_to_tokens(self.feature)!r}; use the "
                 "processor and the tokenizer of one checkpoint"
             )
@@ -191,10 +191,12 @@ class ImageEncoder:
     def width(self, rows: Sequence[Sequence[RowImage]]) -> tuple[int, ...]:
         """Return the sizes of the arrays for the images of all rows of a batch.
 
-        The sizes are those of `rounded`, so few programs are compiled.
+        The sizes are those of `round_up`, so few programs are compiled.
         """
-        tiles = rounded(max([1, *(sum(self.tokens(image).tiles for image in row) for row in rows)]))
-        return (tiles, rounded(max([1, *map(len, rows)]))) if self.sized else (tiles,)
+        tiles = round_up(
+            max([1, *(sum(self.tokens(image).tiles for image in row) for row in rows)])
+        )
+        return (tiles, round_up(max([1, *map(len, rows)]))) if self.sized else (tiles,)
 
     def arrays(
         self, images: Mapping[int, Sequence[RowImage]], rows: int, width: tuple[int, ...]
@@ -217,11 +219,11 @@ class ImageEncoder:
         }
         if self.sized:
             batch |= {name: np.zeros((rows, width[1], 2), np.int32) for name in (SIZES, GRIDS)}
-        for row, of_row in images.items():
+        for row, row_images in images.items():
             place = 0
-            for number, image in enumerate(of_row):
-                output = self.processed(image)
-                tiles, count = tiles_of(output), self.tokens(image).tiles
+            for number, image in enumerate(row_images):
+                output = self.process_image(image)
+                tiles, count = get_tiles(output), self.tokens(image).tiles
                 if self.sized:
                     size = np.asarray(output[SIZES])[0].tolist()
                     batch[SIZES][row, number] = size
@@ -230,7 +232,7 @@ class ImageEncoder:
                 for name, array in tiles.items():
                     if array.shape != (count, *self.shapes[name]):
                         raise DataError(
-                            f"{image.where}: the processor returned {name} of shape "
+                            f"{image.location}: the processor returned {name} of shape "
                             f"{array.shape}, but {(count, *self.shapes[name])} is expected; use an "
                             "image processor that resizes or crops all images to one size"
                         )
@@ -253,9 +255,9 @@ class ImageEncoder:
             DataError: the image cannot be decoded.
         """
         if not isinstance(image.source, np.ndarray):
-            _decoded(image)
+            _decode_image(image)
 
-    def processed(self, image: RowImage) -> Mapping[str, Any]:
+    def process_image(self, image: RowImage) -> Mapping[str, Any]:
         """Return the output of the image processor for one image.
 
         Raises:
@@ -265,52 +267,52 @@ class ImageEncoder:
         if isinstance(source, np.ndarray):
             decoded = np.repeat(source[..., None], 3, axis=2) if source.ndim == 2 else source
         else:
-            decoded = _decoded(image)
+            decoded = _decode_image(image)
         return self._run(decoded, image)[0]
 
     def _run(self, pixels: Any, image: RowImage) -> tuple[Mapping[str, Any], str]:
         """Return the arrays of an image, and the text of its tokens."""
-        where = image.where
+        location = image.location
         if self.token is None:
             return self._to_pixels(images=[pixels], return_tensors="np"), ""
         options = self.processor._merge_kwargs(return_tensors="np")["images_kwargs"]
         images: list[Any] = [pixels]
         returned = getattr(self._to_pixels, "model_input_names", None) or ()
-        if not image.alone and COUNTS in returned:
+        if not image.is_single and COUNTS in returned:
             images = [[pixels, NEIGHBOUR]]
         try:
             output, (text, *_) = self.processor._process_images(images, **options)
         except (ValueError, ArithmeticError) as error:
             raise DataError(
-                f"{where}: the processor refuses the image: {error}; resize the image, or set "
+                f"{location}: the processor refuses the image: {error}; resize the image, or set "
                 "on_error: skip"
             ) from error
         return output, text
 
 
-def rounded(count: int) -> int:
+def round_up(count: int) -> int:
     """Return the smallest of the numbers 1, 2, 3, 4, 6, 8, 12, 16, … that is at least `count`."""
     power = 1 << (count - 1).bit_length()
     return next(size for size in (3 * power // 4, power) if size >= count)
 
 
-def tiles_of(output: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+def get_tiles(output: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """Return the arrays of the tiles of one image, [t, ...], in the output of a processor.
 
     The arrays of the output are [t, c, h, w], or [i, t, c, h, w] and the like, of which the first
     image counts.
     """
-    found = {name: np.asarray(x) for name, x in output.items() if name.startswith("pixel_")}
-    if found["pixel_values"].ndim == 5:
-        found = {name: x[0] for name, x in found.items()}
-    return {name: x.astype(_dtype(name)) for name, x in found.items()}
+    pixel_arrays = {name: np.asarray(x) for name, x in output.items() if name.startswith("pixel_")}
+    if pixel_arrays["pixel_values"].ndim == 5:
+        pixel_arrays = {name: x[0] for name, x in pixel_arrays.items()}
+    return {name: x.astype(_dtype(name)) for name, x in pixel_arrays.items()}
 
 
 def _dtype(name: str) -> type[np.float32 | np.int32]:
     return np.float32 if name == "pixel_values" else np.int32
 
 
-def size_of(image: RowImage) -> tuple[int, int]:
+def get_size(image: RowImage) -> tuple[int, int]:
     """Return height and width of an image.
 
     Raises:
@@ -319,21 +321,23 @@ def size_of(image: RowImage) -> tuple[int, int]:
     source = image.source
     if isinstance(source, np.ndarray):
         return source.shape[0], source.shape[1]
-    width, height = _opened(source, image.where).size
+    width, height = _open_image(source, image.location).size
     return height, width
 
 
-def _decoded(image: RowImage) -> PIL.Image.Image:
+def _decode_image(image: RowImage) -> PIL.Image.Image:
     """Return the first frame of an encoded image in RGB, turned as its EXIF data state."""
     assert not isinstance(image.source, np.ndarray), "pixels are decoded"
-    opened = _opened(image.source, image.where)
+    opened = _open_image(image.source, image.location)
     try:
         return opened.convert("RGB")
     except Exception as error:  # decoders raise many types of exceptions for damaged data
-        raise _unreadable(image.where, error) from error
+        raise _unreadable(image.location, error) from error
 
 
-def _opened(source: str | bytes | dict[str, Any] | RemoteFile, where: str) -> PIL.Image.Image:
+def _open_image(
+    source: str | bytes | dict[str, Any] | RemoteFile, location: str
+) -> PIL.Image.Image:
     """Open an image; its pixels are decoded when they are read."""
     try:
         from PIL import Image, ImageOps
@@ -354,15 +358,17 @@ def _opened(source: str | bytes | dict[str, Any] | RemoteFile, where: str) -> PI
         ImageOps.exif_transpose(opened, in_place=True)
         return opened
     except FileTooLargeError as error:
-        raise _unreadable(where, ValueError(f"the file has more than {MAX_BYTES} bytes")) from error
+        raise _unreadable(
+            location, ValueError(f"the file has more than {MAX_BYTES} bytes")
+        ) from error
     except Exception as error:  # decoders raise many types of exceptions for damaged data
-        raise _unreadable(where, error) from error
+        raise _unreadable(location, error) from error
 
 
-def _unreadable(where: str, error: Exception) -> DataError:
+def _unreadable(location: str, error: Exception) -> DataError:
     # The message of this error is the address of a buffer in memory.
     unknown = type(error).__name__ == "UnidentifiedImageError"
     reason = "its format is unknown" if unknown else error
     return DataError(
-        f"{where}: the image cannot be decoded: {reason}; correct the row, or set on_error: skip"
+        f"{location}: the image cannot be decoded: {reason}; correct the row, or set on_error: skip"
     )

@@ -24,7 +24,7 @@ class DocumentField(NamedTuple):
     """One field of one document, its location for messages, and arguments of the chat template."""
 
     content: Content
-    where: str
+    location: str
     template: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -59,16 +59,16 @@ class TokenSequence(NamedTuple):
         """
         ids, mask, borders, prompt = list[int](), list[int](), list[int](), 0
         flags, remaining = self.mask or [1] * len(self.ids), iter(media)
-        for place, (own, flag) in enumerate(zip(self.ids, flags, strict=True), start=1):
-            new = next(remaining) if own == token else [own]
+        for place, (token_id, flag) in enumerate(zip(self.ids, flags, strict=True), start=1):
+            new = next(remaining) if token_id == token else [token_id]
             ids += new
-            mask += [0] * len(new) if own == token else [flag]
-            if own == token:
+            mask += [0] * len(new) if token_id == token else [flag]
+            if token_id == token:
                 borders += [len(ids) - len(new), len(ids)]
             if place == self.prompt:
                 prompt = len(ids)
         for border in reversed(borders):
-            first, last, joined = spaces.joined(ids, border)
+            first, last, joined = spaces.join_spaces(ids, border)
             if joined is not None:
                 ids[first:last], mask[first:last] = joined, [0] * len(joined)
                 prompt += (len(joined) - (last - first)) * (prompt >= last)
@@ -141,7 +141,7 @@ class WhiteSpace:
         self._tokenizer, self._special = tokenizer, frozenset(tokenizer.all_special_ids)
         self._known: dict[int, bool] = {}
 
-    def joined(self, ids: list[int], border: int) -> tuple[int, int, list[int] | None]:
+    def join_spaces(self, ids: list[int], border: int) -> tuple[int, int, list[int] | None]:
         """Return a run of white space around a border: the first token, the one after the last, and
         the tokens of the run as one text. None = the tokens do not change."""
         first = last = border
@@ -150,9 +150,9 @@ class WhiteSpace:
         while last < len(ids) and self._is_space(ids[last]):
             last += 1
         sides = ids[first:border], ids[border:last]
-        if not all(sides) or any(self._encoded(side) != side for side in sides):
+        if not all(sides) or any(self._reencode_tokens(side) != side for side in sides):
             return first, last, None
-        return first, last, self._encoded(ids[first:last])
+        return first, last, self._reencode_tokens(ids[first:last])
 
     def _is_space(self, token: int) -> bool:
         if token not in self._known:
@@ -160,11 +160,11 @@ class WhiteSpace:
             self._known[token] = token not in self._special and text.isspace()
         return self._known[token]
 
-    def _encoded(self, ids: list[int]) -> list[int]:
+    def _reencode_tokens(self, ids: list[int]) -> list[int]:
         return self._tokenizer(self._tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
 
 
-def ended(ids: list[int], eos: int) -> list[int]:
+def append_eos(ids: list[int], eos: int) -> list[int]:
     """Return the tokens of a document, which end with `eos`."""
     return ids if ids[-1:] == [eos] else [*ids, eos]
 
@@ -184,7 +184,8 @@ def with_blame(
                 blamed, reason = item, own
                 break
         raise DataError(
-            f"{blamed.where}: {problem}: {reason}; correct the row, or drop it in format_callback"
+            f"{blamed.location}: {problem}: {reason}; correct the row, or drop it in "
+            "format_callback"
         ) from error
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ed_data.checks import without_recordings, without_tokens, without_transcripts
 from ed_data.config import Mixture
 from ed_data.errors import DataError
-from ed_data.rows.contents import kind_of
+from ed_data.rows.contents import get_kind
 from ed_data.rows.example import Example, RowImage
 from ed_data.schema import Content, Schema
 from ed_data.tokens.audio import LONGEST_SECONDS, AudioEncoder, SpeechProcessor, TimeSteps
@@ -109,10 +109,10 @@ def prepare_media(
     """
     reads = media.reads if media is not None else ()
     for document in documents:
-        others = [medium for medium in document.media if not isinstance(medium, reads)]
-        chats = [field for field in document.fields.values() if kind_of(field) == "chat"]
-        part = "image" if others and isinstance(others[0], RowImage) else "audio"
-        if others and any(_mentions(chat, part) for chat in chats):
+        unread_media = [medium for medium in document.media if not isinstance(medium, reads)]
+        chats = [field for field in document.fields.values() if get_kind(field) == "chat"]
+        part = "image" if unread_media and isinstance(unread_media[0], RowImage) else "audio"
+        if unread_media and any(_mentions(chat, part) for chat in chats):
             noun = "images" if part == "image" else "recordings"
             raise DataError(
                 f"inform {label!r}, {document.place}: the messages contain {noun}: pass the "
@@ -130,7 +130,7 @@ def _place_media(document: Example, content: str, part: str, token: str) -> Exam
     if not document.media or any(_mentions(f, part, token) for f in document.fields.values()):
         return document
     fields = dict(document.fields)
-    chats = [name for name, field in fields.items() if kind_of(field) == "chat"]
+    chats = [name for name, field in fields.items() if get_kind(field) == "chat"]
     text = fields[content]
     if isinstance(text, str) and not chats:
         return replace(document, fields={**fields, content: token * len(document.media) + text})

@@ -64,15 +64,15 @@ class Encoding:
             workers = self._workers
         tallies: list[Tally | None] = []
 
-        def sent() -> Iterator[EncodingJob]:
+        def prepare_jobs() -> Iterator[EncodingJob]:
             for job in jobs:
                 tallies.append(job.tally)
                 yield job._replace(tally=None if job.tally is None else Tally())
 
-        for encoded, tally in workers.map(sent()):
-            own = tallies.pop(0)
-            if own is not None and tally is not None:
-                own.add(tally)
+        for encoded, tally in workers.map(prepare_jobs()):
+            job_tally = tallies.pop(0)
+            if job_tally is not None and tally is not None:
+                job_tally.add(tally)
             yield encoded
 
     def all(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ed_data.errors import DataError
 from ed_data.schema import Content
-from ed_data.tokens.items import DocumentField, TokenSequence, ended, with_blame
+from ed_data.tokens.items import DocumentField, TokenSequence, append_eos, with_blame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,14 +34,16 @@ def by_words(
 
     def encode(items: list[DocumentField]) -> list[TokenSequence]:
         words: list[Any] = [item.content for item in items]
-        made = tokenizer(words, is_split_into_words=True, add_special_tokens=special, verbose=False)
+        encoding = tokenizer(
+            words, is_split_into_words=True, add_special_tokens=special, verbose=False
+        )
         result = []
-        for number, (ids, inside) in enumerate(zip(made["input_ids"], words, strict=True)):
+        for number, (ids, inside) in enumerate(zip(encoding["input_ids"], words, strict=True)):
             places = [-1] * len(inside)
-            for place, word in enumerate(made.word_ids(number)):
+            for place, word in enumerate(encoding.word_ids(number)):
                 if word is not None and places[word] < 0:
                     places[word] = place
-            result.append(TokenSequence(ended(ids, eos), places=tuple(places)))
+            result.append(TokenSequence(append_eos(ids, eos), places=tuple(places)))
         return result
 
     return with_blame(encode, items, "the tokenizer cannot encode the words")
@@ -73,7 +75,7 @@ def in_pairs(
 
     def encode(pairs: list[DocumentField]) -> list[TokenSequence]:
         texts: list[Any] = [pair.content for pair in pairs]
-        made = tokenizer(
+        encoding = tokenizer(
             [first for first, _ in texts],
             [second for _, second in texts],
             truncation="longest_first" if max_length is not None else False,
@@ -82,8 +84,8 @@ def in_pairs(
             verbose=False,
         )
         result = []
-        for ids, types in zip(made["input_ids"], made["token_type_ids"], strict=True):
-            result.append(_joined(ids, types, eos, has_types=has_types))
+        for ids, types in zip(encoding["input_ids"], encoding["token_type_ids"], strict=True):
+            result.append(_build_pair(ids, types, eos, has_types=has_types))
         return result
 
     return with_blame(encode, pairs, "the tokenizer cannot encode the texts")
@@ -95,18 +97,23 @@ def _pairs(items: list[DocumentField], seconds: list[Content]) -> list[DocumentF
     for item, second in zip(items, seconds, strict=True):
         if not isinstance(item.content, str) or not isinstance(second, str):
             raise DataError(
-                f"{item.where}: both fields of a pair must be texts; correct the row, or drop it "
+                f"{item.location}: both fields of a pair must be texts; correct the row, or drop "
+                "it "
                 "in format_callback"
             )
         pairs.append(item._replace(content=[item.content, second]))
     return pairs
 
 
-def _joined(ids: list[int], types: list[int], eos: int, *, has_types: bool) -> TokenSequence:
+def _build_pair(ids: list[int], types: list[int], eos: int, *, has_types: bool) -> TokenSequence:
     """Return the tokens of a pair with their types."""
-    whole = ended(ids, eos)
-    types = types + types[-1:] * (len(whole) - len(ids)) if has_types else [0] * len(whole)
-    return TokenSequence(whole, types=tuple(types))
+    document_ids = append_eos(ids, eos)
+    types = (
+        types + types[-1:] * (len(document_ids) - len(ids))
+        if has_types
+        else [0] * len(document_ids)
+    )
+    return TokenSequence(document_ids, types=tuple(types))
 
 
 class ContextWindow(NamedTuple):
@@ -156,7 +163,7 @@ def windows(
 
     def encode(pairs: list[DocumentField]) -> list[list[ContextWindow]]:
         texts: list[Any] = [pair.content for pair in pairs]
-        made = tokenizer(
+        encoding = tokenizer(
             [first for first, _ in texts],
             [second for _, second in texts],
             truncation="only_second",
@@ -168,23 +175,29 @@ def windows(
             verbose=False,
         )
         result: list[list[ContextWindow]] = [[] for _ in pairs]
-        for number, pair in enumerate(made["overflow_to_sample_mapping"]):
-            ids, types = made["input_ids"][number], made["token_type_ids"][number]
-            sequence = _joined(ids, types, eos, has_types=has_types)
-            texts_of = [*made.sequence_ids(number), *[None] * (len(sequence.ids) - len(ids))]
-            places = [*made["offset_mapping"][number], *[(0, 0)] * (len(sequence.ids) - len(ids))]
+        for number, pair in enumerate(encoding["overflow_to_sample_mapping"]):
+            ids, types = encoding["input_ids"][number], encoding["token_type_ids"][number]
+            sequence = _build_pair(ids, types, eos, has_types=has_types)
+            text_numbers = [
+                *encoding.sequence_ids(number),
+                *[None] * (len(sequence.ids) - len(ids)),
+            ]
+            places = [
+                *encoding["offset_mapping"][number],
+                *[(0, 0)] * (len(sequence.ids) - len(ids)),
+            ]
             offsets = [
-                place if of == 1 else None for of, place in zip(texts_of, places, strict=True)
+                place if of == 1 else None for of, place in zip(text_numbers, places, strict=True)
             ]
             result[pair].append(ContextWindow(sequence, offsets, pair))
         return result
 
     problem = "the tokenizer cannot encode the texts, or the question leaves no room for a window"
-    found = with_blame(encode, pairs, problem)
-    return [window for of_pair in found for window in of_pair]
+    windows_by_pair = with_blame(encode, pairs, problem)
+    return [window for pair_windows in windows_by_pair for window in pair_windows]
 
 
-def answered(window: ContextWindow, cls: int | None, answer: tuple[int, int]) -> TokenSequence:
+def mark_answer(window: ContextWindow, cls: int | None, answer: tuple[int, int]) -> TokenSequence:
     """Return the tokens of a window with the tokens of an answer.
 
     Without an answer in the window, the answer is the classification token, or the first token.
@@ -197,9 +210,14 @@ def answered(window: ContextWindow, cls: int | None, answer: tuple[int, int]) ->
     ids, inside = window.sequence.ids, [i for i, o in enumerate(window.offsets) if o is not None]
     none = ids.index(cls) if cls in ids else 0
     start, stop = answer
-    own = [window.offsets[i] or (0, 0) for i in inside]
-    if start < 0 or not own or own[0][0] > start or own[-1][1] < stop:
+    context_offsets = [window.offsets[i] or (0, 0) for i in inside]
+    if (
+        start < 0
+        or not context_offsets
+        or context_offsets[0][0] > start
+        or context_offsets[-1][1] < stop
+    ):
         return window.sequence._replace(span=(none, none))
-    first = max(i for i, place in zip(inside, own, strict=True) if place[0] <= start)
-    last = min(i for i, place in zip(inside, own, strict=True) if place[1] >= stop)
+    first = max(i for i, place in zip(inside, context_offsets, strict=True) if place[0] <= start)
+    last = min(i for i, place in zip(inside, context_offsets, strict=True) if place[1] >= stop)
     return window.sequence._replace(span=(first, max(first, last)))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ed_data.errors import DataError
 from ed_data.rows.example import RowImage
-from ed_data.tokens.images import BLANK, ImageEncoder, ModelProcessor, size_of
+from ed_data.tokens.images import BLANK, ImageEncoder, ModelProcessor, get_size
 from ed_data.tokens.items import MediumTokens
 
 GRID, PLACES = "image_grid_thw", "image_position_ids"
@@ -50,9 +50,9 @@ class PatchEncoder(ImageEncoder):
     @cached_property
     def numbers(self) -> int:
         """Number of numbers of a patch, f."""
-        return self.packed(self.processed(BLANK))[0].shape[-1]
+        return self.pack_patches(self.process_image(BLANK))[0].shape[-1]
 
-    def packed(self, output: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    def pack_patches(self, output: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the patches [p, f] and the grid [3] of an image in the output of the processor.
 
         Kimi K2.5 has patches [p, c, s, s], row by row.
@@ -71,21 +71,25 @@ class PatchEncoder(ImageEncoder):
         Raises:
             DataError: the image cannot be read, or the processor refuses its size.
         """
-        known = self._counts.get(image.where)
-        if known is not None:
-            return known
-        height, width = size_of(image)
+        stored_counts = self._counts.get(image.location)
+        if stored_counts is not None:
+            return stored_counts
+        height, width = get_size(image)
         try:
-            found = self.processor._get_num_multimodal_tokens(image_sizes=[[height, width]])
+            processor_counts = self.processor._get_num_multimodal_tokens(
+                image_sizes=[[height, width]]
+            )
         except ValueError as error:
             raise DataError(
-                f"{image.where}: the processor refuses an image of {width} x {height} pixels: "
+                f"{image.location}: the processor refuses an image of {width} x {height} pixels: "
                 f"{error}; resize the image, or set on_error: skip"
             ) from error
-        counts = PatchCounts(int(found.num_image_tokens[0]), int(found.num_image_patches[0]))
+        counts = PatchCounts(
+            int(processor_counts.num_image_tokens[0]), int(processor_counts.num_image_patches[0])
+        )
         if len(self._counts) >= _KEPT:
             self._counts.clear()
-        self._counts[image.where] = counts
+        self._counts[image.location] = counts
         return counts
 
     def tokens(self, image: RowImage) -> MediumTokens:
@@ -104,7 +108,7 @@ class PatchEncoder(ImageEncoder):
             features = max(features, sum(count.tokens for count in counts))
             merge = max([merge, *(count.patches // count.tokens for count in counts)])
             most = max(most, len(images))
-        return _rounded(features) * merge, _rounded(most)
+        return _round_up(features) * merge, _round_up(most)
 
     def arrays(
         self, images: Mapping[int, Sequence[RowImage]], rows: int, width: tuple[int, ...]
@@ -117,18 +121,25 @@ class PatchEncoder(ImageEncoder):
         patches, most = width
         pixels = np.zeros((rows, patches, self.numbers), np.float32)
         grids = np.zeros((rows, most, 3), np.int32)
-        for row, of_row in images.items():
+        for row, row_images in images.items():
             filled = 0
-            for place, image in enumerate(of_row):
-                counts, (made, grid) = self.counts(image), self.packed(self.processed(image))
-                if len(made) != counts.patches or grid.prod() != counts.patches:
+            for place, image in enumerate(row_images):
+                counts, (image_patches, grid) = (
+                    self.counts(image),
+                    self.pack_patches(self.process_image(image)),
+                )
+                if len(image_patches) != counts.patches or grid.prod() != counts.patches:
                     raise DataError(
-                        f"{image.where}: the processor counted {counts.patches} patches, but "
-                        f"returned {len(made)} with the grid {grid.tolist()}: use the processor "
+                        f"{image.location}: the processor counted {counts.patches} patches, but "
+                        f"returned {len(image_patches)} with the grid {grid.tolist()}: use the "
+                        "processor "
                         "and the image processor of one checkpoint"
                     )
-                pixels[row, filled : filled + len(made)], grids[row, place] = made, grid
-                filled += len(made)
+                pixels[row, filled : filled + len(image_patches)], grids[row, place] = (
+                    image_patches,
+                    grid,
+                )
+                filled += len(image_patches)
         return {"pixel_values": pixels, GRID: grids}
 
 
@@ -163,7 +174,7 @@ class PlacedEncoder(PatchEncoder):
             self.processor.tokenizer(text, add_special_tokens=False)["input_ids"], 1
         )
 
-    def packed(self, output: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    def pack_patches(self, output: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the patches and the grid; the patches of a block are neighbors."""
         (places,), m = np.asarray(output[PLACES]), self._merge
         columns, rows = (places.max(axis=0) + 1).tolist()
@@ -201,12 +212,13 @@ class RowEncoder(PatchEncoder):
         )
 
         edge, block = int(self._to_pixels.size["longest_edge"]), self._side * self._merge
-        size = size_of(image)
+        size = get_size(image)
         blank = np.broadcast_to(np.uint8(0), (*size, 3))
         height, width = get_resize_output_image_size(blank, edge, block)
         if not height or not width:
             raise DataError(
-                f"{image.where}: the processor refuses an image of {size[1]} x {size[0]} pixels: "
+                f"{image.location}: the processor refuses an image of {size[1]} x {size[0]} "
+                "pixels: "
                 f"with {edge} pixels along its longer side, the other side has none; resize the "
                 "image, or set on_error: skip"
             )
@@ -220,11 +232,11 @@ class RowEncoder(PatchEncoder):
     def tokens(self, image: RowImage) -> MediumTokens:
         """Return the tokens of the rows of features of an image."""
         rows, columns = self.rows_and_columns(image)
-        own = self.processor
-        ids = ([own.image_token_id] * columns + [own.image_break_token_id]) * rows
-        return MediumTokens([*ids[:-1], own.image_end_token_id], 1)
+        processor = self.processor
+        ids = ([processor.image_token_id] * columns + [processor.image_break_token_id]) * rows
+        return MediumTokens([*ids[:-1], processor.image_end_token_id], 1)
 
-    def packed(self, output: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    def pack_patches(self, output: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the patches and the grid; the patches of a block are neighbors."""
         (pixels,), s, m = np.asarray(output["pixel_values"], np.float32), self._side, self._merge
         channels, height, width = pixels.shape
@@ -234,6 +246,6 @@ class RowEncoder(PatchEncoder):
         return x.reshape(-1, channels * s * s), grid
 
 
-def _rounded(count: int) -> int:
+def _round_up(count: int) -> int:
     """Round up to a power of two."""
     return 1 << (count - 1).bit_length()

@@ -109,8 +109,10 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, eos: int) -> dict[int, str]:
         eos: id that ends a document, which may always end a turn.
     """
     added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-    own = tokenizer.eos_token_id
-    other: list[Any] = [tokenizer.bos_token_id, tokenizer.unk_token_id]
-    kept = {i for i in (*added, *tokenizer.all_special_ids) if i == own or i not in other}
-    ids = sorted(kept | {eos})
+    eos_id = tokenizer.eos_token_id
+    excluded_ids: list[Any] = [tokenizer.bos_token_id, tokenizer.unk_token_id]
+    special_ids = {
+        i for i in (*added, *tokenizer.all_special_ids) if i == eos_id or i not in excluded_ids
+    }
+    ids = sorted(special_ids | {eos})
     return dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))

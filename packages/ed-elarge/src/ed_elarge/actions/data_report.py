@@ -15,14 +15,14 @@ from ed_elarge.config.normalize import normalize
 from ed_elarge.model import eLargeModel
 
 
-def show(path: str, output: Path | None, near: bool, samples: int) -> int:
+def show(path: str, output: Path | None, with_near_duplicates: bool, samples: int) -> int:
     """Print the report and write it as an HTML page.
 
     Args:
         path: The run file.
         output: The file of the page. None writes `data.html` to the trainer's directory; without a
             trainer no page is written.
-        near: Whether to find nearly equal documents.
+        with_near_duplicates: Whether to find nearly equal documents.
         samples: The number of rows to show.
 
     Raises:
@@ -35,7 +35,7 @@ def show(path: str, output: Path | None, near: bool, samples: int) -> int:
         raise run.missing("mixture")
     elm = eLargeModel.from_run(run)
     with run.blame("mixture"):
-        found = data_report(
+        report = data_report(
             run.mixture,
             elm.build_tokenizer(),
             batch_size=run.batch_size,
@@ -43,17 +43,17 @@ def show(path: str, output: Path | None, near: bool, samples: int) -> int:
             seed=run.mixture.seed or 0,
             schema=run.schema,
             **other_inputs(elm),
-            near=near,
+            with_near_duplicates=with_near_duplicates,
             samples=samples,
         )
-    print(found.text(colour=sys.stdout.isatty()))
+    print(report.text(colour=sys.stdout.isatty()))
     if output is None and run.trainer is not None:
         output = run.directory / "data.html"
     if output is None:
         return 0
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(found.html(), encoding="utf-8")
+        output.write_text(report.html(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"--output {str(output)!r} cannot be written: {error.strerror}"

@@ -154,7 +154,7 @@ def train(session: Session, options: NoOptions) -> None:
 
     elm, summary = session.elm, session.summary
     output = elm.train()
-    summary.trained(output, elm.config)
+    summary.record_training(output, elm.config)
     session.stopped = output.stopped_by
     if session.stopped is not None:
         return
@@ -167,13 +167,17 @@ def train(session: Session, options: NoOptions) -> None:
         summary.heldout = heldout_metrics.measure(elm.part("model"), batches, elm.build_tokenizer())
 
 
-def _with_progress(loader: Loader | StreamLoader, what: str) -> Iterable[Any]:
+def _with_progress(loader: Loader | StreamLoader, description: str) -> Iterable[Any]:
     """Yield the batches of a loader, with a progress bar on a terminal."""
     from rich.progress import track
 
     hidden = not sys.stdout.isatty()
     return track(
-        loader, description=what, total=loader.steps_per_epoch, transient=True, disable=hidden
+        loader,
+        description=description,
+        total=loader.steps_per_epoch,
+        transient=True,
+        disable=hidden,
     )
 
 
@@ -184,7 +188,7 @@ def evaluate(session: Session, options: EvalOptions) -> None:
     tasks = elm.prepare_eval(options)  # cached
     if tasks.results is not None:
         provenance.write_beside(elm.config, tasks.results)
-    session.summary.evaluated(results, tasks.results)
+    session.summary.record_evaluation(results, tasks.results)
     if tasks.options.print_results:
         session.summary.print_evaluation(results)
 

@@ -39,13 +39,13 @@ PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that matter to a run."""
-    found = {"python": platform.python_version()}
+    package_versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            package_versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return package_versions
 
 
 def create_recorder(run: RunConfig) -> Callback:
@@ -113,5 +113,5 @@ def read(directory: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{directory} has no {CONFIG} and {ENVIRONMENT} of a finished run: {error}"
         ) from error
-    kept = ("versions", "platform", "devices", "processes", "seeds")
-    return {**config, "environment": {name: facts.get(name) for name in kept}}
+    field_names = ("versions", "platform", "devices", "processes", "seeds")
+    return {**config, "environment": {name: facts.get(name) for name in field_names}}

@@ -68,7 +68,7 @@ class Summary:
         path = self.directory / "adapter" if self.directory is not None else None
         return path if path is not None and (path / "adapter_config.json").is_file() else None
 
-    def trained(self, output: TrainerOutput, run: RunConfig) -> None:
+    def record_training(self, output: TrainerOutput, run: RunConfig) -> None:
         """Record the results of training."""
         self.directory = run.directory
         self.base = {k: run.written[k] for k in ("model", "quantization") if run.written.get(k)}
@@ -83,7 +83,7 @@ class Summary:
         names = [f if isinstance(f, str) else ", ".join(map(str, f)) for f in files if f]
         self.training = [f"- Method: `{run.method}`", *(f"- Data: `{name}`" for name in names)]
 
-    def evaluated(self, results: dict[str, Any], path: Path | None) -> None:
+    def record_evaluation(self, results: dict[str, Any], path: Path | None) -> None:
         """Record the metrics of an evaluation and the file with its results."""
         self.evaluation.update(harness.figures(results))
         if results.get("evaluator") == EVALUATOR:
@@ -92,9 +92,9 @@ class Summary:
 
     def print_location_of_model(self) -> None:
         """Print the location of the trained model after a later action failed."""
-        kept = self.model or self.adapter
-        if kept is not None:
-            print(f"the trained model is kept: {kept}", file=sys.stderr)
+        model_path = self.model or self.adapter
+        if model_path is not None:
+            print(f"the trained model is kept: {model_path}", file=sys.stderr)
 
     def print_evaluation(self, results: dict[str, Any]) -> None:
         """Print a line for each metric of an evaluation."""
@@ -134,8 +134,10 @@ class Summary:
         rows += [(f"training {n}", f"{self.metrics[f'train_{n}']:.4f}", "") for n in names]
         heldout = self.heldout
         if heldout is None:
-            shown = [n for n in (*names, "perplexity") if f"eval_{n}" in self.metrics]
-            rows += [(f"held-out {n}", f"{self.metrics[f'eval_{n}']:.4f}", "") for n in shown]
+            metric_names = [n for n in (*names, "perplexity") if f"eval_{n}" in self.metrics]
+            rows += [
+                (f"held-out {n}", f"{self.metrics[f'eval_{n}']:.4f}", "") for n in metric_names
+            ]
         if heldout is not None:
             of = f"nats per token, over {heldout.tokens:,} held-out tokens"
             rows += [
@@ -181,7 +183,7 @@ class Summary:
             text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
             (directory / SUMMARY).write_text(text, "utf-8")
             write_report(directory)
-        serve = self._served()
+        serve = self._get_served_sections()
         if serve and not (recorded and (directory / "serve.yaml").is_file()):
             serve["actions"] = ["serve"]
             (directory / "serve.yaml").write_text(yaml.safe_dump(serve, sort_keys=False), "utf-8")
@@ -203,7 +205,7 @@ class Summary:
                 ],
             )
 
-    def _served(self) -> dict[str, Any]:
+    def _get_served_sections(self) -> dict[str, Any]:
         """Return the sections that serve the trained model; empty if the engine cannot."""
         if self.task in _NOT_SERVED:
             return {}
@@ -230,7 +232,7 @@ class Summary:
                 lines.append(f"  {label:<29}{directory / name}")
         if self.results is not None:
             lines.append(f"  {'evaluation':<29}{self.results}")
-        if self._served():
+        if self._get_served_sections():
             uv = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""
             lines += ["Next commands", f"  serve the model:  {uv}elarge {directory / 'serve.yaml'}"]
             if self.task in (*GENERATING, TaskType.AUTO_BIND):
@@ -258,8 +260,8 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _against(other: float, own: float) -> tuple[str, str]:
+def _against(baseline: float, model_loss: float) -> tuple[str, str]:
     """Return a baseline as text, and the difference between the model and the baseline."""
-    difference = other - own
+    difference = baseline - model_loss
     side = "the model is better" if difference > 0 else "the model is worse"
-    return f"{other:.4f}", f"{side} by {abs(difference):.2f}"
+    return f"{baseline:.4f}", f"{side} by {abs(difference):.2f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ed_data.rows.example import RowAudio
-from ed_data.rows.recordings import samples_of
+from ed_data.rows.recordings import read_samples
 from ed_infra.errors import ConfigError
 
 from ed_elarge.actions.execution import Session
@@ -31,7 +31,7 @@ def transcribe(session: Session, options: TranscribeOptions) -> None:
     transcriber = Transcriber(model, speech_processor(elm))
     for file in options.files:
         audio = RowAudio(os.path.realpath(file), file)
-        samples = samples_of(audio, transcriber.sampling_rate)
-        found = transcriber.transcribe(samples, language=options.language, task=options.task)
-        session.summary.samples.append((file, found.text))
-        print(f"{file}: {found.text}")
+        samples = read_samples(audio, transcriber.sampling_rate)
+        transcript = transcriber.transcribe(samples, language=options.language, task=options.task)
+        session.summary.samples.append((file, transcript.text))
+        print(f"{file}: {transcript.text}")

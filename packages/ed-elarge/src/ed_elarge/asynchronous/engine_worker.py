@@ -26,8 +26,8 @@ from flax import nnx
 
 from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.engine.end_tokens import stop_after_answers
-from ed_elarge.engine.lending import records_of
-from ed_elarge.engine.options import of_rollouts
+from ed_elarge.engine.lending import get_records
+from ed_elarge.engine.options import add_rollout_defaults
 from ed_elarge.model import eLargeModel
 
 #: Number of new tokens of a sample after which the trainer records them.
@@ -41,15 +41,15 @@ def set_weights(model: nnx.Module, arrays: Mapping[str, Any]) -> None:
         ConfigError: a name or a shape differs, because this process has the model of another run.
     """
     state = nnx.state(model)
-    own = flat_arrays(state)
+    model_arrays = flat_arrays(state)
     for name, array in arrays.items():
-        if name not in own or own[name].shape != array.shape:
+        if name not in model_arrays or model_arrays[name].shape != array.shape:
             raise ConfigError(
                 f"the trainer's weights {name} {list(array.shape)} do not fit the model of this "
                 "process: give every process the same run file and the same files"
             )
-        own[name] = jax.device_put(array, own[name].sharding)
-    nnx.update(model, from_flat(state, own))
+        model_arrays[name] = jax.device_put(array, model_arrays[name].sharding)
+    nnx.update(model, from_flat(state, model_arrays))
 
 
 @dataclass
@@ -78,7 +78,7 @@ class EngineWorker:
             stop_after_answers(self._model, elm.part("tokenizer"))
         options = elm.config.asynchronous
         assert options is not None, "the trainer has the section"
-        config = of_rollouts(
+        config = add_rollout_defaults(
             elm.config.esurge,
             length=arguments.row_length,
             completions=arguments.completions_per_generation * (1 + options.max_staleness),
@@ -87,7 +87,7 @@ class EngineWorker:
             self._model,
             elm.part("tokenizer"),
             config,
-            records=records_of(arguments),
+            records=get_records(arguments),
         )
         self._version = -1
         self._open: dict[str, _Open] = {}
@@ -141,9 +141,9 @@ class EngineWorker:
             # The results of a running step belong to the present weights.
             self._engine.execute(Pause(free_pages=False))
             self._take_outputs()
-            for name, known in self._open.items():
-                if known.tokens:
-                    self._send("part", name, known)
+            for name, open_sample in self._open.items():
+                if open_sample.tokens:
+                    self._send("part", name, open_sample)
                     self._open[name] = _Open()
         set_weights(self._model, arrays)
         self._engine.update_model_weights(self._model)
@@ -152,11 +152,11 @@ class EngineWorker:
 
     def _take_outputs(self) -> None:
         for output in self._engine.step():
-            known, new = self._open[output.request_id], output.outputs[0]
-            known.tokens += new.token_ids
+            open_sample, new = self._open[output.request_id], output.outputs[0]
+            open_sample.tokens += new.token_ids
             if new.sampling_masks is not None:
-                known.masks = (known.masks or []) + new.sampling_masks
-            known.logprobs += [
+                open_sample.masks = (open_sample.masks or []) + new.sampling_masks
+            open_sample.logprobs += [
                 float(position[token].logprob)
                 for token, position in zip(new.token_ids, new.logprobs or (), strict=True)
             ]
@@ -166,20 +166,20 @@ class EngineWorker:
                 self._connection.send(
                     {"do": "failed", "task": "sample", "name": output.request_id, "text": text}
                 )
-            elif not output.finished and len(known.tokens) >= _PART:
-                self._send("part", output.request_id, known)
+            elif not output.finished and len(open_sample.tokens) >= _PART:
+                self._send("part", output.request_id, open_sample)
                 self._open[output.request_id] = _Open()
             elif output.finished:
                 del self._open[output.request_id]
                 ended = new.finish_reason != "length"
                 experts = new.routed_experts
-                self._send("done", output.request_id, known, ended=ended, experts=experts)
+                self._send("done", output.request_id, open_sample, ended=ended, experts=experts)
 
-    def _send(self, kind: str, name: str, known: _Open, **more: Any) -> None:
+    def _send(self, kind: str, name: str, open_sample: _Open, **more: Any) -> None:
         content = {
-            "tokens": known.tokens,
-            "logprobs": known.logprobs,
-            "masks": known.masks,
+            "tokens": open_sample.tokens,
+            "logprobs": open_sample.logprobs,
+            "masks": open_sample.masks,
             "version": self._version,
         }
         self._connection.send({"do": kind, "task": "sample", "name": name, **content, **more})

@@ -61,11 +61,11 @@ class EnvironmentWorker:
                 message = self._connection.receive()
                 name, kind = message["name"], message["do"]
                 try:
-                    found = self._turn(message) if kind == "turn" else self._scores(message)
+                    response = self._turn(message) if kind == "turn" else self._scores(message)
                 except Exception as error:  # of the user's code
                     text = f"sample {name}: {type(error).__name__}: {error}"
-                    found = {"do": "failed", "text": text}
-                self._connection.send({"do": "done", "task": kind, "name": name, **found})
+                    response = {"do": "failed", "text": text}
+                self._connection.send({"do": "done", "task": kind, "name": name, **response})
         except ConnectionLost:
             return
 
@@ -94,7 +94,7 @@ class EnvironmentWorker:
         self._step(episode, answers[-1])
         done, tokens = episode.reply.done, list[int]()
         if not done:
-            tokens = self._encoded(prompt, episode.reply.messages, answers[-1])
+            tokens = self._encode_messages(prompt, episode.reply.messages, answers[-1])
         # Without a token for the model, the sample ends here.
         ends = done or not tokens or len(tokens) >= message["room"]
         if ends:
@@ -119,7 +119,7 @@ class EnvironmentWorker:
         episode.reward += episode.reply.reward
         episode.turns += 1
 
-    def _encoded(
+    def _encode_messages(
         self, prompt: object, messages: Sequence[Mapping[str, Any]], answer: Sequence[int]
     ) -> list[int]:
         """Return the tokens between the newest message of the model and its next one."""

@@ -66,7 +66,7 @@ class TaskLimits:
 
     vocab_size: int
     room: int
-    known: int
+    token_count: int
     version: int
     copies: int
 
@@ -86,20 +86,20 @@ class TaskLimits:
     def _check_tokens(self, tokens: object, most: int) -> list[int]:
         require(isinstance(tokens, list) and len(tokens) <= most, "a wrong number of tokens")
         assert isinstance(tokens, list), "checked"
-        known = all(type(token) is int and 0 <= token < self.vocab_size for token in tokens)
-        require(known, "a token outside the vocabulary")
+        is_valid = all(type(token) is int and 0 <= token < self.vocab_size for token in tokens)
+        require(is_valid, "a token outside the vocabulary")
         return tokens
 
     def _check_sample(self, message: Mapping[str, Any]) -> None:
         tokens = self._check_tokens(message.get("tokens"), self.room)
         done = message["do"] == "done"
-        require(not done or self.known + len(tokens) > 0, "a sample without tokens")
+        require(not done or self.token_count + len(tokens) > 0, "a sample without tokens")
         logprobs = message.get("logprobs")
         require(
             isinstance(logprobs, list) and len(logprobs) == len(tokens), "missing probabilities"
         )
         assert isinstance(logprobs, list), "checked"
-        numbers = all(isinstance(each, float) and each < math.inf for each in logprobs)
+        numbers = all(isinstance(logprob, float) and logprob < math.inf for logprob in logprobs)
         require(numbers, "a log-probability that is no number")
         version = message.get("version")
         require(type(version) is int and 0 <= version <= self.version, "an unknown version")
@@ -131,9 +131,17 @@ class TaskLimits:
             isinstance(rewards, list) and len(rewards) == self.copies, "a wrong number of rewards"
         )
         assert isinstance(rewards, list), "checked"
-        require(all(isinstance(each, list) for each in rewards), "rewards that are no lists")
-        require(len({len(each) for each in rewards}) == 1, "rewards of different lengths")
-        for each in rewards:
+        require(
+            all(isinstance(sample_rewards, list) for sample_rewards in rewards),
+            "rewards that are no lists",
+        )
+        require(
+            len({len(sample_rewards) for sample_rewards in rewards}) == 1,
+            "rewards of different lengths",
+        )
+        for sample_rewards in rewards:
             require(
-                len(each) <= 2**12 and all(isinstance(one, float) for one in each), "wrong rewards"
+                len(sample_rewards) <= 2**12
+                and all(isinstance(one, float) for one in sample_rewards),
+                "wrong rewards",
             )

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from ed_esurge.engine.wire import encode
-from ed_esurge.model import vocab_size_of
+from ed_esurge.model import get_vocab_size
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_trainers.online.sample_ledger import (
     GIVEN,
@@ -202,7 +202,7 @@ class AsynchronousRollout:
             )
             if self._ledger.cut:
                 print(f"{LEDGER}: {self._ledger.cut} incomplete bytes were cut off", flush=True)
-            self._vocab_size = vocab_size_of(self._elm.part("model"))
+            self._vocab_size = get_vocab_size(self._elm.part("model"))
             serves = self._scores or self._options.environment is not None
             counts = {
                 ENGINE: self._options.engines,
@@ -271,9 +271,9 @@ class AsynchronousRollout:
     def _limits(self, ledger: SampleLedger, key: SampleKey) -> TaskLimits:
         """Return what the result of a task may contain."""
         request = self._requests[key[0]]
-        known = sum(len(part.tokens) for part in ledger.parts(key))
-        room = request.params["max_tokens"] - known
-        return TaskLimits(self._vocab_size, room, known, self._version, request.copies)
+        token_count = sum(len(part.tokens) for part in ledger.parts(key))
+        room = request.params["max_tokens"] - token_count
+        return TaskLimits(self._vocab_size, room, token_count, self._version, request.copies)
 
     def _on_tokens(self, ledger: SampleLedger, key: SampleKey, message: Mapping[str, Any]) -> bool:
         """Record tokens of an engine; return whether its task is done."""
@@ -313,7 +313,7 @@ class AsynchronousRollout:
         ended: bool,
         reward: float | None = None,
     ) -> None:
-        ledger.finish(key, joined(parts, ended=ended, reward=reward))
+        ledger.finish(key, build_sample(parts, ended=ended, reward=reward))
         if self._scores:
             number, place = key
             self._score((number, place - place % self._requests[number].copies))
@@ -337,7 +337,7 @@ class AsynchronousRollout:
         if engines and self._weights:
             shares: dict[ConnectedWorker, list[dict[str, Any]]] = {}
             for group in self._waiting_groups():
-                worker = min(engines, key=lambda each: each.load)
+                worker = min(engines, key=lambda candidate: candidate.load)
                 shares.setdefault(worker, []).extend(map(self._sample_task, group))
                 self._tasks["sample"] |= dict.fromkeys(group, worker)
                 worker.load += len(group)
@@ -348,7 +348,7 @@ class AsynchronousRollout:
         for kind, task in (("turn", self._turn_task), ("score", self._score_task)):
             tasks = self._tasks[kind]
             for key in [key for key, owner in tasks.items() if owner is None]:
-                worker = tasks[key] = min(environments, key=lambda each: each.load)
+                worker = tasks[key] = min(environments, key=lambda candidate: candidate.load)
                 worker.load += 1
                 worker.send(encode({"do": kind, "name": f"{key[0]}/{key[1]}", **task(key)}))
 
@@ -364,12 +364,12 @@ class AsynchronousRollout:
     def _sample_task(self, key: SampleKey) -> dict[str, Any]:
         number, place = key
         request, ledger = self._requests[number], self._open()
-        known = [token for part in ledger.parts(key) for token in part.tokens]
+        previous_tokens = [token for part in ledger.parts(key) for token in part.tokens]
         params = dict(request.params)
         return {
             "name": f"{number}/{place}",
-            "prompt": [*request.prompts[place // request.copies], *known],
-            "max_tokens": params.pop("max_tokens") - len(known),
+            "prompt": [*request.prompts[place // request.copies], *previous_tokens],
+            "max_tokens": params.pop("max_tokens") - len(previous_tokens),
             "seed": request.seeds[place],
             "params": params,
         }
@@ -383,11 +383,11 @@ class AsynchronousRollout:
                 messages[-1] += part.tokens
             if part.ends:
                 messages.append([])
-        known = sum(len(part.tokens) for part in parts)
+        token_count = sum(len(part.tokens) for part in parts)
         return {
             "row": dict(request.rows[place // request.copies]),
             "messages": messages[:-1],
-            "room": request.params["max_tokens"] - known,
+            "room": request.params["max_tokens"] - token_count,
         }
 
     def _score_task(self, key: SampleKey) -> dict[str, Any]:
@@ -400,7 +400,9 @@ class AsynchronousRollout:
         }
 
 
-def joined(parts: Sequence[SamplePart], *, ended: bool, reward: float | None = None) -> Sampled:
+def build_sample(
+    parts: Sequence[SamplePart], *, ended: bool, reward: float | None = None
+) -> Sampled:
     """Return a finished sample from its parts.
 
     Args:
@@ -411,11 +413,11 @@ def joined(parts: Sequence[SamplePart], *, ended: bool, reward: float | None = N
     tokens: list[int] = []
     logprobs: list[float] = []
     versions: list[tuple[int, int]] = []
-    given: list[tuple[int, int]] = []
+    given_spans: list[tuple[int, int]] = []
     for part in parts:
         count = len(part.tokens)
         if part.version == GIVEN:
-            given.append((len(tokens), count))
+            given_spans.append((len(tokens), count))
         elif versions and versions[-1][0] == part.version:
             versions[-1] = part.version, versions[-1][1] + count
         else:
@@ -430,7 +432,7 @@ def joined(parts: Sequence[SamplePart], *, ended: bool, reward: float | None = N
         nothing = np.zeros(0, np.int32)
         masks = [m for part in parts for m in part.masks or [nothing] * len(part.tokens)]
     return Sampled(
-        *(tokens, logprobs, first, ended, tuple(versions), tuple(given), rewards),
+        *(tokens, logprobs, first, ended, tuple(versions), tuple(given_spans), rewards),
         experts=experts[-1] if experts else None,
         masks=masks,
     )

@@ -127,10 +127,10 @@ class RunWorkers:
     @property
     def processes(self) -> dict[str, list[int]]:
         """Ids of the processes of this host by role."""
-        found: dict[str, list[int]] = {}
+        process_ids: dict[str, list[int]] = {}
         for child in self._children:
-            found.setdefault(child.role, []).append(child.process.pid)
-        return found
+            process_ids.setdefault(child.role, []).append(child.process.pid)
+        return process_ids
 
     def look(self) -> None:
         """Restart the processes of this host that ended.

@@ -22,12 +22,12 @@ def served_task(directory: Path, default: TaskType) -> TaskType:
     """Return the task of a checkpoint that is not trained, from its config.json."""
     from ed_infra import registry
     from ed_models.checkpoints import hub
-    from ed_models.checkpoints.checks import task_of
+    from ed_models.checkpoints.checks import detect_task
 
-    task = task_of(directory)
+    task = detect_task(directory)
     if task == TaskType.BASE_MODULE:  # a body without a head returns embeddings
         task = TaskType.EMBEDDING
-    tasks = registry.tasks_of(hub.read_config(directory).model_type)
+    tasks = registry.list_tasks(hub.read_config(directory).model_type)
     return task if task in tasks else default
 
 
@@ -39,11 +39,11 @@ def engine(elm: eLargeModel) -> eSurge | SpeechEngine:
     model = elm.part("model")
     if type(model).model_task in SPEECH_TASKS:
         return _speech_engine(elm, model)
-    processor = processor_of(elm, model.input_names)
+    processor = get_processor(elm, model.input_names)
     return eSurge(model, elm.part("tokenizer"), elm.config.esurge, processor=processor)
 
 
-def processor_of(elm: eLargeModel, input_names: Sequence[str]) -> Any:
+def get_processor(elm: eLargeModel, input_names: Sequence[str]) -> Any:
     """Return the processor of a model that reads images or audio; None for other models.
 
     Args:
@@ -77,10 +77,10 @@ def _speech_engine(elm: eLargeModel, model: CausalLM) -> SpeechEngine:
             raise ConfigError(
                 "the option has no effect on a model that transcribes audio: omit the option"
             )
-    made = SpeechEngine(Transcriber(model, speech_processor(elm)))
+    speech_engine = SpeechEngine(Transcriber(model, speech_processor(elm)))
     if options.compile_runner:
-        made.warm_up()
-    return made
+        speech_engine.warm_up()
+    return speech_engine
 
 
 def speech_processor(elm: eLargeModel) -> ProcessorMixin:

@@ -44,10 +44,10 @@ def new_processor(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> Pro
     if tokenizer is None:
         return images
     if config.model_type not in _WITH_TEXT:
-        known = ", ".join(_WITH_TEXT)
+        model_types = ", ".join(_WITH_TEXT)
         raise ConfigError(
             f"a new model of type {config.model_type!r} has no processor of images and texts, only "
-            f"{known} have: set model.tokenizer to a directory with a processor"
+            f"{model_types} have: set model.tokenizer to a directory with a processor"
         )
     kind = getattr(transformers, _WITH_TEXT[config.model_type])
     return kind(image_processor=images, tokenizer=tokenizer)

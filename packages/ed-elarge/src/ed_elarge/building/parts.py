@@ -74,9 +74,9 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase | None:
         if not run.has_text:
             return None
         if run.has_processor and not has_new_images(run):
-            made = elm.part("processor").tokenizer
+            loaded_tokenizer = elm.part("processor").tokenizer
         elif section.train is not None:
-            made = tokenizer_training.load_or_train(
+            loaded_tokenizer = tokenizer_training.load_or_train(
                 section.train,
                 _mixture(run),
                 run.directory / "tokenizer",
@@ -86,11 +86,11 @@ def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase | None:
                 resumes=run.resumes,
             )
         else:
-            made = load_tokenizer(**_tokenizer_source(run))
+            loaded_tokenizer = load_tokenizer(**_tokenizer_source(run))
     if section.chat_template is not None:
         with run.blame("model", "tokenizer", "chat_template"):
-            set_chat_template(made, section.chat_template)
-    return made
+            set_chat_template(loaded_tokenizer, section.chat_template)
+    return loaded_tokenizer
 
 
 def processor(elm: eLargeModel) -> ProcessorMixin | BaseImageProcessor | AudioTextProcessor:
@@ -117,15 +117,15 @@ def processor(elm: eLargeModel) -> ProcessorMixin | BaseImageProcessor | AudioTe
         part = "feature_extractor" if run.has_audio else "image_processor"
         if not run.has_text:
             return load_image_processor(**_tokenizer_source(run))
-        made: Any
+        loaded_processor: Any
         if run.has_recordings:
-            made = load_audio_processor(**_tokenizer_source(run))
+            loaded_processor = load_audio_processor(**_tokenizer_source(run))
         else:
-            made = load_processor(**_tokenizer_source(run), part=part)
+            loaded_processor = load_processor(**_tokenizer_source(run), part=part)
     if template is not None:
         with run.blame("model", "tokenizer", "chat_template"):
-            set_chat_template(made, template)
-    return made
+            set_chat_template(loaded_processor, template)
+    return loaded_processor
 
 
 def has_new_images(run: RunConfig) -> bool:
@@ -154,13 +154,13 @@ def _tokenizer_source(run: RunConfig) -> dict[str, Any]:
 def model(elm: eLargeModel) -> CausalLM:
     """Load the model, or create a new one from `model.config`, on its devices."""
     if _model_section(elm.config).config is not None:
-        made = _new_model(elm)
+        loaded_model = _new_model(elm)
     else:
-        made = resize_tokens(elm, _load(elm.config))
+        loaded_model = resize_tokens(elm, _load(elm.config))
     for section in SECTIONS.values():
         if section.finishes:
-            made = pkgutil.resolve_name(section.finishes)(elm, made)
-    return made
+            loaded_model = pkgutil.resolve_name(section.finishes)(elm, loaded_model)
+    return loaded_model
 
 
 def layout(policy: str, optimizer: str) -> dict[str, Any]:
@@ -188,14 +188,14 @@ def _layout(run: RunConfig) -> dict[str, Any]:
 
 def new_config(
     run: RunConfig,
-    of_tokenizer: dict[str, Any] | None = None,
+    tokenizer_fields: dict[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> EasyDeLBaseConfig:
     """Return the configuration of a new model.
 
     Args:
         run: The run, with `model.config`.
-        of_tokenizer: Defaults from the tokenizer; None for a check before the tokenizer exists.
+        tokenizer_fields: Defaults from the tokenizer; None for a check before the tokenizer exists.
         defaults: Further defaults.
     """
     from ed_infra import registry
@@ -206,11 +206,17 @@ def new_config(
     with run.blame("model", "config"):
         model_type = fields.pop("model_type")
         text = fields.get("text_config")
-        if of_tokenizer is not None and isinstance(text, Mapping):  # the language model inside
-            fields["text_config"] = {**of_tokenizer, **text}
-            of_tokenizer = None
-        made = {**_labels(run), **(defaults or {}), **(of_tokenizer or {}), **fields, **changes}
-        return registry.get_config(model_type)(**made)
+        if tokenizer_fields is not None and isinstance(text, Mapping):  # the language model inside
+            fields["text_config"] = {**tokenizer_fields, **text}
+            tokenizer_fields = None
+        config_values = {
+            **_labels(run),
+            **(defaults or {}),
+            **(tokenizer_fields or {}),
+            **fields,
+            **changes,
+        }
+        return registry.get_config(model_type)(**config_values)
 
 
 def _labels(run: RunConfig) -> dict[str, Any]:
@@ -226,27 +232,27 @@ def _new_model(elm: eLargeModel) -> CausalLM:
     from ed_infra import registry
 
     run, tokens = elm.config, elm.build_tokenizer()
-    of_tokens = {} if tokens is None else _of_tokenizer(run, tokens)
-    config = new_config(run, of_tokens, _layout(run))
+    tokenizer_fields = {} if tokens is None else _get_tokenizer_fields(run, tokens)
+    config = new_config(run, tokenizer_fields, _layout(run))
     with run.blame("model", "config"):
-        vocab_size = config.get_text_config().vocab_size if of_tokens else 0
-        if tokens is not None and of_tokens and vocab_size < count_ids(tokens):
+        vocab_size = config.get_text_config().vocab_size if tokenizer_fields else 0
+        if tokens is not None and tokenizer_fields and vocab_size < count_ids(tokens):
             raise ConfigError(
                 f"vocab_size {vocab_size} is less than the tokenizer's {count_ids(tokens)} "
                 "tokens: raise it, or omit it"
             )
         module = registry.get_module(run.task, config.model_type)
         seed = run.trainer.seed if run.trainer is not None else 0
-        made = module.create(config, seed=seed, **list_dtypes(run))
+        new_model = module.create(config, seed=seed, **list_dtypes(run))
         if run.has_audio:
-            speech.set_generation(made, tokens)
+            speech.set_generation(new_model, tokens)
     if run.weight_format is None:
-        return made
+        return new_model
     with run.blame("quantization", "model"):
-        return made.quantize(_weight_format(run.weight_format))
+        return new_model.quantize(_weight_format(run.weight_format))
 
 
-def _of_tokenizer(run: RunConfig, tokens: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _get_tokenizer_fields(run: RunConfig, tokens: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the fields of a new model that depend on the tokenizer."""
     from ed_data.tokens.tokenizers import count_ids
 
@@ -262,7 +268,7 @@ def _of_tokenizer(run: RunConfig, tokens: PreTrainedTokenizerBase) -> dict[str, 
 def _load(run: RunConfig) -> CausalLM:
     from ed_infra import registry
     from ed_models.checkpoints import hub
-    from ed_models.checkpoints.checks import task_of
+    from ed_models.checkpoints.checks import detect_task
 
     section = _model_section(run)
     changes = {**_layout(run), "sharding_axis_names": run.sharding.axis_names}
@@ -270,14 +276,14 @@ def _load(run: RunConfig) -> CausalLM:
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     with run.blame("model", "name_or_path"):
         local = hub.resolve(str(section.name_or_path), revision=section.extra_kwargs.revision)
-        task = task_of(local) if run.task == TaskType.AUTO_BIND else run.task
+        task = detect_task(local) if run.task == TaskType.AUTO_BIND else run.task
         if run.trainer is None and section.task is None:
             task = served_task(local, task)
         if run.trainer is not None and task not in run.tasks:
-            known = ", ".join(repr(task.value) for task in run.tasks)
+            task_names = ", ".join(repr(task.value) for task in run.tasks)
             raise ConfigError(
                 f"`architectures` in config.json of {local} names a model for {task.value!r}, and "
-                f"{run.method} trains models for {known}: set model.task"
+                f"{run.method} trains models for {task_names}: set model.task"
             )
         if run.task == TaskType.AUTO_BIND and task in SEPARATE_TASKS:
             raise ConfigError(
@@ -301,7 +307,7 @@ def _load(run: RunConfig) -> CausalLM:
 def _role_model(elm: eLargeModel, role: Role) -> CausalLM:
     section = elm.config.sections[role.section]
     assert section is None or isinstance(section, OtherModelSection)
-    roles = {each.name: each for each in elm.config.method_entry.roles}
+    roles = {method_role.name: method_role for method_role in elm.config.method_entry.roles}
     task = roles.get(role.name, role).task
     if task == TaskType.CAUSAL_LM and elm.config.task in GENERATING:
         task = elm.config.task  # the model reads the batches of the trained model
@@ -323,8 +329,10 @@ def _load_other(
     from ed_models.checkpoints import hub
 
     assert section is not None, "this part is built only if its section exists"
-    given = {field: value for field, (_, value) in run.config_fields().items()}
-    changes = _layout(run) | {field: value for field, value in given.items() if field in FIELDS}
+    config_fields = {field: value for field, (_, value) in run.config_fields().items()}
+    changes = _layout(run) | {
+        field: value for field, value in config_fields.items() if field in FIELDS
+    }
     changes["sharding_axis_names"] = run.sharding.axis_names
     dims = changes.pop("sharding_axis_dims", run.sharding.axis_dims)
     local = hub.resolve(section.name_or_path, revision=section.revision)
@@ -367,7 +375,7 @@ def _weight_format(section: WeightFormat) -> EasyDeLQuantizationConfig:
     return EasyDeLQuantizationConfig(section.quantization_method, **keys)
 
 
-def adapted(elm: eLargeModel, model: CausalLM) -> CausalLM:
+def add_adapters(elm: eLargeModel, model: CausalLM) -> CausalLM:
     """Add the adapters to the model."""
     run, section = elm.config, elm.config.adapters
     if section is None:
@@ -384,10 +392,10 @@ def adapted(elm: eLargeModel, model: CausalLM) -> CausalLM:
         with run.blame("lora", "name_or_path"):
             return load_adapter(model, hub.resolve(section.name_or_path)).shard_model()
     from ed_infra.specs import LoraSpec
-    from ed_models.adapters.saved_modules import parameters_of
+    from ed_models.adapters.saved_modules import find_parameters
 
     with run.blame("lora", "modules_to_save"):
-        parameters_of(model, section.modules_to_save or ())
+        find_parameters(model, section.modules_to_save or ())
     with run.blame("lora", "targets" if section.targets else ""):
         spec = LoraSpec(**section.model_dump(exclude={"name_or_path"}))
         return model.apply_lora(spec, seed=run.trainer.seed if run.trainer is not None else 0)
@@ -413,7 +421,9 @@ def look_ahead(run: RunConfig) -> None:
             config.mesh  # noqa: B018 - creates the mesh
     remarks = check_names(run.mixture, run.schema) if run.mixture is not None else []
     if remarks:
-        raise run.error([run.place(Problem(("mixture", *path), why)) for path, why in remarks])
+        raise run.error(
+            [run.place(Problem(("mixture", *path), reason)) for path, reason in remarks]
+        )
 
 
 def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoader | None]:
@@ -463,12 +473,14 @@ def _decoder_start(elm: eLargeModel) -> int:
 
     config = elm.part("model").config
     token = special_token(config, "decoder_start_token_id")
-    found = token_ids("decoder_start_token_id", config.pad_token_id if token is None else token)
-    if not found:
+    start_tokens = token_ids(
+        "decoder_start_token_id", config.pad_token_id if token is None else token
+    )
+    if not start_tokens:
         raise elm.config.error(
             [Problem((*elm.config.prefix, "model"), "the model defines no decoder_start_token_id")]
         )
-    return found[0]
+    return start_tokens[0]
 
 
 def held_out_texts(elm: eLargeModel) -> list[str]:
@@ -506,9 +518,11 @@ def trainer(elm: eLargeModel) -> Trainer:
         speech.set_language(elm.part("model"), _mixture(run).tokenization)
     elif run.tasks[0] in GENERATING:
         stop_after_answers(elm.part("model"), elm.part("tokenizer"))
-    others = (*run.method_entry.needs, *run.method_entry.may_read)
-    given = [name for name in others if run.sections.get(f"{name}_model") is not None]
-    frozen = {name: elm.part(name) for name in given}
+    role_names = (*run.method_entry.needs, *run.method_entry.may_read)
+    configured_roles = [
+        name for name in role_names if run.sections.get(f"{name}_model") is not None
+    ]
+    frozen = {name: elm.part(name) for name in configured_roles}
     benchmark = None
     if arguments.benchmarks and arguments.benchmark_interval is not None:
         from ed_elarge.engine.benchmarks import EngineBenchmark

@@ -15,7 +15,7 @@ from ed_esurge.processes.replica import serve_replica
 from ed_esurge.processes.replicated_engine import ReplicatedEngine
 from ed_infra.errors import ConfigError
 
-from ed_elarge.building.engines import processor_of
+from ed_elarge.building.engines import get_processor
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
 from ed_elarge.model import eLargeModel
@@ -53,7 +53,7 @@ def replicated_engine(elm: eLargeModel, name: str, size: int) -> Iterator[Replic
         elm.part("tokenizer"),
         {"arguments": {"file": file, "sections": dict(run.written)}, "directory": os.getcwd()},
         size,
-        lambda facts: processor_of(elm, facts.input_names),
+        lambda facts: get_processor(elm, facts.input_names),
     )
     try:
         hub.start(engine, size)

@@ -113,8 +113,8 @@ def set_language(model: Any, tokenization: Tokenization) -> None:
     transformers then begins transcripts with these tokens by default, as after Hugging Face's
     recipe.
     """
-    own = {"language": tokenization.language, "task": tokenization.task}
-    named = {name: value for name, value in own.items() if value is not None}
+    prefix_options = {"language": tokenization.language, "task": tokenization.task}
+    named = {name: value for name, value in prefix_options.items() if value is not None}
     if named:
         stored = json.loads(model.generation_json) if model.generation_json else {}
         model.generation_json = json.dumps({**stored, **named}, indent=2, sort_keys=True) + "\n"

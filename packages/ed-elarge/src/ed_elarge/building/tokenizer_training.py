@@ -114,9 +114,9 @@ def kept_or_made(
                 "set another trainer.save_directory (trainer.resume_if_possible: false moves the "
                 "earlier run aside)"
             )
-    made = make()
-    _publish(made, record, directory)
-    return made
+    new_part = make()
+    _publish(new_part, record, directory)
+    return new_part
 
 
 def _record(

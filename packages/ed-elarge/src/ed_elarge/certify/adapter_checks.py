@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from ed_models.checkpoints.tensor_files import TensorFiles
 
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
 from ed_elarge.certify.subject import CertifiedModel, read_json
 
 #: Initial values of adapters that also change the weights of the base model.
@@ -15,14 +15,18 @@ CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga")
 def weights_differ_from_base(subject: CertifiedModel) -> Outcome:
     if subject.is_adapter:
         raise NotApplicable("the directory contains only an adapter")
-    own, other = subject.tensors, subject.base.tensors
-    shared = [name for name in own if name in other and own[name].shape == other[name].shape]
+    tensors, base_tensors = subject.tensors, subject.base.tensors
+    shared = [
+        name
+        for name in tensors
+        if name in base_tensors and tensors[name].shape == base_tensors[name].shape
+    ]
     if not shared:
         raise NotApplicable("the two models have no tensors with equal names and shapes")
     changed = sum(
         not np.array_equal(
-            np.asarray(own.read(name)).astype(np.float32),
-            np.asarray(other.read(name)).astype(np.float32),
+            np.asarray(tensors.read(name)).astype(np.float32),
+            np.asarray(base_tensors.read(name)).astype(np.float32),
         )
         for name in shared
     )
@@ -31,7 +35,7 @@ def weights_differ_from_base(subject: CertifiedModel) -> Outcome:
         f"all {len(shared)} tensors equal those of the base model: the training or the merge had "
         "no effect",
     )
-    return passed(f"{changed} of {len(shared)} tensors changed")
+    return pass_check(f"{changed} of {len(shared)} tensors changed")
 
 
 def adapter_has_effect(subject: CertifiedModel) -> Outcome:
@@ -49,7 +53,7 @@ def adapter_has_effect(subject: CertifiedModel) -> Outcome:
         len(zero) < len(seconds),
         f"all {len(seconds)} matrices lora_B are 0: the adapter has no effect",
     )
-    return passed(f"{len(seconds) - len(zero)} of {len(seconds)} matrices lora_B are not 0")
+    return pass_check(f"{len(seconds) - len(zero)} of {len(seconds)} matrices lora_B are not 0")
 
 
 def adapter_fits_base(subject: CertifiedModel) -> Outcome:
@@ -75,7 +79,7 @@ def adapter_fits_base(subject: CertifiedModel) -> Outcome:
             )
     base = add_token_rows(hub.without_values(subject.base.folder), subject.adapter_folder)
     read_adapter(base, subject.adapter_folder)
-    return passed(f"{len(tensors)} tensors fit the modules of the base model")
+    return pass_check(f"{len(tensors)} tensors fit the modules of the base model")
 
 
 def _adapter(subject: CertifiedModel) -> TensorFiles:

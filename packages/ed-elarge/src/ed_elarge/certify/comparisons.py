@@ -18,7 +18,7 @@ AGREEMENT_LIMIT = 0.5
 LENGTH = 96
 
 
-def logits_of(model: Any, ids: np.ndarray, **inputs: Any) -> np.ndarray:
+def compute_logits(model: Any, ids: np.ndarray, **inputs: Any) -> np.ndarray:
     """Return the logits of one row, float32 [s, v].
 
     Args:
@@ -34,19 +34,23 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def compared(own: np.ndarray, other: np.ndarray, name: str, limit: float) -> str:
+def compare_logits(
+    model_logits: np.ndarray, reference_logits: np.ndarray, name: str, limit: float
+) -> str:
     """Return the largest difference of logits as a text, or raise `Failed` above the limit."""
-    width = min(own.shape[-1], other.shape[-1])  # padded vocabularies
-    own, other = own[..., :width], other[..., :width]
-    error = float(np.abs(own - other).max() / max(np.abs(other).max(), 1e-30))
+    width = min(model_logits.shape[-1], reference_logits.shape[-1])  # padded vocabularies
+    model_logits, reference_logits = model_logits[..., :width], reference_logits[..., :width]
+    error = float(
+        np.abs(model_logits - reference_logits).max() / max(np.abs(reference_logits).max(), 1e-30)
+    )
     require(error <= limit, f"logits differ by {error:.1e} of the largest logit from {name}")
     return f"largest difference {error:.1e} of the largest logit"
 
 
-def near(own: np.ndarray, exact: np.ndarray, name: str) -> str:
+def compare_distributions(model_logits: np.ndarray, exact: np.ndarray, name: str) -> str:
     """Return divergence and agreement of logits [s, v] as a text, or raise `Failed`."""
-    width = min(own.shape[-1], exact.shape[-1])
-    ours, theirs = (log_softmax(logits[..., :width]) for logits in (own, exact))
+    width = min(model_logits.shape[-1], exact.shape[-1])
+    ours, theirs = (log_softmax(logits[..., :width]) for logits in (model_logits, exact))
     divergence = float((np.exp(theirs) * (theirs - ours)).sum(-1).mean())
     agreement = float((ours.argmax(-1) == theirs.argmax(-1)).mean())
     evidence = f"KL divergence {divergence:.2e} nats, {agreement:.0%} equal first choices"

@@ -34,38 +34,38 @@ class Encodings:
         Raises:
             Failed: the template renders none of the conversations.
         """
-        found: list[tuple[str, SampleChat, dict[str, Any]]] = []
+        rendered_cases: list[tuple[str, SampleChat, dict[str, Any]]] = []
         for name, chat in CONVERSATIONS.items():
             try:
-                self.of_transformers(chat)
+                self.encode_with_transformers(chat)
             except NotApplicable:
                 raise
             except Exception:  # templates may raise any exception, e.g. for a system message
                 continue
-            found.append((name, chat, {}))
-        if not found:
+            rendered_cases.append((name, chat, {}))
+        if not rendered_cases:
             raise Failed("the template renders none of the conversations")
         if self._subject.template.conversation.renders_tools:
-            found.append(("tools", CONVERSATIONS["one turn"], {"tools": TOOLS}))
-        return found
+            rendered_cases.append(("tools", CONVERSATIONS["one turn"], {"tools": TOOLS}))
+        return rendered_cases
 
-    def of_transformers(self, chat: SampleChat, **options: Any) -> list[int]:
+    def encode_with_transformers(self, chat: SampleChat, **options: Any) -> list[int]:
         """Return the tokens that `apply_chat_template` returns."""
 
         def encode() -> list[int]:
             _ = self._subject.template  # without a template the check is not applicable
-            given: Any = {"tokenize": True, "return_dict": True, **options}
-            output: Any = self._subject.tokenizer.apply_chat_template(chat, **given)
+            arguments: Any = {"tokenize": True, "return_dict": True, **options}
+            output: Any = self._subject.tokenizer.apply_chat_template(chat, **arguments)
             return list(output["input_ids"])
 
         return self._once("transformers", (chat, options), encode)
 
-    def of_engine(self, chat: SampleChat, **options: Any) -> list[int]:
+    def encode_with_engine(self, chat: SampleChat, **options: Any) -> list[int]:
         """Return the prompt of the engine."""
         template = self._subject.template
         return self._once("engine", (chat, options), lambda: template.token_ids(chat, **options))
 
-    def of_trainer(self, chat: SampleChat, **options: Any) -> tuple[list[int], list[int]]:
+    def encode_with_trainer(self, chat: SampleChat, **options: Any) -> tuple[list[int], list[int]]:
         """Return the tokens of a conversation and their loss mask, as the trainer reads them.
 
         Raises:
@@ -84,7 +84,7 @@ class Encodings:
             encoder = ChatEncoder(self._subject.tokenizer, eos, assistant_only_loss=True)
             item: Any = DocumentField(chat, "the conversation", options)
             try:
-                tokens = encoder.whole([item])[0]
+                tokens = encoder.encode_chats([item])[0]
             except DataError as error:
                 raise Failed(f"the trainer cannot read a conversation: {error}") from error
             return list(tokens.ids), list(tokens.mask or [])
@@ -97,13 +97,13 @@ class Encodings:
 
         def render() -> str:
             _ = self._subject.template
-            given: Any = {"tokenize": False, **options}
-            return str(self._subject.tokenizer.apply_chat_template(chat, **given))
+            arguments: Any = {"tokenize": False, **options}
+            return str(self._subject.tokenizer.apply_chat_template(chat, **arguments))
 
         return self._once("text", (chat, options), render)
 
-    def _once(self, kind: str, given: object, compute: Callable[[], T]) -> T:
-        key = kind, repr(given)
+    def _once(self, kind: str, inputs: object, compute: Callable[[], T]) -> T:
+        key = kind, repr(inputs)
         if key not in self._known:
             self._known[key] = compute()
         return self._known[key]

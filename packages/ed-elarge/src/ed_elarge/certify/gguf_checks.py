@@ -9,8 +9,14 @@ import numpy as np
 
 from ed_elarge.certify import llama_cpp_logits as llama_cpp
 from ed_elarge.certify.chats import PASSAGE
-from ed_elarge.certify.comparisons import LENGTH, LOGITS_LIMIT, compared, logits_of, near
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.comparisons import (
+    LENGTH,
+    LOGITS_LIMIT,
+    compare_distributions,
+    compare_logits,
+    compute_logits,
+)
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
 from ed_elarge.certify.settings_checks import architecture, differing
 from ed_elarge.certify.subject import CertifiedModel
 
@@ -47,32 +53,39 @@ def tokens_are_those_of_the_model(subject: CertifiedModel) -> Outcome:
     count = 0
     for file in _files(subject):
         stored = read_parts(file).metadata
-        tokens = _listed(stored.get(f"{KEY}.tokens"))
+        tokens = _list_values(stored.get(f"{KEY}.tokens"))
         expected = tokenizer_metadata(subject.folder, len(tokens))
         if expected == dict(NO_TOKENIZER):
             raise NotApplicable("the model has no tokenizer.json")
-        own = _listed(expected[f"{KEY}.tokens"])
-        moved = [i for i, (a, b) in enumerate(zip(tokens, own, strict=False)) if a != b]
+        model_tokens = _list_values(expected[f"{KEY}.tokens"])
+        moved = [i for i, (a, b) in enumerate(zip(tokens, model_tokens, strict=False)) if a != b]
         require(
-            not moved and len(tokens) >= len(own),
+            not moved and len(tokens) >= len(model_tokens),
             f"{file.name}: {len(moved)} tokens differ from those of the model, from id "
             f"{moved[0] if moved else len(tokens)}",
         )
-        types = _listed(stored.get(f"{KEY}.token_type"))
-        control = [i for i, t in enumerate(_listed(expected[f"{KEY}.token_type"])) if t == CONTROL]
-        plain = [own[i] for i in control if i < len(types) and types[i] != CONTROL]
-        require(not plain, f"{file.name}: {plain[:4]} are no control tokens: replies contain them")
+        types = _list_values(stored.get(f"{KEY}.token_type"))
+        control = [
+            i for i, t in enumerate(_list_values(expected[f"{KEY}.token_type"])) if t == CONTROL
+        ]
+        plain_tokens = [model_tokens[i] for i in control if i < len(types) and types[i] != CONTROL]
+        require(
+            not plain_tokens,
+            f"{file.name}: {plain_tokens[:4]} are no control tokens: replies contain them",
+        )
         for key in ("eos_token_id", "bos_token_id", "pre"):
-            wanted = expected.get(f"{KEY}.{key}")
-            found = stored.get(f"{KEY}.{key}")
-            fits = found == wanted or (key == "eos_token_id" and found in subject.end_token_ids)
+            model_value = expected.get(f"{KEY}.{key}")
+            file_value = stored.get(f"{KEY}.{key}")
+            fits = file_value == model_value or (
+                key == "eos_token_id" and file_value in subject.end_token_ids
+            )
             require(
-                wanted is None or fits,
-                f"{file.name}: {key} is {found}, and that of the model is {wanted}",
+                model_value is None or fits,
+                f"{file.name}: {key} is {file_value}, and that of the model is {model_value}",
             )
         _same_template(file, stored.get("tokenizer.chat_template"), subject)
         count += 1
-    return passed(f"{count} files")
+    return pass_check(f"{count} files")
 
 
 def settings_are_those_of_the_model(subject: CertifiedModel) -> Outcome:
@@ -80,24 +93,24 @@ def settings_are_those_of_the_model(subject: CertifiedModel) -> Outcome:
 
     count = 0
     for file in _files(subject):
-        own = architecture(subject.folder)
-        known = {name: value for name, value in own.items() if name in STATED}
-        different = differing(architecture(as_directory(file)), known)
+        model_settings = architecture(subject.folder)
+        stated_settings = {name: value for name, value in model_settings.items() if name in STATED}
+        different = differing(architecture(as_directory(file)), stated_settings)
         require(not different, f"{file.name}: {'; '.join(different[:6])}")
         count += 1
-    return passed(f"{count} files")
+    return pass_check(f"{count} files")
 
 
 def stays_near_the_model(subject: CertifiedModel) -> Outcome:
     from ed_models.checkpoints import hub
 
     files, ids = _files(subject), _passage(subject)
-    exact = logits_of(subject.model, ids)
-    found = [
-        f"{file.name}: {near(logits_of(hub.from_pretrained(file), ids), exact, 'the model')}"
-        for file in files
-    ]
-    return passed("; ".join(found))
+    exact = compute_logits(subject.model, ids)
+    evidence = []
+    for file in files:
+        logits = compute_logits(hub.from_pretrained(file), ids)
+        evidence.append(f"{file.name}: {compare_distributions(logits, exact, 'the model')}")
+    return pass_check("; ".join(evidence))
 
 
 def equals_llama_cpp(subject: CertifiedModel) -> Outcome:
@@ -107,32 +120,34 @@ def equals_llama_cpp(subject: CertifiedModel) -> Outcome:
     files = _files(subject)
     if llama_cpp.interpreter() is None:
         raise NotApplicable("llama-cpp-python is not installed")
-    ids, found = _passage(subject), []
+    ids, evidence = _passage(subject), []
     for file in files:
         try:
             theirs = llama_cpp.llama_cpp_logits(file, ids[None].astype(np.int32))[0][0]
         except RuntimeError as error:
             require(False, f"{file.name}: {error}"[:1000])
             raise
-        own: Any = hub.from_pretrained(file)
+        loaded_model: Any = hub.from_pretrained(file)
         if {place.format for place in read_parts(file).tensors.values()} <= UNQUANTIZED:
-            text = compared(logits_of(own, ids), theirs, "llama.cpp", LOGITS_LIMIT)
+            text = compare_logits(
+                compute_logits(loaded_model, ids), theirs, "llama.cpp", LOGITS_LIMIT
+            )
         else:  # llama.cpp also rounds activations
-            text = near(logits_of(own, ids), theirs, "llama.cpp")
-        found.append(f"{file.name}: {text}")
-    return passed("; ".join(found))
+            text = compare_distributions(compute_logits(loaded_model, ids), theirs, "llama.cpp")
+        evidence.append(f"{file.name}: {text}")
+    return pass_check("; ".join(evidence))
 
 
 def _same_template(file: Path, stored: object, subject: CertifiedModel) -> None:
     try:
-        own = str(subject.template.tokenizer.chat_template)
+        model_template = str(subject.template.tokenizer.chat_template)
     except NotApplicable:
         return
     require(
         stored is not None,
         f"{file.name} has no chat template: other programs use one of their own",
     )
-    require(stored == own, f"{file.name} has another chat template than the model")
+    require(stored == model_template, f"{file.name} has another chat template than the model")
 
 
 def _files(subject: CertifiedModel) -> list[Path]:
@@ -143,7 +158,7 @@ def _files(subject: CertifiedModel) -> list[Path]:
     return files
 
 
-def _listed(values: object) -> list[Any]:
+def _list_values(values: object) -> list[Any]:
     return [] if values is None else np.asarray(values).tolist()
 
 

@@ -51,13 +51,21 @@ def llama_cpp_logits(
     if python is None:
         raise RuntimeError(f"llama-cpp-python is not installed: install it, or set {VARIABLE}")
     with tempfile.TemporaryDirectory() as folder:
-        given, found = Path(folder) / "ids.npz", Path(folder) / "logits.npz"
-        np.savez(given, ids=ids)
-        command = [python, "-I", __file__, str(model), str(given), str(found), str(new_tokens)]
+        ids_path, logits_path = Path(folder) / "ids.npz", Path(folder) / "logits.npz"
+        np.savez(ids_path, ids=ids)
+        command = [
+            python,
+            "-I",
+            __file__,
+            str(model),
+            str(ids_path),
+            str(logits_path),
+            str(new_tokens),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
         if done.returncode:
             raise RuntimeError(f"llama.cpp failed: {done.stderr[-2000:]}")
-        with np.load(found) as file:
+        with np.load(logits_path) as file:
             return file["logits"], file["tokens"]
 
 
@@ -110,8 +118,13 @@ class LlamaCpp:
 
 def main() -> None:
     """Read ids, and write the logits and the greedy tokens."""
-    path, given, found, new_tokens = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
-    with np.load(given) as file:
+    path, ids_path, logits_path, new_tokens = (
+        sys.argv[1],
+        sys.argv[2],
+        sys.argv[3],
+        int(sys.argv[4]),
+    )
+    with np.load(ids_path) as file:
         ids = file["ids"]
     model = LlamaCpp(path, -(-(ids.shape[1] + new_tokens) // 32) * 32)
     logits, tokens = [], []
@@ -125,7 +138,7 @@ def main() -> None:
                 last = model.logits(context, continued[-1:], ids.shape[1] + step)[-1]
         tokens.append(continued)
         model.api.llama_free(context)
-    np.savez(found, logits=np.stack(logits), tokens=np.asarray(tokens, np.int32))
+    np.savez(logits_path, logits=np.stack(logits), tokens=np.asarray(tokens, np.int32))
 
 
 if __name__ == "__main__":

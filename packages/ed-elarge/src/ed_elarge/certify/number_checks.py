@@ -10,12 +10,12 @@ from ed_elarge.certify.chats import PASSAGE
 from ed_elarge.certify.comparisons import (
     LENGTH,
     LOGITS_LIMIT,
-    compared,
+    compare_distributions,
+    compare_logits,
+    compute_logits,
     log_softmax,
-    logits_of,
-    near,
 )
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
 from ed_elarge.certify.subject import CertifiedModel
 
 #: Largest difference of log-probabilities.
@@ -39,13 +39,13 @@ def equals_transformers(subject: CertifiedModel) -> Outcome:
         raise NotApplicable("torch is not installed")
     encoded = subject.tokenizer(PASSAGE, add_special_tokens=False, return_tensors="pt")
     ids = encoded["input_ids"][:, :LENGTH]
-    own = logits_of(subject.model, ids.numpy()[0])
+    model_logits = compute_logits(subject.model, ids.numpy()[0])
     try:
-        other: Any = AutoModelForCausalLM.from_pretrained(subject.folder, dtype="float32")
+        reference_model: Any = AutoModelForCausalLM.from_pretrained(subject.folder, dtype="float32")
     except (ValueError, KeyError) as error:
         raise NotApplicable(f"transformers does not load the model: {error}"[:300]) from None
-    theirs = other.eval()(ids).logits.detach().numpy()[0]
-    return passed(compared(own, theirs, "transformers", LOGITS_LIMIT))
+    theirs = reference_model.eval()(ids).logits.detach().numpy()[0]
+    return pass_check(compare_logits(model_logits, theirs, "transformers", LOGITS_LIMIT))
 
 
 def engine_samples_as_computed(subject: CertifiedModel) -> Outcome:
@@ -54,7 +54,7 @@ def engine_samples_as_computed(subject: CertifiedModel) -> Outcome:
     prompt = _passage(subject)[:24].tolist()
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 64}
     engine = eSurge(subject.model, compile_runner=False, silent_mode=True, **sizes)
-    asked = SamplingParams(
+    sampling_params = SamplingParams(
         max_tokens=GENERATED,
         seed=1,
         ignore_eos=True,
@@ -64,34 +64,36 @@ def engine_samples_as_computed(subject: CertifiedModel) -> Outcome:
         **SAMPLING,
     )
     try:
-        answer = engine.generate([prompt], asked)[0].outputs[0]
+        answer = engine.generate([prompt], sampling_params)[0].outputs[0]
     finally:
         engine.terminate()
     tokens = list(answer.token_ids)
-    logits = logits_of(subject.model, np.array([*prompt, *tokens]))
+    logits = compute_logits(subject.model, np.array([*prompt, *tokens]))
     worst = 0.0
     assert answer.logprobs is not None
-    for at, (token, given) in enumerate(zip(tokens, answer.logprobs, strict=True)):
+    for at, (token, token_logprobs) in enumerate(zip(tokens, answer.logprobs, strict=True)):
         expected = _sampled_from(logits[len(prompt) - 1 + at].astype(np.float64))
         require(
             np.isfinite(expected[token]),
             f"the engine sampled token {token}, which the options of sampling exclude",
         )
-        worst = max(worst, abs(given[token].logprob - expected[token]))
+        worst = max(worst, abs(token_logprobs[token].logprob - expected[token]))
     require(
         worst <= LOGPROB_LIMIT,
         f"log-probabilities of the engine differ by {worst:.1e} from those of the model",
     )
-    return passed(f"{len(tokens)} tokens with {SAMPLING}, largest difference {worst:.1e}")
+    return pass_check(f"{len(tokens)} tokens with {SAMPLING}, largest difference {worst:.1e}")
 
 
 def packing_changes_nothing(subject: CertifiedModel) -> Outcome:
     ids = _passage(subject)
     half = len(ids) // 2
     segments = np.array([[1] * half + [2] * (len(ids) - half)], np.int32)
-    packed = logits_of(subject.model, ids, segment_ids=segments)
-    alone = np.concatenate([logits_of(subject.model, part) for part in (ids[:half], ids[half:])])
-    return passed(compared(packed, alone, "the rows alone", LOGITS_LIMIT))
+    packed = compute_logits(subject.model, ids, segment_ids=segments)
+    separate_logits = np.concatenate(
+        [compute_logits(subject.model, part) for part in (ids[:half], ids[half:])]
+    )
+    return pass_check(compare_logits(packed, separate_logits, "the rows alone", LOGITS_LIMIT))
 
 
 def merged_equals_adapter(subject: CertifiedModel) -> Outcome:
@@ -101,17 +103,22 @@ def merged_equals_adapter(subject: CertifiedModel) -> Outcome:
 
     adapted = load_adapter(subject.base.model, subject.adapter_folder)
     ids = _passage(subject)
-    merged = logits_of(subject.model, ids)
-    theirs = logits_of(adapted, ids)
-    return passed(compared(merged, theirs, "the base model with the adapter", LOGITS_LIMIT))
+    merged = compute_logits(subject.model, ids)
+    theirs = compute_logits(adapted, ids)
+    return pass_check(
+        compare_logits(merged, theirs, "the base model with the adapter", LOGITS_LIMIT)
+    )
 
 
 def quantized_stays_near(subject: CertifiedModel) -> Outcome:
     if not subject.settings.get("quantization_config"):
         raise NotApplicable("the weights are not quantized")
     ids = _passage(subject)
-    own, exact = logits_of(subject.model, ids), logits_of(subject.base.model, ids)
-    return passed(near(own, exact, "the model in full precision"))
+    model_logits, exact = (
+        compute_logits(subject.model, ids),
+        compute_logits(subject.base.model, ids),
+    )
+    return pass_check(compare_distributions(model_logits, exact, "the model in full precision"))
 
 
 def kernels_are_the_best(subject: CertifiedModel) -> Outcome:
@@ -130,13 +137,13 @@ def kernels_are_the_best(subject: CertifiedModel) -> Outcome:
     flags = set(lines[0].partition(":")[2].split())
     levels = LEVELS[platform.machine()]
     able = [name for _, name, needed in levels if {_flag(f) for f in needed} <= flags]
-    found = level()
+    kernel_level = level()
     require(
-        found == able[-1],
-        f"the kernels use {found or 'no instructions, because they are not built'}, and the "
+        kernel_level == able[-1],
+        f"the kernels use {kernel_level or 'no instructions, because they are not built'}, and the "
         f"processor has {able[-1]}: run `python -m ed_layers.native build`",
     )
-    return passed(able[-1])
+    return pass_check(able[-1])
 
 
 def _flag(option: str) -> str:
@@ -160,9 +167,9 @@ def _sampled_from(logits: np.ndarray) -> np.ndarray:
     order = np.argsort(-scaled, kind="stable")[: SAMPLING["top_k"]]
     probs = np.exp(scaled[order] - scaled[order[0]])
     probs /= probs.sum()
-    kept = scaled >= np.min(scaled[order[np.cumsum(probs) - probs < SAMPLING["top_p"]]])
+    sampling_mask = scaled >= np.min(scaled[order[np.cumsum(probs) - probs < SAMPLING["top_p"]]])
     result = np.full(len(logits), -np.inf)
-    result[kept] = log_softmax(scaled[kept][None])[0]
+    result[sampling_mask] = log_softmax(scaled[sampling_mask][None])[0]
     return result
 
 

@@ -47,7 +47,7 @@ class Failed(Exception):
     """The claim of a check does not hold; the message states the evidence."""
 
 
-def passed(evidence: str) -> Outcome:
+def pass_check(evidence: str) -> Outcome:
     return Outcome("passed", evidence)
 
 

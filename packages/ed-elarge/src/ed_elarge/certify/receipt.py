@@ -78,10 +78,10 @@ def findings(subject: CertifiedModel, *, with_model: bool = True) -> Iterator[Fi
             yield Finding(check.name, check.claim, outcome.status, outcome.evidence, seconds)
 
 
-def certificate(subject: CertifiedModel, found: list[Finding]) -> dict[str, Any]:
+def certificate(subject: CertifiedModel, all_findings: list[Finding]) -> dict[str, Any]:
     """Return the content of certificate.json."""
     counts = {
-        status: sum(f.status == status for f in found)
+        status: sum(f.status == status for f in all_findings)
         for status in ("passed", "failed", "not applicable")
     }
     return {
@@ -94,7 +94,7 @@ def certificate(subject: CertifiedModel, found: list[Finding]) -> dict[str, Any]
         },
         "versions": versions(),
         "summary": counts,
-        "checks": [asdict(finding) for finding in found],
+        "checks": [asdict(finding) for finding in all_findings],
     }
 
 

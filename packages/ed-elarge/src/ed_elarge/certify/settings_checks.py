@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
 from ed_elarge.certify.subject import CertifiedModel, read_json
 
 #: Largest `model_max_length` that is a number of tokens; transformers writes 1e30 for "unknown".
@@ -61,42 +61,44 @@ def positions_agree(subject: CertifiedModel) -> Outcome:
     try:
         length = subject.tokenizer.model_max_length
     except NotApplicable:
-        return passed(evidence)
+        return pass_check(evidence)
     if length < KNOWN_LENGTH:
         require(
             length <= most,
             f"model_max_length of the tokenizer is {length}, and the model has {most} positions",
         )
         evidence += f", model_max_length {length}"
-    return passed(evidence)
+    return pass_check(evidence)
 
 
 def generation_settings_are_valid(subject: CertifiedModel) -> Outcome:
     from transformers import GenerationConfig
 
-    given = dict(subject.generation_settings)
-    if not given:
+    generation_settings = dict(subject.generation_settings)
+    if not generation_settings:
         raise NotApplicable("there is no generation_config.json")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            GenerationConfig(**given).validate(strict=True)
+            GenerationConfig(**generation_settings).validate(strict=True)
         except ValueError as error:
             require(False, f"generation_config.json: {error}".partition("\n")[0][:400])
-    temperature = given.get("temperature")
+    temperature = generation_settings.get("temperature")
     require(
-        not given.get("do_sample") or temperature is None or temperature > 0,
+        not generation_settings.get("do_sample") or temperature is None or temperature > 0,
         f"generation_config.json samples with the temperature {temperature}: transformers divides "
         "by this number",
     )
-    longest = given.get("max_new_tokens", given.get("max_length"))
+    longest = generation_settings.get("max_new_tokens", generation_settings.get("max_length"))
     positions = subject.settings.get("max_target_positions")  # of a decoder beside an encoder
     shortest = SHORTEST_LIMIT if positions is None else min(positions, SHORTEST_LIMIT)
     require(
         not isinstance(longest, int) or longest >= shortest,
         f"generation_config.json ends replies after {longest} tokens",
     )
-    return passed(json.dumps({k: v for k, v in given.items() if k != "transformers_version"}))
+    return pass_check(
+        json.dumps({k: v for k, v in generation_settings.items() if k != "transformers_version"})
+    )
 
 
 def cache_is_used(subject: CertifiedModel) -> Outcome:
@@ -112,7 +114,7 @@ def cache_is_used(subject: CertifiedModel) -> Outcome:
         f"use_cache is false in {off}: other programs compute every earlier token again for each "
         "new token",
     )
-    return passed("use_cache is not false")
+    return pass_check("use_cache is not false")
 
 
 def _default_without_cache(subject: CertifiedModel) -> bool:
@@ -128,25 +130,25 @@ def _default_without_cache(subject: CertifiedModel) -> bool:
 def settings_of_base(subject: CertifiedModel) -> Outcome:
     if subject.is_adapter:
         raise NotApplicable("the directory contains only an adapter")
-    own, other = architecture(subject.folder), architecture(subject.base.folder)
-    different = differing(own, other)
+    settings, base_settings = architecture(subject.folder), architecture(subject.base.folder)
+    different = differing(settings, base_settings)
     require(
         not different,
         "config.json describes another computation than that of the base model: "
         + "; ".join(different[:6]),
     )
-    return passed(f"{len(own)} settings are those of the base model")
+    return pass_check(f"{len(settings)} settings are those of the base model")
 
 
 def files_of_base(subject: CertifiedModel) -> Outcome:
     if subject.is_adapter:
         raise NotApplicable("the directory contains only an adapter")
-    own, other = _parts(subject.folder), _parts(subject.base.folder)
+    files, base_files = _parts(subject.folder), _parts(subject.base.folder)
     require(
-        other <= own,
-        f"the base model has {', '.join(sorted(other - own))}, and this directory has not",
+        base_files <= files,
+        f"the base model has {', '.join(sorted(base_files - files))}, and this directory has not",
     )
-    return passed(", ".join(sorted(own)) or "neither model has such files")
+    return pass_check(", ".join(sorted(files)) or "neither model has such files")
 
 
 def code_is_present(subject: CertifiedModel) -> Outcome:
@@ -166,7 +168,7 @@ def code_is_present(subject: CertifiedModel) -> Outcome:
         f"{name}.py" for name in named if not (subject.folder / f"{name}.py").is_file()
     )
     require(not missing, f"auto_map names classes in files that are missing: {missing}")
-    return passed(", ".join(sorted(named)))
+    return pass_check(", ".join(sorted(named)))
 
 
 def architecture(folder: Path) -> dict[str, Any]:
@@ -176,38 +178,42 @@ def architecture(folder: Path) -> dict[str, Any]:
 
     values = hub.read_config(folder, None).to_dict()
     values["architectures"] = read_json(folder / "config.json").get("architectures")
-    kept = {n: value for n, value in values.items() if n not in FREE and n not in FIELDS}
-    return {n: _without_defaults(x) if n == "rope_parameters" else x for n, x in kept.items()}
+    settings = {n: value for n, value in values.items() if n not in FREE and n not in FIELDS}
+    return {n: _without_defaults(x) if n == "rope_parameters" else x for n, x in settings.items()}
 
 
-def differing(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differing(settings: Mapping[str, Any], base_settings: Mapping[str, Any]) -> list[str]:
     """Return a text for each setting of two models with unequal values."""
     return [
-        f"{name} is {own[name]!r}, not {other[name]!r}"
-        for name in sorted(own.keys() & other.keys())
-        if not _equal(own[name], other[name])
+        f"{name} is {settings[name]!r}, not {base_settings[name]!r}"
+        for name in sorted(settings.keys() & base_settings.keys())
+        if not _equal(settings[name], base_settings[name])
     ]
 
 
-def _equal(own: object, other: object) -> bool:
+def _equal(value: object, base_value: object) -> bool:
     """Compare values; numbers may be rounded to float32."""
-    if isinstance(own, Mapping) and isinstance(other, Mapping):
-        return own.keys() == other.keys() and all(_equal(own[n], other[n]) for n in own)
-    if isinstance(own, list | tuple) and isinstance(other, list | tuple):
-        return len(own) == len(other) and all(map(_equal, own, other))
-    if isinstance(own, float) and isinstance(other, int | float):
-        return math.isclose(own, other, rel_tol=1e-6)
-    return bool(own == other)
+    if isinstance(value, Mapping) and isinstance(base_value, Mapping):
+        return value.keys() == base_value.keys() and all(
+            _equal(value[n], base_value[n]) for n in value
+        )
+    if isinstance(value, list | tuple) and isinstance(base_value, list | tuple):
+        return len(value) == len(base_value) and all(map(_equal, value, base_value))
+    if isinstance(value, float) and isinstance(base_value, int | float):
+        return math.isclose(value, base_value, rel_tol=1e-6)
+    return bool(value == base_value)
 
 
 def _without_defaults(rope: Any) -> Any:
     """Return parameters of RoPE without values that change nothing."""
     if not isinstance(rope, Mapping):
         return rope
-    kept = {name: _without_defaults(value) for name, value in rope.items() if value is not None}
-    if kept.get("partial_rotary_factor") == 1:
-        del kept["partial_rotary_factor"]
-    return kept
+    parameters = {
+        name: _without_defaults(value) for name, value in rope.items() if value is not None
+    }
+    if parameters.get("partial_rotary_factor") == 1:
+        del parameters["partial_rotary_factor"]
+    return parameters
 
 
 def _parts(folder: Path) -> set[str]:

@@ -42,7 +42,7 @@ class CertifiedModel:
                 "directory, or the output folder of a run"
             )
         if base is None and self.adapter_folder is not None:
-            base = _base_of(self.adapter_folder)
+            base = _find_base(self.adapter_folder)
         self._base = base
         if self.model_folder is None and base is None:
             raise CheckpointError(
@@ -88,8 +88,8 @@ class CertifiedModel:
         """The tokenizer of the directory, a `PreTrainedTokenizerBase`."""
         from ed_models.checkpoints.tokenizers import load_tokenizer
 
-        own = self.adapter_folder if self.is_adapter else None
-        for folder in (own, self.folder):
+        adapter_folder = self.adapter_folder if self.is_adapter else None
+        for folder in (adapter_folder, self.folder):
             if folder is not None and list(folder.glob("token*")):
                 return load_tokenizer(str(folder))
         raise NotApplicable("there is no tokenizer")
@@ -124,17 +124,17 @@ class CertifiedModel:
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
         """Tokens at which the engine ends a reply."""
-        own = self.settings.get("eos_token_id")
-        given = self.generation_settings.get("eos_token_id", own)
-        listed = given if isinstance(given, list) else [given]
+        config_ids = self.settings.get("eos_token_id")
+        end_ids = self.generation_settings.get("eos_token_id", config_ids)
+        listed = end_ids if isinstance(end_ids, list) else [end_ids]
         return frozenset(token for token in listed if isinstance(token, int))
 
     @property
     def task(self) -> TaskType:
         """The task of the model."""
-        from ed_models.checkpoints.checks import task_of
+        from ed_models.checkpoints.checks import detect_task
 
-        return task_of(self.folder)
+        return detect_task(self.folder)
 
     @property
     def is_causal(self) -> bool:
@@ -164,12 +164,12 @@ class CertifiedModel:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        json_object = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(json_object, dict):
         raise CheckpointError(f"{path} is not a JSON object")
-    return found
+    return json_object
 
 
 def _first(directory: Path, part: str, file: str) -> Path | None:
@@ -177,7 +177,7 @@ def _first(directory: Path, part: str, file: str) -> Path | None:
     return next((place for place in places if (place / file).is_file()), None)
 
 
-def _base_of(adapter: Path) -> Path | None:
+def _find_base(adapter: Path) -> Path | None:
     named = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
     places = [Path(named), adapter / named] if named else []
     return next((place for place in places if (place / "config.json").is_file()), None)

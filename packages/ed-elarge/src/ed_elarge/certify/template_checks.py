@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ed_elarge.certify.chats import ANSWER, CONVERSATIONS, SHAPES, TOOLS, tool_conversation
-from ed_elarge.certify.outcome import Failed, ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.outcome import (
+    Failed,
+    ModelCheck,
+    NotApplicable,
+    Outcome,
+    pass_check,
+    require,
+)
 from ed_elarge.certify.subject import CertifiedModel, read_json
 
 #: Number of characters at which the end of a text is recognized as the beginning of an answer.
@@ -16,44 +23,51 @@ SHORTEST_HEADER = 12
 
 
 def files_agree(subject: CertifiedModel) -> Outcome:
-    folder, found = subject.folder, {}
+    folder, templates = subject.folder, {}
     if (folder / "chat_template.jinja").is_file():
         text = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        found["chat_template.jinja"] = text
+        templates["chat_template.jinja"] = text
     for name in ("tokenizer_config.json", "chat_template.json", "processor_config.json"):
         if (folder / name).is_file():
             stored = read_json(folder / name).get("chat_template")
             if isinstance(stored, str):
-                found[name] = stored
-    if not found:
+                templates[name] = stored
+    if not templates:
         raise NotApplicable("no file contains a chat template")
-    shown = ", ".join(f"{name} {_digest(text)}" for name, text in found.items())
-    require(len({*found.values()}) == 1, f"the files have different templates: {shown}")
-    return passed(shown)
+    summary = ", ".join(f"{name} {_digest(text)}" for name, text in templates.items())
+    require(len({*templates.values()}) == 1, f"the files have different templates: {summary}")
+    return pass_check(summary)
 
 
 def equals_base(subject: CertifiedModel) -> Outcome:
-    own, other = _source(subject), _source(subject.base)
+    template, base_template = _source(subject), _source(subject.base)
     require(
-        own == other,
-        f"the template has SHA-256 {_digest(own)}, that of the base model {_digest(other)}; they "
-        f"differ from character {_differs(own, other)}",
+        template == base_template,
+        f"the template has SHA-256 {_digest(template)}, that of the base model "
+        f"{_digest(base_template)}; they "
+        f"differ from character {_differs(template, base_template)}",
     )
-    return passed(f"SHA-256 {_digest(own)}")
+    return pass_check(f"SHA-256 {_digest(template)}")
 
 
 def equal_tokens(subject: CertifiedModel) -> Outcome:
     """Compare the tokens of engine, trainer and transformers."""
     encodings, count = subject.encodings, 0
     for name, chat, options in encodings.cases():
-        theirs = encodings.of_transformers(chat[:-1], add_generation_prompt=True, **options)
-        ours = encodings.of_engine(chat[:-1], **options)
+        theirs = encodings.encode_with_transformers(
+            chat[:-1], add_generation_prompt=True, **options
+        )
+        ours = encodings.encode_with_engine(chat[:-1], **options)
         _require_equal(ours, theirs, f"engine and transformers differ in {name!r}")
-        whole = encodings.of_transformers(chat, **options)
-        trained = encodings.of_trainer(chat, **options)[0]
-        _require_equal(trained[: len(whole)], whole, f"trainer and transformers differ in {name!r}")
+        conversation_tokens = encodings.encode_with_transformers(chat, **options)
+        trained = encodings.encode_with_trainer(chat, **options)[0]
+        _require_equal(
+            trained[: len(conversation_tokens)],
+            conversation_tokens,
+            f"trainer and transformers differ in {name!r}",
+        )
         count += 1
-    return passed(f"{count} conversations have equal tokens")
+    return pass_check(f"{count} conversations have equal tokens")
 
 
 def shapes_have_equal_tokens(subject: CertifiedModel) -> Outcome:
@@ -63,56 +77,60 @@ def shapes_have_equal_tokens(subject: CertifiedModel) -> Outcome:
         calls = any(message["role"] in ("tool", "function") for message in chat)
         options: dict[str, Any] = {"tools": TOOLS} if calls else {}
         try:
-            prompt = encodings.of_engine(chat, add_generation_prompt=False, **options)
+            prompt = encodings.encode_with_engine(chat, add_generation_prompt=False, **options)
         except Exception:  # templates may raise any exception
             continue
-        trained = encodings.of_trainer(chat, **options)[0]
+        trained = encodings.encode_with_trainer(chat, **options)[0]
         _require_equal(
             trained[: len(prompt)], prompt, f"trainer and engine differ in the shape {name!r}"
         )
         count += 1
-    return passed(f"{count} of {len(SHAPES)} shapes of conversations have equal tokens")
+    return pass_check(f"{count} of {len(SHAPES)} shapes of conversations have equal tokens")
 
 
 def prompt_begins_training_text(subject: CertifiedModel) -> Outcome:
     encodings, count = subject.encodings, 0
     for name, chat, options in encodings.cases():
-        prompt = encodings.of_engine(chat[:-1], **options)
-        trained = encodings.of_trainer(chat, **options)[0]
+        prompt = encodings.encode_with_engine(chat[:-1], **options)
+        trained = encodings.encode_with_trainer(chat, **options)[0]
         _require_equal(
             trained[: len(prompt)],
             prompt,
             f"the prompt of the engine is not the beginning of the trained text in {name!r}",
         )
         count += 1
-    return passed(f"{count} prompts are beginnings of the trained texts")
+    return pass_check(f"{count} prompts are beginnings of the trained texts")
 
 
 def prompt_ends_before_answer(subject: CertifiedModel) -> Outcome:
     chat = CONVERSATIONS["one turn"]
     prompt = subject.encodings.text(chat[:-1], add_generation_prompt=True)
     if prompt != subject.encodings.text(chat[:-1]):
-        return passed(f"the prompt ends with {prompt[-24:]!r}")
-    whole = subject.encodings.text(chat)
-    between = whole.removeprefix(prompt).partition(ANSWER)[0] if whole.startswith(prompt) else "?"
+        return pass_check(f"the prompt ends with {prompt[-24:]!r}")
+    conversation_text = subject.encodings.text(chat)
+    between = (
+        conversation_text.removeprefix(prompt).partition(ANSWER)[0]
+        if conversation_text.startswith(prompt)
+        else "?"
+    )
     require(
         not between.strip(),
         f"the template ignores add_generation_prompt, and writes {between!r} between a question "
         "and its answer: the model must generate this text",
     )
-    tail = whole.partition(ANSWER)[2]
+    tail = conversation_text.partition(ANSWER)[2]
     begin = prompt[-SHORTEST_HEADER:]
     require(
         len(tail) < SHORTEST_HEADER or not tail.endswith(begin),
         f"the template adds the beginning of an answer, {begin!r}, to a complete conversation",
     )
-    return passed("an answer follows the question without further text")
+    return pass_check("an answer follows the question without further text")
 
 
 def turns_keep_tokens(subject: CertifiedModel) -> Outcome:
     chat = CONVERSATIONS["several turns"]
-    first = subject.encodings.of_transformers(chat[:2])
-    second = subject.encodings.of_transformers(chat[:3], add_generation_prompt=True)
+    first = subject.encodings.encode_with_transformers(chat[:2])
+    second = subject.encodings.encode_with_transformers(chat[:3], add_generation_prompt=True)
     # A template may write an end token only after the last turn.
     shared = _differs(first, second)
     missing = subject.tokenizer.decode(first[shared:])
@@ -121,16 +139,16 @@ def turns_keep_tokens(subject: CertifiedModel) -> Outcome:
         f"the tokens of the first turn change when a second turn follows, from token {shared} of "
         f"{len(first)}: {missing!r}",
     )
-    return passed(f"{shared} of {len(first)} tokens of the first turn stay")
+    return pass_check(f"{shared} of {len(first)} tokens of the first turn stay")
 
 
 def messages_are_rendered(subject: CertifiedModel) -> Outcome:
     for name, chat, options in subject.encodings.cases():
-        text = subject.tokenizer.decode(subject.encodings.of_transformers(chat, **options))
+        text = subject.tokenizer.decode(subject.encodings.encode_with_transformers(chat, **options))
         for message in chat:
             said = message["content"].strip()
             require(said in text, f"the template does not render the message {said!r} of {name!r}")
-    return passed("every message of system, user and assistant is part of the text")
+    return pass_check("every message of system, user and assistant is part of the text")
 
 
 def tools_are_rendered(subject: CertifiedModel) -> Outcome:
@@ -143,7 +161,9 @@ def tools_are_rendered(subject: CertifiedModel) -> Outcome:
         )
     rendered = _tool_conversation(subject)
     if rendered is None:
-        return passed("a tool is part of the prompt; the template rejects calls in a conversation")
+        return pass_check(
+            "a tool is part of the prompt; the template rejects calls in a conversation"
+        )
     escaped = rendered.replace('\\"', "\0")
     require(
         "\0city" not in escaped,
@@ -154,7 +174,7 @@ def tools_are_rendered(subject: CertifiedModel) -> Outcome:
             part in rendered,
             f"{part!r} of a tool call or of its result is not in the text of the conversation",
         )
-    return passed("a tool, a call and its result are part of the text")
+    return pass_check("a tool, a call and its result are part of the text")
 
 
 def thinking_can_be_chosen(subject: CertifiedModel) -> Outcome:
@@ -166,15 +186,15 @@ def thinking_can_be_chosen(subject: CertifiedModel) -> Outcome:
         for on in (True, False)
     }
     require(len(texts) == 2, "the template names enable_thinking, and the prompt does not change")
-    return passed("enable_thinking changes the prompt")
+    return pass_check("enable_thinking changes the prompt")
 
 
 def _tool_conversation(subject: CertifiedModel) -> str | None:
     """Return the text of a conversation with a call; None if the template rejects calls."""
     arguments = {"city": "Cologne"}
-    for given in (arguments, json.dumps(arguments)):
+    for call_arguments in (arguments, json.dumps(arguments)):
         try:
-            return subject.encodings.text(tool_conversation(given), tools=TOOLS)
+            return subject.encodings.text(tool_conversation(call_arguments), tools=TOOLS)
         except Exception:  # templates may raise any exception
             continue
     return None

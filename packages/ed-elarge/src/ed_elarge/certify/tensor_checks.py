@@ -10,7 +10,7 @@ from ed_infra.errors import EasyDeLError
 from ed_models.checkpoints.finite import is_finite
 from ed_models.checkpoints.tensor_files import INDEX_NAME, read_header
 
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
 from ed_elarge.certify.subject import CertifiedModel, read_json
 
 #: Methods of quantization whose files contain codes.
@@ -29,7 +29,7 @@ def index_is_complete(subject: CertifiedModel) -> Outcome:
     unlisted = sorted({*stored} - {*listed})
     require(not missing, f"tensors of the index are not in their files: {missing[:5]}")
     require(not unlisted, f"tensors of the files are not in the index: {unlisted[:5]}")
-    return passed(f"{len(listed)} tensors")
+    return pass_check(f"{len(listed)} tensors")
 
 
 def numbers_are_finite(subject: CertifiedModel) -> Outcome:
@@ -37,7 +37,7 @@ def numbers_are_finite(subject: CertifiedModel) -> Outcome:
     for name in tensors:
         require(is_finite(tensors.read(name)), f"{name} has NaN or infinite numbers")
         count += 1
-    return passed(f"{count} tensors")
+    return pass_check(f"{count} tensors")
 
 
 def matrices_are_not_empty(subject: CertifiedModel) -> Outcome:
@@ -48,7 +48,7 @@ def matrices_are_not_empty(subject: CertifiedModel) -> Outcome:
             values = np.asarray(tensors.read(name))
             require(bool(np.any(values)), f"all numbers of {name} are 0")
             count += 1
-    return passed(f"{count} matrices")
+    return pass_check(f"{count} matrices")
 
 
 def dtype_is_stated(subject: CertifiedModel) -> Outcome:
@@ -66,7 +66,7 @@ def dtype_is_stated(subject: CertifiedModel) -> Outcome:
         most == stated.removeprefix("torch."),
         f"config.json states {stated}, and most bytes are {most}",
     )
-    return passed(most)
+    return pass_check(most)
 
 
 def head_is_tied_or_stored(subject: CertifiedModel) -> Outcome:
@@ -77,16 +77,16 @@ def head_is_tied_or_stored(subject: CertifiedModel) -> Outcome:
     if tied is None or len(tables) != 1:
         raise NotApplicable("config.json does not state whether the head is tied")
     if not tied:
-        return passed("the head is not tied")
+        return pass_check("the head is not tied")
     if not heads:
-        return passed("the head is tied and not stored")
+        return pass_check("the head is tied and not stored")
     same = np.array_equal(tensors.read(heads[0]), tensors.read(tables[0]))
     require(
         same,
         f"tie_word_embeddings is true, but {heads[0]} differs from {tables[0]}: one of the two is "
         "lost when the model is loaded",
     )
-    return passed(f"{heads[0]} equals {tables[0]}")
+    return pass_check(f"{heads[0]} equals {tables[0]}")
 
 
 def tensors_fit_the_configuration(subject: CertifiedModel) -> Outcome:
@@ -100,7 +100,7 @@ def tensors_fit_the_configuration(subject: CertifiedModel) -> Outcome:
         raise NotApplicable(f"the model type {model_type} is not registered")
     count = len(subject.tensors)
     hub.check_weights(subject.folder)
-    return passed(f"{count} tensors have the names and shapes of the configuration")
+    return pass_check(f"{count} tensors have the names and shapes of the configuration")
 
 
 def quantization_is_stated(subject: CertifiedModel) -> Outcome:
@@ -114,12 +114,12 @@ def quantization_is_stated(subject: CertifiedModel) -> Outcome:
             f"config.json states the quantization {method}, and all {len(matrices)} matrices are "
             "plain numbers: remove quantization_config",
         )
-        return passed(f"{method}, {len(coded)} tensors with codes")
+        return pass_check(f"{method}, {len(coded)} tensors with codes")
     require(
         bool(stated) or not coded,
         f"config.json has no quantization_config, and {len(coded)} tensors have codes: {coded[:3]}",
     )
-    return passed(f"{len(coded)} of {len(matrices)} tensors have codes")
+    return pass_check(f"{len(coded)} of {len(matrices)} tensors have codes")
 
 
 def other_weights_are_equal(subject: CertifiedModel) -> Outcome:
@@ -127,29 +127,33 @@ def other_weights_are_equal(subject: CertifiedModel) -> Outcome:
     from ed_models.checkpoints.tensor_files import TensorFiles
 
     file = subject.folder / PICKLED
-    own = subject.tensors
+    tensors = subject.tensors
     if not file.is_file():
         raise NotApplicable(f"there is no {PICKLED}")
-    other = TensorFiles(read_pickled(file))
+    pickled_tensors = TensorFiles(read_pickled(file))
     different = [
         name
-        for name in other
-        if name not in own
-        or own[name].shape != other[name].shape
-        or not np.array_equal(_plain(own.read(name)), _plain(other.read(name)))
+        for name in pickled_tensors
+        if name not in tensors
+        or tensors[name].shape != pickled_tensors[name].shape
+        or not np.array_equal(
+            _to_float32(tensors.read(name)), _to_float32(pickled_tensors.read(name))
+        )
     ]
     require(
         not different,
         f"{PICKLED} and the safetensors files contain different weights: {different[:3]}",
     )
-    return passed(f"{len(other)} tensors of {PICKLED} are those of the safetensors files")
+    return pass_check(
+        f"{len(pickled_tensors)} tensors of {PICKLED} are those of the safetensors files"
+    )
 
 
 def _has_codes(entry: Any) -> bool:
     return entry.dtype.kind in "iu" or "float8" in str(entry.dtype) or "float4" in str(entry.dtype)
 
 
-def _plain(values: np.ndarray) -> np.ndarray:
+def _to_float32(values: np.ndarray) -> np.ndarray:
     return np.asarray(values).astype(np.float32)
 
 

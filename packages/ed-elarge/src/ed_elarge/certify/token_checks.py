@@ -6,7 +6,7 @@ import numpy as np
 from ed_infra.enums import TaskType
 
 from ed_elarge.certify.chats import ANSWER, CONVERSATIONS, QUESTION, TEXTS
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, passed, require
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
 from ed_elarge.certify.subject import CertifiedModel, read_json
 
 #: Endings of the names of tensors with a row for each token.
@@ -18,10 +18,11 @@ def end_is_learned(subject: CertifiedModel) -> Outcome:
     end = _end_of_answer(subject, tokens)
     require(
         mask[end] == 1,
-        f"the token {_shown(subject, tokens[end])} ends an answer and has no loss: the model does "
+        f"the token {_describe_token(subject, tokens[end])} ends an answer and has no loss: the "
+        "model does "
         "not learn to stop",
     )
-    return passed(f"{_shown(subject, tokens[end])} at position {end} has loss")
+    return pass_check(f"{_describe_token(subject, tokens[end])} at position {end} has loss")
 
 
 def end_is_stopped_at(subject: CertifiedModel) -> Outcome:
@@ -30,11 +31,12 @@ def end_is_stopped_at(subject: CertifiedModel) -> Outcome:
     stops = subject.end_token_ids
     require(
         end in stops,
-        f"answers end with {_shown(subject, end)}, but the engine stops at "
-        f"{[_shown(subject, token) for token in sorted(stops)]}: add the id to eos_token_id in "
+        f"answers end with {_describe_token(subject, end)}, but the engine stops at "
+        f"{[_describe_token(subject, token) for token in sorted(stops)]}: add the id to "
+        "eos_token_id in "
         "generation_config.json",
     )
-    return passed(f"{_shown(subject, end)} is in eos_token_id")
+    return pass_check(f"{_describe_token(subject, end)} is in eos_token_id")
 
 
 def padding_is_no_end(subject: CertifiedModel) -> Outcome:
@@ -45,50 +47,56 @@ def padding_is_no_end(subject: CertifiedModel) -> Outcome:
     end = tokens[_end_of_answer(subject, tokens)]
     require(
         pad != end,
-        f"{_shown(subject, pad)} is the padding token and ends answers: trainers that mask the "
+        f"{_describe_token(subject, pad)} is the padding token and ends answers: trainers that "
+        "mask the "
         "padding token never train the end of an answer",
     )
-    return passed(f"answers end with {_shown(subject, end)}, padding is {_shown(subject, pad)}")
+    return pass_check(
+        f"answers end with {_describe_token(subject, end)}, padding is "
+        f"{_describe_token(subject, pad)}"
+    )
 
 
 def end_is_not_shown(subject: CertifiedModel) -> Outcome:
     tokens = _after_answer(subject)
-    shown = str(subject.tokenizer.decode(tokens, skip_special_tokens=True))
+    visible_text = str(subject.tokenizer.decode(tokens, skip_special_tokens=True))
     require(
-        not shown.strip(),
-        f"an answer is followed by {shown!r}, which are no special tokens of the tokenizer: "
+        not visible_text.strip(),
+        f"an answer is followed by {visible_text!r}, which are no special tokens of the tokenizer: "
         "replies contain this text",
     )
-    return passed(f"{subject.tokenizer.decode(tokens)!r} follows an answer, and is not shown")
+    return pass_check(f"{subject.tokenizer.decode(tokens)!r} follows an answer, and is not shown")
 
 
 def question_has_no_loss(subject: CertifiedModel) -> Outcome:
     tokens, mask = _trained_answer(subject)
-    asked = [token for token, flag in zip(tokens, mask, strict=True) if not flag]
-    text = subject.tokenizer.decode(asked)
+    prompt_tokens = [token for token, flag in zip(tokens, mask, strict=True) if not flag]
+    text = subject.tokenizer.decode(prompt_tokens)
     require(QUESTION in text, f"the tokens without loss are {text!r}, without the question")
     answer = subject.tokenizer.decode(
         [token for token, flag in zip(tokens, mask, strict=True) if flag]
     )
     require(QUESTION not in answer, f"the question has loss: {answer!r}")
-    return passed(f"{sum(mask)} of {len(mask)} tokens have loss: {answer!r}")
+    return pass_check(f"{sum(mask)} of {len(mask)} tokens have loss: {answer!r}")
 
 
 def one_beginning(subject: CertifiedModel) -> Outcome:
     bos = subject.tokenizer.bos_token_id
     if bos is None:
         raise NotApplicable("the tokenizer has no beginning-of-text token")
-    tokens = subject.encodings.of_engine(CONVERSATIONS["one turn"][:1])
+    tokens = subject.encodings.encode_with_engine(CONVERSATIONS["one turn"][:1])
     require(
         tokens.count(bos) <= 1,
-        f"a prompt contains {_shown(subject, bos)} {tokens.count(bos)} times",
+        f"a prompt contains {_describe_token(subject, bos)} {tokens.count(bos)} times",
     )
     rendered = subject.encodings.text(CONVERSATIONS["one turn"][:1], add_generation_prompt=True)
-    again = list(subject.tokenizer(rendered)["input_ids"])
+    reencoded_tokens = list(subject.tokenizer(rendered)["input_ids"])
     note = ""
-    if again.count(bos) > 1:
+    if reencoded_tokens.count(bos) > 1:
         note = "; a program that encodes the rendered text with special tokens adds a second one"
-    return passed(f"a prompt contains {_shown(subject, bos)} {tokens.count(bos)} times{note}")
+    return pass_check(
+        f"a prompt contains {_describe_token(subject, bos)} {tokens.count(bos)} times{note}"
+    )
 
 
 def users_write_no_special_tokens(subject: CertifiedModel) -> Outcome:
@@ -99,14 +107,17 @@ def users_write_no_special_tokens(subject: CertifiedModel) -> Outcome:
     texts = [text for text in texts if text.strip()]
 
     def of(text: str) -> list[int]:
-        tokens = subject.encodings.of_engine([{"role": "user", "content": text}])
+        tokens = subject.encodings.encode_with_engine([{"role": "user", "content": text}])
         return [token for token in tokens if token in special]
 
-    plain = of("hello")
+    expected_tokens = of("hello")
     for text in texts:
-        found = of(f"hello {text} hello")
-        require(found == plain, f"{text!r} in the text of a user becomes a special token")
-    return passed(f"{len(texts)} special tokens stay text if a user writes them")
+        special_tokens = of(f"hello {text} hello")
+        require(
+            special_tokens == expected_tokens,
+            f"{text!r} in the text of a user becomes a special token",
+        )
+    return pass_check(f"{len(texts)} special tokens stay text if a user writes them")
 
 
 def ids_have_embeddings(subject: CertifiedModel) -> Outcome:
@@ -119,7 +130,7 @@ def ids_have_embeddings(subject: CertifiedModel) -> Outcome:
         f"the tokenizer has the id {largest}, and the model has {size} embeddings: add rows "
         "before training (model: {resize_token_embeddings: true})",
     )
-    return passed(f"largest id {largest}, {size} embeddings")
+    return pass_check(f"largest id {largest}, {size} embeddings")
 
 
 def special_ids_are_those_of_the_tokenizer(subject: CertifiedModel) -> Outcome:
@@ -131,8 +142,8 @@ def special_ids_are_those_of_the_tokenizer(subject: CertifiedModel) -> Outcome:
     }
     for source, values in sources.items():
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            given = values.get(name)
-            for token in given if isinstance(given, list) else [given]:
+            special_ids = values.get(name)
+            for token in special_ids if isinstance(special_ids, list) else [special_ids]:
                 if token is None or (name == "pad_token_id" and token == -1):
                     continue
                 require(
@@ -140,19 +151,21 @@ def special_ids_are_those_of_the_tokenizer(subject: CertifiedModel) -> Outcome:
                     f"{name} {token!r} of {source} is not an id of the tokenizer (0 to {size - 1})",
                 )
                 compared += 1
-            own = getattr(subject.tokenizer, name)
-            if name == "eos_token_id" and given is not None and own is not None:
-                listed = {*given} if isinstance(given, list) else {given}
+            tokenizer_id = getattr(subject.tokenizer, name)
+            if name == "eos_token_id" and special_ids is not None and tokenizer_id is not None:
+                listed = {*special_ids} if isinstance(special_ids, list) else {special_ids}
                 require(
-                    own in listed or _is_end_of_turn(subject, listed),
-                    f"eos_token_id of {source} is {given}, and that of the tokenizer is {own}",
+                    tokenizer_id in listed or _is_end_of_turn(subject, listed),
+                    f"eos_token_id of {source} is {special_ids}, and that of the tokenizer is "
+                    f"{tokenizer_id}",
                 )
-            if name == "bos_token_id" and given is not None and own is not None:
+            if name == "bos_token_id" and special_ids is not None and tokenizer_id is not None:
                 require(
-                    given == own,
-                    f"bos_token_id of {source} is {given}, and that of the tokenizer is {own}",
+                    special_ids == tokenizer_id,
+                    f"bos_token_id of {source} is {special_ids}, and that of the tokenizer is "
+                    f"{tokenizer_id}",
                 )
-    return passed(f"{compared} ids of special tokens")
+    return pass_check(f"{compared} ids of special tokens")
 
 
 def texts_are_kept(subject: CertifiedModel) -> Outcome:
@@ -161,12 +174,12 @@ def texts_are_kept(subject: CertifiedModel) -> Outcome:
     tokenizer = subject.tokenizer
     for text in TEXTS:
         tokens = tokenizer.encode(text, add_special_tokens=False)
-        again = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        decoded_text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         require(
-            str(again).strip(" ") == text.strip(" "),
-            f"the tokens of {text!r} decode to {again!r}",
+            str(decoded_text).strip(" ") == text.strip(" "),
+            f"the tokens of {text!r} decode to {decoded_text!r}",
         )
-    return passed(f"{len(TEXTS)} texts are decoded unchanged")
+    return pass_check(f"{len(TEXTS)} texts are decoded unchanged")
 
 
 def prompts_stay_whole(subject: CertifiedModel) -> Outcome:
@@ -180,7 +193,7 @@ def prompts_stay_whole(subject: CertifiedModel) -> Outcome:
             f"tokenizer.json contains {name} {stored.get(name)}: programs that apply the file "
             f"{effect}",
         )
-    return passed("tokenizer.json neither cuts nor pads texts")
+    return pass_check("tokenizer.json neither cuts nor pads texts")
 
 
 def template_tokens_are_trained(subject: CertifiedModel) -> Outcome:
@@ -194,16 +207,19 @@ def template_tokens_are_trained(subject: CertifiedModel) -> Outcome:
         for token in (token for token in used if token < rows):
             require(
                 bool(np.any(np.asarray(tensors.read(name, (slice(token, token + 1),))))),
-                f"the row of {_shown(subject, token)} in {name} is 0: the chat template uses a "
+                f"the row of {_describe_token(subject, token)} in {name} is 0: the chat template "
+                "uses a "
                 "token that was never trained",
             )
-    return passed(f"{len(used)} special tokens of the template have embeddings that are not 0")
+    return pass_check(f"{len(used)} special tokens of the template have embeddings that are not 0")
 
 
 def tokens_of_base(subject: CertifiedModel) -> Outcome:
-    own, other = subject.tokenizer, subject.base.tokenizer
+    tokenizer, base_tokenizer = subject.tokenizer, subject.base.tokenizer
     for text in TEXTS:
-        ours, theirs = (t.encode(text, add_special_tokens=False) for t in (own, other))
+        ours, theirs = (
+            t.encode(text, add_special_tokens=False) for t in (tokenizer, base_tokenizer)
+        )
         require(ours == theirs, f"the tokens of {text!r} are not those of the base model")
     for name, chat in CONVERSATIONS.items():
         try:
@@ -212,16 +228,18 @@ def tokens_of_base(subject: CertifiedModel) -> Outcome:
             break
         except Exception:  # templates may raise any exception
             continue
-        ours, theirs = (t.encode(text, add_special_tokens=False) for t in (own, other))
+        ours, theirs = (
+            t.encode(text, add_special_tokens=False) for t in (tokenizer, base_tokenizer)
+        )
         require(ours == theirs, f"the tokens of the conversation {name!r} differ from the base's")
-    known, expected = own.get_vocab(), other.get_vocab()
-    moved = [token for token, number in expected.items() if known.get(token) != number]
+    vocab, expected = tokenizer.get_vocab(), base_tokenizer.get_vocab()
+    moved = [token for token, number in expected.items() if vocab.get(token) != number]
     require(not moved, f"tokens of the base model have other ids: {moved[:5]}")
-    return passed(f"{len(expected)} tokens have equal ids")
+    return pass_check(f"{len(expected)} tokens have equal ids")
 
 
 def _trained_answer(subject: CertifiedModel) -> tuple[list[int], list[int]]:
-    return subject.encodings.of_trainer(CONVERSATIONS["one turn"])
+    return subject.encodings.encode_with_trainer(CONVERSATIONS["one turn"])
 
 
 def _end_of_answer(subject: CertifiedModel, tokens: list[int]) -> int:
@@ -255,9 +273,9 @@ def _is_end_of_turn(subject: CertifiedModel, tokens: set[int]) -> bool:
     return trained[_end_of_answer(subject, trained)] in tokens
 
 
-def _shown(subject: CertifiedModel, token: int) -> str:
-    known = isinstance(token, int) and 0 <= token < len(subject.tokenizer)
-    return f"{subject.tokenizer.decode([token])!r} ({token})" if known else f"({token})"
+def _describe_token(subject: CertifiedModel, token: int) -> str:
+    is_known = isinstance(token, int) and 0 <= token < len(subject.tokenizer)
+    return f"{subject.tokenizer.decode([token])!r} ({token})" if is_known else f"({token})"
 
 
 CHECKS = (

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ed_elarge.exits import guarded
+from ed_elarge.exits import run_work
 
 
 def certify(
@@ -43,13 +43,13 @@ def certify(
         )
         from ed_elarge.certify.subject import CertifiedModel
 
-        subject, found = CertifiedModel(directory, against), []
+        subject, all_findings = CertifiedModel(directory, against), []
         for finding in findings(subject, with_model=not quick):
             print(f"{finding.status:<15} {finding.claim}", flush=True)
             if finding.status == "failed":
                 print(f"{'':<15} {finding.evidence}", flush=True)
-            found.append(finding)
-        values, folder = certificate(subject, found), output or directory
+            all_findings.append(finding)
+        values, folder = certificate(subject, all_findings), output or directory
         write(values, folder)
         counts = [f"- {count} {status}" for status, count in values["summary"].items()]
         add_section(subject.folder, "Certificate", [*counts, f"- Checks: `{JSON_NAME}`"])
@@ -57,4 +57,4 @@ def certify(
         print(folder / PAGE_NAME)
         return int(values["summary"]["failed"] > 0)
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_work(work))

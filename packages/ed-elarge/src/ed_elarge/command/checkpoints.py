@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ed_elarge.exits import guarded
+from ed_elarge.exits import run_work
 
 Dtype = Annotated[
     str, typer.Option(help="Dtype of the weights: auto, float32, bfloat16 or float16.")
@@ -41,7 +41,7 @@ def convert(
 
         print(convert(source, target, config=config, easylm=easylm, dtype=dtype))
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_work(work))
 
 
 def compare(
@@ -53,14 +53,14 @@ def compare(
     def work() -> int:
         from ed_trainers.compare import differences
 
-        found = 0
+        difference_count = 0
         for difference in differences(first, second):
             print(difference, flush=True)
-            found += 1
-        print(f"{found} arrays differ" if found else "equal")
-        return int(found > 0)
+            difference_count += 1
+        print(f"{difference_count} arrays differ" if difference_count else "equal")
+        return int(difference_count > 0)
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_work(work))
 
 
 def merge(
@@ -78,7 +78,7 @@ def merge(
         loaded = _load(model, dtype)
         _save(load_adapter(loaded, hub.resolve(adapter)).unwrap_lora_to_layers(), model, target)
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_work(work))
 
 
 def quantize(
@@ -95,25 +95,25 @@ def quantize(
 
     def work() -> None:
         keys = {"group_size": group_size, "pattern": pattern}
-        given = {key: value for key, value in keys.items() if value is not None}
-        rules = {"dtype": method, **given}
-        made = _load(model, dtype, quantization_config=rules, apply_quantization=True)
-        _save(made, model, target)
+        options = {key: value for key, value in keys.items() if value is not None}
+        rules = {"dtype": method, **options}
+        quantized_model = _load(model, dtype, quantization_config=rules, apply_quantization=True)
+        _save(quantized_model, model, target)
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_work(work))
 
 
 def _load(model: str, dtype: str, **options: Any) -> Any:
     """Load a model in the dtype of its files, or in another one."""
     from ed_models.checkpoints import hub
-    from ed_models.checkpoints.checks import task_of
+    from ed_models.checkpoints.checks import detect_task
 
     settings = hub.resolve(model, weights=False)
     if dtype == "auto":
         stored = getattr(hub.read_config(settings), "dtype", None) or "float32"
         dtype = str(stored).removeprefix("torch.")
     return hub.from_pretrained(
-        model, task=task_of(settings), dtype=dtype, param_dtype=dtype, **options
+        model, task=detect_task(settings), dtype=dtype, param_dtype=dtype, **options
     )
 
 

@@ -13,7 +13,7 @@ import typer
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 
 from ed_elarge.command.runs import RunSettings
-from ed_elarge.exits import guarded
+from ed_elarge.exits import run_work
 
 
 def init(
@@ -40,7 +40,7 @@ def init(
         (path.parent / SCHEMA_FILE).write_text(json.dumps(schema()) + "\n", "utf-8")
         print(f"wrote {path}; check the file: elarge {path} --dry-run")
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_work(work))
 
 
 def schema() -> None:
@@ -51,14 +51,14 @@ def schema() -> None:
 
         print(json.dumps(schema()))
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_work(work))
 
 
 def explain(
     key: Annotated[str, typer.Argument(help="A section or a key, such as trainer.beta.")],
 ) -> None:
     """Print type, default and meaning of a key, for each method that reads the key."""
-    raise typer.Exit(guarded(lambda: _explain(key)))
+    raise typer.Exit(run_work(lambda: _explain(key)))
 
 
 def _explain(key: str) -> None:
@@ -70,8 +70,8 @@ def _explain(key: str) -> None:
     if not owners:
         from ed_elarge.config.table import ACTIONS, SECTIONS
 
-        known = [*SECTIONS, *(f"actions.{name}" for name in ACTIONS)]
-        raise unknown_name("section", ".".join(path[:start]) or key, known)
+        section_names = [*SECTIONS, *(f"actions.{name}" for name in ACTIONS)]
+        raise unknown_name("section", ".".join(path[:start]) or key, section_names)
     if path[:2] == ["base_config", "values"] and len(path) == 3:
         _explain_field(path[2])
         return
@@ -81,10 +81,12 @@ def _explain(key: str) -> None:
         names = dict.fromkeys(name for model in owners.values() for name in model.model_fields)
         print(textwrap.fill(f"keys: {', '.join(names)}", 100))
         return
-    found = reference.find(path)
-    if not found:
+    matching_keys = reference.find(path)
+    if not matching_keys:
         holder = reference.find(path[:-1]) if len(path) > start + 1 else []
-        models = [reference.nested(one.field.annotation) for one in holder] or [*owners.values()]
+        models = [reference.find_option_class(one.field.annotation) for one in holder] or [
+            *owners.values()
+        ]
         names = {
             n
             for model in models
@@ -92,10 +94,10 @@ def _explain(key: str) -> None:
             for n in (*model.model_fields, *getattr(model, "ALIASES", ()))
         }
         raise ConfigError(f"there is no key {key!r}{did_you_mean(path[-1], names)}")
-    for one in found:
+    for one in matching_keys:
         of = f" ({', '.join(one.kinds)})" if one.kinds else ""
         print(f"{'.'.join([*path[:-1], one.name])}{of}")
-        print(f"  type: {reference.spelled(one.field.annotation)}".replace("\\|", "|"))
+        print(f"  type: {reference.describe_type(one.field.annotation)}".replace("\\|", "|"))
         print(f"  default: {reference.default(one.field).strip('`')}")
         if names := reference.known_names(one.field):
             print(f"  one of: {names}")
@@ -129,26 +131,28 @@ def diff(
 
     The exit code is 1 if values differ.
     """
-    raise typer.Exit(guarded(lambda: _diff(first, second, run, settings or [])))
+    raise typer.Exit(run_work(lambda: _diff(first, second, run, settings or [])))
 
 
 def _diff(first: str, second: str, run: bool, settings: list[str]) -> int:
     if run and settings:
         raise ConfigError("--set changes run files, and --run compares finished runs: keep one")
-    sides = [(_of_run if run else _of_file)(path, settings) for path in (first, second)]
-    one, other = sides
-    differing = [k for k in dict.fromkeys([*one, *other]) if one.get(k) != other.get(k)]
+    sides = [(_read_run if run else _read_run_file)(path, settings) for path in (first, second)]
+    one, second_values = sides
+    differing = [
+        k for k in dict.fromkeys([*one, *second_values]) if one.get(k) != second_values.get(k)
+    ]
     for key in differing:
-        print(f"{key}: {_shown(one, key)} -> {_shown(other, key)}")
+        print(f"{key}: {_format_value(one, key)} -> {_format_value(second_values, key)}")
     print(f"{len(differing)} values differ" if differing else "equal", file=sys.stderr)
     return int(bool(differing))
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _format_value(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key], default=str) if key in values else "(absent)"
 
 
-def _of_file(path: str, settings: list[str]) -> dict[str, Any]:
+def _read_run_file(path: str, settings: list[str]) -> dict[str, Any]:
     from ed_elarge.config import nodes
     from ed_elarge.config.layers import with_settings
     from ed_elarge.config.normalize import normalize
@@ -157,7 +161,7 @@ def _of_file(path: str, settings: list[str]) -> dict[str, Any]:
     return flat(normalize(document).to_dict())
 
 
-def _of_run(path: str, settings: list[str]) -> dict[str, Any]:
+def _read_run(path: str, settings: list[str]) -> dict[str, Any]:
     from ed_elarge.actions.provenance import read
 
     return flat(read(Path(path)))

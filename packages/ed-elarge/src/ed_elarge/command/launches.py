@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ed_elarge.command.runs import File, RunSettings, Verbose
-from ed_elarge.exits import guarded
+from ed_elarge.exits import run_work
 
 if TYPE_CHECKING:
     from ed_elarge.launch.launched_run import LaunchedRun
@@ -122,7 +122,7 @@ def launch(
             return 0
         return LAUNCHERS[on].start(job)
 
-    raise typer.Exit(guarded(work, verbose=verbose))
+    raise typer.Exit(run_work(work, verbose=verbose))
 
 
 def start_elastic(job: LaunchedRun, on: str, dry_run: bool) -> int:
@@ -146,7 +146,7 @@ def start_elastic(job: LaunchedRun, on: str, dry_run: bool) -> int:
 
     connections = LAUNCHERS[on].connections
     if connections is None:
-        able = ", ".join(name for name, made in LAUNCHERS.items() if made.connections)
+        able = ", ".join(name for name, launcher in LAUNCHERS.items() if launcher.connections)
         raise ConfigError(f"--elastic is not possible with --on {on}: use {able}")
     if job.server is not None:
         raise ConfigError("--elastic continues a training run, and this file only serves")
@@ -195,7 +195,7 @@ def join(
     from ed_elarge.building.replicas import REPLICA, join_as_replica
 
     if role == REPLICA:
-        raise typer.Exit(guarded(lambda: join_as_replica(address, name)))
+        raise typer.Exit(run_work(lambda: join_as_replica(address, name)))
     if role not in (ENGINE, ENVIRONMENT):
         raise typer.BadParameter(f"--as {role}: use {ENGINE}, {ENVIRONMENT} or {REPLICA}")
-    raise typer.Exit(guarded(lambda: join(address, role)))
+    raise typer.Exit(run_work(lambda: join(address, role)))

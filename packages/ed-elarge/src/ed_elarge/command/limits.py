@@ -40,7 +40,7 @@ class DeviceLimits(NamedTuple):
         return [f"{'memory, read':<22}{self.bandwidth / 1e9:>10,.1f} GB/s", *speeds]
 
 
-def measured(rounds: int = 5) -> DeviceLimits:
+def measure_limits(rounds: int = 5) -> DeviceLimits:
     """Measure the limits of the first device; a second or two on a CPU."""
     bandwidth = read_bandwidth(rounds)
     x = jax.random.normal(jax.random.key(0), (SIDE, SIDE))
@@ -51,7 +51,7 @@ def measured(rounds: int = 5) -> DeviceLimits:
     if jax.default_backend() == "cpu":
         operands["w8a8"] = x, encode(x, "int8", SIDE, activations=True)
     products = {
-        name: 2 * SIDE**3 / seconds_of(jax.jit(dot), *pair, rounds=rounds)
+        name: 2 * SIDE**3 / measure_seconds(jax.jit(dot), *pair, rounds=rounds)
         for name, pair in operands.items()
     }
     return DeviceLimits(bandwidth, products)
@@ -65,16 +65,16 @@ def read_bandwidth(rounds: int = 8) -> float:
     """
     if jax.default_backend() != "cpu":
         numbers = jnp.ones(2**30, jnp.float32)
-        return numbers.nbytes / seconds_of(jax.jit(jnp.sum), numbers, rounds=rounds)
+        return numbers.nbytes / measure_seconds(jax.jit(jnp.sum), numbers, rounds=rounds)
     numbers = jnp.ones((2**10, 2**11, PANEL), jnp.float32)
-    seconds = [seconds_of(jax.jit(jnp.sum), numbers, rounds=rounds)]
+    seconds = [measure_seconds(jax.jit(jnp.sum), numbers, rounds=rounds)]
     if takes_panels(1, jnp.float32):
         row, matrix = jnp.ones((1, 2**11)), Panels(numbers)
-        seconds.append(seconds_of(jax.jit(dot), row, matrix, rounds=rounds))
+        seconds.append(measure_seconds(jax.jit(dot), row, matrix, rounds=rounds))
     return numbers.nbytes / min(seconds)
 
 
-def seconds_of(call: Callable[..., jax.Array], *arguments: object, rounds: int) -> float:
+def measure_seconds(call: Callable[..., jax.Array], *arguments: object, rounds: int) -> float:
     """Return the median seconds of a call after a first one, which compiles it."""
     times = []
     for _ in range(rounds + 1):
@@ -84,7 +84,7 @@ def seconds_of(call: Callable[..., jax.Array], *arguments: object, rounds: int) 
     return statistics.median(times[1:])
 
 
-def reached(
+def describe_reached_limits(
     limits: DeviceLimits, model: nnx.Module, *, tokens: int, first: float, step: float
 ) -> list[str]:
     """Return the shares of the limits that an engine reaches, a line each.

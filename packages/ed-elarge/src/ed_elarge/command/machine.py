@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from ed_elarge.actions.provenance import versions
-from ed_elarge.exits import guarded
+from ed_elarge.exits import run_work
 
 
 def doctor() -> None:
@@ -18,7 +18,7 @@ def doctor() -> None:
 
     The exit code is 1 if something needs attention.
     """
-    raise typer.Exit(guarded(_doctor))
+    raise typer.Exit(run_work(_doctor))
 
 
 def _doctor() -> int:

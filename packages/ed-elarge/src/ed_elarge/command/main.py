@@ -35,8 +35,8 @@ class _FileFirst(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert the command `run` before a run file."""
         completes = ctx.resilient_parsing  # of the shell: the words are not a whole command
-        known = not args or args[0] in self.commands or args[0] in _OWN
-        if not completes and (not args or not known):
+        is_command = not args or args[0] in self.commands or args[0] in _OWN
+        if not completes and (not args or not is_command):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -44,8 +44,8 @@ class _FileFirst(TyperGroup):
 app = typer.Typer(cls=_FileFirst, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         from importlib.metadata import version
 
         print(f"elarge {version('ed-elarge')}")

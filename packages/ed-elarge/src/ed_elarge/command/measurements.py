@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ed_elarge.command.runs import File, RunSettings
-from ed_elarge.exits import guarded
+from ed_elarge.exits import run_work
 
 app = typer.Typer(help="Measure attention, decoding, training and the limits of this machine.")
 
@@ -42,7 +42,7 @@ def attention(
         names = mechanisms or ["vanilla", "blockwise", "flash_attn2"]
         _attention(names, shape, window, dtype, forward, rounds)
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_work(work))
 
 
 def _attention(
@@ -69,8 +69,8 @@ def _attention(
     mask = MaskInfo.full(batch, length)
     outputs: dict[str, Any] = {}
     print(f"{'mechanism':<20}{'ms':>10}{'largest difference':>22}")
-    for given in names:
-        mechanism = Mechanism(name=str(normalize("attn_mechanism", given)))
+    for mechanism_name in names:
+        mechanism = Mechanism(name=str(normalize("attn_mechanism", mechanism_name)))
 
         def ahead(q: Any, k: Any, v: Any, mechanism: Mechanism = mechanism) -> Any:
             return attend(q, k, v, mask, window=window, mechanism=mechanism)[0]
@@ -81,15 +81,15 @@ def _attention(
 
         inputs = arrays[:3] if forward else arrays
         compiled = jax.jit(ahead if forward else both).lower(*inputs).compile()
-        seconds, out = _timed(lambda: jax.block_until_ready(compiled(*inputs)), rounds)  # noqa: B023
-        outputs[given] = jax.tree.leaves(out)
+        seconds, out = _measure_seconds(lambda: jax.block_until_ready(compiled(*inputs)), rounds)  # noqa: B023
+        outputs[mechanism_name] = jax.tree.leaves(out)
         first = outputs[names[0]]
-        pairs = zip(outputs[given], first, strict=True)
-        apart = max(float(jnp.abs(a - b).astype("float32").max()) for a, b in pairs)
-        print(f"{given:<20}{seconds * 1e3:>10.2f}{apart:>22.2e}")
+        pairs = zip(outputs[mechanism_name], first, strict=True)
+        largest_difference = max(float(jnp.abs(a - b).astype("float32").max()) for a, b in pairs)
+        print(f"{mechanism_name:<20}{seconds * 1e3:>10.2f}{largest_difference:>22.2e}")
 
 
-def _timed(work: Callable[[], Any], rounds: int) -> tuple[float, Any]:
+def _measure_seconds(work: Callable[[], Any], rounds: int) -> tuple[float, Any]:
     """Return the median seconds of calls after a first one, and the last result."""
     result = work()
     times = []
@@ -111,7 +111,7 @@ def decode(
 ) -> None:
     """Measure the engine with the model of FILE: seconds of a prompt, tokens per second, and the
     shares of the machine's limits."""
-    raise typer.Exit(guarded(lambda: _decode(file, batch, prompt, tokens, rounds, settings or [])))
+    raise typer.Exit(run_work(lambda: _decode(file, batch, prompt, tokens, rounds, settings or [])))
 
 
 def _decode(
@@ -119,8 +119,8 @@ def _decode(
 ) -> None:
     from ed_esurge.sampling import SamplingParams
 
-    from ed_elarge.command.limits import measured as limits_of_device
-    from ed_elarge.command.limits import reached
+    from ed_elarge.command.limits import describe_reached_limits
+    from ed_elarge.command.limits import measure_limits as limits_of_device
     from ed_elarge.config import nodes
     from ed_elarge.config.layers import with_settings
     from ed_elarge.config.normalize import normalize
@@ -134,7 +134,7 @@ def _decode(
     # Every round has other prompts, so that no prompt is read from the prefix cache.
     number = iter(range(10**9))
 
-    def seconds_of(count: int) -> float:
+    def measure_decoding(count: int) -> float:
         start = next(number)
         prompts: list[Any] = [
             [(31 * start + 17 * row + 7 * i) % size for i in range(prompt)] for row in range(batch)
@@ -144,16 +144,19 @@ def _decode(
         engine.generate(prompts, params)
         return time.perf_counter() - began
 
-    seconds_of(tokens)
-    first = statistics.median(seconds_of(1) for _ in range(rounds))
-    whole = statistics.median(seconds_of(tokens) for _ in range(rounds))
-    rate = batch * (tokens - 1) / max(whole - first, 1e-9)
+    measure_decoding(tokens)
+    first = statistics.median(measure_decoding(1) for _ in range(rounds))
+    total_seconds = statistics.median(measure_decoding(tokens) for _ in range(rounds))
+    rate = batch * (tokens - 1) / max(total_seconds - first, 1e-9)
     print(f"prompts: {batch} x {prompt} tokens in {first * 1e3:.1f} ms")
-    print(f"completions: {batch} x {tokens} tokens in {whole:.3f} s, {rate:,.1f} tokens/s decoded")
+    print(
+        f"completions: {batch} x {tokens} tokens in {total_seconds:.3f} s, {rate:,.1f} tokens/s "
+        "decoded"
+    )
     model: Any = engine.loop.runner.model  # without its arrays
     measured = limits_of_device(rounds)
-    step = max(whole - first, 1e-9) / (tokens - 1)
-    shares = reached(measured, model, tokens=batch * prompt, first=first, step=step)
+    step = max(total_seconds - first, 1e-9) / (tokens - 1)
+    shares = describe_reached_limits(measured, model, tokens=batch * prompt, first=first, step=step)
     print("\n".join([*shares, *measured.lines()]))
 
 
@@ -162,11 +165,11 @@ def limits(rounds: Rounds = 5) -> None:
     """Measure the speed of this machine's memory and of products, without a model."""
 
     def work() -> None:
-        from ed_elarge.command.limits import measured
+        from ed_elarge.command.limits import measure_limits
 
-        print("\n".join(measured(rounds).lines()))
+        print("\n".join(measure_limits(rounds).lines()))
 
-    raise typer.Exit(guarded(work))
+    raise typer.Exit(run_work(work))
 
 
 @app.command()
@@ -179,7 +182,7 @@ def train(
 
     Nothing is saved. The first half of the steps, which contains the compilation, is not counted.
     """
-    raise typer.Exit(guarded(lambda: _train(file, steps, settings or [])))
+    raise typer.Exit(run_work(lambda: _train(file, steps, settings or [])))
 
 
 def _train(file: str, steps: int, settings: list[str]) -> None:
@@ -190,7 +193,7 @@ def _train(file: str, steps: int, settings: list[str]) -> None:
     from ed_elarge.model import eLargeModel
 
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        own = {
+        trainer_options = {
             "max_training_steps": steps,
             "log_steps": 1,
             "save_directory": folder,
@@ -198,7 +201,7 @@ def _train(file: str, steps: int, settings: list[str]) -> None:
             "use_tensorboard": "false",
             "progress_bar_type": "none",
         }
-        changes = [*settings, *(f"trainer.{key}={value}" for key, value in own.items())]
+        changes = [*settings, *(f"trainer.{key}={value}" for key, value in trainer_options.items())]
         document = with_settings(nodes.read(file), changes, nodes.parse)
         run = normalize(with_one_action(document, "train"), require_actions=True)
         eLargeModel.from_run(run).train()

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ed_elarge.command.runs import File, RunSettings, Verbose
-from ed_elarge.exits import guarded
+from ed_elarge.exits import run_work
 
 
 def plan(
@@ -56,13 +56,13 @@ def plan(
         run = normalize(with_settings(nodes.read(file), settings or (), nodes.parse))
         for warning in run.warning_texts():
             print(f"warning: {warning}", file=sys.stderr)
-        made = estimate(run, named)
+        estimated_plan = estimate(run, named)
         compiled = None
         if compiler is not None:
             from ed_elarge.plan.compiled import compare
 
-            compiled = compare(made, compiler, time_limit)
-        values = to_dict(made, compiled)
+            compiled = compare(estimated_plan, compiler, time_limit)
+        values = to_dict(estimated_plan, compiled)
         print("\n".join(lines(values)))
         if output is not None:
             from ed_elarge.plan.page import render
@@ -71,6 +71,6 @@ def plan(
             (output / "plan.json").write_text(json.dumps(values, indent=2) + "\n", "utf-8")
             (output / "plan.html").write_text(render(values), "utf-8")
             print(f"wrote {output / 'plan.json'} and {output / 'plan.html'}")
-        return int(not made.fits)
+        return int(not estimated_plan.fits)
 
-    raise typer.Exit(guarded(work, verbose=verbose))
+    raise typer.Exit(run_work(work, verbose=verbose))

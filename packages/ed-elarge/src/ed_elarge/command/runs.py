@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ed_elarge.exits import guarded
+from ed_elarge.exits import run_work
 
 File = Annotated[str, typer.Argument(help="The run file (YAML or JSON).")]
 DryRun = Annotated[
@@ -80,7 +80,7 @@ def data(
             "--output", "-o", help="The page; default: data.html in the trainer's directory."
         ),
     ] = None,
-    near: Annotated[
+    with_near_duplicates: Annotated[
         bool, typer.Option("--near", help="Also find nearly equal documents (MinHash).")
     ] = False,
     samples: Annotated[int, typer.Option(min=0, max=100, help="Number of rows to show.")] = 3,
@@ -89,7 +89,9 @@ def data(
     """Report the mixture of FILE: rows, tokens, lengths, fill, duplicates and the first rows."""
     from ed_elarge.actions.data_report import show
 
-    raise typer.Exit(guarded(lambda: show(file, output, near, samples), verbose=verbose))
+    raise typer.Exit(
+        run_work(lambda: show(file, output, with_near_duplicates, samples), verbose=verbose)
+    )
 
 
 def run_file(
@@ -108,7 +110,7 @@ def run_file(
         settings: Changes of values, as `--set`.
         only: The one action to execute; empty: all of the file.
     """
-    return guarded(lambda: _run(path, dry_run, verbose, settings, only), verbose=verbose)
+    return run_work(lambda: _run(path, dry_run, verbose, settings, only), verbose=verbose)
 
 
 def _run(path: str, dry_run: bool, verbose: bool, settings: Sequence[str], only: str) -> int:
@@ -157,12 +159,16 @@ def with_one_action(document: Any, name: str) -> Any:
         if canonical_action(first) == name:
             item = one
             if isinstance(listed, list):  # the locations move with the item
-                here = (*prefix, "actions")
+                actions_path = (*prefix, "actions")
                 for table in (document.values, document.keys, document.owners):
-                    for path in [p for p in table if p[: len(here)] == here and p != here]:
+                    for path in [
+                        p
+                        for p in table
+                        if p[: len(actions_path)] == actions_path and p != actions_path
+                    ]:
                         moved = table.pop(path)
-                        if path[len(here)] == number:
-                            table[(*here, 0, *path[len(here) + 1 :])] = moved
+                        if path[len(actions_path)] == number:
+                            table[(*actions_path, 0, *path[len(actions_path) + 1 :])] = moved
             break
     changed = {**holder, "actions": [item]}
     document.value = {**top, wrapper: changed} if prefix else changed

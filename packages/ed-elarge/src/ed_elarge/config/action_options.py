@@ -42,8 +42,8 @@ class EvalOptions(EvalSection):
 
     def over(self, section: EvalSection) -> EvalSection:
         """Return the section with the keys of this action."""
-        own = {key: getattr(self, key) for key in self.model_fields_set - {"engine"}}
-        return section.replace(**own)
+        changes = {key: getattr(self, key) for key in self.model_fields_set - {"engine"}}
+        return section.replace(**changes)
 
 
 def _one_or_more(value: object) -> Any:

@@ -57,10 +57,10 @@ class LoraSection(Options):
 
     @model_validator(mode="after")
     def _one_source(self) -> LoraSection:
-        others = sorted(self.model_fields_set - {"name_or_path"})
-        if self.name_or_path is not None and others:
+        other_keys = sorted(self.model_fields_set - {"name_or_path"})
+        if self.name_or_path is not None and other_keys:
             raise ValueError(
-                f"{', '.join(others)}: the adapter of name_or_path defines these values; "
+                f"{', '.join(other_keys)}: the adapter of name_or_path defines these values; "
                 "omit them, or omit name_or_path for a new adapter"
             )
         return self

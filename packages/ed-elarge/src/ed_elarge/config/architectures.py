@@ -52,8 +52,8 @@ def model_types() -> tuple[str, ...]:
 def keys(model_type: object) -> set[str]:
     """Return the keys of an architecture, or of all architectures if the model type is unknown."""
     fields = config_fields(str(model_type))
-    known = [fields] if fields is not None else [config_fields(name) for name in model_types()]
-    return {key for fields in known for key in fields or ()} | set(LEGACY_FIELDS)
+    field_sets = [fields] if fields is not None else [config_fields(name) for name in model_types()]
+    return {key for fields in field_sets for key in fields or ()} | set(LEGACY_FIELDS)
 
 
 def default(model_type: object, key: str) -> Any:
@@ -92,10 +92,12 @@ def _check_fields(
     fields = config_fields(model_type)
     if fields is None:
         return []
-    rest = {k: v for k, v in config.items() if k != "model_type" and k not in execution_fields}
-    wrong = check_values(rest, model_type)
+    architecture_fields = {
+        k: v for k, v in config.items() if k != "model_type" and k not in execution_fields
+    }
+    wrong = check_values(architecture_fields, model_type)
     problems = [Problem((*path, key), message) for key, message in wrong.items()]
-    for key, value in rest.items():
+    for key, value in architecture_fields.items():
         if key not in fields and key not in LEGACY_FIELDS:
             hint = did_you_mean(str(key), [*fields, *LEGACY_FIELDS, *execution_fields])
             problems.append(Problem((*path, key), f"unknown key {key!r}{hint}", on_key=True))
@@ -114,8 +116,8 @@ def check_values(values: Mapping[str, Any], model_type: str) -> dict[str, str]:
     Returns:
         Key -> message for each invalid value.
     """
-    known = {**(config_fields(model_type) or {}), **LEGACY_FIELDS}
-    problems = {k: _wrong(k, v, known[k]) for k, v in values.items() if k in known}
+    known_fields = {**(config_fields(model_type) or {}), **LEGACY_FIELDS}
+    problems = {k: _wrong(k, v, known_fields[k]) for k, v in values.items() if k in known_fields}
     return {key: message for key, message in problems.items() if message}
 
 

@@ -78,10 +78,10 @@ def explain_task(name_or_path: str, task: TaskType, revision: str | None = None)
     tasks = dict.fromkeys(task for name in types for task in registered_tasks(name))
     if not tasks or task in tasks:
         return None
-    known = ", ".join(repr(task.value) for task in tasks)
+    task_names = ", ".join(repr(task.value) for task in tasks)
     return (
         f"{name_or_path} holds a model of type {types[0]!r}, which has no model for "
-        f"{task.value!r} (it has: {known} and derived tasks)"
+        f"{task.value!r} (it has: {task_names} and derived tasks)"
     )
 
 
@@ -109,8 +109,12 @@ def _read_decorators(tree: ast.Module, model_type: str) -> Iterator[TaskType]:
     )
     for call in calls:
         names = {word.arg: word.value for word in call.keywords}
-        first, own = (*call.args, names.get("task_type"))[0], names.get("model_type")
-        if not isinstance(own, ast.Constant) or own.value != model_type or first is None:
+        first, registered_type = (*call.args, names.get("task_type"))[0], names.get("model_type")
+        if (
+            not isinstance(registered_type, ast.Constant)
+            or registered_type.value != model_type
+            or first is None
+        ):
             continue
         name = ast.unparse(first).rpartition(".")[2].strip("'\"")
         try:

@@ -53,17 +53,17 @@ _MAX_NAME = 100
 @functools.cache
 def config_fields(model_type: str) -> dict[str, ConfigField] | None:
     """Return the fields of a model type's configuration class, or None if transformers has none."""
-    found = _class_of(model_type)
-    return None if found is None else _fields(*found)
+    definition = _find_class(model_type)
+    return None if definition is None else _fields(*definition)
 
 
 @functools.cache
 def inner_types(model_type: str) -> dict[str, str]:
     """Return the keys of configurations inside a configuration, with their model types."""
-    found = _class_of(model_type)
-    if found is None:
+    definition = _find_class(model_type)
+    if definition is None:
         return {}
-    file, tree, node = found
+    file, tree, node = definition
     out: dict[str, str] = {}
     for statement in node.body:
         match statement:
@@ -85,11 +85,11 @@ def _inner_type(file: Path, tree: ast.Module, value: ast.expr) -> str | None:
         if isinstance(kind := named.get("model_type"), ast.Constant):
             return str(kind.value)
         value = named.get("config_class", value)
-    found = next(_definitions(file, tree, ast.unparse(value)), None)
-    return None if found is None else _model_type(found[2])
+    definition = next(_definitions(file, tree, ast.unparse(value)), None)
+    return None if definition is None else _model_type(definition[2])
 
 
-def _class_of(model_type: str) -> tuple[Path, ast.Module, ast.ClassDef] | None:
+def _find_class(model_type: str) -> tuple[Path, ast.Module, ast.ClassDef] | None:
     file = _file(model_type)
     if file is None:
         return None
@@ -131,8 +131,8 @@ def _fields(file: Path, tree: ast.Module, node: ast.ClassDef) -> dict[str, Confi
     """Return the annotated attributes of a class and of its bases, as a dataclass has them."""
     out: dict[str, ConfigField] = {}
     for base in reversed(node.bases):
-        for found in _definitions(file, tree, ast.unparse(base)):
-            out |= _fields(*found)
+        for definition in _definitions(file, tree, ast.unparse(base)):
+            out |= _fields(*definition)
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             types = tuple(sorted(set(_types(statement.annotation))))

@@ -10,7 +10,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaV
 from pydantic_core import CoreSchema
 
 from ed_elarge.config.normalize import WRAPPERS
-from ed_elarge.config.reference import known_names, meanings, nested
+from ed_elarge.config.reference import find_option_class, known_names, meanings
 from ed_elarge.config.table import ACTIONS, SECTIONS
 
 _REFERENCE = "#/$defs/{model}"
@@ -43,10 +43,13 @@ class _Lenient(GenerateJsonSchema):
         The function accepts other spellings, which the schema of its result would refuse. Numbers
         and option classes keep their schemas: their functions refuse values.
         """
-        made = super().function_before_schema(schema)
+        value_schema = super().function_before_schema(schema)
         kind = schema["schema"].get("type")
-        is_class = ("$ref" in made or "properties" in made) and kind not in ("enum", "literal")
-        return made if is_class or kind in ("int", "float") else {}
+        is_class = ("$ref" in value_schema or "properties" in value_schema) and kind not in (
+            "enum",
+            "literal",
+        )
+        return value_schema if is_class or kind in ("int", "float") else {}
 
 
 def schema() -> dict[str, Any]:
@@ -102,23 +105,23 @@ def _class(model: type[BaseModel], defs: dict[str, Any]) -> dict[str, Any]:
     reference = {"$ref": _REFERENCE.format(model=model.__name__)}
     if model.__name__ in defs:
         return reference
-    made = model.model_json_schema(schema_generator=_Lenient, ref_template=_REFERENCE)
-    inner = made.pop("$defs", {})
+    class_schema = model.model_json_schema(schema_generator=_Lenient, ref_template=_REFERENCE)
+    inner = class_schema.pop("$defs", {})
     defs.update({name: value for name, value in inner.items() if name not in defs})
-    if set(made) == {"$ref"}:
-        made = inner[model.__name__]
-    defs[model.__name__] = made
-    _describe(model, made)
+    if set(class_schema) == {"$ref"}:
+        class_schema = inner[model.__name__]
+    defs[model.__name__] = class_schema
+    _describe(model, class_schema)
     for field in model.model_fields.values():
-        child = nested(field.annotation)
+        child = find_option_class(field.annotation)
         if child is not None and child.__name__ in defs:
             _describe(child, defs[child.__name__])
     return reference
 
 
-def _describe(model: type[BaseModel], made: dict[str, Any]) -> None:
+def _describe(model: type[BaseModel], class_schema: dict[str, Any]) -> None:
     """Add meanings, allowed names and other spellings to the schema of a class."""
-    properties = made.get("properties", {})
+    properties = class_schema.get("properties", {})
     docs = meanings(model)
     for name, field in model.model_fields.items():
         entry = properties.get(name)
@@ -130,10 +133,10 @@ def _describe(model: type[BaseModel], made: dict[str, Any]) -> None:
         allowed = known_names(field)
         if allowed and entry.get("type") == "string":
             entry["examples"] = allowed.split(", ")
-    for other, name in getattr(model, "ALIASES", {}).items():
+    for alias, name in getattr(model, "ALIASES", {}).items():
         if name in properties:
             properties.setdefault(
-                other, {**properties[name], "description": f"Another name of {name}."}
+                alias, {**properties[name], "description": f"Another name of {name}."}
             )
 
 

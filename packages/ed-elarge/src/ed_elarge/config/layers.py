@@ -16,21 +16,21 @@ from ed_elarge.errors import Document, InputError, Problem, Span, ValuePath
 INCLUDE = "include"
 
 
-def merged(below: Document, above: Document) -> Document:
+def merge_documents(below: Document, above: Document) -> Document:
     """Return a document with the values of both; `above` has precedence.
 
     The result has the name and the text of `above`.
     """
     out = Document(above.name, above.text, keys=dict(above.keys), values=dict(above.values))
     out.owners = dict(above.owners)
-    out.value = _merged(below.value, above.value)
+    out.value = _merge_values(below.value, above.value)
     for path in {*below.values, *below.keys, *below.owners}:
         if path and path not in above.values and path not in above.owners and _has(out.value, path):
             out.owners.setdefault(path, below.owner(path))
     return out
 
 
-def included(document: Document, read: Any) -> Document:
+def resolve_includes(document: Document, read: Any) -> Document:
     """Return the document merged over the files of its key `include`.
 
     Args:
@@ -53,11 +53,11 @@ def included(document: Document, read: Any) -> Document:
         if not is_file(path):
             raise InputError(document, [Problem((INCLUDE,), f"no such file: {path}")])
         one = read(path)
-        below = one if below is None else merged(below, one)
-    own = {key: item for key, item in document.value.items() if key != INCLUDE}
-    document.value = own
+        below = one if below is None else merge_documents(below, one)
+    document_values = {key: item for key, item in document.value.items() if key != INCLUDE}
+    document.value = document_values
     assert below is not None
-    return merged(below, document)
+    return merge_documents(below, document)
 
 
 def with_settings(document: Document, settings: Sequence[str], parse: Any) -> Document:
@@ -79,13 +79,13 @@ def with_settings(document: Document, settings: Sequence[str], parse: Any) -> Do
         if not sign or not all(keys):
             message = f"--set needs key=value, such as trainer.learning_rate=1e-5, got {text!r}"
             raise InputError("--set", [Problem((), message)])
-        path, problem = _typed(document.value, keys)
+        path, problem = _convert_keys(document.value, keys)
         if problem:
             problems.append(Problem((), f"--set {text}: {problem}"))
             continue
         layer = Document("--set", text)
         parsed = parse(value, f"--set {name}=")
-        layer.value = _nested(path, parsed.value)
+        layer.value = _nest_value(path, parsed.value)
         start = len(name) + 1 + len(value) - len(value.lstrip())
         layer.keys = {path: Span(0, 0, len(name))}
         layer.values = {path: Span(0, start, max(start + 1, len(text)))}
@@ -98,8 +98,8 @@ def with_settings(document: Document, settings: Sequence[str], parse: Any) -> Do
 def _set(document: Document, path: ValuePath, value: object, layer: Document) -> Document:
     """Return a document with one changed value, whose location is in `layer`."""
     out = Document(document.name, document.text, keys=dict(document.keys))
-    out.value = replaced(document.value, path, value)
-    inside = lambda other: other[: len(path)] == path  # noqa: E731
+    out.value = replace_value(document.value, path, value)
+    inside = lambda value_path: value_path[: len(path)] == path  # noqa: E731
     out.values = {k: v for k, v in document.values.items() if not inside(k)}
     out.keys = {k: v for k, v in document.keys.items() if not inside(k)}
     out.owners = {k: v for k, v in document.owners.items() if not inside(k)}
@@ -107,7 +107,7 @@ def _set(document: Document, path: ValuePath, value: object, layer: Document) ->
     return out
 
 
-def _typed(value: object, keys: Iterable[str]) -> tuple[ValuePath, str]:
+def _convert_keys(value: object, keys: Iterable[str]) -> tuple[ValuePath, str]:
     """Return the keys with numbers for list items, and a problem or an empty string."""
     path: list[Any] = []
     for key in keys:
@@ -124,28 +124,31 @@ def _typed(value: object, keys: Iterable[str]) -> tuple[ValuePath, str]:
     return tuple(path), ""
 
 
-def replaced(value: object, path: ValuePath, new: object) -> Any:
+def replace_value(value: object, path: ValuePath, new: object) -> Any:
     """Return a copy of a document with one value set; missing mappings are created."""
     if not path:
         return new
-    first, *rest = path
+    first, *inner_path = path
     if isinstance(value, list):
-        return [replaced(v, tuple(rest), new) if i == first else v for i, v in enumerate(value)]
+        return [
+            replace_value(v, tuple(inner_path), new) if i == first else v
+            for i, v in enumerate(value)
+        ]
     old = value if isinstance(value, Mapping) else {}
-    return {**old, first: replaced(old.get(first), tuple(rest), new)}
+    return {**old, first: replace_value(old.get(first), tuple(inner_path), new)}
 
 
-def _nested(path: ValuePath, value: object) -> Any:
+def _nest_value(path: ValuePath, value: object) -> Any:
     for key in reversed(path):
         value = {key: value}
     return value
 
 
-def _merged(below: object, above: object) -> Any:
+def _merge_values(below: object, above: object) -> Any:
     if isinstance(below, Mapping) and isinstance(above, Mapping):
         keys = dict.fromkeys([*below, *above])
         return {
-            key: _merged(below[key], above[key])
+            key: _merge_values(below[key], above[key])
             if key in below and key in above
             else above.get(key, below.get(key))
             for key in keys

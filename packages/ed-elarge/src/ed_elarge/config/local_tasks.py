@@ -98,11 +98,13 @@ class LocalTask(Options):
         missing = [key for key in kind.files if getattr(self, key) is None]
         if missing:
             raise ValueError(f"{', '.join(missing)}: a {self.type} task needs these files")
-        other = [key for key in _FILES if key not in kind.files and getattr(self, key) is not None]
-        other += ["k"] if not kind.ranks and "k" in self.model_fields_set else []
-        if other:
+        unused_keys = [
+            key for key in _FILES if key not in kind.files and getattr(self, key) is not None
+        ]
+        unused_keys += ["k"] if not kind.ranks and "k" in self.model_fields_set else []
+        if unused_keys:
             raise ValueError(
-                f"{', '.join(other)}: a {self.type} task reads only {', '.join(kind.files)}"
+                f"{', '.join(unused_keys)}: a {self.type} task reads only {', '.join(kind.files)}"
                 + (" and k" if kind.ranks else "")
                 + ": omit the key"
             )
@@ -118,20 +120,20 @@ class LocalTask(Options):
         return {key: getattr(self, key) for key in KINDS[self.type].files}
 
 
-def check_names(tasks: Iterable[LocalTask], taken: Iterable[str]) -> None:
+def check_names(tasks: Iterable[LocalTask], used_names: Iterable[str]) -> None:
     """Check that each task has a name of its own.
 
     Raises:
         ValueError: Two tasks have one name, or a task has the name of another evaluation.
     """
-    seen = set(taken)
+    seen = set(used_names)
     for task in tasks:
         if task.label in seen:
             raise ValueError(f"two tasks have the name {task.label!r}: set name")
         seen.add(task.label)
 
 
-def chosen(tasks: Iterable[LocalTask], names: Iterable[str]) -> list[LocalTask]:
+def select_tasks(tasks: Iterable[LocalTask], names: Iterable[str]) -> list[LocalTask]:
     """Return the local tasks among the tasks of an evaluation; all if there are no names.
 
     Raises:
@@ -139,11 +141,12 @@ def chosen(tasks: Iterable[LocalTask], names: Iterable[str]) -> list[LocalTask]:
     """
     by_name = {task.label: task for task in tasks}
     names = list(names) or list(by_name)
-    found = [by_name[name] for name in names if name in by_name]
-    if found and len(found) < len(names):
-        others = ", ".join(name for name in names if name not in by_name)
+    selected_tasks = [by_name[name] for name in names if name in by_name]
+    if selected_tasks and len(selected_tasks) < len(names):
+        other_names = ", ".join(name for name in names if name not in by_name)
         raise ConfigError(
-            f"{others}: one evaluation runs either local tasks ({', '.join(by_name)}) or tasks of "
+            f"{other_names}: one evaluation runs either local tasks ({', '.join(by_name)}) or "
+            "tasks of "
             "lm-evaluation-harness: use two actions"
         )
-    return found
+    return selected_tasks

@@ -21,7 +21,7 @@ from yaml.reader import Reader, ReaderError
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
-from ed_elarge.config.layers import included
+from ed_elarge.config.layers import resolve_includes
 from ed_elarge.errors import Document, InputError, Problem, Span, ValuePath
 
 MAX_DEPTH = 64
@@ -68,18 +68,20 @@ class _Reading:
 
     def read(self, path: Path, above: tuple[Path, ...]) -> Document:
         """Read a file that the files `above` include."""
-        name, here = str(path), path.resolve()
-        if here in above:
-            files = " -> ".join(file.name for file in (*above, here))
+        name, resolved_path = str(path), path.resolve()
+        if resolved_path in above:
+            files = " -> ".join(file.name for file in (*above, resolved_path))
             raise InputError(name, [Problem((), f"the file includes itself: {files}")])
         self._includes += bool(above)
         if self._includes > MAX_INCLUDES:
             message = f"the file and its includes have more than {MAX_INCLUDES} paths in include"
             raise InputError(name, [Problem((), f"{message}: join the files")])
-        if here not in self._documents:
+        if resolved_path not in self._documents:
             document = _read_file(path)
-            self._documents[here] = included(document, partial(self.read, above=(*above, here)))
-        return self._documents[here]
+            self._documents[resolved_path] = resolve_includes(
+                document, partial(self.read, above=(*above, resolved_path))
+            )
+        return self._documents[resolved_path]
 
 
 def _read_file(path: Path) -> Document:
@@ -95,8 +97,12 @@ def _read_file(path: Path) -> Document:
     except UnicodeDecodeError as error:
         message = f"is not UTF-8 text (byte {error.start})"
     except FileNotFoundError:
-        near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        message = "no such file" + (f" (YAML files there: {', '.join(near[:8])})" if near else "")
+        yaml_files = (
+            sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        )
+        message = "no such file" + (
+            f" (YAML files there: {', '.join(yaml_files[:8])})" if yaml_files else ""
+        )
     except IsADirectoryError:
         message = "is a directory; give a YAML file"
     except OSError as error:
@@ -194,7 +200,7 @@ class _Builder:
             )
             return None
         if isinstance(node, ScalarNode):
-            return self._scalar(self._filled(node, path), path)
+            return self._scalar(self._fill_variables(node, path), path)
         if node.tag not in (_CORE + "seq", _CORE + "map"):
             self.problems.append(Problem(path, f"the YAML tag {node.tag!r} is not supported"))
             return None
@@ -216,14 +222,14 @@ class _Builder:
                 self._merge(value_node, path, merged)
                 continue
             key = self._key(key_node, path)
-            here = (*path, key)
+            key_path = (*path, key)
             if key in first:
-                self.document.keys[here] = self._span(key_node)
+                self.document.keys[key_path] = self._span(key_node)
                 message = f"duplicate key {key!r} (first given on line {first[key].line + 1})"
-                self.problems.append(Problem(here, message, on_key=True))
+                self.problems.append(Problem(key_path, message, on_key=True))
                 continue
-            first[key] = self.document.keys[here] = self._span(key_node)
-            out[key] = self.build(value_node, here)
+            first[key] = self.document.keys[key_path] = self._span(key_node)
+            out[key] = self.build(value_node, key_path)
         for key, (key_node, value_node) in merged.items():
             if key not in out:
                 self.document.keys[(*path, key)] = self._span(key_node)
@@ -243,9 +249,9 @@ class _Builder:
 
     def _merged_keys(self, source: MappingNode, path: ValuePath) -> dict[Any, tuple[Node, Node]]:
         """Return the keys of a mapping with those that it merges; each mapping is read once."""
-        known = self._merges.get(id(source))
-        if known is not None:
-            return known
+        stored_keys = self._merges.get(id(source))
+        if stored_keys is not None:
+            return stored_keys
         if any(source is parent for parent in self._open):
             message = "an alias (*name) refers to a node that contains it"
             self.problems.append(Problem((*path, "<<"), message))
@@ -301,7 +307,7 @@ class _Builder:
         self.problems.append(Problem(path, f"the YAML tag {node.tag!r} is not supported"))
         return None
 
-    def _filled(self, node: ScalarNode, path: ValuePath) -> ScalarNode:
+    def _fill_variables(self, node: ScalarNode, path: ValuePath) -> ScalarNode:
         """Replace `${env:NAME}` and `${env:NAME:-default}` by the value of a variable.
 
         A plain scalar gets the type of its new text; a quoted scalar stays text.
@@ -309,7 +315,7 @@ class _Builder:
         if "${env:" not in node.value:
             return node
         missing = [
-            n for n, other in _VARIABLE.findall(node.value) if n not in os.environ and not other
+            n for n, default in _VARIABLE.findall(node.value) if n not in os.environ and not default
         ]
         if missing:
             message = f"the environment variable {missing[0]} is not set: set it, or write " + (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ed_elarge.config.checks import advice, unused
-from ed_elarge.config.other_programs import moved
+from ed_elarge.config.other_programs import move_keys
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.table import (
     ACTIONS,
@@ -39,32 +39,41 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
     problems: list[Problem] = []
     sections, prefix, raw_actions = _unwrap(document, problems)
     built: dict[str, Any] = {}
-    moved_sections, found = moved(sections)
-    problems.extend(problem._replace(path=(*prefix, *problem.path)) for problem in found)
+    moved_sections, new_problems = move_keys(sections)
+    problems.extend(problem._replace(path=(*prefix, *problem.path)) for problem in new_problems)
     filled = _fill_batch_size(moved_sections)
     misspelled = set[str]()
     for name, value in sections.items():
         if name not in SECTIONS:
             problems.append(Problem((*prefix, name), unknown_section(name), on_key=True))
-            near = difflib.get_close_matches(str(name).lower(), SECTIONS, n=1)
-            misspelled.update(other for other in near if other not in sections)
+            close_matches = difflib.get_close_matches(str(name).lower(), SECTIONS, n=1)
+            misspelled.update(
+                section_name for section_name in close_matches if section_name not in sections
+            )
         elif value is None and not SECTIONS[name].has_default:
             message = "is empty: write its keys, or omit the section"
             problems.append(Problem((*prefix, name), message))
     for name, section in SECTIONS.items():
         built[name] = None
         if filled.get(name) is not None or (section.has_default and name not in misspelled):
-            built[name], found = section.validate(filled.get(name), (*prefix, name))
-            problems.extend(found)
-            if not found:
+            built[name], new_problems = section.validate(filled.get(name), (*prefix, name))
+            problems.extend(new_problems)
+            if not new_problems:
                 problems.extend(empty_texts(filled.get(name), (*prefix, name)))
     actions = _actions(*raw_actions, require_actions and not problems, problems)
-    written = {**sections, **dict.fromkeys(misspelled)}
-    run = RunConfig(document, prefix, written, built, actions)
+    written_sections = {**sections, **dict.fromkeys(misspelled)}
+    run = RunConfig(document, prefix, written_sections, built, actions)
     problems.extend(_across(run))
     if problems:
         raise run.error(problems)
-    return RunConfig(document, prefix, written, built | _shared(run), actions, _warnings(run))
+    return RunConfig(
+        document,
+        prefix,
+        written_sections,
+        built | _share_trainer_options(run),
+        actions,
+        _warnings(run),
+    )
 
 
 def check_section(name: str, value: object) -> list[Problem]:
@@ -99,13 +108,13 @@ def _needs(run: RunConfig) -> list[Problem]:
 
 def _warnings(run: RunConfig) -> list[Problem]:
     """Return warnings about keys without effect."""
-    found = (
+    problems = (
         *unused.without_effect(run),
-        *unused.of_other_methods(run),
+        *unused.find_other_method_keys(run),
         *unused.other_models(run),
         *advice.warnings(run),
     )
-    out = [run.place(problem) for problem in found]
+    out = [run.place(problem) for problem in problems]
     for name, section in SECTIONS.items():
         if (options := run.sections[name]) is not None:
             for problem in unused.warnings(options, section.unused, run):
@@ -144,7 +153,7 @@ def _batch_sizes(run: RunConfig) -> list[Problem]:
     return [Problem(("trainer", "total_batch_size"), message)]
 
 
-def _shared(run: RunConfig) -> dict[str, Any]:
+def _share_trainer_options(run: RunConfig) -> dict[str, Any]:
     """Return the mixture with the batch size and the seed of the trainer."""
     trainer, mixture = run.trainer, run.mixture
     if trainer is None or mixture is None:
@@ -220,8 +229,8 @@ def _actions(
         kind, parameters = ACTIONS[name], item.parameters
         if kind.scalar and parameters is not None and not isinstance(parameters, Mapping):
             parameters = {kind.scalar: parameters}
-        options, found = validate(kind.options, parameters, item.parameter_path)
-        problems.extend(found or empty_texts(item.parameters, item.parameter_path))
+        options, new_problems = validate(kind.options, parameters, item.parameter_path)
+        problems.extend(new_problems or empty_texts(item.parameters, item.parameter_path))
         if options is not None:
             actions.append(Action(name, options, item.path, item.parameter_path))
     return tuple(actions)
@@ -229,40 +238,45 @@ def _actions(
 
 def _split(value: object, path: ValuePath, problems: list[Problem]) -> list[_RawAction]:
     """Split an `actions` value: one name, a list of names and mappings, or one mapping."""
-    found: list[_RawAction] = []
+    raw_actions: list[_RawAction] = []
     if isinstance(value, Mapping):
         items = [({name: parameters}, path) for name, parameters in value.items()]
     elif isinstance(value, list):
         items = [(item, (*path, i)) for i, item in enumerate(value)]
     else:
         items = [(value, path)]
-    for item, here in items:
+    for item, item_path in items:
         if isinstance(item, str):
-            found.append(_RawAction(item, None, here, here))
+            raw_actions.append(_RawAction(item, None, item_path, item_path))
         elif not isinstance(item, Mapping) or not item:
             message = f"an action is a name or a mapping of a name to parameters, got {item!r}"
-            problems.append(Problem(here, message))
+            problems.append(Problem(item_path, message))
         elif len(item) == 1:
             name, parameters = next(iter(item.items()))
-            found.append(_RawAction(str(name), parameters, (*here, name), (*here, name)))
+            raw_actions.append(
+                _RawAction(str(name), parameters, (*item_path, name), (*item_path, name))
+            )
         else:
-            _several_keys(item, here, found, problems)
+            _several_keys(item, item_path, raw_actions, problems)
     if not items:
         problems.append(Problem(path, f"no action is given (known: {', '.join(ACTIONS)})"))
-    return found
+    return raw_actions
 
 
 def _several_keys(
-    item: Mapping[Any, Any], here: ValuePath, found: list[_RawAction], problems: list[Problem]
+    item: Mapping[Any, Any],
+    item_path: ValuePath,
+    raw_actions: list[_RawAction],
+    problems: list[Problem],
 ) -> None:
     """Handle `- serve:` whose parameters lack indentation: YAML parses one mapping of many keys."""
     name, first = next(iter(item.items()))
-    others = {key: value for key, value in item.items() if key != name}
-    if canonical_action(name) and first is None and not any(map(canonical_action, others)):
-        found.append(_RawAction(str(name), others, (*here, name), here))
+    parameters = {key: value for key, value in item.items() if key != name}
+    if canonical_action(name) and first is None and not any(map(canonical_action, parameters)):
+        raw_actions.append(_RawAction(str(name), parameters, (*item_path, name), item_path))
         return
     message = (
         f"one list item holds several keys ({', '.join(map(str, item))}): start each action "
         "with its own dash, and indent its parameters below its name"
     )
-    problems.append(Problem((*here, next(iter(others))), message, on_key=True))
+    problems.append(Problem((*item_path, next(iter(parameters))), message, on_key=True))

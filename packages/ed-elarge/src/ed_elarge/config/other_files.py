@@ -152,8 +152,8 @@ def place(key: str) -> str | None:
 
     Options of a trainer, and the names in `ed_trainers.options.other_names`, are known too.
     """
-    if found := AXOLOTL.get(key) or TRL.get(key):
-        return found
+    if key_place := AXOLOTL.get(key) or TRL.get(key):
+        return key_place
     for options in ARGUMENTS.values():
         if key in options.model_fields or key in options.ALIASES:
             return f"trainer.{options.ALIASES.get(key, key)}"

@@ -19,7 +19,7 @@ OF_MIXTURE = {
 LOSSES = {"label_smoothing": "label_smoothing_factor", "z_loss": "z_loss_coefficient"}
 
 
-def moved(sections: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Problem]]:
+def move_keys(sections: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Problem]]:
     """Return the sections without these keys, with the values in their places, and problems.
 
     The paths of problems start at the sections.
@@ -27,24 +27,24 @@ def moved(sections: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Problem]
     trainer = sections.get("trainer")
     if not isinstance(trainer, Mapping):
         return sections, []
-    own, mixture = dict(trainer), sections.get("mixture")
+    trainer_values, mixture = dict(trainer), sections.get("mixture")
     problems: list[Problem] = []
-    _tracker(own, problems)
-    _losses(own, problems)
+    _tracker(trainer_values, problems)
+    _losses(trainer_values, problems)
     if isinstance(mixture, Mapping):
         for key, path in OF_MIXTURE.items():
-            if key in own:
-                value = own.pop(key)
+            if key in trainer_values:
+                value = trainer_values.pop(key)
                 mixture = _with(mixture, path, value, ("trainer", key), problems)
-        if "dataset_text_field" in own:
-            name = own.pop("dataset_text_field")
+        if "dataset_text_field" in trainer_values:
+            name = trainer_values.pop("dataset_text_field")
             informs = mixture.get("informs")
             if isinstance(informs, list):
                 filled = [
                     {**one, "content_field": name} if _lacks_field(one) else one for one in informs
                 ]
                 mixture = {**mixture, "informs": filled}
-    out = {**sections, "trainer": own}
+    out = {**sections, "trainer": trainer_values}
     return ({**out, "mixture": mixture} if mixture is not None else out), problems
 
 
@@ -57,17 +57,17 @@ def _with(
     mixture: Mapping[str, Any],
     path: tuple[str, ...],
     value: object,
-    here: tuple[str, str],
+    key_path: tuple[str, str],
     problems: list[Problem],
 ) -> Mapping[str, Any]:
     """Return the mixture with a value, unless it has another one."""
-    first, *rest = path
+    first, *inner_path = path
     inner = mixture.get(first)
-    if rest and isinstance(inner, Mapping | None):
-        return {**mixture, first: _with(inner or {}, tuple(rest), value, here, problems)}
+    if inner_path and isinstance(inner, Mapping | None):
+        return {**mixture, first: _with(inner or {}, tuple(inner_path), value, key_path, problems)}
     if first in mixture and inner != value:
         message = f"{value!r} differs from {first} ({inner!r}) of the mixture: keep one of them"
-        problems.append(Problem(here, message))
+        problems.append(Problem(key_path, message))
         return mixture
     return {**mixture, first: value}
 

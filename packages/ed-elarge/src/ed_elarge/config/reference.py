@@ -47,14 +47,14 @@ class Key(NamedTuple):
     def others(self) -> list[str]:
         """The other spellings of the key."""
         aliases = getattr(self.model, "ALIASES", {})
-        return [other for other, canonical in aliases.items() if canonical == self.name]
+        return [alias for alias, canonical in aliases.items() if canonical == self.name]
 
 
 def classes(section: str) -> dict[str, type[BaseModel]]:
     """Return the option classes of a section, or of an action `actions.NAME`, by kind."""
-    first, _, rest = section.partition(".")
+    first, _, action = section.partition(".")
     if first == "actions":
-        name = canonical_action(rest)
+        name = canonical_action(action)
         return {} if name is None else {"": ACTIONS[name].options}
     return dict(SECTIONS[first].classes()) if first in SECTIONS else {}
 
@@ -63,15 +63,17 @@ def find(path: typing.Sequence[str]) -> list[Key]:
     """Return the descriptions of a key, one for each different description; empty if unknown."""
     start = 2 if path[0] == "actions" else 1
     owners = classes(".".join(path[:start]))
-    found: dict[tuple[str, ...], list[Key]] = {}
+    keys_by_description: dict[tuple[str, ...], list[Key]] = {}
     for kind, model in owners.items():
         key = _in_class(model, path[start:])
         if key is not None:
-            same = (spelled(key.field.annotation), default(key.field), key.meaning)
-            found.setdefault(same, []).append(key._replace(kinds=(kind,) if kind else ()))
+            same = (describe_type(key.field.annotation), default(key.field), key.meaning)
+            keys_by_description.setdefault(same, []).append(
+                key._replace(kinds=(kind,) if kind else ())
+            )
     return [
         group[0]._replace(kinds=tuple(itertools.chain(*(key.kinds for key in group))))
-        for group in found.values()
+        for group in keys_by_description.values()
     ]
 
 
@@ -81,29 +83,31 @@ def _in_class(model: type[BaseModel], path: typing.Sequence[str]) -> Key | None:
     name = getattr(model, "ALIASES", {}).get(path[0], path[0])
     if name not in model.model_fields:
         return None
-    field, rest = model.model_fields[name], [part for part in path[1:] if not part.isdigit()]
-    if not rest:
+    field, inner_path = model.model_fields[name], [part for part in path[1:] if not part.isdigit()]
+    if not inner_path:
         return Key(name, model, field)
-    inner = nested(field.annotation)
-    return None if inner is None else _in_class(inner, rest)
+    inner = find_option_class(field.annotation)
+    return None if inner is None else _in_class(inner, inner_path)
 
 
 @functools.cache
 def meanings(model: type[BaseModel]) -> dict[str, str]:
     """Return field -> the docstring after it, including inherited fields."""
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for cls in reversed(model.__mro__):
         if cls is BaseModel or not issubclass(cls, BaseModel):
             continue
-        for statement, after in itertools.pairwise(_bodies(cls.__module__).get(cls.__name__, ())):
+        for statement, next_statement in itertools.pairwise(
+            _bodies(cls.__module__).get(cls.__name__, ())
+        ):
             if (
                 isinstance(statement, ast.AnnAssign)
                 and isinstance(statement.target, ast.Name)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
+                and isinstance(next_statement, ast.Expr)
+                and isinstance(next_statement.value, ast.Constant)
             ):
-                found[statement.target.id] = " ".join(str(after.value.value).split())
-    return found
+                docstrings[statement.target.id] = " ".join(str(next_statement.value.value).split())
+    return docstrings
 
 
 @functools.cache
@@ -113,15 +117,15 @@ def _bodies(module: str) -> dict[str, list[ast.stmt]]:
     return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
-def nested(annotation: object) -> type[BaseModel] | None:
+def find_option_class(annotation: object) -> type[BaseModel] | None:
     """Return the option class in an annotation, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    inner = (nested(part) for part in typing.get_args(annotation))
+    inner = (find_option_class(part) for part in typing.get_args(annotation))
     return next((model for model in inner if model), None)
 
 
-def spelled(annotation: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """Describe a type in terms of YAML: `int`, `list of int`, `"a" | "b" | null`."""
     if annotation in (None, type(None)):
         return "null"
@@ -129,18 +133,18 @@ def spelled(annotation: Any) -> str:
         return "any"
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return spelled(parts[0])
+        return describe_type(parts[0])
     if origin is Literal:
         return " \\| ".join(yaml_text(part) for part in parts)
     if origin in (typing.Union, types.UnionType):
-        return " \\| ".join(dict.fromkeys(spelled(part) for part in parts))
+        return " \\| ".join(dict.fromkeys(describe_type(part) for part in parts))
     if origin in (list, tuple, set, frozenset):
-        return f"list of {spelled(parts[0])}"
+        return f"list of {describe_type(parts[0])}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "mapping"
     if origin is not None and "Callable" in str(origin):
         return "function"
-    if nested(annotation):
+    if find_option_class(annotation):
         return "section"
     if isinstance(annotation, type) and issubclass(annotation, str):
         return "str"

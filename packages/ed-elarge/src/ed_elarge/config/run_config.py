@@ -104,14 +104,14 @@ class RunConfig:
         self,
         document: Document,
         prefix: ValuePath,
-        written: Mapping[str, Any],
+        written_sections: Mapping[str, Any],
         sections: Mapping[str, Options | Mixture | None],
         actions: Sequence[Action] = (),
         warnings: Sequence[Problem] = (),
     ) -> None:
         self.document = document
         self.prefix = prefix
-        self.written = written
+        self.written = written_sections
         self.sections = dict(sections)
         self.actions = tuple(actions)
         self.warnings = tuple(warnings)
@@ -158,16 +158,16 @@ class RunConfig:
         `auto-bind` represents the task that the checkpoint names. It remains if the checkpoint
         names a task of another method, or is not on this machine.
         """
-        chosen = self.model.task if self.model is not None else None
-        if chosen == TaskType.AUTO_BIND:
-            chosen = self.checkpoint_task or chosen
-            if self.trainer is not None and chosen not in self.tasks:
-                chosen = TaskType.AUTO_BIND
+        model_task = self.model.task if self.model is not None else None
+        if model_task == TaskType.AUTO_BIND:
+            model_task = self.checkpoint_task or model_task
+            if self.trainer is not None and model_task not in self.tasks:
+                model_task = TaskType.AUTO_BIND
         if self.trainer is None:
-            return chosen or TaskType.CAUSAL_LM
-        first, *others = self.tasks
-        automatic = chosen == TaskType.AUTO_BIND and others
-        return chosen if chosen and (chosen in self.tasks or automatic) else first
+            return model_task or TaskType.CAUSAL_LM
+        first, *other_tasks = self.tasks
+        automatic = model_task == TaskType.AUTO_BIND and other_tasks
+        return model_task if model_task and (model_task in self.tasks or automatic) else first
 
     @property
     def checkpoint_task(self) -> TaskType | None:
@@ -330,13 +330,15 @@ class RunConfig:
 
     def execution_fields(self) -> Mapping[str, Any]:
         """Return the execution fields of the run in canonical form, with their defaults."""
-        given = {**(self.model.config or {})} if self.model is not None else {}
-        given |= {"sharding_axis_names": self.sharding.axis_names}
-        given |= {"sharding_axis_dims": self.sharding.axis_dims}
-        given |= {name: value for name, (_, value) in self.config_fields().items()}
-        named = {canonical_field(name): value for name, value in given.items()}
-        own = {name: normalize(name, value) for name, value in named.items() if name in FIELDS}
-        return {name: own.get(name, field.default) for name, field in FIELDS.items()}
+        fields = {**(self.model.config or {})} if self.model is not None else {}
+        fields |= {"sharding_axis_names": self.sharding.axis_names}
+        fields |= {"sharding_axis_dims": self.sharding.axis_dims}
+        fields |= {name: value for name, (_, value) in self.config_fields().items()}
+        named = {canonical_field(name): value for name, value in fields.items()}
+        execution_values = {
+            name: normalize(name, value) for name, value in named.items() if name in FIELDS
+        }
+        return {name: execution_values.get(name, field.default) for name, field in FIELDS.items()}
 
     # Locations of errors.
 
@@ -353,17 +355,17 @@ class RunConfig:
         """Convert a path that starts at the sections to the path that the user typed."""
         if not problem.path:
             return problem._replace(path=self.prefix)
-        name, *rest = problem.path
+        name, *inner_path = problem.path
         section = self.sections.get(name)
         cls = type(section) if section is not None else None
-        typed = typed_path(rest, self.written.get(name), cls)
-        absent = rest[len(typed) :][-1:]
+        typed = typed_path(inner_path, self.written.get(name), cls)
+        absent = inner_path[len(typed) :][-1:]
         return problem._replace(path=(*self.prefix, name, *typed, *absent))
 
     def place_in(self, action: Action, problem: Problem) -> Problem:
         """Convert a path that starts at the parameters of an action."""
-        written = value_at(self.document.value, action.parameter_path)
-        typed = typed_path(problem.path, written, type(action.options))
+        parameters = value_at(self.document.value, action.parameter_path)
+        typed = typed_path(problem.path, parameters, type(action.options))
         return problem._replace(path=(*action.parameter_path, *typed))
 
     def warning_texts(self) -> list[str]:
@@ -412,11 +414,11 @@ class RunConfig:
             try:
                 yield
             except ConfigError as error:
-                written = self.written.get("trainer")
-                if error.field is None and isinstance(written, Mapping):
+                trainer_values = self.written.get("trainer")
+                if error.field is None and isinstance(trainer_values, Mapping):
                     words = re.findall(r"[a-z]\w*", str(error))
                     aliases = type(self.trainer).ALIASES if self.trainer is not None else {}
-                    names = {aliases.get(str(key), str(key)) for key in written}
+                    names = {aliases.get(str(key), str(key)) for key in trainer_values}
                     error.field = next((word for word in words if word in names), None)
                 raise
 
@@ -427,9 +429,9 @@ class RunConfig:
             path: The block.
             key: A key of the block or of the trainer, or a dotted key that starts at the sections.
         """
-        first, *rest = key.split(".")
-        if first in self.sections and rest:
-            return self.place(Problem((first, *rest), "")).path
+        first, *inner_path = key.split(".")
+        if first in self.sections and inner_path:
+            return self.place(Problem((first, *inner_path), "")).path
         block = value_at(self.document.value, path)
         if isinstance(block, Mapping) and key in block:
             return (*path, key)

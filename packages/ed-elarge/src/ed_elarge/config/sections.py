@@ -113,8 +113,8 @@ def _task(value: Any) -> Any:
     except ConfigError as error:
         raise ValueError(str(error)) from error
     if task not in TASKS:
-        known = ", ".join(task.value for task in TASKS)
-        raise ValueError(f"trainers and engine support no models for {task.value!r} ({known})")
+        task_names = ", ".join(task.value for task in TASKS)
+        raise ValueError(f"trainers and engine support no models for {task.value!r} ({task_names})")
     return task
 
 
@@ -237,7 +237,7 @@ class SetsConfig(Options):
 
         A field has the name of the key, or one of its aliases.
         """
-        names = {key: other for other, key in self.ALIASES.items()}
+        names = {key: alias for alias, key in self.ALIASES.items()}
         return {
             names.get(key, key): ((key,), getattr(self, key))
             for key in self.model_fields_set

@@ -92,18 +92,18 @@ class Section:
                     problem = Problem((*path, key), f"unknown key {key!r}{hint}", on_key=True)
                     return None, [problem]
             kind = value.get(self.chosen_by, kind)
-            plain = kind.lower().replace("-", "_") if isinstance(kind, str) else kind
-            if isinstance(kind, str) and kind not in classes and plain in classes:
-                kind, value = plain, {**value, self.chosen_by: plain}
+            normal_kind = kind.lower().replace("-", "_") if isinstance(kind, str) else kind
+            if isinstance(kind, str) and kind not in classes and normal_kind in classes:
+                kind, value = normal_kind, {**value, self.chosen_by: normal_kind}
         if not isinstance(kind, str) or kind not in classes:
             problem = str(unknown_name(self.chosen_by, kind, classes))
             return None, [Problem((*path, self.chosen_by), problem)]
         if self.chosen_by and isinstance(value, Mapping):
-            others = {
-                *unused.of_other_kinds(value, kind, classes),
+            ignored_keys = {
+                *unused.find_other_kinds(value, kind, classes),
                 *unused.replaced_names(value, classes[kind]),
             }
-            value = {key: item for key, item in value.items() if key not in others}
+            value = {key: item for key, item in value.items() if key not in ignored_keys}
         return validate(classes[kind], value, path, partial=partial)
 
 
@@ -141,7 +141,7 @@ SECTIONS: dict[str, Section] = {
         has_default=False,
         checks=(model_fields.adapters_or_rules,),
         machine_checks=(machine.adapter,),
-        finishes="ed_elarge.building.parts:adapted",
+        finishes="ed_elarge.building.parts:add_adapters",
     ),
     "loader": Section(LoaderSection, finishes="ed_elarge.building.parts:show_parameters"),
     "sharding": Section(
@@ -217,8 +217,9 @@ def unknown_section(name: object) -> str:
     if instead := place(str(name)):
         hint = instead if instead.startswith("omit it") else f"use {instead}"
         return f"unknown section {name!r}; {hint}"
-    known = [*SECTIONS, "actions"]
-    return f"unknown section {name!r}{did_you_mean(str(name), known)} (known: {', '.join(known)})"
+    section_names = [*SECTIONS, "actions"]
+    suggestion = did_you_mean(str(name), section_names)
+    return f"unknown section {name!r}{suggestion} (known: {', '.join(section_names)})"
 
 
 @dataclass(frozen=True)
@@ -252,9 +253,9 @@ class ActionKind:
 
 
 def _write(doc: str, function: str, *aliases: str) -> ActionKind:
-    written = (machine.written_file,)
+    file_checks = (machine.written_file,)
     return ActionKind(
-        doc, function, WriteOptions, scalar="path", aliases=aliases, machine_checks=written
+        doc, function, WriteOptions, scalar="path", aliases=aliases, machine_checks=file_checks
     )
 
 
@@ -333,7 +334,7 @@ ACTIONS: dict[str, ActionKind] = {
 
 #: Other spelling -> action.
 ACTION_ALIASES: dict[str, str] = {
-    other: name for name, kind in ACTIONS.items() for other in kind.aliases
+    alias: name for name, kind in ACTIONS.items() for alias in kind.aliases
 }
 
 

@@ -102,11 +102,11 @@ def template(name: str, file: str) -> str:
         file: The name of the file, for its comments.
     """
     if name in METHODS:
-        return _of_method(name, file)
-    return _of_action(str(canonical_action(name)), file)
+        return _render_method(name, file)
+    return _render_action(str(canonical_action(name)), file)
 
 
-def _of_method(name: str, file: str) -> str:
+def _render_method(name: str, file: str) -> str:
     entry = METHODS[name]
     doc = " ".join((entry.arguments.__doc__ or name).split())
     rows, fields = _ROWS.get(entry.rows, ("", entry.rows))
@@ -178,7 +178,7 @@ def _trainer(name: str, arguments: type[TrainingArguments]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _of_action(name: str, file: str) -> str:
+def _render_action(name: str, file: str) -> str:
     kind = ACTIONS[name]
     doc = f"{kind.doc[0].upper()}{kind.doc[1:]}."
     options = {"eval": {"tasks": ["arc_easy"], "limit": 100}, "generate": {"prompts": ["The"]}}

@@ -34,22 +34,24 @@ def validate(
     """
     value = {} if value is None else value
     problems: list[Problem] = []
-    rest, misspelled = value, list[ValuePath]()
+    remaining_value, misspelled = value, list[ValuePath]()
     while True:
         try:
-            instance = cls.model_validate(rest)
+            instance = cls.model_validate(remaining_value)
         except pydantic.ValidationError as error:
             items = error.errors(include_url=False)
             drop = [item["loc"] for item in items if item["type"] in _ABOUT_THE_KEY]
             misspelled += drop
-            left = [i for i in items if not _follows(i, misspelled)]
-            left = [i for i in left if not (partial and i["type"] == "missing")]
-            for problem in _problems(left, value, cls):
+            remaining_errors = [i for i in items if not _follows(i, misspelled)]
+            remaining_errors = [
+                i for i in remaining_errors if not (partial and i["type"] == "missing")
+            ]
+            for problem in _problems(remaining_errors, value, cls):
                 problem = problem._replace(path=(*path, *problem.path))
                 if problem not in problems:
                     problems.append(problem)
-            rest, before = _without(rest, drop), rest
-            if not drop or rest == before:
+            remaining_value, previous_value = _without(remaining_value, drop), remaining_value
+            if not drop or remaining_value == previous_value:
                 return None, problems
         else:
             return (None, problems) if problems else (instance, [])
@@ -95,12 +97,13 @@ def _problems(items: Sequence[Any], value: object, cls: type[pydantic.BaseModel]
     for item in items:
         loc, kind = item["loc"], item["type"]
         if kind == "too_short" and any(
-            len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in items
+            len(inner_item["loc"]) > len(loc) and inner_item["loc"][: len(loc)] == loc
+            for inner_item in items
         ):
             continue  # invalid items were not counted
         path, message = typed_path(loc, value, cls), _words(item)
         if kind == "value_error":
-            path += _key_of(message, value_at(value, path), cls)
+            path += _find_key(message, value_at(value, path), cls)
         inside = value_at(value, path)
         if isinstance(inside, Mapping) and kind not in ("missing", *_ABOUT_THE_KEY):
             path += tuple(k for k in inside if f"{k!r}" in message)[:1]
@@ -112,9 +115,9 @@ def _one_for_each_place(problems: list[Problem]) -> list[Problem]:
     """Merge the messages of a union's alternatives about one value into one sentence."""
     by_place: dict[ValuePath, list[Problem]] = {}
     for problem in problems:
-        others = by_place.setdefault(problem.path, [])
-        if problem not in others:
-            others.append(problem)
+        place_problems = by_place.setdefault(problem.path, [])
+        if problem not in place_problems:
+            place_problems.append(problem)
     out = []
     for group in by_place.values():
         parts = [problem.message.partition(", got ") for problem in group]
@@ -147,7 +150,7 @@ def _words(item: Any) -> str:
     return message
 
 
-def _key_of(message: str, value: object, cls: type[pydantic.BaseModel]) -> ValuePath:
+def _find_key(message: str, value: object, cls: type[pydantic.BaseModel]) -> ValuePath:
     """Return the path of the key that a message mentions, or an empty path.
 
     A validator of a whole class reports no location, but its message names keys. Of the named keys
@@ -160,8 +163,8 @@ def _key_of(message: str, value: object, cls: type[pydantic.BaseModel]) -> Value
         if len(path) == words.count(".") + 1:
             named.append(path)
     empty = (path for path in named if value_at(value, path) in (None, [], {}, ""))
-    told = (path for path in named if repr(value_at(value, path)) in message)
-    return next(empty, None) or next(told, None) or next(iter(named), ())
+    quoted_paths = (path for path in named if repr(value_at(value, path)) in message)
+    return next(empty, None) or next(quoted_paths, None) or next(iter(named), ())
 
 
 #: Keys whose text may be empty, and mappings with keys of other programs.
@@ -217,12 +220,12 @@ def typed_path(
 def spellings(cls: type[pydantic.BaseModel]) -> dict[str, list[str]]:
     """Return canonical key -> other spellings, for a class and its nested classes."""
     out: dict[str, list[str]] = {}
-    for other, name in getattr(cls, "ALIASES", {}).items():
-        out.setdefault(name, []).append(other)
+    for alias, name in getattr(cls, "ALIASES", {}).items():
+        out.setdefault(name, []).append(alias)
     for field in cls.model_fields.values():
         for nested in _models(field.annotation):
-            for name, others in spellings(nested).items():
-                out.setdefault(name, []).extend(others)
+            for name, aliases in spellings(nested).items():
+                out.setdefault(name, []).extend(aliases)
     return out
 
 

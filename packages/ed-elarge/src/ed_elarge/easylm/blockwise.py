@@ -64,9 +64,9 @@ def blockwise_attn(
     if drops and dropout_rng is None:
         raise ConfigError(f"attn_pdrop={attn_pdrop} needs dropout_rng, a random key of jax")
     target_dtype = query.dtype if dtype is None else jnp.dtype(dtype)
-    whole = query_chunk_size is None and key_chunk_size is None
+    is_single_block = query_chunk_size is None and key_chunk_size is None
     mechanism = Mechanism(
-        name="vanilla" if whole else "blockwise",
+        name="vanilla" if is_single_block else "blockwise",
         default=Settings(block_q=query_chunk_size, block_k=key_chunk_size),
         dtype=target_dtype,
         softmax_dtype=jnp.dtype("float32") if float32_logits else target_dtype,

@@ -52,7 +52,7 @@ def convert_to_model(
         ConfigError: The address names the state of an optimizer, which is not read.
         CheckpointError: The file is damaged, or contains another model.
     """
-    from ed_trainers.convert import convert, tokenizer_of
+    from ed_trainers.convert import convert, get_tokenizer
 
     if kind == "trainstate":
         raise ConfigError(
@@ -61,7 +61,7 @@ def convert_to_model(
         )
     if source.is_dir():
         convert(source, target)
-        return tokenizer_of(source)
+        return get_tokenizer(source)
     settings = config or source.parent
     convert(source, target, config=settings)
     return Path(settings)
@@ -105,13 +105,13 @@ def read_parameters(address: str) -> Iterator[tuple[str, np.ndarray]]:
     Raises:
         CheckpointError: The file does not exist, or is damaged.
     """
-    from ed_trainers.easylm import open_arrays, parameters_of
+    from ed_trainers.easylm import get_parameter_names, open_arrays
 
     _, path = parse_address(address)
     if not Path(path).is_file():
         raise CheckpointError(f"{path} is not a file: pass params::FILE")
     arrays = open_arrays(path)
-    for name, stored in parameters_of(arrays).items():
+    for name, stored in get_parameter_names(arrays).items():
         yield name, arrays.read(stored)
 
 

@@ -118,8 +118,8 @@ def create_optimizer(
         arguments: Options; None: the section `trainer` of the model's configuration.
         total_steps: Number of steps of the schedule; None: `max_training_steps`.
     """
-    own = arguments or model.elm.config.trainer
-    return _create_optimizer(model.state, own, total_steps=total_steps)
+    training_arguments = arguments or model.elm.config.trainer
+    return _create_optimizer(model.state, training_arguments, total_steps=total_steps)
 
 
 class DataProcessor:

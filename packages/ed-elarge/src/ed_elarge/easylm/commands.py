@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ed_elarge.easylm.flags import parse_flags
-from ed_elarge.exits import guarded
+from ed_elarge.exits import run_work
 
 Main = Callable[..., None]
 
@@ -28,7 +28,7 @@ WORK = {
 def run_command(name: str, arguments: Sequence[str] | None = None) -> None:
     """Read the flags of a command, work, and exit."""
     words = sys.argv[1:] if arguments is None else arguments
-    sys.exit(guarded(lambda: pkgutil.resolve_name(WORK[name])(parse_flags(name, words))))
+    sys.exit(run_work(lambda: pkgutil.resolve_name(WORK[name])(parse_flags(name, words))))
 
 
 def _main(name: str) -> Main:

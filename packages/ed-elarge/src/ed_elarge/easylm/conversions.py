@@ -48,7 +48,7 @@ def to_hugging_face(flags: FlagValues) -> None:
             dtype=flags["dtype"],
         )
         config = source.parent
-        if "load_llama_config" in flags.given or not (config / "config.json").is_file():
+        if "load_llama_config" in flags.explicit_names or not (config / "config.json").is_file():
             flags["load_llama_config"] = flags["load_llama_config"] or flags["model_size"]
             fields = llama.read_fields(flags) or {}
             config = checkpoints.write_config(Path(folder), llama.architecture(fields))
@@ -104,22 +104,22 @@ def _combine(base: str, target: str, sign: int) -> Iterator[tuple[str, np.ndarra
     Raises:
         CheckpointError: The files have other parameters, or other shapes.
     """
-    from ed_trainers.easylm import open_arrays, parameters_of
+    from ed_trainers.easylm import get_parameter_names, open_arrays
 
     arrays = open_arrays(checkpoints.parse_address(base)[1])
-    names = parameters_of(arrays)
-    left = set(names)
+    names = get_parameter_names(arrays)
+    remaining_names = set(names)
     for name, value in checkpoints.read_parameters(target):
         if name not in names:
             raise CheckpointError(f"{base} has no {name}, but {target} has it")
-        left.discard(name)
+        remaining_names.discard(name)
         subtrahend = arrays.read(names[name])
         if subtrahend.shape != value.shape:
             shapes = f"{list(subtrahend.shape)} in {base} and {list(value.shape)} in {target}"
             raise CheckpointError(f"{name} has the shapes {shapes}")
         yield name, value.astype(np.float32) + sign * subtrahend.astype(np.float32)
-    if left:
-        raise CheckpointError(f"{target} has no {min(left)}, but {base} has it")
+    if remaining_names:
+        raise CheckpointError(f"{target} has no {min(remaining_names)}, but {base} has it")
 
 
 def _check_dtype(flags: FlagValues) -> None:

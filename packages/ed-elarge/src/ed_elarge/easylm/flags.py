@@ -23,7 +23,7 @@ class FlagValues(dict[str, Any]):
         given: The flags that the command line contains.
     """
 
-    given: frozenset[str] = frozenset()
+    explicit_names: frozenset[str] = frozenset()
 
 
 class Flag(NamedTuple):
@@ -315,18 +315,20 @@ def parse_flags(command: str, arguments: Sequence[str]) -> FlagValues:
                 "help": argparse.SUPPRESS,
             }
             parser.add_argument(f"--no{name}", dest=name, **hidden)
-        shown = str(default).replace("%", "%%")
-        parser.add_argument(f"--{name}", help=f"{text}Default: {shown!r}", **options)
-    given, rest = parser.parse_known_args(list(arguments))
-    if rest:
-        words = [word for word in rest if word.startswith("-")] or rest
+        default_text = str(default).replace("%", "%%")
+        parser.add_argument(f"--{name}", help=f"{text}Default: {default_text!r}", **options)
+    namespace, extra_arguments = parser.parse_known_args(list(arguments))
+    if extra_arguments:
+        words = [word for word in extra_arguments if word.startswith("-")] or extra_arguments
         name = words[0].lstrip("-").partition("=")[0]
         raise ConfigError(
             f"unknown flag --{name}{did_you_mean(name, table)}: --help lists the flags"
         )
     values = FlagValues()
-    values.given = frozenset(name for name, text in vars(given).items() if text is not None)
-    for name, text in vars(given).items():
+    values.explicit_names = frozenset(
+        name for name, text in vars(namespace).items() if text is not None
+    )
+    for name, text in vars(namespace).items():
         entry = table[name]
         default = entry.default if isinstance(entry, Flag) else entry
         value = default if text is None else _convert(name, text, default)

@@ -186,12 +186,12 @@ def make_shard_and_gather_fns(
     Raises:
         ConfigError: There is no mesh.
     """
-    here = mesh if mesh is not None else jax.sharding.get_mesh()
-    if not here.axis_names:
+    target_mesh = mesh if mesh is not None else jax.sharding.get_mesh()
+    if not target_mesh.axis_names:
         raise ConfigError("make_shard_and_gather_fns needs a mesh: pass mesh=get_jax_mesh(…)")
 
     def shard(spec: PartitionSpec) -> Callable[[Any], jax.Array]:
-        place = NamedSharding(here, spec)
+        place = NamedSharding(target_mesh, spec)
         return lambda array: jax.device_put(float_tensor_to_dtype(array, dtype_specs), place)
 
     def gather(spec: PartitionSpec) -> Callable[[Any], np.ndarray]:

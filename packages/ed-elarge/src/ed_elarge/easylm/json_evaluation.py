@@ -58,22 +58,22 @@ def evaluate(
     for name in kind.reads:
         if not isinstance(data.get(name), list):
             raise ConfigError(f"the input needs the list {name!r} for eval_type {eval_type}")
-    given = {name: data[name] for name in kind.reads}
-    lengths = {name: len(value) for name, value in given.items()}
+    inputs = {name: data[name] for name in kind.reads}
+    lengths = {name: len(value) for name, value in inputs.items()}
     if len(set(lengths.values())) > 1:
         raise ConfigError(f"the lists of the input have different lengths: {lengths}")
     out: dict[str, list[Any]] = {name: [] for name in kind.returns}
     for start in range(0, next(iter(lengths.values())), batch_size):
-        part = {name: value[start : start + batch_size] for name, value in given.items()}
+        part = {name: value[start : start + batch_size] for name, value in inputs.items()}
         if "prefix" in part:
             part["prefix_text"] = part.pop("prefix")
-        answer = _asked(f"{url.rstrip('/')}{kind.path}", part)
+        answer = _post_json(f"{url.rstrip('/')}{kind.path}", part)
         for name, field in kind.returns.items():
             out[name] += answer[field]
-    return {**given, **out}
+    return {**inputs, **out}
 
 
-def _asked(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def _post_json(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:

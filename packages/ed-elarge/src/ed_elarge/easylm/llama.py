@@ -65,16 +65,16 @@ def read_fields(flags: FlagValues) -> dict[str, Any] | None:
         ConfigError: A flag names no configuration, or a field is unknown.
     """
     address = flags["load_llama_config"]
-    given = {
+    flag_fields = {
         name.removeprefix("llama."): flags[name]
-        for name in flags.given
+        for name in flags.explicit_names
         if name.startswith("llama.") and name in flags
     }
-    named = given.pop("base_model", "") or address
+    named = flag_fields.pop("base_model", "") or address
     updates = _parse_dictionary(flags.get("update_llama_config", ""))
-    if not (named or given or updates):
+    if not (named or flag_fields or updates):
         return None
-    return {**(_load(named) if named else {}), **given, **updates}
+    return {**(_load(named) if named else {}), **flag_fields, **updates}
 
 
 def _load(address: str) -> dict[str, Any]:
@@ -129,13 +129,13 @@ def _parse_dictionary(text: str) -> dict[str, Any]:
 
 def architecture(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `config.json` of EasyLM's fields, with EasyLM's defaults."""
-    whole = {**LLAMA, **fields}
-    if not whole["num_key_value_heads"]:
-        whole["num_key_value_heads"] = whole["num_attention_heads"]
+    all_fields = {**LLAMA, **fields}
+    if not all_fields["num_key_value_heads"]:
+        all_fields["num_key_value_heads"] = all_fields["num_attention_heads"]
     out: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     for name, field in _ARCHITECTURE.items():
         if not _EXECUTION.match(name):
-            out[field] = whole[name]
+            out[field] = all_fields[name]
     return out
 
 
@@ -151,14 +151,14 @@ def execution(fields: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"{name}={value!r}: only {entry.default!r} is possible here; {entry.reason}"
             )
-    whole = {**LLAMA, **fields}
-    out: dict[str, Any] = {"gradient_checkpointing": whole["remat_block"]}
-    if whole["scan_attention"]:
+    all_fields = {**LLAMA, **fields}
+    out: dict[str, Any] = {"gradient_checkpointing": all_fields["remat_block"]}
+    if all_fields["scan_attention"]:
         out["attn_mechanism"] = "blockwise"
-        out["blocksize_q"] = whole["scan_query_chunk_size"]
-        out["blocksize_k"] = whole["scan_key_chunk_size"]
-    if whole["scan_mlp"]:
-        out |= {"use_scan_mlp": True, "scan_mlp_chunk_size": whole["scan_mlp_chunk_size"]}
-    if whole["fcm_max_ratio"]:
-        out |= {name: whole[name] for name in ("fcm_min_ratio", "fcm_max_ratio")}
+        out["blocksize_q"] = all_fields["scan_query_chunk_size"]
+        out["blocksize_k"] = all_fields["scan_key_chunk_size"]
+    if all_fields["scan_mlp"]:
+        out |= {"use_scan_mlp": True, "scan_mlp_chunk_size": all_fields["scan_mlp_chunk_size"]}
+    if all_fields["fcm_max_ratio"]:
+        out |= {name: all_fields[name] for name in ("fcm_min_ratio", "fcm_max_ratio")}
     return out

@@ -93,8 +93,8 @@ class ServedLM(LM):
         """Continue texts up to their stop strings."""
         prefix = [one.args[0] for one in requests]
         pairs: list[Any] = [one.args for one in requests]
-        until = [pair[1].get("until", []) for pair in pairs]
-        stops = [[stop] if isinstance(stop, str) else list(stop) for stop in until]
+        raw_stops = [pair[1].get("until", []) for pair in pairs]
+        stops = [[stop] if isinstance(stop, str) else list(stop) for stop in raw_stops]
         data = {"prefix": prefix, "until": stops}
         return evaluate(data, "greedy_until", self._url, self._batch)["output_text"]
 

@@ -111,11 +111,11 @@ class TextFields:
         return row[name]
 
     def _special(self, name: str) -> int:
-        known = {"bos": self._loaded.bos_token_id, "eos": self._loaded.eos_token_id}
-        if name in known:
-            if known[name] is None:
+        token_ids = {"bos": self._loaded.bos_token_id, "eos": self._loaded.eos_token_id}
+        if name in token_ids:
+            if token_ids[name] is None:
                 raise ConfigError(f"the tokenizer has no token <|{name}|>: set add_{name}_token")
-            return known[name]
+            return token_ids[name]
         if not name.isdecimal():
             raise ConfigError(f"<|{name}|> must be <|bos|>, <|eos|> or the number of a token")
         return int(name)

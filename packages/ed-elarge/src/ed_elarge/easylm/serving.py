@@ -20,7 +20,7 @@ def serve(flags: FlagValues) -> None:
     if flags["initialize_jax_distributed"]:
         distributed.initialize()
     with tempfile.TemporaryDirectory(prefix="easylm-") as folder:
-        eLargeModel(sections_of(flags, Path(folder))).serve(
+        eLargeModel(build_sections(flags, Path(folder))).serve(
             host=flags["lm_server.host"],
             port=flags["lm_server.port"],
             served_model_name=flags["lm_server.name"],
@@ -28,16 +28,16 @@ def serve(flags: FlagValues) -> None:
         )
 
 
-def sections_of(flags: FlagValues, folder: Path) -> dict[str, Any]:
+def build_sections(flags: FlagValues, folder: Path) -> dict[str, Any]:
     """Return the sections of a run file that serves the model."""
     model = training.load_model(flags, folder / training.LOADED)
-    tokenizer = training.tokenizer_of(flags)
+    tokenizer = training.get_tokenizer(flags)
     if tokenizer is not None:
         model["tokenizer"] = tokenizer
     return {
         "model": model,
         "loader": {"dtype": flags["dtype"], "param_dtype": flags["dtype"]},
-        "sharding": {"axis_dims": training.mesh_of(flags["mesh_dim"])},
+        "sharding": {"axis_dims": training.parse_mesh(flags["mesh_dim"])},
         "esurge": {
             "max_model_len": flags["seq_length"],
             "max_num_seqs": max(flags["lm_server.batch_size"], 1),

@@ -18,7 +18,7 @@ from ed_elarge.easylm.rows import TextFields, parse_fields
 LOADED = "loaded-model"
 
 
-def mesh_of(text: str) -> list[int]:
+def parse_mesh(text: str) -> list[int]:
     """Return `sharding.axis_dims` of `dp,fsdp,mp`, or of `dp:1,fsdp:-1,mp:1`.
 
     Raises:
@@ -39,7 +39,7 @@ def mesh_of(text: str) -> list[int]:
     return [dims["dp"], dims["fsdp"], 1, dims["mp"], 1]
 
 
-def tokenizer_of(flags: FlagValues) -> str | None:
+def get_tokenizer(flags: FlagValues) -> str | None:
     """Return the directory or the name of the tokenizer; a file means its folder."""
     name = flags["tokenizer"] or flags["tokenizer.vocab_file"]
     if not name:
@@ -47,7 +47,7 @@ def tokenizer_of(flags: FlagValues) -> str | None:
     return str(Path(name).parent) if Path(name).is_file() else name
 
 
-def inform_of(flags: FlagValues, prefix: str, tokenizer: str) -> dict[str, Any]:
+def build_inform(flags: FlagValues, prefix: str, tokenizer: str) -> dict[str, Any]:
     """Return the inform of `train_dataset` or `eval_dataset`.
 
     Raises:
@@ -65,8 +65,8 @@ def inform_of(flags: FlagValues, prefix: str, tokenizer: str) -> dict[str, Any]:
         if flags[f"{source}.name"] and not Path(out["data_files"]).exists():
             out["dataset_split_name"] = flags[f"{source}.name"]
     text = f"{prefix}.text_processor"
-    fields, of_row = flags[f"{text}.fields"], flags[f"{text}.fields_from_example"]
-    if bool(fields) == bool(of_row):
+    fields, row_function = flags[f"{text}.fields"], flags[f"{text}.fields_from_example"]
+    if bool(fields) == bool(row_function):
         raise ConfigError(
             f"--{text}.fields names the fields of a row, such as '[prompt],completion'; set it, or "
             f"--{text}.fields_from_example, but not both"
@@ -76,12 +76,12 @@ def inform_of(flags: FlagValues, prefix: str, tokenizer: str) -> dict[str, Any]:
         return {**out, "content_field": parts[0].text}
     if not flags[f"{text}.add_bos_token"] and all(part.has_loss for part in parts):
         raise ConfigError(
-            f"--{text}.fields={fields or of_row} without a part in brackets needs "
+            f"--{text}.fields={fields or row_function} without a part in brackets needs "
             f"--{text}.add_bos_token=True: the first token has no loss"
         )
     to_row = TextFields(
         fields=fields,
-        fields_from_example=of_row,
+        fields_from_example=row_function,
         separator=flags[f"{text}.subfield_separator"],
         prepend_text=flags[f"{text}.prepend_text"],
         token_dtype=flags[f"{text}.base64_token_dtype"],
@@ -92,12 +92,12 @@ def inform_of(flags: FlagValues, prefix: str, tokenizer: str) -> dict[str, Any]:
     return {**out, "format_callback": to_row}
 
 
-def mixture_of(flags: FlagValues, tokenizer: str) -> dict[str, Any]:
+def build_mixture_section(flags: FlagValues, tokenizer: str) -> dict[str, Any]:
     """Return the section `mixture`: documents in the order of the file, cut at any token."""
     kind = flags["train_dataset.type"]
     source = f"train_dataset.{kind}_dataset"
     out: dict[str, Any] = {
-        "informs": [inform_of(flags, "train_dataset", tokenizer)],
+        "informs": [build_inform(flags, "train_dataset", tokenizer)],
         "seed": flags["seed"],
         "shuffle_buffer_size": 0,
         "pack_tokens": True,
@@ -113,13 +113,13 @@ def mixture_of(flags: FlagValues, tokenizer: str) -> dict[str, Any]:
     elif flags[f"{source}.streaming"]:
         out["streaming"] = True
     if flags["eval_steps"]:
-        inform = inform_of(flags, "eval_dataset", tokenizer)
+        inform = build_inform(flags, "eval_dataset", tokenizer)
         rows = flags[f"eval_dataset.{flags['eval_dataset.type']}_dataset.batch_size"]
         out["eval_informs"] = [{**inform, "num_rows": rows * flags["eval_steps"]}]
     return out
 
 
-def trainer_of(flags: FlagValues) -> dict[str, Any]:
+def build_trainer_section(flags: FlagValues) -> dict[str, Any]:
     """Return the section `trainer`: EasyLM's steps are microbatches, as those of optax.
 
     Raises:
@@ -157,7 +157,7 @@ def trainer_of(flags: FlagValues) -> dict[str, Any]:
         "clip_grad": adamw["clip_gradient"] or None,
         "weight_decay_rules": [[".*", adamw["weight_decay"]]],
         "log_steps": updates(flags["log_freq"]),
-        "save_directory": directory_of(flags),
+        "save_directory": get_directory(flags),
         "project": "--".join(filter(None, (flags["logger.prefix"], flags["logger.project"]))),
     }
     if adamw["bf16_momentum"]:
@@ -176,7 +176,7 @@ def trainer_of(flags: FlagValues) -> dict[str, Any]:
     return out
 
 
-def directory_of(flags: FlagValues) -> str:
+def get_directory(flags: FlagValues) -> str:
     """Return the directory of the run: `output_dir`, and the identifier of the experiment."""
     name = flags["logger.experiment_id"]
     if name and flags["logger.prefix_to_id"]:
@@ -184,7 +184,7 @@ def directory_of(flags: FlagValues) -> str:
     return str(Path(flags["logger.output_dir"], name))
 
 
-def model_of(flags: FlagValues, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def get_model(flags: FlagValues, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the section `model`, and the values of `base_config`.
 
     A checkpoint is converted into `directory`, from its present contents.
@@ -192,7 +192,7 @@ def model_of(flags: FlagValues, directory: Path) -> tuple[dict[str, Any], dict[s
     Raises:
         ConfigError: The flags describe no model, or no tokenizer.
     """
-    fields, tokenizer = llama.read_fields(flags), tokenizer_of(flags)
+    fields, tokenizer = llama.read_fields(flags), get_tokenizer(flags)
     values = llama.execution(fields or {})
     if not flags["load_checkpoint"]:
         if tokenizer is None:
@@ -240,16 +240,16 @@ def load_model(flags: FlagValues, directory: Path) -> dict[str, Any]:
     return section
 
 
-def run_file_of(flags: FlagValues, directory: Path) -> dict[str, Any]:
+def build_run_file(flags: FlagValues, directory: Path) -> dict[str, Any]:
     """Return the run file of the flags."""
-    model, values = model_of(flags, directory / LOADED)
+    model, values = get_model(flags, directory / LOADED)
     return {
         "model": model,
         "loader": {"dtype": flags["dtype"], "param_dtype": "fp32"},
-        "sharding": {"axis_dims": mesh_of(flags["mesh_dim"])},
+        "sharding": {"axis_dims": parse_mesh(flags["mesh_dim"])},
         "base_config": {"values": values},
-        "mixture": mixture_of(flags, model.get("tokenizer") or model["name_or_path"]),
-        "trainer": trainer_of(flags),
+        "mixture": build_mixture_section(flags, model.get("tokenizer") or model["name_or_path"]),
+        "trainer": build_trainer_section(flags),
         "actions": ["train"],
     }
 
@@ -268,8 +268,8 @@ def train(flags: FlagValues) -> int:
 
     if flags["initialize_jax_distributed"]:
         distributed.initialize()
-    directory = Path(directory_of(flags))
-    run = normalize(Document("llama_train", value=run_file_of(flags, directory)))
+    directory = Path(get_directory(flags))
+    run = normalize(Document("llama_train", value=build_run_file(flags, directory)))
     for warning in run.warning_texts():
         print(f"warning: {warning}", file=sys.stderr)
     code = execute(run)

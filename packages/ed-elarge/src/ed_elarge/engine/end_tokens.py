@@ -31,8 +31,8 @@ def stop_after_answers(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> N
     """
     end = end_of_answer(tokenizer)
     stored = json.loads(model.generation_json) if model.generation_json else {}
-    found = {name: special_token(model.config, name) for name in SPECIAL}
-    defaults = {name: token for name, token in found.items() if token is not None}
+    special_tokens = {name: special_token(model.config, name) for name in SPECIAL}
+    defaults = {name: token for name, token in special_tokens.items() if token is not None}
     ends = token_ids("eos_token_id", stored.get("eos_token_id", defaults.get("eos_token_id")))
     if end is None or end in ends or end >= model.config.get_text_config().vocab_size:
         return

@@ -17,7 +17,7 @@ from ed_trainers.options.online import OnlineArguments
 from ed_trainers.roles.value_head import without_value_head
 from ed_trainers.rollout import Weights
 
-from ed_elarge.engine.options import of_rollouts
+from ed_elarge.engine.options import add_rollout_defaults
 from ed_elarge.model import eLargeModel
 
 
@@ -48,17 +48,17 @@ class LentEngine:
         Args:
             model: The trained model; the engine keeps none of its arrays.
             tokenizer: The tokenizer, which defines the end tokens.
-            config: Options of the engine; for rollouts those of `options.of_rollouts`.
+            config: Options of the engine; for rollouts those of `options.add_rollout_defaults`.
             length: Tokens of a row of rollouts; None without rollouts.
-            completions: See `options.of_rollouts`.
-            benchmarks: See `options.of_rollouts`.
+            completions: See `options.add_rollout_defaults`.
+            benchmarks: See `options.add_rollout_defaults`.
             records: What the outputs contain in addition.
 
         Raises:
             ConfigError: The context is too short for a row.
         """
         if length is not None:
-            config = of_rollouts(
+            config = add_rollout_defaults(
                 config, length=length, completions=completions, benchmarks=benchmarks
             )
         engine = eSurge(without_value_head(model), tokenizer, config, records=records)
@@ -83,7 +83,7 @@ class LentEngine:
             yield self.engine
 
 
-def records_of(arguments: TrainingArguments) -> Records:
+def get_records(arguments: TrainingArguments) -> Records:
     """Return what training repeats of the sampling."""
     if not isinstance(arguments, GRPOArguments):
         return NOTHING
@@ -111,6 +111,6 @@ def engine_of_run(elm: eLargeModel, model: LanguageModel) -> LentEngine:
             length=sampled.row_length if sampled else None,
             completions=sampled.completions_per_generation if sampled else None,
             benchmarks=bool(arguments.benchmarks and arguments.benchmark_interval),
-            records=records_of(arguments),
+            records=get_records(arguments),
         ),
     )

@@ -7,7 +7,7 @@ from typing import Any
 from ed_esurge.config import EngineConfig
 
 
-def of_rollouts(
+def add_rollout_defaults(
     config: EngineConfig, *, length: int, completions: int | None = None, benchmarks: bool = False
 ) -> EngineConfig:
     """Return options with the defaults of an engine for rollouts; options that are set stay.
@@ -22,9 +22,9 @@ def of_rollouts(
         completions: completions of a generation; None = unknown.
         benchmarks: whether benchmarks use the engine; their prompts may exceed a row.
     """
-    left: dict[str, Any] = {"compile_runner": False, "silent_mode": True}
+    defaults: dict[str, Any] = {"compile_runner": False, "silent_mode": True}
     if not benchmarks:
-        left["max_model_len"] = length
+        defaults["max_model_len"] = length
         if completions is not None:
-            left["max_num_seqs"] = min(config.max_num_seqs, completions)
-    return config.replace(**{k: v for k, v in left.items() if k not in config.model_fields_set})
+            defaults["max_num_seqs"] = min(config.max_num_seqs, completions)
+    return config.replace(**{k: v for k, v in defaults.items() if k not in config.model_fields_set})

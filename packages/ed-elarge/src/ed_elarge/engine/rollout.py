@@ -67,7 +67,7 @@ class EngineRollout:
             "detokenize": bool(params.get("stop")),
         }
         many = [{"seed": seed} for seed in seeds] if seeds is not None else [{}] * len(prompts)
-        sampling = [SamplingParams(**{**fixed, **own}) for own in many]
+        sampling = [SamplingParams(**{**fixed, **seed_options}) for seed_options in many]
         with self._lent.serving(weights) as engine:
             inputs = None if images is None else _items(engine, prompts, images)
             outputs = engine.generate(

@@ -8,7 +8,7 @@ from ed_data import DataError
 from ed_trainers.figures.linear_probe import classification_metrics, predictions
 
 from ed_elarge.config.local_tasks import LocalTask
-from ed_elarge.evaluation.local_rows import identity, limited, rows_of, text
+from ed_elarge.evaluation.local_rows import count_examples, get_rows, identity, text
 from ed_elarge.evaluation.text_model import TextModel
 
 
@@ -27,31 +27,31 @@ class ClassificationTask:
     def __init__(self, task: LocalTask, limit: float | None) -> None:
         assert task.train_files
         assert task.test_files
-        self._train = [row for _, row in _labelled(task.train_files)]
-        known = {label for _, label in self._train}
-        if len(known) < 2:
+        self._train = [row for _, row in _read_labeled_rows(task.train_files)]
+        train_labels = {label for _, label in self._train}
+        if len(train_labels) < 2:
             raise DataError(
-                f"{task.train_files[0]}: all rows have the label {next(iter(known))!r}; a "
+                f"{task.train_files[0]}: all rows have the label {next(iter(train_labels))!r}; a "
                 "classification needs at least two labels"
             )
         test = []
-        for place, (content, label) in _labelled(task.test_files):
-            if label not in known:
+        for place, (content, label) in _read_labeled_rows(task.test_files):
+            if label not in train_labels:
                 raise DataError(f"{place}: no row of train_files has the label {label!r}")
             test.append((content, label))
-        self._test = test[: limited(len(test), limit)]
+        self._test = test[: count_examples(len(test), limit)]
 
     def evaluate(self, model: TextModel) -> dict[str, float]:
         """Return the accuracy and the macro F1 of the test."""
         model.check_embeds("classification")
         texts, labels = map(list, zip(*self._train, strict=True))
-        others, expected = map(list, zip(*self._test, strict=True))
-        found = predictions(model.embed(texts), labels, model.embed(others))
-        return classification_metrics(found, expected)
+        test_texts, expected = map(list, zip(*self._test, strict=True))
+        predicted_labels = predictions(model.embed(texts), labels, model.embed(test_texts))
+        return classification_metrics(predicted_labels, expected)
 
 
-def _labelled(files: Sequence[str]) -> list[tuple[str, tuple[str, str]]]:
+def _read_labeled_rows(files: Sequence[str]) -> list[tuple[str, tuple[str, str]]]:
     return [
         (place, (text(place, row, "text"), identity(place, row, "label")))
-        for place, row in rows_of(files)
+        for place, row in get_rows(files)
     ]

@@ -74,11 +74,11 @@ class Tasks:
         self._check_data([name for name in options.tasks if name not in local])
 
     def _check_names(self) -> None:
-        known = [*self.manager.all_tasks, *heldout_tasks.NAMES]
+        task_names = [*self.manager.all_tasks, *heldout_tasks.NAMES]
         for name in self.options.tasks:
             if name not in self.manager.all_tasks:
                 raise ConfigError(
-                    f"unknown task {name!r}{did_you_mean(name, known)} (lm-eval lists its "
+                    f"unknown task {name!r}{did_you_mean(name, task_names)} (lm-eval lists its "
                     "tasks with: lm-eval ls tasks)"
                 )
 
@@ -139,7 +139,7 @@ class Tasks:
                 numpy_random_seed=options.numpy_random_seed,
                 fewshot_random_seed=options.fewshot_random_seed,
             )
-        text = json.dumps(results, indent=2, ensure_ascii=False, default=_plain) + "\n"
+        text = json.dumps(results, indent=2, ensure_ascii=False, default=_encode_value) + "\n"
         file = results_file or self.results
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,15 +150,15 @@ class Tasks:
 @contextmanager
 def _without_processes() -> Iterator[None]:
     """Compute standard errors in this process: a fork of a process with devices can hang."""
-    before = os.environ.get(_ONE_PROCESS)
+    previous_value = os.environ.get(_ONE_PROCESS)
     os.environ[_ONE_PROCESS] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if previous_value is None:
             del os.environ[_ONE_PROCESS]
         else:
-            os.environ[_ONE_PROCESS] = before
+            os.environ[_ONE_PROCESS] = previous_value
 
 
 def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -188,14 +188,14 @@ def add_plain_names(results: dict[str, Any]) -> dict[str, Any]:
 def describe(metrics: dict[str, float]) -> dict[str, str]:
     """Return each metric to print as text, with its standard error."""
     texts = {}
-    for name, value in shown(metrics).items():
+    for name, value in select_metrics(metrics).items():
         error = metrics.get(f"{name}{ERROR}")
         if not name.endswith(ERROR):
             texts[name] = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
     return texts
 
 
-def shown(metrics: dict[str, float]) -> dict[str, float]:
+def select_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Return the metrics to print; the files contain all metrics.
 
     Bits per byte are comparable between tokenizers. The perplexities per word and per byte express
@@ -220,7 +220,7 @@ def _commit() -> str | None:
     return done.stdout.strip()
 
 
-def _plain(value: object) -> object:
+def _encode_value(value: object) -> object:
     """Convert a numpy number to a Python number, and other non-JSON values to text."""
     item = getattr(value, "item", None)
     return item() if item is not None else str(value)

@@ -75,11 +75,11 @@ def measure(
     total, contexts, targets, size = 0.0, [], [], 0
     for batch in batches:
         logp, target, weight = score(batch)
-        kept = weight > 0
-        total -= float(logp[kept].sum())
-        contexts.append(batch["input_ids"][kept])
-        targets.append(target[kept])
-        size += int(kept.sum())
+        target_mask = weight > 0
+        total -= float(logp[target_mask].sum())
+        contexts.append(batch["input_ids"][target_mask])
+        targets.append(target[target_mask])
+        size += int(target_mask.sum())
         if size >= MAX_TOKENS:
             break
     if size == 0:
@@ -103,13 +103,13 @@ def _full_context(model: LanguageModel) -> Callable[[HeldoutBatch], tuple[np.nda
     from ed_models.tasks.causal_lm import next_token_targets
     from flax import nnx
 
-    graphdef, state, other = model.split_module()
+    graphdef, state, other_state = model.split_module()
 
     @jax.jit
     def score(
-        state: nnx.State, other: nnx.State, batch: dict[str, jax.Array]
+        state: nnx.State, other_state: nnx.State, batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, ...]:
-        module: LanguageModel = nnx.merge(graphdef, state, other)
+        module: LanguageModel = nnx.merge(graphdef, state, other_state)
         segments = batch["segment_ids"]
         target, weight = next_token_targets(batch["labels"], segments)
         hidden: jax.Array | None = module(
@@ -124,7 +124,7 @@ def _full_context(model: LanguageModel) -> Callable[[HeldoutBatch], tuple[np.nda
         return logp.reshape(target.shape), target, weight
 
     needed = ("input_ids", "labels", "segment_ids", "position_ids")
-    return lambda batch: jax.device_get(score(state, other, {k: batch[k] for k in needed}))
+    return lambda batch: jax.device_get(score(state, other_state, {k: batch[k] for k in needed}))
 
 
 def _one_token(model: LanguageModel, context: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -132,11 +132,11 @@ def _one_token(model: LanguageModel, context: np.ndarray, target: np.ndarray) ->
     import jax
     from flax import nnx
 
-    graphdef, state, other = model.split_module()
+    graphdef, state, other_state = model.split_module()
 
     @jax.jit
-    def table(state: nnx.State, other: nnx.State, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(graphdef, state, other)(tokens[:, None]).logits[:, 0]
+    def table(state: nnx.State, other_state: nnx.State, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(graphdef, state, other_state)(tokens[:, None]).logits[:, 0]
         return jax.nn.log_softmax(logits, axis=-1)
 
     distinct, place = np.unique(context, return_inverse=True)
@@ -144,9 +144,9 @@ def _one_token(model: LanguageModel, context: np.ndarray, target: np.ndarray) ->
     out = np.empty(len(target), np.float32)
     for start in range(0, len(distinct), rows):
         part = np.resize(distinct[start : start + rows], rows)  # one shape: one compilation
-        here = (place >= start) & (place < start + rows)
-        logp = np.asarray(table(state, other, part.astype(np.int32)))
-        out[here] = logp[place[here] - start, target[here]]
+        context_mask = (place >= start) & (place < start + rows)
+        logp = np.asarray(table(state, other_state, part.astype(np.int32)))
+        out[context_mask] = logp[place[context_mask] - start, target[context_mask]]
     return out
 
 

@@ -68,13 +68,13 @@ class LocalTasks:
 
         options = self.options
         model = TextModel(engine, batch_size=options.batch_size, use_tqdm=options.use_tqdm)
-        found = {name: task.evaluate(model) for name, task in self._loaded.items()}
+        metrics = {name: task.evaluate(model) for name, task in self._loaded.items()}
         results = {
             "evaluator": EVALUATOR,
             "model": engine.model_name,
             "results": {
-                name: {"alias": name, **{f"{metric},none": x for metric, x in of_task.items()}}
-                for name, of_task in found.items()
+                name: {"alias": name, **{f"{metric},none": x for metric, x in task_metrics.items()}}
+                for name, task_metrics in metrics.items()
             },
             "configs": {
                 name: task.model_dump(mode="json", exclude_none=True)

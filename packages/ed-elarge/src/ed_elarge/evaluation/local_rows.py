@@ -16,7 +16,7 @@ MOST_ROWS = 2**24
 Row = dict[str, Any]
 
 
-def rows_of(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
+def get_rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
     """Yield `(place, row)` of the rows of files.
 
     Raises:
@@ -66,12 +66,12 @@ def number(place: str, row: Row, name: str) -> float:
     """Return a finite number of a row; tables store numbers as texts."""
     value = field(place, row, name)
     try:
-        found = float(value) if not isinstance(value, bool) else math.nan
+        parsed_number = float(value) if not isinstance(value, bool) else math.nan
     except (TypeError, ValueError):
-        found = math.nan
-    if not math.isfinite(found):
+        parsed_number = math.nan
+    if not math.isfinite(parsed_number):
         raise DataError(f"{place}: {name} must be a finite number, got {value!r:.80}")
-    return found
+    return parsed_number
 
 
 def texts(place: str, row: Row, name: str) -> list[str]:
@@ -83,7 +83,7 @@ def texts(place: str, row: Row, name: str) -> list[str]:
     return [text(f"{place}, {name}[{i}]", {name: item}, name) for i, item in enumerate(items)]
 
 
-def limited(count: int, limit: float | None) -> int:
+def count_examples(count: int, limit: float | None) -> int:
     """Return the number of examples to evaluate: all, `limit`, or a fraction of them."""
     if limit is None:
         return count

@@ -13,7 +13,7 @@ from ed_data.errors import did_you_mean
 from ed_trainers.figures.ranking import MAP_DEPTH, TopDocuments, retrieval_metrics
 
 from ed_elarge.config.local_tasks import LocalTask
-from ed_elarge.evaluation.local_rows import Row, identity, limited, number, rows_of, text
+from ed_elarge.evaluation.local_rows import Row, count_examples, get_rows, identity, number, text
 from ed_elarge.evaluation.text_model import TextModel
 
 #: Documents that are embedded and scored at a time.
@@ -37,20 +37,20 @@ class Retrieval:
         assert task.qrels
         self._task = task
         numbers: dict[str, int] = {}
-        for place, row in rows_of(task.corpus):
+        for place, row in get_rows(task.corpus):
             _document(place, row)
-            own = identity(place, row, "_id")
-            if own in numbers:
-                raise DataError(f"{place}: the _id {own!r} occurs twice in the corpus")
-            numbers[own] = len(numbers)
+            row_id = identity(place, row, "_id")
+            if row_id in numbers:
+                raise DataError(f"{place}: the _id {row_id!r} occurs twice in the corpus")
+            numbers[row_id] = len(numbers)
         queries: dict[str, str] = {}
-        for place, row in rows_of(task.queries):
-            own = identity(place, row, "_id")
-            if own in queries:
-                raise DataError(f"{place}: the _id {own!r} occurs twice in the queries")
-            queries[own] = text(place, row, "text")
+        for place, row in get_rows(task.queries):
+            row_id = identity(place, row, "_id")
+            if row_id in queries:
+                raise DataError(f"{place}: the _id {row_id!r} occurs twice in the queries")
+            queries[row_id] = text(place, row, "text")
         relevant: dict[str, dict[int, float]] = {}
-        for place, row in rows_of(task.qrels):
+        for place, row in get_rows(task.qrels):
             query, document = (identity(place, row, name) for name in ("query-id", "corpus-id"))
             gain = number(place, row, "score")
             if query not in queries:
@@ -65,7 +65,7 @@ class Retrieval:
             raise DataError(f"{task.qrels[0]}: no judgement has a score above 0")
         # As in BEIR, queries without a relevant document are not evaluated.
         judged = [name for name in queries if name in relevant]
-        judged = judged[: limited(len(judged), limit)]
+        judged = judged[: count_examples(len(judged), limit)]
         self._queries = [queries[name] for name in judged]
         self._relevant = [relevant[name] for name in judged]
 
@@ -75,7 +75,7 @@ class Retrieval:
         assert self._task.corpus
         depth = max(MAP_DEPTH, *self._task.k)
         search = TopDocuments(model.embed(self._queries, "query"), depth, model.similarity)
-        documents = (_document(place, row) for place, row in rows_of(self._task.corpus))
+        documents = (_document(place, row) for place, row in get_rows(self._task.corpus))
         while chunk := list(islice(documents, _CHUNK)):
             search.add(model.embed(chunk, "document"))
         return retrieval_metrics(search.rankings(self._relevant), self._task.k)

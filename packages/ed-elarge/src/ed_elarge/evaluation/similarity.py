@@ -6,7 +6,7 @@ import numpy as np
 from ed_trainers.figures.correlation import correlations, cosines
 
 from ed_elarge.config.local_tasks import LocalTask
-from ed_elarge.evaluation.local_rows import limited, number, rows_of, text
+from ed_elarge.evaluation.local_rows import count_examples, get_rows, number, text
 from ed_elarge.evaluation.text_model import TextModel
 
 _SENTENCES = ("sentence1", "sentence2")
@@ -31,13 +31,13 @@ class Similarity:
                 text(place, row, "sentence2"),
                 number(place, row, "score"),
             )
-            for place, row in rows_of(task.data_files)
+            for place, row in get_rows(task.data_files)
         ]
-        self._rows = rows[: limited(len(rows), limit)]
+        self._rows = rows[: count_examples(len(rows), limit)]
 
     def evaluate(self, model: TextModel) -> dict[str, float]:
         """Return the correlations of Spearman and Pearson."""
         model.check_embeds("sts")
         left, right, scores = map(list, zip(*self._rows, strict=True))
-        found = cosines(model.embed(left), model.embed(right))
-        return correlations(found, np.array(scores), prefix="cosine_")
+        predicted_scores = cosines(model.embed(left), model.embed(right))
+        return correlations(predicted_scores, np.array(scores), prefix="cosine_")

@@ -68,19 +68,19 @@ class TextModel:
 
     def embed(self, texts: Sequence[str], role: TextRole = None) -> np.ndarray:
         """Return the embeddings of texts, float32 [n, d]."""
-        parts = [self._embedded(part, role) for part in self._parts(texts)]
+        parts = [self._embed_batch(part, role) for part in self._parts(texts)]
         return np.concatenate(parts) if parts else np.zeros((0, 1), np.float32)
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
         """Return the score of each pair of texts before its activation, float64 [n]."""
-        found = [self._scored(part) for part in self._parts(pairs)]
-        return np.concatenate(found) if found else np.zeros(0)
+        scores = [self._score_batch(part) for part in self._parts(pairs)]
+        return np.concatenate(scores) if scores else np.zeros(0)
 
     def _parts(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
         for start in range(0, len(items), self._size):
             yield items[start : start + self._size]
 
-    def _embedded(self, texts: Sequence[str], role: TextRole) -> np.ndarray:
+    def _embed_batch(self, texts: Sequence[str], role: TextRole) -> np.ndarray:
         from ed_esurge.sampling import PoolingParams
 
         settings = self._settings
@@ -89,11 +89,13 @@ class TextModel:
         params = PoolingParams(normalize=False)
         if prompt and not settings.include_prompt:
             params = params.replace(prompt_length=self._prompt_tokens(prompt))
-        whole = [prompt + text for text in texts]
+        prompted_texts = [prompt + text for text in texts]
         if settings.do_lower_case:
-            whole = [text.lower() for text in whole]
-        tokens = self._tokenizer(whole, truncation=True, max_length=self._limit)["input_ids"]
-        return self._pooled([list(map(int, row)) for row in tokens], params)
+            prompted_texts = [text.lower() for text in prompted_texts]
+        tokens = self._tokenizer(prompted_texts, truncation=True, max_length=self._limit)[
+            "input_ids"
+        ]
+        return self._embed_tokens([list(map(int, row)) for row in tokens], params)
 
     def _prompt(self, role: TextRole) -> str:
         settings = self._settings
@@ -110,7 +112,7 @@ class TextModel:
         last = (self._tokenizer.sep_token_id, self._tokenizer.eos_token_id)
         return len(tokens) - (1 if tokens and tokens[-1] in last else 0)
 
-    def _scored(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
+    def _score_batch(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
         from ed_esurge.sampling import PoolingParams
 
         first, second = map(list, zip(*pairs, strict=True))
@@ -119,9 +121,9 @@ class TextModel:
         starts = [next((i for i, kind in enumerate(row) if kind), None) for row in types]
         params = [PoolingParams(normalize=False, second_text_start=start) for start in starts]
         tokens = [list(map(int, row)) for row in encoded["input_ids"]]
-        return self._pooled(tokens, params)[:, 0].astype(np.float64)
+        return self._embed_tokens(tokens, params)[:, 0].astype(np.float64)
 
-    def _pooled(self, tokens: list[list[int]], params: Any) -> np.ndarray:
+    def _embed_tokens(self, tokens: list[list[int]], params: Any) -> np.ndarray:
         vectors = []
         for output in self._engine.embed(tokens, params, use_tqdm=self._bar):
             if output.pooled is None:

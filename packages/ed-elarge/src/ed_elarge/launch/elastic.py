@@ -27,7 +27,7 @@ from ed_elarge.launch.membership import (
     Membership,
     StartPhase,
     Tell,
-    described,
+    describe_start,
 )
 
 #: Seconds between two looks at the clocks.
@@ -203,17 +203,17 @@ class _Elastic:
                 self._give_up(member)
         elif "joined" in report:
             connection.port = int(report["joined"][1])
-            self._carry_out(self._membership.joined(member))
+            self._carry_out(self._membership.handle_join(member))
         elif "ended" in report:
             code, newest, connection.port = map(int, report["ended"])
-            self._carry_out(self._membership.ended(member, code, newest))
+            self._carry_out(self._membership.handle_end(member, code, newest))
 
     def _lose(self, member: int, reason: str) -> None:
         connection = self._connections.pop(member)
         connection.end()
         connection.wait(0)
         self._again[member] = time.monotonic() + self._job.rejoin
-        self._carry_out(self._membership.lost(member, reason))
+        self._carry_out(self._membership.handle_loss(member, reason))
 
     def _give_up(self, member: int) -> None:
         """Connect to a member without program no more; end the run if too few members remain."""
@@ -230,8 +230,8 @@ class _Elastic:
             _say(reason)
 
     def _check_clocks(self, now: float) -> None:
-        absent, before, self._looked = self._membership.absent, self._looked, now
-        if now - before > SILENCE / 3:  # this machine stood still
+        absent, previous_look, self._looked = self._membership.absent, self._looked, now
+        if now - previous_look > SILENCE / 3:  # this machine stood still
             for connection in self._connections.values():
                 connection.heard = now
         for member, connection in [*self._connections.items()]:
@@ -256,7 +256,7 @@ class _Elastic:
     def _begin(self, members: tuple[int, ...]) -> None:
         hosts = [self._planned[member].host for member in members]
         reason = self._membership.failures
-        _say(f"{reason + '; ' if reason else ''}{described(members, hosts)}")
+        _say(f"{reason + '; ' if reason else ''}{describe_start(members, hosts)}")
         first = self._connections[members[0]]
         coordinator = f"{hosts[0].rpartition('@')[2]}:{first.port}"
         for number, member in enumerate(members):

@@ -100,11 +100,12 @@ def manifests(job: LaunchedRun) -> Objects:
     name = name if name[0].isalpha() else f"run-{name}"[:40].strip("-")  # a Service needs a letter
     if job.server is not None:
         return [_run_file(job, name, options), *_server(job, name, options)]
-    several = len(job.points) > 1
-    names = [f"{name}-{number}" if several else name for number in range(len(job.points))]
-    made = _ray_job if "ray" in options else _job_set
+    has_sweep = len(job.points) > 1
+    names = [f"{name}-{number}" if has_sweep else name for number in range(len(job.points))]
+    build_job = _ray_job if "ray" in options else _job_set
     jobs = [
-        made(job, own, name, point, options) for own, point in zip(names, job.points, strict=True)
+        build_job(job, point_name, name, point, options)
+        for point_name, point in zip(names, job.points, strict=True)
     ]
     return [_run_file(job, name, options), *jobs]
 
@@ -160,13 +161,13 @@ def _run_file(job: LaunchedRun, name: str, options: Mapping[str, str]) -> dict[s
 
 
 def _job_set(
-    job: LaunchedRun, own: str, name: str, point: tuple[str, ...], options: Mapping[str, str]
+    job: LaunchedRun, point_name: str, name: str, point: tuple[str, ...], options: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return a JobSet with one job per TPU slice, or with one job for all hosts."""
     hosts, slices, selector, resources = _devices(job, options)
     variables: Objects = [{"name": STOPPED_VARIABLE, "value": str(_STOPPED)}]
     if "tpu" not in options:  # processes on TPUs find each other
-        connection = jax_variables(f"{own}-hosts-0-0.{own}:{_PORT}", hosts, _INDEX)
+        connection = jax_variables(f"{point_name}-hosts-0-0.{point_name}:{_PORT}", hosts, _INDEX)
         variables += [
             {"name": key, "valueFrom": {"fieldRef": {"fieldPath": value}}}
             if value == _INDEX
@@ -182,7 +183,7 @@ def _job_set(
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _metadata(own, name, options, labels=labels, **annotations),
+        "metadata": _metadata(point_name, name, options, labels=labels, **annotations),
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {
@@ -226,7 +227,7 @@ def _job_set(
 
 
 def _ray_job(
-    job: LaunchedRun, own: str, name: str, point: tuple[str, ...], options: Mapping[str, str]
+    job: LaunchedRun, point_name: str, name: str, point: tuple[str, ...], options: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return a RayJob: its head runs `elarge launch --on ray`, its workers are the hosts."""
     hosts, slices, selector, resources = _devices(job, options)
@@ -251,7 +252,7 @@ def _ray_job(
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": _metadata(own, name, options, labels=labels),
+        "metadata": _metadata(point_name, name, options, labels=labels),
         "spec": {
             "entrypoint": shlex.join(["bash", "-c", script]),
             "shutdownAfterJobFinishes": True,
@@ -282,8 +283,8 @@ def _server(job: LaunchedRun, name: str, options: Mapping[str, str]) -> Objects:
             f"the server listens on {host}:{port}, which no other pod reaches: write "
             "`serve: {host: 0.0.0.0, port: 8000}` in actions"
         )
-    point, *others = job.points
-    if others:
+    point, *other_points = job.points
+    if other_points:
         raise ConfigError("--sweep: a server is one run; remove --sweep")
     hosts, slices, selector, resources = _devices(job, options)
     if hosts * slices > 1:
@@ -311,7 +312,7 @@ def _server(job: LaunchedRun, name: str, options: Mapping[str, str]) -> Objects:
     container["startupProbe"] = probe("/health/ready", 5, 720)
     container["readinessProbe"] = probe("/health/ready", 5, 2)
     container["livenessProbe"] = probe("/health/live", 10, 6)
-    chosen = {"app.kubernetes.io/name": name}
+    selector_labels = {"app.kubernetes.io/name": name}
     scraped = {
         "prometheus.io/scrape": "true",
         "prometheus.io/port": str(port),
@@ -323,8 +324,11 @@ def _server(job: LaunchedRun, name: str, options: Mapping[str, str]) -> Objects:
         "metadata": _metadata(name, name, options),
         "spec": {
             "replicas": least,
-            "selector": {"matchLabels": chosen},
-            "template": {"metadata": {"labels": chosen, "annotations": scraped}, "spec": pod},
+            "selector": {"matchLabels": selector_labels},
+            "template": {
+                "metadata": {"labels": selector_labels, "annotations": scraped},
+                "spec": pod,
+            },
         },
     }
     service = {
@@ -332,7 +336,7 @@ def _server(job: LaunchedRun, name: str, options: Mapping[str, str]) -> Objects:
         "kind": "Service",
         "metadata": _metadata(name, name, options),
         "spec": {
-            "selector": chosen,
+            "selector": selector_labels,
             "ports": [{"name": "http", "port": port, "targetPort": "http"}],
         },
     }

@@ -107,14 +107,14 @@ def jax_variables(coordinator: str, count: int, number: int | str) -> dict[str, 
     }
 
 
-def parse_options(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def parse_options(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return the options of a launcher from `NAME=VALUE`, or `NAME` for a flag.
 
     Raises:
         ConfigError: An option has no name, or a line break.
     """
     pairs = []
-    for text in given:
+    for text in texts:
         name, _, value = text.partition("=")
         if not _NAME.fullmatch(name) or "\n" in value:
             raise ConfigError(f"--option {text!r} must be NAME=VALUE, without line breaks")

@@ -174,14 +174,14 @@ class _Member:
     def serve(self) -> int:
         self._report(joined=[socket.gethostname(), free_port()])
         limit = float("inf")
-        before = time.monotonic()
+        previous_time = time.monotonic()
         while True:
             ready = [0] if self._open else []
             select.select(ready, [], [], _LOOK)
             now = time.monotonic()
-            if now - before > SILENCE / 3:  # this machine stood still, and the process too
+            if now - previous_time > SILENCE / 3:  # this machine stood still, and the process too
                 self._heard = now
-            before = now
+            previous_time = now
             for request in self._requests():
                 code = self._handle(request)
                 if code is not None:

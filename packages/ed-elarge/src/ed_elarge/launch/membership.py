@@ -90,7 +90,7 @@ class Membership:
         """The failures that ended the last start."""
         return "; ".join(self._failures)
 
-    def joined(self, member: int) -> list[Directive]:
+    def handle_join(self, member: int) -> list[Directive]:
         """A member has connected."""
         self._absent.discard(member)
         self._hoped.discard(member)
@@ -100,7 +100,7 @@ class Membership:
             return self._tell("stop")
         return self._next()
 
-    def ended(self, member: int, code: int, newest: int) -> list[Directive]:
+    def handle_end(self, member: int, code: int, newest: int) -> list[Directive]:
         """The process of a member has ended.
 
         Args:
@@ -119,10 +119,10 @@ class Membership:
             return self._next()
         if code == STOPPED and self.phase in (StartPhase.JOINING, StartPhase.CLOSING):
             return self._next()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return self._failed(f"the process of member {member} {how}", code)
+        outcome = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return self._handle_failure(f"the process of member {member} {outcome}", code)
 
-    def lost(self, member: int, reason: str) -> list[Directive]:
+    def handle_loss(self, member: int, reason: str) -> list[Directive]:
         """The connection to a member has ended."""
         self._idle.discard(member)
         self._hoped.discard(member)
@@ -130,7 +130,7 @@ class Membership:
         if member not in self._running:
             return self._next()
         self._running.discard(member)
-        return self._failed(f"member {member} was lost ({reason})", FAILED)
+        return self._handle_failure(f"member {member} was lost ({reason})", FAILED)
 
     def give_up_waiting(self) -> list[Directive]:
         """The absent members took too long: start without them, or fail."""
@@ -154,7 +154,7 @@ class Membership:
     def _tell(self, request: Literal["stop", "kill"]) -> list[Directive]:
         return [Tell(member, request) for member in sorted(self._running)]
 
-    def _failed(self, failure: str, code: int) -> list[Directive]:
+    def _handle_failure(self, failure: str, code: int) -> list[Directive]:
         if self.phase is StartPhase.FAILING:  # killed on request, or after its peer
             return self._next()
         self._failures, self._code = [failure], code
@@ -193,7 +193,7 @@ class Membership:
         return 128 - self._code if self._code < 0 else self._code
 
 
-def described(members: Sequence[int], hosts: Iterable[str]) -> str:
+def describe_start(members: Sequence[int], hosts: Iterable[str]) -> str:
     """Return the members of a start for a message."""
     listed = ", ".join(f"{member} ({host})" for member, host in zip(members, hosts, strict=True))
     return f"{len(members)} processes on the members {listed}"

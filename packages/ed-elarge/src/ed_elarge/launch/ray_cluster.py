@@ -109,23 +109,23 @@ def _commands(job: LaunchedRun, point: Sequence[str], host: int, coordinator: st
 
 def render(job: LaunchedRun) -> str:
     """Return the placement and the commands of all runs, as YAML."""
-    where = placement(job)
+    ray_placement = placement(job)
     runs = [
         [
             {"bundle": host, "commands": _commands(job, point, host, _COORDINATOR)}
-            for host in range(len(where.bundles))
+            for host in range(len(ray_placement.bundles))
         ]
         for point in job.points
     ]
-    shown = {
-        "address": where.address,
+    document = {
+        "address": ray_placement.address,
         "strategy": "STRICT_SPREAD",
-        "bundles": [dict(bundle) for bundle in where.bundles],
-        "restarts": where.restarts,
-        "wait": where.wait,
+        "bundles": [dict(bundle) for bundle in ray_placement.bundles],
+        "restarts": ray_placement.restarts,
+        "wait": ray_placement.wait,
         "runs": runs,
     }
-    return yaml.safe_dump(shown, sort_keys=False, width=1000)
+    return yaml.safe_dump(document, sort_keys=False, width=1000)
 
 
 def start(job: LaunchedRun) -> int:
@@ -134,7 +134,7 @@ def start(job: LaunchedRun) -> int:
     Raises:
         ConfigError: Ray is not installed, there is no cluster, or the options are invalid.
     """
-    where = placement(job)
+    ray_placement = placement(job)
     # With `uv run`, Ray would copy this folder to the hosts and start their Python anew.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
@@ -145,10 +145,10 @@ def start(job: LaunchedRun) -> int:
             '--on ray needs Ray: install it with pip install "ed-elarge[ray]"'
         ) from None
     try:
-        ray.init(address=where.address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=ray_placement.address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"no Ray cluster answers at {where.address!r} ({error}): start one with "
+            f"no Ray cluster answers at {ray_placement.address!r} ({error}): start one with "
             "`ray start --head`, or set --option address=HOST:PORT"
         ) from None
     cloudpickle.register_pickle_by_value(ray_host)
@@ -156,7 +156,7 @@ def start(job: LaunchedRun) -> int:
     try:
         with _Stops() as stops:
             for point in job.points:
-                ended = _run(ray, job, point, where, stops)
+                ended = _run(ray, job, point, ray_placement, stops)
                 code = code or ended
                 if stops.count:
                     break
@@ -196,11 +196,11 @@ class _Outcome:
 
 
 def _run(
-    ray: Any, job: LaunchedRun, point: Sequence[str], where: RayPlacement, stops: _Stops
+    ray: Any, job: LaunchedRun, point: Sequence[str], ray_placement: RayPlacement, stops: _Stops
 ) -> int:
     """Run one point until it ends, or fails more often than it may start again."""
-    for attempt in range(where.restarts + 1):
-        with _hosts(ray, where, stops) as hosts:
+    for attempt in range(ray_placement.restarts + 1):
+        with _hosts(ray, ray_placement, stops) as hosts:
             if hosts is None:
                 return INTERRUPTED
             outcome = _watch(ray, job, point, hosts, stops)
@@ -209,13 +209,13 @@ def _run(
         if outcome.code == BAD_INPUT and not outcome.lost:  # the next start would end alike
             _say(f"the run failed: {outcome.failures}")
             return outcome.code
-        if attempt < where.restarts:
-            left = f"start {attempt + 1} of {where.restarts} after the first"
-            _say(f"{outcome.failures}; the run starts again from its checkpoint ({left})")
+        if attempt < ray_placement.restarts:
+            restart_note = f"start {attempt + 1} of {ray_placement.restarts} after the first"
+            _say(f"{outcome.failures}; the run starts again from its checkpoint ({restart_note})")
             continue
         _say(
-            f"the run failed: {outcome.failures}. It started again {where.restarts} times "
-            f"(--option restarts={where.restarts}); the same command continues it"
+            f"the run failed: {outcome.failures}. It started again {ray_placement.restarts} times "
+            f"(--option restarts={ray_placement.restarts}); the same command continues it"
         )
         return outcome.code
     raise AssertionError("every start returns or continues")
@@ -226,7 +226,7 @@ def _say(message: str) -> None:
 
 
 @contextmanager
-def _hosts(ray: Any, where: RayPlacement, stops: _Stops) -> Iterator[list[Any] | None]:
+def _hosts(ray: Any, ray_placement: RayPlacement, stops: _Stops) -> Iterator[list[Any] | None]:
     """Yield one actor per host, or None after a request to stop; the actors end afterwards.
 
     Raises:
@@ -240,30 +240,35 @@ def _hosts(ray: Any, where: RayPlacement, stops: _Stops) -> Iterator[list[Any] |
         PlacementGroupSchedulingStrategy,
     )
 
-    group = placement_group([dict(bundle) for bundle in where.bundles], strategy="STRICT_SPREAD")
+    group = placement_group(
+        [dict(bundle) for bundle in ray_placement.bundles], strategy="STRICT_SPREAD"
+    )
     hosts: list[Any] = []
     try:
-        limit = time.monotonic() + where.wait
+        limit = time.monotonic() + ray_placement.wait
         while not stops.count and not group.wait(_LOOK):
             if time.monotonic() > limit:
                 alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
                 raise ConfigError(
-                    f"the cluster provided no {len(where.bundles)} hosts with "
-                    f"{where.bundles[0]} within {where.wait:g} s; its hosts are {alive}: add "
+                    f"the cluster provided no {len(ray_placement.bundles)} hosts with "
+                    f"{ray_placement.bundles[0]} within {ray_placement.wait:g} s; its hosts are "
+                    f"{alive}: add "
                     "hosts, ask for less, or raise --option wait=SECONDS"
                 )
         if stops.count:
             yield None
             return
         actor = ray.remote(ray_host.HostProcesses)
-        for number, bundle in enumerate(where.bundles):
-            known = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
-            others = {k: v for k, v in bundle.items() if k not in ("CPU", "GPU")}
+        for number, bundle in enumerate(ray_placement.bundles):
+            device_options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
+            other_resources = {k: v for k, v in bundle.items() if k not in ("CPU", "GPU")}
             strategy = PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=number
             )
-            made = actor.options(resources=others, scheduling_strategy=strategy, **known)
-            hosts.append(made.remote())
+            host_actor = actor.options(
+                resources=other_resources, scheduling_strategy=strategy, **device_options
+            )
+            hosts.append(host_actor.remote())
         yield hosts
     finally:
         # An actor that was killed ends its processes too, but not those that they started.
@@ -280,26 +285,26 @@ def _watch(
 ) -> _Outcome:
     """Start the processes, print their lines, and return when all have ended or one has failed."""
     try:
-        found = ray.get([host.address.remote() for host in hosts], timeout=_WAIT)
-        coordinator = f"{found[0][1]}:{found[0][2]}"
+        addresses = ray.get([host.address.remote() for host in hosts], timeout=_WAIT)
+        coordinator = f"{addresses[0][1]}:{addresses[0][2]}"
         for number, host in enumerate(hosts):
             ray.get(host.begin.remote(_commands(job, point, number, coordinator)))
     except ray.exceptions.RayError as error:
         return _Outcome(FAILED, f"a host was lost before the start ({_first_line(error)})", True)
-    names = [name for name, _, _ in found]
+    names = [name for name, _, _ in addresses]
     _say(f"{len(hosts)} hosts: {', '.join(names)}; coordinator {coordinator}")
 
     codes: dict[int, int | None] = {}
     failures: list[str] = []
     lost = False
-    asked, settle = 0, float("inf")
+    stop_count, settle = 0, float("inf")
     waiting = {host.poll.remote(_LOOK): number for number, host in enumerate(hosts)}
     while waiting and time.monotonic() < settle:
-        if stops.count > asked:
-            asked = stops.count
-            _say("the run stops and saves" if asked == 1 else "the processes are killed")
+        if stops.count > stop_count:
+            stop_count = stops.count
+            _say("the run stops and saves" if stop_count == 1 else "the processes are killed")
             for host in hosts:
-                (host.stop if asked == 1 else host.kill).remote()
+                (host.stop if stop_count == 1 else host.kill).remote()
         for done in ray.wait([*waiting], num_returns=1, timeout=_LOOK)[0]:
             number = waiting.pop(done)
             try:

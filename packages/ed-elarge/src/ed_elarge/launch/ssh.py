@@ -51,14 +51,14 @@ def processes(job: LaunchedRun) -> list[HostProcess]:
     hosts, flags, port = _hosts(job)
     count = len(hosts) * job.processes
     coordinator = f"{hosts[0].rpartition('@')[2]}:{port}"
-    made = []
+    host_processes = []
     for number in range(count):
         shell = job.shell(job.points[0], jax_variables(coordinator, count, number))
         host = hosts[number // job.processes]
         # With a terminal, the end of the connection stops the remote process, which saves.
         words = ("ssh", "-tt", "-o", "BatchMode=yes", *flags, host, shell)
-        made.append(HostProcess(host, words))
-    return made
+        host_processes.append(HostProcess(host, words))
+    return host_processes
 
 
 def _hosts(job: LaunchedRun) -> tuple[list[str], list[str], str]:

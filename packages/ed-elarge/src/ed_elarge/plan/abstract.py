@@ -36,20 +36,20 @@ def abstract_model(run: RunConfig, vocab_size: int | None, topology: str | None 
     precision = None if loader.precision in (None, "default") else loader.precision
 
     def build() -> Any:
-        made = module(config, loader.dtype, loader.param_dtype, precision, rngs=nnx.Rngs(0))
+        model = module(config, loader.dtype, loader.param_dtype, precision, rngs=nnx.Rngs(0))
         section = run.adapters
         if section is None:
-            return made
+            return model
         from ed_infra.specs import LoraSpec
 
         spec = LoraSpec(**section.model_dump(exclude={"name_or_path"}))
-        return made.apply_lora(spec, seed=0)
+        return model.apply_lora(spec, seed=0)
 
     with nnx.use_eager_sharding(False):
         graphdef, state = nnx.split(nnx.eval_shape(build))
         placed = dict(nnx.to_flat_state(placement.shardings(state, config)))
         flat = [
-            (path, variable.replace(_placed(variable.get_value(), placed[path])))
+            (path, variable.replace(_add_sharding(variable.get_value(), placed[path])))
             for path, variable in nnx.to_flat_state(state)
         ]
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
@@ -83,7 +83,7 @@ def _mesh_of_topology(config: Any, topology: str) -> Any:
     )
 
 
-def _placed(value: object, sharding: Any) -> Any:
+def _add_sharding(value: object, sharding: Any) -> Any:
     leaves, treedef = jax.tree.flatten(value)
     places = jax.tree.leaves(sharding)
     if len(places) != len(leaves):
@@ -136,7 +136,9 @@ def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
                 parts[name].shape,
                 parts[name].dtype,
                 sharding=place.sharding(
-                    parts[name].shape, parts.axes_of(name)[: parts[name].ndim - 1], stacked=True
+                    parts[name].shape,
+                    parts.get_logical_axes(name)[: parts[name].ndim - 1],
+                    stacked=True,
                 ),
             )
             for name in names
@@ -154,9 +156,9 @@ def _host_batch(run: RunConfig, length: int) -> dict[str, np.ndarray]:
     assert arguments is not None, "a plan of training has a trainer"
     rows = arguments.total_batch_size
     if form.samples:
-        whole = ("input_ids", "segment_ids", "position_ids", "targets")
+        integer_names = ("input_ids", "segment_ids", "position_ids", "targets")
         tokens = {
-            name: np.ones((rows, length), np.int32 if name in whole else np.float32)
+            name: np.ones((rows, length), np.int32 if name in integer_names else np.float32)
             for name in token_arrays(arguments)
         }
         return tokens | {name: np.ones(rows, np.float32) for name in ROW_ARRAYS}
@@ -169,11 +171,11 @@ def _host_batch(run: RunConfig, length: int) -> dict[str, np.ndarray]:
 
 
 def _state(parts: Any, tx: Any) -> Any:
-    from ed_trainers.placement import replicated
+    from ed_trainers.placement import replicate_sharding
     from ed_trainers.state import EasyDeLState
 
     graphdef, graphstate, graphother = parts
-    everywhere = replicated(jax.tree.leaves(graphstate)[0].sharding)
+    everywhere = replicate_sharding(jax.tree.leaves(graphstate)[0].sharding)
     step: Any = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
     return EasyDeLState(step, graphstate, graphother, None, graphdef, tx).abstract(tx)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ed_infra.parameter_names import runs_of
+from ed_infra.parameter_names import split_runs
 
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.tensors import ModelShapes
@@ -68,7 +68,7 @@ class LayerValues:
             bodies=_bodies(shapes),
         )
 
-    def kept(self, policy: str, targets: tuple[str, ...]) -> float:
+    def count_saved_values(self, policy: str, targets: tuple[str, ...]) -> float:
         """Return the values that the forward pass keeps for the backward pass, per token.
 
         The input of the layer is always kept. See `ed_layers.depth.remat`.
@@ -85,7 +85,7 @@ class LayerValues:
             return self.d
         if "dots" in policy:
             return self.d + products
-        sizes = self.named()
+        sizes = self.get_named_sizes()
         if policy in ("save_only_these_names", "save_from_both_policies"):
             base = products if policy == "save_from_both_policies" else 0.0
             return self.d + base + sum(sizes.get(name, 0.0) for name in targets)
@@ -110,7 +110,7 @@ class LayerValues:
             attention += self.q + self.kv
         return stream * self.d + attention + (3 if self.gated else 2) * self.f
 
-    def named(self) -> dict[str, float]:
+    def get_named_sizes(self) -> dict[str, float]:
         """Return the values of each name."""
         return {
             "normed_input": 2 * self.d,
@@ -154,7 +154,7 @@ def _bodies(shapes: ModelShapes) -> int:
         rotated = [not every or (i + 1) % every > 0 for i in range(shapes.layers)]
     windows = [cache.window for cache in shapes.caches]
     kinds = [*zip(windows, map(bool, rotated), strict=False)]
-    runs = runs_of(kinds) if len(kinds) == shapes.layers else ()
+    runs = split_runs(kinds) if len(kinds) == shapes.layers else ()
     between = sum(run.count == 1 for run in runs[:-1])
     return max((run.period for run in runs), default=1) + between
 

@@ -33,13 +33,15 @@ def _matches(pattern: re.Pattern[str], layer: str, count: int) -> bool:
 
 def _adapter(section: LoraSection, tensor: PlanTensor, layer: str) -> Iterator[PlanTensor]:
     *lead, inputs, outputs = tensor.shape
-    *before, of_inputs, of_outputs = tensor.axes
+    *lead_axes, input_axis, output_axis = tensor.axes
     shared = {"layers": tensor.layers, "dtype": "float32", "adapter": True}
     rank = section.rank
-    yield PlanTensor(f"{layer}.lora_a", (*lead, inputs, rank), (*before, of_inputs, None), **shared)
     yield PlanTensor(
-        f"{layer}.lora_b", (*lead, rank, outputs), (*before, None, of_outputs), **shared
+        f"{layer}.lora_a", (*lead, inputs, rank), (*lead_axes, input_axis, None), **shared
+    )
+    yield PlanTensor(
+        f"{layer}.lora_b", (*lead, rank, outputs), (*lead_axes, None, output_axis), **shared
     )
     if section.dora:
         name = f"{layer}.lora_magnitude"
-        yield PlanTensor(name, (*lead, outputs), (*before, of_outputs), **shared)
+        yield PlanTensor(name, (*lead, outputs), (*lead_axes, output_axis), **shared)

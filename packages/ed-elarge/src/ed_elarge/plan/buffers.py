@@ -55,7 +55,7 @@ class Buffers:
     reduced: float
     scattered: float
 
-    def of_layer(self, values: LayerValues, policy: str, *, adapted: bool) -> float:
+    def compute_layer_values(self, values: LayerValues, policy: str, *, adapted: bool) -> float:
         """Return the values of a token in the backward pass of one layer.
 
         Args:
@@ -64,8 +64,10 @@ class Buffers:
             adapted: whether the layer has adapters, whose products are added to those of the layer.
         """
         keeps = policy in ("", "everything_saveable") or "dots" in policy
-        own = (self.f, self.redone_f) if values.gated else (self.plain_f, self.plain_redone_f)
-        f = own[0] + adapted + (0 if keeps else own[1] + adapted)
+        mlp_counts = (
+            (self.f, self.redone_f) if values.gated else (self.plain_f, self.plain_redone_f)
+        )
+        f = mlp_counts[0] + adapted + (0 if keeps else mlp_counts[1] + adapted)
         # Products that are kept save one copy of the stream.
         d = self.d + adapted - ("dots" in policy)
         d += {"before": 0, "after": -2, "both": 2 * keeps, "parallel": -3}[values.norms]
@@ -76,7 +78,7 @@ class Buffers:
         attention = (self.q + more) * values.q + (self.kv + more) * values.kv
         return (d * values.d + inner + attention) * (1 + self.overlap * (values.bodies - 1))
 
-    def of_loss(
+    def compute_loss_bytes(
         self,
         *,
         logits: float,
@@ -85,7 +87,7 @@ class Buffers:
         stored: int,
         stream: float,
         trained: bool,
-        several: bool,
+        is_chunked: bool,
         referred: bool,
         gathered: bool,
         split: bool,
@@ -98,20 +100,20 @@ class Buffers:
             size, stored: bytes of a value in the computation, and of a stored parameter.
             stream: bytes of the hidden states.
             trained: whether the head has a gradient.
-            several: whether the loss loops over several chunks, and adds their gradients.
+            is_chunked: whether the loss loops over several chunks, and adds their gradients.
             referred: whether the step also computes the logits of a reference.
             gathered: whether the devices gather the head, which otherwise is a parameter.
             split: whether each device has a part of the vocabulary. Then the gradient of the head
                 exists only after the logits.
         """
         head, gradient = size * table * gathered, stored * table * trained
-        others = logits if referred else 0
-        one = self.softmax * logits + others + head + self.streams[0] * stream
+        reference_logits = logits if referred else 0
+        one = self.softmax * logits + reference_logits + head + self.streams[0] * stream
         one += max(0, gradient - logits) if split else gradient
-        if several:  # the sum of the gradients exists together with the gradient of a chunk
+        if is_chunked:  # the sum of the gradients exists together with the gradient of a chunk
             one += max(0, self.sums - 2) * gradient + (self.streams[1] - self.streams[0]) * stream
-        added = logits + others + head + self.sums * gradient + self.streams[1] * stream
-        return max(one, added) if several else one
+        added = logits + reference_logits + head + self.sums * gradient + self.streams[1] * stream
+        return max(one, added) if is_chunked else one
 
 
 #: XLA's CPU backend in float32.

@@ -45,17 +45,17 @@ def ask(
         default=str,
     )
     flags = os.environ.get("XLA_FLAGS", "").split()
-    kept = [f for f in flags if not f.startswith("--xla_force_host_platform_device_count")]
+    xla_flags = [f for f in flags if not f.startswith("--xla_force_host_platform_device_count")]
     # This pass fails on reductions in bfloat16, and only the execution of a program needs it.
-    kept.append("--xla_disable_hlo_passes=all-reduce-promotion")
-    kept = [f for f in kept if not f.startswith("--xla_backend_optimization_level")]
-    kept.append("--xla_backend_optimization_level=0")  # the program is never executed
+    xla_flags.append("--xla_disable_hlo_passes=all-reduce-promotion")
+    xla_flags = [f for f in xla_flags if not f.startswith("--xla_backend_optimization_level")]
+    xla_flags.append("--xla_backend_optimization_level=0")  # the program is never executed
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "ED_LAYERS_NATIVE": "0",
         "TPU_SKIP_MDS_QUERY": "1",  # libtpu requests no metadata server
-        "XLA_FLAGS": " ".join([*kept, f"--xla_force_host_platform_device_count={devices}"]),
+        "XLA_FLAGS": " ".join([*xla_flags, f"--xla_force_host_platform_device_count={devices}"]),
     }
     command = [sys.executable, "-m", "ed_elarge.plan.answers"]
     try:

@@ -35,7 +35,7 @@ def compare(plan: RunPlan, compiler: str, time_limit: float) -> dict[str, Any]:
     part = plan.training
     if part is None:
         raise ConfigError("--compile compiles a train step, and this run does not train: omit it")
-    found = child.ask(
+    compiled_bytes = child.ask(
         plan.run,
         "train",
         devices=plan.hardware.count,
@@ -47,9 +47,12 @@ def compare(plan: RunPlan, compiler: str, time_limit: float) -> dict[str, Any]:
     backend = CPU if compiler == "cpu" else ACCELERATOR
     step = training.step(part.settings, plan.shapes, part.mesh, backend)
     sizes = {
-        "arguments": (step.arguments, found["arguments"]),
-        "temporary buffers": (step.temporary, found["temporary"]),
-        "sum": (step.arguments + step.temporary, found["arguments"] + found["temporary"]),
+        "arguments": (step.arguments, compiled_bytes["arguments"]),
+        "temporary buffers": (step.temporary, compiled_bytes["temporary"]),
+        "sum": (
+            step.arguments + step.temporary,
+            compiled_bytes["arguments"] + compiled_bytes["temporary"],
+        ),
     }
     rows = [
         {"name": name, "predicted": ours, "compiled": theirs, "error": ours / theirs - 1}

@@ -98,17 +98,17 @@ def table() -> dict[str, DeviceKind]:
     return {name: DeviceKind(name=name, **row) for name, row in rows.items()}
 
 
-def named(name: str) -> DeviceKind:
+def find_device(name: str) -> DeviceKind:
     """Return the device of a name.
 
     Raises:
         ConfigError: the table has no such device.
     """
-    known, key = table(), name.lower().removeprefix("tpu-").removeprefix("nvidia-")
+    kinds, key = table(), name.lower().removeprefix("tpu-").removeprefix("nvidia-")
     key = _ALIASES.get(key, key)
-    if key not in known:
-        raise unknown_name("device", name, known)
-    return known[key]
+    if key not in kinds:
+        raise unknown_name("device", name, kinds)
+    return kinds[key]
 
 
 def parse(topology: str | None, devices: str | None) -> Hardware:
@@ -125,7 +125,7 @@ def parse(topology: str | None, devices: str | None) -> Hardware:
         raise ConfigError("name the hardware once: --topology v5e:4x4, or --devices 8xH200")
     if topology is not None:
         name, colon, sizes = topology.partition(":")
-        device = named(name)
+        device = find_device(name)
         if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
             raise ConfigError(f"--topology {topology!r} is no topology: write {name}:4x4")
         shape = tuple(int(size) for size in sizes.split("x"))
@@ -140,10 +140,10 @@ def parse(topology: str | None, devices: str | None) -> Hardware:
             )
         return Hardware(device, shape)
     text = str(devices)
-    found = re.fullmatch(r"(?:([1-9]\d*)x)?([A-Za-z][\w-]*)", text)
-    if found is None:
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?([A-Za-z][\w-]*)", text)
+    if match is None:
         raise ConfigError(f"--devices {text!r} is invalid: write a number and a device, 8xH200")
-    device, count = named(found[2]), int(found[1] or 1)
+    device, count = find_device(match[2]), int(match[1] or 1)
     if device.links == "torus" and count > 1:
         side = 2 ** (int(math.log2(count)) // 2)
         shape = (side, count // side) if count % side == 0 else (count,)

@@ -11,7 +11,7 @@ from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan import serving, settings, shapes, timing, training
 from ed_elarge.plan.devices import Hardware
 from ed_elarge.plan.memory import MemoryParts
-from ed_elarge.plan.mesh import PlanMesh, mesh_of
+from ed_elarge.plan.mesh import PlanMesh, build_mesh
 from ed_elarge.plan.settings import Serving, Training
 from ed_elarge.plan.tensors import ModelShapes
 from ed_elarge.plan.timing import Time
@@ -102,51 +102,55 @@ def plan(run: RunConfig, hardware: Hardware) -> RunPlan:
     serves = run.will("serve", "generate", "eval") or not trains
     if not trains and not run.will("serve", "generate", "eval") and run.actions:
         raise ConfigError("elarge plan needs an action: train, serve, generate or eval")
-    model, mesh = shapes.of_run(run), mesh_of(run, hardware.count)
-    own = settings.training(run) if trains else None
+    model, mesh = shapes.get_shapes(run), build_mesh(run, hardware.count)
+    training_settings = settings.training(run) if trains else None
     served = settings.serving(run) if serves else None
     return RunPlan(
         run,
         hardware,
         model,
-        None if own is None else of_training(own, model, mesh, hardware),
-        None if served is None else of_serving(served, model, mesh, hardware),
+        None
+        if training_settings is None
+        else plan_training(training_settings, model, mesh, hardware),
+        None if served is None else plan_serving(served, model, mesh, hardware),
     )
 
 
-def of_training(
-    own: Training, model: ModelShapes, mesh: PlanMesh, hardware: Hardware
+def plan_training(
+    training_settings: Training, model: ModelShapes, mesh: PlanMesh, hardware: Hardware
 ) -> TrainingPlan:
     """Return memory and time of training."""
-    step = step_of(own, model, mesh, hardware)
+    step = plan_step(training_settings, model, mesh, hardware)
     memory = MemoryParts(step.parts, hardware.device.usable)
-    time = timing.of_training(own, model, mesh, hardware, step)
-    return TrainingPlan(own, mesh, step, memory, time)
+    time = timing.estimate_training(training_settings, model, mesh, hardware, step)
+    return TrainingPlan(training_settings, mesh, step, memory, time)
 
 
-def step_of(
-    own: Training, model: ModelShapes, mesh: PlanMesh, hardware: Hardware
+def plan_step(
+    training_settings: Training, model: ModelShapes, mesh: PlanMesh, hardware: Hardware
 ) -> training.PlannedStep:
     """Return the memory of a train step, and what stays allocated if an engine samples its rows."""
-    step = training.step(own, model, mesh)
-    if own.engine is None:
+    step = training.step(training_settings, model, mesh)
+    if training_settings.engine is None:
         return step
-    engine = serving.engine(own.engine, model, mesh, hardware.device).memory.parts
-    kept = {name: engine[name] for name in ("KV pages", "sampler state")}
-    kept["reference"] = step.parts["parameters"] if own.has_copy else 0
-    return replace(step, parts={**step.parts, **kept})
+    engine = serving.engine(training_settings.engine, model, mesh, hardware.device).memory.parts
+    engine_parts = {name: engine[name] for name in ("KV pages", "sampler state")}
+    engine_parts["reference"] = step.parts["parameters"] if training_settings.has_copy else 0
+    return replace(step, parts={**step.parts, **engine_parts})
 
 
-def of_serving(own: Serving, model: ModelShapes, mesh: PlanMesh, hardware: Hardware) -> ServingPlan:
+def plan_serving(
+    serving_settings: Serving, model: ModelShapes, mesh: PlanMesh, hardware: Hardware
+) -> ServingPlan:
     """Return memory and time of serving."""
-    engine = serving.engine(own, model, mesh, hardware.device)
-    one, _ = serving.replica(own, mesh)
+    engine = serving.engine(serving_settings, model, mesh, hardware.device)
+    one, _ = serving.replica(serving_settings, mesh)
     seqs = max(1, min(engine.seqs, engine.concurrent // engine.replicas))
-    size = sum(serving.token_bytes(cache, own, one) for cache in model.caches)
-    time = timing.of_decoding(
-        own, model, one, hardware, seqs=seqs, context=engine.longest, token_bytes=size
+    size = sum(serving.token_bytes(cache, serving_settings, one) for cache in model.caches)
+    time = timing.estimate_decoding(
+        serving_settings, model, one, hardware, seqs=seqs, context=engine.longest, token_bytes=size
     )
-    return ServingPlan(own, mesh, engine, time)
+    return ServingPlan(serving_settings, mesh, engine, time)
 
 
 @dataclass(frozen=True)
@@ -167,19 +171,21 @@ def limits(plan: TrainingPlan, model: ModelShapes, hardware: Hardware) -> Limits
 
     Rows grow in multiples of the devices that share a batch, and lengths in multiples of 128.
     """
-    own, mesh = plan.settings, plan.mesh
+    training_settings, mesh = plan.settings, plan.mesh
     ways = mesh.ways(mesh.axis.batch_axis)
 
     def fits(changed: Training) -> bool:
-        step = step_of(changed, model, mesh, hardware)
+        step = plan_step(changed, model, mesh, hardware)
         return MemoryParts(step.parts, hardware.device.usable).fits
 
     def with_rows(n: int) -> Training:
-        return replace(own, rows=n * ways * own.accumulation)
+        return replace(training_settings, rows=n * ways * training_settings.accumulation)
 
     positions = int(model.config.get("max_position_embeddings") or 2**31)
     rows = ways * _largest(lambda n: fits(with_rows(n)), 2**20)
-    blocks = _largest(lambda n: fits(replace(own, length=128 * n)), max(1, positions // 128))
+    blocks = _largest(
+        lambda n: fits(replace(training_settings, length=128 * n)), max(1, positions // 128)
+    )
     return Limits(rows, 128 * blocks)
 
 

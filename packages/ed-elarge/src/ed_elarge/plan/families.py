@@ -198,21 +198,21 @@ def _feed_forward(form: FamilyForm, config: Values, n: int) -> Iterator[PlanTens
         yield PlanTensor(f"{at}.gate.kernel", (d, e), ("embed", None), sparse)
         if bias:
             yield PlanTensor(f"{at}.gate.bias", (e,), (None,), sparse)
-        for name, i, o, axes in _gated(d, f):
+        for name, i, o, axes in _build_gated_mlp(d, f):
             yield from expert_linear(f"{at}.experts.{name}", e, i, o, axes, sparse, bias=bias)
         if experts.shared:
-            for name, i, o, axes in _gated(d, int(config[experts.shared])):
+            for name, i, o, axes in _build_gated_mlp(d, int(config[experts.shared])):
                 yield from linear(f"{at}.shared_experts.{name}", i, o, axes, sparse)
             yield from linear(f"{at}.shared_expert_gate", d, 1, ("embed", None), sparse)
     if sparse == n:
         return
     f, bias = int(config.get(form.inner) or 4 * d), _on(form.mlp_bias, config)
-    for name, i, o, axes in _gated(d, f):
+    for name, i, o, axes in _build_gated_mlp(d, f):
         if form.mlp == "gated" or name != "gate_proj":
             yield from linear(f"{at}.{name}", i, o, axes, n - sparse, bias=bias)
 
 
-def _gated(d: int, f: int) -> tuple[tuple[str, int, int, tuple[str, str]], ...]:
+def _build_gated_mlp(d: int, f: int) -> tuple[tuple[str, int, int, tuple[str, str]], ...]:
     return (
         ("gate_proj", d, f, ("embed", "mlp")),
         ("up_proj", d, f, ("embed", "mlp")),

@@ -55,18 +55,18 @@ class PlanMesh:
 
     def parameter(self, tensor: PlanTensor) -> tuple[MeshAxes, ...]:
         """Return the mesh axes of each dimension of a parameter."""
-        known: dict[PlanTensor, tuple[MeshAxes, ...]] = vars(self)["_known"]
-        if tensor not in known:
-            known[tensor] = self._place(tensor)
-        return known[tensor]
+        stored_axes: dict[PlanTensor, tuple[MeshAxes, ...]] = vars(self)["_known"]
+        if tensor not in stored_axes:
+            stored_axes[tensor] = self._place(tensor)
+        return stored_axes[tensor]
 
     def _place(self, tensor: PlanTensor) -> tuple[MeshAxes, ...]:
-        found = self._rule(tensor.name.replace("*", "0"))
-        if found is None:
-            found = places.of_parameter(
+        mesh_axes = self._rule(tensor.name.replace("*", "0"))
+        if mesh_axes is None:
+            mesh_axes = places.get_parameter_axes(
                 self.axis, tensor.axes, tensor.shape, self.sizes, self.expert_axes
             )
-        return tuple(places.fitted(found, tensor.shape, self.sizes)[0])
+        return tuple(places.fit_places(mesh_axes, tensor.shape, self.sizes)[0])
 
     def _rule(self, name: str) -> Sequence[MeshAxes] | None:
         slashed = name.replace(".", "/")
@@ -80,24 +80,24 @@ class PlanMesh:
         parts = math.prod(self.ways(entry) for entry in self.parameter(tensor))
         return tensor.size // parts
 
-    def gathered(self, tensor: PlanTensor) -> int:
+    def count_gathered_values(self, tensor: PlanTensor) -> int:
         """Return the number of values of one layer's parameter in a product.
 
         A product reads the whole parameter, except along the axes of tensor parallelism, which also
         split its result, and of experts.
         """
-        kept = {name for field in _KEPT for name in split(getattr(self.axis, field))}
-        kept |= {*self.expert_axes} if tensor.axes[:1] == ("expert",) else set()
+        split_axes = {name for field in _KEPT for name in split(getattr(self.axis, field))}
+        split_axes |= {*self.expert_axes} if tensor.axes[:1] == ("expert",) else set()
         parts = math.prod(
-            self.ways(tuple(name for name in split(entry) if name in kept))
+            self.ways(tuple(name for name in split(entry) if name in split_axes))
             for entry in self.parameter(tensor)
         )
         return math.prod(tensor.shape) // parts
 
     def activation(self, axes: Sequence[str | None], shape: Sequence[int]) -> int:
         """Return the number of values of an activation on one device."""
-        found = [places.look_up(self.axis, a, ACTIVATION_AXES, "activation") for a in axes]
-        fitted = places.fitted(places.distinct(found), shape, self.sizes)[0]
+        mesh_axes = [places.look_up(self.axis, a, ACTIVATION_AXES, "activation") for a in axes]
+        fitted = places.fit_places(places.distinct(mesh_axes), shape, self.sizes)[0]
         return math.prod(shape) // math.prod(self.ways(entry) for entry in fitted)
 
 
@@ -112,7 +112,7 @@ _KEPT = (
 )
 
 
-def mesh_of(run: RunConfig, devices: int, dims: Sequence[int] | None = None) -> PlanMesh:
+def build_mesh(run: RunConfig, devices: int, dims: Sequence[int] | None = None) -> PlanMesh:
     """Return the mesh of a run on a number of devices.
 
     Args:
@@ -127,8 +127,10 @@ def mesh_of(run: RunConfig, devices: int, dims: Sequence[int] | None = None) -> 
     fields = run.execution_fields()
     names = tuple(fields["sharding_axis_names"])
     if dims is None:
-        own, slices = fields["sharding_axis_dims"], fields["sharding_dcn_axis_dims"]
-        dims = resolve_axis_dims(total_sizes(own, slices) if slices else own, devices, names)
+        axis_dims, slices = fields["sharding_axis_dims"], fields["sharding_dcn_axis_dims"]
+        dims = resolve_axis_dims(
+            total_sizes(axis_dims, slices) if slices else axis_dims, devices, names
+        )
     sizes = dict(zip(names, dims, strict=True))
     axis = fields["partition_axis"].on(names, sizes)
     if fields["sequence_axis_name"] != FIELDS["sequence_axis_name"].default:

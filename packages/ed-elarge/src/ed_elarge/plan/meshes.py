@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ed_elarge.plan.devices import GIB
-from ed_elarge.plan.estimate import RunPlan, ServingPlan, TrainingPlan, of_serving, of_training
-from ed_elarge.plan.mesh import PlanMesh, mesh_of
+from ed_elarge.plan.estimate import RunPlan, ServingPlan, TrainingPlan, plan_serving, plan_training
+from ed_elarge.plan.mesh import PlanMesh, build_mesh
 from ed_elarge.plan.tensors import ModelShapes
 
 
@@ -24,28 +24,28 @@ class Candidate:
 
     dims: tuple[int, ...]
     plan: TrainingPlan | ServingPlan
-    why: str = ""
+    reason: str = ""
 
 
-def ranked(plan: RunPlan) -> list[Candidate]:
+def rank_meshes(plan: RunPlan) -> list[Candidate]:
     """Return the meshes of the run's devices, best first.
 
     Meshes that fit precede those that do not. Of equal times, the mesh with less memory is first.
     """
     part = plan.training or plan.serving
     assert part is not None, "a plan trains or serves"
-    found = []
+    ranking = []
     for mesh in candidates(plan, part):
         if isinstance(part, TrainingPlan):
-            made: TrainingPlan | ServingPlan = of_training(
+            mesh_plan: TrainingPlan | ServingPlan = plan_training(
                 part.settings, plan.shapes, mesh, plan.hardware
             )
         else:
-            made = of_serving(part.settings, plan.shapes, mesh, plan.hardware)
-        found.append(Candidate(tuple(mesh.sizes.values()), made))
-    found.sort(key=lambda one: (not one.plan.fits, _cost(one.plan), one.plan.memory.total))
-    best = found[0]
-    return [best, *(Candidate(c.dims, c.plan, _why(c.plan, best.plan)) for c in found[1:])]
+            mesh_plan = plan_serving(part.settings, plan.shapes, mesh, plan.hardware)
+        ranking.append(Candidate(tuple(mesh.sizes.values()), mesh_plan))
+    ranking.sort(key=lambda one: (not one.plan.fits, _cost(one.plan), one.plan.memory.total))
+    best = ranking[0]
+    return [best, *(Candidate(c.dims, c.plan, _why(c.plan, best.plan)) for c in ranking[1:])]
 
 
 def candidates(plan: RunPlan, part: TrainingPlan | ServingPlan) -> Iterator[PlanMesh]:
@@ -55,22 +55,22 @@ def candidates(plan: RunPlan, part: TrainingPlan | ServingPlan) -> Iterator[Plan
     batch divide the rows of a microbatch.
     """
     run, shapes = plan.run, plan.shapes
-    for sizes in _factored(plan.hardware.count, len(part.mesh.sizes)):
-        mesh = mesh_of(run, plan.hardware.count, sizes)
+    for sizes in _factor_count(plan.hardware.count, len(part.mesh.sizes)):
+        mesh = build_mesh(run, plan.hardware.count, sizes)
         if _divides(mesh, shapes, part):
             yield mesh
 
 
-def _factored(count: int, axes: int) -> Iterator[tuple[int, ...]]:
+def _factor_count(count: int, axes: int) -> Iterator[tuple[int, ...]]:
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     for sizes in itertools.product(divisors, repeat=axes - 1):
-        rest = count
+        quotient = count
         for size in sizes:
-            rest = rest // size if rest % size == 0 else 0
-            if not rest:
+            quotient = quotient // size if quotient % size == 0 else 0
+            if not quotient:
                 break
-        if rest:
-            yield (sizes[0], rest, *sizes[1:])
+        if quotient:
+            yield (sizes[0], quotient, *sizes[1:])
 
 
 def _divides(mesh: PlanMesh, shapes: ModelShapes, part: TrainingPlan | ServingPlan) -> bool:
@@ -109,5 +109,5 @@ def _why(plan: TrainingPlan | ServingPlan, best: TrainingPlan | ServingPlan) -> 
 
 def text(candidate: Candidate, names: tuple[str, ...]) -> str:
     """Return a mesh as text: `fsdp=8 tp=2`."""
-    shown = [f"{n}={d}" for n, d in zip(names, candidate.dims, strict=True) if d > 1]
-    return " ".join(shown) or "one device"
+    axis_texts = [f"{n}={d}" for n, d in zip(names, candidate.dims, strict=True) if d > 1]
+    return " ".join(axis_texts) or "one device"

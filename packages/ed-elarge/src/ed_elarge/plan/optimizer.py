@@ -52,7 +52,7 @@ class Moments:
             "ema": 4 * shard if self.arguments.ema_decay is not None else 0,
         }
 
-    def whole(self, tensor: PlanTensor) -> int:
+    def get_full_size(self, tensor: PlanTensor) -> int:
         """Return the bytes of a moment like the parameter."""
         return self.size * self.mesh.shard(tensor)
 
@@ -61,17 +61,17 @@ class Moments:
         return self.mu_size * self.mesh.shard(tensor)
 
 
-def _own(tensor: PlanTensor) -> tuple[int, ...]:
+def _get_shape(tensor: PlanTensor) -> tuple[int, ...]:
     """Return the shape of one array: without layers and experts."""
     return tensor.shape[1:] if tensor.axes[:1] == ("expert",) else tensor.shape
 
 
 def _copies(tensor: PlanTensor) -> int:
-    return tensor.size // math.prod(_own(tensor))
+    return tensor.size // math.prod(_get_shape(tensor))
 
 
 def _adamw(state: Moments, tensor: PlanTensor) -> int:
-    return state.first(tensor) + state.whole(tensor)
+    return state.first(tensor) + state.get_full_size(tensor)
 
 
 def _lion(state: Moments, tensor: PlanTensor) -> int:
@@ -80,9 +80,9 @@ def _lion(state: Moments, tensor: PlanTensor) -> int:
 
 def _eight_bit(moments: int) -> Bytes:
     def of(state: Moments, tensor: PlanTensor) -> int:
-        shape, copies = _own(tensor), _copies(tensor)
+        shape, copies = _get_shape(tensor), _copies(tensor)
         if math.prod(shape) < _SMALLEST:
-            return state.first(tensor) + (moments - 1) * state.whole(tensor)
+            return state.first(tensor) + (moments - 1) * state.get_full_size(tensor)
         block = min(int(state.settings["block_size"]), shape[-1])
         scales = copies * math.prod(shape[:-1]) * -(-shape[-1] // block)
         # One count for each array, because the arrays are updated separately.
@@ -92,41 +92,41 @@ def _eight_bit(moments: int) -> Bytes:
 
 
 def _adafactor(state: Moments, tensor: PlanTensor) -> int:
-    shape, copies = _own(tensor), _copies(tensor)
+    shape, copies = _get_shape(tensor), _copies(tensor)
     least = int(state.settings["min_dim_size_to_factor"])
     size = state.size
     if len(shape) >= 2 and sorted(shape)[-2] >= least:
         *_, second, first = sorted(shape)
         rows, columns = math.prod(shape) // first, math.prod(shape) // second
         return copies * (size * (rows + columns + 1) + 4)
-    return state.whole(tensor) + copies * (2 * size + 4)
+    return state.get_full_size(tensor) + copies * (2 * size + 4)
 
 
 def _is_matrix(tensor: PlanTensor) -> bool:
-    shape = _own(tensor)
+    shape = _get_shape(tensor)
     return len(shape) == 2 and "vocab" not in tensor.axes and not _TABLES.search(tensor.name)
 
 
 def _muon(state: Moments, tensor: PlanTensor) -> int:
-    return state.whole(tensor) if _is_matrix(tensor) else _adamw(state, tensor)
+    return state.get_full_size(tensor) if _is_matrix(tensor) else _adamw(state, tensor)
 
 
 def _mars(state: Moments, tensor: PlanTensor) -> int:
-    if len(_own(tensor)) == 2:
-        return 3 * state.whole(tensor) + 4 * _copies(tensor)
+    if len(_get_shape(tensor)) == 2:
+        return 3 * state.get_full_size(tensor) + 4 * _copies(tensor)
     return _adamw(state, tensor)
 
 
 def _rmsprop(state: Moments, tensor: PlanTensor) -> int:
-    return state.whole(tensor) * (1 + (state.settings["momentum"] is not None))
+    return state.get_full_size(tensor) * (1 + (state.settings["momentum"] is not None))
 
 
 def _sgd(state: Moments, tensor: PlanTensor) -> int:
-    return state.whole(tensor) if state.settings["momentum"] is not None else 0
+    return state.get_full_size(tensor) if state.settings["momentum"] is not None else 0
 
 
 def _schedule_free(state: Moments, tensor: PlanTensor) -> int:
-    return 2 * state.whole(tensor)
+    return 2 * state.get_full_size(tensor)
 
 
 _OPTIMIZERS: dict[str, Bytes] = {

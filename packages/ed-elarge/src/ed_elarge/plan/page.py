@@ -51,7 +51,7 @@ def render(values: Mapping[str, Any]) -> str:
         if name in values:
             body += _part(name, values[name])
     if "compiled" in values:
-        body += _compiled(values["compiled"])
+        body += _render_compiled(values["compiled"])
     body += _meshes(values["meshes"])
     return (
         "<!doctype html>\n<html lang='en'><meta charset='utf-8'>"
@@ -83,25 +83,25 @@ def _part(name: str, part: Mapping[str, Any]) -> Iterable[str]:
     yield "part determines the step.</p>"
     rows = [(_text(key), f"{value * 1e3:,.2f}") for key, value in time["seconds"].items()]
     yield _table(("part or mesh axis", "ms"), rows)
-    sent = [(_text(key), _gib(size)) for key, size in time["collective_bytes"].items()]
-    if sent:
-        yield _table(("mesh axis", "GiB that a device sends"), sent)
+    traffic_rows = [(_text(key), _gib(size)) for key, size in time["collective_bytes"].items()]
+    if traffic_rows:
+        yield _table(("mesh axis", "GiB that a device sends"), traffic_rows)
     yield f"<p>At most {time['tokens_per_second']:,.0f} tokens/s, MFU {time['mfu']:.1%}.</p>"
 
 
 def _bar(memory: Mapping[str, Any]) -> str:
     """Return the parts as a horizontal bar with a line at the limit."""
-    width, whole = 1000.0, max(memory["total"], memory["limit"])
+    width, bar_bytes = 1000.0, max(memory["total"], memory["limit"])
     x, drawn = 0.0, []
     for (name, size), color in zip(memory["parts"].items(), _COLORS, strict=False):
-        part = width * size / whole
+        part = width * size / bar_bytes
         label = f"{name}: {size / GIB:.2f} GiB"
         drawn.append(
             f"<rect x='{x:.2f}' y='8' width='{part:.2f}' height='44' fill='{color}'>"
             f"<title>{_text(label)}</title></rect>"
         )
         x += part
-    limit = width * memory["limit"] / whole
+    limit = width * memory["limit"] / bar_bytes
     drawn.append(
         f"<line x1='{limit:.2f}' x2='{limit:.2f}' y1='0' y2='60' stroke='currentColor' "
         "stroke-width='3' stroke-dasharray='6 4'/>"
@@ -128,7 +128,7 @@ def _meshes(meshes: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     yield _table(("mesh", "GiB", "tokens/s", "result"), rows)
 
 
-def _compiled(compiled: Mapping[str, Any]) -> Iterable[str]:
+def _render_compiled(compiled: Mapping[str, Any]) -> Iterable[str]:
     on = "simulated CPU devices" if compiled["backend"] == "cpu" else "the TPU slice, by libtpu"
     yield f"<h2>Compiled for {on}</h2>"
     rows = [

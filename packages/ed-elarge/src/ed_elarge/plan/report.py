@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ed_elarge.plan.changes import PlanChange, of_plan
+from ed_elarge.plan.changes import PlanChange, list_changes
 from ed_elarge.plan.devices import FRACTION_VARIABLE, GIB
 from ed_elarge.plan.estimate import RunPlan, ServingPlan, TrainingPlan, limits
 from ed_elarge.plan.memory import MemoryParts
-from ed_elarge.plan.meshes import Candidate, ranked, text
+from ed_elarge.plan.meshes import Candidate, rank_meshes, text
 from ed_elarge.plan.timing import Time
 
 #: Meshes that the text shows; the files contain all of them.
@@ -49,7 +49,7 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
         },
         "fits": plan.fits,
     }
-    candidates = ranked(plan)
+    candidates = rank_meshes(plan)
     if plan.training is not None:
         most = limits(plan.training, plan.shapes, plan.hardware)
         out["training"] = {
@@ -64,7 +64,7 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
             "close": is_close(plan.training.memory),
             "largest_microbatch": most.rows,
             "longest_sequence": most.length,
-            "changes": [vars(change) for change in of_plan(plan, candidates[0])],
+            "changes": [vars(change) for change in list_changes(plan, candidates[0])],
         }
     if plan.serving is not None:
         engine = plan.serving.engine
@@ -132,7 +132,7 @@ def _mesh(candidate: Candidate, names: tuple[str, ...]) -> dict[str, Any]:
         "bound": plan.time.bound,
         "tokens_per_second": plan.time.tokens_per_second
         * (plan.engine.replicas if isinstance(plan, ServingPlan) else 1),
-        "why_not": candidate.why,
+        "why_not": candidate.reason,
     }
 
 
@@ -151,23 +151,23 @@ def lines(values: Mapping[str, Any]) -> list[str]:
     ]
     for name in ("training", "serving"):
         if name in values:
-            out += ["", *_lines_of(name, values[name])]
+            out += ["", *_format_part(name, values[name])]
     out += ["", "meshes by predicted time"]
     for mesh in values["meshes"][:SHOWN]:
-        why = mesh["why_not"] or "best"
+        reason = mesh["why_not"] or "best"
         out.append(
             f"  {mesh['axes']:<24}{mesh['total'] / GIB:>8.2f} GiB "
-            f"{mesh['tokens_per_second']:>12,.0f} tokens/s  {why}"
+            f"{mesh['tokens_per_second']:>12,.0f} tokens/s  {reason}"
         )
     hidden = len(values["meshes"]) - SHOWN
     if hidden > 0:
         out.append(f"  {hidden} more in plan.json")
     if "compiled" in values:
-        out += ["", *_compiled(values["compiled"])]
+        out += ["", *_format_compiled(values["compiled"])]
     return out
 
 
-def _lines_of(name: str, part: Mapping[str, Any]) -> list[str]:
+def _format_part(name: str, part: Mapping[str, Any]) -> list[str]:
     memory, time = part["memory"], part["time"]
     mesh = " ".join(f"{axis}={size}" for axis, size in part["mesh"].items() if size > 1)
     out = [f"{name} on {mesh or 'one device'}: memory of a device"]
@@ -190,10 +190,11 @@ def _lines_of(name: str, part: Mapping[str, Any]) -> list[str]:
             f"{part['concurrent_requests']}; the pages hold {part['cached_tokens']:,} tokens"
         )
     rate = f"{time['tokens_per_second']:,.0f} tokens/s"
-    what = "optimizer step" if name == "training" else "decode step"
+    step_name = "optimizer step" if name == "training" else "decode step"
     share = f", MFU {time['mfu']:.0%}" if name == "training" else ""
     out.append(
-        f"{what}: at least {time['step_seconds'] * 1e3:,.1f} ms, at most {rate}{share}; bound by "
+        f"{step_name}: at least {time['step_seconds'] * 1e3:,.1f} ms, at most {rate}{share}; bound "
+        "by "
         f"{time['bound']} (a roofline; not measured on this hardware)"
     )
     if part.get("likely_step_seconds"):
@@ -230,14 +231,14 @@ def change_text(change: Mapping[str, Any] | PlanChange) -> str:
     """Return a change with its effect on one line."""
     one = change if isinstance(change, Mapping) else vars(change)
     verdict = "fits" if one["fits"] else "does not fit"
-    other = "" if one["same"] else ", other numbers"
+    note = "" if one["same"] else ", other numbers"
     return (
         f"{one['text']}: saves {one['saved'] / GIB:.2f} GiB, then {one['total'] / GIB:.2f} GiB "
-        f"({verdict}), {one['slower']:.2f} times the time{other}"
+        f"({verdict}), {one['slower']:.2f} times the time{note}"
     )
 
 
-def _compiled(compiled: Mapping[str, Any]) -> list[str]:
+def _format_compiled(compiled: Mapping[str, Any]) -> list[str]:
     on = "simulated CPU devices" if compiled["backend"] == "cpu" else "the TPU slice, by libtpu"
     out = [f"compiled for {on} (predicted, compiled, error)"]
     for row in compiled["rows"]:

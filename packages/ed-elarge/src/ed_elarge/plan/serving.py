@@ -51,8 +51,8 @@ class Engine:
     @property
     def concurrent(self) -> int:
         """Sequences of `longest` tokens that run at the same time, over all replicas."""
-        each = min(self.pages[name] // self.needed[name] for name in self.pages)
-        return self.replicas * min(each, self.seqs)
+        replica_seqs = min(self.pages[name] // self.needed[name] for name in self.pages)
+        return self.replicas * min(replica_seqs, self.seqs)
 
 
 def engine(settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: DeviceKind) -> Engine:
@@ -98,7 +98,7 @@ def engine(settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: Devic
     most = {
         name: min(pages * seqs, (2**31 - 1) // options.page_size) for name, pages in needed.items()
     }
-    of_sequence = sum(needed[name] * page_bytes[name] for name in needed)
+    sequence_bytes = sum(needed[name] * page_bytes[name] for name in needed)
     if options.num_pages is not None:
         pages = {
             name: options.num_pages
@@ -108,7 +108,7 @@ def engine(settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: Devic
         }
     else:
         free = int(device.usable * options.hbm_utilization) - weights - state - work
-        count = max(1.0, free / of_sequence)
+        count = max(1.0, free / sequence_bytes)
         pages = {name: max(n, min(most[name], int(n * count))) for name, n in needed.items()}
     memory = MemoryParts(
         {
@@ -173,9 +173,9 @@ def workspace(
     )
     layer = tokens * per_token * size
     gathered = sum(
-        mesh.gathered(t) * size
+        mesh.count_gathered_values(t) * size
         for t in shapes.tensors
-        if t.layers > 1 and mesh.gathered(t) > math.prod(t.shape) // max(1, mesh.count)
+        if t.layers > 1 and mesh.count_gathered_values(t) > math.prod(t.shape) // max(1, mesh.count)
     )
     logits = 4 * 4 * rows * shapes.vocabulary
     return max(layer + gathered, logits) + tokens * d * size

@@ -12,7 +12,7 @@ from ed_trainers.options.groups import GRPOArguments
 from ed_elarge.building.dtypes import plan_param_dtype
 from ed_elarge.config.adaptation import LoraSection
 from ed_elarge.config.run_config import RunConfig
-from ed_elarge.engine.options import of_rollouts
+from ed_elarge.engine.options import add_rollout_defaults
 
 
 @dataclass(frozen=True)
@@ -191,14 +191,14 @@ def _forwards(arguments: TrainingArguments, refers: bool) -> float:
 
 def _sampling(run: RunConfig, arguments: GRPOArguments) -> Serving:
     """Return the settings of the engine of rollouts."""
-    own = serving(run)
-    options = of_rollouts(
-        own.options,
+    serving_settings = serving(run)
+    options = add_rollout_defaults(
+        serving_settings.options,
         length=arguments.row_length,
         completions=arguments.completions_per_generation,
         benchmarks=bool(arguments.benchmarks and arguments.benchmark_interval),
     )
-    return replace(own, options=options)
+    return replace(serving_settings, options=options)
 
 
 def serving(run: RunConfig) -> Serving:

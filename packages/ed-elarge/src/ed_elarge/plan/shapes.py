@@ -26,7 +26,7 @@ _OTHER_NAMES = {
 }
 
 
-def of_run(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
+def get_shapes(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
     """Return the shapes of the model of a run.
 
     Args:
@@ -48,12 +48,12 @@ def of_run(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
         tensors = tuple(families.parameters(model_type, config))
         caches = families.caches(model_type, config)
         return ModelShapes(model_type, config, tensors, caches, "configuration")
-    found = _known(run, config, time_limit)
+    child_response = _load_shapes(run, config, time_limit)
     return ModelShapes(
         model_type,
-        {**config, **found["config"]},
-        tuple(_tensor(one) for one in found["tensors"]),
-        tuple(CacheShape(*one) for one in found["caches"]),
+        {**config, **child_response["config"]},
+        tuple(_tensor(one) for one in child_response["tensors"]),
+        tuple(CacheShape(*one) for one in child_response["caches"]),
         "model class",
     )
 
@@ -66,19 +66,19 @@ def values(run: RunConfig) -> dict[str, Any]:
     """
     if run.model is None:
         raise run.missing("model")
-    given = run.known_model
-    if given is None:
+    known_config = run.known_model
+    if known_config is None:
         raise ConfigError(
             f"model.name_or_path {str(run.model.name_or_path)!r} has no config.json on this "
             "machine: download the model, or name its directory"
         )
-    fields = config_fields(str(given.get("model_type"))) or {}
-    own = {**given, **(run.base_config.values if run.base_config else {})}
-    out = {**{name: field.default for name, field in fields.items()}, **own}
-    for name, other in _OTHER_NAMES.items():
-        if out.get(name) is None and out.get(other) is not None:
-            out[name] = out[other]
-    if own.get("vocab_size") is None and run.model.config is not None:
+    fields = config_fields(str(known_config.get("model_type"))) or {}
+    config_values = {**known_config, **(run.base_config.values if run.base_config else {})}
+    out = {**{name: field.default for name, field in fields.items()}, **config_values}
+    for name, other_name in _OTHER_NAMES.items():
+        if out.get(name) is None and out.get(other_name) is not None:
+            out[name] = out[other_name]
+    if config_values.get("vocab_size") is None and run.model.config is not None:
         out["vocab_size"] = vocabulary(run)
     return out
 
@@ -107,7 +107,7 @@ def vocabulary(run: RunConfig) -> int:
     return len(set(ids))
 
 
-def _known(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict[str, Any]:
+def _load_shapes(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict[str, Any]:
     """Return the answer of a child process, or the same answer from the cache of earlier plans."""
     text = json.dumps(config, sort_keys=True, default=str)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -118,7 +118,7 @@ def _known(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict
     except (OSError, ValueError):
         pass
     names = run.sharding.axis_names
-    found = child.ask(
+    child_response = child.ask(
         run,
         "shapes",
         devices=1,
@@ -128,10 +128,10 @@ def _known(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict
     )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found), "utf-8")
+        file.write_text(json.dumps(child_response), "utf-8")
     except OSError:
         pass  # the next plan tries again
-    return found
+    return child_response
 
 
 def _tensor(one: Mapping[str, Any]) -> PlanTensor:

@@ -64,7 +64,7 @@ class Time:
         return self.model_flops / self.step / self.peak
 
 
-def of_training(
+def estimate_training(
     settings: Training,
     shapes: ModelShapes,
     mesh: PlanMesh,
@@ -97,11 +97,13 @@ def of_training(
     )
     traffic = _training_traffic(settings, shapes, mesh)
     seconds = {"compute": flops / peak, "memory": moved / device.bandwidth}
-    seconds |= {axis: sent / rate(axis, mesh, hardware) for axis, sent in traffic.items()}
+    seconds |= {
+        axis: sent_bytes / rate(axis, mesh, hardware) for axis, sent_bytes in traffic.items()
+    }
     return Time(flops, model / count, moved, traffic, seconds, tokens, device.bf16, count)
 
 
-def of_decoding(
+def estimate_decoding(
     settings: Serving,
     shapes: ModelShapes,
     mesh: PlanMesh,
@@ -126,7 +128,9 @@ def of_decoding(
     )
     ways = mesh.ways(mesh.axis.tensor_parallel_axis) * mesh.ways(mesh.axis.expert_axis)
     flops = seqs * (2 * shapes.active + span) / ways
-    gathered = sum(mesh.gathered(t) * t.layers for t in shapes.tensors if not t.is_table)
+    gathered = sum(
+        mesh.count_gathered_values(t) * t.layers for t in shapes.tensors if not t.is_table
+    )
     used = min(1.0, _experts_read(shapes, seqs))
     moved = gathered * used * DTYPE_SIZES[settings.param_dtype] + seqs * context * token_bytes
     tp = mesh.axis.tensor_parallel_axis
@@ -137,7 +141,9 @@ def of_decoding(
     if (n := mesh.ways(fsdp)) > 1:
         traffic[fsdp] = gathered * DTYPE_SIZES[settings.param_dtype] * (n - 1) / n
     seconds = {"compute": flops / device.bf16, "memory": moved / device.bandwidth}
-    seconds |= {axis: sent / rate(axis, mesh, hardware) for axis, sent in traffic.items()}
+    seconds |= {
+        axis: sent_bytes / rate(axis, mesh, hardware) for axis, sent_bytes in traffic.items()
+    }
     return Time(flops, flops, moved, traffic, seconds, seqs, device.bf16, mesh.count)
 
 
@@ -164,9 +170,9 @@ def _span(window: int | None, length: int) -> float:
 def _ways_of_work(settings: Training, mesh: PlanMesh) -> int:
     """Return the number of devices that share the work of a token batch without repetition."""
     tokens = settings.sequences * settings.length
-    own = mesh.activation(("batch", "sequence"), (settings.sequences, settings.length))
+    device_tokens = mesh.activation(("batch", "sequence"), (settings.sequences, settings.length))
     ep = mesh.ways(mesh.axis.expert_axis)
-    return tokens // own * mesh.ways(mesh.axis.tensor_parallel_axis) * max(1, ep)
+    return tokens // device_tokens * mesh.ways(mesh.axis.tensor_parallel_axis) * max(1, ep)
 
 
 def _training_traffic(settings: Training, shapes: ModelShapes, mesh: PlanMesh) -> dict[str, float]:
@@ -174,12 +180,12 @@ def _training_traffic(settings: Training, shapes: ModelShapes, mesh: PlanMesh) -
     axis, parts = mesh.axis, settings.accumulation
     size, stored = DTYPE_SIZES[settings.dtype], DTYPE_SIZES[settings.param_dtype]
     tokens = mesh.activation(("batch", "sequence"), (settings.sequences, settings.length))
-    sent: dict[str, float] = {}
+    traffic: dict[str, float] = {}
 
     def add(name: str, value: float) -> None:
         n = mesh.ways(name)
         if n > 1:
-            sent[name] = sent.get(name, 0.0) + value * (n - 1) / n
+            traffic[name] = traffic.get(name, 0.0) + value * (n - 1) / n
 
     fsdp, dp = axis.fully_sharded_data_parallel_axis, axis.data_parallel_axis
     tp, sp, ep = (
@@ -191,10 +197,10 @@ def _training_traffic(settings: Training, shapes: ModelShapes, mesh: PlanMesh) -
     passes = 3 if settings.remat else 2
     for tensor in shapes.tensors:
         over = {name for entry in mesh.parameter(tensor) for name in split(entry)}
-        whole = mesh.gathered(tensor) * tensor.layers
+        gathered_values = mesh.count_gathered_values(tensor) * tensor.layers
         if fsdp in over and tensor.axes[:1] != ("expert",):
-            gather = min(size, stored) * passes * whole
-            add(fsdp, parts * (gather + (4 * whole if trains else 0)))
+            gather = min(size, stored) * passes * gathered_values
+            add(fsdp, parts * (gather + (4 * gathered_values if trains else 0)))
         elif trains:
             add(fsdp, parts * 2 * 4 * mesh.shard(tensor))
         if trains:
@@ -208,7 +214,7 @@ def _training_traffic(settings: Training, shapes: ModelShapes, mesh: PlanMesh) -
         per_token = int(shapes.config.get("num_experts_per_tok") or 1)
         for name in dict.fromkeys((ep, *mesh.expert_axes)):
             add(name, parts * shapes.layers * 4 * stream * min(per_token, mesh.ways(name)))
-    return sent
+    return traffic
 
 
 def rate(axis: str, mesh: PlanMesh, hardware: Hardware) -> float:

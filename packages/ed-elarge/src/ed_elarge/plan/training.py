@@ -67,41 +67,43 @@ def step(
     added = [*adapters.of(settings.lora, base)] if settings.lora is not None else []
     trained = added or base
     moments = Moments(settings.arguments, settings.param_dtype, mesh)
-    of_adapters = Moments(settings.arguments, "float32", mesh)
+    adapter_moments = Moments(settings.arguments, "float32", mesh)
     parts: dict[str, int] = dict.fromkeys(ARGUMENTS, 0)
     parts["parameters"] = sum(_bytes(t, settings.param_dtype) * mesh.shard(t) for t in base)
     parts["reference"] = parts["parameters"] if settings.has_copy and settings.refers else 0
     parts["adapters"] = sum(4 * mesh.shard(t) for t in added)
     for tensor in trained:
-        for name, size in (of_adapters if added else moments).of(tensor).items():
+        for name, size in (adapter_moments if added else moments).of(tensor).items():
             parts[name] += size
     parts["batch"] = _batch(settings, mesh)
     tokens = mesh.activation(("batch", "sequence"), (settings.sequences, settings.length))
     in_layers = sum(
         _bytes(t, settings.param_dtype) * mesh.shard(t) for t in trained if ".layers." in t.name
     )
-    whole = sum(4 * mesh.shard(t) for t in trained)
+    gradient_bytes = sum(4 * mesh.shard(t) for t in trained)
     values, size = LayerValues.of(shapes, mesh), DTYPE_SIZES[settings.dtype]
-    kept = values.kept(settings.remat, settings.targets)
-    parts["gradients"] = in_layers + (whole if settings.accumulation > 1 else 0)
-    parts["activations"] = int(shapes.layers * tokens * kept * size)
+    saved_values = values.count_saved_values(settings.remat, settings.targets)
+    parts["gradients"] = in_layers + (gradient_bytes if settings.accumulation > 1 else 0)
+    parts["activations"] = int(shapes.layers * tokens * saved_values * size)
     table = _table(shapes, mesh)
     chunk = min(settings.chunk, tokens)
     logits = 4 * chunk * (table // shapes.hidden)
     stream = tokens * shapes.hidden * size
-    loss = buffers.of_loss(
+    loss = buffers.compute_loss_bytes(
         logits=logits,
         table=table,
         size=size,
         stored=DTYPE_SIZES[settings.param_dtype],
         stream=stream,
         trained=settings.lora is None,
-        several=tokens > chunk,
+        is_chunked=tokens > chunk,
         referred=settings.refers,
         gathered=_gathers_head(shapes, mesh),
         split=table < shapes.vocabulary * shapes.hidden,
     )
-    inner = buffers.of_layer(values, settings.remat, adapted=bool(added)) * tokens * size
+    inner = (
+        buffers.compute_layer_values(values, settings.remat, adapted=bool(added)) * tokens * size
+    )
     # The gradients of one microbatch exist together with the sums of all.
     sums = 8 if settings.accumulation > 1 else 0
     copies = (buffers.tables * DTYPE_SIZES[settings.param_dtype] + sums) * table
@@ -147,15 +149,15 @@ def _gathers_head(shapes: ModelShapes, mesh: PlanMesh) -> bool:
     """Return whether the head is split along the hidden size."""
     ends = ("lm_head.kernel", "embed_tokens.embedding")
     tables = [tensor for tensor in shapes.tensors if tensor.name.endswith(ends)]
-    return bool(tables) and mesh.gathered(tables[-1]) > mesh.shard(tables[-1])
+    return bool(tables) and mesh.count_gathered_values(tables[-1]) > mesh.shard(tables[-1])
 
 
 def _largest_layer(tensors: tuple[PlanTensor, ...], mesh: PlanMesh) -> int:
     """Return the values that one layer with every kind of part gathers from other devices."""
     return sum(
-        mesh.gathered(t)
+        mesh.count_gathered_values(t)
         for t in tensors
-        if ".layers." in t.name and mesh.gathered(t) * t.layers > mesh.shard(t)
+        if ".layers." in t.name and mesh.count_gathered_values(t) * t.layers > mesh.shard(t)
     )
 
 

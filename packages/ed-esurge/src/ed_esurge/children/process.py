@@ -168,11 +168,11 @@ class WorkerProcess(StartedProcess["_Connection"]):
             ChildEndedError: the child has ended early.
         """
         group = group or JobGroup()
-        peer, other = socket.socketpair()
+        peer, child_socket = socket.socketpair()
         with peer, group.holding(peer):
             peer.settimeout(limits.wall_seconds)
-            with other, self._lock:
-                self._connect().send(other)
+            with child_socket, self._lock:
+                self._connect().send(child_socket)
             try:
                 write_options(peer, asdict(limits))
                 write_options(peer, options)
@@ -193,15 +193,15 @@ class _Connection:
     """A worker process, and the socket that passes the sockets of jobs to the process."""
 
     def __init__(self, task: str) -> None:
-        self._jobs, other = socket.socketpair()
-        with other:
+        self._jobs, child_socket = socket.socketpair()
+        with child_socket:
             self.process = start_python(
                 task,
-                str(other.fileno()),
+                str(child_socket.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
+                pass_fds=[child_socket.fileno()],
             )
 
     def send(self, peer: socket.socket) -> None:

@@ -99,8 +99,8 @@ class Worker:
             self._lower_priorities()
 
     def _lower_priorities(self) -> None:
-        until = time.monotonic() - SHORT_JOB_SECONDS
-        for child in [child for child, start in self._young.items() if start <= until]:
+        latest_start = time.monotonic() - SHORT_JOB_SECONDS
+        for child in [child for child, start in self._young.items() if start <= latest_start]:
             del self._young[child]
             os.setpriority(os.PRIO_PROCESS, child, NICE)
 
@@ -123,8 +123,8 @@ class Worker:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._jobs.close()
-        for other, _ in self._peers.values():
-            other.close()
+        for sibling_socket, _ in self._peers.values():
+            sibling_socket.close()
         run_job(self._work, peer)
 
     def _collect(self) -> None:

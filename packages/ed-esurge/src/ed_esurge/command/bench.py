@@ -77,15 +77,15 @@ def run(values: argparse.Namespace) -> int:
         raise ConfigError("clients, requests, prompt words and tokens are at least 1")
     with contextlib.ExitStack() as stack:
         url = values.url or stack.enter_context(
-            served(values.model, shlex.split(values.serve_flags))
+            start_server(values.model, shlex.split(values.serve_flags))
         )
         for row in asyncio.run(measure(url.rstrip("/"), values)):
-            print(json.dumps(row) if values.json else shown(row), flush=True)
+            print(json.dumps(row) if values.json else format_row(row), flush=True)
     return 0
 
 
 @contextlib.contextmanager
-def served(model: str, flags: Sequence[str]) -> Iterator[str]:
+def start_server(model: str, flags: Sequence[str]) -> Iterator[str]:
     """Start a server in a child process, yield its URL, and stop the server at exit.
 
     Raises:
@@ -97,12 +97,12 @@ def served(model: str, flags: Sequence[str]) -> Iterator[str]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            found = re.match(r"serving at (\S+)", line)
-            if found:
+            match = re.match(r"serving at (\S+)", line)
+            if match:
                 break
         else:
             raise EasyDeLError("the server did not start; the lines above state the reason")
-        yield found[1]
+        yield match[1]
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
@@ -197,7 +197,7 @@ def figures(clients: int, answers: Sequence[RequestTiming], seconds: float) -> d
     tokens = sum(a.tokens or len(a.arrivals) for a in good)
     first = [a.arrivals[0] - a.began for a in good]
     between = [b - a for answer in good for a, b in pairwise(answer.arrivals)]
-    whole = [a.arrivals[-1] - a.began for a in good]
+    end_to_end_times = [a.arrivals[-1] - a.began for a in good]
     row: dict[str, float] = {
         "clients": clients,
         "requests": len(good),
@@ -208,7 +208,7 @@ def figures(clients: int, answers: Sequence[RequestTiming], seconds: float) -> d
         "requests_per_second": len(good) / seconds,
         "tokens_per_second": tokens / seconds,
     }
-    for name, values in (("ttft", first), ("itl", between), ("e2e", whole)):
+    for name, values in (("ttft", first), ("itl", between), ("e2e", end_to_end_times)):
         for share in _PERCENTILES:
             row[f"{name}_p{share}_ms"] = 1000 * percentile(values, share)
     return row
@@ -220,7 +220,7 @@ def percentile(values: Sequence[float], share: int) -> float:
     return ordered[max(-(-len(ordered) * share // 100) - 1, 0)] if ordered else 0.0
 
 
-def shown(row: dict[str, float]) -> str:
+def format_row(row: dict[str, float]) -> str:
     """Return a row of the table."""
     spans = []
     for label, name in (("first token", "ttft"), ("between", "itl"), ("whole", "e2e")):

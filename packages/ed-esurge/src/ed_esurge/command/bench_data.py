@@ -63,7 +63,7 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def requests_of(values: argparse.Namespace) -> list[LoadRequest]:
+def build_requests(values: argparse.Namespace) -> list[LoadRequest]:
     """Return the requests of the arguments. Equal seeds produce equal requests.
 
     Raises:
@@ -89,12 +89,13 @@ def requests_of(values: argparse.Namespace) -> list[LoadRequest]:
     if values.dataset_name == "random":
         ratio = values.random_range_ratio
 
-        def near(length: int) -> int:
+        def draw_length(length: int) -> int:
             return max(1, draw.randint(int(length * (1 - ratio)), int(length * (1 + ratio))))
 
         return [
             LoadRequest(
-                _joined([piece(near(values.random_input_len))]), near(values.random_output_len)
+                _join_pieces([piece(draw_length(values.random_input_len))]),
+                draw_length(values.random_output_len),
             )
             for _ in range(values.num_prompts)
         ]
@@ -104,7 +105,7 @@ def requests_of(values: argparse.Namespace) -> list[LoadRequest]:
     ]
     requests = [
         LoadRequest(
-            _joined([prefixes[n % len(prefixes)], piece(values.prefix_repetition_suffix_len)]),
+            _join_pieces([prefixes[n % len(prefixes)], piece(values.prefix_repetition_suffix_len)]),
             values.prefix_repetition_output_len,
         )
         for n in range(values.num_prompts)
@@ -125,7 +126,7 @@ def _pieces(draw: random.Random, tokenizer: Any) -> Callable[[int], PromptPiece]
     return lambda count: draw.choices(usual, k=count)
 
 
-def _joined(pieces: list[PromptPiece]) -> str | list[int]:
+def _join_pieces(pieces: list[PromptPiece]) -> str | list[int]:
     items = [item for piece in pieces for item in piece]
     if isinstance(items[0], int):
         return items  # type: ignore[return-value]

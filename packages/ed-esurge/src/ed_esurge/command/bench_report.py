@@ -43,25 +43,25 @@ WIDTH = 50
 _LOWER = ("_ttft_ms", "_tpot_ms", "_itl_ms", "_e2el_ms")
 
 
-def objectives_of(texts: Sequence[str]) -> dict[str, float]:
+def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
     """Return latency -> limit in milliseconds of objectives such as `ttft:200`.
 
     Raises:
         ConfigError: an objective has another form.
     """
-    found: dict[str, float] = {}
+    objectives: dict[str, float] = {}
     for text in texts:
         name, _, limit = text.partition(":")
         try:
-            found[name] = float(limit)
+            objectives[name] = float(limit)
         except ValueError:
-            found[name] = -1.0
-        if name not in OBJECTIVES or not found[name] > 0:
+            objectives[name] = -1.0
+        if name not in OBJECTIVES or not objectives[name] > 0:
             raise ConfigError(
                 f"--goodput {text!r} is invalid: write LATENCY:MILLISECONDS, with a latency of "
                 f"{', '.join(OBJECTIVES)}"
             )
-    return found
+    return objectives
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -75,7 +75,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def result_of(
+def compute_metrics(
     answers: Sequence[RequestTiming],
     seconds: float,
     *,
@@ -97,11 +97,11 @@ def result_of(
     times: dict[str, list[float]] = {name: [] for name in LATENCIES}
     fulfilled = 0
     for answer in good:
-        own = _latencies(answer)
+        latencies = _latencies(answer)
         times["itl"] += [1000 * (b - a) for a, b in pairwise(answer.arrivals)]
-        for name, value in own.items():
+        for name, value in latencies.items():
             times[name].append(value)
-        fulfilled += all(own.get(name, 0.0) <= limit for name, limit in objectives.items())
+        fulfilled += all(latencies.get(name, 0.0) <= limit for name, limit in objectives.items())
     inputs = sum(answer.prompt_tokens for answer in good)
     outputs = sum(_tokens(answer) for answer in good)
     peak_tokens, peak_requests = _peaks(good)
@@ -134,10 +134,10 @@ def _tokens(answer: RequestTiming) -> int:
 def _latencies(answer: RequestTiming) -> dict[str, float]:
     """Return the latencies of one request in milliseconds. One token has no time per token."""
     first, last = answer.arrivals[0], answer.arrivals[-1]
-    found = {"ttft": first - answer.began, "e2el": last - answer.began}
+    latencies = {"ttft": first - answer.began, "e2el": last - answer.began}
     if _tokens(answer) > 1:
-        found["tpot"] = (last - first) / (_tokens(answer) - 1)
-    return {name: 1000 * value for name, value in found.items()}
+        latencies["tpot"] = (last - first) / (_tokens(answer) - 1)
+    return {name: 1000 * value for name, value in latencies.items()}
 
 
 def _peaks(answers: Sequence[RequestTiming]) -> tuple[float, int]:
@@ -189,11 +189,11 @@ def read_result(path: str | Path) -> dict[str, Any]:
     return result
 
 
-def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def comparison(old_result: Mapping[str, Any], new_result: Mapping[str, Any]) -> str:
     """Return a table of the figures of two results, with the change in percent."""
     lines = [f"{'':<30} {'before':>12} {'after':>12} {'change':>9}"]
-    for key, old in before.items():
-        new = after.get(key)
+    for key, old in old_result.items():
+        new = new_result.get(key)
         if not (_is_figure(old) and _is_figure(new)) or key.startswith("std_"):
             continue
         change = "" if not old else f"{100 * (new - old) / old:+.1f} %"

@@ -24,13 +24,13 @@ from typing import Any
 import httpx
 from ed_infra.errors import ConfigError
 
-from ed_esurge.command.bench import RequestTiming, ask, served
-from ed_esurge.command.bench_data import LoadRequest, add_dataset_arguments, requests_of
+from ed_esurge.command.bench import RequestTiming, ask, start_server
+from ed_esurge.command.bench_data import LoadRequest, add_dataset_arguments, build_requests
 from ed_esurge.command.bench_report import (
     comparison,
-    objectives_of,
+    compute_metrics,
+    parse_objectives,
     read_result,
-    result_of,
     table,
 )
 from ed_esurge.command.serve import KEY
@@ -90,17 +90,17 @@ def run(values: argparse.Namespace) -> int:
         return 0
     if (values.model is None) == (values.url is None):
         raise ConfigError("give a MODEL to serve, or the --url of a server that runs")
-    objectives, percentiles = objectives_of(values.goodput), _percentiles(values)
+    objectives, percentiles = parse_objectives(values.goodput), _percentiles(values)
     if not (values.request_rate > 0 and values.burstiness > 0):
         raise ConfigError("--request-rate and --burstiness must be above 0")
     if values.max_concurrency is not None and values.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency {values.max_concurrency} must be at least 1")
-    requests = requests_of(values)
+    requests = build_requests(values)
     with contextlib.ExitStack() as stack:
         url = values.url or stack.enter_context(
-            served(values.model, shlex.split(values.serve_flags))
+            start_server(values.model, shlex.split(values.serve_flags))
         )
-        model, answers, seconds = asyncio.run(measured(url.rstrip("/"), values, requests))
+        model, answers, seconds = asyncio.run(run_load_test(url.rstrip("/"), values, requests))
     result = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "backend": "openai",
@@ -110,27 +110,29 @@ def run(values: argparse.Namespace) -> int:
         "burstiness": values.burstiness,
         "max_concurrency": values.max_concurrency,
         "dataset_name": values.dataset_name,
-        **result_of(answers, seconds, objectives=objectives, percentiles=percentiles),
+        **compute_metrics(answers, seconds, objectives=objectives, percentiles=percentiles),
     }
     if values.save_result:
         _save(values.save_result, result, answers if values.save_detailed else None)
     endless = not math.isfinite(values.request_rate)
-    shown = {**result, "request_rate": None} if endless else result
-    print(json.dumps(result) if values.json else table(shown, percentiles), flush=True)
+    printed_result = {**result, "request_rate": None} if endless else result
+    print(json.dumps(result) if values.json else table(printed_result, percentiles), flush=True)
     return 0
 
 
 def _percentiles(values: argparse.Namespace) -> list[float]:
     try:
-        found = [float(text) for text in values.metric_percentiles.split(",")]
+        percentiles = [float(text) for text in values.metric_percentiles.split(",")]
     except ValueError:
-        found = []
-    if not 0 < len(found) <= MAX_PERCENTILES or not all(0 < share <= 100 for share in found):
+        percentiles = []
+    if not 0 < len(percentiles) <= MAX_PERCENTILES or not all(
+        0 < share <= 100 for share in percentiles
+    ):
         raise ConfigError(
             f"--metric-percentiles {values.metric_percentiles!r} must be 1 to {MAX_PERCENTILES} "
             "numbers above 0 and up to 100, with commas"
         )
-    return found
+    return percentiles
 
 
 def _save(path: str, result: dict[str, Any], answers: list[RequestTiming] | None) -> None:
@@ -163,7 +165,7 @@ def gaps(draw: random.Random, rate: float, burstiness: float, count: int) -> lis
     return [draw.gammavariate(burstiness, scale) for _ in range(count)]
 
 
-async def measured(
+async def run_load_test(
     url: str, values: argparse.Namespace, requests: list[LoadRequest]
 ) -> tuple[str, list[RequestTiming], float]:
     """Send the requests. Return the model, the measurements and the seconds of the test.

@@ -13,7 +13,7 @@ from typing import Any
 
 from ed_infra.errors import EasyDeLError
 
-from ed_esurge.command.load import add_model_arguments, engine_of
+from ed_esurge.command.load import add_model_arguments, create_engine
 from ed_esurge.sampling import SamplingParams
 
 
@@ -36,7 +36,7 @@ def run(values: argparse.Namespace) -> int:
         max_tokens=values.max_tokens,
         seed=None,
     )
-    talk = Conversation(engine_of(values), params, values.system)
+    talk = Conversation(create_engine(values), params, values.system)
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -70,13 +70,13 @@ class Conversation:
 
     def take(self, line: str) -> None:
         """Process a line: a command, or a message to answer."""
-        command, _, rest = line.partition(" ")
+        command, _, argument = line.partition(" ")
         if command == "/reset":
             self.messages.clear()
         elif command == "/undo":
             del self.messages[-2:]
         elif command == "/system":
-            self.system = rest or None
+            self.system = argument or None
         elif command.startswith("/"):
             print(f"no such command: {command} (/reset, /undo, /system TEXT)", file=sys.stderr)
         elif line:
@@ -87,10 +87,10 @@ class Conversation:
 
         The text of a stopped answer is kept. An error does not change the conversation.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         said = ""
         try:
-            for delta in self._engine.stream(self._prompt(asked, text), self._params):
+            for delta in self._engine.stream(self._prompt(messages, text), self._params):
                 new = delta.outputs[0].text
                 said += new
                 print(new, end="", flush=True)
@@ -98,7 +98,7 @@ class Conversation:
             print(" [stopped]", end="")
         finally:
             print(flush=True)
-        self.messages = [*asked, {"role": "assistant", "content": said}]
+        self.messages = [*messages, {"role": "assistant", "content": said}]
 
     def _prompt(self, messages: Sequence[dict[str, str]], text: str) -> str | list[int]:
         if self._template is None:

@@ -25,10 +25,10 @@ def add_options(parser: argparse.ArgumentParser, table: type[Options], title: st
     A field that is true or false is a flag without a value: `--silent-mode`, `--no-silent-mode`.
     """
     group = parser.add_argument_group(title)
-    docs = documented(table)
+    docs = read_attribute_docs(table)
     for name, field in table.model_fields.items():
         flag, default = f"--{name.replace('_', '-')}", field.get_default(call_default_factory=True)
-        text = f"{docs.get(name, '')} (default: {shown(default)})".replace("%", "%%")
+        text = f"{docs.get(name, '')} (default: {format_default(default)})".replace("%", "%%")
         if field.annotation is bool:
             action: Any = argparse.BooleanOptionalAction
             group.add_argument(flag, help=text, action=action, default=None)
@@ -52,7 +52,7 @@ def metavar(annotation: object) -> str:
     return {int: "INT", float: "FLOAT", str: "TEXT"}.get(annotation, "null")  # type: ignore[arg-type]
 
 
-def shown(default: object) -> str:
+def format_default(default: object) -> str:
     """Return a default as the text that a flag accepts."""
     return "none" if default is None else json.dumps(default, default=str)
 
@@ -70,19 +70,21 @@ def read_config(path: str, parser: argparse.ArgumentParser) -> list[str]:
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path} must contain flags and their values, such as port: 80")
     actions = parser._option_string_actions
-    known = {flag[2:]: action for flag, action in actions.items() if flag.startswith("--")}
+    flag_actions = {flag[2:]: action for flag, action in actions.items() if flag.startswith("--")}
     flags: list[str] = []
     for key, value in values.items():
         name = str(key).replace("_", "-")
-        if name in ("config", "help") or name not in known:
-            hint = did_you_mean(name, known)
+        if name in ("config", "help") or name not in flag_actions:
+            hint = did_you_mean(name, flag_actions)
             raise ConfigError(f"--config {path}: {key!r} is no flag of this command{hint}")
-        if known[name].nargs == 0 or isinstance(known[name], argparse.BooleanOptionalAction):
+        if flag_actions[name].nargs == 0 or isinstance(
+            flag_actions[name], argparse.BooleanOptionalAction
+        ):
             if not isinstance(value, bool):
                 raise ConfigError(f"--config {path}: {key} must be true or false, got {value!r}")
             if f"--no-{name}" in actions or value:
                 flags.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, list) and known[name].nargs is not None:
+        elif isinstance(value, list) and flag_actions[name].nargs is not None:
             flags += [f"--{name}", *map(str, value)]
         else:
             text = value if isinstance(value, str) else json.dumps(value)
@@ -90,7 +92,7 @@ def read_config(path: str, parser: argparse.ArgumentParser) -> list[str]:
     return flags
 
 
-def documented(table: type[Options]) -> dict[str, str]:
+def read_attribute_docs(table: type[Options]) -> dict[str, str]:
     """Return the attribute docstrings of a class."""
     body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0]
     assert isinstance(body, ast.ClassDef)
@@ -103,24 +105,24 @@ def documented(table: type[Options]) -> dict[str, str]:
     return docs
 
 
-def options_of(values: argparse.Namespace, table: type[OptionsT]) -> OptionsT:
+def build_options(values: argparse.Namespace, table: type[OptionsT]) -> OptionsT:
     """Return the options with the values of the flags.
 
     Raises:
         ConfigError: a value is invalid; the message names its flag.
     """
-    written = {name: getattr(values, name) for name in table.model_fields}
-    given = {
-        name: plain(text) if isinstance(text, str) else text
-        for name, text in written.items()
+    flag_values = {name: getattr(values, name) for name in table.model_fields}
+    fields = {
+        name: parse_value(text) if isinstance(text, str) else text
+        for name, text in flag_values.items()
         if text is not None
     }
-    for name, value in given.items():
+    for name, value in fields.items():
         one = value is not None and not isinstance(value, list)
         if one and takes_several(table.model_fields[name].annotation):
-            given[name] = [value]
+            fields[name] = [value]
     try:
-        return table(**given)
+        return table(**fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         flag = "--" + str(first["loc"][0]).replace("_", "-") + ": " if first["loc"] else ""
@@ -132,7 +134,7 @@ def takes_several(annotation: object) -> bool:
     return get_origin(annotation) is tuple or any(map(takes_several, get_args(annotation)))
 
 
-def plain(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Return the value of a flag: JSON, a comma-separated list of JSON values, or a string."""
     try:
         return json.loads(text)
@@ -141,11 +143,11 @@ def plain(text: str) -> Any:
     if text in ("True", "False"):
         return text == "True"
     if "," in text:
-        return [plain(part.strip()) for part in text.split(",") if part.strip()]
+        return [parse_value(part.strip()) for part in text.split(",") if part.strip()]
     return text
 
 
-def mapping_of(text: str | None, flag: str) -> Mapping[str, Any]:
+def parse_mapping(text: str | None, flag: str) -> Mapping[str, Any]:
     """Return a mapping from JSON text; empty without a text.
 
     Raises:

@@ -19,7 +19,7 @@ from ed_infra.specs import (
 )
 
 from ed_esurge.certificates import certificate_summary
-from ed_esurge.command.flags import add_options, mapping_of, options_of
+from ed_esurge.command.flags import add_options, build_options, parse_mapping
 from ed_esurge.config import EngineConfig
 from ed_esurge.speech.engine import SPEECH_TASKS, SpeechEngine, unused_options
 
@@ -111,7 +111,7 @@ def add_model_arguments(
         parser.set_defaults(compile_in_background=True)
 
 
-def engine_of(values: argparse.Namespace) -> eSurge:
+def create_engine(values: argparse.Namespace) -> eSurge:
     """Create the engine of a model of texts. Options are validated before the model is loaded.
 
     Raises:
@@ -132,14 +132,14 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
     Raises:
         EasyDeLError: an option is invalid, or the model cannot be loaded.
     """
-    options = options_of(values, EngineConfig)
-    rules, fields = quantization_of(values)
-    dims = dims_of(values.sharding_axis_dims, values.tensor_parallel_size)
+    options = build_options(values, EngineConfig)
+    rules, fields = parse_quantization(values)
+    dims = parse_mesh_dims(values.sharding_axis_dims, values.tensor_parallel_size)
     import jax
     from ed_infra.enums import TaskType
     from ed_models.checkpoints import hub
-    from ed_models.checkpoints.checks import task_of
-    from ed_models.checkpoints.gguf.directory import weights_of
+    from ed_models.checkpoints.checks import detect_task
+    from ed_models.checkpoints.gguf.directory import find_gguf_file
 
     keep_compiled_programs()
     from ed_esurge.engine import eSurge
@@ -151,9 +151,9 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
         # Load in the layout of the engine (`served_model`), which avoids a second copy.
         fields = {"scan_layers": False, **fields}
     settings = hub.resolve(values.model, weights=False, revision=values.revision)
-    if rules is None and values.quantization is None and weights_of(settings) is not None:
+    if rules is None and values.quantization is None and find_gguf_file(settings) is not None:
         rules = {"dtype": "gguf"}
-    task = task_of(settings)
+    task = detect_task(settings)
     if task == TaskType.BASE_MODULE:  # a body without a head returns embeddings
         task = TaskType.EMBEDDING
     loading: dict[str, Any] = {
@@ -169,21 +169,21 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
         return _speech_engine(values, options, loading)
     # transformers is imported, and the tokenizer loaded, while the weights are read.
     with ThreadPoolExecutor(1) as aside:
-        tokenizer = aside.submit(tokenizer_of, values)
+        tokenizer = aside.submit(get_tokenizer, values)
         model: Any = hub.from_pretrained(values.model, task=task, **loading)
     if values.tokenizer:
         check_other_tokenizer(tokenizer.result(), model, values)
 
     def read_model(directory: Path) -> Any:
-        again: dict[str, Any] = {**loading, "revision": None}
-        return hub.from_pretrained(str(directory), task=task, **again)
+        reload_options: dict[str, Any] = {**loading, "revision": None}
+        return hub.from_pretrained(str(directory), task=task, **reload_options)
 
     return eSurge(
         model,
         tokenizer.result(),
         options,
-        model_name=name_of(values.model),
-        processor=processor_of(values, model.input_names),
+        model_name=get_model_name(values.model),
+        processor=get_processor(values, model.input_names),
         certificate=certificate_summary(settings),
         read_model=read_model,
         directory=settings,
@@ -212,29 +212,29 @@ def _speech_engine(
                 f"--{name.replace('_', '-')} has no effect on {values.model}, which transcribes "
                 "audio: omit the option"
             )
-    engine = SpeechEngine(load_transcriber(values.model, **loading), name_of(values.model))
+    engine = SpeechEngine(load_transcriber(values.model, **loading), get_model_name(values.model))
     if options.compile_runner:
         engine.warm_up()
     return engine
 
 
-def quantization_of(values: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+def parse_quantization(values: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """Return the quantization format of the weights, and the other fields of the configuration.
 
     Raises:
         ConfigError: A format is unknown, or two arguments set a format.
     """
-    given = mapping_of(values.config_kwargs, "--config-kwargs")
-    fields = {canonical_field(name): value for name, value in given.items()}
+    config_kwargs = parse_mapping(values.config_kwargs, "--config-kwargs")
+    fields = {canonical_field(name): value for name, value in config_kwargs.items()}
     bits = normalize("bits", fields.pop("bits", None))
     rules = {
-        "--quantization": _format_of(values.quantization),
+        "--quantization": _resolve_format(values.quantization),
         "quantization_config of --config-kwargs": normalize(
             "quantization_config", fields.pop("quantization_config", None)
         ),
         "bits of --config-kwargs": None if bits is None else FORMAT_OF_BITS[bits],
     }
-    named = {where: rule for where, rule in rules.items() if rule is not None}
+    named = {source: rule for source, rule in rules.items() if rule is not None}
     if len(named) > 1:
         raise ConfigError(f"{' and '.join(named)} both quantize the weights: keep one of them")
     rule = next(iter(named.values()), None)
@@ -250,17 +250,17 @@ def quantization_of(values: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     return ({"dtype": rule} if isinstance(rule, str) else rule), fields | cache
 
 
-def _format_of(name: str | None) -> str | None:
+def _resolve_format(name: str | None) -> str | None:
     if name in (None, "none"):
         return None
-    found = QUANTIZATION_ALIASES.get(name, _VLLM_FORMATS.get(name, name))
-    if found not in QUANTIZATION_FORMATS:
+    format_name = QUANTIZATION_ALIASES.get(name, _VLLM_FORMATS.get(name, name))
+    if format_name not in QUANTIZATION_FORMATS:
         raise ConfigError(
             f"--quantization {name} is no format to quantize weights to: take one of "
             f"{', '.join(QUANTIZATION_FORMATS)}. A checkpoint that is packed already (AWQ, GPTQ, "
             "bitsandbytes, compressed-tensors, FP8) is read as it is: leave --quantization out"
         )
-    return found
+    return format_name
 
 
 def _cache_fields(values: argparse.Namespace) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def _cache_fields(values: argparse.Namespace) -> dict[str, Any]:
     return {"kvdtype": name}
 
 
-def tokenizer_of(values: argparse.Namespace) -> Any:
+def get_tokenizer(values: argparse.Namespace) -> Any:
     """Load the tokenizer of the arguments.
 
     Raises:
@@ -296,9 +296,9 @@ def check_other_tokenizer(tokenizer: Any, model: LanguageModel, values: argparse
     Raises:
         ConfigError: an id has no row.
     """
-    from ed_esurge.model import vocab_size_of
+    from ed_esurge.model import get_vocab_size
 
-    largest, rows = max(tokenizer.get_vocab().values(), default=-1), vocab_size_of(model)
+    largest, rows = max(tokenizer.get_vocab().values(), default=-1), get_vocab_size(model)
     if largest >= rows:
         raise ConfigError(
             f"--tokenizer {values.tokenizer} has ids up to {largest}, and {values.model} has "
@@ -308,7 +308,7 @@ def check_other_tokenizer(tokenizer: Any, model: LanguageModel, values: argparse
         )
 
 
-def processor_of(values: argparse.Namespace, input_names: Sequence[str]) -> Any:
+def get_processor(values: argparse.Namespace, input_names: Sequence[str]) -> Any:
     """Load the processor of a model that reads images or audio; None for other models.
 
     Args:
@@ -328,12 +328,12 @@ def processor_of(values: argparse.Namespace, input_names: Sequence[str]) -> Any:
     return None
 
 
-def name_of(model: str) -> str:
+def get_model_name(model: str) -> str:
     """Return the name of the model for clients: the hub id, or the last part of a path."""
     return Path(model).resolve().name if Path(model).expanduser().exists() else model
 
 
-def dims_of(text: str | None, tensor_parallel_size: int | None = None) -> tuple[int, ...]:
+def parse_mesh_dims(text: str | None, tensor_parallel_size: int | None = None) -> tuple[int, ...]:
     """Return the number of devices along each axis of the mesh.
 
     Args:

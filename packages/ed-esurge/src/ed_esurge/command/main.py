@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from ed_infra.errors import EasyDeLError
-from ed_infra.garbage import uncollected
+from ed_infra.garbage import pause_collection
 from ed_infra.logging import show_messages
 
 from ed_esurge.command.flags import read_config
@@ -72,24 +72,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in words[:1]:
             commands.add_parser(name, help=doc)
             continue
-        with uncollected():
+        with pause_collection():
             module = _module(name)
-        own = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=doc,
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(own)
+        module.add_arguments(subparser)
     # transformers reads the variable at import, and advises to install torch, which is not used
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    own = dict(commands.choices)
+    subparsers = dict(commands.choices)
     values = parser.parse_args(words)
     show_messages(logging.INFO)
     try:
         if getattr(values, "config", None) is not None:
             # Flags of the file come first: a later flag replaces an earlier one.
-            flags = read_config(values.config, own[values.command])
+            flags = read_config(values.config, subparsers[values.command])
             at = words.index(values.command) + 1
             values = parser.parse_args([*words[:at], values.model, *flags, *words[at:]])
         values.words = words

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ed_infra.errors import ConfigError
 
-from ed_esurge.command.flags import options_of
-from ed_esurge.command.load import quantization_of, served_engine
+from ed_esurge.command.flags import build_options
+from ed_esurge.command.load import parse_quantization, served_engine
 from ed_esurge.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def model_directory(values: argparse.Namespace) -> ModelLoading | None:
             raise ConfigError("--model-memory requires --model-dir")
         return None
     from ed_esurge.server.library.loading import ModelLoading
-    from ed_esurge.server.ollama.keep_alive import seconds_of
+    from ed_esurge.server.ollama.keep_alive import parse_duration
 
     folder = Path(values.model_dir).expanduser()
     if not folder.is_dir():
@@ -43,13 +43,15 @@ def model_directory(values: argparse.Namespace) -> ModelLoading | None:
     if values.model_memory is not None and values.model_memory <= 0:
         raise ConfigError(f"--model-memory {values.model_memory} must be positive")
     try:
-        keep_alive: Any = seconds_of(values.keep_alive)
+        keep_alive: Any = parse_duration(values.keep_alive)
     except ValueError as error:
         raise ConfigError(f"--keep-alive: {error}") from None
-    own = {"also": [], "tokenizer": None, "revision": None}
+    overrides = {"also": [], "tokenizer": None, "revision": None}
 
     def load(path: Path) -> Any:
-        return served_engine(argparse.Namespace(**{**vars(values), **own, "model": str(path)}))
+        return served_engine(
+            argparse.Namespace(**{**vars(values), **overrides, "model": str(path)})
+        )
 
     memory = None if values.model_memory is None else int(values.model_memory * GIB)
     return ModelLoading(
@@ -58,7 +60,7 @@ def model_directory(values: argparse.Namespace) -> ModelLoading | None:
         lambda files: estimate(values, files),
         memory,
         float(keep_alive),
-        options_of(values, EngineConfig).max_model_len,
+        build_options(values, EngineConfig).max_model_len,
     )
 
 
@@ -67,15 +69,15 @@ def estimate(values: argparse.Namespace, files: CheckpointFiles) -> int:
     import jax
 
     on_cpu = jax.default_backend() == "cpu"
-    options = options_of(values, EngineConfig)
+    options = build_options(values, EngineConfig)
     width = {"auto": 4 if on_cpu else 2, "float32": 4}.get(values.dtype, 2)
-    rules, _ = quantization_of(values)
+    rules, _ = parse_quantization(values)
     name = rules.get("dtype") if isinstance(rules, dict) else None
     per_weight = width if name is None else _BYTES.get(name, _FOUR_BITS)
     longest = files.text_field("max_position_embeddings", "n_positions")
     length = min(options.max_model_len, longest or options.max_model_len)
-    given = "max_num_seqs" in options.model_fields_set
-    sequences = options.max_num_seqs if given or not on_cpu else _CPU_SEQUENCES
+    is_explicit = "max_num_seqs" in options.model_fields_set
+    sequences = options.max_num_seqs if is_explicit or not on_cpu else _CPU_SEQUENCES
     pages = files.page_bytes(length * sequences, width)
     if on_cpu:
         pages = min(pages, int(options.cpu_cache_gib * GIB))

@@ -111,8 +111,8 @@ def connected_nodes(values: argparse.Namespace) -> Iterator[None]:
             words = [*_words(values, number, host, port), "--end-with-parent"]
             children.append(_start(words, closing))
     elif not rank:
-        shown = shlex.join(["esurge", *_words(values, 1, host, port)])
-        print(f"on the other hosts, with --node-rank 1 to {count - 1}: {shown}", flush=True)
+        command_line = shlex.join(["esurge", *_words(values, 1, host, port)])
+        print(f"on the other hosts, with --node-rank 1 to {count - 1}: {command_line}", flush=True)
     try:
         distributed.initialize(f"{host}:{port}", count, rank)
         yield

@@ -9,14 +9,14 @@ from typing import Any
 
 from ed_infra.errors import ConfigError
 
-from ed_esurge.command.flags import options_of
+from ed_esurge.command.flags import build_options
 from ed_esurge.command.load import (
     add_model_arguments,
-    dims_of,
-    name_of,
-    processor_of,
-    quantization_of,
-    tokenizer_of,
+    get_model_name,
+    get_processor,
+    get_tokenizer,
+    parse_mesh_dims,
+    parse_quantization,
 )
 from ed_esurge.config import EngineConfig
 from ed_esurge.engine.channel import SECRET
@@ -75,7 +75,7 @@ def check_replicas(values: argparse.Namespace) -> None:
             "--data-parallel-size requires a MODEL, which each replica loads at its start: name "
             "further models with --also instead of --model-dir"
         )
-    if options_of(values, EngineConfig).enable_prompt_embeds:
+    if build_options(values, EngineConfig).enable_prompt_embeds:
         raise ConfigError("--enable-prompt-embeds requires one process: omit --data-parallel-size")
     if local is not None and local < size and not os.environ.get(SECRET):
         raise ConfigError(
@@ -106,21 +106,21 @@ class ReplicaStarter:
         """
         from ed_esurge.processes.replicated_engine import ReplicatedEngine
 
-        options = options_of(values, EngineConfig)
-        quantization_of(values)
-        dims_of(values.sharding_axis_dims, values.tensor_parallel_size)
+        options = build_options(values, EngineConfig)
+        parse_quantization(values)
+        parse_mesh_dims(values.sharding_axis_dims, values.tensor_parallel_size)
         parser = argparse.ArgumentParser()
         add_model_arguments(parser)
-        known = vars(parser.parse_args([values.model]))
-        arguments = {name: getattr(values, name) for name in known}
+        model_arguments = vars(parser.parse_args([values.model]))
+        arguments = {name: getattr(values, name) for name in model_arguments}
         size, local = values.data_parallel_size, values.data_parallel_size_local
         engine = ReplicatedEngine(
-            name_of(values.model),
+            get_model_name(values.model),
             options,
-            tokenizer_of(values),
+            get_tokenizer(values),
             {"arguments": arguments, "directory": os.getcwd()},
             size,
-            lambda facts: processor_of(values, facts.input_names),
+            lambda facts: get_processor(values, facts.input_names),
         )
         self.hub.start(engine, size if local is None else local)
         return engine

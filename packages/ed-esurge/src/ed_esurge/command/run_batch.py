@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ed_infra.errors import ConfigError
 
-from ed_esurge.command.load import add_model_arguments, engine_of
+from ed_esurge.command.load import add_model_arguments, create_engine
 
 if TYPE_CHECKING:
     from ed_esurge.server.generation.served_models import ServedModels
@@ -46,7 +46,7 @@ def run(values: argparse.Namespace) -> int:
             raise ConfigError(f"{error.filename} cannot be opened: {error.strerror}") from None
         from ed_esurge.server import create_app
 
-        app = create_app(engine_of(values), served_model_name=values.served_model_name)
+        app = create_app(create_engine(values), served_model_name=values.served_model_name)
 
         async def everything() -> tuple[int, int]:
             async with app.router.lifespan_context(app):
@@ -71,7 +71,7 @@ async def answer_lines(
     Returns:
         the number of lines with a result, and the number of failed lines.
     """
-    from ed_esurge.server.batches.lines import answer_line, line_pieces, release, succeeded
+    from ed_esurge.server.batches.lines import answer_line, is_successful, line_pieces, release
     from ed_esurge.server.endpoints import BATCHED
 
     seen: set[str] = set()
@@ -80,12 +80,12 @@ async def answer_lines(
 
     async def write() -> None:
         entry = await running.popleft()
-        counts[succeeded(entry)] += 1
+        counts[is_successful(entry)] += 1
         to.writelines(line_pieces(entry, ascii_only=False))
         release(entry)
         to.flush()
 
-    for number, raw in _numbered(source):
+    for number, raw in _number_lines(source):
         if len(running) >= concurrency:
             await write()
         task = answer_line(server, raw, f"batch_req_{number}", BATCHED, seen=seen)
@@ -95,5 +95,5 @@ async def answer_lines(
     return counts[True], counts[False]
 
 
-def _numbered(source: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def _number_lines(source: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     return ((number, line) for number, line in enumerate(source, 1) if line.strip())

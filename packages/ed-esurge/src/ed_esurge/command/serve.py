@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 
 from ed_infra.errors import ConfigError
-from ed_infra.garbage import uncollected
+from ed_infra.garbage import pause_collection
 
-from ed_esurge.command.flags import mapping_of, options_of
-from ed_esurge.command.load import add_model_arguments, name_of, served_engine
+from ed_esurge.command.flags import build_options, parse_mapping
+from ed_esurge.command.load import add_model_arguments, get_model_name, served_engine
 from ed_esurge.command.model_directory import model_directory
 from ed_esurge.command.nodes import add_node_arguments, check_nodes, connected_nodes
 from ed_esurge.command.replicated import ReplicaStarter, add_replica_arguments, check_replicas
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_node_arguments(parser)
 
 
-def engines_of(
+def create_engines(
     values: argparse.Namespace, create: Callable[[argparse.Namespace], Any] = served_engine
 ) -> Any:
     """Create the engine of the arguments; with `--also`, several engines by name.
@@ -139,39 +139,39 @@ def engines_of(
     models = [values.model, *values.also]
     if len(models) == 1:
         return create(values)
-    names = [name_of(model) for model in models]
+    names = [get_model_name(model) for model in models]
     if len(set(names)) < len(names):
         raise ConfigError(f"two models have the same name ({', '.join(names)}): rename a directory")
-    options = options_of(values, EngineConfig)
+    options = build_options(values, EngineConfig)
     engines = {}
     for place, (name, model) in enumerate(zip(names, models, strict=True), 1):
         # On an accelerator, each engine uses the memory that remains below its `hbm_utilization`.
-        own = {
+        overrides = {
             "model": model,
             "hbm_utilization": str(options.hbm_utilization * place / len(models)),
             "cpu_cache_gib": str(options.cpu_cache_gib / len(models)),
         }
         if options.kv_offloading_size is not None:
-            own["kv_offloading_size"] = str(options.kv_offloading_size / len(models))
+            overrides["kv_offloading_size"] = str(options.kv_offloading_size / len(models))
         if place > 1:
-            own |= {"tokenizer": None, "revision": None}
-        engines[name] = create(argparse.Namespace(**{**vars(values), **own}))
+            overrides |= {"tokenizer": None, "revision": None}
+        engines[name] = create(argparse.Namespace(**{**vars(values), **overrides}))
     return engines
 
 
-def adapters_of(modules: Sequence[str]) -> dict[str, str]:
+def parse_adapters(modules: Sequence[str]) -> dict[str, str]:
     """Return name -> directory of the adapters of `--lora-modules`.
 
     Raises:
         ConfigError: an entry has another form than NAME=PATH, or two entries have one name.
     """
-    found: dict[str, str] = {}
+    adapters: dict[str, str] = {}
     for entry in modules:
         name, _, path = entry.partition("=")
-        if not name or not path or name in found:
+        if not name or not path or name in adapters:
             raise ConfigError(f"--lora-modules needs different NAME=PATH entries, got {entry!r}")
-        found[name] = path
-    return found
+        adapters[name] = path
+    return adapters
 
 
 def _server() -> Callable[..., None]:
@@ -191,14 +191,14 @@ def run(values: argparse.Namespace) -> int:
             "--served-model-name requires one model: with --also, each model has its own name"
         )
     on_demand = model_directory(values)
-    limits = ServerLimits(**mapping_of(values.limits, "--limits"))
+    limits = ServerLimits(**parse_mapping(values.limits, "--limits"))
     key = os.environ.get(KEY)
     keys = []
     if values.api_key_file:
         from ed_esurge.server.http.auth import read_keys
 
         keys = read_keys(values.api_key_file)
-    adapters = adapters_of(values.lora_modules)
+    adapters = parse_adapters(values.lora_modules)
     if adapters and values.also:
         raise ConfigError("--lora-modules requires one model: leave --also out")
     if adapters and values.max_loras is None:
@@ -206,7 +206,7 @@ def run(values: argparse.Namespace) -> int:
     check_replicas(values)
     check_nodes(values)
     with ExitStack() as stack:
-        with uncollected(), ThreadPoolExecutor(1) as aside:
+        with pause_collection(), ThreadPoolExecutor(1) as aside:
             serving = aside.submit(_server)  # imports the server while the engine is built
             engines = stack.enter_context(_running_engines(values))
             serve = serving.result()
@@ -250,10 +250,10 @@ def _running_engines(values: argparse.Namespace) -> Iterator[Any]:
     """Create the engines: in this process, or in the processes of replicas."""
     if values.data_parallel_size == 1 and values.data_parallel_size_local is None:
         with connected_nodes(values):
-            yield engines_of(values)
+            yield create_engines(values)
         return
     starter = ReplicaStarter(values)
     try:
-        yield engines_of(values, starter.engine)
+        yield create_engines(values, starter.engine)
     finally:
         starter.hub.close()

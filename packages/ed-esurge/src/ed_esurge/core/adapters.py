@@ -96,10 +96,10 @@ class AdapterTable:
         self.check_new(name)
         self._numbers += 1  # failed attempts count, so that tables in all processes agree
         names = {loaded.place for loaded in self._loaded.values()}
-        held = {place for place, number in self._held.items() if number in used}
-        place = next((p for p in range(1, self.places + 1) if p not in names | held), None)
+        used_places = {place for place, number in self._held.items() if number in used}
+        place = next((p for p in range(1, self.places + 1) if p not in names | used_places), None)
         if place is None:
-            waiting = len(held - names)
+            waiting = len(used_places - names)
             still = f", and {waiting} that were unloaded are still in use" if waiting else ""
             raise ConfigError(
                 f"max_loras {self.places} adapters are loaded ({', '.join(self._loaded)}){still}: "

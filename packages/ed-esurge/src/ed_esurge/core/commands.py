@@ -65,7 +65,7 @@ class EncoderInput:
         return [-1 if at in gaps else next(remaining) for at in range(self.stop - self.start)]
 
 
-def runs_of(items: Sequence[EncoderInput]) -> list[tuple[int, int]]:
+def find_runs(items: Sequence[EncoderInput]) -> list[tuple[int, int]]:
     """Return the runs of placeholder tokens: the first, and the one after the last, of items
     without other tokens between them."""
     runs: list[tuple[int, int]] = []

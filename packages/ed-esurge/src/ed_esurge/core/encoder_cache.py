@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ed_esurge.core.commands import EncoderInput, runs_of
+from ed_esurge.core.commands import EncoderInput, find_runs
 from ed_esurge.core.plan import EncodedItem
 from ed_esurge.core.request import Request
 
@@ -21,14 +21,15 @@ class EncoderCache:
     Args:
         capacity: number of rows; at least the length of the longest item.
         per_step: maximum number of rows that a step computes. A single longer item is allowed.
-        whole: whether a step computes all tokens of an item, because they attend to each other.
+        whole_items: whether a step computes all tokens of an item, because they attend to each
+            other.
 
     Attributes:
         queries, hits: number of items looked up, and of those found, since the start.
     """
 
-    def __init__(self, capacity: int, per_step: int, *, whole: bool = False) -> None:
-        self.capacity, self.per_step, self.whole = capacity, per_step, whole
+    def __init__(self, capacity: int, per_step: int, *, whole_items: bool = False) -> None:
+        self.capacity, self.per_step, self.whole = capacity, per_step, whole_items
         self.queries = self.hits = 0
         self._rows: dict[bytes, list[int]] = {}
         self._holders: dict[bytes, set[str]] = {}
@@ -85,7 +86,7 @@ class EncoderCache:
             return count
         start = request.num_computed
         stop = start + count
-        for first, last in reversed(runs_of(request.encoder_inputs)):
+        for first, last in reversed(find_runs(request.encoder_inputs)):
             if first < stop < last:
                 stop = first
         return max(stop - start, 0)
@@ -94,14 +95,14 @@ class EncoderCache:
         """Return the row of each token from `start` to before `stop`; -1 for a token without a row,
         () if no token has a row."""
         index = [-1] * (stop - start)
-        found = False
+        has_rows = False
         for item in request.encoder_inputs:
             first, last = max(item.start, start), min(item.stop, stop)
             if first < last:
                 rows = item.spread(self._rows[item.key])
                 index[first - start : last - start] = rows[first - item.start : last - item.start]
-                found = True
-        return index if found else ()
+                has_rows = True
+        return index if has_rows else ()
 
     def begin_step(self) -> None:
         """Renew the budget."""
@@ -120,20 +121,20 @@ class EncoderCache:
             computed: number of computed tokens: an item that is computed in part stays held. None
                 releases all items.
         """
-        held = self._held.get(request.request_id)
-        if held is None:
+        held_keys = self._held.get(request.request_id)
+        if held_keys is None:
             return
-        kept = {
+        partial_keys = {
             item.key
             for item in request.encoder_inputs
             if computed is not None and item.start < computed < item.stop
         }
-        for key in sorted(held - kept):
-            held.discard(key)
+        for key in sorted(held_keys - partial_keys):
+            held_keys.discard(key)
             self._holders[key].discard(request.request_id)
             if not self._holders[key]:
                 self._idle[key] = None
-        if not held:
+        if not held_keys:
             del self._held[request.request_id]
 
     def clear(self) -> None:
@@ -148,8 +149,8 @@ class EncoderCache:
     def _hold(self, sequence: str, item: EncoderInput) -> bool:
         """Hold an item for a sequence. Return False, without changes, if it does not fit."""
         key = item.key
-        held = self._held.get(sequence, ())
-        if key in held:
+        held_keys = self._held.get(sequence, ())
+        if key in held_keys:
             return True
         if key not in self._rows:
             over_budget = item.length > self._left and self._left < self.per_step

@@ -73,7 +73,7 @@ class HostPages:
         """Remove a page of `restore`, whose content cannot be read."""
         self._blank.append(self._place_of.pop(key))
 
-    def places_of(self) -> dict[bytes, int]:
+    def get_places(self) -> dict[bytes, int]:
         """Return key -> place of the pages whose content is in host memory."""
         return {key: place for key, place in self._place_of.items() if place not in self.saves}
 

@@ -30,27 +30,29 @@ def first_part(shapes: Sequence[tuple[int, int]], used: int, seqs: int, count: i
     Returns:
         a number in 1 … `count`.
     """
-    whole = STEP + padded(shapes, used + count, seqs)[0]
-    spent, first, rest = 0, 0, count
-    while spent < whole:
-        smaller = [size for size, most in shapes if used < size < used + rest and seqs <= most]
+    full_cost = STEP + pick_shape(shapes, used + count, seqs)[0]
+    spent, first, remaining_tokens = 0, 0, count
+    while spent < full_cost:
+        smaller = [
+            size for size, most in shapes if used < size < used + remaining_tokens and seqs <= most
+        ]
         if not smaller:
             break
         part = smaller[-1] - used
         first = first or part
         spent += STEP + smaller[-1]
-        rest, used = rest - part, seqs - 1
-        if spent + STEP + padded(shapes, used + rest, seqs)[0] < whole:
+        remaining_tokens, used = remaining_tokens - part, seqs - 1
+        if spent + STEP + pick_shape(shapes, used + remaining_tokens, seqs)[0] < full_cost:
             return first
     return count
 
 
-def padded(shapes: Sequence[tuple[int, int]], tokens: int, seqs: int) -> tuple[int, int]:
+def pick_shape(shapes: Sequence[tuple[int, int]], tokens: int, seqs: int) -> tuple[int, int]:
     """Return the cheapest shape that fits a step."""
     return next(shape for shape in shapes if shape[0] >= tokens and shape[1] >= seqs)
 
 
 def room(shapes: Sequence[tuple[int, int]], tokens: int, seqs: int) -> int:
     """Return the number of one-token sequences that fit into a step without a larger shape."""
-    most = padded(shapes, tokens, seqs)
+    most = pick_shape(shapes, tokens, seqs)
     return min(most[0] - tokens, most[1] - seqs)

@@ -90,22 +90,22 @@ class PageTables:
         if self.prefixes is None or not request.reads_prefixes:
             return 0
         matched = self.prefixes.match(request)
-        for name, known in matched.items():
-            there = [page for page in known if isinstance(page, int)]
+        for name, cached_pages in matched.items():
+            there = [page for page in cached_pages if isinstance(page, int)]
             self.pools[name].hold(there)
             request.pages[name] = there
         brought = 0
-        for name, known in matched.items():
-            keys = [key for key in known if isinstance(key, bytes)]
+        for name, cached_pages in matched.items():
+            keys = [key for key in cached_pages if isinstance(key, bytes)]
             pages = self._bring_back(name, keys) if keys else {}
             if pages is None:
                 return None
             brought = max(brought, len(keys))
             request.pages[name] = [
                 FREED if page is None else page if isinstance(page, int) else pages[page]
-                for page in known
+                for page in cached_pages
             ]
-            request.num_computed = len(known) * self.page_size
+            request.num_computed = len(cached_pages) * self.page_size
         return brought * self.page_size
 
     def _bring_back(self, group: str, keys: Sequence[bytes]) -> dict[bytes, int] | None:
@@ -139,8 +139,8 @@ class PageTables:
         for name, pool in self.pools.items():
             pages = pool.allocate(1) if inside else []
             if pages is None:
-                for other, taken in new.items():
-                    self.pools[other].release(taken)
+                for group_name, new_pages in new.items():
+                    self.pools[group_name].release(new_pages)
                 return False
             new[name] = pages
         for name, pages in new.items():
@@ -167,9 +167,11 @@ class PageTables:
                 host.forget_moves()
         return moves
 
-    def hold_out(self, lengths: Sequence[tuple[Request, int]], others: Sequence[Request]) -> bool:
+    def hold_out(
+        self, lengths: Sequence[tuple[Request, int]], other_requests: Sequence[Request]
+    ) -> bool:
         """Return whether requests can grow to the given lengths with the free pages and the pages
-        of `others`."""
+        of `other_requests`."""
         for name, pool in self.pools.items():
             window, missing = self.windows.get(name), 0
             for request, length in lengths:
@@ -179,7 +181,9 @@ class PageTables:
                 else:
                     most = pages_of_sequence(window, length, self.at_once, self.page_size)
                     missing += max(0, most - len(pages) + pages.count(FREED))
-            if missing > pool.num_free + sum([len(other.pages[name]) for other in others]):
+            if missing > pool.num_free + sum(
+                [len(other_request.pages[name]) for other_request in other_requests]
+            ):
                 return False
         return True
 
@@ -192,17 +196,17 @@ class PageTables:
         if self.windows:
             self._free_behind(request)
         total = -(-(request.num_computed + count) // self.page_size)
-        if total <= min([len(held) for held in request.pages.values()], default=total):
+        if total <= min([len(held_pages) for held_pages in request.pages.values()], default=total):
             return {}
         new: dict[str, list[int]] = {}
-        for name, held in request.pages.items():
-            needed = total - len(held)
+        for name, held_pages in request.pages.items():
+            needed = total - len(held_pages)
             if needed <= 0:
                 continue
             pages = self.pools[name].allocate(needed)
             if pages is None:
-                for other, taken in new.items():
-                    self.pools[other].release(taken)
+                for group_name, new_pages in new.items():
+                    self.pools[group_name].release(new_pages)
                 return None
             new[name] = pages
         for name, pages in new.items():
@@ -231,8 +235,8 @@ class PageTables:
     def release(self, request: Request) -> None:
         """Free all pages of a request."""
         for name, pages in request.pages.items():
-            held = [page for page in pages if page != FREED]
-            self.pools[name].release(held, keep=self._worth_keeping[name])
+            held_pages = [page for page in pages if page != FREED]
+            self.pools[name].release(held_pages, keep=self._worth_keeping[name])
         request.pages = {}
         request.num_computed = 0
 

@@ -114,12 +114,12 @@ class PlanRow(NamedTuple):
         """Position after the last token that is not a proposal."""
         return self.start + len(self.token_ids) - max(self.samples - 1, 0)
 
-    def extended(self, new: Mapping[str, Sequence[int]]) -> PlanRow:
+    def append_pages(self, new: Mapping[str, Sequence[int]]) -> PlanRow:
         """Return the row with more new pages."""
         pages = {group: (*self.pages.get(group, ()), *more) for group, more in new.items()}
         return self._replace(pages={**self.pages, **pages})
 
-    def confirmed(self, sampled: Sequence[int]) -> list[int]:
+    def get_accepted_tokens(self, sampled: Sequence[int]) -> list[int]:
         """Return the accepted tokens: the first, and each token after a correct proposal.
 
         Args:

@@ -52,7 +52,7 @@ class PrefixCache:
         """Return whether a page is cached."""
         return page in self._key_of[group]
 
-    def pages_of(self, group: str) -> dict[bytes, int]:
+    def get_pages(self, group: str) -> dict[bytes, int]:
         """Return key -> page of the cached pages on the device whose content is there."""
         loads = self.host[group].loads
         return {key: page for key, page in self._page_of[group].items() if page not in loads}
@@ -67,7 +67,7 @@ class PrefixCache:
         most = (request.num_tokens - 1) // self.page_size
         self._extend_keys(request, most)
         keys = request.page_keys[:most]
-        best = self.known(keys)
+        best = self.count_prefix_pages(keys)
         matched: dict[str, list[int | bytes | None]] = {}
         for group, pages in self._page_of.items():
             needed = self.needed[group]
@@ -75,7 +75,7 @@ class PrefixCache:
             matched[group] = [*(None,) * first, *(pages.get(key, key) for key in keys[first:best])]
         return matched
 
-    def known(self, keys: Sequence[bytes]) -> int:
+    def count_prefix_pages(self, keys: Sequence[bytes]) -> int:
         """Return the number of cached pages at the beginning of a prompt.
 
         Args:
@@ -84,8 +84,8 @@ class PrefixCache:
         best, run = 0, dict.fromkeys(self.needed, 0)  # run: known pages up to here, in a row
         for count, key in enumerate(keys, 1):
             for group, pages in self._page_of.items():
-                known = key in pages or key in self.host[group]
-                run[group] = run[group] + 1 if known else 0
+                is_cached = key in pages or key in self.host[group]
+                run[group] = run[group] + 1 if is_cached else 0
             if all(run[g] >= min(count, n or count) for g, n in self.needed.items() if n != 0):
                 best = count
             elif any(run[g] < count for g, n in self.needed.items() if n is None):
@@ -97,21 +97,21 @@ class PrefixCache:
         self._page_of[group][key] = page
         self._key_of[group][page] = key
 
-    def insert(self, request: Request, since: int, until: int) -> None:
-        """Cache the pages that the request fills from position `since` to before `until`."""
-        first, full = since // self.page_size, until // self.page_size
+    def insert(self, request: Request, since: int, stop: int) -> None:
+        """Cache the pages that the request fills from position `since` to before `stop`."""
+        first, full = since // self.page_size, stop // self.page_size
         if first == full:
             return
         self._extend_keys(request, full)
         for group, pages in self._page_of.items():
-            known, held = self._key_of[group], request.pages[group]
+            keys_by_page, request_pages = self._key_of[group], request.pages[group]
             for index in range(first, full):
-                key, page = request.page_keys[index], held[index]
+                key, page = request.page_keys[index], request_pages[index]
                 # If two sequences compute the same prefix concurrently, the first page is cached.
-                if key not in pages and page not in known:
+                if key not in pages and page not in keys_by_page:
                     self.put(group, key, page)
 
-    def count(self, looked_up: int, known: int, brought: int) -> None:
+    def count(self, looked_up: int, cached_tokens: int, brought: int) -> None:
         """Update the statistics for a prompt.
 
         Args:
@@ -120,8 +120,8 @@ class PrefixCache:
             brought: number of cached tokens that were copied from host memory.
         """
         self.queries += looked_up
-        self.hits += known - brought
-        self.host_queries += looked_up - (known - brought)
+        self.hits += cached_tokens - brought
+        self.host_queries += looked_up - (cached_tokens - brought)
         self.host_hits += brought
 
     def forget(self, group: str, page: int) -> None:
@@ -147,15 +147,15 @@ class PrefixCache:
             keys.append(page_key(keys[-1] if keys else request.salt, tokens, items))
 
 
-def page_key(before: bytes, tokens: Sequence[int], items: bytes = b"") -> bytes:
+def page_key(previous_key: bytes, tokens: Sequence[int], items: bytes = b"") -> bytes:
     """Return the key of a full page.
 
     Args:
-        before: key of the previous page, or the request's salt.
+        previous_key: key of the previous page, or the request's salt.
         tokens: token ids of the page.
         items: `item_keys` of the page.
     """
-    content = before + array("q", tokens).tobytes() + items
+    content = previous_key + array("q", tokens).tobytes() + items
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
@@ -177,6 +177,6 @@ def prompt_keys(
     """Return the keys of the full pages of a prompt, excluding the page of its last token."""
     keys: list[bytes] = []
     for end in range(page_size, len(tokens), page_size):
-        start, before = end - page_size, keys[-1] if keys else salt
-        keys.append(page_key(before, tokens[start:end], item_keys(items, start, end)))
+        start, previous_key = end - page_size, keys[-1] if keys else salt
+        keys.append(page_key(previous_key, tokens[start:end], item_keys(items, start, end)))
     return keys

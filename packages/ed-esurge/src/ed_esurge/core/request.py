@@ -98,7 +98,7 @@ class Request:
     tracked: bool = field(init=False)
     """Whether the host must read each token before the device samples the next one. True if the
     allowed tokens or the logits depend on the previous tokens."""
-    apart: bool = field(init=False)
+    single_step: bool = field(init=False)
     """Whether each decode step of the sequence needs a program of its own: the sequence is tracked,
     or filters need the whole distribution."""
     branches: bool = field(init=False)
@@ -115,7 +115,7 @@ class Request:
         self.branches = sampling is not None and sampling.use_beam_search
         structured = sampling is not None and sampling.structured_outputs is not None
         self.tracked = self.adjusted or self.branches or structured
-        self.apart = self.tracked or (sampling is not None and sampling.filtered)
+        self.single_step = self.tracked or (sampling is not None and sampling.filtered)
         if self.pooled:
             self.max_tokens = 0
 
@@ -179,7 +179,7 @@ class Request:
                 return count
         return len(tokens)
 
-    def forked(self, request_id: str) -> Request:
+    def fork(self, request_id: str) -> Request:
         """Return a new sequence with the same tokens."""
         return replace(
             self,

@@ -28,16 +28,16 @@ class ReplicaRouter:
         self._usual = USUAL_OUTPUT
 
     def choose(
-        self, prompt: int, known: Sequence[int], among: Collection[int] | None = None
+        self, prompt: int, cached_tokens: Sequence[int], among: Collection[int] | None = None
     ) -> int:
         """Return the replica for a new request.
 
         Args:
             prompt: number of prompt tokens.
-            known: number of prompt tokens in the prefix cache of each replica.
+            cached_tokens: number of prompt tokens in the prefix cache of each replica.
             among: the replicas that accept requests, at least one; None = all.
         """
-        costs = [work + prompt - hit for work, hit in zip(self._work, known, strict=True)]
+        costs = [work + prompt - hit for work, hit in zip(self._work, cached_tokens, strict=True)]
         replicas = range(len(costs)) if among is None else among
         return min(replicas, key=lambda index: (costs[index], self._chosen[index]))
 
@@ -61,7 +61,7 @@ class ReplicaRouter:
         placed = self._placed.get(request_id)
         return None if placed is None else placed[0]
 
-    def ended(self, request_id: str, generated: int) -> None:
+    def finish_request(self, request_id: str, generated: int) -> None:
         """Subtract the work of a finished request from its replica.
 
         Args:

@@ -239,8 +239,8 @@ class Scheduler:
             self._preempt(idle[-1])
             return self.schedule()
         for request in [one for name, one in self._forked.items() if name in rows]:
-            held = {name: tuple(pages) for name, pages in request.pages.items()}
-            rows[request.request_id] = rows[request.request_id]._replace(pages=held)
+            pages_by_group = {name: tuple(pages) for name, pages in request.pages.items()}
+            rows[request.request_id] = rows[request.request_id]._replace(pages=pages_by_group)
             started.append(request.start())
             del self._forked[request.request_id]
         if self.proposer is not None and not self.waiting:
@@ -274,7 +274,7 @@ class Scheduler:
         Returns:
             request id -> number of appended tokens, for each row that samples or ends its request.
         """
-        taken: dict[str, int] = {}
+        token_counts: dict[str, int] = {}
         for row in plan.rows:
             request = self.requests.get(row.request_id)
             if request is None or request.status is not Status.RUNNING:
@@ -284,7 +284,7 @@ class Scheduler:
                 self.encoder.release(request, computed=row.stop)
             if row.samples and not request.branches:  # a beam search appends the tokens
                 tokens = sampled[row.request_id]
-                taken[row.request_id] = request.take(tokens)
+                token_counts[row.request_id] = request.take(tokens)
                 # The positions of rejected proposals are recomputed.
                 request.num_computed = min(stop, request.num_tokens - 1)
                 if plan.steps > 1 or plan.ahead:
@@ -293,13 +293,13 @@ class Scheduler:
                     self.proposer.count(row.samples - 1, len(tokens) - 1)
                     self.pages.share(request, row.known, request.num_computed)
             elif request.max_tokens == 0 and row.stop == request.num_tokens:
-                taken[row.request_id] = 0
+                token_counts[row.request_id] = 0
                 request.finish_reason = "stop" if request.pooled else "length"
             if request.finish_reason is not None:
                 self._retire(request)
         if self.proposer is not None:
             self.proposer.observe(plan, self.requests)
-        return taken
+        return token_counts
 
     def preempt_all(self) -> None:
         """Preempt every running sequence."""
@@ -312,7 +312,7 @@ class Scheduler:
         if self.encoder is not None:
             self.encoder.clear()
 
-    def reserve_steps(self, rows: dict[str, PlanRow], before: int) -> int:
+    def reserve_steps(self, rows: dict[str, PlanRow], num_unread: int) -> int:
         """Choose the number of decode steps of a plan and reserve the pages of their tokens.
 
         Args:
@@ -324,12 +324,12 @@ class Scheduler:
         """
         steps, time = 1, self._limits_now.time
         requests = [self.requests[name] for name in rows]
-        alone = len(rows) == len(self.running) or before
-        if alone and time.most > 1 and all(map(is_decode, requests, rows.values())):
-            most = min([one.max_tokens - len(one.output) for one in requests]) - before
+        has_all_rows = len(rows) == len(self.running) or num_unread
+        if has_all_rows and time.most > 1 and all(map(is_decode, requests, rows.values())):
+            most = min([one.max_tokens - len(one.output) for one in requests]) - num_unread
             steps = time.steps(len(rows), sum([row.start for row in rows.values()]))
             steps = max(1, min(steps, most))
-        if steps == 1 and not before:
+        if steps == 1 and not num_unread:
             return 1  # the rows have their pages
         if self.pages.windows:  # their pools hold this number of tokens beside a window
             unread = [
@@ -338,18 +338,18 @@ class Scheduler:
             ]
             steps = min(steps, self.pages.at_once - max(unread))
         while steps > 0:
-            taken = dict[str, dict[str, list[int]]]()
+            new_pages = dict[str, dict[str, list[int]]]()
             for request, (name, row) in zip(requests, rows.items(), strict=True):
                 new = self.pages.reserve(request, row.stop + steps - 1 - request.num_computed)
                 if new is None:
                     break
-                taken[name] = new
+                new_pages[name] = new
             else:
-                for name, new in taken.items():
+                for name, new in new_pages.items():
                     if new:
-                        rows[name] = rows[name].extended(new)
+                        rows[name] = rows[name].append_pages(new)
                 return steps
-            for name, new in taken.items():
+            for name, new in new_pages.items():
                 self.pages.give_back(self.requests[name], new)
             steps //= 2
         return 0
@@ -368,8 +368,8 @@ class Scheduler:
         free = min(budget, self.limits.max_num_seqs - len(rows))
         for name, row in rows.items():
             request = self.requests[name]
-            left = request.max_tokens - len(request.output) - 1
-            most = min(proposer.most, free, left, self.pages.at_once - 1)
+            remaining_tokens = request.max_tokens - len(request.output) - 1
+            most = min(proposer.most, free, remaining_tokens, self.pages.at_once - 1)
             fixed = request.adjusted or request.branches
             if most <= 0 or row.samples != 1 or len(row.token_ids) != 1 or fixed:
                 continue
@@ -379,7 +379,7 @@ class Scheduler:
             more = self.pages.reserve(request, 1 + len(proposed))
             if more is None:
                 continue
-            rows[name] = row.extended(more)._replace(
+            rows[name] = row.append_pages(more)._replace(
                 token_ids=[*row.token_ids, *proposed], samples=1 + len(proposed)
             )
             free -= len(proposed)
@@ -388,8 +388,8 @@ class Scheduler:
         first = request.priority if self.limits.policy == "priority" else 0
         return first, request.arrival
 
-    def _part(self, request: Request, count: int, budget: int, others: int) -> int:
-        """Return how many of the prompt's `count` tokens to schedule in a step with `others` rows.
+    def _part(self, request: Request, count: int, budget: int, num_rows: int) -> int:
+        """Return how many of a prompt's `count` tokens to schedule in a step with `num_rows` rows.
 
         The result is `count` if another request can be admitted after this one. Otherwise the
         prompt is split if several steps need less padding.
@@ -399,12 +399,12 @@ class Scheduler:
         follows = len(self.waiting) > new and len(self.running) + new < limits.max_num_seqs
         if follows or not limits.shapes:
             return count
-        part = first_part(limits.shapes, limits.token_budget - budget, others + 1, count)
+        part = first_part(limits.shapes, limits.token_budget - budget, num_rows + 1, count)
         if isinstance(self.encoder, EncoderCache):
             part = self.encoder.uncut(request, part)
         return part or count
 
-    def _admit(self, request: Request, budget: int, others: int) -> PlanRow | None:
+    def _admit(self, request: Request, budget: int, num_rows: int) -> PlanRow | None:
         """Admit the first request of the queue. Return None, without changes, if pages are
         missing."""
         brought = self.pages.begin(request)
@@ -412,7 +412,7 @@ class Scheduler:
         count = min(missing, self.limits.chunk or missing, budget)
         if self.encoder is not None:
             count = self.encoder.admit(request, count)
-        count = self._part(request, count, budget, others) if count else 0
+        count = self._part(request, count, budget, num_rows) if count else 0
         if (
             brought is None
             or not count
@@ -430,7 +430,7 @@ class Scheduler:
         request.status = Status.RUNNING
         request.slot = self._slots.pop()
         insort(self.running, request, key=self._order)
-        pages = {name: tuple(held) for name, held in request.pages.items()}
+        pages = {name: tuple(page_list) for name, page_list in request.pages.items()}
         return self._row(request, count, pages)
 
     def _worthwhile(self, request: Request) -> bool:
@@ -445,13 +445,13 @@ class Scheduler:
         ahead = 1 + request.num_tokens // TOKENS_PER_STEP_AHEAD
         ahead *= 4 ** min(request.num_preemptions, 8)
         usual, place = int(self._usual_output / 2), self._order(request)
-        before = [one for one in self.running if self._order(one) < place]
+        earlier_requests = [one for one in self.running if self._order(one) < place]
         lengths = []
-        for one in (*before, request) if before else ():
+        for one in (*earlier_requests, request) if earlier_requests else ():
             done = len(one.output)
             more = min(max(ahead, usual - done), one.max_tokens - done)
             lengths.append((one, one.num_tokens + more))
-        return self.pages.hold_out(lengths, self.running[len(before) :])
+        return self.pages.hold_out(lengths, self.running[len(earlier_requests) :])
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -482,8 +482,10 @@ class Scheduler:
 
 def is_decode(request: Request, row: PlanRow) -> bool:
     """Return whether a row is a decode step that can follow others in one program."""
-    plain = row.samples == 1 and len(row.token_ids) == 1 and not row.scores and not row.features
-    return plain and not request.apart
+    is_plain_row = (
+        row.samples == 1 and len(row.token_ids) == 1 and not row.scores and not row.features
+    )
+    return is_plain_row and not request.single_step
 
 
 def plan_ahead(plan: StepPlan, scheduler: Scheduler) -> StepPlan | None:

@@ -19,7 +19,7 @@ class TokenRules:
     begin_suppress_tokens: tuple[int, ...] = ()
     forced_eos_token_id: int | None = None
 
-    def banned(self, count: int) -> tuple[int, ...]:
+    def get_banned_tokens(self, count: int) -> tuple[int, ...]:
         """Return the tokens that are not allowed after `count` generated tokens."""
         return self.suppress_tokens + (() if count else self.begin_suppress_tokens)
 

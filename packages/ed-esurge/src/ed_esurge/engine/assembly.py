@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from ed_infra.errors import ConfigError
-from ed_infra.sharding.submesh import slices_of
+from ed_infra.sharding.submesh import split_mesh
 from ed_models.base.replicas import on_mesh
 from ed_models.protocol import LanguageModel
 from flax import nnx
@@ -23,9 +23,9 @@ from ed_esurge.engine.transport import MultiProcess, SingleProcess, Transport
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
     drafting,
+    get_processes,
     is_encoder,
     over_processes,
-    processes_of,
     served_model,
     with_places,
 )
@@ -64,7 +64,7 @@ def loop_over(
     shared = over_processes(model)
     transport: Transport = MultiProcess() if shared else SingleProcess()
 
-    def setup_of(model: LanguageModel, config: EngineConfig, draft: LanguageModel | None):
+    def resolve_setup(model: LanguageModel, config: EngineConfig, draft: LanguageModel | None):
         if is_encoder(model):
             if any(records):
                 raise ConfigError(
@@ -90,41 +90,48 @@ def loop_over(
         )
 
     if len(meshes) == 1:
-        setup = setup_of(model, config, draft)
-        sizes = _agreed(lambda: [setup.pool_sizes()], transport) if shared else None
-        return _connected(loop(setup, setup.runner(grammars, sizes)), transport)
-    here = [mesh for mesh in meshes if transport.process in processes_of(mesh) or not shared]
+        setup = resolve_setup(model, config, draft)
+        sizes = _gather_pool_sizes(lambda: [setup.pool_sizes()], transport) if shared else None
+        return _connect_loop(loop(setup, setup.runner(grammars, sizes)), transport)
+    local_meshes = [
+        mesh for mesh in meshes if transport.process in get_processes(mesh) or not shared
+    ]
     # These options limit host memory, which the replicas share. The number of places in host
     # memory is part of the plans, so it is the same in all processes.
-    most_here = max(Counter(one for mesh in meshes for one in processes_of(mesh)).values())
+    most_here = max(Counter(one for mesh in meshes for one in get_processes(mesh)).values())
     offloaded = config.kv_offloading_size
-    own = config.replace(
-        cpu_cache_gib=config.cpu_cache_gib / len(here),
+    replica_config = config.replace(
+        cpu_cache_gib=config.cpu_cache_gib / len(local_meshes),
         kv_offloading_size=offloaded and offloaded / most_here,
     )
     setups = {
-        mesh: setup_of(_placed(model, mesh), own, draft and _placed(draft, mesh)) for mesh in here
+        mesh: resolve_setup(
+            _place_model(model, mesh), replica_config, draft and _place_model(draft, mesh)
+        )
+        for mesh in local_meshes
     }
     if not shared:
         loops = [loop(setup, setup.runner(grammars)) for setup in setups.values()]
         return Replicas(loops, transport), transport
-    sizes = _agreed(lambda: [setup.pool_sizes() for setup in setups.values()], transport)
+    sizes = _gather_pool_sizes(lambda: [setup.pool_sizes() for setup in setups.values()], transport)
     runners = {mesh: setup.runner(grammars, sizes) for mesh, setup in setups.items()}
     like, local = next(iter(setups.values())), next(iter(runners.values()))
     loops = [
         loop(setups.get(mesh, like), runners.get(mesh) or RemoteRunner(local)) for mesh in meshes
     ]
-    owners = [processes_of(mesh) for mesh in meshes]
-    return _connected(Replicas(loops, transport, owners), transport)
+    owners = [get_processes(mesh) for mesh in meshes]
+    return _connect_loop(Replicas(loops, transport, owners), transport)
 
 
-def _connected(loop: Loop, transport: Transport) -> tuple[Loop, Transport]:
+def _connect_loop(loop: Loop, transport: Transport) -> tuple[Loop, Transport]:
     if isinstance(transport, MultiProcess):
         transport.settle = loop.wait
     return loop, transport
 
 
-def _agreed(sizes: Callable[[], Sequence[dict[str, int]]], transport: Transport) -> dict[str, int]:
+def _gather_pool_sizes(
+    sizes: Callable[[], Sequence[dict[str, int]]], transport: Transport
+) -> dict[str, int]:
     """Return the minimum of the pool sizes over all processes. A collective operation.
 
     Args:
@@ -153,11 +160,11 @@ def replica_meshes(model: LanguageModel, config: EngineConfig) -> list[Mesh]:
         MeshError: the mesh does not have the axis that the user set.
     """
     mesh, axis = model.config.mesh, config.data_parallelism_axis
-    asked = "data_parallelism_axis" in config.model_fields_set
-    if axis is None or (axis not in mesh.axis_names and not asked):
+    is_set = "data_parallelism_axis" in config.model_fields_set
+    if axis is None or (axis not in mesh.axis_names and not is_set):
         return [mesh]
-    return slices_of(mesh, axis) if mesh.shape.get(axis) != 1 else [mesh]
+    return split_mesh(mesh, axis) if mesh.shape.get(axis) != 1 else [mesh]
 
 
-def _placed(model: LanguageModel, mesh: Mesh) -> LanguageModel:
+def _place_model(model: LanguageModel, mesh: Mesh) -> LanguageModel:
     return cast(LanguageModel, on_mesh(cast(nnx.Module, model), mesh))

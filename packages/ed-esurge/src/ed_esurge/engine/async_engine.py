@@ -138,9 +138,9 @@ class AsyncEngine:
         """See `eSurge.check_prompt`."""
         return self.engine.check_prompt(prompt, max_tokens)
 
-    def compile_structured(self, wanted: StructuredOutputs) -> Future[Grammar]:
+    def compile_structured(self, structured_outputs: StructuredOutputs) -> Future[Grammar]:
         """See `eSurge.compile_structured`."""
-        return self.engine.compile_structured(wanted)
+        return self.engine.compile_structured(structured_outputs)
 
     def stats(self) -> Mapping[str, float]:
         """See `eSurge.stats`."""

@@ -50,11 +50,11 @@ class Beam:
 
     def steps(self) -> list[Beam]:
         """Return the beams that end with each token, in order."""
-        found, beam = list[Beam](), self
+        beams, beam = list[Beam](), self
         while beam.parent is not None:
-            found.append(beam)
+            beams.append(beam)
             beam = beam.parent
-        return found[::-1]
+        return beams[::-1]
 
 
 class BeamSearch:
@@ -105,22 +105,22 @@ class BeamSearch:
         self._found.clear()
         self._complete += [beam for _, beam in new if beam.ended]
         going = [(name, beam) for name, beam in new if not beam.ended]
-        kept = sorted(going, key=lambda one: -self._score(one[1]))[: self._params.n]
-        if not kept or kept[0][1].length == self._add.max_tokens:
-            self._complete += [beam for _, beam in kept]
+        best_beams = sorted(going, key=lambda one: -self._score(one[1]))[: self._params.n]
+        if not best_beams or best_beams[0][1].length == self._add.max_tokens:
+            self._complete += [beam for _, beam in best_beams]
             return True
-        origins = {name for name, _ in kept}
+        origins = {name for name, _ in best_beams}
         for name in self._beams.keys() - origins:
             scheduler.finish(name, "abort")
             del self.sequences[name]
         continued: dict[str, Beam] = {}
         self._beams = {}
-        for name, beam in kept:
+        for name, beam in best_beams:
             if name not in continued:
                 continued[name] = beam
                 self._beams[name] = beam
                 continue
-            fork = self.sequences[name].forked(f"{self._add.request_id}#{self._names}")
+            fork = self.sequences[name].fork(f"{self._add.request_id}#{self._names}")
             self._names += 1
             fork.output.append(beam.token)
             scheduler.fork(self.sequences[name], fork)
@@ -148,25 +148,25 @@ class BeamSearch:
         return beam.total / max(length, 1) ** self._params.length_penalty
 
     def _output(self, index: int, beam: Beam) -> CompletionOutput:
-        steps, wanted = beam.steps(), self._params.logprobs
+        steps, num_logprobs = beam.steps(), self._params.logprobs
         tokens = [one.token for one in steps]
         out = CompletionOutput(index, self._text(tokens[:-1] if beam.ended else tokens), tokens)
         out.cumulative_logprob = beam.total
         out.finish_reason = "stop" if beam.ended else "length"
-        if wanted is not None:
+        if num_logprobs is not None:
             out.logprobs = []
             for one in steps:
                 assert one.scores is not None, "only the empty beam has no scores"
                 entries = {one.scores.token: one.scores.logprob} | dict(one.scores.top)
                 rank = 1 + [*entries].index(one.token)
-                top = one.scores.top[:wanted]
-                own = TokenScores(one.token, entries[one.token], rank, top)
-                out.logprobs.append(position_logprobs(own, self._tokenizer))
+                top = one.scores.top[:num_logprobs]
+                token_scores = TokenScores(one.token, entries[one.token], rank, top)
+                out.logprobs.append(position_logprobs(token_scores, self._tokenizer))
         return out
 
     def _text(self, tokens: list[int]) -> str:
-        before = self._add.token_ids[-_BEFORE:]
-        return self._decode([*before, *tokens])[len(self._decode(before)) :]
+        prompt_tail = self._add.token_ids[-_BEFORE:]
+        return self._decode([*prompt_tail, *tokens])[len(self._decode(prompt_tail)) :]
 
     def _decode(self, tokens: list[int]) -> str:
         if self._tokenizer is None:

@@ -63,9 +63,9 @@ class Channel:
         """
         if self._process == 0:
             assert message is not None, "process 0 has the message"
-            self._broadcast(self._sealed(message))
+            self._broadcast(self._sign_message(message))
         else:
-            message = self._opened(0, self._broadcast(None))
+            message = self._verify_message(0, self._broadcast(None))
         self._number += 1
         return message
 
@@ -75,15 +75,15 @@ class Channel:
         Raises:
             ForgedMessageError: a message is not authentic.
         """
-        sealed = self._gather(self._sealed(message))
-        messages = [self._opened(sender, data) for sender, data in enumerate(sealed)]
+        sealed = self._gather(self._sign_message(message))
+        messages = [self._verify_message(sender, data) for sender, data in enumerate(sealed)]
         self._number += 1
         return messages
 
-    def _sealed(self, message: bytes) -> bytes:
+    def _sign_message(self, message: bytes) -> bytes:
         return self._code(self._process, message) + message
 
-    def _opened(self, sender: int, data: bytes) -> bytes:
+    def _verify_message(self, sender: int, data: bytes) -> bytes:
         code, message = data[:_SIZE], data[_SIZE:]
         if not hmac.compare_digest(code, self._code(sender, message)):
             raise ForgedMessageError(

@@ -77,11 +77,11 @@ class Connection:
         ):
             if hasattr(socket, name):
                 stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        own = os.urandom(_NONCE)
-        self._write(own)
-        other = self._read()
-        both = own + other if accepted else other + own
-        common = hmac.digest(secret, both, "sha256")
+        local_nonce = os.urandom(_NONCE)
+        self._write(local_nonce)
+        peer_nonce = self._read()
+        nonces = local_nonce + peer_nonce if accepted else peer_nonce + local_nonce
+        common = hmac.digest(secret, nonces, "sha256")
         keys = [hmac.digest(common, name, "sha256") for name in (b"to opener", b"to listener")]
         sends, receives = keys if accepted else reversed(keys)
         self._out = Channel(sends, 0, self._write_or_read, _no_gather)
@@ -231,14 +231,15 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _compare_versions(here: dict[str, str], there: object) -> None:
+def _compare_versions(local_versions: dict[str, str], there: object) -> None:
     """Raise VersionError if the other end has another version."""
-    if there == here:
+    if there == local_versions:
         return
     version = there.get("version") if isinstance(there, dict) else None
     raise VersionError(
         f"the other process has version {str(version)[:64]!r} of ed-esurge and this process has "
-        f"{here['version']!r}, or their messages differ: install the same version on all hosts"
+        f"{local_versions['version']!r}, or their messages differ: install the same version on all "
+        "hosts"
     )
 
 

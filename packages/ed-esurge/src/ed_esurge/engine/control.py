@@ -12,7 +12,7 @@ from ed_infra.errors import ConfigError
 from ed_models.adapters.peft import read_adapter
 from ed_models.adapters.slots import slot_values
 from ed_models.adapters.token_tables import check_token_tables
-from ed_models.adapters.values import Adapter, adapter_of
+from ed_models.adapters.values import Adapter, get_adapter
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -32,7 +32,7 @@ from ed_esurge.core.commands import (
 )
 from ed_esurge.engine.assembly import Loop
 from ed_esurge.engine.transport import ProcessRole, Transport
-from ed_esurge.model import platform_of
+from ed_esurge.model import get_platform
 
 
 class EngineControl:
@@ -64,7 +64,7 @@ class EngineControl:
     @property
     def platform(self) -> str:
         """The platform of the engine's devices: `cpu`, `gpu` or `tpu`."""
-        return platform_of(self.loop.runner.model)
+        return get_platform(self.loop.runner.model)
 
     def drop_memory(self) -> None:
         """Abort all requests, and free weights and pages. The engine cannot be used afterwards."""
@@ -230,7 +230,7 @@ def loading(loop: Loop, name: str, source: str | Path | nnx.Module | Adapter) ->
     model: Any = loop.runner.model
     origin: str | None = None
     if isinstance(source, nnx.Module):
-        adapter: Adapter = adapter_of(source)
+        adapter: Adapter = get_adapter(source)
         if not adapter:
             raise ConfigError(
                 f"the model for the adapter {name!r} has no active adapter: select one with "

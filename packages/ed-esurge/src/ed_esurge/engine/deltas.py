@@ -110,10 +110,10 @@ class DeltaWriter:
         if not self._experts:
             return None
         tokens = len(self.request.prompt) + self._count - 1
-        found = np.full((tokens, *self._experts[0][1].shape[1:]), -1, np.int16)
+        routed_experts = np.full((tokens, *self._experts[0][1].shape[1:]), -1, np.int16)
         for start, experts in self._experts:
-            found[start : start + len(experts)] = experts[: max(tokens - start, 0)]
-        return found
+            routed_experts[start : start + len(experts)] = experts[: max(tokens - start, 0)]
+        return routed_experts
 
     def _write(self, out: CompletionOutput, token: int, last: bool) -> None:
         """Append the text of a token to a delta, except for the token that ended the sequence."""
@@ -160,7 +160,7 @@ class OpenRequest:
     started: bool = False
     closed: bool = False
     seed: int | None = None
-    held: object = None
+    keep_alive: object = None
 
     @classmethod
     def of(
@@ -244,7 +244,7 @@ class OpenRequest:
         output.error = error
         return output
 
-    def pooled(self, vector: np.ndarray) -> RequestOutput:
+    def build_pooled_output(self, vector: np.ndarray) -> RequestOutput:
         """Return the only output of a pooled request."""
         self.closed = True
         output = self.delta([CompletionOutput(0, finish_reason="stop")])

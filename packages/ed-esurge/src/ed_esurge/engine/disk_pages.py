@@ -88,24 +88,28 @@ class DiskPages:
         prefixes = loop.scheduler.pages.prefixes
         if prefixes is None:
             return
-        here, memory = self._stored(loop), loop.runner.host
-        names = None if here is None else {group: [*files] for group, files in here.items()}
-        known = [one for one in transport.gather(names) if one is not None]
-        if not known:
+        local_files, memory = self._list_stored_files(loop), loop.runner.host
+        names = (
+            None
+            if local_files is None
+            else {group: [*files] for group, files in local_files.items()}
+        )
+        names_by_process = [one for one in transport.gather(names) if one is not None]
+        if not names_by_process:
             return
         damaged: list[list[str]] = []
         count = 0
         for group, index in prefixes.host.items():
-            lists = [of_process.get(group, []) for of_process in known]
+            lists = [process_names.get(group, []) for process_names in names_by_process]
             common = set(lists[0]).intersection(*lists[1:])
             for name in [name for name in lists[0] if name in common][-index.places :]:
                 place = index.restore(_key(name))
                 if place is None:
                     break
                 count += 1
-                if here is None or not isinstance(memory, HostMemory):
+                if local_files is None or not isinstance(memory, HostMemory):
                     continue
-                content = self._content(here[group][name])
+                content = self._content(local_files[group][name])
                 if content is None or not memory.fill(group, place, content):
                     damaged.append([group, name])
         lost = {(group, name) for one in transport.gather(damaged) for group, name in one}
@@ -132,8 +136,8 @@ class DiskPages:
             used.append(proposer.runner.weights)
         try:
             name = fingerprint(
-                [each.graphdefs for each in used],
-                [str(like) for each in used for like in each.like],
+                [served_weights.graphdefs for served_weights in used],
+                [str(like) for served_weights in used for like in served_weights.like],
                 loop.scheduler.pages.page_size,
                 memory.parts(),
                 packages=PACKAGES,
@@ -144,25 +148,25 @@ class DiskPages:
             return None
 
         with ThreadPoolExecutor(THREADS) as threads:
-            leaves = [leaf for each in used for leaf in each.leaves]
+            leaves = [leaf for served_weights in used for leaf in served_weights.leaves]
             parts = b"".join(threads.map(self._digest, leaves))
         return self._root / hashlib.sha256(name.encode() + parts).hexdigest()[:32]
 
     def _digest(self, leaf: jax.Array) -> bytes:
         """Return the hash of an array, or of its parts in this process, which is computed once."""
-        known = self._digests.get(id(leaf))
-        if known is not None and known[0]() is leaf:
-            return known[1]
+        cache_entry = self._digests.get(id(leaf))
+        if cache_entry is not None and cache_entry[0]() is leaf:
+            return cache_entry[1]
         parts = {str(part.index): part.data for part in leaf.addressable_shards}
         hashes = []
         for _, part in sorted(parts.items()):
             array = np.ascontiguousarray(np.asarray(part))
             hashes.append(hashlib.blake2b(array.reshape(-1).view(np.uint8).data).digest())
-        found = hashes[0] if len(hashes) == 1 else hashlib.sha256(b"".join(hashes)).digest()
-        self._digests[id(leaf)] = weakref.ref(leaf), found
-        return found
+        digest = hashes[0] if len(hashes) == 1 else hashlib.sha256(b"".join(hashes)).digest()
+        self._digests[id(leaf)] = weakref.ref(leaf), digest
+        return digest
 
-    def _stored(self, loop: EngineLoop) -> dict[str, dict[str, Path]] | None:
+    def _list_stored_files(self, loop: EngineLoop) -> dict[str, dict[str, Path]] | None:
         """Return the files of each group by name, the least recently used first; None if other
         processes hold all pages of the loop."""
         if not isinstance(loop.runner.host, HostMemory) or loop.scheduler.pages.prefixes is None:
@@ -255,9 +259,9 @@ def _pages(loop: EngineLoop, group: str) -> Iterator[tuple[bytes, Callable[[], b
     memory, prefixes = loop.runner.host, loop.scheduler.pages.prefixes
     if not isinstance(memory, HostMemory) or prefixes is None:
         return
-    device = prefixes.pages_of(group)
+    device = prefixes.get_pages(group)
     for key, content in zip(device, memory.on_device(group, [*device.values()]), strict=True):
         yield key, partial(bytes, content)
-    for key, place in prefixes.host[group].places_of().items():
+    for key, place in prefixes.host[group].get_places().items():
         if key not in device:
             yield key, partial(memory.content, group, place)

@@ -13,7 +13,7 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.core.scheduler import Scheduler, StepLimits
 from ed_esurge.engine.setup import CPU_SEQS, TOKEN_BUDGET
 from ed_esurge.grammars.store import Grammars
-from ed_esurge.model import embedding_settings_of, platform_of
+from ed_esurge.model import get_embedding_settings, get_platform
 from ed_esurge.runner.encoder_runner import EncoderRunner
 from ed_esurge.runner.protocol import Runner
 
@@ -53,7 +53,7 @@ class EncoderSetup:
         for name in _UNSUPPORTED:
             if getattr(config, name):
                 raise ConfigError(f"{name} is not supported for an encoder: omit the option")
-        settings = embedding_settings_of(model)
+        settings = get_embedding_settings(model)
         stored = longest_sequence(model.config), settings and settings.max_seq_length
         longest = min([config.max_model_len, *(limit for limit in stored if limit is not None)])
         if longest < config.max_model_len and "max_model_len" in config.model_fields_set:
@@ -62,7 +62,7 @@ class EncoderSetup:
                 f"max_model_len {config.max_model_len} exceeds the model's {longest} tokens: the "
                 f"engine uses {longest}",
             )
-        platform = platform_of(model)
+        platform = get_platform(model)
         seqs = config.max_num_seqs
         if platform == "cpu" and "max_num_seqs" not in config.model_fields_set:
             seqs = min(seqs, CPU_SEQS)

@@ -19,7 +19,7 @@ from ed_models.tasks.encoder_items import EncoderItems
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable
-from ed_esurge.core.commands import Add, EncoderInput, runs_of
+from ed_esurge.core.commands import Add, EncoderInput, find_runs
 from ed_esurge.core.token_rules import DecoderStart
 from ed_esurge.embedded_prompts import EmbeddedPrompts, check_params_of_embeds
 from ed_esurge.grammars.store import Grammar, Grammars
@@ -113,7 +113,7 @@ def check_prompt(
     *,
     max_model_len: int,
     vocab_size: int,
-    apart: bool = False,
+    encoder_decoder: bool = False,
 ) -> CheckedPrompt:
     """Check the token ids of a prompt, and fit the prompt and `max_tokens` to the context.
 
@@ -122,7 +122,7 @@ def check_prompt(
         max_tokens: see `fit`.
         config: the engine's options.
         max_model_len, vocab_size: the engine's limits.
-        apart: see `fit`.
+        encoder_decoder: see `fit`.
 
     Raises:
         TokenIdError: a token id is outside the vocabulary.
@@ -130,7 +130,7 @@ def check_prompt(
         ConfigError: the prompt is empty.
     """
     check_token_ids("the prompt", token_ids, vocab_size)
-    used, most = fit(token_ids, max_tokens, config, max_model_len, apart=apart)
+    used, most = fit(token_ids, max_tokens, config, max_model_len, encoder_decoder=encoder_decoder)
     return CheckedPrompt(used, most, removed=len(token_ids) - len(used))
 
 
@@ -140,7 +140,7 @@ def fit(
     config: EngineConfig,
     max_model_len: int,
     *,
-    apart: bool = False,
+    encoder_decoder: bool = False,
 ) -> tuple[list[int], int]:
     """Truncate the prompt and reduce `max_tokens` according to the options, so that both fit.
 
@@ -150,8 +150,8 @@ def fit(
             room after the prompt.
         config: the engine's options.
         max_model_len: maximum length of prompt plus completion.
-        apart: whether the model is an encoder-decoder, whose encoder reads the prompt and whose
-            decoder generates the completion. Each of them has `max_model_len` positions.
+        encoder_decoder: whether the model is an encoder-decoder, whose encoder reads the prompt and
+            whose decoder generates the completion. Each of them has `max_model_len` positions.
 
     Returns:
         the prompt to use, and the number of tokens to generate: at least 1, or 0 if requested.
@@ -167,7 +167,7 @@ def fit(
     if may_cut and not config.prefer_preserve_prompt and max_tokens is not None:
         room = max(room, min(max_tokens, max_model_len - 1))
     least = 1 if max_tokens is None else max_tokens
-    if apart:
+    if encoder_decoder:
         room = least = 0
     longest = max_model_len - room
     if len(prompt) > longest and len(prompt) + least > max_model_len:
@@ -181,7 +181,7 @@ def fit(
                 max_model_len,
             )
         prompt = truncate(prompt, longest, config.truncate_mode)
-    free = max_model_len - (DECODER_PREFIX if apart else len(prompt))
+    free = max_model_len - (DECODER_PREFIX if encoder_decoder else len(prompt))
     if max_tokens is None:
         return prompt, free
     if max_tokens > free:
@@ -403,7 +403,7 @@ class Intake:
             encode(self.tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         )
         limits: dict[str, Any] = {"max_model_len": self.max_model_len}
-        limits |= {"vocab_size": self.vocab_size, "apart": self._decoder is not None}
+        limits |= {"vocab_size": self.vocab_size, "encoder_decoder": self._decoder is not None}
         return replace(check_prompt(ids, max_tokens, self.config, **limits), text=text)
 
     def _positions(self, count: int, items: Sequence[EncoderInput]) -> np.ndarray | None:
@@ -452,7 +452,7 @@ class Intake:
             free = item.stop
         longest = self._most_together
         if longest is not None:
-            for first, last in runs_of(items):
+            for first, last in find_runs(items):
                 if last - first > longest:
                     raise ConfigError(
                         f"adjacent encoder_inputs have {last - first} placeholder tokens at "
@@ -481,16 +481,21 @@ class Intake:
                 "another token, or omit min_tokens"
             )
         words = self._words(params.bad_words) if params.bad_words else ()
-        known: list[tuple[int, ...]] = []
+        checkpoint_words: list[tuple[int, ...]] = []
         if self._decoder is not None:
             ends_alone = {(token,) for token in self.eos_token_ids}
-            known = [word for word in self._decoder.bad_words_ids if word not in ends_alone]
+            checkpoint_words = [
+                word for word in self._decoder.bad_words_ids if word not in ends_alone
+            ]
         gives_text = self.tokenizer is not None and params.detokenize
         return {
             "eos_token_ids": eos,
             # A word with a token outside the vocabulary is never generated.
             "rules": None if self._decoder is None else self._decoder.rules,
-            "bad_token_ids": (*known, *(word for word in words if max(word) < self.vocab_size)),
+            "bad_token_ids": (
+                *checkpoint_words,
+                *(word for word in words if max(word) < self.vocab_size),
+            ),
             "stops": (*params.stop, *self.config.extra_stops) if gives_text else (),
         }
 
@@ -505,11 +510,13 @@ class Intake:
             if len(self._breakers) >= MAX_BREAKER_SETS:
                 self._breakers.clear()
             texts = [self.tokenizer.decode([token]) for token in range(self.vocab_size)]
-            found = (token for token, text in enumerate(texts) if any(w in text for w in words))
-            self._breakers[words] = tuple(found)
+            breaker_ids = (
+                token for token, text in enumerate(texts) if any(w in text for w in words)
+            )
+            self._breakers[words] = tuple(breaker_ids)
         return params.replace(dry_breaker_token_ids=self._breakers[words])
 
-    def compile_structured(self, wanted: StructuredOutputs) -> Future[Grammar]:
+    def compile_structured(self, structured_outputs: StructuredOutputs) -> Future[Grammar]:
         """Compile the grammar of a structured output; see `Grammars.submit`.
 
         Raises:
@@ -517,16 +524,16 @@ class Intake:
         """
         if self.grammars is None:
             raise ConfigError("structured outputs require a tokenizer: pass one to eSurge")
-        return self.grammars.submit(wanted)
+        return self.grammars.submit(structured_outputs)
 
     def _check(self, params: SamplingParams) -> None:
         if params.structured_outputs is not None:
             self.compile_structured(params.structured_outputs).result()
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name)
-            if asked is not None and asked > self.max_logprobs:
+            num_logprobs = getattr(params, name)
+            if num_logprobs is not None and num_logprobs > self.max_logprobs:
                 raise ConfigError(
-                    f"{name}={asked} exceeds the engine's max_logprobs={self.max_logprobs}: "
+                    f"{name}={num_logprobs} exceeds the engine's max_logprobs={self.max_logprobs}: "
                     "request fewer, or create the engine with a larger max_logprobs"
                 )
         if params.use_beam_search and 2 * params.n > self.max_logprobs:
@@ -558,7 +565,7 @@ def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:
     return hashlib.blake2b(source, digest_size=16).digest()
 
 
-def seed_of(params: RequestParams, engine_seed: int, arrival: int) -> int | None:
+def get_seed(params: RequestParams, engine_seed: int, arrival: int) -> int | None:
     """Return the seed of a request, or None if the request does not sample.
 
     Args:
@@ -573,7 +580,7 @@ def seed_of(params: RequestParams, engine_seed: int, arrival: int) -> int | None
     return int.from_bytes(digest, "big") >> 1  # fits the signed 64-bit seed of SamplingParams
 
 
-def seeds_of(params: RequestParams, seed: int | None) -> list[int]:
+def get_seeds(params: RequestParams, seed: int | None) -> list[int]:
     """Return the 32-bit seed of each sequence of a request.
 
     Args:

@@ -13,7 +13,7 @@ from ed_esurge.core.plan import PlanRow
 from ed_esurge.core.scheduler import Scheduler
 from ed_esurge.engine.beams import BeamSearch, params_of_step
 from ed_esurge.engine.deltas import OpenRequest
-from ed_esurge.engine.intake import seed_of, seeds_of
+from ed_esurge.engine.intake import get_seed, get_seeds
 from ed_esurge.outputs import CompletionOutput, FinishReason, RequestOutput
 from ed_esurge.runner.result import NotFinite, StepResult
 from ed_esurge.sampling import SamplingParams
@@ -49,7 +49,7 @@ class Ledger:
         """Ids of the requests, in order of arrival."""
         return list(self._open)
 
-    def add(self, add: Add, held: object = None) -> None:
+    def add(self, add: Add, keep_alive: object = None) -> None:
         """Add a request.
 
         Args:
@@ -61,19 +61,19 @@ class Ledger:
         """
         if add.request_id in self._open:
             raise ConfigError(f"request id {add.request_id!r} is in use: choose another")
-        seed = seed_of(add.params, self._seed, self.arrivals)
-        seeds = seeds_of(add.params, seed)
+        seed = get_seed(add.params, self._seed, self.arrivals)
+        seeds = get_seeds(add.params, seed)
         if isinstance(add.params, SamplingParams) and add.params.use_beam_search:
             seeds = seeds[:1]
-            own = replace(add, params=params_of_step(add.params))
-            opened = OpenRequest.of(own, self.arrivals, seeds, None)
+            beam_add = replace(add, params=params_of_step(add.params))
+            opened = OpenRequest.of(beam_add, self.arrivals, seeds, None)
             opened.add, opened.writers = add, {}
             search = BeamSearch(add, *opened.sequences.values(), self._tokenizer)
             opened.sequences = search.sequences
             self._searches[add.request_id] = search
         else:
             opened = OpenRequest.of(add, self.arrivals, seeds, self._tokenizer)
-        opened.seed, opened.held = seed, held
+        opened.seed, opened.keep_alive = seed, keep_alive
         self.arrivals += len(seeds)
         self._open[add.request_id] = opened
         for name, request in opened.sequences.items():
@@ -111,9 +111,9 @@ class Ledger:
             search = None if opened is None else self._searches.get(opened.add.request_id)
             if opened is None or search is None or not row.samples:
                 continue
-            (scores,) = result.sampled(index, 1, search.num_candidates)
+            (scores,) = result.get_token_scores(index, 1, search.num_candidates)
             search.take(row.request_id, scores)
-            before = {*opened.sequences}
+            previous_names = {*opened.sequences}
             if search.extend(self._scheduler):
                 for sequence in opened.sequences:
                     self._scheduler.finish(sequence, "stop")
@@ -122,23 +122,23 @@ class Ledger:
                 output.metrics.num_generated_tokens = search.num_tokens
                 outputs.append(self._close(opened, output))
                 continue
-            for name in before - opened.sequences.keys():
+            for name in previous_names - opened.sequences.keys():
                 del self._owner[name]
-            for name in opened.sequences.keys() - before:
+            for name in opened.sequences.keys() - previous_names:
                 self._owner[name] = opened
         return outputs
 
     def take(
         self,
         result: StepResult,
-        taken: dict[str, int],
+        token_counts: dict[str, int],
         fail: Callable[[str, Exception], None],
     ) -> list[RequestOutput]:
         """Convert the result of a step to deltas. A stop string finishes its sequence.
 
         Args:
             result: the result of the step.
-            taken: sequence id -> number of sampled tokens that the scheduler appended.
+            token_counts: sequence id -> number of sampled tokens that the scheduler appended.
             fail: callback for a sequence whose result cannot be read, with the error.
         """
         changed: dict[str, list[CompletionOutput]] = {}
@@ -148,7 +148,7 @@ class Ledger:
             if opened is None:
                 continue  # ended while the step ran
             try:
-                out = self._read(result, index, row, opened, taken.get(row.request_id))
+                out = self._read(result, index, row, opened, token_counts.get(row.request_id))
             except Exception as error:
                 fail(row.request_id, error)
                 continue
@@ -177,11 +177,13 @@ class Ledger:
             return None
         if not isinstance(params, SamplingParams):
             by_token = params.task == "token_embed"
-            return opened.pooled(result.token_states(index) if by_token else result.pooled(index))
+            return opened.build_pooled_output(
+                result.token_states(index) if by_token else result.get_pooled_vector(index)
+            )
         assert writer is not None, "beam searches take their own candidates"
         if writer.finish_reason is not None:
             return None
-        scores = result.sampled(index, count, params.logprobs) if count else []
+        scores = result.get_token_scores(index, count, params.logprobs) if count else []
         out = writer.take(scores, result.masks(index, count))
         if out.finish_reason is not None:
             self._scheduler.finish(row.request_id, out.finish_reason, out.stop_reason)

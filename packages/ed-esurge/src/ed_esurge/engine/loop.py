@@ -36,7 +36,7 @@ from ed_esurge.core.scheduler import Scheduler, plan_ahead
 from ed_esurge.core.step_time import ONE_STEP
 from ed_esurge.engine.ledger import Ledger
 from ed_esurge.engine.transport import Transport
-from ed_esurge.model import platform_of
+from ed_esurge.model import get_platform
 from ed_esurge.outputs import STEP_SIZES, RequestOutput
 from ed_esurge.runner.protocol import Runner
 from ed_esurge.runner.result import NotFinite, StepParts, StepResult
@@ -180,7 +180,7 @@ class EngineLoop:
             self._free()
         if not keep_weights:
             self.runner.weights.drop()
-        elif self.runner.weights.there and platform_of(self.runner.model) != "cpu":
+        elif self.runner.weights.there and get_platform(self.runner.model) != "cpu":
             self.runner.weights.to_host()
 
     def _load_adapter(self, load: LoadAdapter) -> None:
@@ -200,9 +200,9 @@ class EngineLoop:
             result, self._pending = self._pending, None
             tokens = self._finite(result)
             if not result.plan.ahead:  # the results of a step made ahead are discarded
-                taken = self.scheduler.advance(result.plan, tokens)
+                token_counts = self.scheduler.advance(result.plan, tokens)
                 self.backlog += self.ledger.extend_beams(result)
-                self._deliver(result, taken)
+                self._deliver(result, token_counts)
         self._begin_anew()
         if self.spoilt:
             self.spoilt = False
@@ -257,12 +257,12 @@ class EngineLoop:
                 # requests that arrive in this time should not wait for a further step.
                 if self._ahead and not result.plan.has_prompts:
                     self._pending = self._start(plan_ahead(result.plan, self.scheduler))
-                taken = self.scheduler.advance(result.plan, self._finite(result))
+                token_counts = self.scheduler.advance(result.plan, self._finite(result))
                 self.backlog += self.ledger.extend_beams(result)
                 if self._overlap and self._pending is None and not self.spoilt:
                     # The device computes the next step while the host detokenizes this step.
                     self._pending = self._start(self.scheduler.schedule())
-                self._deliver(result, taken)
+                self._deliver(result, token_counts)
             if self.spoilt:
                 self._renew_pages()
         outputs, self.backlog = self.backlog, []
@@ -319,7 +319,7 @@ class EngineLoop:
             self.launch()
             if self._pending is None:
                 raise EasyDeLError("the processes of this engine no longer plan the same steps")
-            self._pending = StepResult.of_parts(self._pending.plan, parts)
+            self._pending = StepResult.from_parts(self._pending.plan, parts)
 
     def _fail(self, sequence: str, error: BaseException | None) -> None:
         """End the request of a sequence with an error, unless it ended while the step ran."""
@@ -335,9 +335,9 @@ class EngineLoop:
             self._fail(name, NotFinite())
         return result.tokens()
 
-    def _deliver(self, result: StepResult, taken: dict[str, int]) -> None:
-        self.backlog += self.ledger.take(result, taken, self._fail)
-        for name in result.interrupted():
+    def _deliver(self, result: StepResult, token_counts: dict[str, int]) -> None:
+        self.backlog += self.ledger.take(result, token_counts, self._fail)
+        for name in result.get_interrupted_ids():
             self._fail(name, NotFinite())
 
     def _renew_pages(self) -> None:

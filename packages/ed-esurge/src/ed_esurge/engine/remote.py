@@ -30,8 +30,8 @@ class RemoteWeights:
     def there(self) -> bool:
         return self._local.there
 
-    def checked(self, new: NewWeights) -> list[Leaf]:
-        return self._local.checked(new)
+    def check_weights(self, new: NewWeights) -> list[Leaf]:
+        return self._local.check_weights(new)
 
     def are_finite(self) -> bool:
         return True

@@ -51,11 +51,15 @@ class Replicas:
         owners: Sequence[Sequence[int]] = (),
     ) -> None:
         self.loops = tuple(loops)
-        here = transport.process
+        local_process = transport.process
         self._transport, self._shared = transport, bool(owners)
-        self._local = [not owners or here in owners[index] for index in range(len(self.loops))]
+        self._local = [
+            not owners or local_process in owners[index] for index in range(len(self.loops))
+        ]
         # If several processes hold parts of a replica, the first of them sends its outcome.
-        self._sends = [bool(owners) and here == owners[i][0] for i in range(len(self.loops))]
+        self._sends = [
+            bool(owners) and local_process == owners[i][0] for i in range(len(self.loops))
+        ]
         proposers = [loop.scheduler.proposer for loop in self.loops]
         self._proposers = [
             one for one in proposers if owners and one is not None and not one.repeatable
@@ -113,7 +117,7 @@ class Replicas:
         self.backlog += outputs
         for output in outputs:
             if output.finished:
-                self._router.ended(output.request_id, output.metrics.num_generated_tokens)
+                self._router.finish_request(output.request_id, output.metrics.num_generated_tokens)
 
     # ---- commands
 
@@ -128,37 +132,37 @@ class Replicas:
                 case Add():
                     self._add(command)
                 case Abort(request_id):
-                    where = self._router.find(request_id)
-                    if where is not None:
-                        self.loops[where].execute(command)
+                    replica_index = self._router.find(request_id)
+                    if replica_index is not None:
+                        self.loops[replica_index].execute(command)
                 case _:
                     self._execute_in_all(command)
         finally:
             self._collect()
 
     def _add(self, add: Add) -> None:
-        where = self._router.find(add.request_id)
-        if where is not None:
-            self.loops[where].execute(add)  # raises the error for an id in use
-        known = self._known(add)
-        where = self._router.choose(len(add.token_ids), known)
-        loop = self.loops[where]
+        replica_index = self._router.find(add.request_id)
+        if replica_index is not None:
+            self.loops[replica_index].execute(add)  # raises the error for an id in use
+        cached_tokens = self._count_cached_tokens(add)
+        replica_index = self._router.choose(len(add.token_ids), cached_tokens)
+        loop = self.loops[replica_index]
         # Arrival numbers, and the seeds derived from them, do not depend on the replicas.
         loop.ledger.arrivals = self._arrivals
         loop.execute(add)
         self._arrivals = loop.ledger.arrivals
         completions = add.params.n if isinstance(add.params, SamplingParams) else 0
-        new = len(add.token_ids) - known[where]
-        self._router.place(add.request_id, where, new, completions, add.max_tokens)
+        new = len(add.token_ids) - cached_tokens[replica_index]
+        self._router.place(add.request_id, replica_index, new, completions, add.max_tokens)
 
-    def _known(self, add: Add) -> list[int]:
+    def _count_cached_tokens(self, add: Add) -> list[int]:
         """Return the number of prompt tokens in the prefix cache of each replica."""
         caches = [loop.scheduler.pages.prefixes for loop in self.loops]
         if caches[0] is None or not reads_prefixes(add.params):
             return [0] * len(caches)
         size = caches[0].page_size
         keys = prompt_keys(add.token_ids, add.salt, size, add.encoder_inputs)
-        return [0 if cache is None else cache.known(keys) * size for cache in caches]
+        return [0 if cache is None else cache.count_prefix_pages(keys) * size for cache in caches]
 
     def _execute_in_all(self, command: Command) -> None:
         """Execute a command in every replica. If one replica rejects an adapter, unload the adapter
@@ -195,8 +199,8 @@ class Replicas:
             try:
                 self._keep(loop.step())
             except EasyDeLError:  # the weights, which all replicas share, are not finite
-                for each in self.loops:
-                    each.spoilt = True
+                for replica_loop in self.loops:
+                    replica_loop.spoilt = True
                 raise
         self._exchange_proposals()
         outputs, self.backlog = self.backlog, []
@@ -239,8 +243,10 @@ class Replicas:
         """Send the proposals of local replicas, which the next plans contain."""
         if not self._proposers:
             return
-        own = {i: one.proposals() for i, one in enumerate(self._proposers) if self._sends[i]}
-        for received in self._transport.gather(own):
+        local_proposals = {
+            i: one.proposals() for i, one in enumerate(self._proposers) if self._sends[i]
+        }
+        for received in self._transport.gather(local_proposals):
             for index, proposals in received.items():
                 if not self._local[index]:
                     self._proposers[index].receive(proposals)
@@ -254,9 +260,9 @@ class Replicas:
 
     def stats(self) -> dict[str, float]:
         """Return the metrics of all replicas: sums, and the mean of `kv_cache_usage`."""
-        each = self.replica_stats()
-        total = {name: sum(stats[name] for stats in each) for name in each[0]}
-        return {**total, "kv_cache_usage": total["kv_cache_usage"] / len(each)}
+        replica_stats = self.replica_stats()
+        total = {name: sum(stats[name] for stats in replica_stats) for name in replica_stats[0]}
+        return {**total, "kv_cache_usage": total["kv_cache_usage"] / len(replica_stats)}
 
     def replica_stats(self) -> list[dict[str, float]]:
         """Return the metrics of each replica."""

@@ -14,7 +14,7 @@ from ed_layers.moe.layer import Router
 from ed_models.generation.prompts import is_encoder_decoder, longest_sequence
 from ed_models.protocol import LanguageModel
 from ed_models.tasks.encoder_items import EncoderItems
-from ed_models.tasks.item_kinds import items_of
+from ed_models.tasks.item_kinds import build_encoder_items
 from flax import nnx
 
 from ed_esurge.config import EngineConfig
@@ -28,12 +28,12 @@ from ed_esurge.core.step_time import ONE_STEP, StepTime
 from ed_esurge.embedded_prompts import EmbeddedPrompts
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.model import (
+    get_platform,
+    get_vocab_size,
+    get_windows,
     is_recurrent,
     omits_padding,
-    platform_of,
     reads_ahead,
-    vocab_size_of,
-    windows_of,
 )
 from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner.buckets import Buckets
@@ -104,7 +104,7 @@ class Setup:
                 "speculative_config is not possible while the engine returns sampling masks, "
                 "because accepted proposals have none: omit one of the two options"
             )
-        vocab = vocab_size_of(model)
+        vocab = get_vocab_size(model)
         for token in config.extra_eos_token_ids:
             if token >= vocab:
                 raise ConfigError(
@@ -126,7 +126,7 @@ class Setup:
                     f"{name} is for models whose layers read keys and values: a recurrent layer "
                     "of this one has a state, which each token changes; leave the option out"
                 )
-        platform = platform_of(model)
+        platform = get_platform(model)
         if config.kv_offloading_size is not None and platform == "cpu":
             once(
                 logger,
@@ -145,7 +145,7 @@ class Setup:
         seqs = min(seqs, budget)
         # A step never has more tokens than all sequences together.
         budget = max(seqs, min(budget, seqs * longest))
-        items = items_of(model, longest)
+        items = build_encoder_items(model, longest)
         if config.enable_prompt_embeds:
             items = EmbeddedPrompts(model, longest, budget)
         encoded = is_encoder_decoder(model) or items is not None
@@ -185,7 +185,7 @@ class Setup:
             _check_together(together, config, limits, items.longest)
         if items is not None:
             encoder = (max(ENCODER_STEPS * budget, items.longest), budget)
-        windows = windows_of(model)
+        windows = get_windows(model)
         return cls(
             *(model, config, limits, buckets, windows, draft, encoder, items),
             records=records,
@@ -210,18 +210,19 @@ class Setup:
         Raises:
             ConfigError: `kv_offloading_size` is smaller than one page.
         """
-        wanted = self.config.kv_offloading_size
-        if wanted is None:
+        offloading_gib = self.config.kv_offloading_size
+        if offloading_gib is None:
             return 0
         models = [self.model] if self.draft is None else [self.model, self.draft]
         caches = [model.init_paged_cache(1, self.config.page_size) for model in models]
         one = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
-        if wanted * GIB < one:
+        if offloading_gib * GIB < one:
             raise ConfigError(
-                f"kv_offloading_size {wanted} GiB holds no page of {self.config.page_size} tokens, "
+                f"kv_offloading_size {offloading_gib} GiB holds no page of {self.config.page_size} "
+                "tokens, "
                 f"which takes {one / GIB:.3g} GiB: raise it, or leave it out"
             )
-        return int(wanted * GIB) // one
+        return int(offloading_gib * GIB) // one
 
     def scheduler(self, runner: Runner) -> Scheduler:
         """Create the scheduler for the pools of a runner."""
@@ -253,7 +254,7 @@ class Setup:
             return None
         if self.encoder_length is not None:
             return EncoderSlots(*self.encoder)
-        return EncoderCache(*self.encoder, whole=reads_ahead(self.model) == "image")
+        return EncoderCache(*self.encoder, whole_items=reads_ahead(self.model) == "image")
 
     @property
     def encoder_length(self) -> int | None:
@@ -264,13 +265,13 @@ class Setup:
 
     def _proposer(self, runner: Runner) -> Proposer | None:
         """Create the source of proposed tokens, or return None without speculation."""
-        wanted = self.config.speculative_config
-        if wanted is None:
+        speculative_config = self.config.speculative_config
+        if speculative_config is None:
             return None
         if self.draft is None:
-            return PromptLookup(wanted)
+            return PromptLookup(speculative_config)
         if not isinstance(runner, ModelRunner):
-            return ReceivedProposals(wanted.num_speculative_tokens)
+            return ReceivedProposals(speculative_config.num_speculative_tokens)
         pages = {GROUP: runner.num_pages[GROUP]}
         memory = runner.host
         drafting = self._runner(
@@ -278,7 +279,9 @@ class Setup:
         )
         if memory is not None:
             memory.draft = drafting.host
-        return DraftModel(drafting, wanted.num_speculative_tokens, self.limits.token_budget)
+        return DraftModel(
+            drafting, speculative_config.num_speculative_tokens, self.limits.token_budget
+        )
 
     def _runner(
         self,
@@ -340,27 +343,27 @@ class Setup:
                 name: config.num_pages if window is None else min(config.num_pages, most[name])
                 for name, window in self.windows.items()
             }
-        of_page = {name: page_bytes(self.model, size, name) for name in needed}
+        bytes_per_page = {name: page_bytes(self.model, size, name) for name in needed}
         if self.draft is not None:
-            of_page[GROUP] += page_bytes(self.draft, size)
-        of_sequence = sum(needed[name] * of_page[name] for name in needed)
+            bytes_per_page[GROUP] += page_bytes(self.draft, size)
+        bytes_per_sequence = sum(needed[name] * bytes_per_page[name] for name in needed)
         memory = accelerator_memory(self.model)
         if not memory:
             free = int(config.cpu_cache_gib * GIB)
         else:
-            left, limit = min(
+            usable_bytes, limit = min(
                 (int(limit * config.hbm_utilization) - used, limit) for limit, used in memory
             )
-            free = left - self._workspace(needed)
-            if free < of_sequence:
+            free = usable_bytes - self._workspace(needed)
+            if free < bytes_per_sequence:
                 raise ConfigError(
                     f"hbm_utilization {config.hbm_utilization} of {limit / GIB:.1f} GiB leaves "
                     f"{max(free, 0) / GIB:.2f} GiB for pages, but one sequence of max_model_len "
-                    f"{longest} takes {of_sequence / GIB:.2f} GiB: lower max_model_len or "
+                    f"{longest} takes {bytes_per_sequence / GIB:.2f} GiB: lower max_model_len or "
                     "max_num_batched_tokens, or raise hbm_utilization"
                 )
         return {
-            name: max(pages, min(most[name], pages * free // of_sequence))
+            name: max(pages, min(most[name], pages * free // bytes_per_sequence))
             for name, pages in needed.items()
         }
 
@@ -381,8 +384,8 @@ class Setup:
 def _least_tokens(config: EngineConfig, omits: bool) -> int:
     """Return the token count of the smallest prefill shape. If padding is almost free, more of it
     in short prompts is better than more of it in prompts of a usual length."""
-    given = "min_input_pad" in config.model_fields_set
-    return config.min_input_pad if given or not omits else max(config.min_input_pad, LEAST_TOKENS)
+    is_set = "min_input_pad" in config.model_fields_set
+    return config.min_input_pad if is_set or not omits else max(config.min_input_pad, LEAST_TOKENS)
 
 
 def _time(model: LanguageModel, config: EngineConfig) -> StepTime:
@@ -392,9 +395,9 @@ def _time(model: LanguageModel, config: EngineConfig) -> StepTime:
     if config.num_scheduler_steps is not None:
         return StepTime(config.num_scheduler_steps)
     leaves = jax.tree.leaves(nnx.state(cast(nnx.Module, model)))
-    pages = [page_bytes(model, config.page_size, group) for group in windows_of(model)]
+    pages = [page_bytes(model, config.page_size, group) for group in get_windows(model)]
     return StepTime.estimate(
-        platform_of(model),
+        get_platform(model),
         layers=model.config.get_text_config().num_hidden_layers,
         weights=sum(leaf.nbytes for leaf in leaves),
         numbers=sum(leaf.size for leaf in leaves),
@@ -475,18 +478,18 @@ def _check_draft(model: LanguageModel, draft: LanguageModel, longest: int) -> No
         ConfigError: the vocabularies differ, the draft model has windows or recurrent layers, the
             served model has no full-attention layer, or the draft model has too few positions.
     """
-    theirs, ours = vocab_size_of(draft), vocab_size_of(model)
+    theirs, ours = get_vocab_size(draft), get_vocab_size(model)
     if theirs != ours:
         raise ConfigError(
             f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}: "
             "they must share their tokens"
         )
-    if is_recurrent(draft) or windows_of(draft) != {GROUP: None}:
+    if is_recurrent(draft) or get_windows(draft) != {GROUP: None}:
         raise ConfigError(
             "the draft model has layers with a window or a state: give one whose layers all see "
             "every token"
         )
-    if GROUP not in windows_of(model):
+    if GROUP not in get_windows(model):
         raise ConfigError("no layer of the model sees every token: use the method ngram")
     positions = longest_sequence(draft.config)
     if positions is not None and positions < longest:

@@ -39,13 +39,13 @@ from ed_esurge.engine.setup import tokens_together
 from ed_esurge.grammars.store import Grammars
 from ed_esurge.logged import LoggedRequest
 from ed_esurge.model import (
-    decoder_start_of,
-    embedding_settings_of,
     eos_token_ids,
+    get_decoder_start,
+    get_embedding_settings,
+    get_labels,
+    get_task,
+    get_vocab_size,
     is_encoder,
-    labels_of,
-    task_of,
-    vocab_size_of,
 )
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput
@@ -107,11 +107,11 @@ class eSurge(EngineControl):
         self.certificate, self.read_model = certificate, read_model
         self.directory = directory
         self.input_names = tuple(model.input_names)
-        self.task, self.labels = task_of(model), labels_of(model)
-        self.embedding_settings = embedding_settings_of(model)
+        self.task, self.labels = get_task(model), get_labels(model)
+        self.embedding_settings = get_embedding_settings(model)
         self.model_name = model_name or name_of(model)
         self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
-        grammars = Grammars.of(tokenizer, vocab_size_of(model), self.eos_token_ids)
+        grammars = Grammars.of(tokenizer, get_vocab_size(model), self.eos_token_ids)
         prompt_tokenizer, output_tokenizer = connect_tokenizers(
             tokenizer, config.tokenizer_endpoint, config.detokenizer_endpoint
         )
@@ -124,7 +124,7 @@ class eSurge(EngineControl):
         self.vocab_size = runner.vocab_size
         self.recording_form: RecordingForm | None = getattr(runner.model, "recording_form", None)
         encoder = self.loop.scheduler.encoder
-        whole = isinstance(encoder, EncoderCache) and encoder.whole
+        whole_items = isinstance(encoder, EncoderCache) and encoder.whole
         encodes = is_encoder(runner.model)
         self._intake = Intake(
             config,
@@ -137,8 +137,8 @@ class eSurge(EngineControl):
             samples=not encodes,
             grammars=grammars,
             items=runner.items,
-            most_together=tokens_together(self.loop.scheduler.limits) if whole else None,
-            decoder=decoder_start_of(runner.model),
+            most_together=tokens_together(self.loop.scheduler.limits) if whole_items else None,
+            decoder=get_decoder_start(runner.model),
             adapters=self.loop.adapters,
         )
         self.compile_structured = self._intake.compile_structured
@@ -149,8 +149,8 @@ class eSurge(EngineControl):
         self._boxes: dict[str, deque[RequestOutput]] = {}
         if config.compile_runner:
             with _bar("compiling", quiet=config.silent_mode) as bar:
-                early = config.compile_in_background and self.role == "alone"
-                if early and isinstance(self.loop, EngineLoop):
+                in_background = config.compile_in_background and self.role == "alone"
+                if in_background and isinstance(self.loop, EngineLoop):
                     self.loop.compile_first(bar)
                 else:
                     self.loop.compile_all(bar)
@@ -170,9 +170,9 @@ class eSurge(EngineControl):
         with native.chosen_by(runner.model.config):
             kernels = native.describe()
         replicas = len(self.replica_stats())
-        each = f"{replicas} replicas, each with " if replicas > 1 else ""
+        prefix = f"{replicas} replicas, each with " if replicas > 1 else ""
         return (
-            f"{each}{runner.describe()}, up to {limits.max_num_seqs} sequences of "
+            f"{prefix}{runner.describe()}, up to {limits.max_num_seqs} sequences of "
             f"{limits.max_model_len} tokens, {limits.token_budget} tokens per step; {kernels}"
         )
 
@@ -252,9 +252,9 @@ class eSurge(EngineControl):
     def abort_request(self, request_id: str) -> bool:
         """Abort a request; `step` returns its last output. Return False for an unknown id."""
         with self._lock:
-            known = request_id in self.loop
+            is_known = request_id in self.loop
             self._execute(Abort(request_id))
-            return known
+            return is_known
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -277,10 +277,10 @@ class eSurge(EngineControl):
         """
         with self._lock:
             self.transport.send_step()
-            others = []
+            unclaimed_outputs = []
             for output in self.loop.step():
-                self._boxes.get(output.request_id, others).append(output)
-            return others
+                self._boxes.get(output.request_id, unclaimed_outputs).append(output)
+            return unclaimed_outputs
 
     # ---- the simple interface
 
@@ -324,9 +324,9 @@ class eSurge(EngineControl):
             ("lora_name", adapters),
             ("encoder_inputs", inputs),
         )
-        for name, each in lists:
-            if len(each) != len(many):
-                raise ConfigError(f"{len(many)} prompts but {len(each)} {name}")
+        for name, values in lists:
+            if len(values) != len(many):
+                raise ConfigError(f"{len(many)} prompts but {len(values)} {name}")
         return self._complete(many, params, adapters, inputs, use_tqdm)
 
     def embed(
@@ -366,22 +366,22 @@ class eSurge(EngineControl):
     ) -> list[RequestOutput]:
         names = [self._name() for _ in prompts]
         adds = [
-            self.prepare(name, prompt, own, lora_name=adapter, encoder_inputs=items)
-            for name, prompt, own, adapter, items in zip(
+            self.prepare(name, prompt, request_params, lora_name=adapter, encoder_inputs=items)
+            for name, prompt, request_params, adapter, items in zip(
                 names, prompts, params, adapters, inputs, strict=True
             )
         ]
-        whole: dict[str, RequestOutput] = {}
+        outputs: dict[str, RequestOutput] = {}
         with _bar("prompts", quiet=not use_tqdm) as bar:
             bar.total = len(names)
             for delta in self._follow(adds):
-                if delta.request_id in whole:
-                    whole[delta.request_id].add(delta)
+                if delta.request_id in outputs:
+                    outputs[delta.request_id].add(delta)
                 else:
                     delta.delta = False
-                    whole[delta.request_id] = delta
+                    outputs[delta.request_id] = delta
                 bar.update(int(delta.finished))
-        return [whole[name] for name in names]
+        return [outputs[name] for name in names]
 
     def replay(
         self,
@@ -475,8 +475,8 @@ class eSurge(EngineControl):
                 for name in waiting:
                     self._execute(Abort(name))
                 mine = {add.request_id for add in adds}
-                kept = [out for out in self.loop.backlog if out.request_id not in mine]
-                self.loop.backlog = kept
+                other_outputs = [out for out in self.loop.backlog if out.request_id not in mine]
+                self.loop.backlog = other_outputs
                 for name in mine:
                     self._boxes.pop(name, None)
 
@@ -515,9 +515,9 @@ class eSurge(EngineControl):
         if self._disk is None:
             return 0
         with self._lock:
-            before = self._disk.written
+            initial_count = self._disk.written
             self._execute(StorePages())
-            return self._disk.written - before
+            return self._disk.written - initial_count
 
     def terminate(self) -> None:
         """Abort all requests and free the pages. The engine cannot be used afterwards."""

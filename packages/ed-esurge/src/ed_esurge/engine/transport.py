@@ -164,7 +164,7 @@ class MultiProcess:
             return command
         self._check_leads()
         if isinstance(command, UpdateWeights):
-            command = replace(command, weights=runner.weights.checked(command.weights))
+            command = replace(command, weights=runner.weights.check_weights(command.weights))
         try:
             message = encode(command)
         except Exception as error:
@@ -192,7 +192,7 @@ class MultiProcess:
         self._broadcast(END)
 
     def gather(self, value: object) -> list[Any]:
-        return [decode(each) for each in channel().gather(encode(value))]
+        return [decode(message) for message in channel().gather(encode(value))]
 
     def _broadcast(self, message: bytes) -> None:
         last = None if MultiProcess._last is None else MultiProcess._last()

@@ -97,7 +97,7 @@ class _Writer:
         if isinstance(value, np.ndarray | jax.Array):
             return msgpack.ExtType(ARRAY, self.pack(self._array(np.asarray(value))))
         if isinstance(value, BaseException):
-            return msgpack.ExtType(ERROR, self.pack(_text_of(value)))
+            return msgpack.ExtType(ERROR, self.pack(_encode_error(value)))
         if CLASSES.get(kind.__name__) is not kind:
             raise TypeError(f"a {kind.__name__} cannot be sent to other processes")
         return msgpack.ExtType(OBJECT, self.pack([kind.__name__, _fields(value)]))
@@ -117,7 +117,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _text_of(error: BaseException) -> list[Any]:
+def _encode_error(error: BaseException) -> list[Any]:
     """Return whether an error is `NotFinite`, and its message for users."""
     return [
         isinstance(error, NotFinite),

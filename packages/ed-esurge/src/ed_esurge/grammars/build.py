@@ -93,16 +93,16 @@ def _beginning(parts: Sequence[str | int]) -> str:
 
     The beginning of a JSON object consists of the same lexemes as the objects of the schema.
     """
-    written: list[str] = []
+    pieces: list[str] = []
     for part in parts:
         if isinstance(part, int):
-            written.append(f"<[{part}]>")
+            pieces.append(f"<[{part}]>")
         elif part.startswith(("{", "[{")):
             lexemes = re.findall(r'[\[{]|"[^"]*"|:', part)
-            written += ["/: ?/" if each == ":" else json.dumps(each) for each in lexemes]
+            pieces += ["/: ?/" if lexeme == ":" else json.dumps(lexeme) for lexeme in lexemes]
         else:
-            written.append(json.dumps(part, ensure_ascii=False))
-    return " ".join(written)
+            pieces.append(json.dumps(part, ensure_ascii=False))
+    return " ".join(pieces)
 
 
 def build(tokenizer: Any, text: str) -> Any:

@@ -49,25 +49,29 @@ def _respell(text: str) -> str:
     ]
     # The converter writes the group of "([a-z]+)+" without its parentheses. An empty text in the
     # group keeps them.
-    for (_, before), (place, (_, bracket)), (_, after) in zip(
+    for (_, previous_part), (place, (_, bracket)), (_, next_part) in zip(
         signs, signs[1:], signs[2:], strict=False
     ):
-        if bracket == ")" and after[0] == "repeat" and (before[0] == "repeat" or before[1] == ")"):
+        if (
+            bracket == ")"
+            and next_part[0] == "repeat"
+            and (previous_part[0] == "repeat" or previous_part[1] == ")")
+        ):
             result[place] = ' "")'
     return "".join(result)
 
 
 def _rename(rules: list[str]) -> dict[str, str]:
     """Return other names for the rules whose names Lark does not allow, or would confuse."""
-    taken = {*rules}
+    used_names = {*rules}
     names: dict[str, str] = {}
     for number, rule in enumerate(rules):
         if rule == "start" or not _SIMPLE.fullmatch(rule):
             name = f"rule_{number}"
-            while name in taken:
+            while name in used_names:
                 name += "_"
             names[rule] = name
-            taken.add(name)
+            used_names.add(name)
     return names
 
 

@@ -15,11 +15,11 @@ from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.negation import (
     ANNOTATIONS,
     exclude,
+    get_types,
     negate,
     other_texts,
     required_names,
-    target_of,
-    types_of,
+    resolve_reference,
 )
 
 _COUNTS = ("Length", "Items", "Properties", "Contains")
@@ -142,7 +142,7 @@ def _simplify_format(schema: dict[str, Any], path: str) -> None:
     name = schema.get("format")
     if not isinstance(name, str):
         return
-    if "string" not in types_of(schema):
+    if "string" not in get_types(schema):
         del schema["format"]
         return
     name = name.lower() if name.lower() in _NAMES else name
@@ -152,10 +152,15 @@ def _simplify_format(schema: dict[str, Any], path: str) -> None:
     del schema["format"]
     if name not in FORMATS:  # JSON Schema: an unknown format is an annotation
         most = 1 if len(name) < 6 else 2
-        near = [each for each in sorted(_NAMES) if len(name) < 30 and edits(name, each) <= most]
-        if near:
+        similar_names = [
+            candidate
+            for candidate in sorted(_NAMES)
+            if len(name) < 30 and edits(name, candidate) <= most
+        ]
+        if similar_names:
             raise GrammarError(
-                f"at {path}: the format {name!r} is unknown; did you mean {near[0]!r}? Remove "
+                f"at {path}: the format {name!r} is unknown; did you mean {similar_names[0]!r}? "
+                "Remove "
                 "`format`, or use `pattern`."
             )
         return
@@ -170,19 +175,24 @@ def _is_everything(schema: object, kind: str | None = None) -> bool:
     """Return whether a schema matches every value, or every value of a type."""
     if not isinstance(schema, Mapping):
         return schema is True
-    rest = set(schema) - ANNOTATIONS
-    return not rest or (kind is not None and rest == {"type"} and kind in types_of(schema))
+    remaining_keys = set(schema) - ANNOTATIONS
+    return not remaining_keys or (
+        kind is not None and remaining_keys == {"type"} and kind in get_types(schema)
+    )
 
 
 def _simplify_unevaluated(schema: dict[str, Any]) -> None:
-    for key, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "")):
+    for key, replacement_key in (
+        ("unevaluatedProperties", "additionalProperties"),
+        ("unevaluatedItems", ""),
+    ):
         if key not in schema:
             continue
         if _is_everything(schema[key]):
             del schema[key]
         elif not any(name in schema for name in _APPLICATORS):
             value = schema.pop(key)
-            schema.setdefault(plain or "items", value)
+            schema.setdefault(replacement_key or "items", value)
 
 
 def _simplify_contains(schema: dict[str, Any]) -> None:
@@ -204,27 +214,32 @@ def _simplify_names(schema: dict[str, Any], root: object) -> None:
     if _is_everything(names, "string"):
         del schema["propertyNames"]
         return
-    names = target_of(names, root)
+    names = resolve_reference(names, root)
     if not isinstance(names, Mapping) or "patternProperties" in schema:
         return
-    rest, properties = schema.get("additionalProperties", True), schema.get("properties", {})
+    additional_schema, properties = (
+        schema.get("additionalProperties", True),
+        schema.get("properties", {}),
+    )
     if not isinstance(properties, Mapping) or not _are_texts(names):
         return
     listed = _list_texts(names, root)
     if listed is not None:
-        schema["properties"] = {name: properties.get(name, rest) for name in listed}
+        schema["properties"] = {name: properties.get(name, additional_schema) for name in listed}
         schema["additionalProperties"] = False
     elif set(names) - ANNOTATIONS - {"type"} == {"not"}:
-        if not _forbid_names(schema, target_of(names["not"], root), root):
+        if not _forbid_names(schema, resolve_reference(names["not"], root), root):
             return
     else:
         pattern = _make_name_pattern(names)
-        if pattern is None or not (not properties or rest is False or _is_everything(rest)):
+        if pattern is None or not (
+            not properties or additional_schema is False or _is_everything(additional_schema)
+        ):
             return
         schema["properties"] = {
             name: inner if re.search(pattern, name) else False for name, inner in properties.items()
         }
-        schema["patternProperties"] = {pattern: rest}
+        schema["patternProperties"] = {pattern: additional_schema}
         schema["additionalProperties"] = False
     del schema["propertyNames"]
 
@@ -258,7 +273,7 @@ def _make_name_pattern(names: Mapping[str, Any]) -> str | None:
 
 
 def _are_texts(schema: Mapping[str, Any]) -> bool:
-    return "type" not in schema or "string" in types_of(schema)
+    return "type" not in schema or "string" in get_types(schema)
 
 
 def _list_texts(schema: Mapping[str, Any], root: object) -> list[str] | None:
@@ -269,10 +284,10 @@ def _list_texts(schema: Mapping[str, Any], root: object) -> list[str] | None:
     if keys == {"const"}:
         return [schema["const"]] if isinstance(schema["const"], str) else []
     if keys in ({"oneOf"}, {"anyOf"}):
-        members = [target_of(each, root) for each in schema[keys.pop()]]
-        lists = [_list_texts(each, root) for each in members if isinstance(each, Mapping)]
+        members = [resolve_reference(member, root) for member in schema[keys.pop()]]
+        lists = [_list_texts(member, root) for member in members if isinstance(member, Mapping)]
         if lists and len(lists) == len(members) and None not in lists:
-            return [*dict.fromkeys(name for each in lists for name in each or ())]
+            return [*dict.fromkeys(name for member in lists for name in member or ())]
     return None
 
 
@@ -281,19 +296,21 @@ def _merge_patterns(schema: dict[str, Any]) -> None:
     patterns, properties = schema.get("patternProperties"), schema.get("properties")
     if not isinstance(patterns, Mapping):
         return
-    rest, groups = dict(patterns), dict[str, list[str]]()
+    remaining_patterns, groups = dict(patterns), dict[str, list[str]]()
     if isinstance(properties, Mapping):
         merged = dict(properties)
         for pattern, inner in patterns.items():
             if re.fullmatch(r"\^[\w -]+\$", pattern) and (name := pattern[1:-1]) in properties:
-                del rest[pattern]
+                del remaining_patterns[pattern]
                 if not _is_everything(inner) and inner != properties[name]:
                     merged[name] = {"allOf": [properties[name], inner]}
         schema["properties"] = merged
-    for pattern, inner in rest.items():
+    for pattern, inner in remaining_patterns.items():
         groups.setdefault(json.dumps(inner, sort_keys=True), []).append(pattern)
     joined = {
-        "|".join(f"({each})" for each in group) if len(group) > 1 else group[0]: rest[group[0]]
+        "|".join(f"({group_pattern})" for group_pattern in group)
+        if len(group) > 1
+        else group[0]: remaining_patterns[group[0]]
         for group in groups.values()
     }
     if joined:
@@ -334,21 +351,21 @@ def _simplify_dependencies(schema: dict[str, Any]) -> dict[str, Any]:
 def _simplify_condition(
     schema: dict[str, Any], root: object, rewrite: Callable[[object], Any]
 ) -> dict[str, Any]:
-    """Replace `if`, `then` and `else`."""
+    """Replace `if`, `then_schema` and `else`."""
     parts = {key: schema[key] for key in ("if", "then", "else") if key in schema}
     if not parts:
         return schema
     result = {key: value for key, value in schema.items() if key not in parts}
     if "if" not in parts or len(parts) == 1:
         return result
-    then, other = parts.get("then", True), parts.get("else", True)
-    if _is_everything(parts["if"]) or (_is_everything(then) and _is_everything(other)):
-        return {**result, "allOf": [*result.get("allOf", []), then]}
+    then_schema, else_schema = parts.get("then", True), parts.get("else", True)
+    if _is_everything(parts["if"]) or (_is_everything(then_schema) and _is_everything(else_schema)):
+        return {**result, "allOf": [*result.get("allOf", []), then_schema]}
     negations = [rewrite(option) for option in negate(parts["if"], result, root)]
     if not negations:
         return schema
-    cases = [{"allOf": [rewrite(parts["if"]), then]}]
-    cases += [{"allOf": [one, other]} for one in negations]
+    cases = [{"allOf": [rewrite(parts["if"]), then_schema]}]
+    cases += [{"allOf": [one, else_schema]} for one in negations]
     return {**result, "allOf": [*result.get("allOf", []), {"anyOf": cases}]}
 
 
@@ -365,31 +382,31 @@ def limit_properties(schema: dict[str, Any]) -> dict[str, Any]:
     if not optional or not numbers or "patternProperties" in schema or (not low and high is None):
         return schema
     base = {key: value for key, value in schema.items() if key not in _COUNTED}
-    others = schema.get("additionalProperties", True)
+    additional_schema = schema.get("additionalProperties", True)
     least = max(0, low - len(required))
     most = None if high is None else high - len(required)
-    if least == 0 and (most is None or (others is False and most >= len(optional))):
+    if least == 0 and (most is None or (additional_schema is False and most >= len(optional))):
         return {**base, **_pick(schema, "properties", "required", "additionalProperties")}
     choices: list[Any] = []
     for count in range(len(optional) + 1 if most is not None else min(least, len(optional)) + 1):
         if most is not None and count > most:
             break
-        if others is False and count < least:
+        if additional_schema is False and count < least:
             continue
-        for chosen in itertools.combinations(optional, count):
-            names = [name for name in properties if name in required or name in chosen]
+        for selected_names in itertools.combinations(optional, count):
+            names = [name for name in properties if name in required or name in selected_names]
             names += [name for name in schema.get("required", ()) if name not in properties]
             if most is None and count == least:
                 choices.append({"required": names, **_pick(schema, "additionalProperties")})
                 choices[-1]["properties"] = properties
             else:
-                shown = {name: properties[name] for name in names if name in properties}
-                choices.append({"properties": shown, "required": names})
+                choice_properties = {name: properties[name] for name in names if name in properties}
+                choices.append({"properties": choice_properties, "required": names})
                 choices[-1].update(_limit_others(schema, names, low, high))
             if len(choices) > MAX_CHOICES:
                 return schema
-    choices = [{"type": "object", **each} for each in choices]
-    values = [kind for kind in sorted(types_of(schema)) if kind != "object"]
+    choices = [{"type": "object", **choice} for choice in choices]
+    values = [kind for kind in sorted(get_types(schema)) if kind != "object"]
     choices += [{"type": values}] if values else []
     if "anyOf" in base:
         return {**base, "allOf": [*base.get("allOf", []), {"anyOf": choices or [False]}]}
@@ -400,16 +417,16 @@ def _limit_others(
     schema: Mapping[str, Any], names: list[str], low: int, high: int | None
 ) -> dict[str, Any]:
     """Return the keywords of the names that are no properties, if all shown ones are required."""
-    others = schema.get("additionalProperties", True)
-    if others is False:
+    additional_schema = schema.get("additionalProperties", True)
+    if additional_schema is False:
         return {"additionalProperties": False}
     every = {*schema["properties"], *names}
     limits = {"minProperties": max(low, len(names)), "maxProperties": high}
-    kept = {key: value for key, value in limits.items() if value is not None}
+    finite_limits = {key: value for key, value in limits.items() if value is not None}
     return {
-        "patternProperties": {other_texts(every): others},
+        "patternProperties": {other_texts(every): additional_schema},
         "additionalProperties": False,
-        **kept,
+        **finite_limits,
     }
 
 

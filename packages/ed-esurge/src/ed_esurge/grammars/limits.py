@@ -72,21 +72,21 @@ def check_regex(text: str) -> None:
         )
 
 
-def depth_of(graph: Graph) -> int:
+def compute_depth(graph: Graph) -> int:
     """Return an upper bound of the nesting along any chain of references."""
     total = 0
     through: dict[str, int] = {}
     for component in _components(graph):
-        own = sum(graph[name][0] for name in component)
-        others = {to for name in component for to in graph[name][1]} - component
-        depth = own + max((through.get(to, 0) for to in others), default=0)
+        component_depth = sum(graph[name][0] for name in component)
+        successors = {to for name in component for to in graph[name][1]} - component
+        depth = component_depth + max((through.get(to, 0) for to in successors), default=0)
         through.update(dict.fromkeys(component, depth))
         total = max(total, depth)
     return total
 
 
 def _check_depth(name: str, graph: Graph) -> None:
-    depth = depth_of(graph)
+    depth = compute_depth(graph)
     if depth > MAX_DEPTH:
         raise GrammarError(
             f"{name} is nested {depth} levels deep along its references: {MAX_DEPTH} levels are "
@@ -111,23 +111,23 @@ def _schema_graph(schema: Mapping[str, Any]) -> Graph:
         depths[name], references[name] = 1, []
         inside: list[tuple[Any, int]] = [(value, 1)]
         while inside:
-            here, depth = inside.pop()
+            node, depth = inside.pop()
             values += 1
             if values > MAX_SCHEMA_VALUES:
                 raise GrammarError(
                     f"the JSON schema has more than {MAX_SCHEMA_VALUES} values along its "
                     "references: make the schema smaller"
                 )
-            if isinstance(here, dict | list):
+            if isinstance(node, dict | list):
                 depths[name] = max(depths[name], depth)
-            if isinstance(here, dict):
-                target = here.get("$ref")
+            if isinstance(node, dict):
+                target = node.get("$ref")
                 if isinstance(target, str):
                     references[name].append(target)
                     todo.append((target, resolve(schema, target)))
-                inside += [(each, depth + 1) for each in here.values()]
-            elif isinstance(here, list):
-                inside += [(each, depth + 1) for each in here]
+                inside += [(child, depth + 1) for child in node.values()]
+            elif isinstance(node, list):
+                inside += [(child, depth + 1) for child in node]
     return {name: (depth, references[name]) for name, depth in depths.items()}
 
 
@@ -135,16 +135,16 @@ def resolve(schema: object, reference: str) -> Any:
     """Return the value that a JSON pointer of a schema names; None without such a value."""
     if not reference.startswith("#"):
         return None
-    here = schema
+    node = schema
     for part in reference[1:].split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(here, dict) and key in here:
-            here = here[key]
-        elif isinstance(here, list) and key.isdecimal() and int(key) < len(here):
-            here = here[int(key)]
+        if isinstance(node, dict) and key in node:
+            node = node[key]
+        elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
+            node = node[int(key)]
         else:
             return None
-    return here
+    return node
 
 
 _LARK = re.compile(

@@ -60,7 +60,7 @@ _MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties")
 
 
-def plain(kind: str, said: str) -> str:
+def translate_error(kind: str, said: str) -> str:
     """Convert an error message of llguidance to a message for the sender of the grammar.
 
     Args:
@@ -70,16 +70,16 @@ def plain(kind: str, said: str) -> str:
     first = next((line.strip() for line in said.splitlines() if line.strip()), "")
     if kind == "json_schema":
         for pattern, message in _SCHEMA:
-            found = re.fullmatch(pattern, first)
-            if found is not None:
-                return message.format(**found.groupdict())
+            hit = re.fullmatch(pattern, first)
+            if hit is not None:
+                return message.format(**hit.groupdict())
     if "NoExtension" in first:
         return UNSATISFIABLE
     if _COMPLEX.search(first):
         return TOO_COMPLEX
     if kind == "regex":
-        found = re.search(r"^error: (.*)$", said, re.MULTILINE)
-        reason = first[:300] if found is None else found[1]
+        hit = re.search(r"^error: (.*)$", said, re.MULTILINE)
+        reason = first[:300] if hit is None else hit[1]
         return f"the regular expression is invalid: {reason}"
     name = "the JSON schema" if kind == "json_schema" else "the grammar"
     return f"{name} is invalid: {first[:300]}"
@@ -93,37 +93,37 @@ def locate(schema: Any, fails: Callable[[Any], bool]) -> str:
         fails: function that returns whether a part fails, with the definitions of the schema.
     """
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    path, here, seen = "$", schema, {"$"}
+    path, node, seen = "$", schema, {"$"}
     while True:
-        for step, part in _parts(schema, here):
-            where = step if step.startswith("$") else path + step
-            alone = {**definitions, **part} if isinstance(part, dict) else part
-            if where not in seen and fails(alone):
-                seen.add(where)
-                path, here = where, part
+        for step, part in _parts(schema, node):
+            part_path = step if step.startswith("$") else path + step
+            standalone_schema = {**definitions, **part} if isinstance(part, dict) else part
+            if part_path not in seen and fails(standalone_schema):
+                seen.add(part_path)
+                path, node = part_path, part
                 break
         else:
             return path
 
 
-def _parts(schema: object, here: Any) -> Iterator[tuple[str, Any]]:
+def _parts(schema: object, node: Any) -> Iterator[tuple[str, Any]]:
     """Yield the schemas inside a schema, each with its step of the path; `$…` is a full path."""
-    if not isinstance(here, dict):
+    if not isinstance(node, dict):
         return
-    target = here.get("$ref")
-    if isinstance(target, str) and len(here) <= 1 + ("$defs" in here) + ("definitions" in here):
-        found = resolve(schema, target)
-        if found is not None:
-            yield "$" + target[1:].replace("/", "."), found
+    target = node.get("$ref")
+    if isinstance(target, str) and len(node) <= 1 + ("$defs" in node) + ("definitions" in node):
+        target_schema = resolve(schema, target)
+        if target_schema is not None:
+            yield "$" + target[1:].replace("/", "."), target_schema
         return
     for key in _NAMED:
-        inside = here.get(key)
+        inside = node.get(key)
         if isinstance(inside, dict):
             yield from ((f".{key}.{name}", part) for name, part in inside.items())
     for key in _MANY:
-        inside = here.get(key)
+        inside = node.get(key)
         if isinstance(inside, list):
             yield from ((f".{key}[{place}]", part) for place, part in enumerate(inside))
     for key in _ONE:
-        if isinstance(here.get(key), dict):
-            yield f".{key}", here[key]
+        if isinstance(node.get(key), dict):
+            yield f".{key}", node[key]

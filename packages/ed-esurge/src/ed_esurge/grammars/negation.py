@@ -40,18 +40,18 @@ def negate(schema: object, base: Mapping[str, Any], root: object) -> list[Any]:
         base: the other keywords, which all values match.
         root: the schema that references are relative to.
     """
-    schema = target_of(schema, root)
+    schema = resolve_reference(schema, root)
     if schema is False or schema == {"not": {}}:
         return [{}]
     if not isinstance(schema, dict):
         return []
-    kinds = types_of(base)
+    kinds = get_types(base)
     options: list[Any] = []
     if "type" in schema:
-        excluded = types_of(schema)
-        others = [kind for kind in TYPES if kind not in excluded and kind in kinds]
-        if others:
-            options.append({"type": others})
+        excluded = get_types(schema)
+        remaining_types = [kind for kind in TYPES if kind not in excluded and kind in kinds]
+        if remaining_types:
+            options.append({"type": remaining_types})
     if "object" in kinds:
         options += _negate_object(schema, base, root)
     options += _negate_values(schema, base, kinds)
@@ -63,12 +63,12 @@ def negate(schema: object, base: Mapping[str, Any], root: object) -> list[Any]:
             options.append({"type": kind, opposite: bound + step})
     if "not" in schema:
         options.append(schema["not"])
-    for member in _listed(schema, "allOf"):
+    for member in _get_list(schema, "allOf"):
         options += negate(member, base, root)
     for keyword in ("anyOf", "oneOf"):
-        parts = [negate(member, base, root) for member in _listed(schema, keyword)]
+        parts = [negate(member, base, root) for member in _get_list(schema, keyword)]
         if parts and all(parts):
-            options.append({"allOf": [_any_of(part) for part in parts]})
+            options.append({"allOf": [_build_union(part) for part in parts]})
     return [{}] if {} in options else options
 
 
@@ -79,23 +79,23 @@ def exclude(base: Mapping[str, Any], options: Sequence[Any]) -> dict[str, Any]:
     if len(options) == 1 and _forbids_only(options[0]) and "$ref" not in base:
         properties = {**base.get("properties", {}), **options[0]["properties"]}
         return {**base, "type": "object", "properties": properties}
-    return {**base, "allOf": [*_listed(base, "allOf"), _any_of(options)]}
+    return {**base, "allOf": [*_get_list(base, "allOf"), _build_union(options)]}
 
 
-def types_of(schema: Mapping[str, Any]) -> set[str]:
+def get_types(schema: Mapping[str, Any]) -> set[str]:
     """Return the types of the values of a schema; integers are numbers."""
     kinds = schema.get("type")
     if kinds is None:
         if "const" in schema:
-            return {type_of(schema["const"])}
+            return {get_type(schema["const"])}
         if isinstance(schema.get("enum"), list):
-            return {type_of(value) for value in schema["enum"]}
+            return {get_type(value) for value in schema["enum"]}
         return set(TYPES)
     listed = kinds if isinstance(kinds, list) else [kinds]
     return {"number" if kind == "integer" else str(kind) for kind in listed}
 
 
-def type_of(value: object) -> str:
+def get_type(value: object) -> str:
     """Return the type of a JSON value; integers are numbers."""
     if value is None:
         return "null"
@@ -108,7 +108,7 @@ def type_of(value: object) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
-def target_of(schema: Any, root: Any) -> Any:
+def resolve_reference(schema: Any, root: Any) -> Any:
     """Return the schema that a reference names. Annotations beside the reference are left out."""
     if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
         return resolve(root, schema["$ref"]) if set(schema) <= ANNOTATIONS | {"$ref"} else schema
@@ -121,12 +121,12 @@ def required_names(schema: Mapping[str, Any]) -> set[str]:
     return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
 
 
-def _listed(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+def _get_list(schema: Mapping[str, Any], keyword: str) -> list[Any]:
     value = schema.get(keyword)
     return value if isinstance(value, list) else []
 
 
-def _any_of(options: Sequence[Any]) -> Any:
+def _build_union(options: Sequence[Any]) -> Any:
     return options[0] if len(options) == 1 else {"anyOf": [*options]}
 
 
@@ -155,8 +155,8 @@ def _negate_object(
     for name, inner in _properties(schema).items():
         if closed and name not in properties:
             continue
-        here = target_of(properties.get(name, {}), root)
-        for option in negate(inner, here if isinstance(here, dict) else {}, root):
+        base_schema = resolve_reference(properties.get(name, {}), root)
+        for option in negate(inner, base_schema if isinstance(base_schema, dict) else {}, root):
             yield {"type": "object", "properties": {name: option}, "required": [name]}
 
 
@@ -167,17 +167,21 @@ def _negate_values(
     if "const" not in schema and not isinstance(schema.get("enum"), list):
         return
     listed = [schema["const"]] if "const" in schema else schema["enum"]
-    known = [base["const"]] if "const" in base else base.get("enum")
-    if known is None and kinds <= {"boolean", "null"}:
-        known = [value for value in (None, False, True) if type_of(value) in kinds]
-    if isinstance(known, list):
-        rest = [v for v in known if not any(type_of(v) == type_of(w) and v == w for w in listed)]
-        if rest:
-            yield {"enum": rest}
+    base_values = [base["const"]] if "const" in base else base.get("enum")
+    if base_values is None and kinds <= {"boolean", "null"}:
+        base_values = [value for value in (None, False, True) if get_type(value) in kinds]
+    if isinstance(base_values, list):
+        remaining_values = [
+            v for v in base_values if not any(get_type(v) == get_type(w) and v == w for w in listed)
+        ]
+        if remaining_values:
+            yield {"enum": remaining_values}
         return
-    others = [kind for kind in TYPES if kind in kinds - {type_of(value) for value in listed}]
-    if others:
-        yield {"type": others}
+    remaining_types = [
+        kind for kind in TYPES if kind in kinds - {get_type(value) for value in listed}
+    ]
+    if remaining_types:
+        yield {"type": remaining_types}
     texts = {value for value in listed if isinstance(value, str)}
     if texts == {""} and "string" in kinds:
         yield {"type": "string", "minLength": 1}
@@ -196,8 +200,8 @@ def other_texts(texts: set[str]) -> str:
         start = re.escape(prefix)
         if prefix not in texts:
             branches.append(start)
-        after = "".join(f"\\u{{{ord(char):x}}}" for char in nexts)
-        branches.append(f"{start}[^{after}](.|\\n)*" if nexts else f"{start}(.|\\n)+")
+        next_characters = "".join(f"\\u{{{ord(char):x}}}" for char in nexts)
+        branches.append(f"{start}[^{next_characters}](.|\\n)*" if nexts else f"{start}(.|\\n)+")
     return f"^({'|'.join(branches)})$"
 
 

@@ -37,10 +37,10 @@ class ThoughtEnds:
         self._overrun: dict[bytes, list[int]] = {}
         lasts = {text[-1] for text in self._texts}
         for token in range(min(size, tokenizer.vocab_size)):
-            written: bytes = tokenizer.decode_bytes([token])
-            if any(last in written[:-1] for last in lasts):
-                for before in self._overrun_by(written):
-                    self._overrun.setdefault(before, []).append(token)
+            token_bytes: bytes = tokenizer.decode_bytes([token])
+            if any(last in token_bytes[:-1] for last in lasts):
+                for prefix in self._overrun_by(token_bytes):
+                    self._overrun.setdefault(prefix, []).append(token)
         self._masks: dict[tuple[bytes, ...], np.ndarray] = {}
 
     def advance(self, tail: bytes, token: int) -> bytes | None:
@@ -57,20 +57,26 @@ class ThoughtEnds:
 
     def mask(self, tail: bytes) -> np.ndarray:
         """Return the mask of the tokens that are allowed during reasoning."""
-        befores = tuple(before for before in self._overrun if tail.endswith(before))
+        befores = tuple(prefix for prefix in self._overrun if tail.endswith(prefix))
         if befores not in self._masks:
             mask = self._inside.copy()
-            for before in befores:
-                forbid(mask, self._overrun[before])
+            for prefix in befores:
+                forbid(mask, self._overrun[prefix])
             self._masks[befores] = mask
         return self._masks[befores]
 
-    def _overrun_by(self, written: bytes) -> Iterable[bytes]:
+    def _overrun_by(self, token_bytes: bytes) -> Iterable[bytes]:
         for text in self._texts:
             for length in range(len(text)):
-                rest = text[length:]
-                found = written.find(rest) if not length else 0 if written.startswith(rest) else -1
-                if found >= 0 and written[found + len(rest) :].strip():
+                suffix = text[length:]
+                position = (
+                    token_bytes.find(suffix)
+                    if not length
+                    else 0
+                    if token_bytes.startswith(suffix)
+                    else -1
+                )
+                if position >= 0 and token_bytes[position + len(suffix) :].strip():
                     yield text[:length]
 
 

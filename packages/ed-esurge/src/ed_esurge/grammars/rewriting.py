@@ -18,11 +18,11 @@ from ed_esurge.grammars.keywords import simplify_keywords
 from ed_esurge.grammars.negation import (
     TYPES,
     exclude,
+    get_type,
+    get_types,
     negate,
     required_names,
-    target_of,
-    type_of,
-    types_of,
+    resolve_reference,
 )
 
 #: Limit of the arrays that replace one `uniqueItems`, and of the alternatives of one `oneOf`.
@@ -74,11 +74,11 @@ def _rewritten(schema: object, root: object, path: str, depth: int = 0) -> Any:
     def rewrite(part: object) -> Any:
         return _rewritten(part, root, path, depth + 1)
 
-    written = result = dict(schema)
+    original_schema = result = dict(schema)
     if isinstance(result.get("$ref"), str) and _is_old_draft(root):
         # These drafts ignore all keywords beside a reference.
         result = {key: value for key, value in result.items() if key not in _ASSERTIONS}
-        written = dict(result)
+        original_schema = dict(result)
     result = dict(result)
     for key in _INSIDE:
         if isinstance(result.get(key), dict):
@@ -99,7 +99,7 @@ def _rewritten(schema: object, root: object, path: str, depth: int = 0) -> Any:
     if "uniqueItems" in result:
         result = _unique(result, root)
     if isinstance(result.get("oneOf"), list):
-        alternatives = _apart(written, root, result["oneOf"], rewrite)
+        alternatives = _separate_alternatives(original_schema, root, result["oneOf"], rewrite)
         if alternatives is not None:
             del result["oneOf"]
             if "anyOf" in result:
@@ -118,14 +118,14 @@ def _is_old_draft(root: object) -> bool:
 
 def _unique(schema: dict[str, Any], root: object) -> dict[str, Any]:
     """Return a schema of an array without `uniqueItems`."""
-    rest = {key: value for key, value in schema.items() if key != "uniqueItems"}
+    remaining_schema = {key: value for key, value in schema.items() if key != "uniqueItems"}
     if schema["uniqueItems"] is False:
-        return rest
+        return remaining_schema
     low, high = schema.get("minItems", 0), schema.get("maxItems")
     if schema.get("type") != "array" or not isinstance(low, int):
         return schema
     if high is not None and isinstance(high, int) and high <= 1:
-        return rest
+        return remaining_schema
     values = _values(schema.get("items"), root)
     if values is None or "prefixItems" in schema or "contains" in schema:
         return schema
@@ -148,14 +148,18 @@ def _unique(schema: dict[str, Any], root: object) -> dict[str, Any]:
         for count in counts
         for order in itertools.permutations(values, count)
     ]
-    known = ("type", "items", "minItems", "maxItems")
-    others = {key: value for key, value in rest.items() if key not in known}
-    return {**others, "anyOf": arrays or [False]} if "anyOf" not in others else schema
+    array_keys = ("type", "items", "minItems", "maxItems")
+    other_keywords = {
+        key: value for key, value in remaining_schema.items() if key not in array_keys
+    }
+    return (
+        {**other_keywords, "anyOf": arrays or [False]} if "anyOf" not in other_keywords else schema
+    )
 
 
 def _values(schema: object, root: object) -> list[Any] | None:
     """Return the distinct values of a schema, if they are listed."""
-    schema = target_of(schema, root)
+    schema = resolve_reference(schema, root)
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -169,31 +173,31 @@ def _values(schema: object, root: object) -> list[Any] | None:
     else:
         return None
     kinds = schema.get("type")
-    allowed = types_of(schema) if kinds is not None else set(TYPES)
+    allowed = get_types(schema) if kinds is not None else set(TYPES)
     if not set(schema) <= {"const", "enum", "type", "title", "description", "default"}:
         return None
-    return [*{_key(value): value for value in listed if type_of(value) in allowed}.values()]
+    return [*{_key(value): value for value in listed if get_type(value) in allowed}.values()]
 
 
 def _key(value: object) -> str:
     """Return a text that is equal for equal JSON values: 1 and 1.0 are equal, 1 and true not."""
-    return json.dumps(_plain(value), sort_keys=True)
+    return json.dumps(_normalize_numbers(value), sort_keys=True)
 
 
-def _plain(value: object) -> Any:
+def _normalize_numbers(value: object) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_normalize_numbers(one) for one in value]
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _normalize_numbers(one) for key, one in value.items()}
     return value
 
 
 # ---- oneOf
 
 
-def _apart(
+def _separate_alternatives(
     schema: Mapping[str, Any],
     root: object,
     options: Sequence[Any],
@@ -210,46 +214,50 @@ def _apart(
     """
     if not 0 < len(options) <= MAX_ALTERNATIVES:
         return None
-    known = [target_of(one, root) for one in schema["oneOf"]]
-    if not all(isinstance(one, dict) for one in known):
+    alternatives = [resolve_reference(one, root) for one in schema["oneOf"]]
+    if not all(isinstance(one, dict) for one in alternatives):
         return None
-    lists = [_values(one, root) for one in known]
+    lists = [_values(one, root) for one in alternatives]
     if all(one is not None for one in lists):
         every = [value for one in lists if one is not None for value in one]
         counts = Counter(map(_key, every))
-        once = [one for one in every if counts[_key(one)] == 1]
-        return [{"enum": once}] if once else None
+        unique_values = [one for one in every if counts[_key(one)] == 1]
+        return [{"enum": unique_values}] if unique_values else None
     # An alternative has the type and the required properties of the whole schema.
     if "type" in schema:
-        known = [one if "type" in one else {"type": schema["type"], **one} for one in known]
+        alternatives = [
+            one if "type" in one else {"type": schema["type"], **one} for one in alternatives
+        ]
     required = required_names(schema)
-    known = [
+    alternatives = [
         one
         if required <= required_names(one)
         else {
             **one,
             "required": [*one.get("required", ()), *sorted(required - required_names(one))],
         }
-        for one in known
+        for one in alternatives
     ]
-    pairs = [*itertools.combinations(range(len(known)), 2)]
-    shared = [pair for pair in pairs if not _disjoint(known[pair[0]], known[pair[1]], root)]
-    rest = {key: value for key, value in schema.items() if key != "oneOf"}
+    pairs = [*itertools.combinations(range(len(alternatives)), 2)]
+    shared = [
+        pair for pair in pairs if not _disjoint(alternatives[pair[0]], alternatives[pair[1]], root)
+    ]
+    base_schema = {key: value for key, value in schema.items() if key != "oneOf"}
     if len(shared) <= MAX_PAIRS:
         shared = [
-            (one, other)
-            for one, other in shared
-            if not _is_unsatisfiable((rest, known[one], known[other]), root)
+            (one, rival)
+            for one, rival in shared
+            if not _is_unsatisfiable((base_schema, alternatives[one], alternatives[rival]), root)
         ]
     result: list[Any] = []
-    for place, one in enumerate(known):
+    for place, one in enumerate(alternatives):
         alternative: dict[str, Any] | None = one
         for pair in shared:
             if place not in pair or alternative is None:
                 continue
-            other = known[pair[1] if place == pair[0] else pair[0]]
-            others = negate(other, alternative, root)
-            alternative = exclude(alternative, others) if others else None
+            rival = alternatives[pair[1] if place == pair[0] else pair[0]]
+            negations = negate(rival, alternative, root)
+            alternative = exclude(alternative, negations) if negations else None
         if alternative is one:
             result.append(options[place])
         elif alternative is not None:
@@ -257,24 +265,26 @@ def _apart(
     return result or None
 
 
-def _disjoint(one: Mapping[str, Any], other: Mapping[str, Any], root: object) -> bool:
+def _disjoint(one: Mapping[str, Any], other_schema: Mapping[str, Any], root: object) -> bool:
     """Return whether no value matches both schemas."""
-    if not types_of(one) & types_of(other):
+    if not get_types(one) & get_types(other_schema):
         return True
-    values, others = _values(one, root), _values(other, root)
-    if values is not None and others is not None:
-        return not set(map(_key, values)) & set(map(_key, others))
-    if types_of(one) != {"object"} or types_of(other) != {"object"}:
+    values, other_values = _values(one, root), _values(other_schema, root)
+    if values is not None and other_values is not None:
+        return not set(map(_key, values)) & set(map(_key, other_values))
+    if get_types(one) != {"object"} or get_types(other_schema) != {"object"}:
         return False
-    if _is_closed(one) and required_names(other) - _names(one):
+    if _is_closed(one) and required_names(other_schema) - _names(one):
         return True
-    if _is_closed(other) and required_names(one) - _names(other):
+    if _is_closed(other_schema) and required_names(one) - _names(other_schema):
         return True
-    for name in required_names(one) & required_names(other):
-        left, right = (target_of(x.get("properties", {}).get(name), root) for x in (one, other))
+    for name in required_names(one) & required_names(other_schema):
+        left, right = (
+            resolve_reference(x.get("properties", {}).get(name), root) for x in (one, other_schema)
+        )
         if isinstance(left, dict) and isinstance(right, dict):
             a, b = _values(left, root), _values(right, root)
-            if not types_of(left) & types_of(right):
+            if not get_types(left) & get_types(right):
                 return True
             if None not in (a, b) and not set(map(_key, a or ())) & set(map(_key, b or ())):
                 return True

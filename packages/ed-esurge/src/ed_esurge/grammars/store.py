@@ -86,15 +86,17 @@ class Grammars:
         Raises:
             ConfigError: the tokenizer cannot be converted.
         """
-        return self._prepared()[0]
+        return self._prepare_backend()[0]
 
     @functools.cached_property
     def text_ends(self) -> Sequence[int]:
         """End-of-sequence tokens that a grammar would treat as text, if there are others."""
-        special = {each for each in self.eos_token_ids if self.tokenizer.is_special_token(each)}
+        special = {
+            token_id for token_id in self.eos_token_ids if self.tokenizer.is_special_token(token_id)
+        }
         return sorted({*self.eos_token_ids} - special) if special else ()
 
-    def submit(self, wanted: StructuredOutputs) -> Future[Grammar]:
+    def submit(self, structured_outputs: StructuredOutputs) -> Future[Grammar]:
         """Compile a grammar that a client sent, after a trial in a child process.
 
         Returns:
@@ -105,9 +107,9 @@ class Grammars:
             ConfigError: the tokenizer is not fast.
             GrammarsBusyError: too many grammars are queued.
         """
-        if wanted.after:
-            self.thought_ends(wanted.after)
-        source = self._source(wanted)
+        if structured_outputs.after:
+            self.thought_ends(structured_outputs.after)
+        source = self._source(structured_outputs)
         with self._lock:
             result = self._waiting.get(source)
             if result is not None:
@@ -115,9 +117,9 @@ class Grammars:
             result = Future()
             # A caller that cancels its future must not cancel the compilation for other callers.
             result.set_running_or_notify_cancel()
-            known = self._find(source)
-            if known is not None:
-                result.set_result(known)
+            cached_grammar = self._find(source)
+            if cached_grammar is not None:
+                result.set_result(cached_grammar)
                 return result
             if len(self._waiting) >= MAX_WAITING:
                 raise GrammarsBusyError(
@@ -126,24 +128,24 @@ class Grammars:
                 )
             self._waiting[source] = result
         try:
-            trial = self._prepared()[1].submit(source)
+            trial = self._prepare_backend()[1].submit(source)
         except BaseException as error:
             self._settle(source, error)
             raise
-        trial.add_done_callback(lambda done: self._tried(source, done))
+        trial.add_done_callback(lambda done: self._handle_trial(source, done))
         return result
 
-    def get(self, wanted: StructuredOutputs) -> Grammar:
+    def get(self, structured_outputs: StructuredOutputs) -> Grammar:
         """Return a grammar that was submitted before, in this process or in the leader.
 
         Raises:
             ConfigError: the grammar does not compile.
         """
-        source = self._source(wanted)
+        source = self._source(structured_outputs)
         with self._lock:
-            known = self._find(source)
-        if known is not None:
-            return known
+            cached_grammar = self._find(source)
+        if cached_grammar is not None:
+            return cached_grammar
         done: Future[Grammar] = Future()
         self._compiler.add(0.0, lambda: self._compile(source, None), done)
         try:
@@ -164,23 +166,28 @@ class Grammars:
             self._ends[texts] = ThoughtEnds(texts, self.tokenizer, self.size, self.eos_token_ids)
         return self._ends[texts]
 
-    def forget(self, wanted: StructuredOutputs) -> None:
+    def forget(self, structured_outputs: StructuredOutputs) -> None:
         """Remove a grammar whose matcher has exceeded a limit. All copies share the lexer states,
         so each copy would exceed the limit."""
-        source = self._source(wanted)
+        source = self._source(structured_outputs)
         with self._lock:
             self._recent.pop(source, None)
             self._known.pop(source, None)
 
-    def _source(self, wanted: StructuredOutputs) -> GrammarSource:
+    def _source(self, structured_outputs: StructuredOutputs) -> GrammarSource:
         """Return the kind and the text of a structured output, the cache key of its grammar."""
-        if wanted.calls:
+        if structured_outputs.calls:
             calls = sorted(
-                {parts for text in wanted.calls for parts in self._spellings(text)}, key=str
+                {parts for text in structured_outputs.calls for parts in self._spellings(text)},
+                key=str,
             )
-            return "schema_or_calls", (wanted.json_schema, tuple(calls))
+            return "schema_or_calls", (structured_outputs.json_schema, tuple(calls))
         kinds = ("json_schema", "regex", "choice", "grammar")
-        return next((kind, value) for kind in kinds if (value := getattr(wanted, kind)) is not None)
+        return next(
+            (kind, value)
+            for kind in kinds
+            if (value := getattr(structured_outputs, kind)) is not None
+        )
 
     @functools.cached_property
     def _added_ids(self) -> dict[str, int]:
@@ -190,12 +197,14 @@ class Grammars:
     def _spellings(self, text: str) -> Iterable[tuple[str | int, ...]]:
         """Yield the ways to write a text: as text, and with its added tokens."""
         yield (text,)
-        markers = sorted((each for each in self._added_ids if each in text), key=len, reverse=True)
+        markers = sorted(
+            (marker for marker in self._added_ids if marker in text), key=len, reverse=True
+        )
         if markers:
             pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text)
             yield tuple(self._added_ids.get(piece, piece) for piece in pieces if piece)
 
-    def _prepared(self) -> tuple[Any, TrialProcess]:
+    def _prepare_backend(self) -> tuple[Any, TrialProcess]:
         with self._lock:
             if self._made is None:
                 backend = getattr(self._hf, "backend_tokenizer", None)
@@ -208,20 +217,20 @@ class Grammars:
                 trials = TrialProcess(arguments)
                 trials.start()  # both processes read the tokenizer at the same time
                 try:
-                    made = make_tokenizer(*arguments)
+                    tokenizer = make_tokenizer(*arguments)
                 except ValueError as error:
                     raise ConfigError(
                         f"structured output is not possible with this tokenizer: {error}"
                     ) from None
-                self._made = made, trials
+                self._made = tokenizer, trials
             return self._made
 
     def _find(self, source: GrammarSource) -> Grammar | None:
         """Return a cached grammar or None. The caller must hold the lock."""
-        known = self._known.get(source)
-        if known is not None:
-            self._note(source, known)
-        return known
+        cached_grammar = self._known.get(source)
+        if cached_grammar is not None:
+            self._note(source, cached_grammar)
+        return cached_grammar
 
     def _note(self, source: GrammarSource, grammar: Grammar) -> None:
         """Mark a grammar as most recently used. The caller must hold the lock."""
@@ -230,7 +239,7 @@ class Grammars:
         while len(self._recent) > KEPT:
             self._recent.popitem(last=False)
 
-    def _tried(self, source: GrammarSource, trial: Future[tuple[str, float]]) -> None:
+    def _handle_trial(self, source: GrammarSource, trial: Future[tuple[str, float]]) -> None:
         error = trial.exception()
         if error is not None:
             self._settle(source, error)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ed_esurge.grammars.build import GrammarSource, build, grammar_text
 from ed_esurge.grammars.limits import GrammarError
-from ed_esurge.grammars.messages import TOO_COMPLEX, UNSATISFIABLE, locate, plain
+from ed_esurge.grammars.messages import TOO_COMPLEX, UNSATISFIABLE, locate, translate_error
 
 # Number of trial outputs, and number of tokens in each.
 WALKS, STEPS = 2, 32
@@ -37,7 +37,7 @@ def compile_grammar(tokenizer: Any, source: GrammarSource) -> tuple[str, Any]:
         raise
     except ValueError as error:
         kind = source[0].replace("schema_or_calls", "json_schema")
-        raise GrammarError(plain(kind, str(error))) from None
+        raise GrammarError(translate_error(kind, str(error))) from None
     matcher = build(tokenizer, text)
     if matcher.is_error():
         raise GrammarError(_refusal(tokenizer, source, matcher.get_error()))
@@ -66,12 +66,12 @@ def _walk(matcher: Any, rng: random.Random) -> None:
                 return  # a dead end of this tokenizer, which the engine reports
             raise GrammarError(UNSATISFIABLE if ended else TOO_COMPLEX)
         token = _choose(mask, rng)
-        taken = token is not None and matcher.consume_token(token)
+        is_accepted = token is not None and matcher.consume_token(token)
         if time.process_time() - began > STEP_SECONDS:
             raise SlowStepError(TOO_COMPLEX)
-        if not taken and matcher.is_error() and "NoExtension" not in matcher.get_error():
+        if not is_accepted and matcher.is_error() and "NoExtension" not in matcher.get_error():
             raise GrammarError(TOO_COMPLEX)
-        if not taken or matcher.is_stopped():
+        if not is_accepted or matcher.is_stopped():
             return
 
 
@@ -79,10 +79,10 @@ def _choose(mask: bytes, rng: random.Random) -> int | None:
     """Return a token with a set bit; None without set bits."""
     start = rng.randrange(len(mask))
     turned = mask[start:] + mask[:start]
-    left = turned.lstrip(b"\0")
-    if not left:
+    remaining_bytes = turned.lstrip(b"\0")
+    if not remaining_bytes:
         return None
-    place = (start + len(turned) - len(left)) % len(mask)
+    place = (start + len(turned) - len(remaining_bytes)) % len(mask)
     bits = [bit for bit in range(8) if mask[place] >> bit & 1]
     return place * 8 + rng.choice(bits)
 
@@ -93,13 +93,13 @@ def _refusal(tokenizer: Any, source: GrammarSource, said: str) -> str:
     if kind == "schema_or_calls":
         kind, content = "json_schema", content[0]
     if kind != "json_schema":
-        return plain(kind, said)
-    until = time.process_time() + LOCATE_SECONDS
+        return translate_error(kind, said)
+    deadline = time.process_time() + LOCATE_SECONDS
     reason = said
 
     def fails(part: object) -> bool:
         nonlocal reason
-        if not isinstance(part, dict) or time.process_time() > until:
+        if not isinstance(part, dict) or time.process_time() > deadline:
             return False
         try:
             matcher = build(tokenizer, grammar_text((kind, json.dumps(part))))
@@ -110,4 +110,4 @@ def _refusal(tokenizer: Any, source: GrammarSource, said: str) -> str:
         return bool(matcher.is_error())
 
     path = locate(json.loads(content), fails)
-    return f"at {path}: {plain(kind, reason)}"
+    return f"at {path}: {translate_error(kind, reason)}"

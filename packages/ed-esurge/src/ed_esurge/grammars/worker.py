@@ -56,7 +56,7 @@ class Running:
     pid: int
     began: float = field(default_factory=time.monotonic)
     said: bytes = b""
-    late: bool = False
+    is_late: bool = False
 
 
 class GrammarWorker:
@@ -93,8 +93,8 @@ class GrammarWorker:
         self._unread.append(data)
         if b"\n" not in data:
             return bool(data)
-        *lines, rest = b"".join(self._unread).split(b"\n")
-        self._unread = [rest]
+        *lines, partial_line = b"".join(self._unread).split(b"\n")
+        self._unread = [partial_line]
         for line in lines:
             message = json.loads(line)
             if self._tokenizer is None:
@@ -134,7 +134,7 @@ class GrammarWorker:
         else:
             answer = {"error": TOO_LONG}
             ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-            out_of_time = running.late or ended_by in _TIMERS
+            out_of_time = running.is_late or ended_by in _TIMERS
         if out_of_time and running.trial + 1 < TRIALS:
             self._queue(running.job, running.trial + 1)
             return
@@ -143,12 +143,12 @@ class GrammarWorker:
     def _end_late_jobs(self) -> None:
         """End long-running jobs while other jobs wait, the longest first."""
         now = time.monotonic()
-        missing = len(self._waiting) - sum(running.late for running in self._running.values())
+        missing = len(self._waiting) - sum(running.is_late for running in self._running.values())
         for running in self._running.values():  # in the order of their starts
             is_last = running.trial + 1 == TRIALS
             over = now - running.began > BUSY_SECONDS * PATIENCE**running.trial
-            if missing > 0 and over and not is_last and not running.late:
-                running.late = True
+            if missing > 0 and over and not is_last and not running.is_late:
+                running.is_late = True
                 os.kill(running.pid, signal.SIGKILL)
                 missing -= 1
 
@@ -157,13 +157,13 @@ def _try_grammar(tokenizer: Any, job: dict[str, Any], sink: int) -> None:
     """Run one job in a child. An answer without a line end is incomplete and is ignored."""
     _limit()
     answer: dict[str, Any] = {}
-    made: list[tuple[str, Any]] = []
+    compiled_grammars: list[tuple[str, Any]] = []
 
     def compile_it() -> None:
-        made.append(compile_grammar(tokenizer, (job["kind"], job["content"])))
+        compiled_grammars.append(compile_grammar(tokenizer, (job["kind"], job["content"])))
 
     def try_it() -> None:
-        ((text, matcher),) = made
+        ((text, matcher),) = compiled_grammars
         try_matcher(matcher)
         answer.update(text=text, seconds=time.process_time())
 
@@ -178,7 +178,7 @@ def _try_grammar(tokenizer: Any, job: dict[str, Any], sink: int) -> None:
         thread = threading.Thread(target=attempt, args=(work,))
         thread.start()
         thread.join()
-        if not made:
+        if not compiled_grammars:
             break
     if answer:
         _write(sink, json.dumps(answer).encode() + b"\n")

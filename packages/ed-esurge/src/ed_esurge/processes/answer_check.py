@@ -129,8 +129,8 @@ class AnswerCheck:
         require(is_count(out.index, self._completions - 1), "a completion with a wrong index")
         require(out.index not in self._ended, "an output of a finished completion")
         require(isinstance(out.token_ids, list) and isinstance(out.text, str), "wrong types")
-        known = all(is_count(token, self._vocab - 1) for token in out.token_ids)
-        require(known, "a token outside the vocabulary")
+        are_valid = all(is_count(token, self._vocab - 1) for token in out.token_ids)
+        require(are_valid, "a token outside the vocabulary")
         tokens = self._tokens[out.index] = self._tokens[out.index] + len(out.token_ids)
         most = 0 if self._sampling is None else self._prompt.max_tokens
         require(tokens <= most, "more tokens than the request allows")
@@ -151,8 +151,10 @@ class AnswerCheck:
         require(total is None or _is_number(total), "a log-probability that is no number")
         if out.logprobs is None:
             return
-        wanted = self._sampling is not None and self._sampling.logprobs is not None
-        require(wanted and isinstance(out.logprobs, list), "log-probabilities without a request")
+        is_requested = self._sampling is not None and self._sampling.logprobs is not None
+        require(
+            is_requested and isinstance(out.logprobs, list), "log-probabilities without a request"
+        )
         require(len(out.logprobs) == len(out.token_ids), "a wrong number of log-probabilities")
         for token, position in zip(out.token_ids, out.logprobs, strict=True):
             self._check_position(position)
@@ -171,9 +173,10 @@ class AnswerCheck:
     def _check_prompt_logprobs(self, output: RequestOutput) -> None:
         if output.prompt_logprobs is None:
             return
-        wanted = self._sampling is not None and self._sampling.prompt_logprobs is not None
+        is_requested = self._sampling is not None and self._sampling.prompt_logprobs is not None
         require(
-            wanted and isinstance(output.prompt_logprobs, list), "log-probabilities of the prompt"
+            is_requested and isinstance(output.prompt_logprobs, list),
+            "log-probabilities of the prompt",
         )
         require(len(output.prompt_logprobs) == len(self._prompt), "a wrong length of the prompt")
         for position in output.prompt_logprobs:

@@ -193,18 +193,25 @@ class ConnectedReplica:
         require(all(name in state for name in names), "a state with missing values")
         stats, adapters, sleeping = (state[name] for name in names)
         require(isinstance(stats, list) and 0 < len(stats) <= _MAX_ENGINES, "wrong statistics")
-        for each in stats:
-            require(isinstance(each, dict) and each.keys() >= _STATS, "missing statistics")
-            require(len(each) <= _MAX_STATS, "too many statistics")
-            for name, value in each.items():
+        for engine_stats in stats:
+            require(
+                isinstance(engine_stats, dict) and engine_stats.keys() >= _STATS,
+                "missing statistics",
+            )
+            require(len(engine_stats) <= _MAX_STATS, "too many statistics")
+            for name, value in engine_stats.items():
                 require(is_text(name, 64) and isinstance(value, float), "a wrong statistic")
                 require(0 <= value <= 2**63, "a statistic outside its range")
-            require(each["num_requests_running"] <= max_num_seqs, "too many running requests")
+            require(
+                engine_stats["num_requests_running"] <= max_num_seqs, "too many running requests"
+            )
         require(isinstance(adapters, list) and len(adapters) <= _MAX_ADAPTERS, "wrong adapters")
         for one in adapters:
             require(isinstance(one, LoadedAdapter) and is_text(one.name, 1024), "a wrong adapter")
             numbers = (one.number, one.place, one.rank)
-            require(all(is_count(each, 2**31) for each in numbers), "a wrong adapter")
+            require(
+                all(is_count(engine_stats, 2**31) for engine_stats in numbers), "a wrong adapter"
+            )
             source = one.source is None or is_text(one.source)
             require(source and isinstance(one.dora, bool), "a wrong adapter")
         require(isinstance(sleeping, bool), "a wrong state")

@@ -95,10 +95,10 @@ class ReplicaHub:
     @property
     def pids(self) -> dict[str, list[int]]:
         """Name of a model -> ids of its processes on this host."""
-        found: dict[str, list[int]] = {name: [] for name in self._engines}
+        process_ids: dict[str, list[int]] = {name: [] for name in self._engines}
         for one in self._local:
-            found[one.engine.model_name].append(one.process.pid)
-        return found
+            process_ids[one.engine.model_name].append(one.process.pid)
+        return process_ids
 
     def command(self) -> str:
         """Return the command that starts a replica on another host."""
@@ -214,7 +214,9 @@ class ReplicaHub:
         require(model is None or is_text(model, 1024), "a wrong name of a model")
         if not isinstance(token, str) or token not in self._tokens:
             token = None
-        most = _SPARE_CONNECTIONS + 2 * sum(each.replicas.size for each in self._engines.values())
+        most = _SPARE_CONNECTIONS + 2 * sum(
+            engine.replicas.size for engine in self._engines.values()
+        )
         if token is None and len(self._connections) >= most:
             raise EasyDeLError(f"{most} replicas are connected: end one before another joins")
         self._connections.add(connection)
@@ -226,15 +228,15 @@ class ReplicaHub:
         finally:
             self._connections.discard(connection)
 
-    def _engine_for(self, wanted: str | None) -> ReplicatedEngine:
+    def _engine_for(self, model_name: str | None) -> ReplicatedEngine:
         """Return the model with a name, or the model that lacks the most replicas."""
-        if wanted is not None:
-            if wanted not in self._engines:
-                raise ConfigError(f"the server has no model {wanted!r}")
-            return self._engines[wanted]
+        if model_name is not None:
+            if model_name not in self._engines:
+                raise ConfigError(f"the server has no model {model_name!r}")
+            return self._engines[model_name]
         if not self._engines:
             raise ConfigError("the server has no models yet: try again later")
-        return max(self._engines.values(), key=lambda each: each.replicas.num_missing)
+        return max(self._engines.values(), key=lambda engine: engine.replicas.num_missing)
 
 
 def device_shares(count: int) -> list[dict[str, str]]:
@@ -246,16 +248,16 @@ def device_shares(count: int) -> list[dict[str, str]]:
     listed = os.environ.get(_VISIBLE)
     if listed is None:
         listed = ",".join(map(str, range(len([*_GPUS.iterdir()])))) if _GPUS.is_dir() else ""
-    devices = [each for each in listed.split(",") if each]
+    devices = [device for device in listed.split(",") if device]
     if not devices or not count:
         return [{} for _ in range(count)]
-    each, rest = divmod(len(devices), count)
-    if rest:
+    device, remainder = divmod(len(devices), count)
+    if remainder:
         raise ConfigError(
             f"{len(devices)} GPUs cannot be divided among {count} replicas: set {_VISIBLE} to a "
             "multiple, or change data_parallel_size"
         )
-    return [{_VISIBLE: ",".join(devices[i * each : (i + 1) * each])} for i in range(count)]
+    return [{_VISIBLE: ",".join(devices[i * device : (i + 1) * device])} for i in range(count)]
 
 
 def _environment() -> dict[str, str]:

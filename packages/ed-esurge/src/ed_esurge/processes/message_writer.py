@@ -11,7 +11,7 @@ from ed_infra.errors import EasyDeLError
 
 from ed_esurge.engine.connection import Connection
 from ed_esurge.engine.wire import encode
-from ed_esurge.processes.messages import MAX_MESSAGES, described
+from ed_esurge.processes.messages import MAX_MESSAGES, encode_error
 
 
 class MessageWriter:
@@ -44,7 +44,7 @@ class MessageWriter:
                     while len(messages) < MAX_MESSAGES and messages[-1] is not None:
                         messages.append(self._queue.get_nowait())
                 last = messages[-1] is None
-                self._send([each for each in messages if each is not None])
+                self._send([message for message in messages if message is not None])
         except EasyDeLError:
             pass  # the connection is lost
         self._connection.close()
@@ -64,4 +64,4 @@ class MessageWriter:
                 "are allowed: request fewer log-probabilities, or a shorter prompt"
             )
             name = messages[0].get("id")
-            self._send([{"do": "failed", "id": name, "error": described(error)}])
+            self._send([{"do": "failed", "id": name, "error": encode_error(error)}])

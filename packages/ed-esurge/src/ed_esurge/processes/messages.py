@@ -41,14 +41,14 @@ class EngineFacts:
         """Return the facts about an `AsyncEngine`."""
         return cls(**{name: getattr(engine, name) for name in cls.__dataclass_fields__})
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the facts as values that `ed_esurge.engine.wire` encodes."""
         form = self.recording_form
         return {**vars(self), "task": self.task.value, "recording_form": form and tuple(form)}
 
     @classmethod
     def read(cls, values: Any) -> EngineFacts:
-        """Return the facts of `plain`.
+        """Return the facts of `to_dict`.
 
         Raises:
             ReplicaMessageError: a value is missing, or no engine has the value.
@@ -123,17 +123,19 @@ _ATTRIBUTES = {
 }
 
 
-def described(error: BaseException) -> dict[str, Any]:
+def encode_error(error: BaseException) -> dict[str, Any]:
     """Return an error as plain values. A long text is cut."""
-    kind = next((name for name, each in _KINDS.items() if isinstance(error, each)), None)
+    kind = next(
+        (name for name, error_class in _KINDS.items() if isinstance(error, error_class)), None
+    )
     if kind is None:
         return {"kind": "error", "text": repr(error)[:MAX_TEXT]}
     values = [getattr(error, name) for name in _ATTRIBUTES.get(kind, ())]
     return {"kind": kind, "text": str(error)[:MAX_TEXT], "values": values}
 
 
-def error_of(values: Any) -> EasyDeLError:
-    """Return the error of `described`.
+def decode_error(values: Any) -> EasyDeLError:
+    """Return the error of `encode_error`.
 
     Raises:
         ReplicaMessageError: the values are not those of an error.
@@ -145,7 +147,10 @@ def error_of(values: Any) -> EasyDeLError:
     require(is_text(text) and isinstance(more, list), "an error without a text")
     if kind in _ATTRIBUTES:
         require(len(more) == len(_ATTRIBUTES[kind]), "an error with missing values")
-        numbers = all(each is None or is_count(each, 2**53) or is_text(each, 256) for each in more)
+        numbers = all(
+            attribute is None or is_count(attribute, 2**53) or is_text(attribute, 256)
+            for attribute in more
+        )
         require(numbers, "an error with wrong values")
     if kind == "token_id":
         field, token, vocab_size = more

@@ -50,7 +50,7 @@ class RepeatedChanges:
     @property
     def is_sleeping(self) -> bool:
         """Whether a replica sleeps as requested, or is about to."""
-        sleeping = self._may_sleep and any(o.sleeping for o in self._replicas.connected())
+        sleeping = self._may_sleep and any(o.sleeping for o in self._replicas.list_replicas())
         return self._dozing or sleeping
 
     async def sleep(self, level: int = 1) -> None:
@@ -79,7 +79,8 @@ class RepeatedChanges:
             except EasyDeLError:
                 if name not in self._adapters:
                     calls = (
-                        replicas.call(o, "unload_lora_adapter", name) for o in replicas.connected()
+                        replicas.call(o, "unload_lora_adapter", name)
+                        for o in replicas.list_replicas()
                     )
                     await asyncio.gather(*calls, return_exceptions=True)
                 raise
@@ -109,17 +110,19 @@ class RepeatedChanges:
         self._rolling = True
         try:
             # A replica that starts in the meantime has the weights of `_version`.
-            while left := [one for one in self._replicas.connected() if one.version < version]:
-                await self._replace_weights(left[0], path, version)
+            while outdated_replicas := [
+                one for one in self._replicas.list_replicas() if one.version < version
+            ]:
+                await self._replace_weights(outdated_replicas[0], path, version)
             if self._version < version:
                 raise EasyDeLError("no replica is ready: try again later")
         finally:
             self._rolling = False
 
     async def _replace_weights(self, replica: ConnectedReplica, path: str, version: int) -> None:
-        with self._replicas.draining(replica) as others:
-            until = time.monotonic() + DRAIN_SECONDS
-            while others and replica.requests and time.monotonic() < until:
+        with self._replicas.draining(replica) as others_ready:
+            deadline = time.monotonic() + DRAIN_SECONDS
+            while others_ready and replica.requests and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             try:
                 await self._replicas.call(replica, "load_weights", path)

@@ -24,7 +24,7 @@ from ed_esurge.engine.async_engine import AsyncEngine
 from ed_esurge.engine.connection import Connection, shared_secret
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.processes.message_writer import MessageWriter
-from ed_esurge.processes.messages import MAX_MESSAGE_BYTES, TOKEN, EngineFacts, described
+from ed_esurge.processes.messages import MAX_MESSAGE_BYTES, TOKEN, EngineFacts, encode_error
 
 logger = get_logger(__name__)
 
@@ -117,7 +117,7 @@ class Replica:
                     loop.call_soon_threadsafe(inbox.put_nowait, None)
 
         threading.Thread(target=read, name="replica-reader", daemon=True).start()
-        facts = EngineFacts.of(self._engine).plain()
+        facts = EngineFacts.of(self._engine).to_dict()
         ready = {"do": "ready", "facts": facts, "now": time.monotonic()}
         self._writer.put(ready)
         beating = asyncio.create_task(self._beat(inbox))
@@ -142,8 +142,8 @@ class Replica:
 
     def _report(self) -> None:
         stats = [
-            {name: float(number) for name, number in each.items()}
-            for each in self._engine.replica_stats()
+            {name: float(number) for name, number in engine_stats.items()}
+            for engine_stats in self._engine.replica_stats()
         ]
         adapters = self._engine.list_lora_adapters()
         self._writer.put(
@@ -174,7 +174,7 @@ class Replica:
                 raise EasyDeLError(f"{message['method']!r} is no method of a replica")
             await getattr(self._engine, message["method"])(*message["arguments"])
         except Exception as error:
-            answer["error"] = described(error)
+            answer["error"] = encode_error(error)
         self._report()  # before the answer, so that the server knows the new state
         self._writer.put(answer)
 
@@ -197,4 +197,4 @@ class Replica:
         except Exception as error:
             # If the engine has failed, this process ends, and the server tries another replica.
             if engine.is_healthy:
-                self._writer.put({"do": "failed", "id": name, "error": described(error)})
+                self._writer.put({"do": "failed", "id": name, "error": encode_error(error)})

@@ -21,7 +21,7 @@ from ed_esurge.engine.followers import Follower, OutputItem, hand_over
 from ed_esurge.outputs import RequestMetrics, RequestOutput
 from ed_esurge.processes.answer_check import is_text, require
 from ed_esurge.processes.connected_replica import ConnectedReplica, SentRequest
-from ed_esurge.processes.messages import MAX_MESSAGES, error_of
+from ed_esurge.processes.messages import MAX_MESSAGES, decode_error
 
 logger = get_logger(__name__)
 
@@ -77,7 +77,7 @@ class ReplicaGroup:
         """Whether a replica is ready, or will be."""
         return not self.closed and (bool(self._replicas) or self._failure is None)
 
-    def connected(self) -> list[ConnectedReplica]:
+    def list_replicas(self) -> list[ConnectedReplica]:
         """Return the connected replicas, in the order of their indices."""
         with self.changed:
             return [one for _, one in sorted(self._replicas.items())]
@@ -85,7 +85,7 @@ class ReplicaGroup:
     @property
     def num_ready(self) -> int:
         """Number of replicas that are ready."""
-        return sum(one.prepared for one in self.connected())
+        return sum(one.prepared for one in self.list_replicas())
 
     @property
     def num_missing(self) -> int:
@@ -114,14 +114,16 @@ class ReplicaGroup:
             if not among:
                 self._waiting[name] = request
                 return
-            known = [0] * self.size
+            cached_tokens = [0] * self.size
             for index, one in self._replicas.items():
-                known[index] = one.prefixes.known(request.keys) * self._page_size
+                cached_tokens[index] = (
+                    one.prefixes.count_prefix_pages(request.keys) * self._page_size
+                )
             size = len(request.token_ids)
-            where = self._router.choose(size, known, among)
-            new = size - known[where]
-            self._router.place(name, where, new, request.completions, request.max_tokens)
-            replica = request.replica = self._replicas[where]
+            replica_index = self._router.choose(size, cached_tokens, among)
+            new = size - cached_tokens[replica_index]
+            self._router.place(name, replica_index, new, request.completions, request.max_tokens)
+            replica = request.replica = self._replicas[replica_index]
             replica.add(request)
 
     def abort(self, name: str) -> None:
@@ -145,7 +147,7 @@ class ReplicaGroup:
                 self._router.remove(name)
             else:
                 most = request.completions * request.max_tokens
-                self._router.ended(name, min(output.metrics.num_generated_tokens, most))
+                self._router.finish_request(name, min(output.metrics.num_generated_tokens, most))
 
     # ---- calls of methods
 
@@ -155,13 +157,13 @@ class ReplicaGroup:
         Raises:
             EasyDeLError: no replica is ready, or the error of a replica.
         """
-        replicas = self.connected()
+        replicas = self.list_replicas()
         if not replicas:
             raise EasyDeLError("no replica is ready: try again later")
         calls = (self.call(one, method, *arguments) for one in replicas)
         results = await asyncio.gather(*calls, return_exceptions=True)
-        errors = [each for each in results if isinstance(each, BaseException)]
-        lost = [each for each in errors if isinstance(each, ReplicaLostError)]
+        errors = [outcome for outcome in results if isinstance(outcome, BaseException)]
+        lost = [outcome for outcome in errors if isinstance(outcome, ReplicaLostError)]
         for error in errors:
             if error not in lost or len(lost) == len(replicas):
                 raise error
@@ -191,10 +193,10 @@ class ReplicaGroup:
     def draining(self, replica: ConnectedReplica) -> Iterator[bool]:
         """Send no new requests to a replica during the block, if others are ready. Yield whether
         others are."""
-        others = any(one is not replica and one.prepared for one in self.connected())
-        replica.draining = others
+        others_ready = any(one is not replica and one.prepared for one in self.list_replicas())
+        replica.draining = others_ready
         try:
-            yield others
+            yield others_ready
         finally:
             with self.changed:
                 replica.draining = False
@@ -238,7 +240,7 @@ class ReplicaGroup:
             if not calls:
                 self._open(replica)
             for call in calls:
-                call.add_done_callback(partial(self._repeated, replica, calls))
+                call.add_done_callback(partial(self._check_repeated_call, replica, calls))
         return replica
 
     def _has_place(self, token: str | None) -> bool:
@@ -248,7 +250,7 @@ class ReplicaGroup:
             return token not in tokens and len(tokens) < self.size
         return tokens.count(None) < self.size - self.reserved and len(tokens) < self.size
 
-    def _repeated(
+    def _check_repeated_call(
         self, replica: ConnectedReplica, calls: Sequence[Future[None]], call: Future[None]
     ) -> None:
         """Follow a call that repeats a change in a new replica."""
@@ -256,7 +258,9 @@ class ReplicaGroup:
         if error is not None and not isinstance(error, ReplicaLostError):
             logger.error("replica %d cannot repeat a change: %s", replica.index, error)
             replica.drop()
-        if all(each.done() and each.exception() is None for each in calls):
+        if all(
+            repeated_call.done() and repeated_call.exception() is None for repeated_call in calls
+        ):
             self._open(replica)
 
     def _open(self, replica: ConnectedReplica) -> None:
@@ -348,7 +352,7 @@ class ReplicaGroup:
         assert isinstance(name, str), "checked"
         if kind == "called":
             problem = message.get("error")
-            error = None if problem is None else error_of(problem)
+            error = None if problem is None else decode_error(problem)
             require(name in replica.calls, "the result of a call that is not open")
             call = replica.calls.pop(name)
             if call.set_running_or_notify_cancel():
@@ -366,7 +370,7 @@ class ReplicaGroup:
     ) -> OutputItem:
         """Return the output or the error of a message."""
         if message["do"] == "failed":
-            error = error_of(message.get("error"))
+            error = decode_error(message.get("error"))
             self._forget(request)
             return error
         output = message.get("output")
@@ -401,12 +405,16 @@ class ReplicaGroup:
         """
         now = time.monotonic()
         with self.changed:
-            late = [each for each in self._waiting.values() if now - each.arrival > WAIT_SECONDS]
-            for request in late:
+            late_requests = [
+                waiting_request
+                for waiting_request in self._waiting.values()
+                if now - waiting_request.arrival > WAIT_SECONDS
+            ]
+            for request in late_requests:
                 self._forget(request)
             silent = [one for one in self._replicas.values() if now - one.heard > SILENCE_SECONDS]
         error = EasyDeLError(f"no replica was ready within {WAIT_SECONDS:g} seconds")
-        hand_over([(request.follower, error) for request in late])
+        hand_over([(request.follower, error) for request in late_requests])
         for one in silent:
             logger.error("replica %d of %s does not respond", one.index, self._model_name)
             one.drop()

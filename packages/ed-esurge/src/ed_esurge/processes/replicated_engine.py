@@ -26,8 +26,8 @@ from ed_esurge.engine.intake import (
     CheckedPrompt,
     RequestOptions,
     check_request_keywords,
-    seed_of,
-    seeds_of,
+    get_seed,
+    get_seeds,
 )
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.outputs import LabelSet, RequestOutput
@@ -133,18 +133,18 @@ class ReplicatedEngine:
 
     def replica_stats(self) -> list[Mapping[str, float]]:
         """Return the last reported statistics of each replica."""
-        return [stats for one in self.replicas.connected() for stats in one.stats]
+        return [stats for one in self.replicas.list_replicas() for stats in one.stats]
 
     def list_lora_adapters(self) -> list[LoadedAdapter]:
         """Return the loaded adapters of a replica; all replicas have the same."""
-        replicas = self.replicas.connected()
+        replicas = self.replicas.list_replicas()
         return replicas[0].adapters if replicas else []
 
-    def compile_structured(self, wanted: StructuredOutputs) -> Future[Grammar]:
+    def compile_structured(self, structured_outputs: StructuredOutputs) -> Future[Grammar]:
         """Compile a grammar, to reject an invalid grammar before a replica receives it."""
         if self._grammars is None:
             raise ConfigError("structured outputs require a tokenizer")
-        return self._grammars.submit(wanted)
+        return self._grammars.submit(structured_outputs)
 
     def embedded_prompt(self, embeds: np.ndarray) -> tuple[list[int], tuple[EncoderInput, ...]]:
         """Raise ConfigError: replicas accept no prompts of embeddings."""
@@ -216,8 +216,8 @@ class ReplicatedEngine:
             raise ConfigError(f"the request id {request_id!r} is in use: choose another")
         with self._lock:
             # As in one process: equal requests without a seed have different answers.
-            seed = seed_of(params, self.config.seed, self._arrivals)
-            self._arrivals += len(seeds_of(params, seed))
+            seed = get_seed(params, self.config.seed, self._arrivals)
+            self._arrivals += len(get_seeds(params, seed))
         if isinstance(params, SamplingParams):
             params = params.replace(seed=seed)
         return SentRequest.of(
@@ -229,7 +229,7 @@ class ReplicatedEngine:
     async def reset_prefix_cache(self) -> None:
         """Clear the prefix cache of each replica."""
         await self.replicas.call_all("reset_prefix_cache")
-        for one in self.replicas.connected():
+        for one in self.replicas.list_replicas():
             one.prefixes.clear()
 
     async def load_weights(self, source: str | Path) -> None:

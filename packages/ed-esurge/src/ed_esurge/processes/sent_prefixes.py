@@ -15,7 +15,7 @@ class SentPrefixes:
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
 
-    def known(self, keys: Sequence[bytes]) -> int:
+    def count_prefix_pages(self, keys: Sequence[bytes]) -> int:
         """Return the number of pages at the beginning of a prompt that the replica has received.
 
         Args:

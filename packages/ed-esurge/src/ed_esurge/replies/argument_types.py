@@ -47,7 +47,7 @@ class ArgumentTypes:
 
     def allows(self, key: str) -> bool:
         """Return whether an argument may have a name: a declared one, or any if none is."""
-        return self.declares(key) or self._nested(self._root, "properties", set()) is None
+        return self.declares(key) or self._collect_keyword(self._root, "properties", set()) is None
 
     def member(self, schema: object, key: str) -> Any:
         """Return the schema of a value within objects of a schema."""
@@ -56,18 +56,18 @@ class ArgumentTypes:
 
     def item(self, schema: object) -> Any:
         """Return the schema of the items of lists of a schema."""
-        items = self._nested(schema, "items", set())
+        items = self._collect_keyword(schema, "items", set())
         return True if items is None else items
 
     def kinds(self, schema: object) -> frozenset[str]:
         """Return the JSON types that a schema permits."""
         if not isinstance(schema, Mapping):
             return frozenset() if schema is False else KINDS
-        known = self._kinds.get(id(schema))
-        if known is None:
+        schema_kinds = self._kinds.get(id(schema))
+        if schema_kinds is None:
             self._kinds[id(schema)] = KINDS  # for a reference to itself
-            known = self._kinds[id(schema)] = self._find_kinds(schema)
-        return known
+            schema_kinds = self._kinds[id(schema)] = self._find_kinds(schema)
+        return schema_kinds
 
     def takes_text_only(self, schema: object) -> bool:
         """Return whether each value of a schema is a string."""
@@ -77,26 +77,27 @@ class ArgumentTypes:
         """Return whether a value has a type, or is one of the constants, that a schema permits."""
         return self._permits(schema, value, {})
 
-    def convert(self, text: str, schema: object, *, plain: str | None = None) -> str:
+    def convert(self, text: str, schema: object, *, marked_json: str | None = None) -> str:
         """Return the JSON text of a value.
 
         Args:
             text: the value as text.
             schema: JSON schema of the value.
-            plain: the JSON text that the model marked as JSON; None = the model did not mark it.
+            marked_json: the JSON text that the model marked as JSON; None = the model did not mark
+                it.
         """
         kinds = self.kinds(schema)
-        written = (text if plain is None else plain).strip()
-        if _NUMBER.fullmatch(written) and "string" not in kinds:
-            written = _LEADING.sub(r"\1", written)
+        source_text = (text if marked_json is None else marked_json).strip()
+        if _NUMBER.fullmatch(source_text) and "string" not in kinds:
+            source_text = _LEADING.sub(r"\1", source_text)
         try:
-            value = loads(_PYTHON_NAMES.get(written, written))
+            value = loads(_PYTHON_NAMES.get(source_text, source_text))
         except Malformed:
-            if written[:1] in ("[", "{") and "string" not in kinds:
-                return self._convert_literal(written, text)
+            if source_text[:1] in ("[", "{") and "string" not in kinds:
+                return self._convert_literal(source_text, text)
             return dumps(text)
         quoted = isinstance(value, str)
-        literal = quoted and plain is None and "string" in kinds and kinds != KINDS
+        literal = quoted and marked_json is None and "string" in kinds and kinds != KINDS
         if not literal and self.permits(schema, value):
             return dumps(value)
         if "string" in kinds and (literal or self.permits(schema, text)):
@@ -105,9 +106,9 @@ class ArgumentTypes:
             return self._convert_quoted(str(value), schema)
         return dumps(text if "string" in kinds else value)
 
-    def _convert_literal(self, written: str, text: str) -> str:
+    def _convert_literal(self, source_text: str, text: str) -> str:
         try:
-            return dumps(literal_value(written))
+            return dumps(literal_value(source_text))
         except Malformed:
             return dumps(text)
 
@@ -139,15 +140,15 @@ class ArgumentTypes:
             kinds &= self.kinds(part)
         return kinds
 
-    def _permits(self, schema: object, value: object, known: dict[int, bool]) -> bool:
+    def _permits(self, schema: object, value: object, memo: dict[int, bool]) -> bool:
         if not isinstance(schema, Mapping):
             return schema is not False
-        if id(schema) not in known:
-            known[id(schema)] = True  # for a reference to itself
-            known[id(schema)] = self._follows(schema, value, known)
-        return known[id(schema)]
+        if id(schema) not in memo:
+            memo[id(schema)] = True  # for a reference to itself
+            memo[id(schema)] = self._follows(schema, value, memo)
+        return memo[id(schema)]
 
-    def _follows(self, schema: Mapping[str, Any], value: object, known: dict[int, bool]) -> bool:
+    def _follows(self, schema: Mapping[str, Any], value: object, memo: dict[int, bool]) -> bool:
         if not self.kinds(schema) & _kinds_of_value(value):
             return False
         if "const" in schema and not _equal(schema["const"], value):
@@ -155,13 +156,13 @@ class ArgumentTypes:
         options = schema.get("enum")
         if isinstance(options, list) and not any(_equal(option, value) for option in options):
             return False
-        if "$ref" in schema and not self._permits(self._resolve(schema["$ref"]), value, known):
+        if "$ref" in schema and not self._permits(self._resolve(schema["$ref"]), value, memo):
             return False
         for name in ("anyOf", "oneOf"):
             members = _members(schema.get(name))
-            if members and not any(self._permits(member, value, known) for member in members):
+            if members and not any(self._permits(member, value, memo) for member in members):
                 return False
-        return all(self._permits(part, value, known) for part in _members(schema.get("allOf")))
+        return all(self._permits(part, value, memo) for part in _members(schema.get("allOf")))
 
     def _member(self, schema: object, key: str, seen: set[int]) -> Any:
         """Return the schema of a member; None if the schema does not mention it."""
@@ -170,12 +171,12 @@ class ArgumentTypes:
             properties = one.get("properties")
             if isinstance(properties, Mapping) and key in properties:
                 return properties[key]
-            others = one.get("additionalProperties")
-            return others if isinstance(others, Mapping) else None
+            additional_schema = one.get("additionalProperties")
+            return additional_schema if isinstance(additional_schema, Mapping) else None
 
         return self._collect(schema, direct, seen)
 
-    def _nested(self, schema: object, name: str, seen: set[int]) -> Any:
+    def _collect_keyword(self, schema: object, name: str, seen: set[int]) -> Any:
         return self._collect(schema, lambda one: one.get(name), seen)
 
     def _collect(self, schema: Any, direct: Any, seen: set[int]) -> Any:

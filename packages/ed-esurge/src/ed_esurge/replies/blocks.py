@@ -42,7 +42,7 @@ class Block:
     text: str = ""
     call_id: str = ""
     name: str = ""
-    whole: bool = True
+    is_complete: bool = True
     broken: bool = False
     continues: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -56,7 +56,7 @@ class Change:
         end: end of the text in the model's text, in characters, for a block of text.
     """
 
-    what: What
+    kind: What
     block: Block
     text: str = ""
     end: int = 0
@@ -104,7 +104,7 @@ class BlockTracker:
         if not self._all:
             return [self._begin("text"), *self._close()]
         if self._open is not None:
-            self._open.whole = self._open.kind != "call"
+            self._open.is_complete = self._open.kind != "call"
         return self._close()
 
     def _is_open(self, kind: BlockKind) -> bool:

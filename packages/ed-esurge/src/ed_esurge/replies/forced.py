@@ -24,16 +24,16 @@ class NamedCall:
 
     def feed(self, text: str) -> list[Event]:
         """See `ReplyParser.feed`."""
-        return self._called(self._parser.feed(text))
+        return self._convert_events(self._parser.feed(text))
 
     def close(self, *, cut: bool = False) -> list[Event]:
         """See `ReplyParser.close`."""
-        events = self._called(self._parser.close(cut=cut))
+        events = self._convert_events(self._parser.close(cut=cut))
         if self._begun and not cut:
             events.append(CallEnds(0))
         return events
 
-    def _called(self, events: list[Event]) -> list[Event]:
+    def _convert_events(self, events: list[Event]) -> list[Event]:
         result: list[Event] = []
         for event in events:
             if not isinstance(event, ReplyText):

@@ -121,17 +121,17 @@ def string(src: Scanner, write: Write) -> Reader[None]:
         piece = src.run(_PLAIN)
         if piece:
             write(piece)
-        here = yield from src.peek()
+        character = yield from src.peek()
         src.at += 1
-        if here == '"':
+        if character == '"':
             write('"')
             return
-        if here == "\\":
+        if character == "\\":
             yield from _escape(src, write)
-        elif ord(here) < 0x20:
-            write(json.dumps(here)[1:-1])
+        elif ord(character) < 0x20:
+            write(json.dumps(character)[1:-1])
         else:  # a plain character that arrived after the last match
-            write(here)
+            write(character)
 
 
 def _escape(src: Scanner, write: Write) -> Reader[None]:
@@ -186,10 +186,10 @@ def _items(src: Scanner, write: Write, close: str, depth: int) -> Reader[None]:
             write(":")
         yield from value(src, write, depth + 1)
         yield from _space(src, write)
-        here = yield from src.peek()
-        if here not in (",", close):
+        character = yield from src.peek()
+        if character not in (",", close):
             raise Malformed
-        more = here == ","
+        more = character == ","
         if more:
             src.at += 1
             write(",")

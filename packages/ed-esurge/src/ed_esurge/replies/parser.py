@@ -213,7 +213,7 @@ class ReplyParser:
             pass
         except Ended:
             src.at = len(src.text)
-            if self._open is not None and self._open.known and self._cut:
+            if self._open is not None and self._open.is_known and self._cut:
                 partial = True
             elif self._open is not None:
                 self._drop_call()
@@ -233,7 +233,7 @@ class ReplyParser:
         assert self._calls is not None, "only announced calls are read"
         src, form = self._src, self._calls.form
         begun, listed, parted = marker in form.begins, False, True
-        after = src.position
+        call_end = src.position
         try:
             while True:
                 yield from src.space()
@@ -244,21 +244,23 @@ class ReplyParser:
                     yield from src.expect(*form.begins)
                 begun = False
                 yield from self._call()
-                after = src.position
+                call_end = src.position
                 if listed:
                     if (yield from src.expect(",", "]")) == ",":
                         continue
-                    listed, after = False, src.position
+                    listed, call_end = False, src.position
                 yield from src.space()
                 if (yield from src.literal(*form.closes)) is not None:
                     return
                 parted = (yield from src.literal(*form.separators)) is not None
                 yield from src.space()
-                if src.at >= len(src.text) or not (parted or (yield from self._again(form))):
+                if src.at >= len(src.text) or not (
+                    parted or (yield from self._has_next_call(form))
+                ):
                     return
         except Malformed:
             if self._count > self._before:  # text after calls
-                src.at = after - src.discarded
+                src.at = call_end - src.discarded
             raise
 
     def _call(self) -> Reader[None]:
@@ -287,7 +289,7 @@ class ReplyParser:
             if self._count > self._before:
                 src.mark = src.at
 
-    def _again(self, form: ToolFormat) -> Reader[bool]:
+    def _has_next_call(self, form: ToolFormat) -> Reader[bool]:
         """Return whether another call begins here, without consuming text.
 
         A section with an end may contain one call per line.
@@ -295,11 +297,11 @@ class ReplyParser:
         lines = bool(form.closes) and not form.begins
         if lines and form.syntax == "python":
             return (yield from self._src.peek()).isidentifier()
-        known = yield from self._src.literal(
+        marker = yield from self._src.literal(
             *(("{",) if lines and form.syntax == "json" else form.begins)
         )
-        self._src.at -= len(known or "")
-        return known is not None
+        self._src.at -= len(marker or "")
+        return marker is not None
 
     def _messages(self) -> Reader[None]:
         """Read messages with headers. The prompt ends within the first header."""
@@ -365,21 +367,21 @@ class ReplyParser:
                 yield from value(src, self.write)
             else:
                 raise Malformed
-            if not (self._open and self._open.known):
+            if not (self._open and self._open.is_known):
                 raise Malformed
             self.end()
             return
         except Malformed:
             self._drop_call()
-            rest = src.until_before(ends)
+            text_reader = src.until_before(ends)
         except Ended:
-            if self._cut and self._open is not None and self._open.known:
+            if self._cut and self._open is not None and self._open.is_known:
                 raise
             self._drop_call()
             self._content(src.since_mark())
             raise
         try:
-            yield from rest
+            yield from text_reader
             yield from src.literal(*ENDS)
         finally:
             self._content(src.since_mark())
@@ -390,7 +392,7 @@ class ReplyParser:
         """Forget the open call."""
         if self._open is None:
             return
-        if self._open.shown:
+        if self._open.is_shown:
             self._events.append(CallBroken(self._index))
             self._index += 1
         self._space, self._trim = self._open.space, self._open.trim
@@ -404,13 +406,13 @@ class ReplyParser:
             append_text(self, "_space", text)
             return
         text = self._space + text
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
+        visible_text = text.rstrip()
+        self._space = text[len(visible_text) :]
         end = self._src.position - len(self._space)
         if self._parted and self._spoke:
-            self._events.append(ReplyText("\n", end - len(shown), between=True))
+            self._events.append(ReplyText("\n", end - len(visible_text), between=True))
         self._spoke, self._parted = True, False
-        self._events.append(ReplyText(shown, end))
+        self._events.append(ReplyText(visible_text, end))
 
     def _thought(self, text: str) -> None:
         if self._trim_thought:
@@ -420,39 +422,39 @@ class ReplyParser:
             append_text(self, "_thought_space", text)
             return
         text = self._thought_space + text
-        shown = text.rstrip()
-        self._thought_space = text[len(shown) :]
+        visible_text = text.rstrip()
+        self._thought_space = text[len(visible_text) :]
         if self._thought_parted and self._thought_before:
             self._events.append(Reasoning("\n", between=True))
         self._thought_before, self._thought_parted = True, False
-        self._events.append(Reasoning(shown))
+        self._events.append(Reasoning(visible_text))
 
     def begin(self, name: str, call_id: str | None = None) -> None:
         """See `CallSink`. A call of an unknown function is read and dropped."""
         calls = self._calls
         assert calls is not None, "only announced calls begin"
-        known = name in calls.tools
-        shown = known and (calls.most is None or self._count < calls.most)
-        self._open = _Call(name, known, shown, self._space, self._trim)
+        is_known = name in calls.tools
+        is_shown = is_known and (calls.most is None or self._count < calls.most)
+        self._open = _Call(name, is_known, is_shown, self._space, self._trim)
         self._space, self._trim = "", True
-        if shown:
-            made = call_id or new_id(calls.form.id_length)
-            self._events.append(CallBegins(self._index, made, name))
+        if is_shown:
+            assigned_id = call_id or new_id(calls.form.id_length)
+            self._events.append(CallBegins(self._index, assigned_id, name))
 
     def write(self, text: str) -> None:
         """See `CallSink`."""
-        if self._open is not None and self._open.shown:
+        if self._open is not None and self._open.is_shown:
             self._events.append(CallArguments(self._index, text))
 
     def end(self) -> None:
         """See `CallSink`."""
         assert self._open is not None, "a call begins before it ends"
-        if not self._open.known:
+        if not self._open.is_known:
             self._drop_call()
             if self._count > self._before:
                 self._src.mark = self._src.at
             return
-        if self._open.shown:
+        if self._open.is_shown:
             self._events.append(CallEnds(self._index))
             self._index += 1
         self._count += 1
@@ -481,8 +483,8 @@ class _Call:
     """
 
     name: str
-    known: bool
-    shown: bool
+    is_known: bool
+    is_shown: bool
     space: str
     trim: bool
 

@@ -30,40 +30,40 @@ def argument(src: Scanner) -> Reader[str]:
     start = 0  # of the parts after the last text
     while True:
         parts.append(src.run(_PLAIN))
-        here = yield from src.peek()
-        if not open_ and here in ",)":
+        character = yield from src.peek()
+        if not open_ and character in ",)":
             break
-        if here in "([{":
-            open_.append({"(": ")", "[": "]", "{": "}"}[here])
+        if character in "([{":
+            open_.append({"(": ")", "[": "]", "{": "}"}[character])
             if len(open_) > MAX_DEPTH:
                 raise Malformed
-        elif here in ")]}" and (not open_ or open_.pop() != here):
+        elif character in ")]}" and (not open_ or open_.pop() != character):
             raise Malformed
         src.at += 1
-        parts.append(here)
-        if here in "\"'":
+        parts.append(character)
+        if character in "\"'":
             parts[start:] = [_LEADING_ZEROS.sub("", "".join(parts[start:]))]
-            yield from _quoted(src, parts, here)
+            yield from _read_quoted_text(src, parts, character)
             start = len(parts)
     parts[start:] = [_LEADING_ZEROS.sub("", "".join(parts[start:]))]
     return dumps(literal_value("".join(parts)))
 
 
-def _quoted(src: Scanner, parts: list[str], quote: str) -> Reader[None]:
+def _read_quoted_text(src: Scanner, parts: list[str], quote: str) -> Reader[None]:
     has_quotes = False  # without escapes
     while True:
         # A line break within quotes is invalid Python, but means a line break.
         parts.append(_escape_controls(src.run(_INSIDE[quote])))
-        here = yield from src.peek()
+        character = yield from src.peek()
         src.at += 1
-        if here == quote and not (yield from _ends_text(src, strict=has_quotes)):
+        if character == quote and not (yield from _ends_text(src, strict=has_quotes)):
             has_quotes = True
             parts.append(f"\\{quote}")
             continue
-        parts.append(_escape_controls(here))
-        if here == quote:
+        parts.append(_escape_controls(character))
+        if character == quote:
             return
-        if here == "\\":
+        if character == "\\":
             parts.append((yield from src.peek()))
             src.at += 1
 
@@ -117,10 +117,10 @@ def _literal(node: ast.expr, lines: list[bytes]) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return [_literal(item, lines) for item in items]
         case ast.Dict(keys=keys, values=values):
-            known = {}
+            members = {}
             for key, item in zip(keys, values, strict=True):
                 if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
                     raise ValueError("keys are texts")
-                known[key.value] = _literal(item, lines)
-            return known
+                members[key.value] = _literal(item, lines)
+            return members
     raise ValueError("no literal")

@@ -47,8 +47,8 @@ class Markers:
                     return place, None
         return stop, hit[0] if hit else None
 
-    def _may_become(self, rest: str) -> bool:
-        return any(len(one) > len(rest) and one.startswith(rest) for one in self.texts)
+    def _may_become(self, prefix: str) -> bool:
+        return any(len(one) > len(prefix) and one.startswith(prefix) for one in self.texts)
 
 
 class Scanner:
@@ -126,12 +126,16 @@ class Scanner:
         """Skip one of several strings and return the string; None without a match."""
         longest = max(map(len, options), default=0)
         while True:
-            rest = self.text[self.at : self.at + longest]
-            whole = max((one for one in options if rest.startswith(one)), key=len, default=None)
-            open_ = [one for one in options if len(one) > len(rest) and one.startswith(rest)]
+            lookahead = self.text[self.at : self.at + longest]
+            matching_option = max(
+                (one for one in options if lookahead.startswith(one)), key=len, default=None
+            )
+            open_ = [
+                one for one in options if len(one) > len(lookahead) and one.startswith(lookahead)
+            ]
             if self.ended or not open_:
-                self.at += len(whole or "")
-                return whole
+                self.at += len(matching_option or "")
+                return matching_option
             yield from self.more()
 
     def expect(self, *options: str) -> Reader[str]:
@@ -143,10 +147,10 @@ class Scanner:
         """
         yield from self.space()
         yield from self.peek()
-        known = yield from self.literal(*options)
-        if known is None:
+        matching_option = yield from self.literal(*options)
+        if matching_option is None:
             raise Malformed
-        return known
+        return matching_option
 
     def until(self, markers: Markers, write: Write) -> Reader[str]:
         """Emit the text before a marker, skip the marker and return the marker."""

@@ -46,7 +46,7 @@ def json_call(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
 
 def _object(src: Scanner, sink: CallSink, names: tuple[str, ...]) -> Reader[None]:
     yield from src.expect("{")
-    name, held, begun = None, None, False
+    name, held_arguments, begun = None, None, False
     keys: set[str] = set()
     try:
         while True:
@@ -61,10 +61,10 @@ def _object(src: Scanner, sink: CallSink, names: tuple[str, ...]) -> Reader[None
                 sink.begin(name)
                 begun = True
                 yield from _arguments(src, sink.write)
-            elif key in ARGUMENTS and held is None and not begun:
+            elif key in ARGUMENTS and held_arguments is None and not begun:
                 parts: list[str] = []
                 yield from _arguments(src, parts.append)
-                held = "".join(parts)
+                held_arguments = "".join(parts)
             else:
                 yield from value(src, lambda text: None)
             if (yield from src.expect(",", "}")) == "}":
@@ -77,7 +77,7 @@ def _object(src: Scanner, sink: CallSink, names: tuple[str, ...]) -> Reader[None
         raise Malformed
     if not begun:
         sink.begin(name)
-        sink.write(held or "{}")
+        sink.write(held_arguments or "{}")
     sink.end()
 
 
@@ -98,7 +98,7 @@ def _arguments(src: Scanner, write: Write) -> Reader[None]:
     write("{}")
 
 
-def keyed(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
+def read_keyed_call(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read an object `{"name": {…}}`."""
     yield from src.expect("{")
     sink.begin((yield from string_value(src)))
@@ -108,7 +108,7 @@ def keyed(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     sink.end()
 
 
-def headed(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
+def read_headed_call(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read `name … {…}`. Earlier models of this kind write objects after the marker."""
     yield from src.space()
     if (yield from src.peek()) == "{":
@@ -131,17 +131,17 @@ def _end(src: Scanner, form: ToolFormat) -> Reader[None]:
 
 def _head(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read the name before a call's arguments, without the beginning of the arguments."""
-    others = {*form.opens, *form.begins, *form.closes} - {*form.name_ends}
-    text, marker = yield from src.head(Markers((*form.name_ends, *others)))
-    if marker in ("{", form.key_open, *form.ends, *others):
+    other_markers = {*form.opens, *form.begins, *form.closes} - {*form.name_ends}
+    text, marker = yield from src.head(Markers((*form.name_ends, *other_markers)))
+    if marker in ("{", form.key_open, *form.ends, *other_markers):
         src.at -= len(marker)
-    hit = None if marker in others else re.fullmatch(form.name, text)
+    hit = None if marker in other_markers else re.fullmatch(form.name, text)
     if hit is None:
         raise Malformed
     sink.begin(hit["name"], hit.groupdict().get("id"))
 
 
-def tagged(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
+def read_tagged_call(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
     """Read `<f><key>a</key><value>1</value></f>` with the tags of the format."""
     yield from _head(src, sink, form)
     keys: set[str] = set()
@@ -174,8 +174,10 @@ def tagged(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
         yield from _value_until_end(src, sink, form, keys, parts.append)
         text = "".join(parts)
         inner = text.removeprefix(form.padding).removesuffix(form.padding)
-        plain = text if declared == "false" else None
-        converted = dumps(inner) if is_text else sink.types.convert(inner, schema, plain=plain)
+        marked_json = text if declared == "false" else None
+        converted = (
+            dumps(inner) if is_text else sink.types.convert(inner, schema, marked_json=marked_json)
+        )
         if wraps:
             wrapper = f"{dumps(key)}: {converted}"
         else:
@@ -222,16 +224,16 @@ def _text(
     Args:
         name: name of the element in the syntax `elements`.
     """
-    begun, held, padding = False, "", form.padding
+    begun, held_padding, padding = False, "", form.padding
 
     def emit(piece: str) -> None:
-        nonlocal begun, held
+        nonlocal begun, held_padding
         if not begun and padding:
             piece = piece.removeprefix(padding)
         begun = True
-        piece = held + piece
-        held = padding if padding and piece.endswith(padding) else ""
-        sink.write(dumps(piece.removesuffix(held))[1:-1])
+        piece = held_padding + piece
+        held_padding = padding if padding and piece.endswith(padding) else ""
+        sink.write(dumps(piece.removesuffix(held_padding))[1:-1])
 
     sink.write('"')
     yield from _value_until_end(src, sink, form, keys, emit, name)
@@ -335,7 +337,7 @@ def _element(
     if depth > MAX_DEPTH:
         raise Malformed
     kinds = types.kinds(schema)
-    plain = not kinds & {"array", "object"}
+    is_scalar = not kinds & {"array", "object"}
     parts: list[str] = []
     children: list[tuple[str, Any]] = []
     bare = f"</{name}>"
@@ -347,7 +349,7 @@ def _element(
                 break
         elif (yield from src.literal(bare[1:])) is not None:
             break
-        elif not plain:
+        elif not is_scalar:
             child = yield from _element_name(src, form)
             is_item = child == "item" and "array" in kinds
             inner = types.item(schema) if is_item else types.member(schema, child)
@@ -382,7 +384,7 @@ def _combine_elements(children: list[tuple[str, Any]], kinds: frozenset[str]) ->
     groups: dict[str, list[Any]] = {}
     for name, member in children:
         groups.setdefault(name, []).append(member)
-    return {name: each[0] if len(each) == 1 else each for name, each in groups.items()}
+    return {name: group[0] if len(group) == 1 else group for name, group in groups.items()}
 
 
 def python_call(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[None]:
@@ -473,10 +475,10 @@ def _bare(
             if (yield from src.expect(",", "]")) == "]":
                 return items
     if opening == "{":
-        known: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         yield from src.space()
         if (yield from src.literal("}")) is not None:
-            return known
+            return members
         while True:
             yield from src.space()
             yield from src.peek()
@@ -487,9 +489,9 @@ def _bare(
                 key, _ = yield from src.head(Markers((":",)))
                 key = key.strip()
             member = types.member(schema, key)
-            known[key] = yield from _bare(src, form, types, member, depth + 1)
+            members[key] = yield from _bare(src, form, types, member, depth + 1)
             if (yield from src.expect(",", "}")) == "}":
-                return known
+                return members
     text = ""
     while piece := src.run(_BARE):
         text += piece
@@ -531,9 +533,9 @@ def skip_brackets(src: Scanner, ends: tuple[str, ...]) -> Reader[None]:
 LISTS = ("json", "keyed", "python", "headed")
 SYNTAXES: dict[Syntax, Callable[[Scanner, CallSink, ToolFormat], Reader[None]]] = {
     "json": json_call,
-    "keyed": keyed,
-    "headed": headed,
-    "tagged": tagged,
+    "keyed": read_keyed_call,
+    "headed": read_headed_call,
+    "tagged": read_tagged_call,
     "elements": elements,
     "python": python_call,
     "braces": braces,

@@ -51,7 +51,7 @@ class Adjustment:
     def update(self) -> Line | None:
         """Return the row of the sampler's state if the row must be written before the next
         sampling; None otherwise. Its `mu` is NaN if the row keeps its limit of mirostat."""
-        banned, forced = self._banned(), self._forced()
+        banned, forced = self._get_banned_tokens(), self._get_forced_token()
         now = (len(self._tokens), banned, forced)
         repeated = None if self._repetitions is None else self._repetitions.penalties()
         penalized = repeated is not None and len(repeated[0]) > 0
@@ -70,12 +70,12 @@ class Adjustment:
         """Mark the row on the device as lost."""
         self._held = None
 
-    def sampled(self, count: int) -> None:
+    def record_samples(self, count: int) -> None:
         """Record that the device counts `count` more tokens."""
         assert self._held is not None, "a line is written before its sequence samples"
         self._held = (self._held[0] + count, *self._held[1:])
 
-    def _banned(self) -> frozenset[int]:
+    def _get_banned_tokens(self) -> frozenset[int]:
         """Return the tokens that are forbidden next and may be allowed in a later step."""
         new, generated = self._new, len(self._tokens) - self._new.prompt_len
         banned: set[int] = set()
@@ -86,10 +86,10 @@ class Adjustment:
             if not head or (len(head) <= generated and self._tokens[-len(head) :] == head):
                 banned.add(last)
         if new.rules is not None:
-            banned.update(new.rules.banned(generated))
+            banned.update(new.rules.get_banned_tokens(generated))
         return frozenset(banned)
 
-    def _forced(self) -> int | None:
+    def _get_forced_token(self) -> int | None:
         """Return the only token that is allowed next; None = no such token."""
         if self._thoughts is not None and self._thoughts.forced is not None:
             return self._thoughts.forced

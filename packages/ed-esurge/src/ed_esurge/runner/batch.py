@@ -124,7 +124,7 @@ class BatchBuilder:
 
     Args:
         slots: tables of the sequences.
-        apart: whether every token has a separate row on the device, as in decoding.
+        separate_rows: whether every token has a separate row on the device, as in decoding.
         page_size: number of tokens in a page.
         num_pages: number of pages of each group's pool. The slot after the last page is out of
             range, so that writes to it are dropped.
@@ -138,12 +138,12 @@ class BatchBuilder:
         *,
         page_size: int,
         num_pages: dict[str, int],
-        apart: bool = False,
+        separate_rows: bool = False,
         featured: Collection[StepShape] = (),
         has_axes: bool = False,
     ) -> None:
         self._featured, self._has_axes = featured, has_axes
-        self.page_size, self.apart = page_size, apart
+        self.page_size, self.apart = page_size, separate_rows
         self.nowhere = {group: pages * page_size for group, pages in num_pages.items()}
         self._slots = slots
         self._fields: dict[StepShape, Fields] = {}
@@ -172,12 +172,12 @@ class BatchBuilder:
             int32 [fields(shape).size], and for each row of the plan the index of its first sampled
             row on the device.
         """
-        fields, known = self.fields(shape), self._slots
+        fields, slot_tables = self.fields(shape), self._slots
         planned, places = plan.rows, range(len(plan.rows))
         tokens = plan.total
         if tokens != len(planned) and (self.apart or plan.lines != len(planned)):
             planned, places = self._separate(planned)
-        count, nobody = len(planned), known.num_slots
+        count, nobody = len(planned), slot_tables.num_slots
         buffer = np.empty(fields.size, np.int32)
         starts = np.array([row.start for row in planned], np.int32)
         lengths: int | np.ndarray = 1
@@ -186,45 +186,45 @@ class BatchBuilder:
             if (shape, count) not in self._decodes:
                 frame = self._frame(fields, np.ones(count, np.int32))
                 self._decodes[shape, count] = frame, np.arange(count)
-            frame, of_token = self._decodes[shape, count]
+            frame, token_rows = self._decodes[shape, count]
             token_ids = [row.token_ids[0] for row in planned]
             positions = starts
         else:
             lengths = np.array([len(row.token_ids) for row in planned], np.int32)
             frame = self._frame(fields, lengths)
             token_ids = [token for row in planned for token in row.token_ids]
-            of_token = np.arange(count).repeat(lengths)
-            before = lengths.cumsum() - lengths
-            positions = np.arange(tokens) + (starts - before)[of_token]
+            token_rows = np.arange(count).repeat(lengths)
+            offsets = lengths.cumsum() - lengths
+            positions = np.arange(tokens) + (starts - offsets)[token_rows]
         buffer[: frame.size] = frame
         buffer[:tokens] = token_ids
         fields.view(buffer, "num_steps")[0] = plan.steps
 
         padding = [nobody] * (shape.seqs - count)
-        of_row = np.array([row.slot for row in planned] + padding)
+        row_slots = np.array([row.slot for row in planned] + padding)
         rows, edge = fields.view(buffer, "rows"), len(OF_ROW) + len(OF_SEQUENCE)
         rows[0, :count] = starts + lengths
-        known.numbers.take(of_row, axis=1, out=rows[len(OF_ROW) :], mode="clip")
+        slot_tables.numbers.take(row_slots, axis=1, out=rows[len(OF_ROW) :], mode="clip")
         idle = [index for index, row in enumerate(planned) if not row.samples]
         if idle:
-            rows[edge:, idle] = known.numbers[len(OF_SEQUENCE) :, nobody:]
+            rows[edge:, idle] = slot_tables.numbers[len(OF_SEQUENCE) :, nobody:]
 
         page = positions // self.page_size
         inside = positions - page * self.page_size
         tables, slots = fields.view(buffer, "page_table"), fields.view(buffer, "slots")
-        for group, table, slots_of in zip(self.nowhere, tables, slots, strict=True):
-            known.page_table[group].take(of_row, axis=0, out=table, mode="clip")
-            slots_of[:tokens] = table[of_token, page] * self.page_size + inside
+        for group, table, group_slots in zip(self.nowhere, tables, slots, strict=True):
+            slot_tables.page_table[group].take(row_slots, axis=0, out=table, mode="clip")
+            group_slots[:tokens] = table[token_rows, page] * self.page_size + inside
         if fields.featured:
             _write_features(planned, fields.view(buffer, "features")[0])
         if self._has_axes:
             axes = fields.view(buffer, "positions")[:, 0]
             axes[:, tokens:] = 0
-            axes[:, :tokens] = known.rotary_positions(of_row[of_token], positions)
+            axes[:, :tokens] = slot_tables.rotary_positions(row_slots[token_rows], positions)
         return buffer, places
 
     def _separate(self, planned: Sequence[PlanRow]) -> tuple[list[PlanRow], list[int]]:
-        """Split rows with proposals, or all rows if `apart`, into one row per token.
+        """Split rows with proposals, or all rows if `separate_rows`, into one row per token.
 
         Returns:
             the rows, and for each row of the plan the index of its first sampled row.
@@ -249,9 +249,9 @@ class BatchBuilder:
         frame = np.zeros(fields.ranges["page_table"].start, np.int32)
         ends, count = lengths.cumsum(dtype=np.int32), len(lengths)
         total = int(ends[-1]) if count else 0
-        of_token = fields.view(frame, "seq_of_token")
-        of_token[:] = max(count - 1, 0)
-        of_token[:total] = np.arange(count).repeat(lengths)
+        token_rows = fields.view(frame, "seq_of_token")
+        token_rows[:] = max(count - 1, 0)
+        token_rows[:total] = np.arange(count).repeat(lengths)
         for places, nowhere in zip(fields.view(frame, "slots"), self.nowhere.values(), strict=True):
             places[:] = nowhere
         logits_at = fields.view(frame, "rows")[1]

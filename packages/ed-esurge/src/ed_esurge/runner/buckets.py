@@ -81,7 +81,7 @@ class Buckets:
         """All shapes, ascending."""
         return tuple(sorted({*self.decode, *self.prefill}))
 
-    def decode_of(self, seqs: int) -> StepShape:
+    def get_decode_shape(self, seqs: int) -> StepShape:
         """Return the decode shape with this number of rows."""
         return next(shape for shape in self.decode if shape.seqs == seqs)
 

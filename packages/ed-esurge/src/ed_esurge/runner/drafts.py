@@ -72,7 +72,7 @@ class DraftModel(Proposer):
             if row.request_id in begun:
                 self._pages.pop(row.request_id, None)
                 self._drafts.pop(row.request_id, None)
-                self._starts[row.request_id] = _plain(begun[row.request_id])
+                self._starts[row.request_id] = _strip_adjustments(begun[row.request_id])
                 self._computed[row.request_id] = row.start
             pages = self._pages.setdefault(row.request_id, [])
             pages += row.pages.get(GROUP, ())
@@ -82,9 +82,9 @@ class DraftModel(Proposer):
             if stop <= start:
                 continue  # process the row later; its pages and its start data are stored
             budget -= stop - start
-            left = request.max_tokens - len(request.output)
-            wanted = row.samples and stop == request.num_tokens and left > 1
-            drafts = int(wanted and not waits and not request.adjusted)
+            remaining_tokens = request.max_tokens - len(request.output)
+            wants_draft = row.samples and stop == request.num_tokens and remaining_tokens > 1
+            drafts = int(wants_draft and not waits and not request.adjusted)
             tokens = request.tokens(start, stop)
             rows.append(PlanRow(row.request_id, row.slot, start, tokens, {GROUP: pages}, drafts))
             self._pages[row.request_id] = []
@@ -145,10 +145,10 @@ class DraftModel(Proposer):
         self.runner.allocate()
 
 
-def _plain(new: NewSequence) -> NewSequence:
+def _strip_adjustments(new: NewSequence) -> NewSequence:
     """Return a sequence without grammar, adapter and adjustments, which the draft model ignores."""
     params = new.params
     if isinstance(params, SamplingParams):
-        kept = ("temperature", "top_k", "top_p", "min_p")
-        params = SamplingParams(**{name: getattr(params, name) for name in kept})
+        option_names = ("temperature", "top_k", "top_p", "min_p")
+        params = SamplingParams(**{name: getattr(params, name) for name in option_names})
     return replace(new, params=params, end_token_ids=(), bad_token_ids=(), adapter=0, rules=None)

@@ -66,14 +66,14 @@ class ItemEncoder:
         Raises:
             RequestError: an item does not match the model.
         """
-        alike: dict[int, list[tuple[str, EncoderCall]]] = {}
+        calls_by_length: dict[int, list[tuple[str, EncoderCall]]] = {}
         for item in items:
             try:
                 inputs, rows = self._call_of_one(item.arrays, item.rows)
             except Exception as error:
                 raise RequestError(item.request_id) from error
-            alike.setdefault(rows.shape[1], []).append((item.request_id, (inputs, rows)))
-        for length, calls in alike.items():
+            calls_by_length.setdefault(rows.shape[1], []).append((item.request_id, (inputs, rows)))
+        for length, calls in calls_by_length.items():
             for count in self._counts(length):
                 while len(calls) >= count:
                     self._encode_named(calls[:count])
@@ -82,7 +82,7 @@ class ItemEncoder:
     def _encode_named(self, calls: Sequence[tuple[str, EncoderCall]]) -> None:
         """Encode items in one call; after an error one by one, to find the item that causes it."""
         try:
-            self._encode(joined([call for _, call in calls]))
+            self._encode(concat_calls([call for _, call in calls]))
         except Exception as error:
             if len(calls) == 1:
                 raise RequestError(calls[0][0]) from error
@@ -92,7 +92,7 @@ class ItemEncoder:
     def compile(self) -> None:
         """Compile the function for each shape of items. The rows of the table stay unused."""
         ones = [self._call_of_one(arrays, []) for arrays in self._items.examples()]
-        calls = [joined([one] * n) for one in ones for n in self._counts(one[1].shape[1])]
+        calls = [concat_calls([one] * n) for one in ones for n in self._counts(one[1].shape[1])]
         if not self._ahead_of_time:
             for call in calls:
                 self._encode(call)
@@ -111,7 +111,7 @@ class ItemEncoder:
 
     def _call_of_one(self, arrays: ItemArrays, rows: Sequence[int]) -> EncoderCall:
         """Return padded arrays, and the row of each encoder position; padding has no row."""
-        arrays = self._items.padded(arrays)
+        arrays = self._items.pad_item(arrays)
         padded = np.full((1, self._items.count(arrays)), self._memory.encoder_rows, np.int32)
         padded[0, : len(rows)] = rows
         return batch_of_one(arrays), padded
@@ -121,12 +121,12 @@ class ItemEncoder:
         self._memory.encoded = write(self._weights.leaves, self._memory.encoded, *call)
 
     def _write(self, leaves: list[Any], table: jax.Array, arrays: Inputs, rows: jax.Array):
-        outputs = self._weights.merged(leaves).encode(arrays).embeddings
+        outputs = self._weights.merge_leaves(leaves).encode(arrays).embeddings
         outputs = outputs.reshape(-1, outputs.shape[-1]).astype(table.dtype)
         return table.at[rows.reshape(-1)].set(outputs, mode="drop")
 
 
-def joined(calls: Sequence[EncoderCall]) -> EncoderCall:
+def concat_calls(calls: Sequence[EncoderCall]) -> EncoderCall:
     """Return one call for items of one shape."""
     inputs = {name: np.concatenate([i[name] for i, _ in calls]) for name in calls[0][0]}
     return Inputs(inputs), np.concatenate([rows for _, rows in calls])
@@ -187,13 +187,15 @@ class SlotEncoder:
         padded = np.zeros((2, 1, length), np.int32)
         padded[0, 0, :count], padded[1, 0, :count] = input_ids, 1
         if self._written is None:
-            kept = jax.tree.map(lambda leaf: leaf.sharding, self._memory.cache)
-            self._written = jax.jit(self._traced(self._write), donate_argnums=1, out_shardings=kept)
+            cache_shardings = jax.tree.map(lambda leaf: leaf.sharding, self._memory.cache)
+            self._written = jax.jit(
+                self._traced(self._write), donate_argnums=1, out_shardings=cache_shardings
+            )
         arrays = Inputs({"input_ids": padded[0], "segment_ids": padded[1]})
         self._memory.cache = self._written(
             self._weights.leaves, self._memory.cache, arrays, np.int32(slot)
         )
 
     def _write(self, leaves: list[Any], cache: Any, arrays: Inputs, slot: jax.Array) -> Any:
-        model: Any = self._weights.merged(leaves)
+        model: Any = self._weights.merge_leaves(leaves)
         return model.write_encoded(cache, model.encode(arrays), slot)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.core.request import RequestError
-from ed_esurge.model import classifies, embedding_settings_of, vocab_size_of
+from ed_esurge.model import classifies, get_embedding_settings, get_vocab_size
 from ed_esurge.runner.buckets import geometric
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.weights import ServedWeights
@@ -25,7 +25,7 @@ from ed_esurge.sampling import PoolingParams, SamplingParams
 SHORTEST = 16
 
 
-def grouped(
+def group_rows(
     rows: Sequence[PlanRow], seqs: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[tuple[list[PlanRow], int, int]]:
     """Yield the batches of a step: rows, and the number of sequences and tokens to pad to.
@@ -38,18 +38,18 @@ def grouped(
         seqs: possible numbers of sequences, ascending.
         lengths: possible numbers of tokens, ascending.
     """
-    of_length: dict[int, list[PlanRow]] = {}
+    rows_by_length: dict[int, list[PlanRow]] = {}
     for row in rows:
         length = next(size for size in lengths if size >= len(row.token_ids))
-        of_length.setdefault(length, []).append(row)
-    for length, left in sorted(of_length.items()):
-        while left:
-            count = len(left)
+        rows_by_length.setdefault(length, []).append(row)
+    for length, remaining_rows in sorted(rows_by_length.items()):
+        while remaining_rows:
+            count = len(remaining_rows)
             size = next((size for size in seqs if size >= count), seqs[-1])
             if 2 * count <= size:
                 size = max((one for one in seqs if one <= count), default=size)
-            yield left[:size], size, length
-            left = left[size:]
+            yield remaining_rows[:size], size, length
+            remaining_rows = remaining_rows[size:]
 
 
 class EncoderRunner:
@@ -80,11 +80,11 @@ class EncoderRunner:
     ) -> None:
         self.weights = ServedWeights(model)
         self.model = self.weights.model
-        self.vocab_size = vocab_size_of(model)
+        self.vocab_size = get_vocab_size(model)
         self.allocated = True
         self.num_traces = self.num_pending = 0
         self._classifies = classifies(model)
-        settings = embedding_settings_of(model)
+        settings = get_embedding_settings(model)
         self._excludes_prompts = settings is not None and not settings.include_prompt
         self._reads_types = self._classifies and "token_type_ids" in model.input_names
         self._num_slots, self._num_tokens = max_num_seqs, max_num_batched_tokens
@@ -140,12 +140,12 @@ class EncoderRunner:
         by_token = [row for row in plan.rows if self._returns_tokens(row)]
         pooled = [row for row in plan.rows if not self._returns_tokens(row)]
         vectors = states = None
-        for rows, seqs, length in grouped(pooled, self._seqs, self._lengths):
-            part = self._call(*self._filled(rows, seqs, length))
+        for rows, seqs, length in group_rows(pooled, self._seqs, self._lengths):
+            part = self._call(*self._fill_batch(rows, seqs, length))
             vectors = part if vectors is None else vectors + part  # of different slots
         starts = self._starts(plan) if by_token else {}
-        for rows, seqs, length in grouped(by_token, self._seqs, self._lengths):
-            ids, mask, _, _, _, normalize = self._filled(rows, seqs, length)
+        for rows, seqs, length in group_rows(by_token, self._seqs, self._lengths):
+            ids, mask, _, _, _, normalize = self._fill_batch(rows, seqs, length)
             first = np.full(seqs, self._num_tokens, np.int32)  # out of range
             first[: len(rows)] = [starts[row.slot] for row in rows]
             part = self._token_step(self.weights.leaves, ids, mask, first, normalize)
@@ -173,7 +173,9 @@ class EncoderRunner:
             place += len(row.token_ids)
         return starts
 
-    def _filled(self, rows: Sequence[PlanRow], seqs: int, length: int) -> tuple[np.ndarray, ...]:
+    def _fill_batch(
+        self, rows: Sequence[PlanRow], seqs: int, length: int
+    ) -> tuple[np.ndarray, ...]:
         """Return the arguments of `_vectors` for some rows of a step."""
         batch = ids, mask, types, prompts, slots, normalize = self._batch(seqs, length)
         for index, row in enumerate(rows):
@@ -218,7 +220,7 @@ class EncoderRunner:
         self.num_traces += 1
         inputs: dict[str, Any] = {"token_type_ids": types} if self._reads_types else {}
         inputs |= {"prompt_length": prompts} if self._excludes_prompts else {}
-        output: Any = self.weights.merged(leaves)(ids, attention_mask=mask, **inputs)
+        output: Any = self.weights.merge_leaves(leaves)(ids, attention_mask=mask, **inputs)
         vectors = output.logits if self._classifies else output.embeddings
         vectors = vectors.astype(jnp.float32)
         vectors = jnp.where(normalize[:, None], unit(vectors), vectors)
@@ -239,7 +241,7 @@ class EncoderRunner:
             starts: place of the first token of each sequence; `num_tokens` = no tokens.
         """
         self.num_traces += 1
-        output: Any = self.weights.merged(leaves)(ids, attention_mask=mask)
+        output: Any = self.weights.merge_leaves(leaves)(ids, attention_mask=mask)
         states = output.last_hidden_state.astype(jnp.float32)
         states = jnp.where(normalize[:, None, None], unit(states), states)
         places = starts[:, None] + jnp.arange(ids.shape[1])

@@ -51,8 +51,8 @@ class FilterRows:
     def of(cls, numbers: Int[Array, "k n"]) -> FilterRows:
         """Return the rows of the numbers of `SlotTables.filtered`."""
         named = by_name(numbers, ("position", *OF_SAMPLING, *OF_FILTERS))
-        further = {name: named.pop(name) for name in OF_FILTERS}
-        return cls(SamplerRows(**named), **further)
+        filter_values = {name: named.pop(name) for name in OF_FILTERS}
+        return cls(SamplerRows(**named), **filter_values)
 
 
 def take(
@@ -69,7 +69,7 @@ def merge(
     return allowed.at[index].set(few, mode="drop")
 
 
-def permitted(
+def get_allowed_bits(
     logits: Float[Array, "n v"],
     numbers: Int[Array, "k n"],
     state: SamplerState,
@@ -87,9 +87,9 @@ def permitted(
     adjusted = permit(adjust(logits.astype(jnp.float32), rows.sampling, state), allowed)
     scaled = scaled_logits(adjusted, rows.sampling)
     mu = state.mu.at[rows.sampling.slot].get(mode="fill", fill_value=0)
-    kept = kept_tokens(scaled, rows, mu)
-    padding = 32 * allowed.shape[1] - kept.shape[1]
-    bits = jnp.pad(kept, ((0, 0), (0, padding))).reshape(*allowed.shape, 32)
+    keep_mask = kept_tokens(scaled, rows, mu)
+    padding = 32 * allowed.shape[1] - keep_mask.shape[1]
+    bits = jnp.pad(keep_mask, ((0, 0), (0, padding))).reshape(*allowed.shape, 32)
     return jnp.sum(bits.astype(jnp.int32) << jnp.arange(32), axis=-1, dtype=jnp.int32) & allowed
 
 
@@ -107,21 +107,21 @@ def kept_tokens(
     """
     sampling = rows.sampling
     within = within_surprise(jnp.exp(scaled), mu, sampling.mirostat)
-    kept = top_n_sigma(scaled, rows.top_n_sigma) & jnp.isfinite(scaled)
-    odds = jnp.where(kept, jnp.exp(scaled), 0.0)
-    kept &= among_best(odds, sampling.top_k) | (sampling.top_k == 0)[:, None]
-    some = is_typical(jnp.where(kept, scaled, -jnp.inf), rows.typical_p[:, None])
-    kept &= some | (rows.typical_p >= 1)[:, None]
-    odds = jnp.where(kept, odds, 0.0)
+    keep_mask = top_n_sigma(scaled, rows.top_n_sigma) & jnp.isfinite(scaled)
+    odds = jnp.where(keep_mask, jnp.exp(scaled), 0.0)
+    keep_mask &= among_best(odds, sampling.top_k) | (sampling.top_k == 0)[:, None]
+    typical_mask = is_typical(jnp.where(keep_mask, scaled, -jnp.inf), rows.typical_p[:, None])
+    keep_mask &= typical_mask | (rows.typical_p >= 1)[:, None]
+    odds = jnp.where(keep_mask, odds, 0.0)
     mass = jnp.sum(odds, axis=-1, keepdims=True)
-    kept &= in_nucleus(odds, sampling.top_p[:, None] * mass) | (sampling.top_p >= 1)[:, None]
-    odds = jnp.where(kept, odds, 0.0)
-    kept &= odds >= sampling.min_p[:, None] * jnp.max(odds, axis=-1, keepdims=True)
+    keep_mask &= in_nucleus(odds, sampling.top_p[:, None] * mass) | (sampling.top_p >= 1)[:, None]
+    odds = jnp.where(keep_mask, odds, 0.0)
+    keep_mask &= odds >= sampling.min_p[:, None] * jnp.max(odds, axis=-1, keepdims=True)
     words = jnp.full((len(mu), 1), jnp.iinfo(jnp.int32).max)  # no id of a token
     chance = jnp.exp(-jnp.exp(-token_noise(sampling, words)[:, 0]))  # uniform in (0, 1)
     active = chance < rows.xtc_probability
-    kept = without_top_choices(odds, kept, rows.xtc_threshold, active)
-    return jnp.where((sampling.mirostat > 0)[:, None], within, kept)
+    keep_mask = without_top_choices(odds, keep_mask, rows.xtc_threshold, active)
+    return jnp.where((sampling.mirostat > 0)[:, None], within, keep_mask)
 
 
 def top_n_sigma(scaled: Float[Array, "n v"], width: Float[Array, " n"]) -> Bool[Array, "n v"]:
@@ -144,7 +144,7 @@ def top_n_sigma(scaled: Float[Array, "n v"], width: Float[Array, " n"]) -> Bool[
 
 def without_top_choices(
     odds: Float[Array, "n v"],
-    kept: Bool[Array, "n v"],
+    keep_mask: Bool[Array, "n v"],
     threshold: Float[Array, " n"],
     active: Bool[Array, " n"],
 ) -> Bool[Array, "n v"]:
@@ -155,16 +155,16 @@ def without_top_choices(
 
     Args:
         odds: probabilities up to a factor.
-        kept: the tokens of the distribution.
+        keep_mask: the tokens of the distribution.
         threshold: smallest probability of a top choice.
         active: rows in which the tokens are removed.
     """
-    weights = jnp.where(kept, odds, 0.0)
+    weights = jnp.where(keep_mask, odds, 0.0)
     probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    top = kept & (probs >= threshold[:, None])
-    several = jnp.sum(top, axis=-1, keepdims=True) >= 2
+    top = keep_mask & (probs >= threshold[:, None])
+    has_multiple = jnp.sum(top, axis=-1, keepdims=True) >= 2
     least = jnp.min(jnp.where(top, probs, jnp.inf), axis=-1, keepdims=True)
-    return kept & ~(top & several & (probs > least) & active[:, None])
+    return keep_mask & ~(top & has_multiple & (probs > least) & active[:, None])
 
 
 def within_surprise(
@@ -188,9 +188,11 @@ def within_surprise(
     top, _ = jax.lax.top_k(probs, count)
     place = jnp.arange(1, count)
     steps = jnp.log((place + 1) / place)
-    known = top[:, 1:] > 0
-    drops = jnp.where(known, jnp.log(top[:, :-1] / jnp.where(known, top[:, 1:], 1.0)), 0.0)
-    zipf = jnp.sum(steps * drops, axis=-1) / jnp.sum(jnp.where(known, steps**2, 0.0), axis=-1)
+    is_positive = top[:, 1:] > 0
+    drops = jnp.where(
+        is_positive, jnp.log(top[:, :-1] / jnp.where(is_positive, top[:, 1:], 1.0)), 0.0
+    )
+    zipf = jnp.sum(steps * drops, axis=-1) / jnp.sum(jnp.where(is_positive, steps**2, 0.0), axis=-1)
     excess = zipf - 1
     vocabulary = float(odds.shape[1])
     k = (excess * jnp.exp2(limit) / (1 - vocabulary ** (-excess))) ** (1 / zipf)

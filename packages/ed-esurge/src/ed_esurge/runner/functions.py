@@ -17,10 +17,10 @@ import numpy as np
 from ed_infra.compilation.cache import compiled_afresh, programs_folder
 from ed_infra.compilation.programs import Programs
 from ed_layers.cache import Cache
-from ed_layers.programs import programs_of
+from ed_layers.programs import open_programs
 from tqdm import tqdm
 
-from ed_esurge.model import platform_of
+from ed_esurge.model import get_platform
 from ed_esurge.runner import filters
 from ed_esurge.runner.background import COMPILERS, BackgroundCompilation
 from ed_esurge.runner.buckets import StepShape
@@ -53,14 +53,14 @@ class Functions:
         self.background: BackgroundCompilation[ProgramKey] | None = None
         # Functions of an earlier process are loaded while memory is allocated.
         self._kept = self._programs()
-        stored = self._kept.stored(self._by_use()) if self._kept else []
+        stored = self._kept.filter_stored(self._by_use()) if self._kept else []
         self._loading = self._kept.loading(stored) if self._kept and stored else None
 
     def __getitem__(self, name: ProgramKey) -> Callable[..., Any]:
         if name not in self._made:
             coming = self.background.take(name) if self.background is not None else None
             if name not in self._made:  # the thread may have compiled the function just now
-                self._made[name] = coming or self._loaded(name) or self._make(name)
+                self._made[name] = coming or self._load_function(name) or self._make(name)
         return self._made[name]
 
     @property
@@ -92,8 +92,8 @@ class Functions:
         for shape in (first, *self._buckets.shapes):
             order += [shape, ("sample", shape.seqs)]
         missing = self.missing()
-        known = set(missing)
-        return [*dict.fromkeys(name for name in (*order, *missing) if name in known)]
+        missing_set = set(missing)
+        return [*dict.fromkeys(name for name in (*order, *missing) if name in missing_set)]
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """Compile all functions for serving and update the progress bar. Functions of an earlier
@@ -105,9 +105,9 @@ class Functions:
                 self._warm(name)
                 progress.update()
             return
-        self._made |= (made := self._compile(names, progress))
-        if self._kept and made:
-            self._kept.write(made)
+        self._made |= (compiled_functions := self._compile(names, progress))
+        if self._kept and compiled_functions:
+            self._kept.write(compiled_functions)
 
     def compile_first(self, progress: tqdm[NoReturn]) -> None:
         """Compile the functions of the generic shape, and the others in a background thread.
@@ -124,14 +124,16 @@ class Functions:
         # The functions that the background has not compiled when they are used.
         stored = self._kept.quickly_compiled if self._kept else None
         quick = self._quickly_loaded(stored, first, progress)
-        options = FIRST_OPTIONS if platform_of(self._weights.model) == "cpu" else None
-        made = {} if quick else self._compile(first, progress, options)
-        self._made |= quick or made
+        options = FIRST_OPTIONS if get_platform(self._weights.model) == "cpu" else None
+        compiled_functions = {} if quick else self._compile(first, progress, options)
+        self._made |= quick or compiled_functions
 
         @contextmanager
         def background_work() -> Iterator[None]:
-            if stored and made:  # the engine is ready before its functions are written
-                stored.write(made)
+            if (
+                stored and compiled_functions
+            ):  # the engine is ready before its functions are written
+                stored.write(compiled_functions)
             with compiled_afresh() if self._kept else nullcontext():
                 yield
 
@@ -161,12 +163,12 @@ class Functions:
         generic, names = self._buckets.generic, self.missing()
         small: list[ProgramKey] = [(kind, generic.seqs) for kind in ("take", "merge")]
         small += [(kind, generic.tokens) for kind in ("score", "pool")]
-        first, *others = self._buckets.shapes
+        first, *remaining_shapes = self._buckets.shapes
         order = [PUT, PLACE, COPY, *small, first, ("sample", first.seqs), FILTER]
-        for shape in others:
+        for shape in remaining_shapes:
             order += [shape, ("sample", shape.seqs)]
-        known = set(names)
-        return [*dict.fromkeys(name for name in (*order, *names) if name in known)]
+        missing_set = set(names)
+        return [*dict.fromkeys(name for name in (*order, *names) if name in missing_set)]
 
     def usable(self, shape: StepShape) -> bool:
         """Whether a step of this shape needs no function that is still being compiled."""
@@ -186,7 +188,7 @@ class Functions:
         Args:
             options: options of the compiler.
         """
-        made: dict[ProgramKey, Callable[..., Any]] = {}
+        compiled_functions: dict[ProgramKey, Callable[..., Any]] = {}
         afresh = compiled_afresh() if self._kept else nullcontext()
         with afresh, ThreadPoolExecutor(COMPILERS) as threads:
             pending = {
@@ -194,12 +196,12 @@ class Functions:
                 for name in names
             }
             for future in as_completed(pending):
-                made[pending[future]] = future.result()
+                compiled_functions[pending[future]] = future.result()
                 progress.update()
-        return made
+        return compiled_functions
 
     def _compile_one(self, name: ProgramKey) -> Callable[..., Any]:
-        if self._kept and self._kept.stored([name]):  # another engine was faster
+        if self._kept and self._kept.filter_stored([name]):  # another engine was faster
             loading = self._kept.loading([name])
             if loading is not None:
                 function = self._made[name] = loading.take(name)
@@ -227,7 +229,7 @@ class Functions:
             cache = self[COPY](cache, numbers)
         return cache
 
-    def filtered(
+    def filter_masks(
         self,
         logits: jax.Array,
         allowed: np.ndarray | jax.Array,
@@ -240,15 +242,15 @@ class Functions:
         Args:
             logits: logits of the model [n, v].
             allowed: masks of the grammars [n, w].
-            index, numbers: rows with filters; see `SlotTables.filtered`.
+            index, numbers: rows with filters; see `SlotTables.filter_masks`.
             state: state of the sampler.
         """
         rows = len(logits)
-        masks = self._memory.replicated(jnp.asarray(allowed))
+        masks = self._memory.replicate_arrays(jnp.asarray(allowed))
         for start in range(0, len(index), filters.ROWS):
-            spare = max(start + filters.ROWS - len(index), 0)
-            places = np.pad(index[start : start + filters.ROWS], (0, spare), constant_values=rows)
-            part = np.pad(numbers[:, start : start + filters.ROWS], ((0, 0), (0, spare)))
+            padding = max(start + filters.ROWS - len(index), 0)
+            places = np.pad(index[start : start + filters.ROWS], (0, padding), constant_values=rows)
+            part = np.pad(numbers[:, start : start + filters.ROWS], ((0, 0), (0, padding)))
             few = self["take", rows](logits, masks, places)
             masks = self["merge", rows](masks, places, self[FILTER](few[0], part, state, few[1]))
         return masks
@@ -268,8 +270,8 @@ class Functions:
         logits = self._uncompiled.logits[largest.seqs]
         # The sampler has several arrays of float32 numbers for all tokens of the vocabulary.
         sampler = SAMPLER_ARRAYS * logits.size * 4
-        kept = logits.size * logits.dtype.itemsize
-        return kept + max(int(analysis.temp_size_in_bytes), sampler)
+        logits_bytes = logits.size * logits.dtype.itemsize
+        return logits_bytes + max(int(analysis.temp_size_in_bytes), sampler)
 
     # ---- functions of an earlier process
 
@@ -285,9 +287,9 @@ class Functions:
         sizes = (*sizes, encoder) if encoder else sizes
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)
         home = programs_folder("engines")
-        return programs_of(weights.model.config, home, parts, PACKAGES)
+        return open_programs(weights.model.config, home, parts, PACKAGES)
 
-    def _loaded(self, name: ProgramKey) -> Callable[..., Any] | None:
+    def _load_function(self, name: ProgramKey) -> Callable[..., Any] | None:
         """Return the function of an earlier process, or None."""
         if self._loading is None or name not in self._loading:
             return None
@@ -303,7 +305,7 @@ class Functions:
     def _make(self, name: ProgramKey) -> Callable[..., Any]:
         if self._ahead_of_time:
             return self._uncompiled.lower(name).compile()
-        return self._uncompiled.jitted(name)
+        return self._uncompiled.jit_function(name)
 
     def _warm(self, name: ProgramKey) -> None:
         """Call a function with empty inputs, so that `jax.jit` compiles the function."""
@@ -311,7 +313,7 @@ class Functions:
         assert memory.state is not None, "functions are compiled with memory"
         arguments = self._uncompiled.arguments(name)
         if isinstance(name, StepShape):
-            encoded = memory.encoded_of(self._uncompiled.builder.fields(name).featured)
+            encoded = memory.get_encoder_outputs(self._uncompiled.builder.fields(name).featured)
             out = function(leaves, memory.cache, memory.state.last, arguments[3], *encoded)
             memory.cache = out[3]
         elif name == PUT:
@@ -338,7 +340,7 @@ class Functions:
 
     def _zeros(self, like: object) -> Any:
         """Return arrays of zeros for abstract arrays. Arrays of numpy stay as they are."""
-        place = self._memory.replicated
+        place = self._memory.replicate_arrays
         return jax.tree.map(
             lambda x: x if isinstance(x, np.ndarray) else place(jnp.zeros(x.shape, x.dtype)), like
         )

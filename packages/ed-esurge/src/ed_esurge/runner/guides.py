@@ -111,17 +111,23 @@ class Guides:
 
     def hold(self, params: SamplingParams | PoolingParams) -> Grammar | None:
         """Return the grammar of a request. The caller's reference keeps the grammar alive."""
-        wanted = _wanted(params)
-        return None if wanted is None else self._known().get(wanted)
+        structured_outputs = _get_structured_outputs(params)
+        return (
+            None if structured_outputs is None else self._require_grammars().get(structured_outputs)
+        )
 
     def start(self, new: NewSequence) -> None:
         """Assign a slot to a sequence."""
-        wanted = _wanted(new.params)
-        self._at[new.slot], self._wanted[new.slot] = None, wanted
-        if wanted is not None:
-            known = self._known()
-            ends = known.thought_ends(wanted.after) if wanted.after else None
-            self._at[new.slot] = Guide(new, known.get(wanted).matcher(), ends)
+        structured_outputs = _get_structured_outputs(new.params)
+        self._at[new.slot], self._wanted[new.slot] = None, structured_outputs
+        if structured_outputs is not None:
+            grammars = self._require_grammars()
+            ends = (
+                grammars.thought_ends(structured_outputs.after)
+                if structured_outputs.after
+                else None
+            )
+            self._at[new.slot] = Guide(new, grammars.get(structured_outputs).matcher(), ends)
 
     def grow(self, row: PlanRow) -> None:
         """Advance a sequence by the tokens of a row."""
@@ -129,7 +135,9 @@ class Guides:
         if guide is not None:
             guide.grow(row)
 
-    def allowed(self, plan: StepPlan, places: Sequence[int], rows: int) -> np.ndarray | jax.Array:
+    def get_allowed_tokens(
+        self, plan: StepPlan, places: Sequence[int], rows: int
+    ) -> np.ndarray | jax.Array:
         """Return bits of the tokens that each row of a step may sample, [rows, words] int32.
 
         Nothing is sent to the device if every token is allowed.
@@ -147,7 +155,7 @@ class Guides:
         return self._everything[rows]
 
     def masks(self, plan: StepPlan, places: Sequence[int], rows: int) -> np.ndarray | None:
-        """Return the masks of `allowed`, or None if no row has a grammar."""
+        """Return the masks of `get_allowed_tokens`, or None if no row has a grammar."""
         guided = [
             (place, row, guide)
             for place, row in zip(places, plan.rows, strict=True)
@@ -155,8 +163,8 @@ class Guides:
         ]
         if not guided:
             return None
-        masks = np.full((rows, words(self._known().size)), -1, np.int32)
-        alone: list[tuple[Any, int]] = []
+        masks = np.full((rows, words(self._require_grammars().size)), -1, np.int32)
+        single_matchers: list[tuple[Any, int]] = []
         ahead: list[tuple[Any, int, list[int]]] = []
         for place, row, guide in guided:
             proposed = list(row.token_ids[row.known - row.start :])
@@ -169,28 +177,28 @@ class Guides:
             if begins < len(proposed):
                 ahead.append((guide.matcher, place + begins, proposed[begins:]))
             else:
-                alone.append((guide.matcher, place + begins))
-        self._fill(masks, alone, ahead)
+                single_matchers.append((guide.matcher, place + begins))
+        self._fill(masks, single_matchers, ahead)
         for place, row, guide in guided:
             guide.check()
-            forbid(masks[place : place + row.samples], self._known().text_ends)
+            forbid(masks[place : place + row.samples], self._require_grammars().text_ends)
         return np.ascontiguousarray(masks[:, : self._words])
 
     def failures(self, plan: StepPlan) -> Mapping[str, GuideError]:
         """Return the errors of the sequences whose grammars allow no token."""
         failures: dict[str, GuideError] = {}
         for row in plan.rows:
-            guide, wanted = self._at[row.slot], self._wanted[row.slot]
-            if guide is not None and guide.error is not None and wanted is not None:
+            guide, structured_outputs = self._at[row.slot], self._wanted[row.slot]
+            if guide is not None and guide.error is not None and structured_outputs is not None:
                 failures[row.request_id] = guide.error
                 # The copies of a matcher share the lexer states and their limit.
-                self._known().forget(wanted)
+                self._require_grammars().forget(structured_outputs)
         return failures
 
     def _fill(
         self,
         masks: np.ndarray,
-        alone: list[tuple[Any, int]],
+        single_matchers: list[tuple[Any, int]],
         ahead: list[tuple[Any, int, list[int]]],
     ) -> None:
         """Compute the masks of matchers for the given rows and the rows of their proposals."""
@@ -202,16 +210,16 @@ class Guides:
 
         if self._executor is None:
             self._executor = LLExecutor()
-        if alone:
-            fill_next_token_bitmask_par(self._executor, alone, masks)
+        if single_matchers:
+            fill_next_token_bitmask_par(self._executor, single_matchers, masks)
         if ahead:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, ahead, masks)
 
-    def _known(self) -> Grammars:
+    def _require_grammars(self) -> Grammars:
         if self._grammars is None:
             raise ConfigError("structured output needs a tokenizer: give one to eSurge")
         return self._grammars
 
 
-def _wanted(params: SamplingParams | PoolingParams) -> StructuredOutputs | None:
+def _get_structured_outputs(params: SamplingParams | PoolingParams) -> StructuredOutputs | None:
     return params.structured_outputs if isinstance(params, SamplingParams) else None

@@ -11,7 +11,7 @@ from ed_layers.losses import logits_and_logz
 from ed_layers.projections.head import Head
 from jaxtyping import Array, Float, Int
 
-from ed_esurge.runner.sampler import SampledTokens, logprobs_of
+from ed_esurge.runner.sampler import SampledTokens, compute_logprobs
 
 # Number of tokens per block of logits: 128 x 128k in float32 are 64 MiB.
 CHUNK = 128
@@ -29,16 +29,16 @@ def score(
         `SampledTokens.pack()` of each position, `w = 3 + 2 l`.
     """
 
-    def of_chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def score_chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         logits, logz = logits_and_logz(part[0], head)
-        return SampledTokens(part[1], *logprobs_of(logits, logz, part[1], count)).pack()
+        return SampledTokens(part[1], *compute_logprobs(logits, logz, part[1], count)).pack()
 
     tokens = hidden.shape[0]
     size = min(CHUNK, tokens)
     padding = -tokens % size
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, size, hidden.shape[1])
     parts = jnp.pad(targets, (0, padding)).reshape(-1, size)
-    packed = jax.lax.map(of_chunk, (hidden, parts))
+    packed = jax.lax.map(score_chunk, (hidden, parts))
     return packed.reshape(tokens + padding, -1)[:tokens]
 
 

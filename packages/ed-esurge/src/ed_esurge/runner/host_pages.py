@@ -91,33 +91,37 @@ class HostMemory:
 
     def parts(self) -> list[str]:
         """Return a description of the parts of pages that this process keeps."""
-        own = [f"{name}: {group.parts()}" for name, group in sorted(self._groups.items())]
-        return own if self.draft is None else [*own, *self.draft.parts()]
+        descriptions = [f"{name}: {group.parts()}" for name, group in sorted(self._groups.items())]
+        return descriptions if self.draft is None else [*descriptions, *self.draft.parts()]
 
     def on_device(self, group: str, numbers: Sequence[int]) -> Iterator[bytes]:
         """Yield the content of pages on the device."""
         cache = self.device()
         if cache is None or not numbers:
             return
-        own = self._groups[group].on_device(groups(cache)[group], numbers)
+        page_contents = self._groups[group].on_device(groups(cache)[group], numbers)
         draft = self._draft(group)
         if draft is None:
-            yield from own
+            yield from page_contents
         else:
-            for one, other in zip(own, draft.on_device(group, numbers), strict=True):
-                yield one + other
+            for one, draft_content in zip(
+                page_contents, draft.on_device(group, numbers), strict=True
+            ):
+                yield one + draft_content
 
     def content(self, group: str, place: int) -> bytes:
         """Return the content of a place."""
-        own, draft = self._groups[group].content(place), self._draft(group)
-        return own if draft is None else own + draft.content(group, place)
+        page_content, draft = self._groups[group].content(place), self._draft(group)
+        return page_content if draft is None else page_content + draft.content(group, place)
 
     def fill(self, group: str, place: int, content: bytes) -> bool:
         """Write the content of a place. Return False if it has another length."""
-        own, draft = self._groups[group], self._draft(group)
-        if draft is not None and not draft.fill(group, place, content[own.place_bytes :]):
+        host_group, draft = self._groups[group], self._draft(group)
+        if draft is not None and not draft.fill(group, place, content[host_group.place_bytes :]):
             return False
-        return own.fill(place, content[: own.place_bytes] if draft is not None else content)
+        return host_group.fill(
+            place, content[: host_group.place_bytes] if draft is not None else content
+        )
 
     def _draft(self, group: str) -> HostMemory | None:
         """Return the memory of the draft model, if it has pages of this group."""
@@ -161,9 +165,9 @@ class HostGroup:
 
     @cached_property
     def programs(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The compiled `taken` and `written`."""
-        take = jax.jit(self._traced(taken), out_shardings=self._shardings)
-        put = jax.jit(self._traced(written), donate_argnums=0, out_shardings=self._shardings)
+        """The compiled `take_pages` and `write_pages`."""
+        take = jax.jit(self._traced(take_pages), out_shardings=self._shardings)
+        put = jax.jit(self._traced(write_pages), donate_argnums=0, out_shardings=self._shardings)
         which = np.zeros(PAGES_AT_ONCE, np.int32)
         values = jax.tree.unflatten(self._treedef, self._copied)
         lowered = take.lower(self._like, which), put.lower(self._like, which, values)
@@ -178,7 +182,7 @@ class HostGroup:
             saves: place -> device page.
         """
         for places, theirs in batches(saves):
-            parts = self._taken(pages, theirs)
+            parts = self._take_parts(pages, theirs)
             for array in parts:
                 array.copy_to_host_async()
             self._wait()
@@ -202,7 +206,7 @@ class HostGroup:
             padded = np.array(batch + batch[:1] * (PAGES_AT_ONCE - len(batch)), np.int32)
             arrays = [
                 np.moveaxis(np.asarray(part), part.ndim - DIMS, 0)
-                for part in self._taken(pages, padded)
+                for part in self._take_parts(pages, padded)
             ]
             for place in range(len(batch)):
                 yield b"".join(array[place].tobytes() for array in arrays)
@@ -235,18 +239,20 @@ class HostGroup:
 
     @property
     def _flat(self) -> list[np.ndarray]:
-        """The host arrays of all parts, in the order of `_taken`."""
+        """The host arrays of all parts, in the order of `_take_parts`."""
         return [array for parts in self._arrays for array in parts.values()]
 
-    def _taken(self, pages: PagedCache, numbers: np.ndarray) -> list[jax.Array]:
+    def _take_parts(self, pages: PagedCache, numbers: np.ndarray) -> list[jax.Array]:
         """Return the parts of pages on the devices of this process, each part once."""
-        found: list[jax.Array] = []
+        page_parts: list[jax.Array] = []
         for leaf, parts in zip(
             jax.tree.leaves(self.programs[0](pages, numbers)), self._arrays, strict=True
         ):
-            held = {_part(one.index, leaf.shape): one.data for one in leaf.addressable_shards}
-            found += [held[part] for part in parts]
-        return found
+            local_shards = {
+                _part(one.index, leaf.shape): one.data for one in leaf.addressable_shards
+            }
+            page_parts += [local_shards[part] for part in parts]
+        return page_parts
 
     def _wait(self) -> None:
         """Wait for all running copies."""
@@ -302,7 +308,7 @@ def batches(copies: Mapping[int, int]) -> Iterator[tuple[np.ndarray, np.ndarray]
         yield tuple(np.array(batch, np.int32).T.copy())
 
 
-def taken(pages: PagedCache, numbers: jax.Array) -> PagedCache:
+def take_pages(pages: PagedCache, numbers: jax.Array) -> PagedCache:
     """Return pages of a pool. Runs on the device.
 
     Args:
@@ -311,13 +317,13 @@ def taken(pages: PagedCache, numbers: jax.Array) -> PagedCache:
     """
 
     def of(leaf: jax.Array) -> jax.Array:
-        found = jnp.take(bits_of(leaf), numbers, leaf.ndim - DIMS, mode="clip")
-        return jax.lax.bitcast_convert_type(found, leaf.dtype)
+        page_bits = jnp.take(to_bits(leaf), numbers, leaf.ndim - DIMS, mode="clip")
+        return jax.lax.bitcast_convert_type(page_bits, leaf.dtype)
 
     return jax.tree.map(of, pages)
 
 
-def written(pages: PagedCache, numbers: jax.Array, values: PagedCache) -> PagedCache:
+def write_pages(pages: PagedCache, numbers: jax.Array, values: PagedCache) -> PagedCache:
     """Return a pool with replaced pages. Runs on the device.
 
     Args:
@@ -328,22 +334,22 @@ def written(pages: PagedCache, numbers: jax.Array, values: PagedCache) -> PagedC
 
     def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
         at = (*(slice(None),) * (leaf.ndim - DIMS), numbers)
-        bits = bits_of(leaf).at[at].set(bits_of(new), mode="drop")
+        bits = to_bits(leaf).at[at].set(to_bits(new), mode="drop")
         return jax.lax.bitcast_convert_type(bits, leaf.dtype)
 
     return jax.tree.map(put, pages, values)
 
 
-def copied(cache: Cache, numbers: Mapping[str, jax.Array]) -> Cache:
+def copy_pages(cache: Cache, numbers: Mapping[str, jax.Array]) -> Cache:
     """Return a cache with copies of pages. Runs on the device.
 
     Args:
         cache: pages, and recurrent states, which do not change.
         numbers: group of layers -> sources and targets of the copies, int32 [2, n].
     """
-    own = groups(cache)
+    page_groups = groups(cache)
     new = {
-        name: written(own[name], targets, taken(own[name], sources))
+        name: write_pages(page_groups[name], targets, take_pages(page_groups[name], sources))
         for name, (sources, targets) in numbers.items()
     }
     if isinstance(cache, HybridCache):
@@ -351,7 +357,7 @@ def copied(cache: Cache, numbers: Mapping[str, jax.Array]) -> Cache:
     return next(iter(new.values()))
 
 
-def bits_of(array: jax.Array) -> jax.Array:
+def to_bits(array: jax.Array) -> jax.Array:
     """Return floats of less than 32 bits as integers of the same width.
 
     A CPU scatters such floats through a temporary pool of 32-bit floats. Other numbers are returned

@@ -72,13 +72,13 @@ class Memory:
                 encoder_length=self.encoder_length,
             )
         # Committed like the outputs of a step: jit would trace again for an uncommitted array.
-        self.cache = cache if self._mesh.size > 1 else self.replicated(cache)
-        self.state = self.replicated(SamplerState.create(self.max_num_seqs, self._vocab_size))
-        self.sums = self.replicated(zeros((self.max_num_seqs, self._width), jnp.float32))
+        self.cache = cache if self._mesh.size > 1 else self.replicate_arrays(cache)
+        self.state = self.replicate_arrays(SamplerState.create(self.max_num_seqs, self._vocab_size))
+        self.sums = self.replicate_arrays(zeros((self.max_num_seqs, self._width), jnp.float32))
         if self.encoder_rows:
             dtype = cast(Any, self._model).dtype
             shape = (self.encoder_rows, self._encoder_features)
-            self.encoded = self.replicated(zeros(shape, dtype))
+            self.encoded = self.replicate_arrays(zeros(shape, dtype))
         return self.cache
 
     def free(self) -> None:
@@ -91,15 +91,15 @@ class Memory:
     def allocated(self) -> bool:
         return self.cache is not None
 
-    def encoded_of(self, featured: bool) -> tuple[jax.Array, ...]:
+    def get_encoder_outputs(self, featured: bool) -> tuple[jax.Array, ...]:
         """Return the last arguments of a step: the table of encoder outputs, if the step reads
         it."""
         return (self.encoded,) if featured and self.encoded is not None else ()
 
     def bytes(self) -> int:
         """Return the bytes of all arrays over all devices."""
-        kept = (self.cache, self.state, self.sums, self.encoded)
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
+        arrays = (self.cache, self.state, self.sums, self.encoded)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
 
     def cache_bytes(self) -> int:
         """Return the bytes of all pages and recurrent states over all devices."""
@@ -109,18 +109,18 @@ class Memory:
         """Return the bytes of the states of sequences, without pages, on each device."""
         parts = list(self.cache.caches.values()) if isinstance(self.cache, HybridCache) else []
         recurrent = [part for part in parts if not isinstance(part, PagedCache)]
-        kept = (self.state, self.sums, self.encoded, recurrent)
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
+        arrays = (self.state, self.sums, self.encoded, recurrent)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
 
     # ---- placement of arrays
 
     @property
     def placement(self) -> jax.sharding.Sharding:
-        """The sharding of the arrays that `replicated` returns: replicated over all devices."""
+        """The sharding of the arrays of `replicate_arrays`: replicated over all devices."""
         if self._mesh.size == 1:
             return jax.sharding.SingleDeviceSharding(self._mesh.devices.flat[0])
         return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
 
-    def replicated(self, tree: Tree) -> Tree:
+    def replicate_arrays(self, tree: Tree) -> Tree:
         """Replicate arrays over the devices."""
         return jax.device_put(tree, self.placement)

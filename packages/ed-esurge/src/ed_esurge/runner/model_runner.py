@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ed_esurge.core.plan import Moves, StepPlan
 from ed_esurge.grammars.store import Grammar, Grammars
-from ed_esurge.model import platform_of, vocab_size_of
+from ed_esurge.model import get_platform, get_vocab_size
 from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
@@ -72,7 +72,7 @@ class ModelRunner:
     ) -> None:
         self.buckets, self.items = buckets, items
         self.page_size, self.num_pages = page_size, num_pages
-        self.vocab_size = vocab_size_of(model)
+        self.vocab_size = get_vocab_size(model)
         self.weights = ServedWeights(model)
         self.model = self.weights.model
         self.memory = Memory(
@@ -84,7 +84,7 @@ class ModelRunner:
             encoder_features=0 if items is None else items.features,
             encoder_length=encoder_length,
         )
-        guides = Guides(grammars, max_num_seqs, self.vocab_size, self.memory.replicated)
+        guides = Guides(grammars, max_num_seqs, self.vocab_size, self.memory.replicate_arrays)
         self._slots = SlotTables(
             max_num_seqs,
             tuple(num_pages),
@@ -96,7 +96,7 @@ class ModelRunner:
             self._slots,
             page_size=page_size,
             num_pages=num_pages,
-            apart=buckets.invariant,
+            separate_rows=buckets.invariant,
             featured=buckets.prefill if encoder_rows else (),
             has_axes=items is not None and items.has_axes,
         )
@@ -117,15 +117,15 @@ class ModelRunner:
             self._encoder = ItemEncoder(
                 self.weights,
                 self.memory,
-                uncompiled.traced,
+                uncompiled.count_traces,
                 items,
-                at_once=() if platform_of(model) == "cpu" or buckets.invariant else AT_ONCE,
+                at_once=() if get_platform(model) == "cpu" or buckets.invariant else AT_ONCE,
                 ahead_of_time=ahead_of_time,
             )
         elif encoder_length is not None:
-            self._encoder = SlotEncoder(self.weights, self.memory, uncompiled.traced)
+            self._encoder = SlotEncoder(self.weights, self.memory, uncompiled.count_traces)
         cache = self.memory.allocate()
-        self.host = HostMemory(cache, host_places, uncompiled.traced) if host_places else None
+        self.host = HostMemory(cache, host_places, uncompiled.count_traces) if host_places else None
         if self.host is not None:
             self.host.device = lambda: self.memory.cache
 
@@ -243,22 +243,22 @@ class ModelRunner:
         if not functions.usable(shape):
             shape = self.buckets.generic
         buffer, places = self._builder.build(plan, shape)
-        allowed = slots.guides.allowed(plan, places, shape.seqs)
+        allowed = slots.guides.get_allowed_tokens(plan, places, shape.seqs)
         assert memory.state is not None, "allocated with the pages"
         logits, rows, hidden, memory.cache, experts = functions[shape](
             leaves,
             memory.cache,
             memory.state.last,
             buffer,
-            *memory.encoded_of(shape in self.buckets.prefill),
+            *memory.get_encoder_outputs(shape in self.buckets.prefill),
         )
-        index, numbers = slots.filtered(self._builder.fields(shape).view(buffer, "rows"))
+        index, numbers = slots.get_filtered_rows(self._builder.fields(shape).view(buffer, "rows"))
         if len(index):
-            allowed = functions.filtered(logits, allowed, index, numbers, memory.state)
+            allowed = functions.filter_masks(logits, allowed, index, numbers, memory.state)
         sampled = functions["sample", shape.seqs](memory.state, logits, rows, allowed)
         packed, memory.state, masks = sampled
         for adjustment, count, _ in adjusted:
-            adjustment.sampled(count)
+            adjustment.record_samples(count)
         scores = vectors = None
         if scored:
             targets = np.zeros(shape.tokens, np.int32)
@@ -304,7 +304,7 @@ class ModelRunner:
             ConfigError: the adapter does not match the slots. Nothing was written.
         """
         weights = self.weights
-        model = weights.merged(weights.leaves) if uses_dora(adapter) else self.model
+        model = weights.merge_leaves(weights.leaves) if uses_dora(adapter) else self.model
         values = jax.tree.leaves(slot_values(cast(nnx.Module, model), adapter))
         write = self.functions[PLACE]
         self.weights.put(write(self.weights.places, np.int32(place), values))

@@ -30,7 +30,7 @@ class RunnerWeights(Protocol):
         """Whether the weights are on the device."""
         ...
 
-    def checked(self, new: NewWeights) -> list[Leaf]:
+    def check_weights(self, new: NewWeights) -> list[Leaf]:
         """Return the leaves of new weights. Raise ConfigError if they do not match the model."""
         ...
 

@@ -81,8 +81,8 @@ class StepResult:
 
     def __getstate__(self) -> dict[str, object]:
         arrays = {name: x if x is None else np.asarray(x) for name, x in self._arrays.items()}
-        kept = {"plan": self.plan, "places": list(self.places), "failures": dict(self.failures)}
-        return {**kept, "_arrays": arrays, "_tokens": self._tokens, "_accepted": None}
+        metadata = {"plan": self.plan, "places": list(self.places), "failures": dict(self.failures)}
+        return {**metadata, "_arrays": arrays, "_tokens": self._tokens, "_accepted": None}
 
     def parts(self) -> StepParts:
         """Return everything but the plan, read from the device: places, arrays and failures."""
@@ -90,7 +90,7 @@ class StepResult:
         return list(self.places), arrays, dict(self.failures)
 
     @classmethod
-    def of_parts(cls, plan: StepPlan, parts: StepParts) -> StepResult:
+    def from_parts(cls, plan: StepPlan, parts: StepParts) -> StepResult:
         """Return the result of a plan that another process ran."""
         places, arrays, failures = parts
         return cls(plan, places=places, failures=failures, **cast("dict[str, Any]", arrays))
@@ -124,7 +124,7 @@ class StepResult:
         return {
             row.request_id: [column[place]]
             if row.samples == 1
-            else row.confirmed(column[place : place + row.samples])
+            else row.get_accepted_tokens(column[place : place + row.samples])
             for row, place in zip(self.plan.rows, self.places, strict=True)
             if row.samples
         }
@@ -133,7 +133,7 @@ class StepResult:
         """Return the ids of the requests whose logits are not finite."""
         return [name for name, tokens in self.tokens().items() if tokens[0] < 0]
 
-    def interrupted(self) -> list[str]:
+    def get_interrupted_ids(self) -> list[str]:
         """Return the ids of the requests with logits that are not finite in one of several steps,
         after the first step. `tokens` returns their tokens before that step."""
         steps = self.plan.steps
@@ -141,7 +141,7 @@ class StepResult:
             return []
         return [name for name, tokens in self.tokens().items() if len(tokens) < steps]
 
-    def sampled(self, index: int, many: int, count: int | None) -> list[TokenScores]:
+    def get_token_scores(self, index: int, many: int, count: int | None) -> list[TokenScores]:
         """Return the first tokens that row `index` of the plan sampled.
 
         Args:
@@ -175,7 +175,7 @@ class StepResult:
         values = zip(*(column.tolist() for column in columns), strict=True)
         return [TokenScores(token, logprob, rank, []) for token, logprob, rank in values]
 
-    def pooled(self, index: int) -> np.ndarray:
+    def get_pooled_vector(self, index: int) -> np.ndarray:
         """Return the pooled vector of row `index` of the plan, which ends its prompt; float32 [d].
 
         Raises:

@@ -193,9 +193,9 @@ def sample_with_mask(
     mu = jax.lax.cond(
         controlled, lambda: limits_after(adjusted, rows, state.mu, tokens), lambda: state.mu
     )
-    kept = replace(state, seen=seen, mu=mu)
+    new_state = replace(state, seen=seen, mu=mu)
     mask = bits(jnp.isfinite(sampled_from(adjusted, rows, cutoff, tokens))) if masks else None
-    return SampledTokens(checked(tokens, logits), *scores), kept, mask
+    return SampledTokens(mark_nonfinite_rows(tokens, logits), *scores), new_state, mask
 
 
 def sample_plain(
@@ -204,10 +204,10 @@ def sample_plain(
     """Sample a token per row without adjusted logits. Arguments as for `sample_with_mask`."""
     logits = logits.astype(jnp.float32)
     tokens, _, scores = choose(logits, logits, rows, max_logprobs)
-    return SampledTokens(checked(tokens, logits), *scores)
+    return SampledTokens(mark_nonfinite_rows(tokens, logits), *scores)
 
 
-def checked(tokens: Int[Array, " n"], logits: Float[Array, "n v"]) -> Int[Array, " n"]:
+def mark_nonfinite_rows(tokens: Int[Array, " n"], logits: Float[Array, "n v"]) -> Int[Array, " n"]:
     """Return the tokens, or -1 where a logit of the row is NaN or all are infinite."""
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, -1)
 
@@ -237,22 +237,22 @@ def choose(
     random = rows.temperature > 0
     everything = jnp.full(greedy.shape, -jnp.inf)
 
-    def drawn() -> tuple[jax.Array, jax.Array]:
+    def draw_tokens() -> tuple[jax.Array, jax.Array]:
         tokens, cutoff = draw(adjusted, rows, cutoffs=cutoffs)
         return jnp.where(random, tokens, greedy), jnp.where(random, cutoff, everything)
 
-    tokens, cutoff = jax.lax.cond(jnp.any(random), drawn, lambda: (greedy, everything))
+    tokens, cutoff = jax.lax.cond(jnp.any(random), draw_tokens, lambda: (greedy, everything))
     n, count = tokens.shape[0], min(max_logprobs, logits.shape[1])
 
-    def measured() -> tuple[jax.Array, ...]:
-        def shown() -> jax.Array:
+    def compute_scores() -> tuple[jax.Array, ...]:
+        def select_logits() -> jax.Array:
             processed = sampled_from(adjusted, rows, cutoff, tokens)
             return jnp.where(rows.processed[:, None] > 0, processed, logits)
 
-        view = jax.lax.cond(jnp.any(rows.processed > 0), shown, lambda: logits)
-        return logprobs_of(view, logsumexp(view), tokens, count)
+        view = jax.lax.cond(jnp.any(rows.processed > 0), select_logits, lambda: logits)
+        return compute_logprobs(view, logsumexp(view), tokens, count)
 
-    def unmeasured() -> tuple[jax.Array, ...]:
+    def make_empty_scores() -> tuple[jax.Array, ...]:
         return (
             jnp.zeros(n, jnp.float32),
             jnp.zeros(n, jnp.int32),
@@ -260,7 +260,7 @@ def choose(
             jnp.zeros((n, count), jnp.float32),
         )
 
-    scores = jax.lax.cond(jnp.any(rows.num_logprobs >= 0), measured, unmeasured)
+    scores = jax.lax.cond(jnp.any(rows.num_logprobs >= 0), compute_scores, make_empty_scores)
     return tokens, cutoff, scores
 
 
@@ -302,9 +302,11 @@ def permit(logits: Float[Array, "n v"], allowed: Int[Array, "n w"]) -> Float[Arr
     return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] > 0, logits, -jnp.inf)
 
 
-def bits(kept: Bool[Array, "n v"]) -> Int[Array, "n w"]:
+def bits(token_mask: Bool[Array, "n v"]) -> Int[Array, "n w"]:
     """Return a mask of tokens as bits, 32 per number."""
-    padded = jnp.pad(kept, ((0, 0), (0, -kept.shape[1] % 32))).reshape(len(kept), -1, 32)
+    padded = jnp.pad(token_mask, ((0, 0), (0, -token_mask.shape[1] % 32))).reshape(
+        len(token_mask), -1, 32
+    )
     numbers = jnp.sum(padded.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=-1)
     return jax.lax.bitcast_convert_type(numbers.astype(jnp.uint32), jnp.int32)
 
@@ -334,8 +336,8 @@ def sampled_from(
     # A compiler may compute the logits a second time here, and change their last bit: the token at
     # the cutoff itself must stay.
     least = cutoff - 2.0**-22 * jnp.abs(cutoff)
-    kept = (logits >= least[:, None]) | (every == tokens[:, None])
-    return jnp.where(kept, scaled, -jnp.inf)
+    keep_mask = (logits >= least[:, None]) | (every == tokens[:, None])
+    return jnp.where(keep_mask, scaled, -jnp.inf)
 
 
 def draw(
@@ -371,25 +373,27 @@ def draw(
 
     def among_candidates() -> tuple[jax.Array, jax.Array]:
         noise = token_noise(rows, ids)
-        kept = few_odds >= least[:, None]
-        best = first_argmax(jnp.where(kept, few + noise, -jnp.inf))
-        own = jnp.take_along_axis(logits, ids, axis=1)
-        cutoff = jnp.min(jnp.where(kept, own, jnp.inf), axis=-1)
+        keep_mask = few_odds >= least[:, None]
+        best = first_argmax(jnp.where(keep_mask, few + noise, -jnp.inf))
+        candidate_logits = jnp.take_along_axis(logits, ids, axis=1)
+        cutoff = jnp.min(jnp.where(keep_mask, candidate_logits, jnp.inf), axis=-1)
         tokens = jnp.take_along_axis(ids, best[:, None], axis=1)[:, 0]
         return tokens, cutoff
 
     def among_all() -> tuple[jax.Array, jax.Array]:
-        kept = jax.lax.cond(
+        keep_mask = jax.lax.cond(
             jnp.any(random & ~unfiltered & ~complete),
             lambda: kept_of_all(odds, mass, rows),
             lambda: jnp.zeros_like(odds, bool),
         )
-        kept = jnp.where(complete[:, None], odds >= least[:, None], kept) | unfiltered[:, None]
+        keep_mask = (
+            jnp.where(complete[:, None], odds >= least[:, None], keep_mask) | unfiltered[:, None]
+        )
         every = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
-        tokens = first_argmax(jnp.where(kept, scaled + token_noise(rows, every), -jnp.inf))
+        tokens = first_argmax(jnp.where(keep_mask, scaled + token_noise(rows, every), -jnp.inf))
         cutoff = jax.lax.cond(
             wants_cutoff,
-            lambda: jnp.min(jnp.where(kept, logits, jnp.inf), axis=-1),
+            lambda: jnp.min(jnp.where(keep_mask, logits, jnp.inf), axis=-1),
             lambda: jnp.full(tokens.shape, -jnp.inf),
         )
         return tokens, cutoff
@@ -414,11 +418,11 @@ def cutoff_of_best(
     within = (rank < rows.top_k[:, None]) | ~has_k[:, None]
     # Exclusive prefix sums, and the sum over the top-k. TPUs need HIGHEST for exact products.
     earlier = jnp.asarray(rank[:, None] < rank, odds.dtype)
-    before = jnp.dot(odds, earlier, precision=jax.lax.Precision.HIGHEST)
+    preceding_mass = jnp.dot(odds, earlier, precision=jax.lax.Precision.HIGHEST)
     inside = jnp.where(has_k, jnp.sum(jnp.where(within, odds, 0.0), axis=-1), mass)
-    nucleus = (before < (rows.top_p * inside)[:, None]) | (rows.top_p >= 1)[:, None]
-    kept = within & nucleus & (odds >= rows.min_p[:, None])
-    return jnp.min(jnp.where(kept, odds, jnp.inf), axis=-1)
+    nucleus = (preceding_mass < (rows.top_p * inside)[:, None]) | (rows.top_p >= 1)[:, None]
+    keep_mask = within & nucleus & (odds >= rows.min_p[:, None])
+    return jnp.min(jnp.where(keep_mask, odds, jnp.inf), axis=-1)
 
 
 def kept_of_all(
@@ -461,22 +465,22 @@ def token_noise(rows: SamplerRows, token_ids: Int[Array, "n c"]) -> Float[Array,
     The generator is always Threefry, independent of jax's default.
     """
 
-    def of_row(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
+    def draw_bits(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
         words = jnp.stack([seed, position])
         data = jax.lax.bitcast_convert_type(words, jnp.uint32)
         key = jax.random.wrap_key_data(data, impl="threefry2x32")
         return jax.random.key_data(jax.vmap(partial(jax.random.fold_in, key))(ids))[:, 0]
 
-    bits = jax.vmap(of_row)(rows.seed, rows.position, token_ids)
+    bits = jax.vmap(draw_bits)(rows.seed, rows.position, token_ids)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))
 
 
-def logprobs_of(
+def compute_logprobs(
     logits: Float[Array, "n v"], logz: Float[Array, " n"], tokens: Int[Array, " n"], count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return `(logprob [n], rank [n], top_ids [n, l], top_logprobs [n, l])` of the tokens."""
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    rank = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
+    token_logits = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+    rank = 1 + jnp.sum(logits > token_logits, axis=-1, dtype=jnp.int32)
     top, ids = jax.lax.top_k(logits, count)
-    return chosen[:, 0] - logz, rank, ids, top - logz[:, None]
+    return token_logits[:, 0] - logz, rank, ids, top - logz[:, None]

@@ -52,15 +52,15 @@ def several_steps(
     width = jax.eval_shape(step, inputs, cache, last)[0].shape
 
     def one(number: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        inputs, cache, last, kept = carry
+        inputs, cache, last, packed_tokens = carry
         packed, cache, last = step(inputs, cache, last)
-        kept = kept.at[:, number].set(packed)
-        return following(inputs, page_size, nowhere), cache, last, kept
+        packed_tokens = packed_tokens.at[:, number].set(packed)
+        return following(inputs, page_size, nowhere), cache, last, packed_tokens
 
-    kept = jnp.zeros((width[0], most, width[1]), jnp.int32)
-    start = (inputs, cache, last, kept)
-    _, cache, last, kept = jax.lax.fori_loop(0, inputs.num_steps, one, start)
-    return kept.reshape(-1, width[1]), cache, last
+    packed_tokens = jnp.zeros((width[0], most, width[1]), jnp.int32)
+    start = (inputs, cache, last, packed_tokens)
+    _, cache, last, packed_tokens = jax.lax.fori_loop(0, inputs.num_steps, one, start)
+    return packed_tokens.reshape(-1, width[1]), cache, last
 
 
 def following(inputs: StepInput, page_size: int, nowhere: Mapping[str, int]) -> StepInput:

@@ -156,7 +156,7 @@ class SlotTables:
             xtc_threshold=params.xtc_threshold,
         )
 
-    def filtered(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def get_filtered_rows(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of a step with filters, and the numbers for the program of the filters.
 
         Args:
@@ -170,8 +170,8 @@ class SlotTables:
             return np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
         slots = rows[OF_STEP.index("state_slots")]
         # A row that does not sample has the temperature 0.
-        chosen = self._filtered[slots] & (rows[OF_STEP.index("temperature")] != 0)
-        index = np.flatnonzero(chosen).astype(np.int32)
+        is_filtered = self._filtered[slots] & (rows[OF_STEP.index("temperature")] != 0)
+        index = np.flatnonzero(is_filtered).astype(np.int32)
         lengths = rows[OF_STEP.index("kv_lens"), index]
         return index, np.concatenate([lengths[None], self._filters.numbers[:, slots[index]]])
 
@@ -184,9 +184,9 @@ class SlotTables:
             if not start:
                 # Attention also reads unused page table entries and masks them, which does not
                 # remove NaN. Unused and freed entries therefore name a page of the same sequence.
-                own = max(0, *pages)
-                table[:] = own
-                pages = [own if page < 0 else page for page in pages]
+                fill_page = max(0, *pages)
+                table[:] = fill_page
+                pages = [fill_page if page < 0 else page for page in pages]
             table[start:stop] = pages
         adjustment = self._adjusted[row.slot]
         if adjustment is not None:
@@ -203,8 +203,8 @@ class SlotTables:
         for slot in np.unique(slots):
             new = self._new[slot]
             if new is not None and new.positions is not None:
-                of_prompt = (slots == slot) & (numbers < new.prompt_len)
-                positions[:, of_prompt] = new.positions[:, numbers[of_prompt]]
+                in_prompt = (slots == slot) & (numbers < new.prompt_len)
+                positions[:, in_prompt] = new.positions[:, numbers[in_prompt]]
         return positions
 
     def following(self, row: PlanRow) -> Sequence[int]:
@@ -220,7 +220,7 @@ class SlotTables:
             tokens: padded number of tokens T.
         """
         slot_of_token = np.full(tokens, self.num_slots, np.int32)
-        of_slot = np.zeros((self.num_slots, 4), np.int32)
+        slot_rows = np.zeros((self.num_slots, 4), np.int32)
         at = 0
         for row in rows:
             end = at + len(row.token_ids)
@@ -229,9 +229,9 @@ class SlotTables:
                 assert isinstance(new.params, PoolingParams), "only pooled rows are asked about"
                 slot_of_token[at:end] = row.slot
                 mean = new.prompt_len if new.params.pooling == "mean" else 0
-                of_slot[row.slot] = row.start == 0, end - 1, mean, new.params.normalize
+                slot_rows[row.slot] = row.start == 0, end - 1, mean, new.params.normalize
             at = end
-        return slot_of_token, of_slot
+        return slot_of_token, slot_rows
 
     def forget_lines(self) -> None:
         """Mark all rows of the sampler's state on the device as lost."""

@@ -24,7 +24,7 @@ from ed_esurge.runner.batch import BatchBuilder, StepInput
 from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.guides import Guides, words
 from ed_esurge.runner.hidden_states import pool, score
-from ed_esurge.runner.host_pages import PAGES_AT_ONCE, copied
+from ed_esurge.runner.host_pages import PAGES_AT_ONCE, copy_pages
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, OF_STEP
 from ed_esurge.runner.sampler import (
@@ -89,25 +89,25 @@ class UncompiledFunctions:
         self._hidden: dict[int, jax.ShapeDtypeStruct] = {}  # by T
         self.logits: dict[int, jax.ShapeDtypeStruct] = {}  # by n
 
-    def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def count_traces(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that `num_traces` counts its traces, with the kernels of the model."""
 
-        def counted(*args: object) -> Any:
+        def call_function(*args: object) -> Any:
             if not self.uncounted():
                 self.num_traces += 1
             with native.chosen_by(self.weights.model.config):
                 return function(*args)
 
-        return counted
+        return call_function
 
     def lower(self, name: ProgramKey) -> Any:
         """Trace a function and return it, ready to compile."""
-        lowered = self.jitted(name).lower(*self.arguments(name))
+        lowered = self.jit_function(name).lower(*self.arguments(name))
         if isinstance(name, StepShape):
             self._keep_outputs(name, lowered.out_info)
         return lowered
 
-    def jitted(self, name: ProgramKey) -> Any:
+    def jit_function(self, name: ProgramKey) -> Any:
         """Return a function that `jax.jit` compiles."""
         # Outputs that become inputs have the sharding that warm-up and lowered arguments have, so
         # that no function is traced again.
@@ -115,37 +115,41 @@ class UncompiledFunctions:
         cache, state = jax.tree.map(lambda x: x.sharding, self._abstract_arrays()[:2])
         if isinstance(name, StepShape):
             return jax.jit(
-                self.traced(self._make_step(name)),
+                self.count_traces(self._make_step(name)),
                 donate_argnums=1,
                 out_shardings=(everywhere, everywhere, everywhere, cache, everywhere),
             )
         if name == PUT:
-            return jax.jit(self.traced(SamplerState.put), donate_argnums=0)
+            return jax.jit(self.count_traces(SamplerState.put), donate_argnums=0)
         if name == COPY:
-            return jax.jit(self.traced(copied), donate_argnums=0, out_shardings=cache)
+            return jax.jit(self.count_traces(copy_pages), donate_argnums=0, out_shardings=cache)
         if name == PLACE:
-            kept = [leaf.sharding for leaf in self.weights.places]
-            return jax.jit(self.traced(with_adapter), donate_argnums=0, out_shardings=kept)
+            place_shardings = [leaf.sharding for leaf in self.weights.places]
+            return jax.jit(
+                self.count_traces(with_adapter), donate_argnums=0, out_shardings=place_shardings
+            )
         if name[0] == "decode":
             return jax.jit(
-                self.traced(self._make_decode(name[1])),
+                self.count_traces(self._make_decode(name[1])),
                 donate_argnums=(1, 2),
                 out_shardings=(everywhere, cache, everywhere),
             )
         if name[0] == "sample":
             return jax.jit(
-                self.traced(self._make_sample()),
+                self.count_traces(self._make_sample()),
                 donate_argnums=0,
                 out_shardings=(everywhere, state, everywhere),
             )
         if name[0] == "pool":
-            return jax.jit(self.traced(pool), out_shardings=(everywhere, everywhere))
+            return jax.jit(self.count_traces(pool), out_shardings=(everywhere, everywhere))
         if name[0] == "score":
-            return jax.jit(self.traced(self._make_score()))
-        function = {"take": filters.take, "filter": filters.permitted, "merge": filters.merge}[
-            name[0]
-        ]
-        return jax.jit(self.traced(function), out_shardings=everywhere)
+            return jax.jit(self.count_traces(self._make_score()))
+        function = {
+            "take": filters.take,
+            "filter": filters.get_allowed_bits,
+            "merge": filters.merge,
+        }[name[0]]
+        return jax.jit(self.count_traces(function), out_shardings=everywhere)
 
     def _make_step(self, shape: StepShape) -> Callable[..., Any]:
         fields, generic = self.builder.fields(shape), self.buckets.generic
@@ -163,25 +167,25 @@ class UncompiledFunctions:
             if shape.decodes:
                 token_ids = read_last(last, token_ids[0], slots)[None]
             elif shape == generic:  # computes decode steps until their shapes are compiled
-                of_token = slots.at[inputs.ragged.seq_of_token].get(mode="clip")
-                token_ids = read_last(last, token_ids[0], of_token)[None]
+                token_slots = slots.at[inputs.ragged.seq_of_token].get(mode="clip")
+                token_ids = read_last(last, token_ids[0], token_slots)[None]
             more: dict[str, Any] = {"output_routed_experts": True} if self.records.experts else {}
             if encoded is not None and inputs.features is not None:
                 more["features"] = Features(encoded[None], inputs.features)
-            out = self._computed(leaves, cache, inputs, token_ids, **more)
+            out = self._run_model(leaves, cache, inputs, token_ids, **more)
             assert out.last_hidden_state is not None
             experts = None if out.routed_experts is None else out.routed_experts[0]
             return out.logits, inputs.rows, out.last_hidden_state[0], out.past_key_values, experts
 
         return step
 
-    def _computed(
+    def _run_model(
         self, leaves: list[jax.Array], cache: Any, inputs: StepInput, token_ids: Any, **more: Any
     ) -> Any:
         """Return the output of the model for the tokens of a step."""
         if inputs.positions is not None:
             more["position_ids"] = inputs.positions
-        out = self.weights.merged(leaves).decode(
+        out = self.weights.merge_leaves(leaves).decode(
             token_ids,
             past_key_values=cache,
             ragged=inputs.ragged,
@@ -192,13 +196,13 @@ class UncompiledFunctions:
         return out
 
     def _make_decode(self, rows: int) -> Callable[..., Any]:
-        fields, builder = self.builder.fields(self.buckets.decode_of(rows)), self.builder
+        fields, builder = self.builder.fields(self.buckets.get_decode_shape(rows)), self.builder
 
         def decode(leaves: list[jax.Array], cache: Any, last: jax.Array, buffer: Any):
             def step(inputs: StepInput, cache: Any, last: jax.Array):
                 slots = inputs.ragged.state_slots
                 token_ids = read_last(last, inputs.token_ids[0], slots)[None]
-                out = self._computed(leaves, cache, inputs, token_ids)
+                out = self._run_model(leaves, cache, inputs, token_ids)
                 sampled = sample_plain(out.logits, SamplerRows.of(inputs.rows), self.max_logprobs)
                 last = last.at[slots].set(sampled.tokens, mode="drop")
                 return sampled.pack(), out.past_key_values, last
@@ -214,7 +218,9 @@ class UncompiledFunctions:
         return decode
 
     def _make_sample(self) -> Callable[..., Any]:
-        def of_logits(state: SamplerState, logits: jax.Array, rows: jax.Array, allowed: jax.Array):
+        def sample_logits(
+            state: SamplerState, logits: jax.Array, rows: jax.Array, allowed: jax.Array
+        ):
             sampled, state, masks = sample_with_mask(
                 *(logits, SamplerRows.of(rows), state, self.max_logprobs, allowed),
                 masks=self.records.masks,
@@ -222,18 +228,20 @@ class UncompiledFunctions:
             slots = rows[OF_STEP.index("state_slots")]
             return sampled.pack(), state.note(slots, sampled.tokens), masks
 
-        return of_logits
+        return sample_logits
 
     def _make_score(self) -> Callable[..., Any]:
-        def of_prompt(leaves: list[jax.Array], hidden: jax.Array, targets: jax.Array):
-            return score(hidden, self.weights.merged(leaves).head(), targets, self.max_logprobs)
+        def score_prompt(leaves: list[jax.Array], hidden: jax.Array, targets: jax.Array):
+            return score(
+                hidden, self.weights.merge_leaves(leaves).head(), targets, self.max_logprobs
+            )
 
-        return of_prompt
+        return score_prompt
 
     # ---- arguments of the functions
 
     def numbers_of_copies(self) -> dict[str, np.ndarray]:
-        """Return the second argument of `copied`, for copies of page 0 to itself."""
+        """Return the second argument of `copy_pages`, for copies of page 0 to itself."""
         groups = self.memory.num_pages
         return {group: np.zeros((2, PAGES_AT_ONCE), np.int32) for group in groups}
 
@@ -251,20 +259,20 @@ class UncompiledFunctions:
             values = jax.tree.leaves(slot_values(cast(nnx.Module, weights.model), {}))
             return abstract(weights.places), np.int32(1), values
         if isinstance(name, StepShape):
-            encoded = abstract(memory.encoded_of(self.builder.fields(name).featured))
+            encoded = abstract(memory.get_encoder_outputs(self.builder.fields(name).featured))
             return weights.like, cache, state.last, self.builder.empty(name), *encoded
         kind, size = name
         if kind == "decode":
-            shape = self.buckets.decode_of(size)
+            shape = self.buckets.get_decode_shape(size)
             return weights.like, cache, state.last, self.builder.empty(shape)
         if kind in ("sample", "take", "merge", "filter"):
             return self._arguments_of_sampling(kind, size, state)
         if size not in self._hidden:
             self._keep_outputs(self.buckets.pick(size, 1, prefill=True))
-        hidden, of_token = self._hidden[size], np.zeros(size, np.int32)
+        hidden, token_indices = self._hidden[size], np.zeros(size, np.int32)
         if kind == "score":
-            return weights.like, hidden, of_token
-        return hidden, of_token, np.zeros((memory.max_num_seqs, 4), np.int32), sums
+            return weights.like, hidden, token_indices
+        return hidden, token_indices, np.zeros((memory.max_num_seqs, 4), np.int32), sums
 
     def _abstract_arrays(self) -> tuple[Any, Any, Any]:
         """Return the abstract pages, state and sums. The memory may be freed later."""
@@ -282,11 +290,11 @@ class UncompiledFunctions:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
         if kind == "filter":
-            logits = self._logits_of(self.buckets.shapes[0].seqs)
+            logits = self._get_logits(self.buckets.shapes[0].seqs)
             few = array((rows, *logits.shape[1:]), logits.dtype)
             numbers = np.zeros((1 + len(OF_SAMPLING) + len(OF_FILTERS), rows), np.int32)
             return few, numbers, state, array((rows, *word))
-        logits, allowed = self._logits_of(rows), abstract(self._guides.everything(rows))
+        logits, allowed = self._get_logits(rows), abstract(self._guides.everything(rows))
         index = np.zeros(filters.ROWS, np.int32)
         if kind == "take":
             return logits, allowed, index
@@ -294,7 +302,7 @@ class UncompiledFunctions:
             return allowed, index, array((filters.ROWS, *word))
         return state, logits, array((len(OF_STEP), rows)), allowed
 
-    def _logits_of(self, rows: int) -> jax.ShapeDtypeStruct:
+    def _get_logits(self, rows: int) -> jax.ShapeDtypeStruct:
         if rows not in self.logits:
             shape = next(shape for shape in self.buckets.shapes if shape.seqs == rows)
             self._keep_outputs(shape)

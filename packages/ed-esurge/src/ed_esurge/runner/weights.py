@@ -13,7 +13,7 @@ import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.sharding.submesh import part_on
 from ed_layers import native
-from ed_layers.lora.slots import SlotParam, written
+from ed_layers.lora.slots import SlotParam, write_slot
 from ed_layers.native.library import on_whole_arrays
 from ed_layers.packing import memory_for_numbers, pack
 from ed_models.protocol import LanguageModel
@@ -37,14 +37,14 @@ class _Structure(NamedTuple):
     likes: list[jax.ShapeDtypeStruct]
     numbers: bool
 
-    def packed(self, leaves: list[jax.Array]) -> list[jax.Array]:
+    def pack_leaves(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Return the leaves of the packed model."""
         model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
-        packed = _packed(cast(LanguageModel, model), self.numbers)
+        packed = _pack_model(cast(LanguageModel, model), self.numbers)
         return jax.tree.leaves(nnx.state(cast(nnx.Module, packed)))
 
 
-def _packed(model: LanguageModel, numbers: bool) -> LanguageModel:
+def _pack_model(model: LanguageModel, numbers: bool) -> LanguageModel:
     with native.chosen_by(model.config):
         return cast(LanguageModel, pack(cast(nnx.Module, model), numbers=numbers))
 
@@ -67,7 +67,7 @@ class ServedWeights:
             and on_whole_arrays()  # accelerators pack nothing
             and memory_for_numbers(cast(nnx.Module, model))
         )
-        packed = model if has_slots else _packed(model, numbers)
+        packed = model if has_slots else _pack_model(model, numbers)
         if packed is not model:
             graphdef, state = nnx.split(cast(nnx.Module, model))
             leaves, treedef = jax.tree.flatten(state)
@@ -85,9 +85,9 @@ class ServedWeights:
         self.like: list[jax.ShapeDtypeStruct] = [*self._like_own, *abstract(self._places)]
         """Shapes, dtypes and shardings of `leaves`."""
         # The model without its arrays, so that replaced weights are freed.
-        self.model = self.merged(self.like)
+        self.model = self.merge_leaves(self.like)
 
-    def merged(self, leaves: list[jax.Array] | list[jax.ShapeDtypeStruct]) -> LanguageModel:
+    def merge_leaves(self, leaves: list[jax.Array] | list[jax.ShapeDtypeStruct]) -> LanguageModel:
         """Return the model with the given leaves."""
         edge = len(self._like_own)
         state = jax.tree.unflatten(self._treedef, leaves[:edge])
@@ -123,7 +123,7 @@ class ServedWeights:
             )
         return [*self._own, *self._places]
 
-    def checked(self, new: NewWeights) -> list[Leaf]:
+    def check_weights(self, new: NewWeights) -> list[Leaf]:
         """Validate new weights and return their leaves in the order of the served model.
 
         Raises:
@@ -134,11 +134,11 @@ class ServedWeights:
             new = model if model.layout == self.model.layout else model.to_layout(self.model.layout)
             new = nnx.state(cast(nnx.Module, new))
         leaves, treedef = jax.tree.flatten(new)
-        of_module, likes = self._treedef, self._like_own
+        module_treedef, likes = self._treedef, self._like_own
         if self._given is not None:
-            of_module, likes = self._given.treedef, self._given.likes
+            module_treedef, likes = self._given.treedef, self._given.likes
         same = len(leaves) == len(likes) if isinstance(new, list) else False
-        if not same and treedef != of_module:
+        if not same and treedef != module_treedef:
             raise ConfigError(
                 "the new weights have another structure than the served model: give a module of "
                 f"the same config, or a state with its {len(likes)} leaves (got {len(leaves)})"
@@ -159,21 +159,21 @@ class ServedWeights:
             ConfigError: the structure or a shape differs.
         """
         theirs = nnx.state(new) if isinstance(new, nnx.Module) else new
-        own = {id(leaf) for leaf in jax.tree.leaves(theirs)}
-        leaves = self.checked(new)
+        leaf_ids = {id(leaf) for leaf in jax.tree.leaves(theirs)}
+        leaves = self.check_weights(new)
 
         def place(like: jax.ShapeDtypeStruct, leaf: Leaf) -> jax.Array:
             if not isinstance(leaf, jax.Array):
                 leaf = np.array(leaf)  # jax may alias host memory instead of copying
             array = jnp.asarray(leaf, like.dtype)
-            shared = copy and id(array) in own
+            shared = copy and id(array) in leaf_ids
             # Weights on the devices of all replicas already include the shards of this replica.
             array = part_on(array, like.sharding) if like.sharding is not None else array
             return jax.device_put(array, like.sharding, may_alias=not shared)
 
         likes = self._like_own if self._given is None else self._given.likes
         own_leaves = [place(*pair) for pair in zip(likes, leaves, strict=True)]
-        self._own = own_leaves if self._given is None else self._given.packed(own_leaves)
+        self._own = own_leaves if self._given is None else self._given.pack_leaves(own_leaves)
         self._asleep = None
         self._finite = None
 
@@ -195,7 +195,7 @@ class ServedWeights:
         Raises:
             EasyDeLError: the weights were dropped.
         """
-        self._asleep = [parts_of(leaf) for leaf in self.leaves[: len(self._like_own)]]
+        self._asleep = [get_host_parts(leaf) for leaf in self.leaves[: len(self._like_own)]]
         self._own = None
 
     def from_host(self) -> None:
@@ -221,17 +221,17 @@ def with_adapter(
     places: list[jax.Array], place: jax.Array, values: list[jax.Array]
 ) -> list[jax.Array]:
     """Return the adapter slots with an adapter written to one slot. Runs on the device."""
-    return [written(leaf, place, value) for leaf, value in zip(places, values, strict=True)]
+    return [write_slot(leaf, place, value) for leaf, value in zip(places, values, strict=True)]
 
 
-def parts_of(array: jax.Array) -> HostParts:
+def get_host_parts(array: jax.Array) -> HostParts:
     """Return the parts of an array on the devices of this process, each part once."""
     shards = {_place(shard.index, array.shape): shard.data for shard in array.addressable_shards}
     return {place: np.asarray(jax.device_get(data)) for place, data in shards.items()}
 
 
 def from_parts(like: jax.ShapeDtypeStruct, parts: HostParts) -> jax.Array:
-    """Return the array of `parts_of` on its devices."""
+    """Return the array of `get_host_parts` on its devices."""
 
     def of(index: tuple[slice, ...] | None) -> np.ndarray:
         return parts[_place(index, like.shape)]

@@ -40,7 +40,7 @@ from ed_esurge.server.library.activity import Activity
 from ed_esurge.server.library.checkpoint_files import CheckpointFiles
 from ed_esurge.server.library.definitions import DefinitionStore
 from ed_esurge.server.library.directory import ModelDirectory
-from ed_esurge.server.library.loading import ModelLoading, memory_of, release
+from ed_esurge.server.library.loading import ModelLoading, measure_memory, release
 from ed_esurge.server.mcp_servers import McpServers, read_mcp_config
 from ed_esurge.server.metrics import HTTPMetrics, ServerMetrics
 from ed_esurge.server.operations.health import server_version
@@ -166,7 +166,7 @@ def create_app(
         limits = ServerLimits(**(limits or {}))
     if chat_template is not None:
         chat_template = read_chat_template(chat_template)
-    own: list[AsyncEngine] = []
+    owned_engines: list[AsyncEngine] = []
     tracing = None
     if otlp_traces_endpoint is not None:
         tracing = Tracing(provider_for(otlp_traces_endpoint))
@@ -194,7 +194,7 @@ def create_app(
 
             served = AsyncEngine(engine)
             if not more:  # `release` stops the models of the directory
-                own.append(served)
+                owned_engines.append(served)
         prompts = _prompts(served, chat_template, oai_like_processor, allowed_media_domains)
         if trust_request_chat_template:
             prompts.renderer.start()
@@ -205,11 +205,11 @@ def create_app(
             tool_parser_name=tool_parser_name,
             reasoning_parser=reasoning_parser,
         )
-        known = names or served.model_name
-        known = [known] if isinstance(known, str) else list(known)
-        counted = metrics.of(known[0], served.replica_stats, _page_options(served.config))
+        model_names = names or served.model_name
+        model_names = [model_names] if isinstance(model_names, str) else list(model_names)
+        counted = metrics.of(model_names[0], served.replica_stats, _page_options(served.config))
         directory = None if lora_directory is None else Path(lora_directory)
-        return ServedModel(served, known, prompts, formats, counted, state, directory, **more)
+        return ServedModel(served, model_names, prompts, formats, counted, state, directory, **more)
 
     on_demand = definitions = None
     if model_directory is not None:
@@ -221,7 +221,7 @@ def create_app(
                 "several models require a non-empty mapping of names to engines: omit "
                 "served_model_name"
             )
-        models = [model(each, name) for name, each in engine.items()]
+        models = [model(model_engine, name) for name, model_engine in engine.items()]
     else:
         models = [model(engine, served_model_name)]
     batches = None if batch_directory is None else BatchStore(batch_directory, limits)
@@ -243,8 +243,8 @@ def create_app(
             if on_demand is not None and sweeping is not None:
                 sweeping.cancel()
                 await on_demand.close()
-            for each in own:
-                await asyncio.to_thread(each.shutdown)
+            for owned_engine in owned_engines:
+                await asyncio.to_thread(owned_engine.shutdown)
             if tracing is not None:
                 await asyncio.to_thread(tracing.shutdown)
 
@@ -316,7 +316,7 @@ def _directory(
         start = getattr(model.engine, "start", None)
         if start is not None:
             start()
-        return model, memory_of(model.engine)
+        return model, measure_memory(model.engine)
 
     async def unload(model: ServedModel) -> None:
         metrics.forget(model.names[0])
@@ -337,8 +337,8 @@ def _directory(
 def _keys(
     api_key: str | ApiKey | Sequence[str | ApiKey] | None, admin_api_key: str | None
 ) -> list[ApiKey]:
-    given = [api_key] if isinstance(api_key, str | ApiKey) else list(api_key or ())
-    keys = [ApiKey.of(key) if isinstance(key, str) else key for key in given]
+    api_keys = [api_key] if isinstance(api_key, str | ApiKey) else list(api_key or ())
+    keys = [ApiKey.of(key) if isinstance(key, str) else key for key in api_keys]
     return keys + ([ApiKey.of(admin_api_key, admin=True)] if admin_api_key else [])
 
 
@@ -371,7 +371,7 @@ def _prompts(
         vocab_size=engine.vocab_size,
         chat_template=chat_template,
         oai_like_processor=oai_like_processor,
-        apart=getattr(engine, "task", None) == TaskType.SEQUENCE_TO_SEQUENCE,
+        encoder_decoder=getattr(engine, "task", None) == TaskType.SEQUENCE_TO_SEQUENCE,
     )
 
 

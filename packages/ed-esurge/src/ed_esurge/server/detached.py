@@ -67,13 +67,13 @@ class DetachedAnswer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def follow(self, after: int) -> AsyncGenerator[str]:
-        """Yield the events with a number above `after`, and wait for further events.
+    async def follow(self, starting_after: int) -> AsyncGenerator[str]:
+        """Yield the events with a number above `starting_after`, and wait for further events.
 
         Raises:
             APIError: 400, the events are not stored.
         """
-        at = max(after + 1, 0)
+        at = max(starting_after + 1, 0)
         while True:
             changed = self._changed
             if self.size > MAX_EVENTS:

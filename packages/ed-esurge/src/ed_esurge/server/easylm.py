@@ -81,7 +81,7 @@ class Turn(AnswerBody):
 
 async def loglikelihood(model: ServedModel, body: InferenceRequest) -> dict[str, Any]:
     """Score each text as the continuation of its prefix."""
-    texts = _given(body.text, "text")
+    texts = _require_value(body.text, "text")
     prefixes = body.prefix_text if body.prefix_text is not None else [""] * len(texts)
     _same_number(prefixes, texts, "prefix_text", "text")
     pairs = [await _pair(model, *pair) for pair in zip(prefixes, texts, strict=True)]
@@ -91,7 +91,7 @@ async def loglikelihood(model: ServedModel, body: InferenceRequest) -> dict[str,
 
 async def rolling(model: ServedModel, body: InferenceRequest) -> dict[str, Any]:
     """Score each text as a whole, in windows of the context length."""
-    texts = _given(body.text, "text")
+    texts = _require_value(body.text, "text")
     windows: list[tuple[list[int], list[int]]] = []
     owners: list[int] = []
     room = model.prompts.max_model_len - 2
@@ -99,8 +99,8 @@ async def rolling(model: ServedModel, body: InferenceRequest) -> dict[str, Any]:
         for start in range(0, len(tokens), room):
             # A later window begins as early as the context allows.
             end = min(start + room, len(tokens))
-            before = [_first_token(model)] if start == 0 else tokens[end - room - 1 : start]
-            windows.append((before, tokens[start:end]))
+            context = [_first_token(model)] if start == 0 else tokens[end - room - 1 : start]
+            windows.append((context, tokens[start:end]))
             owners.append(number)
     totals = [[0.0, True] for _ in texts]
     scores = await _scores(model, windows)
@@ -112,22 +112,22 @@ async def rolling(model: ServedModel, body: InferenceRequest) -> dict[str, Any]:
 
 async def generate(model: ServedModel, body: InferenceRequest) -> dict[str, Any]:
     """Sample a continuation of each prefix."""
-    prefixes = _given(body.prefix_text, "prefix_text")
+    prefixes = _require_value(body.prefix_text, "prefix_text")
     temperature = 1.0 if body.temperature is None else body.temperature
-    outputs = await _continued(model, prefixes, body.max_tokens, temperature)
+    outputs = await _continue_prefixes(model, prefixes, body.max_tokens, temperature)
     texts = [output.outputs[0].text for output in outputs]
     return {"prefix_text": prefixes, "output_text": texts, "temperature": temperature}
 
 
 async def greedy_until(model: ServedModel, body: InferenceRequest) -> dict[str, Any]:
     """Continue each prefix with the likeliest tokens, up to one of its stop strings."""
-    prefixes = _given(body.prefix_text, "prefix_text")
-    until = _given(body.until, "until")
-    _same_number(until, prefixes, "until", "prefix_text")
-    stops = [(stop,) if isinstance(stop, str) else tuple(stop) for stop in until]
-    outputs = await _continued(model, prefixes, body.max_tokens, 0.0, stops)
+    prefixes = _require_value(body.prefix_text, "prefix_text")
+    stop_texts = _require_value(body.until, "until")
+    _same_number(stop_texts, prefixes, "until", "prefix_text")
+    stops = [(stop,) if isinstance(stop, str) else tuple(stop) for stop in stop_texts]
+    outputs = await _continue_prefixes(model, prefixes, body.max_tokens, 0.0, stops)
     texts = [output.outputs[0].text for output in outputs]
-    return {"prefix_text": prefixes, "until": until, "output_text": texts}
+    return {"prefix_text": prefixes, "until": stop_texts, "output_text": texts}
 
 
 async def chat(model: ServedModel, body: TurnRequest) -> dict[str, Any]:
@@ -137,7 +137,7 @@ async def chat(model: ServedModel, body: TurnRequest) -> dict[str, Any]:
     """
     text = body.context + body.prompt
     temperature = 1.0 if body.temperature is None else body.temperature
-    (output,) = await _continued(model, [text], body.max_tokens, temperature)
+    (output,) = await _continue_prefixes(model, [text], body.max_tokens, temperature)
     said = output.outputs[0].text
     return {"response": said, "context": text + said, "temperature": body.temperature}
 
@@ -156,16 +156,18 @@ async def ready(server: ServedModels, request: Request) -> Response:
     return PlainTextResponse("Ready!\n")
 
 
-def _given(value: object, name: str) -> Any:
+def _require_value(value: object, name: str) -> Any:
     if value is None:
         raise APIError(f"{name} is missing: send a list of texts", param=name)
     return value
 
 
-def _same_number(one: Sequence[Any], other: Sequence[Any], name: str, others: str) -> None:
-    if len(one) != len(other):
-        message = f"{name} has {len(one)} entries, and {others} has {len(other)}: send as many"
-        raise APIError(message, param=name)
+def _same_number(
+    one: Sequence[Any], reference: Sequence[Any], name: str, reference_name: str
+) -> None:
+    if len(one) != len(reference):
+        numbers = f"{name} has {len(one)} entries, and {reference_name} has {len(reference)}"
+        raise APIError(f"{numbers}: send as many", param=name)
 
 
 def _answer(scores: Sequence[tuple[float, bool]]) -> dict[str, Any]:
@@ -178,8 +180,8 @@ def _answer(scores: Sequence[tuple[float, bool]]) -> dict[str, Any]:
 def _first_token(model: ServedModel) -> int:
     """Return the token that replaces an empty context: BOS, else EOS."""
     tokenizer = model.prompts.tokenizer
-    known = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    token = next((one for one in known if one is not None), None)
+    candidates = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    token = next((one for one in candidates if one is not None), None)
     if token is None:
         raise APIError("the tokenizer has neither a BOS nor an EOS token for an empty prefix")
     return token
@@ -194,10 +196,12 @@ async def _pair(model: ServedModel, prefix: str, text: str) -> tuple[list[int], 
     if spaces:
         prefix, text = prefix[:-spaces], prefix[-spaces:] + text
     if not prefix:
-        (alone,) = await model.prompts.encode([text], add_special_tokens=False)
-        return [_first_token(model)], alone
-    whole, before = await model.prompts.encode([prefix + text, prefix], add_special_tokens=True)
-    return whole[: len(before)], whole[len(before) :]
+        (tokens,) = await model.prompts.encode([text], add_special_tokens=False)
+        return [_first_token(model)], tokens
+    full_tokens, context_tokens = await model.prompts.encode(
+        [prefix + text, prefix], add_special_tokens=True
+    )
+    return full_tokens[: len(context_tokens)], full_tokens[len(context_tokens) :]
 
 
 async def _scores(
@@ -212,23 +216,23 @@ async def _scores(
             raise APIError(f"{message}: send a shorter text", param="text")
     prompts = [(context + continuation)[-room:] for context, continuation in pairs]
     outputs = await _outputs(model, prompts, [params] * len(prompts), "text")
-    found = []
+    continuation_scores = []
     for (_, continuation), prompt, output in zip(pairs, prompts, outputs, strict=True):
         scores = output.prompt_logprobs or []
         length = len(continuation)
-        chosen = [
+        token_scores = [
             position[token]
             for token, position in zip(
                 prompt[-length:], scores[-length:] if length else (), strict=False
             )
             if position is not None
         ]
-        total = float(sum(score.logprob for score in chosen))
-        found.append((total, all(score.rank == 1 for score in chosen)))
-    return found
+        total = float(sum(score.logprob for score in token_scores))
+        continuation_scores.append((total, all(score.rank == 1 for score in token_scores)))
+    return continuation_scores
 
 
-async def _continued(
+async def _continue_prefixes(
     model: ServedModel,
     prefixes: Sequence[str],
     max_tokens: int,
@@ -244,11 +248,11 @@ async def _continued(
         SamplingParams(
             max_tokens=limit,
             temperature=temperature,
-            stop=tuple(stop for stop in given if stop),
+            stop=tuple(stop for stop in stop_texts if stop),
             skip_special_tokens=True,
             seed=None,
         )
-        for given in (stops or [()] * len(prompts))
+        for stop_texts in (stops or [()] * len(prompts))
     ]
     return await _outputs(model, prompts, params, "prefix_text")
 
@@ -266,16 +270,16 @@ async def _outputs(
 
     async def one(number: int) -> RequestOutput:
         checked = model.prompts.check(prompts[number], params[number].max_tokens, param=param)
-        whole: RequestOutput | None = None
+        output: RequestOutput | None = None
         stream = model.generate(checked, params[number], f"{label}-{number}", **options)
         async with aclosing(stream) as deltas:
             async for delta in deltas:
-                if whole is None:
-                    whole = delta
+                if output is None:
+                    output = delta
                 else:
-                    whole.add(delta)
-        assert whole is not None
-        return whole
+                    output.add(delta)
+        assert output is not None
+        return output
 
     return list(await asyncio.gather(*map(one, range(len(prompts)))))
 

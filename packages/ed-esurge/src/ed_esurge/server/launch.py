@@ -100,13 +100,13 @@ def _ends_after_the_first() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {
+    previous_handlers = {
         number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -196,8 +196,10 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _url(host: str, listener: socket.socket, tls: bool) -> str:
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http{'s' if tls else ''}://{shown}:{listener.getsockname()[1]}/v1"
+    display_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
+        host, f"[{host}]" if ":" in host else host
+    )
+    return f"http{'s' if tls else ''}://{display_host}:{listener.getsockname()[1]}/v1"
 
 
 def serve(
@@ -317,7 +319,7 @@ def background(
 @contextmanager
 def _logs() -> Iterator[None]:
     """Write uvicorn's messages to standard error, and its requests to standard output."""
-    shown = {
+    log_targets = {
         "uvicorn": (sys.stderr, DefaultFormatter("%(levelprefix)s %(message)s")),
         "uvicorn.access": (
             sys.stdout,
@@ -325,7 +327,7 @@ def _logs() -> Iterator[None]:
         ),
     }
     added: list[tuple[logging.Logger, logging.Handler]] = []
-    for name, (stream, formatter) in shown.items():
+    for name, (stream, formatter) in log_targets.items():
         handler = logging.StreamHandler(stream)
         handler.setFormatter(formatter)
         added.append((logging.getLogger(name), handler))

@@ -73,10 +73,10 @@ def read_mcp_config(path: str | Path) -> dict[str, McpServerOptions]:
     try:
         if Path(path).stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes")
-        known = json.loads(Path(path).read_text("utf-8"))
+        config = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the MCP configuration {path} cannot be read: {error}") from error
-    servers = known.get("mcpServers") if isinstance(known, dict) else None
+    servers = config.get("mcpServers") if isinstance(config, dict) else None
     if not isinstance(servers, dict) or not 0 < len(servers) <= MAX_SERVERS:
         raise ConfigError(
             f'{path} must contain {{"mcpServers": {{LABEL: SERVER}}}} with 1 to {MAX_SERVERS} '
@@ -136,11 +136,11 @@ class _Session:
         except McpError:
             raise
         except Exception as error:
-            if isinstance(error, TimeoutError) or _code_of(error) == REQUEST_TIMEOUT:
+            if isinstance(error, TimeoutError) or _get_error_code(error) == REQUEST_TIMEOUT:
                 seconds = self.options.timeout
                 raise McpError(f"{failure}: it did not answer within {seconds:g} s") from None
             # The server reports other errors, such as invalid arguments, over a working connection.
-            if _code_of(error) in (None, CONNECTION_CLOSED):
+            if _get_error_code(error) in (None, CONNECTION_CLOSED):
                 self._drop(client)
             raise McpError(f"{failure}: {error}"[:MAX_ERROR]) from error
         finally:
@@ -206,7 +206,7 @@ class _Session:
             self._task.cancel()
 
 
-def _code_of(error: Exception) -> int | None:
+def _get_error_code(error: Exception) -> int | None:
     """Return the code of an error of the protocol; None for other errors."""
     from mcp.shared.exceptions import MCPError
 

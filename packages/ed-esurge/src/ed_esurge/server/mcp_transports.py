@@ -45,12 +45,12 @@ async def stdio_transport(
     )
     assert process.stdin is not None, "a pipe"
     assert process.stdout is not None, "a pipe"
-    given, read_stream = anyio.create_memory_object_stream[Any](0)
-    write_stream, taken = anyio.create_memory_object_stream[Any](0)
+    message_sender, read_stream = anyio.create_memory_object_stream[Any](0)
+    write_stream, message_receiver = anyio.create_memory_object_stream[Any](0)
     stdin, stdout = process.stdin, process.stdout
 
     async def read() -> None:
-        async with given:
+        async with message_sender:
             while True:
                 try:
                     line = await stdout.readline()
@@ -63,11 +63,11 @@ async def stdio_transport(
                     message: Any = SessionMessage(await aside(parse, len(line)))
                 except ValueError as error:
                     message = error
-                await given.send(message)
+                await message_sender.send(message)
 
     async def write() -> None:
-        async with taken:
-            async for item in taken:
+        async with message_receiver:
+            async for item in message_receiver:
                 text = item.message.model_dump_json(by_alias=True, exclude_unset=True)
                 stdin.write(f"{text}\n".encode())
                 await stdin.drain()
@@ -75,7 +75,7 @@ async def stdio_transport(
     async def serve(work: Any) -> None:
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
             await work()
-        given.close()  # the session reports the end of the connection to running calls
+        message_sender.close()  # the session reports the end of the connection to running calls
 
     tasks = [asyncio.create_task(serve(work)) for work in (read, write)]
     try:
@@ -84,7 +84,7 @@ async def stdio_transport(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for stream in (given, read_stream, write_stream, taken):
+        for stream in (message_sender, read_stream, write_stream, message_receiver):
             stream.close()
         await asyncio.shield(_end(process))
 

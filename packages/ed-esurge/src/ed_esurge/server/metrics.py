@@ -270,9 +270,9 @@ class RequestTimer:
             self._generated += new
             metrics.tokens.generated += new
         if delta.finished:
-            self._finished(delta)
+            self._record_finish(delta)
 
-    def _finished(self, delta: RequestOutput) -> None:
+    def _record_finish(self, delta: RequestOutput) -> None:
         metrics, times = self._metrics, delta.metrics
         metrics.whole.observe(time.monotonic() - self._start)
         metrics.per_prompt.observe(self._prompt_tokens)
@@ -454,7 +454,9 @@ class InfoCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from self._steps()
-        names = sorted({key for known in self._settings.values() for key in known} - {"max_loras"})
+        names = sorted(
+            {key for settings in self._settings.values() for key in settings} - {"max_loras"}
+        )
         cache = GaugeMetricFamily(
             "vllm:cache_config_info",
             "Options of the pages; the value is 1.",
@@ -465,18 +467,18 @@ class InfoCollector(Collector):
             "LoRA adapters of unfinished requests; the value is the time in seconds since 1970.",
             labels=["model_name", "max_lora", "waiting_lora_adapters", "running_lora_adapters"],
         )
-        for model, known in self._settings.items():
+        for model, settings in self._settings.items():
             for index, stats in enumerate(self._engines[model]()):
                 pages = str(int(stats.get("num_pages", 0)))
-                values = [str(known.get(name, "")) for name in names]
+                values = [str(settings.get(name, "")) for name in names]
                 cache.add_metric([model, str(index), pages, *values], 1)
-            if known.get("max_loras"):
+            if settings.get("max_loras"):
                 counts = self._adapters.get(model, AdapterCounts())
                 used = [
                     ",".join(nsmallest(MAX_LISTED_ADAPTERS, one))
                     for one in (counts.waiting, counts.running)
                 ]
-                adapters.add_metric([model, str(known["max_loras"]), *used], time.time())
+                adapters.add_metric([model, str(settings["max_loras"]), *used], time.time())
         yield from (family for family in (cache, adapters) if family.samples)
 
     def _steps(self) -> Iterable[Metric]:
@@ -537,6 +539,6 @@ class HTTPMetrics:
             handler, method = "none", "none"
             if route is not None and scope["method"] in route.methods:
                 handler, method = route.path, scope["method"]
-            known = str(status) if status in _STATUSES else "other"
-            self.metrics.http_requests.labels(handler, method, known).inc()
+            status_label = str(status) if status in _STATUSES else "other"
+            self.metrics.http_requests.labels(handler, method, status_label).inc()
             self.metrics.http_duration.labels(handler, method).observe(time.monotonic() - start)

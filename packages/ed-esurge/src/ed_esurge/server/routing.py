@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ed_esurge.server.generation.abilities import EndpointAbility, require
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.auth import Access, owner_of
+from ed_esurge.server.http.auth import Access, get_owner
 from ed_esurge.server.http.errors import client_gone
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.http.streaming import EventStream
@@ -116,7 +116,7 @@ async def dispatch(
         return await endpoint.answer(server, body, request)
     name = getattr(body, "model", None)
     async with AsyncExitStack() as stack:
-        model = await stack.enter_async_context(server.using(name, owner_of(request.scope)))
+        model = await stack.enter_async_context(server.using(name, get_owner(request.scope)))
         if endpoint.ability is not None:
             require(model, endpoint.ability)
         response = await _answer(model, endpoint, body, request)

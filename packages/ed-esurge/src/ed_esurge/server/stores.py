@@ -61,7 +61,7 @@ class BatchStore:
             self._used: Counter[str] = Counter()
             for one in self._files.values():
                 self._used[one["owner"]] += one["bytes"]
-            for batch in self.unfinished():
+            for batch in self.list_unfinished():
                 self.recount_output(batch)
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -70,10 +70,10 @@ class BatchStore:
             ) from error
 
     def _load(self, kind: str) -> dict[str, JsonFields]:
-        known = [json.loads(path.read_text("utf-8")) for path in self._paths(kind)]
+        records = [json.loads(path.read_text("utf-8")) for path in self._paths(kind)]
         if kind == "files":  # after an interrupted upload, the content of a file can be missing
-            known = [one for one in known if self.content(one["id"]).exists()]
-        return {one["id"]: one for one in sorted(known, key=lambda one: one["created_at"])}
+            records = [one for one in records if self.content(one["id"]).exists()]
+        return {one["id"]: one for one in sorted(records, key=lambda one: one["created_at"])}
 
     def _paths(self, kind: str) -> list[Path]:
         return sorted((self._root / kind).glob("*.json"))
@@ -144,7 +144,7 @@ class BatchStore:
 
     def recount_output(self, batch: JsonFields) -> None:
         """Count the results of a batch again, because a failed write leaves fewer bytes."""
-        paths = (self.results(batch, True), self.results(batch, False), self.started(batch))
+        paths = (self.results(batch, True), self.results(batch, False), self.get_marks_path(batch))
         self._set_output(batch, sum(path.stat().st_size for path in paths if path.exists()))
 
     def part(self) -> Path:
@@ -278,7 +278,7 @@ class BatchStore:
         """
         return self._mine(self._batches, name, owner, "batch", None)
 
-    def unfinished(self) -> list[JsonFields]:
+    def list_unfinished(self) -> list[JsonFields]:
         """Return the unfinished batches, oldest first."""
         return [one for one in self._batches.values() if one["status"] in OPEN]
 
@@ -299,22 +299,22 @@ class BatchStore:
         """Return the path of the answered lines (`ok`) or of the failed lines."""
         return self._root / "batches" / f"{batch['id']}.{'ok' if ok else 'failed'}"
 
-    def started(self, batch: JsonFields) -> Path:
+    def get_marks_path(self, batch: JsonFields) -> Path:
         """Return the path of the marks of the lines in progress."""
         return self._root / "batches" / f"{batch['id']}.started"
 
     def _mine(
         self, table: Mapping[str, JsonFields], name: str, owner: str, kind: str, param: str | None
     ) -> JsonFields:
-        known = table.get(name)
-        if known is None or known["owner"] != owner:
+        record = table.get(name)
+        if record is None or record["owner"] != owner:
             raise APIError(
                 f"the {kind} {name!r:.100} does not exist",
                 status=404,
                 param=param,
                 code=f"{kind}_not_found",
             )
-        return known
+        return record
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
@@ -395,8 +395,10 @@ class StoredResponse:
     @property
     def size(self) -> int:
         """Bytes of all parts. Shared messages count in each response."""
-        own = sum(map(len, self.text)) + self.conversation_bytes + len(self.facts) + len(self.items)
-        return own + (0 if self.answer is None else self.answer.stored_bytes)
+        part_bytes = (
+            sum(map(len, self.text)) + self.conversation_bytes + len(self.facts) + len(self.items)
+        )
+        return part_bytes + (0 if self.answer is None else self.answer.stored_bytes)
 
 
 class _Shelf:
@@ -451,7 +453,7 @@ class ResponseStore:
         while len(shelf.kept) > self._most:
             self._bytes -= shelf.drop()
         while self._bytes > MAX_BYTES:
-            self._bytes -= max(self._shelves.values(), key=lambda each: each.bytes).drop()
+            self._bytes -= max(self._shelves.values(), key=lambda candidate: candidate.bytes).drop()
 
     def recount(self, name: str, owner: str) -> None:
         """Count the bytes of a response again, if it is stored: its events have grown."""

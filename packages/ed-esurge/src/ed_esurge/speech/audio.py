@@ -12,14 +12,14 @@ from ed_esurge.children.process import JobGroup
 from ed_esurge.speech.channels import check_form, mono
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.errors import AudioError
-from ed_esurge.speech.resampling import resampled
+from ed_esurge.speech.resampling import resample_blocks
 from ed_esurge.speech.riff import WavFile
 
 #: Shortest recording in seconds.
 SHORTEST = 0.1
 
 
-def decoded(
+def decode_audio(
     data: bytes,
     rate: int,
     max_seconds: float,
@@ -46,11 +46,11 @@ def decoded(
         raise AudioError("the audio file is empty")
     wav = WavFile.read(data)
     if wav is None:
-        found, blocks = decoder.read(data, max_seconds, group)
+        source_rate, blocks = decoder.read(data, max_seconds, group)
     else:
         check_form(wav.rate, wav.channels)
-        found, blocks = wav.rate, mono(wav.blocks(), int(max_seconds * wav.rate))
-    parts = list(resampled(blocks, found, rate))
+        source_rate, blocks = wav.rate, mono(wav.blocks(), int(max_seconds * wav.rate))
+    parts = list(resample_blocks(blocks, source_rate, rate))
     count = sum(map(len, parts))
     if count < SHORTEST * rate:
         raise AudioError(

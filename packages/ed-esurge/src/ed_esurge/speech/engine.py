@@ -21,7 +21,7 @@ from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.engine.intake import CheckedPrompt, RequestOptions
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
-from ed_esurge.speech.audio import SHORTEST, decoded
+from ed_esurge.speech.audio import SHORTEST, decode_audio
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.options import TranscriptionOptions
 from ed_esurge.speech.turns import DeviceTurns, TurnPlaces
@@ -131,19 +131,19 @@ class SpeechEngine:
         await self._places.enter(client, most)
         on_start()
         loop = asyncio.get_running_loop()
-        found: asyncio.Queue[Any] = asyncio.Queue()
+        result_queue: asyncio.Queue[Any] = asyncio.Queue()
         aborted, jobs = threading.Event(), JobGroup()
 
         def put(item: Any) -> None:
-            loop.call_soon_threadsafe(found.put_nowait, item)
+            loop.call_soon_threadsafe(result_queue.put_nowait, item)
 
         def work() -> Any:
             samples = audio
             if isinstance(audio, bytes):
-                samples = decoded(audio, self.sampling_rate, max_seconds, self._files, jobs)
-            return self._transcribed(samples, options, client, aborted, put)
+                samples = decode_audio(audio, self.sampling_rate, max_seconds, self._files, jobs)
+            return self._transcribe_samples(samples, options, client, aborted, put)
 
-        def ended(done: Future[Any]) -> None:
+        def finish_work(done: Future[Any]) -> None:
             if not loop.is_closed():  # a closed loop waits for nothing
                 loop.call_soon_threadsafe(self._places.leave, client)
                 put(done)
@@ -153,16 +153,16 @@ class SpeechEngine:
         except BaseException:
             self._places.leave(client)
             raise
-        running.add_done_callback(ended)
+        running.add_done_callback(finish_work)
         try:
-            while not isinstance(item := await found.get(), Future):
+            while not isinstance(item := await result_queue.get(), Future):
                 yield item
             yield item.result()
         finally:
             aborted.set()
             jobs.cancel()
 
-    def _transcribed(
+    def _transcribe_samples(
         self,
         samples: Any,
         options: TranscriptionOptions,
@@ -218,8 +218,8 @@ class SpeechEngine:
         process that reads audio files."""
         self._files.start()
         samples = np.zeros(self.sampling_rate, np.float32)
-        both: tuple[dict[str, bool], ...] = ({"timestamps": False}, {"timestamps": True})
-        for options in both if "timestamps" in self.transcriber.options else ({},):
+        option_sets: tuple[dict[str, bool], ...] = ({"timestamps": False}, {"timestamps": True})
+        for options in option_sets if "timestamps" in self.transcriber.options else ({},):
             self.transcriber.transcribe(samples, temperature=0.0, **options)
 
     # ---- the interface of engines
@@ -240,9 +240,9 @@ class SpeechEngine:
             }
         ]
 
-    def _refused(self, what: str) -> NoReturn:
+    def _refuse_request(self, feature: str) -> NoReturn:
         raise ConfigError(
-            f"the model {self.model_name!r} transcribes audio and does not support {what}: send "
+            f"the model {self.model_name!r} transcribes audio and does not support {feature}: send "
             "files to /v1/audio/transcriptions"
         )
 
@@ -254,7 +254,7 @@ class SpeechEngine:
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Raise ConfigError: the model reads audio."""
-        self._refused("prompts of text")
+        self._refuse_request("prompts of text")
 
     async def embed(
         self,
@@ -264,19 +264,19 @@ class SpeechEngine:
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Raise ConfigError: the model has no pooled vectors."""
-        self._refused("embeddings")
+        self._refuse_request("embeddings")
 
-    def compile_structured(self, wanted: StructuredOutputs) -> Future[Any]:
+    def compile_structured(self, structured_outputs: StructuredOutputs) -> Future[Any]:
         """Raise ConfigError: transcripts have no grammar."""
-        self._refused("structured outputs")
+        self._refuse_request("structured outputs")
 
     async def load_lora_adapter(self, name: str, source: Path) -> None:
         """Raise ConfigError: adapters are not supported."""
-        self._refused("LoRA adapters: merge the adapter first")
+        self._refuse_request("LoRA adapters: merge the adapter first")
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Raise ConfigError: adapters are not supported."""
-        self._refused("LoRA adapters")
+        self._refuse_request("LoRA adapters")
 
     def list_lora_adapters(self) -> list[LoadedAdapter]:
         """Return no adapters."""
@@ -287,7 +287,7 @@ class SpeechEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """Raise ConfigError: the model stays in memory."""
-        self._refused("sleep")
+        self._refuse_request("sleep")
 
     async def wake_up(self) -> None:
         """Do nothing: the model never sleeps."""

@@ -17,7 +17,7 @@ from jaxtyping import Float
 QUALITY = "HQ"
 
 
-def resampled(
+def resample_blocks(
     blocks: Iterable[Float[np.ndarray, " n"]], source: int, target: int
 ) -> Iterator[Float[np.ndarray, " n"]]:
     """Yield the samples at another rate.
@@ -35,13 +35,13 @@ def resampled(
     import soxr
 
     stream = soxr.ResampleStream(source, target, 1, dtype="float32", quality=QUALITY)
-    read = written = 0
+    read = num_written = 0
     for block in blocks:
         read += len(block)
         part = stream.resample_chunk(block)
-        written += len(part)
+        num_written += len(part)
         yield part
-    rest = stream.resample_chunk(np.zeros(0, np.float32), last=True)
-    missing = max(-(-read * target // source) - written, 0)
-    yield rest[:missing]
-    yield np.zeros(max(missing - len(rest), 0), np.float32)
+    last_block = stream.resample_chunk(np.zeros(0, np.float32), last=True)
+    missing = max(-(-read * target // source) - num_written, 0)
+    yield last_block[:missing]
+    yield np.zeros(max(missing - len(last_block), 0), np.float32)

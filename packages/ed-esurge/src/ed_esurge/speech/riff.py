@@ -84,13 +84,13 @@ class WavFile:
                 f"the header of the WAV file has frames of {frame} bytes, but {channels} channels "
                 f"of {bits} bits have {channels * bits // 8}"
             )
-        left = len(data) - at
+        remaining_bytes = len(data) - at
         if any(size in sizes for sizes in UNKNOWN_SIZES):
-            size = left
-        if size > left:
+            size = remaining_bytes
+        if size > remaining_bytes:
             raise AudioError(
                 f"the WAV file is truncated: its header promises {size} bytes of samples, and the "
-                f"file has {left}"
+                f"file has {remaining_bytes}"
             )
         return cls(rate, channels, encoding, bits, memoryview(data)[at : at + size])
 

@@ -37,10 +37,10 @@ class RoundRobin(Generic[T]):
 
     def discard(self, client: str, entry: T) -> None:
         """Remove an entry if it waits."""
-        own = self._entries.get(client)
-        if own is not None and entry in own:
-            own.remove(entry)
-            if not own:
+        client_entries = self._entries.get(client)
+        if client_entries is not None and entry in client_entries:
+            client_entries.remove(entry)
+            if not client_entries:
                 del self._entries[client]
 
     def pop(self, allowed: Callable[[str], bool] = lambda client: True) -> tuple[str, T] | None:
@@ -48,9 +48,9 @@ class RoundRobin(Generic[T]):
         client = next((name for name in self._entries if allowed(name)), None)
         if client is None:
             return None
-        own = self._entries[client]
-        entry = own.popleft()
-        if own:
+        client_entries = self._entries[client]
+        entry = client_entries.popleft()
+        if client_entries:
             self._entries.move_to_end(client)
         else:
             del self._entries[client]
@@ -93,11 +93,11 @@ class DeviceTurns:
 
     def _pass_on(self) -> None:
         with self._lock:
-            after = self._waiting.pop()
-            if after is None:
+            next_entry = self._waiting.pop()
+            if next_entry is None:
                 self._busy = False
             else:
-                after[1].set()
+                next_entry[1].set()
 
 
 class TurnPlaces:
@@ -135,8 +135,10 @@ class TurnPlaces:
         Raises:
             QueueFullError: there are too many.
         """
-        own = self.running.get(client, 0) + self._waiting.count(client)
-        if self.num_running + self.num_waiting >= most or (own and own >= max(most // 2, 1)):
+        client_count = self.running.get(client, 0) + self._waiting.count(client)
+        if self.num_running + self.num_waiting >= most or (
+            client_count and client_count >= max(most // 2, 1)
+        ):
             raise QueueFullError(
                 f"{self.num_running} transcriptions run and {self.num_waiting} wait; the limit is "
                 f"{most} (max_concurrent_transcriptions; half of that for one client): try again "
@@ -163,10 +165,10 @@ class TurnPlaces:
     def _fill(self) -> None:
         share = max(self.count // 2, 1)
         while self.num_running < self.count:
-            found = self._waiting.pop(lambda client: self.running.get(client, 0) < share)
-            if found is None:
+            next_entry = self._waiting.pop(lambda client: self.running.get(client, 0) < share)
+            if next_entry is None:
                 return
-            client, future = found
+            client, future = next_entry
             if not future.cancelled():
                 self.running[client] += 1
                 future.set_result(None)

@@ -61,18 +61,22 @@ def _describe_cpus_equally() -> None:
     from ed_infra.compilation.fingerprint import instructions
 
     name = "_hash_accelerator_config"
-    own: Any = getattr(cache_key, name, None)
-    if own is None or hasattr(own, _DESCRIBES_EQUALLY) or len(signature(own).parameters) != 2:
+    original_hash: Any = getattr(cache_key, name, None)
+    if (
+        original_hash is None
+        or hasattr(original_hash, _DESCRIBES_EQUALLY)
+        or len(signature(original_hash).parameters) != 2
+    ):
         return
 
-    def describe(found: Any, devices: Any) -> None:
+    def describe(hash_obj: Any, devices: Any) -> None:
         all_devices = [*devices.flat]
         processes = {device.process_index for device in all_devices}
         if len(processes) == 1 or any(device.platform != "cpu" for device in all_devices):
-            own(found, devices)
+            original_hash(hash_obj, devices)
             return
         places = [f"{d.id} {d.process_index} {d.device_kind}" for d in all_devices]
-        found.update("\0".join([*places, *instructions()]).encode())
+        hash_obj.update("\0".join([*places, *instructions()]).encode())
 
     setattr(describe, _DESCRIBES_EQUALLY, True)
     setattr(cache_key, name, describe)
@@ -89,9 +93,9 @@ def programs_folder(kind: str) -> Path | None:
     """
     import jax
 
-    chosen = jax.config.values["jax_compilation_cache_dir"]
-    kept = jax.config.values["jax_enable_compilation_cache"]
-    return _home() / kind if kept and chosen == str(_home() / "jax") else None
+    cache_dir = jax.config.values["jax_compilation_cache_dir"]
+    cache_enabled = jax.config.values["jax_enable_compilation_cache"]
+    return _home() / kind if cache_enabled and cache_dir == str(_home() / "jax") else None
 
 
 @contextmanager

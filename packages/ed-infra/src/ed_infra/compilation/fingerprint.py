@@ -80,7 +80,7 @@ class _Description:
         elif kind in (tuple, list):
             self._inside("[", value)
         elif isinstance(value, type | FunctionType | BuiltinFunctionType | ModuleType):
-            self._named(value)
+            self._add_definition(value)
         elif id(value) in self._met:
             self.parts.append(f"met before: {self._met[id(value)][0]}")
         else:
@@ -88,7 +88,7 @@ class _Description:
             self._object(value, kind)
 
     def _object(self, value: object, kind: type) -> None:
-        self._named(kind)
+        self._add_definition(kind)
         if isinstance(value, Enum):
             self.parts.append(value.name)
         elif isinstance(value, Mapping):
@@ -125,7 +125,7 @@ class _Description:
             self.add(part)
         self.parts.append("end")
 
-    def _named(self, value: object) -> None:
+    def _add_definition(self, value: object) -> None:
         module = value.__name__ if isinstance(value, ModuleType) else value.__module__ or "builtins"
         if module == "__main__":
             raise NoFingerprintError(f"{value!r} is defined in the program itself")
@@ -195,10 +195,10 @@ def source_hash(package: str, imported: float) -> str:
         if file is None:
             raise NoFingerprintError(f"{package} has no source")
         files = [Path(file)]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
         if file.stat().st_mtime > imported:
             raise NoFingerprintError(f"{file} was written after this process began")
-        found.update(str(file).encode())
-        found.update(file.read_bytes())
-    return found.hexdigest()
+        digest.update(str(file).encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

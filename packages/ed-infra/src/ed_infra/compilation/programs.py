@@ -76,7 +76,7 @@ class Programs(Generic[NameT]):
             self.folder.with_name(f"{self.folder.name}-quick"), self._devices, self._key
         )
 
-    def stored(self, names: Sequence[NameT]) -> list[NameT]:
+    def filter_stored(self, names: Sequence[NameT]) -> list[NameT]:
         """Return the names of the functions that have a file, in the given order."""
         return [name for name in names if self._file(name).exists()]
 
@@ -120,10 +120,10 @@ class Programs(Generic[NameT]):
         """Return the function of a file."""
         code = content[:_CODE]
         with _lock:
-            known = _loaded_last.get(code)
-            if known is not None:
+            loaded_function = _loaded_last.get(code)
+            if loaded_function is not None:
                 _loaded_last.move_to_end(code)
-                return known
+                return loaded_function
         executable, in_tree, out_tree = pickle.loads(memoryview(content)[_CODE:])
         function = serialize_executable.deserialize_and_load(
             executable,

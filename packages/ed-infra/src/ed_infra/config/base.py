@@ -156,8 +156,8 @@ class EasyDeLBaseConfig(StoredConfig):
     def _check_rope(self, parameters: object, names: bool | None = None) -> None:
         if isinstance(parameters, Mapping):
             names = not reading_file.get() if names is None else names
-            known = self.ignore_keys_at_rope_validation
-            check_parameters(parameters, names=names, known=known)
+            ignored_keys = self.ignore_keys_at_rope_validation
+            check_parameters(parameters, names=names, known_names=ignored_keys)
 
     # --- attributes -------------------------------------------------------------------------------
 
@@ -218,9 +218,9 @@ class EasyDeLBaseConfig(StoredConfig):
         Raises:
             ConfigError: A name is already a field, or a value is not serializable as JSON.
         """
-        known = known_names(type(self))
+        field_names = known_names(type(self))
         for name, value in kwargs.items():
-            if name in known:
+            if name in field_names:
                 raise ConfigError(f"{name!r} is a field of {type(self).__name__}: assign to it")
             to_json(value)
             setattr(self, name, value)
@@ -243,10 +243,12 @@ class EasyDeLBaseConfig(StoredConfig):
             ConfigError: A name is no field. Use `attach_custom_arguments` for custom values.
         """
         values = {n: value for n, value in kwargs.items() if value is not documented.NOT_GIVEN}
-        known = known_names(type(self))
+        field_names = known_names(type(self))
         for name in values:
-            if name not in known:
-                raise ConfigError(f"unknown execution field {name!r}{did_you_mean(name, known)}")
+            if name not in field_names:
+                raise ConfigError(
+                    f"unknown execution field {name!r}{did_you_mean(name, field_names)}"
+                )
         execution = {n: value for n, value in values.items() if canonical_field(n) in FIELDS}
         for name, value in values.items():
             setattr(self, name, value)
@@ -259,13 +261,13 @@ class EasyDeLBaseConfig(StoredConfig):
     @property
     def mesh(self) -> Mesh:
         """The device mesh: set explicitly, or created from the sharding fields."""
-        own = self._own
-        if own.mesh is None and own.custom:
-            own.mesh = own.custom.build()
-        elif own.mesh is None:
+        runtime = self._own
+        if runtime.mesh is None and runtime.custom:
+            runtime.mesh = runtime.custom.build()
+        elif runtime.mesh is None:
             dims, names, slices, backend = (getattr(self, name) for name in _MESH_FIELDS)
-            own.mesh = create_mesh(dims, names, slices, backend=backend)
-        return own.mesh
+            runtime.mesh = create_mesh(dims, names, slices, backend=backend)
+        return runtime.mesh
 
     def set_model_mesh(self, mesh: Mesh) -> None:
         """Use this mesh instead of a mesh from the sharding fields.
@@ -274,15 +276,15 @@ class EasyDeLBaseConfig(StoredConfig):
             ConfigError: A model was built from this configuration on another mesh, or
                 `partition_axis` does not match the names of the axes.
         """
-        own = self._own
-        lost = own.mesh is None and own.custom  # pickled in another process
-        if self.is_sealed and own.mesh != mesh and not lost:
+        runtime = self._own
+        lost = runtime.mesh is None and runtime.custom  # pickled in another process
+        if self.is_sealed and runtime.mesh != mesh and not lost:
             raise ConfigError(
                 "the mesh cannot be changed: a model was built from this configuration. "
                 "Set it on config.replace(), and build a model from that"
             )
         self.partition_axis.on(mesh.axis_names, mesh.shape)
-        own.mesh, own.custom = mesh, MeshRecipe.of(mesh)
+        runtime.mesh, runtime.custom = mesh, MeshRecipe.of(mesh)
 
     @property
     def partition_manager(self) -> PartitionManager:
@@ -298,7 +300,7 @@ class EasyDeLBaseConfig(StoredConfig):
             sizes = total_sizes(self.sharding_axis_dims, self.sharding_dcn_axis_dims)
             axis = self.partition_axis.on(self.sharding_axis_names, sizes)
         if self.sequence_axis_name != FIELDS["sequence_axis_name"].default:
-            axis = axis.renamed(axis.sequence_parallel_axis, self.sequence_axis_name)
+            axis = axis.rename_axis(axis.sequence_parallel_axis, self.sequence_axis_name)
         cache = self.kv_cache_sharding_sequence_axis_name
         if cache != FIELDS["kv_cache_sharding_sequence_axis_name"].default:
             axis = dataclasses.replace(axis, decode_key_sequence_axis=cache)
@@ -362,14 +364,14 @@ class EasyDeLBaseConfig(StoredConfig):
         Raises:
             ConfigError: A name is not a field, or a value is invalid.
         """
-        kept = {
+        copied_values = {
             name: value
             for name, value in self.__dict__.items()
             if name in FIELDS or isinstance(value, PretrainedConfig)
         }
         copies = {
             name: value.replace() if isinstance(value, EasyDeLBaseConfig) else copy.deepcopy(value)
-            for name, value in kept.items()
+            for name, value in copied_values.items()
         }
         data = {**self.to_dict(), **copies}
         result = type(self).from_dict(data, **changes)

@@ -43,7 +43,7 @@ def check_plausible(name: str, value: object, aliases: Mapping[str, str]) -> Non
         if not (math.isfinite(number) or allowed):
             raise ConfigError(f"{path} = {number} must be a finite number", field=name)
     if isinstance(value, int) and value > _SMALLEST_BOUND:
-        common = next((n for n, own in aliases.items() if own == name), name)
+        common = next((n for n, target_name in aliases.items() if target_name == name), name)
         if value > LARGEST.get(common, value):
             raise ConfigError(
                 f"{name} = {value} is invalid: no model is that large, and at most "

@@ -25,7 +25,7 @@ from ed_infra import masks
 from ed_infra.errors import ConfigError
 from ed_infra.rope import frequencies as rope
 from ed_infra.rope.parameters import RopeSettings
-from ed_infra.rope.rotation import RotaryTable, angles, sections_of
+from ed_infra.rope.rotation import RotaryTable, angles, get_section_axes
 from ed_infra.sharding import mesh as meshes
 from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import AttnMaskDetail
@@ -308,7 +308,7 @@ def get_basic_rope(
     length = max_position_embeddings or granted_freq_max_position_embedding(self)
     settings = _rope(self, head_size, rotary_dim, base, None, layer_type)
     frequencies, scaling = rope.inv_frequencies(settings, seq_len=length)
-    axis = sections_of(settings.parameters, len(frequencies))
+    axis = get_section_axes(settings.parameters, len(frequencies))
     return RotaryTable(frequencies, scaling, length, not is_neox_style, dtype, axis)
 
 

@@ -329,12 +329,12 @@ def normalize(name: str, value: object) -> Any:
             cache = "; for a quantized cache set kv_cache_quantization_config"
             raise ConfigError(f"{name}: {error}{cache if name == 'kvdtype' else ''}") from None
     elif name in _NAMES:
-        kind, known, aliases = _NAMES[name]
-        plain = getattr(value, "value", value)
-        plain = aliases.get(plain, plain) if isinstance(plain, str) else plain
-        if plain not in known:
-            raise unknown_name(f"{kind} in {name}", value, [*filter(None, known), *aliases])
-        return plain
+        kind, allowed_names, aliases = _NAMES[name]
+        raw_value = getattr(value, "value", value)
+        raw_value = aliases.get(raw_value, raw_value) if isinstance(raw_value, str) else raw_value
+        if raw_value not in allowed_names:
+            raise unknown_name(f"{kind} in {name}", value, [*filter(None, allowed_names), *aliases])
+        return raw_value
     elif name == "partition_axis":
         return from_mapping(PartitionAxis, value)
     elif name == "sharding_rules":
@@ -363,9 +363,9 @@ def normalize(name: str, value: object) -> Any:
             check_sizes(result)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        where = "".join(f"[{part}]" for part in problem["loc"] if isinstance(part, int))
+        location = "".join(f"[{part}]" for part in problem["loc"] if isinstance(part, int))
         message = problem["msg"]
-        raise ConfigError(f"{name}{where} = {value!r}: {message} ({FIELDS[name].doc})") from None
+        raise ConfigError(f"{name}{location} = {value!r}: {message} ({FIELDS[name].doc})") from None
     except MeshError as error:
         raise MeshError(f"{name}: {error}") from None
     return result
@@ -443,12 +443,12 @@ def _adapter(name: str) -> TypeAdapter[Any]:
 def _operations(value: object) -> dict[str, BaseOperationConfig]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"operation_configs maps operations to settings, got {value!r}")
-    known, aliases = _NAMES["attn_mechanism"][1:]
+    allowed_names, aliases = _NAMES["attn_mechanism"][1:]
     result: dict[str, BaseOperationConfig] = {}
     for key, settings in value.items():
         name = aliases.get(key, key)
-        if name not in known:
-            raise unknown_name("operation in operation_configs", key, known)
+        if name not in allowed_names:
+            raise unknown_name("operation in operation_configs", key, allowed_names)
         if name in result:
             raise ConfigError(f"operation_configs: {key!r} is another name of {name!r}: keep one")
         result[name] = from_mapping(BaseOperationConfig, settings, OPERATION_FIELD_ALIASES)

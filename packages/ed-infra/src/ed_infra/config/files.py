@@ -65,15 +65,17 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
         for name in ("_from_auto", "_from_pipeline"):
             kwargs.pop(name, None)
         data = _keys(config_dict)
-        known = known_names(cls) | set(data)
-        unused = {name: value for name, value in kwargs.items() if name not in known}
+        accepted_names = known_names(cls) | set(data)
+        unused = {name: value for name, value in kwargs.items() if name not in accepted_names}
         if unused and not unused_wanted:
             name = next(iter(unused))
-            raise ConfigError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
+            raise ConfigError(
+                f"{cls.__name__} has no field {name!r}{did_you_mean(name, accepted_names)}"
+            )
         for name in ("rope_scaling", "rope_parameters"):
             if isinstance(kwargs.get(name), Mapping):
                 extra = cls.ignore_keys_at_rope_validation
-                check_parameters(kwargs[name], names=True, known=extra)
+                check_parameters(kwargs[name], names=True, known_names=extra)
         _merge(cls, data, {k: v for k, v in kwargs.items() if k not in unused})
         token = reading_file.set(True)
         try:
@@ -105,10 +107,10 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
             ConfigError: A keyword has no effect, or an address cannot be uploaded to the hub.
         """
         address = str(save_directory)
-        known = {*inspect.signature(super().push_to_hub).parameters, "repo_id", "token"}
+        accepted_keywords = {*inspect.signature(super().push_to_hub).parameters, "repo_id", "token"}
         for name in kwargs:
-            if name not in known:
-                hint = did_you_mean(name, known)
+            if name not in accepted_keywords:
+                hint = did_you_mean(name, accepted_keywords)
                 raise ConfigError(f"save_pretrained has no keyword {name!r}{hint}")
             if not push_to_hub:
                 raise ConfigError(f"{name} has no effect without push_to_hub=True: omit it")
@@ -235,8 +237,8 @@ def _merge(cls: type, data: dict[str, Any], changes: dict[str, Any]) -> None:
         if name not in declared and name in data:
             parameters.setdefault(name, data.pop(name))
     if "rope_scaling" in rope:
-        kept = {n: parameters[n] for n in ("rope_theta",) if n in parameters}
-        parameters = {**kept, **(rope.pop("rope_scaling") or {})}
+        file_parameters = {n: parameters[n] for n in ("rope_theta",) if n in parameters}
+        parameters = {**file_parameters, **(rope.pop("rope_scaling") or {})}
     # One entry for each layer type: a new base applies to all entries.
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for target in nested or [parameters]:

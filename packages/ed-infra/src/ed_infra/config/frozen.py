@@ -49,19 +49,19 @@ class MeshRecipe:
             MeshError: The process lacks some of the devices.
         """
         try:
-            here = {device.id: device for device in jax.devices(self.platform)}
+            local_devices = {device.id: device for device in jax.devices(self.platform)}
         except RuntimeError:
-            here = {}
-        missing = [number for number in self.devices if number not in here]
+            local_devices = {}
+        missing = [number for number in self.devices if number not in local_devices]
         if missing:
-            shown = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
+            axis_sizes = ", ".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
             raise MeshError(
-                f"this configuration was pickled with an explicit mesh ({shown}) over "
+                f"this configuration was pickled with an explicit mesh ({axis_sizes}) over "
                 f"{len(self.devices)} {self.platform} devices, and {len(missing)} of them are not "
                 f"in this process: create a mesh and call config.set_model_mesh(mesh), or use "
                 "config.from_dict(config.to_dict()), whose mesh follows from sharding_axis_dims"
             )
-        array = np.asarray([here[number] for number in self.devices], dtype=object)
+        array = np.asarray([local_devices[number] for number in self.devices], dtype=object)
         kinds = tuple(AxisType[kind] for kind in self.kinds)
         return Mesh(array.reshape(self.shape), self.names, axis_types=kinds)
 

@@ -136,9 +136,9 @@ def known_names(cls: type) -> frozenset[str]:
 
 def check_keywords(cls: type, names: Iterable[str]) -> None:
     """Raise ConfigError for an unknown keyword of a configuration class."""
-    known = known_names(cls)
+    field_names = known_names(cls)
     for name in names:
-        if name in known:
+        if name in field_names:
             continue
         if name in GenerationConfig._get_default_generation_params():
             raise ConfigError(
@@ -146,7 +146,7 @@ def check_keywords(cls: type, names: Iterable[str]) -> None:
                 "put it into a GenerationConfig, or pass it to generate()"
             )
         raise ConfigError(
-            f"{cls.__name__} got an unknown field {name!r}{did_you_mean(name, known)} "
+            f"{cls.__name__} got an unknown field {name!r}{did_you_mean(name, field_names)} "
             "(for values of your own: config.attach_custom_arguments(...))"
         )
 
@@ -241,21 +241,23 @@ def share_table_of_names() -> None:
     does nothing if a release of transformers has other internals.
     """
     utils: Any = getattr(transformers.utils, "import_utils", None)
-    table_of = getattr(utils, "define_import_structure", None)
-    if table_of is None or not hasattr(table_of, "cache_info"):  # it keeps its results
+    define_original = getattr(utils, "define_import_structure", None)
+    if define_original is None or not hasattr(
+        define_original, "cache_info"
+    ):  # it keeps its results
         return
     folder, start = Path(str(transformers.__file__)).parent / "models", "models."
 
-    def known(path: str, prefix: str | None = None) -> Any:
+    def define_structure(path: str, prefix: str | None = None) -> Any:
         if prefix is not None or Path(path) != folder / "__init__.py":
-            return table_of(path, prefix)
+            return define_original(path, prefix)
         return {
             backends: {
                 module.removeprefix(start): set(names)
                 for module, names in modules.items()
                 if module.startswith(start)
             }
-            for backends, modules in table_of(folder, prefix="models").items()
+            for backends, modules in define_original(folder, prefix="models").items()
         }
 
-    utils.define_import_structure = known
+    utils.define_import_structure = define_structure

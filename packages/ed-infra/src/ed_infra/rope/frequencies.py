@@ -31,18 +31,18 @@ def _periods(theta: float, dim: int) -> np.ndarray:
     return np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
 
 
-def _plain(theta: float, dim: int) -> np.ndarray:
+def _compute_frequencies(theta: float, dim: int) -> np.ndarray:
     """Frequencies without scaling: theta^(-2i/dim), float32 [dim / 2] (Su et al., 2021)."""
     return np.float32(1.0) / _periods(theta, dim)
 
 
 def _default(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
-    return _plain(s.theta, s.rotary_dim), 1.0
+    return _compute_frequencies(s.theta, s.rotary_dim), 1.0
 
 
 def _linear(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
     """Position interpolation (Chen et al., 2023): positions are divided by `factor`."""
-    return _plain(s.theta, s.rotary_dim) / np.float32(s.need("factor")), 1.0
+    return _compute_frequencies(s.theta, s.rotary_dim) / np.float32(s.need("factor")), 1.0
 
 
 def _dynamic(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
@@ -50,7 +50,7 @@ def _dynamic(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
     trained = trained_length(s)
     factor, dim = float(s.need("factor")), s.rotary_dim
     reach = factor * max(length or trained, trained) / trained - (factor - 1)
-    return _plain(s.theta * reach ** (dim / (dim - 2)), dim), 1.0
+    return _compute_frequencies(s.theta * reach ** (dim / (dim - 2)), dim), 1.0
 
 
 def _yarn(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
@@ -81,9 +81,13 @@ def _yarn(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    kept = 1 - np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    extrapolation_weight = 1 - np.clip(
+        (np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0, 1
+    )
     periods = _periods(theta, dim)
-    blended = 1 / (factor * periods) * (1 - kept) + 1 / periods * kept
+    blended = (
+        1 / (factor * periods) * (1 - extrapolation_weight) + 1 / periods * extrapolation_weight
+    )
     return blended.astype(np.float32), float(attention)
 
 
@@ -110,12 +114,12 @@ def _llama3(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
     """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, others blended."""
     factor, trained = s.need("factor"), s.need("original_max_position_embeddings")
     low, high = s.need("low_freq_factor"), s.need("high_freq_factor")
-    plain = _plain(s.theta, s.rotary_dim)
+    frequencies = _compute_frequencies(s.theta, s.rotary_dim)
     # Reciprocals, then products: torch divides a number by a tensor so.
-    wavelength = (1 / plain) * np.float32(2 * math.pi)
+    wavelength = (1 / frequencies) * np.float32(2 * math.pi)
     smooth = ((1 / wavelength) * trained - low) / (high - low)
-    blended = (1 - smooth) * plain / factor + smooth * plain
-    scaled = np.where(wavelength > trained / low, plain / factor, plain)
+    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = np.where(wavelength > trained / low, frequencies / factor, frequencies)
     middle = (wavelength >= trained / high) & (wavelength <= trained / low)
     return np.where(middle, blended, scaled).astype(np.float32), 1.0
 
@@ -123,14 +127,14 @@ def _llama3(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
 def _proportional(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
     """Gemma 4: rotate a part of the dimensions, with the frequencies of the whole head."""
     turning = int(s.get("partial_rotary_factor", 1.0) * s.head_dim // 2)
-    plain = _plain(s.theta, s.head_dim)
+    frequencies = _compute_frequencies(s.theta, s.head_dim)
     still = np.arange(s.head_dim // 2) >= turning
-    return np.where(still, 0.0, plain / s.get("factor", 1.0)).astype(np.float32), 1.0
+    return np.where(still, 0.0, frequencies / s.get("factor", 1.0)).astype(np.float32), 1.0
 
 
 def _axial(s: RopeSettings, length: int | None) -> tuple[np.ndarray, float]:
     """Images of Qwen2-VL: half of the frequencies rotate by the row, the others by the column."""
-    return np.tile(_plain(s.theta, s.rotary_dim // 2), 2), 1.0
+    return np.tile(_compute_frequencies(s.theta, s.rotary_dim // 2), 2), 1.0
 
 
 #: Rope type -> its formula; `READS` of `ed_infra.rope.parameters` lists the parameters.
@@ -146,7 +150,7 @@ ROPE_TYPES: dict[str, Callable[[RopeSettings, int | None], tuple[np.ndarray, flo
 }
 
 
-def _settings_of(
+def _get_settings(
     config: object, head_dim: int | None = None, layer_type: str | None = None
 ) -> RopeSettings:
     """Return the settings of a configuration, a mapping or settings, with a known rope type."""
@@ -177,7 +181,7 @@ def inv_frequencies(
     Raises:
         ConfigError: The rope type is unknown, or a parameter is missing.
     """
-    s = _settings_of(config, head_dim, layer_type)
+    s = _get_settings(config, head_dim, layer_type)
     frequencies, attention = ROPE_TYPES[s.rope_type](s, seq_len)
     return np.asarray(frequencies, np.float32), float(attention)
 
@@ -188,7 +192,7 @@ def depends_on_length(config: object) -> bool:
     Args:
         config: A configuration, a mapping of rope parameters, or `RopeSettings`.
     """
-    return _settings_of(config).rope_type in ("dynamic", "longrope")
+    return _get_settings(config).rope_type in ("dynamic", "longrope")
 
 
 def trained_length(config: object) -> int:
@@ -200,7 +204,7 @@ def trained_length(config: object) -> int:
     Raises:
         ConfigError: The configuration does not define the length.
     """
-    s = _settings_of(config)
+    s = _get_settings(config)
     if s.rope_type != "dynamic":
         return s.need("original_max_position_embeddings")
     if s.max_position_embeddings is None:
@@ -219,7 +223,7 @@ def length_class(config: object, prompt_len: int) -> int:
         config: A configuration, a mapping of rope parameters, or `RopeSettings`.
         prompt_len: Tokens of the prompt.
     """
-    s = _settings_of(config)
+    s = _get_settings(config)
     if not depends_on_length(s) or prompt_len <= trained_length(s):
         return 0
     return 1 if s.rope_type == "longrope" else prompt_len
@@ -243,7 +247,7 @@ def inv_frequencies_at(
     Raises:
         ConfigError: The rope type is unknown, or a parameter is missing.
     """
-    s = _settings_of(config)
+    s = _get_settings(config)
     frequencies, attention = inv_frequencies(s)
     lengths = jnp.asarray(lengths)[..., None]
     if not depends_on_length(s):
@@ -251,8 +255,8 @@ def inv_frequencies_at(
         return jnp.broadcast_to(jnp.asarray(frequencies), shape), attention
     trained = trained_length(s)
     if s.rope_type == "longrope":
-        beyond, _ = inv_frequencies(s, seq_len=trained + 1)
-        return jnp.where(lengths > trained, beyond, frequencies), attention
+        long_frequencies, _ = inv_frequencies(s, seq_len=trained + 1)
+        return jnp.where(lengths > trained, long_frequencies, frequencies), attention
     # (theta g)^(-2i/r) = theta^(-2i/r) g^(-2i/r), with g = 1 at the trained length. `log1p` of the
     # excess over this length keeps digits that g would lose.
     r = s.rotary_dim

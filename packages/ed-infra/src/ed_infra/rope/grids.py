@@ -41,13 +41,13 @@ def grid_positions(placeholders: _ArrayT, segment_ids: _ArrayT, grids: _ArrayT) 
     spans = xp.cumsum(xp.max(sizes[..., 1:], axis=2) * (counts > 0), **integers)
     spans = xp.pad(spans, ((0, 0), (1, 0)))
 
-    before = xp.cumsum(placeholders, **integers) - placeholders
-    passed = xp.sum(ends[:, None, :] <= before[:, :, None], axis=2)
+    preceding_count = xp.cumsum(placeholders, **integers) - placeholders
+    passed = xp.sum(ends[:, None, :] <= preceding_count[:, :, None], axis=2)
     image = xp.minimum(passed, counts.shape[1] - 1)
     text = (segment_ids != 0) & ~placeholders
     base = xp.cumsum(text, **integers) - text + xp.take_along_axis(spans, passed, axis=1)
 
-    within = before - xp.take_along_axis(starts, image, axis=1)
+    within = preceding_count - xp.take_along_axis(starts, image, axis=1)
     size = xp.take_along_axis(sizes, image[:, :, None], axis=1)
     h, w = (xp.maximum(size[..., axis], 1) for axis in (1, 2))
     place = xp.stack([within // (h * w), within // w % h, within % w])

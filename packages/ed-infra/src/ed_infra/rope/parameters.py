@@ -107,7 +107,7 @@ def standard_parameters(
 
 
 def check_parameters(
-    parameters: Mapping[str, Any], *, names: bool = False, known: Iterable[str] = ()
+    parameters: Mapping[str, Any], *, names: bool = False, known_names: Iterable[str] = ()
 ) -> None:
     """Check the values of `rope_parameters`, or of its entry for each layer type.
 
@@ -115,16 +115,16 @@ def check_parameters(
         parameters: The mapping, in old or new spelling.
         names: Whether to raise an error for unknown names and warn about parameters that the rope
             type does not use. Otherwise, as for files, only warn about unknown names.
-        known: Further allowed names.
+        known_names: Further allowed names.
 
     Raises:
         ConfigError: A number is not finite or too small, or a name is unknown.
     """
-    known = set(known)
+    known_names = set(known_names)
     flat: dict[str, Any] = {}
     for name, value in parameters.items():
         if isinstance(value, Mapping):
-            check_parameters(value, names=names, known=known)
+            check_parameters(value, names=names, known_names=known_names)
         else:
             flat[name] = value
     for name in sorted(_NUMBERS & flat.keys()):
@@ -138,14 +138,14 @@ def check_parameters(
     kind = str(standard_parameters(flat)["rope_type"])
     if names and kind not in {*READS, "axial"}:  # axial: used by transformers only
         raise unknown_name("rope_type", kind, READS)
-    anywhere = _EVERYWHERE.union(known, *READS.values())
-    reads = _EVERYWHERE | known | READS.get(kind, anywhere)
+    anywhere = _EVERYWHERE.union(known_names, *READS.values())
+    reads = _EVERYWHERE | known_names | READS.get(kind, anywhere)
     for name in sorted(flat.keys() - reads):
         if names and name not in anywhere:
             raise ConfigError(
                 f"rope_parameters: unknown name {name!r}{did_you_mean(name, reads)} "
                 f"(rope_type {kind!r} reads rope_theta, partial_rotary_factor"
-                f"{''.join(f', {known}' for known in sorted(READS.get(kind, ())))})",
+                f"{''.join(f', {known_names}' for known_names in sorted(READS.get(kind, ())))})",
                 field=name,
             )
         if names or name not in anywhere:
@@ -194,8 +194,8 @@ def settings(
         if layer_type not in nested:
             raise unknown_name("layer type of rope_parameters", layer_type, nested)
         parameters = nested[layer_type]
-    own = getattr(config, "ignore_keys_at_rope_validation", ())
-    check_parameters(parameters, known={"max_position_embeddings", *own})
+    ignored_keys = getattr(config, "ignore_keys_at_rope_validation", ())
+    check_parameters(parameters, known_names={"max_position_embeddings", *ignored_keys})
     standard = standard_parameters(
         parameters,
         rope_theta=getattr(config, "rope_theta", None),

@@ -62,7 +62,7 @@ def rotate(
         An array like `x`, computed in float32.
     """
     r = 2 * cos.shape[-1]
-    turning, rest = x[..., :r].astype(jnp.float32), x[..., r:]
+    turning, x_pass = x[..., :r].astype(jnp.float32), x[..., r:]
     cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
     if interleaved:
         a, b = turning[..., 0::2], turning[..., 1::2]
@@ -71,7 +71,7 @@ def rotate(
         a, b = jnp.split(turning, 2, axis=-1)
         turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     turned = turned.astype(x.dtype)
-    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+    return jnp.concatenate([turned, x_pass], axis=-1) if x_pass.shape[-1] else turned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +156,12 @@ def select_axis(
     values: Float[jax.Array, "a *p r2"], axis: Int[np.ndarray, " r2"]
 ) -> Float[jax.Array, "*p r2"]:
     """Select the value (angle, cos or sin) of each frequency from its axis."""
-    chosen = [values[i][..., axis == i] for i in range(values.shape[0])]
-    order = np.argsort(np.concatenate([np.flatnonzero(axis == i) for i in range(len(chosen))]))
-    return jnp.concatenate(chosen, axis=-1)[..., order]
+    axis_values = [values[i][..., axis == i] for i in range(values.shape[0])]
+    order = np.argsort(np.concatenate([np.flatnonzero(axis == i) for i in range(len(axis_values))]))
+    return jnp.concatenate(axis_values, axis=-1)[..., order]
 
 
-def sections_of(parameters: Mapping[str, Any], count: int) -> Int[np.ndarray, " r2"] | None:
+def get_section_axes(parameters: Mapping[str, Any], count: int) -> Int[np.ndarray, " r2"] | None:
     """Return `axis_of_frequency` of rope parameters, or None without sections.
 
     The rope type `axial` has two equal sections, of rows and columns of an image.

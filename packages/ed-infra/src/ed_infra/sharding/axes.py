@@ -48,14 +48,14 @@ def check_sizes(dims: Sequence[int], names: Sequence[str] | None = None) -> None
         dims: Sizes of at least 1; one may be -1, for the remaining devices.
         names: Names for the message.
     """
-    shown = ", ".join(
+    axis_sizes = ", ".join(
         f"{n}={d}" if n else str(d) for n, d in zip(names or [""] * len(dims), dims, strict=False)
     )
     if any(d < 1 and d != -1 for d in dims):
-        raise MeshError(f"mesh axes ({shown}): a size is at least 1, or -1 for the rest")
+        raise MeshError(f"mesh axes ({axis_sizes}): a size is at least 1, or -1 for the rest")
     free = list(dims).count(-1)
     if free > 1:
-        raise MeshError(f"mesh axes ({shown}): only one axis can be -1, {free} are")
+        raise MeshError(f"mesh axes ({axis_sizes}): only one axis can be -1, {free} are")
 
 
 def resolve_axis_dims(
@@ -76,21 +76,21 @@ def resolve_axis_dims(
             f"{len(dims)} axis dims {dims} for {len(names)} axis names {tuple(names)}: "
             "set one size for each name"
         )
-    shown = ", ".join(f"{n}={d}" for n, d in zip(names, dims, strict=True))
+    axis_sizes = ", ".join(f"{n}={d}" for n, d in zip(names, dims, strict=True))
     check_sizes(dims, names)
     fixed = math.prod(d for d in dims if d != -1)
     product = " × ".join(str(d) for d in dims if d != -1)
     if -1 not in dims:
         if fixed > device_count:
             raise MeshError(
-                f"mesh axes ({shown}) need {product} = {fixed} devices, but there are "
+                f"mesh axes ({axis_sizes}) need {product} = {fixed} devices, but there are "
                 f"{device_count}: make the product at most {device_count}, or one axis -1"
             )
         return dims
     if device_count % fixed:
         divisors = [d for d in range(1, device_count + 1) if device_count % d == 0]
         raise MeshError(
-            f"mesh axes ({shown}): {device_count} devices / ({product}) = "
+            f"mesh axes ({axis_sizes}): {device_count} devices / ({product}) = "
             f"{device_count / fixed:g} is not whole, so -1 cannot be resolved: the other sizes "
             f"must multiply to one of {', '.join(map(str, divisors))}"
         )
@@ -139,14 +139,16 @@ class PartitionAxis:
             value = getattr(self, field.name)
             if isinstance(value, list):
                 object.__setattr__(self, field.name, value := tuple(value))
-            several = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
-            if not (value is None or isinstance(value, str) or several):
+            is_name_tuple = isinstance(value, tuple) and all(
+                isinstance(name, str) for name in value
+            )
+            if not (value is None or isinstance(value, str) or is_name_tuple):
                 raise ConfigError(
                     f"partition_axis: {field.name} = {value!r}: the name of a mesh axis, several "
                     "names, or None"
                 )
 
-    def renamed(self, old: str, new: str) -> PartitionAxis:
+    def rename_axis(self, old: str, new: str) -> PartitionAxis:
         """Return a copy with another mesh axis instead of `old`."""
 
         def change(value: MeshAxes) -> MeshAxes:
@@ -183,7 +185,7 @@ class PartitionAxis:
         if len(names) == len(AXIS_NAMES):
             for old, new in zip(AXIS_NAMES, names, strict=True):
                 if old not in names and new not in AXIS_NAMES:
-                    result = result.renamed(old, new)
+                    result = result.rename_axis(old, new)
         used = result.mesh_axes()
         for axis in sorted(used - {*names, *AXIS_NAMES}):
             hint = did_you_mean(axis, names)
@@ -297,7 +299,7 @@ def find_idle_axes(axis: PartitionAxis, *, constrained: bool) -> Iterator[tuple[
         elif name in CONSTRAINED_AXES and not constrained:
             yield name, "the compiler places this array: set use_sharding_constraint: true as well"
         elif name in _KINDS_OF_AXES:
-            others = _KINDS_OF_AXES[name]
-            if not any(value in split(getattr(axis, other)) for other in others):
-                listed = " and ".join(others)
+            related_fields = _KINDS_OF_AXES[name]
+            if not any(value in split(getattr(axis, field_name)) for field_name in related_fields):
+                listed = " and ".join(related_fields)
                 yield name, f"only the mesh of experts reads it: set {listed} as well"

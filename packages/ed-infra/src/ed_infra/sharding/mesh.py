@@ -140,7 +140,7 @@ def _hybrid(
 
 
 def _granules(
-    devices: list[Device], wanted: int, free: bool, keys: tuple[str, ...], ordered: bool
+    devices: list[Device], granule_count: int, free: bool, keys: tuple[str, ...], ordered: bool
 ) -> list[list[Device]]:
     groups: dict[int, list[Device]] = {}
     for key in keys:
@@ -150,13 +150,14 @@ def _granules(
         if len(groups) > 1:
             break
     if len(groups) == 1 and not free:
-        if len(devices) % wanted:
+        if len(devices) % granule_count:
             raise MeshError(
-                f"DCN dims need {wanted} slices, and {len(devices)} devices do not divide into "
-                f"{wanted} equal parts"
+                f"DCN dims need {granule_count} slices, and {len(devices)} devices do not divide "
+                "into "
+                f"{granule_count} equal parts"
             )
-        size = len(devices) // wanted
-        return [devices[i * size : (i + 1) * size] for i in range(wanted)]
+        size = len(devices) // granule_count
+        return [devices[i * size : (i + 1) * size] for i in range(granule_count)]
     sizes = {len(group) for group in groups.values()}
     if len(sizes) > 1:
         raise MeshError(f"slices of unequal sizes {sorted(sizes)} cannot form a mesh")

@@ -50,7 +50,9 @@ class PartitionManager:
             ConfigError: An axis is unknown.
         """
         sizes = None if mesh is None else mesh.shape
-        return PartitionSpec(*places.of_parameter(self.axis, axes, shape, sizes, self.expert_axes))
+        return PartitionSpec(
+            *places.get_parameter_axes(self.axis, axes, shape, sizes, self.expert_axes)
+        )
 
     def resolve(
         self,
@@ -74,8 +76,8 @@ class PartitionManager:
             hint = did_you_mean(mode, ["train", "prefill", "decode"])
             raise ConfigError(f"unknown mode {mode!r}{hint} (known: train, prefill, decode)")
         table = {**ACTIVATION_AXES, **(DECODE_AXES if mode == "decode" else {})}
-        found = [places.look_up(self.axis, name, table, "activation") for name in axes]
-        spec = PartitionSpec(*places.distinct(found))
+        mesh_axes = [places.look_up(self.axis, name, table, "activation") for name in axes]
+        spec = PartitionSpec(*places.distinct(mesh_axes))
         if mesh is None:
             return spec
         return fit_spec(spec, shape, mesh)[0]
@@ -99,5 +101,5 @@ def fit_spec(
     Raises:
         MeshError: The spec has more entries than the shape.
     """
-    entries, notes = places.fitted(tuple(spec), shape, mesh.shape)
+    entries, notes = places.fit_places(tuple(spec), shape, mesh.shape)
     return PartitionSpec(*entries), notes

@@ -129,10 +129,10 @@ def _fitted_tree(spec: PartitionSpec, value: object, place: Mesh | AbstractMesh,
     fitted = []
     for leaf in leaves:
         try:
-            own, notes = fit_spec(spec, tuple(leaf.shape), place)
+            fitted_spec, notes = fit_spec(spec, tuple(leaf.shape), place)
         except MeshError as error:
             raise MeshError(f"{name}: {error}") from None
-        fitted.append(own)
+        fitted.append(fitted_spec)
         for note in notes if leaf is largest else ():
             once(logger, f"{_family(name)}: {note}; replicated along it")
     return jax.tree.unflatten(treedef, fitted)
@@ -207,7 +207,7 @@ def create_sharded(build: Callable[[], M], config: ShardedConfig, **settings: An
         return nnx.merge(graphdef, state)
 
 
-def _filled(state: nnx.State, values: Iterable[Any]) -> Any:
+def _fill_state(state: nnx.State, values: Iterable[Any]) -> Any:
     """Return a state with new arrays, given in flat order."""
     flat = []
     for (path, variable), value in zip(nnx.to_flat_state(state), values, strict=True):
@@ -221,24 +221,24 @@ def shard(module: M, config: ShardedConfig, **settings: Any) -> M:
     """Return the module with its parameters placed by the configuration; see `specs`."""
     graphdef, state = nnx.split(module)
     by_path = dict(nnx.to_flat_state(shardings(state, config, **settings)))
-    return _placed(graphdef, state, lambda path: by_path[path])
+    return _place_module(graphdef, state, lambda path: by_path[path])
 
 
 def gather(module: M, config: ShardedConfig, mesh: Mesh | None = None) -> M:
     """Return the module with parameters replicated over the mesh."""
     everywhere = NamedSharding(_settings(config, mesh, None)[1], PartitionSpec())
     graphdef, state = nnx.split(module)
-    return _placed(graphdef, state, lambda path: everywhere)
+    return _place_module(graphdef, state, lambda path: everywhere)
 
 
-def _placed(
-    graphdef: nnx.GraphDef, state: nnx.State, where: Callable[[TreePath], NamedSharding]
+def _place_module(
+    graphdef: nnx.GraphDef, state: nnx.State, get_sharding: Callable[[TreePath], NamedSharding]
 ) -> Any:
     flat = nnx.to_flat_state(state)
     arrays = [_array(variable) for _, variable in flat]
-    moved = jax.device_put(arrays, [where(path) for path, _ in flat])
+    moved = jax.device_put(arrays, [get_sharding(path) for path, _ in flat])
     with nnx.use_eager_sharding(False):
-        return nnx.merge(graphdef, _filled(state, moved))
+        return nnx.merge(graphdef, _fill_state(state, moved))
 
 
 def constrain(
@@ -281,26 +281,27 @@ def make_global(batch: object, sharding: object, *, rows: int | None = None, axi
         ConfigError: A process has a wrong number of rows.
     """
 
-    def place(array: ArrayLike, where: NamedSharding) -> jax.Array:
+    def place(array: ArrayLike, target: NamedSharding) -> jax.Array:
         array = np.asarray(array)
         first, shape = 0, array.shape
         if rows is not None:
-            own = local_rows(where, rows, axis)
-            first, shape = own.start, (*shape[:axis], rows, *shape[axis + 1 :])
-            if array.ndim <= axis or array.shape[axis] != own.stop - own.start:
+            local_range = local_rows(target, rows, axis)
+            first, shape = local_range.start, (*shape[:axis], rows, *shape[axis + 1 :])
+            if array.ndim <= axis or array.shape[axis] != local_range.stop - local_range.start:
                 raise ConfigError(
                     f"an array of shape {array.shape} from process {jax.process_index()}, which "
-                    f"holds rows {own.start} to {own.stop} of {rows}: pass these "
-                    f"{own.stop - own.start} rows (ed_infra.sharding.placement.local_rows)"
+                    f"holds rows {local_range.start} to {local_range.stop} of {rows}: pass these "
+                    f"{local_range.stop - local_range.start} rows "
+                    "(ed_infra.sharding.placement.local_rows)"
                 )
-        fitted = _fitted(where, shape)
+        fitted = _fit_sharding(target, shape)
 
         def part(index: Any) -> np.ndarray:
             if rows is None:
                 return array[index]
             start, stop, _ = index[axis].indices(rows)
-            own = slice(start - first, stop - first)
-            return array[(*index[:axis], own, *index[axis + 1 :])]
+            local_slice = slice(start - first, stop - first)
+            return array[(*index[:axis], local_slice, *index[axis + 1 :])]
 
         return jax.make_array_from_callback(shape, fitted, part)
 
@@ -319,14 +320,14 @@ def local_rows(sharding: NamedSharding, rows: int, axis: int = 0) -> slice:
         rows: Rows of the whole batch.
         axis: See `make_global`.
     """
-    of_rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[axis:]))
-    fitted = _fitted(of_rows, (rows,))
-    held = fitted.addressable_devices_indices_map((rows,)).values()
-    ranges = [index[0].indices(rows) for index in held if index is not None]
+    row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[axis:]))
+    fitted = _fit_sharding(row_sharding, (rows,))
+    device_indices = fitted.addressable_devices_indices_map((rows,)).values()
+    ranges = [index[0].indices(rows) for index in device_indices if index is not None]
     return slice(min(r[0] for r in ranges), max(r[1] for r in ranges))
 
 
-def _fitted(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+def _fit_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     spec = fit_spec(PartitionSpec(*sharding.spec[: len(shape)]), shape, sharding.mesh)[0]
     return NamedSharding(sharding.mesh, spec)
 
@@ -366,8 +367,10 @@ def _layer_spec(
 def _without(axis: str | None, spec: PartitionSpec) -> PartitionSpec:
     if axis is None:
         return spec
-    kept = [tuple(name for name in split(entry) if name != axis) for entry in spec]
-    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))
+    remaining_names = [tuple(name for name in split(entry) if name != axis) for entry in spec]
+    return PartitionSpec(
+        *(names[0] if len(names) == 1 else names or None for names in remaining_names)
+    )
 
 
 def _family(name: str) -> str:

@@ -37,11 +37,13 @@ def look_up(
     field = name if name.endswith("_axis") else f"{name}_axis"
     if field in PartitionAxis.__dataclass_fields__:
         return getattr(axis, field)
-    known = ", ".join([*table, *sorted(axis.mesh_axes())])
-    raise ConfigError(f"unknown {kind} axis {name!r}{did_you_mean(name, table)} (known: {known})")
+    known_axes = ", ".join([*table, *sorted(axis.mesh_axes())])
+    raise ConfigError(
+        f"unknown {kind} axis {name!r}{did_you_mean(name, table)} (known: {known_axes})"
+    )
 
 
-def of_parameter(
+def get_parameter_axes(
     axis: PartitionAxis,
     axes: Sequence[str | None],
     shape: Sequence[int] | None = None,
@@ -60,20 +62,20 @@ def of_parameter(
     places = [look_up(axis, name, PARAM_AXES, "parameter") for name in axes]
     if shape is not None and sizes is not None and "expert" in axes:
         at = list(axes).index("expert")
-        places[at] = _of_experts(split(places[at]), shape[at], sizes, expert_axes)
+        places[at] = _get_expert_axes(split(places[at]), shape[at], sizes, expert_axes)
     return distinct(places)
 
 
-def _of_experts(
+def _get_expert_axes(
     names: tuple[str, ...], experts: int, sizes: Mapping[str, int], more: Sequence[str]
 ) -> MeshAxes:
     """Return the mesh axes over which the experts are split, in the order of the mesh."""
-    chosen = [name for name in names if name in sizes]
+    selected_names = [name for name in names if name in sizes]
     for name in more:
-        ways = math.prod(sizes[axis] for axis in (*chosen, name) if axis in sizes)
-        if name not in chosen and name in sizes and experts % ways == 0:
-            chosen.append(name)
-    return tuple(sorted(chosen, key=list(sizes).index))
+        ways = math.prod(sizes[axis] for axis in (*selected_names, name) if axis in sizes)
+        if name not in selected_names and name in sizes and experts % ways == 0:
+            selected_names.append(name)
+    return tuple(sorted(selected_names, key=list(sizes).index))
 
 
 def distinct(places: Sequence[MeshAxes]) -> list[MeshAxes]:
@@ -81,13 +83,13 @@ def distinct(places: Sequence[MeshAxes]) -> list[MeshAxes]:
     used: set[str] = set()
     result: list[MeshAxes] = []
     for entry in places:
-        kept = tuple(name for name in split(entry) if name not in used)
-        used.update(kept)
-        result.append(kept[0] if len(kept) == 1 else kept or None)
+        new_names = tuple(name for name in split(entry) if name not in used)
+        used.update(new_names)
+        result.append(new_names[0] if len(new_names) == 1 else new_names or None)
     return result
 
 
-def fitted(
+def fit_places(
     places: Sequence[MeshAxes], shape: Sequence[int] | None, sizes: Mapping[str, int]
 ) -> tuple[list[MeshAxes], list[str]]:
     """Drop mesh axes that the mesh lacks, or that do not divide a dimension.

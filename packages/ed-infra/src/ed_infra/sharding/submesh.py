@@ -11,7 +11,7 @@ from jax.sharding import Mesh, Sharding
 from ed_infra.errors import MeshError, did_you_mean
 
 
-def slices_of(mesh: Mesh, axis: str) -> list[Mesh]:
+def split_mesh(mesh: Mesh, axis: str) -> list[Mesh]:
     """Split a mesh along an axis into meshes in which this axis has size 1.
 
     Raises:
@@ -53,6 +53,6 @@ def part_on(array: jax.Array, sharding: Sharding) -> jax.Array:
 
     if edges(sharding) != edges(array.sharding):
         return array
-    here = {shard.device: shard.data for shard in array.addressable_shards}
-    parts = [here[device] for device in sharding.addressable_devices]
+    local_shards = {shard.device: shard.data for shard in array.addressable_shards}
+    parts = [local_shards[device] for device in sharding.addressable_devices]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)

@@ -27,8 +27,8 @@ def change_configurations(
             changed[id(config)] = change(config).seal()
         return changed[id(config)]
 
-    for _, found in nnx.iter_modules(model):
-        node = cast(Any, found)
+    for _, module in nnx.iter_modules(model):
+        node = cast(Any, module)
         if isinstance(config := getattr(node, "config", None), EasyDeLBaseConfig):
             node.config = copy(config)
         mechanism = getattr(node, "mechanism", None)

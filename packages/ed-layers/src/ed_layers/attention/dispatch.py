@@ -120,7 +120,7 @@ def attend(
         )
         check_scoring(scoring, q.shape[2], pages.pool.shape[-3])
         check("decode_attn_mechanism", call.name, call.features, reads=("pages",))
-        return run(mechanism.named(call, call.name))[None].astype(out_dtype), cache
+        return run(mechanism.replace_mechanism(call, call.name))[None].astype(out_dtype), cache
     if mask_info is None:
         raise ConfigError("mask_info is None: only a ragged batch may omit the mask")
     if cache is not None:
@@ -134,7 +134,7 @@ def attend(
         check_scoring(scoring, q.shape[2], groups, *q.shape[:2], slots)
         name = choose_for_cache(mechanism, call)
         check("decode_attn_mechanism", name, call.features, reads=("projected", "cache"))
-        return run(mechanism.named(call, name)).astype(out_dtype), cache
+        return run(mechanism.replace_mechanism(call, name)).astype(out_dtype), cache
     if k is None or v is None:
         raise ConfigError("k and v are None: only a layer that reads a cache may omit them")
     check_scoring(scoring, q.shape[2], k.shape[2], *q.shape[:2], k.shape[1])
@@ -153,7 +153,7 @@ def attend(
     check("attn_mechanism", name, call.features, reads=("projected",))
     if 0 in (*q.shape[:2], k.shape[1]):  # no row, no query or no key
         return jnp.zeros((*q.shape[:3], v.shape[-1]), out_dtype), cache
-    return run(mechanism.named(call, name)).astype(out_dtype), cache
+    return run(mechanism.replace_mechanism(call, name)).astype(out_dtype), cache
 
 
 def zero_padding(x: Float[Array, "b n h k"], segment_ids: Int[Array, "b n"]) -> jax.Array:
@@ -173,8 +173,8 @@ def check_shapes(q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> None
     sizes = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
     four = all(len(shape) == 4 for shape in shapes.values())
     demand(four, f"{sizes}: the shapes must be [batch, length, heads, head dim]")
-    some = all(0 not in shape[2:] for shape in shapes.values())
-    demand(some, f"{sizes}: the number of heads and the head dim must be at least 1")
+    is_nonempty = all(0 not in shape[2:] for shape in shapes.values())
+    demand(is_nonempty, f"{sizes}: the number of heads and the head dim must be at least 1")
     demand((k is None) == (v is None), f"{sizes}: pass both k and v, or neither")
     if k is None or v is None:
         return

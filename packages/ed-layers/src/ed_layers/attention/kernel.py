@@ -55,7 +55,7 @@ class Settings:
     block_q: int | None = None
     block_k: int | None = None
     platform: str | None = None
-    own: bool = False
+    is_explicit: bool = False
 
     def blocks(self, s: int, t: int, default: int = 128) -> tuple[int, int]:
         """Return the queries and keys per block, at most `s` and `t`."""
@@ -148,7 +148,7 @@ class Cached(Call):
         )
         return k, v
 
-    def projected(self) -> Projected:
+    def to_projected(self) -> Projected:
         """Return the same call for a kernel that reads projected keys and values."""
         k, v = (x.swapaxes(1, 2) for x in self.numbers())
         return Projected(

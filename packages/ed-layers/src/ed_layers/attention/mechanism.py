@@ -108,19 +108,19 @@ class Mechanism:
         default = Settings(config.blocksize_q, config.blocksize_k, config.platform)
         settings = {
             operation: Settings(
-                own.block_q or default.block_q,
-                own.block_k or default.block_k,
-                own.platform or default.platform,
-                own=True,
+                operation_config.block_q or default.block_q,
+                operation_config.block_k or default.block_k,
+                operation_config.platform or default.platform,
+                is_explicit=True,
             )
-            for operation, own in own_settings.items()
+            for operation, operation_config in own_settings.items()
         }
         language = settings.get(config.attn_mechanism, default).platform
         check_language("attn_mechanism", config.attn_mechanism, language, config)
         decode_name = config.decode_attn_mechanism
         if decode_name is not None and decode_name in own_settings:
-            asked = own_settings[decode_name].platform
-            check_language("decode_attn_mechanism", decode_name, asked, config)
+            decode_language = own_settings[decode_name].platform
+            check_language("decode_attn_mechanism", decode_name, decode_language, config)
         return cls(
             name=name,
             decode=decode,
@@ -133,13 +133,13 @@ class Mechanism:
             config=config,
         )
 
-    def settings_of(self, name: str) -> Settings:
+    def get_settings(self, name: str) -> Settings:
         """Return the kernel settings of a mechanism."""
         return dict(self.settings).get(name, self.default)
 
-    def named(self, call: CallT, name: str) -> CallT:
+    def replace_mechanism(self, call: CallT, name: str) -> CallT:
         """Return the call with another mechanism and its settings."""
-        return replace(call, name=name, settings=self.settings_of(name))
+        return replace(call, name=name, settings=self.get_settings(name))
 
 
 def check(
@@ -170,13 +170,15 @@ def check(
         )
     if missing := sorted(needed - ability.features):
         able = {m: a for m, a in MECHANISMS.items() if needed <= a.features}
-        others = [m for m in able if m in fitting]
-        where = (
-            "" if others else f"no mechanism that reads {' or '.join(reads)} can; of the others "
+        alternatives = [m for m in able if m in fitting]
+        prefix = (
+            ""
+            if alternatives
+            else f"no mechanism that reads {' or '.join(reads)} can; of the others "
         )
         raise ConfigError(
             f"{option}={name!r} cannot do {', '.join(missing)}, which this model "
-            f"needs; {where}these can: {', '.join(others or able)}"
+            f"needs; {prefix}these can: {', '.join(alternatives or able)}"
         )
 
 
@@ -191,27 +193,29 @@ def check_language(option: str, name: str, language: str | None, config: EasyDeL
     """
     if language in (None, "jax"):
         return
-    platform = devices.platform_of(config)
+    platform = devices.get_platform(config)
     speaking = [k for k in kernels() if k.language == language]
-    here = [
+    fitting_kernels = [
         kernel
         for kernel in speaking
         if kernel.platform == platform
         and (kernel.mechanism == name or (name == "auto" and kernel.reads == "projected"))
     ]
-    if not here:
+    if not fitting_kernels:
         reads = "projected" if name == "auto" else MECHANISMS[name].reads
-        alike = [k for k in speaking if MECHANISMS[k.mechanism].reads == reads]
-        others = dict.fromkeys(f"{k.mechanism} on {k.platform}" for k in alike)
-        known = f"mechanisms with one: {', '.join(others)}" if others else "no mechanism has one"
+        similar_kernels = [k for k in speaking if MECHANISMS[k.mechanism].reads == reads]
+        listing = dict.fromkeys(f"{k.mechanism} on {k.platform}" for k in similar_kernels)
+        hint = f"mechanisms with one: {', '.join(listing)}" if listing else "no mechanism has one"
         raise ConfigError(
             f"platform={language!r}: {option}={name!r} has no {language} kernel on {platform}; "
-            f"{known}. platform='jax' or None runs everywhere"
+            f"{hint}. platform='jax' or None runs everywhere"
         )
-    if not any(kernel.available() for kernel in here):
+    if not any(kernel.available() for kernel in fitting_kernels):
         raise ConfigError(
-            f"platform={language!r}: the {language} kernel of {here[0].mechanism!r} needs "
-            f"{here[0].needs}, which is not installed: pip install {here[0].needs}, or omit "
+            f"platform={language!r}: the {language} kernel of {fitting_kernels[0].mechanism!r} "
+            "needs "
+            f"{fitting_kernels[0].needs}, which is not installed: pip install "
+            f"{fitting_kernels[0].needs}, or omit "
             "platform"
         )
 
@@ -220,13 +224,13 @@ def choose(mechanism: Mechanism, call: Projected) -> str:
     """Return the mechanism of a call with projected keys; the log states once what "auto" chose."""
     if mechanism.name != "auto":
         return mechanism.name
-    name, why = chosen(mechanism, call)
-    platform = devices.platform_of(call.config)
-    once(logger, f"attention: auto takes {name!r} on {platform}: {why}", level=logging.INFO)
+    name, reason = resolve_auto(mechanism, call)
+    platform = devices.get_platform(call.config)
+    once(logger, f"attention: auto takes {name!r} on {platform}: {reason}", level=logging.INFO)
     return name
 
 
-def chosen(mechanism: Mechanism, call: Projected) -> tuple[str, str]:
+def resolve_auto(mechanism: Mechanism, call: Projected) -> tuple[str, str]:
     """Return the mechanism that "auto" chooses, and the reason for the log."""
     short = call.q.shape[1] <= FULL_SCORES_LIMIT
     # Other mechanisms would gather the blocks of a split sequence.
@@ -263,22 +267,22 @@ def choose_for_cache(mechanism: Mechanism, call: Cached) -> str:
         return name
     if follows_context(call):
         return "autoregressive_decodeattn"
-    return "vanilla" if call.q.shape[1] == 1 else choose(mechanism, call.projected())
+    return "vanilla" if call.q.shape[1] == 1 else choose(mechanism, call.to_projected())
 
 
 def with_a_kernel(mechanism: Mechanism, call: Call) -> str | None:
     """Return the mechanism of the first platform kernel that "auto" may use for a call."""
-    language = mechanism.settings_of("auto")
+    language = mechanism.get_settings("auto")
     for kernel in kernels_here(call):
         if kernel.platform is None or kernel.auto_from is None:
             continue
-        own = mechanism.named(call, kernel.mechanism)
+        kernel_call = mechanism.replace_mechanism(call, kernel.mechanism)
         if (
             call.q.shape[1] >= kernel.auto_from
             and language.allow(kernel.language)
-            and own.settings.allow(kernel.language)
-            and own.features <= MECHANISMS[kernel.mechanism].features
-            and not kernel.refusals(own)
+            and kernel_call.settings.allow(kernel.language)
+            and kernel_call.features <= MECHANISMS[kernel.mechanism].features
+            and not kernel.refusals(kernel_call)
         ):
             return kernel.mechanism
     return None
@@ -289,4 +293,4 @@ def follows_context(call: Cached) -> bool:
     slots = call.stored.keys.shape[-2]
     if call.q.shape[1] > 1 or not call.stored.ordered or slots <= LONG_ROW:
         return False
-    return call.scoring.dropout == 0 and devices.platform_of(call.config) == "cpu"
+    return call.scoring.dropout == 0 and devices.get_platform(call.config) == "cpu"

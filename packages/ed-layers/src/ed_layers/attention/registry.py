@@ -177,9 +177,11 @@ def kernels_here(call: Call) -> list[Kernel[Any]]:
 
     The result always includes plain XLA, which is the fallback for every setting of the language.
     """
-    platform = devices.platform_of(call.config)
-    own = [k for k in kernels() if k.reads == call.reads and k.available()]
-    return [k for k in own if k.platform == platform] + [k for k in own if k.platform is None]
+    platform = devices.get_platform(call.config)
+    readable_kernels = [k for k in kernels() if k.reads == call.reads and k.available()]
+    return [k for k in readable_kernels if k.platform == platform] + [
+        k for k in readable_kernels if k.platform is None
+    ]
 
 
 def run(call: Call) -> jax.Array:
@@ -189,19 +191,19 @@ def run(call: Call) -> jax.Array:
     """
     refused: list[str] = []
     for kernel in kernels_here(call):
-        of_platform = kernel.platform is not None
+        is_platform_kernel = kernel.platform is not None
         if kernel.mechanism != call.name or (
-            of_platform and not call.settings.allow(kernel.language)
+            is_platform_kernel and not call.settings.allow(kernel.language)
         ):
             continue
         refusals = kernel.refusals(call)
         if not refusals:
-            if of_platform or refused:
+            if is_platform_kernel or refused:
                 tell(call, kernel, refused)
             return kernel.run(call)
         refused.append(f"{kernel.title} does not support {', '.join(refusals)}")
     if isinstance(call, Cached):
-        return run(call.projected())
+        return run(call.to_projected())
     raise ConfigError(f"no kernel of {call.name!r} supports the call: {'; '.join(refused)}")
 
 

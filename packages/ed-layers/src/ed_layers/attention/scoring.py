@@ -16,7 +16,7 @@ from ed_infra.masks import MaskInfo
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_layers.dropout import mixed, seed_of, threshold_of
+from ed_layers.dropout import get_seed, get_threshold, hash_bits
 
 #: Features beyond causal self-attention with grouped heads and segments, which every mechanism
 #: supports: name -> words for messages.
@@ -44,7 +44,7 @@ def static(limit: WindowLimit | None) -> bool:
     return limit is None or isinstance(limit, int)
 
 
-def limit_of(limit: WindowLimit | None) -> int | None:
+def get_static_limit(limit: WindowLimit | None) -> int | None:
     """Return a static window or chunk; None for "no limit", which may also be 0."""
     return limit if isinstance(limit, int) and limit > 0 else None
 
@@ -127,9 +127,9 @@ class RelativeBias:
     def buckets(self, ahead: Int[Array, "*dims"]) -> Int[Array, "*dims"]:
         """Return the bucket of each distance: the index of the key minus that of the query."""
         count = self.table.shape[0] if self.causal else self.table.shape[0] // 2
-        bucket_of = jnp.asarray(_buckets(count, self.max_distance))
+        bucket_table = jnp.asarray(_buckets(count, self.max_distance))
         distance = jnp.maximum(-ahead, 0) if self.causal else jnp.abs(ahead)
-        bucket = bucket_of[jnp.minimum(distance, self.max_distance)]
+        bucket = bucket_table[jnp.minimum(distance, self.max_distance)]
         return bucket if self.causal else bucket + jnp.where(ahead > 0, count, 0)
 
 
@@ -225,12 +225,12 @@ def split_heads(x: Float[Array, "b h *rest"], groups: int, repeat: int) -> jax.A
     return x.reshape(x.shape[0], *lead, *x.shape[2:])
 
 
-def heads_of(groups: int, repeat: int) -> Int[Array, "g r"]:
+def get_head_indices(groups: int, repeat: int) -> Int[Array, "g r"]:
     """Return the numbers of all heads, grouped by key head."""
     return jnp.arange(groups * repeat).reshape(groups, repeat)
 
 
-def kept(
+def compute_dropout_mask(
     key: jax.Array,
     rate: float,
     row: Int[Array, ...],
@@ -248,14 +248,14 @@ def kept(
         rate: probability of dropping.
         row, head, query, position: coordinates, int arrays that broadcast against each other.
     """
-    seed = seed_of(key)
+    seed = get_seed(key)
     x = seed[0]
     for coordinate in (row, head, query):
-        x = mixed(x ^ (coordinate.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)))
-    x = mixed(x ^ mixed(position.astype(jnp.uint32) * jnp.uint32(0x85EBCA77) ^ seed[1]))
-    return x >= threshold_of(rate)
+        x = hash_bits(x ^ (coordinate.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)))
+    x = hash_bits(x ^ hash_bits(position.astype(jnp.uint32) * jnp.uint32(0x85EBCA77) ^ seed[1]))
+    return x >= get_threshold(rate)
 
 
-def padded(x: jax.Array, axis: int, count: int) -> jax.Array:
+def pad_axis(x: jax.Array, axis: int, count: int) -> jax.Array:
     """Append `count` zeros to an axis."""
     return jnp.pad(x, [(0, count if i == axis % x.ndim else 0) for i in range(x.ndim)])

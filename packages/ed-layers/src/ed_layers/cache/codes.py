@@ -158,12 +158,12 @@ def first_numbers(x: Numbers, size: int) -> Numbers:
     return Codes(x.values[..., :size], x.scale[..., :groups, :])
 
 
-def map_slots(function: Callable[..., jax.Array], x: Numbers, *others: Numbers) -> Numbers:
+def map_slots(function: Callable[..., jax.Array], x: Numbers, *operands: Numbers) -> Numbers:
     """Apply `function(array, *others, slot_axis)` to numbers, or to codes and scales."""
     if not isinstance(x, Codes):
-        return function(x, *others, x.ndim - 2)
-    codes = [other for other in others if isinstance(other, Codes)]
-    assert len(codes) == len(others), "the other arrays must be quantized too"
+        return function(x, *operands, x.ndim - 2)
+    codes = [operand for operand in operands if isinstance(operand, Codes)]
+    assert len(codes) == len(operands), "the other arrays must be quantized too"
     return Codes(
         function(x.values, *(o.values for o in codes), x.values.ndim - 2),
         function(x.scale, *(o.scale for o in codes), x.scale.ndim - 1),

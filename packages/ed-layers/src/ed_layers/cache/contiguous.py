@@ -33,7 +33,7 @@ from ed_layers.cache.storage import (
     PerLayer,
     Storage,
     StorageOptions,
-    layout_of,
+    get_layout,
     locate,
     take_layer,
     take_rows,
@@ -122,7 +122,7 @@ class CacheRows:
     @property
     def layout(self) -> Layout:
         """Storage layout of the layers."""
-        return layout_of(self.keys)
+        return get_layout(self.keys)
 
     @property
     def num_slots(self) -> int:
@@ -132,7 +132,7 @@ class CacheRows:
     def count(self, segment_ids: Int[Array, "b s"]) -> tuple[Self, Bool[Array, "b s"], jax.Array]:
         """Add the tokens of a step; return the cache, the mask of tokens, and positions [b, s]."""
         real = segment_ids != 0
-        positions = counted(self.tokens, real)
+        positions = compute_positions(self.tokens, real)
         tokens = self.tokens + jnp.count_nonzero(real, axis=1).astype(jnp.int32)
         return replace(self, tokens=tokens), real, positions
 
@@ -142,7 +142,7 @@ class CacheRows:
 
     def take(self, slots: Int[Array, "b s"]) -> Self:
         """Record the slots of the tokens of a step."""
-        return replace(self, slots=slots, segment_ids=marked(self.segment_ids, slots, 1))
+        return replace(self, slots=slots, segment_ids=write_slots(self.segment_ids, slots, 1))
 
     def advance(self, count: int) -> Self:
         """End a step; see `ContiguousCache.advance`."""
@@ -185,14 +185,14 @@ class CacheRows:
     def write(self, layer: Layer, kv: KeysValues, slots: Int[Array, "b s"]) -> Self:
         """Store keys [b, s, g, k] and values [b, s, g, d] of one layer in these slots."""
 
-        def stored(storage: PerLayer, new: jax.Array) -> PerLayer:
+        def write_layer(storage: PerLayer, new: jax.Array) -> PerLayer:
             write = partial(write_rows, new=new, slots=slots, sharding=self.sharding)
             return update_layer(storage, layer, write)
 
-        keys = stored(self.keys, kv[0])
+        keys = write_layer(self.keys, kv[0])
         if self.values is None or kv[1] is None:
             return replace(self, keys=keys)
-        return replace(self, keys=keys, values=stored(self.values, kv[1]))
+        return replace(self, keys=keys, values=write_layer(self.values, kv[1]))
 
     def read(self, layer: Layer, mask_info: MaskInfo, *, ordered: bool = False) -> StoredLayer:
         """Return one layer as attention reads it."""
@@ -225,8 +225,8 @@ class DenseCache(CacheRows):
 
     def rewind(self, tokens: Int[Array, " b"]) -> DenseCache:
         """Keep the first `tokens` of each row; see `ContiguousCache.rewind`."""
-        kept = jnp.arange(self.num_slots) < tokens[:, None]
-        return replace(self, tokens=tokens, segment_ids=jnp.where(kept, self.segment_ids, 0))
+        slot_mask = jnp.arange(self.num_slots) < tokens[:, None]
+        return replace(self, tokens=tokens, segment_ids=jnp.where(slot_mask, self.segment_ids, 0))
 
     def begin(
         self, segment_ids: Int[Array, "b s"]
@@ -250,7 +250,7 @@ class DenseCache(CacheRows):
             q_index=jnp.minimum(positions, self.capacity - 1),
             kv_index=slot,
         )
-        return cache, mask_info, moved(positions, self.offsets)
+        return cache, mask_info, add_offsets(positions, self.offsets)
 
     def store(
         self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
@@ -322,9 +322,9 @@ class WindowCache(CacheRows):
         the new tokens.
         """
         cache, real, positions = self.count(segment_ids)
-        kept = real & (positions >= cache.tokens[:, None] - self.num_slots)
-        slots = jnp.where(kept, positions % self.num_slots, -1)
-        cache = replace(cache.take(slots), index=marked(self.index, slots, positions))
+        token_mask = real & (positions >= cache.tokens[:, None] - self.num_slots)
+        slots = jnp.where(token_mask, positions % self.num_slots, -1)
+        cache = replace(cache.take(slots), index=write_slots(self.index, slots, positions))
         segments = real.astype(jnp.int32)
         kv = cache.segment_ids, cache.index
         if segments.shape[1] > 1:
@@ -333,7 +333,7 @@ class WindowCache(CacheRows):
                 jnp.concatenate([self.index, positions], axis=1),
             )
         mask_info = MaskInfo(segments, kv[0], positions, kv[1])
-        return cache, mask_info, moved(positions, self.offsets)
+        return cache, mask_info, add_offsets(positions, self.offsets)
 
     def store(
         self, layer: Layer, kv: KeysValues | None, mask: MaskInfo
@@ -349,27 +349,31 @@ class WindowCache(CacheRows):
         if self.slots.shape[1] == 1:
             return cache, cache.read(layer, mask)
         # New tokens may overwrite tokens that the first new tokens still see: attention reads both.
-        before = self.read(layer, mask)
-        keys = behind(before.k, kv[0])
+        previous_layer = self.read(layer, mask)
+        keys = behind(previous_layer.k, kv[0])
         if kv[1] is None or self.values is None:
             values = first_numbers(keys, self.value_dim)
         else:
-            values = behind(before.v, kv[1])
+            values = behind(previous_layer.v, kv[1])
         return cache, StoredLayer(keys, values, (), mask, self.layout)
 
 
-def counted(before: Int[Array, " b"], real: Bool[Array, "b s"]) -> Int[Array, "b s"]:
+def compute_positions(
+    num_previous: Int[Array, " b"], real: Bool[Array, "b s"]
+) -> Int[Array, "b s"]:
     """Return the positions of new tokens after `before` previous tokens; padding is not counted."""
     count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
-    return jnp.maximum(before[:, None] + count - 1, 0)
+    return jnp.maximum(num_previous[:, None] + count - 1, 0)
 
 
-def moved(positions: Int[Array, "b s"], offsets: Int[Array, " b"] | None) -> Int[Array, "b s"]:
+def add_offsets(
+    positions: Int[Array, "b s"], offsets: Int[Array, " b"] | None
+) -> Int[Array, "b s"]:
     """Return rotary positions: numbers of tokens plus the offsets of their rows."""
     return positions if offsets is None else positions + offsets[:, None]
 
 
-def marked(
+def write_slots(
     array: Int[Array, "b t"], slots: Int[Array, "b s"], values: Int[Array, "b s"] | int
 ) -> Int[Array, "b t"]:
     """Write values into these slots of the array; ignore slots out of range, including negative

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Int
 
-from ed_layers.cache.contiguous import CacheRows, marked
+from ed_layers.cache.contiguous import CacheRows, write_slots
 from ed_layers.cache.paged import PagedCache
 from ed_layers.cache.protocol import KeysValues, Pages, StoredLayer, keys_values
 from ed_layers.cache.ragged import RaggedBatch
@@ -48,11 +48,13 @@ class CrossCache(CacheRows):
                 )
             real = (mask.kv_segment_ids != 0).astype(jnp.int32)
             slots = jnp.broadcast_to(jnp.arange(real.shape[1], dtype=jnp.int32), real.shape)
-            held = marked(jnp.zeros_like(self.segment_ids), slots, real)
-            cache = replace(self, segment_ids=held).write(layer, kv, slots)
-        held = cache.segment_ids
+            stored_segments = write_slots(jnp.zeros_like(self.segment_ids), slots, real)
+            cache = replace(self, segment_ids=stored_segments).write(layer, kv, slots)
+        stored_segments = cache.segment_ids
         queries = (mask.q_segment_ids != 0).astype(jnp.int32)
-        mask = MaskInfo(queries, held, mask.q_index, jnp.zeros_like(held), causal=False)
+        mask = MaskInfo(
+            queries, stored_segments, mask.q_index, jnp.zeros_like(stored_segments), causal=False
+        )
         return cache, cache.read(layer, mask)
 
 
@@ -147,8 +149,8 @@ class CrossSlots:
             )
         real = segment_ids[0] != 0
         place = jnp.cumsum(real, dtype=jnp.int32) - 1
-        beyond = self.pool.num_pages * self.pool.page_size
-        places = jnp.where(real, slot * self.capacity + place, beyond)
+        invalid_slot = self.pool.num_pages * self.pool.page_size
+        places = jnp.where(real, slot * self.capacity + place, invalid_slot)
         lengths = self.lengths.at[slot].set(jnp.count_nonzero(real).astype(jnp.int32))
         return replace(self, pool=self.pool.write(layer, kv, places), lengths=lengths)
 

@@ -15,14 +15,14 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Int
 
-from ed_layers.cache.contiguous import DenseCache, WindowCache, counted, moved
+from ed_layers.cache.contiguous import DenseCache, WindowCache, add_offsets, compute_positions
 from ed_layers.cache.cross import CrossCache, CrossSlots
 from ed_layers.cache.paged import PagedCache
 from ed_layers.cache.protocol import KeysValues, Pages, States, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.recurrent import RecurrentCache
-from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, RecurrentSpec, Table, grouped
-from ed_layers.cache.storage import Layer, Layout, Storage, StorageOptions, replicated
+from ed_layers.cache.spec import LayerCacheSpec, LayerSpecs, RecurrentSpec, Table, group_layers
+from ed_layers.cache.storage import Layer, Layout, Storage, StorageOptions, replicate_place
 
 LayerCache = DenseCache | WindowCache | CrossCache | PagedCache | CrossSlots | RecurrentCache
 
@@ -144,7 +144,7 @@ class HybridCache:
             )
 
         # Any sequence may lease any state slot, so state slots are not split over devices.
-        states: StorageOptions = {**storage, "sharding": replicated(storage.get("sharding"))}
+        states: StorageOptions = {**storage, "sharding": replicate_place(storage.get("sharding"))}
         caches, table = memories(specs, make, num_states, states)
         return cls(caches, {}, None, table, None)
 
@@ -181,11 +181,11 @@ class HybridCache:
         for group, cache in self.caches.items():
             if isinstance(cache, DenseCache | WindowCache):
                 caches[group], masks[group], _ = cache.begin(segment_ids)
-        positions, segments = counted(self.tokens, real), real.astype(jnp.int32)
+        positions, segments = compute_positions(self.tokens, real), real.astype(jnp.int32)
         mask = masks.get("full", MaskInfo(segments, segments, positions, positions))
         tokens = self.tokens + jnp.count_nonzero(real, axis=1).astype(jnp.int32)
         cache = replace(self, caches=caches, masks=masks, tokens=tokens)
-        return cache, mask, moved(positions, self.offsets)
+        return cache, mask, add_offsets(positions, self.offsets)
 
     def with_offsets(self, offsets: Int[Array, " b"]) -> HybridCache:
         """Set the offsets of rotary positions; see `ContiguousCache.with_offsets`."""
@@ -310,7 +310,7 @@ class HybridCache:
             return self.caches[group], jnp.asarray(row, jnp.int32)[layer]
         if row[layer] >= 0:
             return self.caches[group], row[layer]
-        groups = ", ".join(name for name, other in self.table if other[layer] >= 0)
+        groups = ", ".join(name for name, group_row in self.table if group_row[layer] >= 0)
         raise ValueError(
             f"layer {layer} keeps nothing in group {group!r}, but in {groups}: pass attend() the "
             "group of the layer's spec"
@@ -329,7 +329,7 @@ def memories(
         make: creates the cache of a group with keys and values.
         num_states: rows, or state slots, of recurrent layers.
     """
-    store, (table, groups) = Storage(**storage), grouped(specs)
+    store, (table, groups) = Storage(**storage), group_layers(specs)
     caches: dict[str, LayerCache] = {}
     for group, members in groups.items():
         states = [spec for spec in members if isinstance(spec, RecurrentSpec)]

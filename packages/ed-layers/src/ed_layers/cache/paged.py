@@ -27,7 +27,7 @@ from ed_layers.cache.storage import (
     PerLayer,
     Storage,
     StorageOptions,
-    layout_of,
+    get_layout,
     locate,
     update_layer,
 )
@@ -83,7 +83,7 @@ class PagedCache:
     @property
     def layout(self) -> Layout:
         """How the layers are stored."""
-        return layout_of(self.pages)
+        return get_layout(self.pages)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class PagedCache:
         """Scatter this step's keys and values into their slots; padding tokens are dropped."""
         if ragged is None:
             raise ValueError("a cache of pages needs ragged, the flat batch of a serving step")
-        group = ragged.group_of(self.group)
+        group = ragged.get_group(self.group)
         cache = self.write(layer, kv, ragged.slots[group])
         return cache, cache.read(layer, group=group)
 
@@ -124,11 +124,11 @@ class PagedCache:
     def write(self, layer: Layer, kv: KeysValues | None, slots: Int[Array, " T"]) -> PagedCache:
         """Store keys [1, T, g, k] and values [1, T, g, d] of one layer; see `RaggedBatch.slots`."""
         *_, ways, size = self.shape
-        both = keys_values(kv, values_in_keys=ways == 1)[:ways]
+        kv_arrays = keys_values(kv, values_in_keys=ways == 1)[:ways]
         new = jnp.stack(
             [
                 jnp.pad(x[0], ((0, 0), (0, 0), (0, size - x.shape[-1])))
-                for x in both
+                for x in kv_arrays
                 if x is not None
             ],
             axis=2,

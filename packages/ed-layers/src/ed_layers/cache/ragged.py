@@ -57,7 +57,7 @@ class RaggedBatch:
         """Number of tokens of each sequence in this step."""
         return jnp.diff(self.cu_q_lens)
 
-    def group_of(self, name: str) -> str:
+    def get_group(self, name: str) -> str:
         """Return the group whose slots and pages a cache of this name uses: its own group if
         present, otherwise "full".
 

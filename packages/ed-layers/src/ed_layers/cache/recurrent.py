@@ -22,7 +22,7 @@ from ed_layers.cache.storage import (
     Layout,
     Place,
     Storage,
-    layout_of,
+    get_layout,
     locate,
     take_layer,
     take_rows,
@@ -69,10 +69,10 @@ class RecurrentCache:
             )
 
         store = Storage(layout=layout, sharding=sharding)
-        where = store.place(("batch",), (batch_size,))
+        placement = store.place(("batch",), (batch_size,))
 
         def make(lead: tuple[int, ...], state: StateSpec) -> jax.Array:
-            return zeros((batch_size, *state.shape), state.dtype, where, lead=lead)
+            return zeros((batch_size, *state.shape), state.dtype, placement, lead=lead)
 
         states = specs[0].states
         return cls({x.name: store.layers(len(specs), partial(make, state=x)) for x in states})
@@ -80,7 +80,7 @@ class RecurrentCache:
     @property
     def layout(self) -> Layout:
         """Storage layout of the layers."""
-        return layout_of(next(iter(self.states.values())))
+        return get_layout(next(iter(self.states.values())))
 
     def select_rows(self, rows: Int[Array, " n"]) -> RecurrentCache:
         """Select rows of the cache; see `ContiguousCache.select_rows`."""

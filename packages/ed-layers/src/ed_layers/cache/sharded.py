@@ -28,7 +28,7 @@ def splits_slots(sharding: jax.sharding.Sharding | None) -> NamedSharding | None
     return None
 
 
-def specs_of(numbers: Numbers, sharding: NamedSharding, *, lead: int) -> Any:
+def get_partition_specs(numbers: Numbers, sharding: NamedSharding, *, lead: int) -> Any:
     """Return the partition specs of stored numbers with `lead` axes before [b, g, t, k]."""
     front = (None,) * lead
     values = PartitionSpec(*front, *sharding.spec)
@@ -64,12 +64,16 @@ def write_rows(
         return scatter(numbers, new, slots - first_slot(sharding, numbers.shape[-2]), *at)
 
     rows, heads = sharding.spec[:2]
-    stored = specs_of(numbers, sharding, lead=len(at))
-    whole = (PartitionSpec(rows, None, heads), PartitionSpec(rows), *(PartitionSpec() for _ in at))
+    stored = get_partition_specs(numbers, sharding, lead=len(at))
+    input_specs = (
+        PartitionSpec(rows, None, heads),
+        PartitionSpec(rows),
+        *(PartitionSpec() for _ in at),
+    )
     write = jax.shard_map(
         local,
         mesh=sharding.mesh,
-        in_specs=(stored, *whole),
+        in_specs=(stored, *input_specs),
         out_specs=stored,
         check_vma=False,
     )
@@ -79,7 +83,7 @@ def write_rows(
 def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> Numbers:
     """Do the work of `write_rows` on one device, or with slots that are not split."""
     lead = len(at)
-    where = jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in at), slots], axis=-1)
+    indices = jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in at), slots], axis=-1)
 
     def put(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
         if native.row_writes.takes(array):
@@ -94,7 +98,7 @@ def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> N
             scatter_indices_batching_dims=(0,),
         )
         drop = jax.lax.GatherScatterMode.FILL_OR_DROP
-        return jax.lax.scatter(array, where, tokens, dims, mode=drop)
+        return jax.lax.scatter(array, indices, tokens, dims, mode=drop)
 
     return map_slots(put, numbers, encode(new, numbers))
 

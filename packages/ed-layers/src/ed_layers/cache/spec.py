@@ -77,7 +77,7 @@ LayerSpecs = Spec | tuple[Spec, ...]
 Table = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def grouped(specs: Sequence[LayerSpecs]) -> tuple[Table, dict[str, list[Spec]]]:
+def group_layers(specs: Sequence[LayerSpecs]) -> tuple[Table, dict[str, list[Spec]]]:
     """Assign the layers to groups.
 
     Returns:
@@ -88,8 +88,8 @@ def grouped(specs: Sequence[LayerSpecs]) -> tuple[Table, dict[str, list[Spec]]]:
     """
     groups: dict[str, list[Spec]] = {}
     table: dict[str, list[int]] = {}
-    for layer, of_layer in enumerate(specs):
-        for spec in of_layer if isinstance(of_layer, tuple) else (of_layer,):
+    for layer, layer_specs in enumerate(specs):
+        for spec in layer_specs if isinstance(layer_specs, tuple) else (layer_specs,):
             row = table.setdefault(spec.group, [-1] * len(specs))
             members = groups.setdefault(spec.group, [])
             if row[layer] >= 0:

@@ -82,9 +82,9 @@ class Storage:
             if self.format is None:
                 return zeros(shape, self.dtype, sharding, lead=lead)
             scales = dims_of_scales(shape, slot_axis, self.format.groups(shape[-1]))
-            where = sharding_of_scales(sharding, len(shape), slot_axis)
+            scale_sharding = sharding_of_scales(sharding, len(shape), slot_axis)
             codes = zeros(shape, self.format.dtype, sharding, lead=lead)
-            return Codes(codes, zeros(scales, jnp.float32, where, lead=lead))
+            return Codes(codes, zeros(scales, jnp.float32, scale_sharding, lead=lead))
 
         return self.layers(num_layers, make)
 
@@ -97,7 +97,7 @@ class Storage:
         return tuple(make(()) for _ in range(num_layers))
 
 
-def replicated(place: Place) -> Place:
+def replicate_place(place: Place) -> Place:
     """Return the placement of arrays that every device of the same mesh has whole."""
     if callable(place):
         return lambda axes, shape: place((None,) * len(axes), shape)
@@ -123,8 +123,8 @@ def zeros(
         array = jnp.zeros((*lead, *shape), dtype)
         return array if sharding is None else jax.device_put(array, sharding)
     devices = example.devices() if sharding is None else sharding.device_set
-    here = all(each.process_index == jax.process_index() for each in devices)
-    if here and all(each.platform == "cpu" for each in devices):
+    is_local = all(device.process_index == jax.process_index() for device in devices)
+    if is_local and all(device.platform == "cpu" for device in devices):
         return jax.device_put(np.zeros((*lead, *shape), dtype), sharding)
     return jnp.zeros((*lead, *shape), dtype, device=sharding)
 
@@ -142,7 +142,7 @@ def sharding_of_scales(sharding: Sharding | None, ndim: int, slot_axis: int) -> 
     return NamedSharding(sharding.mesh, PartitionSpec(*dims_of_scales(dims, slot_axis, None)))
 
 
-def layout_of(storage: PerLayer) -> Layout:
+def get_layout(storage: PerLayer) -> Layout:
     """Return the storage layout of the layers."""
     return "leaves" if isinstance(storage, tuple) else "stacked"
 

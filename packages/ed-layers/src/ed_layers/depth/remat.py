@@ -4,7 +4,7 @@ A layer is wrapped in `jax.checkpoint`. The input of the layer is always kept. T
 recomputes from it every value that the policy does not keep. Policies with
 `gradient_checkpointing_targets` select among the values that `ed_layers.context.named` names.
 
-Cheap values are recomputed under every policy, including no policy: see `recomputed`.
+Cheap values are recomputed under every policy, including no policy: see `call_with_remat`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ OUTSIDE = ("embeddings", "model_output", "lm_head_output")
 BETWEEN = "layer_output"
 
 
-def recomputed(function: Callable[..., jax.Array], *arguments: object) -> jax.Array:
+def call_with_remat(function: Callable[..., jax.Array], *arguments: object) -> jax.Array:
     """Return `function(*arguments)`; the backward pass keeps only the arguments.
 
     Norms and activations use this function: their intermediate values are as large as the results
@@ -81,7 +81,7 @@ def recomputed(function: Callable[..., jax.Array], *arguments: object) -> jax.Ar
         function: a function of arrays that closes over no array.
         arguments: trees of floating-point arrays.
     """
-    return call_and_forget(native.KernelChoice.present().kept(function), *arguments)
+    return call_and_forget(native.KernelChoice.get_current().wrap_function(function), *arguments)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -133,9 +133,10 @@ class Remat:
                 f"these policies do: {', '.join(BY_NAME)}"
             )
         fixed = {*OUTSIDE} if self.name in OFFLOAD else {*OUTSIDE, BETWEEN}
-        if self.name not in KEEP and (kept := [t for t in self.targets if t in fixed]):
+        if self.name not in KEEP and (fixed_targets := [t for t in self.targets if t in fixed]):
             raise ConfigError(
-                f"gradient_checkpointing={self.name!r} has no say over {', '.join(kept)}: what is "
+                f"gradient_checkpointing={self.name!r} has no say over {', '.join(fixed_targets)}: "
+                "what is "
                 "made outside of the layers, or goes from layer to layer, is always kept on the "
                 "device; leave it out of gradient_checkpointing_targets"
             )
@@ -213,13 +214,13 @@ def check_host_memory(name: str, mesh: jax.sharding.Mesh) -> None:
 
 def names_in(jaxpr: Any) -> set[str]:
     """Return the names that `ed_layers.context.named` assigns inside a jaxpr, at any depth."""
-    found: set[str] = set()
+    names: set[str] = set()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "name":
-            found.add(equation.params["name"])
+            names.add(equation.params["name"])
         for value in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
         ):
             if hasattr(getattr(value, "jaxpr", value), "eqns"):
-                found |= names_in(value)
-    return found
+                names |= names_in(value)
+    return names

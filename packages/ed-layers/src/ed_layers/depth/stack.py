@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import LayerReport
-from ed_infra.parameter_names import Run, runs_of
+from ed_infra.parameter_names import Run, split_runs
 from ed_infra.sharding.placement import constrain
 from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_layers.cache.spec import LayerSpecs
-from ed_layers.context import STREAM, Ctx, named
+from ed_layers.context import STREAM, Ctx, name_activation
 from ed_layers.depth.remat import BETWEEN, Remat, names_in
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import round_to_dtype
 
 Layout = Literal["stacked", "leaves"]
 MakeLayer = Callable[[int, nnx.Rngs], nnx.Module]
@@ -78,7 +78,7 @@ class Stack(nnx.Module):
                 "one kind for each layer, and no period beside them"
             )
         self.num_layers = num_layers
-        self.runs = runs_of([i % period for i in range(num_layers)] if kinds is None else kinds)
+        self.runs = split_runs([i % period for i in range(num_layers)] if kinds is None else kinds)
         self.remat = Remat() if remat is None else remat
         key = rngs.params()
         if not scan:
@@ -119,28 +119,28 @@ class Stack(nnx.Module):
         remat = self.remat if ctx.mode == "train" else Remat()
         remat.check(self.names(apply, x, cache))
 
-        def alone(static: Static, state: Any, x: jax.Array, cache: Any):
+        def apply_and_record(static: Static, state: Any, x: jax.Array, cache: Any):
             hidden.append(x)
             return remat.wrap(apply)(static, state, x, cache)
 
         if self.layout == "leaves":
             for i in range(self.num_layers):
                 graphdef, state = nnx.split(getattr(self, f"layer_{i}"))
-                x, cache, report = alone(Static(graphdef, i), state, x, cache)
-                reports.append(report.of_layer(i).under(f"layer_{i}"))
-        for run, units in self.stored():
+                x, cache, report = apply_and_record(Static(graphdef, i), state, x, cache)
+                reports.append(report.for_layer(i).under(f"layer_{i}"))
+        for run, units in self.iter_stacked_runs():
             if run.repeats == 1:
                 graphdef, state = units[0]
                 state = jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), state)
-                x, cache, report = alone(Static(graphdef, run.start), state, x, cache)
+                x, cache, report = apply_and_record(Static(graphdef, run.start), state, x, cache)
                 report = jax.tree.map(lambda leaf: leaf[None], report)
                 reports.append(report.over_layers([run.start]).under(run.name, 0))
                 continue
             body = partial(unit, remat.wrap(apply, looped=True), run, units, keep_hidden)
             xs = [state for _, state in units], jnp.arange(run.repeats)
-            (x, cache), (kept, slots) = jax.lax.scan(body, (x, cache), xs)
-            if kept is not None:
-                hidden.extend(kept.reshape(run.count, *x.shape))
+            (x, cache), (hidden_states, slots) = jax.lax.scan(body, (x, cache), xs)
+            if hidden_states is not None:
+                hidden.extend(hidden_states.reshape(run.count, *x.shape))
             reports += [
                 report.over_layers(run.layers(slot)).under(run.name, slot)
                 for slot, report in enumerate(slots)
@@ -157,7 +157,7 @@ class Stack(nnx.Module):
         if self.layout == "leaves":
             for i in range(self.num_layers):
                 carry = call(getattr(self, f"layer_{i}"), carry, i)
-        for run, units in self.stored():
+        for run, units in self.iter_stacked_runs():
 
             def period(carry: CarryT, xs: Any, run: Run = run, units: Any = units):
                 states, repeat = xs
@@ -174,7 +174,7 @@ class Stack(nnx.Module):
         """Return layer `index` as a separate module that shares or slices the stored arrays."""
         if self.layout == "leaves":
             return getattr(self, f"layer_{index}")
-        for run, units in self.stored():
+        for run, units in self.iter_stacked_runs():
             for slot, (graphdef, state) in enumerate(units):
                 layers = run.layers(slot)
                 if index in layers:
@@ -193,19 +193,19 @@ class Stack(nnx.Module):
                     specs[i] = layer.cache_specs()
         return specs
 
-    def stored(self) -> Iterator[tuple[Run, list[tuple[nnx.GraphDef, nnx.State]]]]:
+    def iter_stacked_runs(self) -> Iterator[tuple[Run, list[tuple[nnx.GraphDef, nnx.State]]]]:
         """The runs with their split layers, one per slot of the period; empty if unrolled."""
         for run in self.runs if self.layout == "stacked" else ():
             yield run, [nnx.split(layer) for layer in getattr(self, run.name)]
 
     def names(self, apply: Callable[..., Any], x: jax.Array, cache: Any) -> Iterator[set[str]]:
-        """The names that each kind of layer passes to `named`, traced on first use."""
+        """The names that each kind of layer passes to `name_activation`, traced on first use."""
 
-        def differentiated(static: Static, state: Any, x: jax.Array, cache: Any):
+        def differentiate_layer(static: Static, state: Any, x: jax.Array, cache: Any):
             # The forward pass of a derivative may name more values than the layer alone.
             return jax.vjp(lambda x: apply(static, state, x, cache), x)[0]
 
-        trace = jax.make_jaxpr(differentiated, return_shape=True)
+        trace = jax.make_jaxpr(differentiate_layer, return_shape=True)
         for layer, graphdef, state in self.kinds():
             jaxpr, (_, cache, _) = trace(Static(graphdef, layer), state, x, cache)
             yield names_in(jaxpr)
@@ -215,7 +215,7 @@ class Stack(nnx.Module):
         if self.layout == "leaves":
             for i in range(self.num_layers):
                 yield i, *nnx.split(getattr(self, f"layer_{i}"))
-        for run, units in self.stored():
+        for run, units in self.iter_stacked_runs():
             for slot, (graphdef, state) in enumerate(units):
                 shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state)
                 yield run.start + slot, graphdef, shapes
@@ -225,7 +225,7 @@ class Stack(nnx.Module):
         if layout == self.layout:
             return
         if layout == "leaves":
-            for run, units in list(self.stored()):
+            for run, units in list(self.iter_stacked_runs()):
                 for slot, (graphdef, state) in enumerate(units):
                     for repeat, layer in enumerate(run.layers(slot)):
                         one = jax.tree.map(lambda leaf, r=repeat: leaf[r], state)
@@ -266,10 +266,10 @@ def apply_layer(
     """Apply one layer as a function of arrays; remat wraps this function and scan repeats it."""
     index: Any = static.layer if layer is None else layer
     # The input is named here, so a policy that offloads it keeps no second copy on the device.
-    x = named(x, BETWEEN)
+    x = name_activation(x, BETWEEN)
     ctx = ctx.at_layer(index)
     out, cache, report = nnx.merge(static.graphdef, state)(x, ctx, cache, index)
-    x = rounded(ctx.layer_dropped(x, out))
+    x = round_to_dtype(ctx.layer_dropped(x, out))
     # The stream has a fixed placement between layers; inside a layer the compiler may choose.
     x = x if ctx.config is None else constrain(x, STREAM, ctx.config)
     return x, cache, report

@@ -23,7 +23,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import round_to_dtype
 from ed_layers.projections.dot import Weight, dot
 from ed_layers.projections.embed import Embed
 from ed_layers.projections.linear import ExpertLinear, Linear
@@ -57,12 +57,12 @@ class LowRank:
     def dense(self) -> jax.Array:
         """Return `W + scale * A B` in float32, without the factor."""
         assert isinstance(self.base, jax.Array | QArray), "an adapter lies over no other adapter"
-        return self.base.astype(jnp.float32) + rounded(self.scale * dot(self.a, self.b))
+        return self.base.astype(jnp.float32) + round_to_dtype(self.scale * dot(self.a, self.b))
 
     def column_norms(self) -> Float[Array, " o"]:
         """Return the norm of each column of `dense`."""
         # XLA would replace a division by a root by a product with another rounding.
-        return rounded(jnp.sqrt(over_axis(jnp.square(self.dense()), 0)))
+        return round_to_dtype(jnp.sqrt(over_axis(jnp.square(self.dense()), 0)))
 
     def product(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
@@ -73,12 +73,12 @@ class LowRank:
     def change(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `scale * x A B`."""
         inner = dot(x, self.a, precision=precision)
-        return rounded(dot(inner, self.b, precision=precision) * self.scale)
+        return round_to_dtype(dot(inner, self.b, precision=precision) * self.scale)
 
     def finish(self, base: jax.Array, change: jax.Array) -> jax.Array:
         """Combine the two products."""
-        out = rounded(base + change)
-        return out if self.factor is None else rounded(out * self.factor.astype(out.dtype))
+        out = round_to_dtype(base + change)
+        return out if self.factor is None else round_to_dtype(out * self.factor.astype(out.dtype))
 
 
 class LoRALinear(Linear):
@@ -116,32 +116,32 @@ class LoRALinear(Linear):
         dropped = x
         if ctx is not None:
             site = f"lora {x.shape[-1]} {weight.shape[-1]}"
-            dropped = ctx.dropped(x, self.spec.dropout, site)
+            dropped = ctx.apply_dropout(x, self.spec.dropout, site)
         base = dot(x, weight.base, precision=self.precision)
         change = weight.change(dropped, precision=self.precision)
         if self.spec.dora and dropped is not x:
             # As in PEFT: the base term of DoRA is not affected by the dropout of the adapter.
             assert weight.factor is not None
-            left = dot(dropped, weight.base, precision=self.precision)
+            base_product = dot(dropped, weight.base, precision=self.precision)
             factor = weight.factor.astype(x.dtype)
-            y = base + (factor - 1) * left + factor * change
+            y = base + (factor - 1) * base_product + factor * change
         else:
             y = weight.finish(base, change)
         if self.use_bias:
-            y = rounded(y + self.bias.get_value().astype(self.dtype))
+            y = round_to_dtype(y + self.bias.get_value().astype(self.dtype))
         return y
 
-    def merged(self) -> Linear:
+    def merge_adapter(self) -> Linear:
         """Return the layer without an adapter and with the updated kernel."""
         weight = self.weight
-        whole = weight.dense() if weight.factor is None else weight.dense() * weight.factor
+        dense_kernel = weight.dense() if weight.factor is None else weight.dense() * weight.factor
         layer = self.base()
-        layer.kernel = plain_matrix(self.kernel, whole)
+        layer.kernel = plain_matrix(self.kernel, dense_kernel)
         return layer
 
     def base(self) -> Linear:
         """Return the layer without its adapter."""
-        return plain(Linear, self)
+        return strip_adapter(Linear, self)
 
 
 class LoRAEmbed(Embed):
@@ -161,10 +161,10 @@ class LoRAEmbed(Embed):
     def __call__(self, input_ids):
         """Look up [b, s] tokens: [b, s, d]."""
         rows = jnp.take(self.lora_a.get_value(), input_ids, axis=0)
-        change = rounded(dot(rows, self.lora_b.get_value()) * self.spec.scale)
-        return rounded(super().__call__(input_ids) + change.astype(self.dtype))
+        change = round_to_dtype(dot(rows, self.lora_b.get_value()) * self.spec.scale)
+        return round_to_dtype(super().__call__(input_ids) + change.astype(self.dtype))
 
-    def merged(self) -> Embed:
+    def merge_adapter(self) -> Embed:
         """Return the embedding without an adapter and with the updated table."""
         change = self.lora_a.get_value() @ self.lora_b.get_value() * self.spec.scale
         layer = self.base()
@@ -175,7 +175,7 @@ class LoRAEmbed(Embed):
 
     def base(self) -> Embed:
         """Return the embedding without its adapter."""
-        return plain(Embed, self)
+        return strip_adapter(Embed, self)
 
 
 class LoRAExperts(ExpertLinear):
@@ -200,7 +200,7 @@ class LoRAExperts(ExpertLinear):
         arrays = super().arrays()
         return {**arrays, "lora_b": arrays["lora_b"] * self.spec.scale}
 
-    def merged(self) -> ExpertLinear:
+    def merge_adapter(self) -> ExpertLinear:
         """Return the layers without adapters and with updated kernels."""
         change = self.lora_a.get_value() @ self.lora_b.get_value() * self.spec.scale
         layer = self.base()
@@ -211,10 +211,10 @@ class LoRAExperts(ExpertLinear):
 
     def base(self) -> ExpertLinear:
         """Return the layers without their adapters."""
-        return plain(ExpertLinear, self)
+        return strip_adapter(ExpertLinear, self)
 
 
-#: A layer with an adapter: it has `lora_a`, `lora_b` and `spec`, `merged()` and `base()`.
+#: A layer with an adapter: it has `lora_a`, `lora_b` and `spec`, `merge_adapter()` and `base()`.
 AdaptedLayer = LoRALinear | LoRAEmbed | LoRAExperts
 
 #: Class of a layer that can have an adapter -> class of the adapted layer.
@@ -228,14 +228,14 @@ ADAPTED: dict[type[nnx.Module], type[AdaptedLayer]] = {
 def fresh(kernel: nnx.Variable, rank: int, key: jax.Array) -> tuple[nnx.LoRAParam, nnx.LoRAParam]:
     """Create A and B for a kernel [*experts, i, o]; B is zero."""
     *leading, inputs, outputs = kernel.get_value().shape
-    *before, of_inputs, of_outputs = kernel.get_metadata().get("axes", (None, None))
+    *leading_axes, input_axis, output_axis = kernel.get_metadata().get("axes", (None, None))
     # PEFT uses torch's initialization of a linear layer.
     bound = inputs**-0.5
     a = jax.random.uniform(key, (*leading, inputs, rank), jnp.float32, -bound, bound)
     b = jnp.zeros((*leading, rank, outputs))
     return (
-        nnx.LoRAParam(a, axes=(*before, of_inputs, None)),
-        nnx.LoRAParam(b, axes=(*before, None, of_outputs)),
+        nnx.LoRAParam(a, axes=(*leading_axes, input_axis, None)),
+        nnx.LoRAParam(b, axes=(*leading_axes, None, output_axis)),
     )
 
 
@@ -255,7 +255,7 @@ def adopt(new: object, old: nnx.Module) -> Any:
     return new
 
 
-def plain(cls: type[Any], adapted: nnx.Module) -> Any:
+def strip_adapter(cls: type[Any], adapted: nnx.Module) -> Any:
     """Return a layer of class `cls` with the variables of an adapted layer."""
     # The constructor would create new variables, so the layer is created without calling it.
     new: Any = nnx.Module()

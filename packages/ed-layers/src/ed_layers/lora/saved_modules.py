@@ -41,10 +41,10 @@ def with_copies(module: nnx.Module, key: jax.Array | None = None) -> nnx.Module:
                 "module from modules_to_save"
             )
         value, axes = variable.get_value(), variable.get_metadata().get("axes")
-        plain = value.dense() if isinstance(value, QArray) else value
+        dense_value = value.dense() if isinstance(value, QArray) else value
         setattr(module, BASE + name, OriginalParam(value, kind=type(variable), axes=axes))
         # A training step donates the buffers of the trained copy, so the base needs its own.
-        setattr(module, name, SavedParam(jax.tree.map(jnp.copy, plain), axes=axes))
+        setattr(module, name, SavedParam(jax.tree.map(jnp.copy, dense_value), axes=axes))
     return module
 
 
@@ -53,21 +53,21 @@ def has_copies(module: nnx.Module) -> bool:
     return any(isinstance(variable, SavedParam) for variable in vars(module).values())
 
 
-def copies_of(module: nnx.Module) -> dict[str, SavedParam]:
+def get_copies(module: nnx.Module) -> dict[str, SavedParam]:
     """Return the trained copies of a module by name, without those of inner modules."""
     return {name: x for name, x in vars(module).items() if isinstance(x, SavedParam)}
 
 
 def keep_copies(module: nnx.Module) -> None:
     """Make the trained copies ordinary parameters, in place, and drop the values of the base."""
-    for name, copy in copies_of(module).items():
+    for name, copy in get_copies(module).items():
         setattr(module, name, nnx.Param(copy.get_value(), axes=copy.get_metadata()["axes"]))
         delattr(module, BASE + name)
 
 
 def drop_copies(module: nnx.Module) -> None:
     """Restore the values of the base, in place."""
-    for name in copies_of(module):
+    for name in get_copies(module):
         original = getattr(module, BASE + name)
         metadata = original.get_metadata()
         setattr(module, name, metadata["kind"](original.get_value(), axes=metadata["axes"]))

@@ -71,8 +71,8 @@ class LoRASlots(Linear):
         # The gain minus one adds exact zeros without DoRA. As in PEFT, a bias has no gain.
         more = self.lora_gain.get_value()[:, 0] - 1
         more = jnp.concatenate([jnp.zeros_like(more[:1]), more])[ids]
-        plain = y - self.bias.get_value().astype(y.dtype) if self.use_bias else y
-        return y + change + more * (plain + change)
+        output_without_bias = y - self.bias.get_value().astype(y.dtype) if self.use_bias else y
+        return y + change + more * (output_without_bias + change)
 
 
 def by_row(ids: Int[Array, "b s"], x: Float[Array, "*rows i"]) -> Int[Array, "*rows"]:
@@ -87,7 +87,7 @@ def by_row(ids: Int[Array, "b s"], x: Float[Array, "*rows i"]) -> Int[Array, "*r
     return jnp.broadcast_to(ids.reshape(*ids.shape, *(1,) * (len(rows) - 2)), rows)
 
 
-def written(
+def write_slot(
     leaf: Float[Array, "*layers n j k"], slot: Int[Array, ""], value: Float[Array, "*layers j k"]
 ) -> jax.Array:
     """Return a leaf in which one slot (1 to n) is replaced."""

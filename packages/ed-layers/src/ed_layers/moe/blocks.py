@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import round_to_dtype
 from ed_layers.native.library import KernelChoice
 from ed_layers.projections.dot import dot
-from ed_layers.sums import weighted
+from ed_layers.sums import compute_weighted_sum
 
 
 @runtime_checkable
@@ -60,15 +60,15 @@ ExpertProduct = Callable[[str, jax.Array], jax.Array]
 Network = Callable[[jax.Array, ExpertProduct], jax.Array]
 
 
-def product_of(params: ExpertParams, precision: PrecisionLike) -> ExpertProduct:
+def build_product(params: ExpertParams, precision: PrecisionLike) -> ExpertProduct:
     """Return the layers of one expert."""
 
     def product(name: str, x: jax.Array) -> jax.Array:
         y = times(x, f"{name}.kernel")
         if f"{name}.lora_a" in params:
-            y = rounded(y + times(times(x, f"{name}.lora_a"), f"{name}.lora_b"))
+            y = round_to_dtype(y + times(times(x, f"{name}.lora_a"), f"{name}.lora_b"))
         bias = params.get(f"{name}.bias")
-        return y if bias is None else rounded(y + plain(bias).astype(x.dtype))
+        return y if bias is None else round_to_dtype(y + require_array(bias).astype(x.dtype))
 
     def times(x: jax.Array, name: str) -> jax.Array:
         return dot(x, params[name], precision=precision)
@@ -76,13 +76,13 @@ def product_of(params: ExpertParams, precision: PrecisionLike) -> ExpertProduct:
     return product
 
 
-def plain(array: jax.Array | Matrices) -> jax.Array:
+def require_array(array: jax.Array | Matrices) -> jax.Array:
     """Return an array that is never quantized."""
     assert isinstance(array, jax.Array)
     return array
 
 
-def apart(params: ExpertParams) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_learned(params: ExpertParams) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the parameters into those with gradients and those without."""
     learned = {n: v for n, v in params.items() if isinstance(v, jax.Array) or v.learns}
     return learned, {name: v for name, v in params.items() if name not in learned}
@@ -105,7 +105,7 @@ class ExpertBlocks(NamedTuple):
     choice: Int[Array, " p"]
     real: Bool[Array, " p"]
     place: Int[Array, "n k"]
-    chosen: Bool[Array, "n k"]
+    has_expert: Bool[Array, "n k"]
     expert: Int[Array, " blocks"]
     used: Int[Array, ""]
 
@@ -115,12 +115,12 @@ class ExpertBlocks(NamedTuple):
         return self.token.shape[0] // self.expert.shape[0]
 
 
-def blocks_of(chosen: Int[Array, "n k"], experts: int) -> ExpertBlocks:
+def build_blocks(expert_ids: Int[Array, "n k"], experts: int) -> ExpertBlocks:
     """Sort the pairs by expert; a block holds about half of the rows of one expert."""
-    n, k = chosen.shape
+    n, k = expert_ids.shape
     size = min(256, max(1, 1 << (n * k // experts).bit_length() - 1)) if n * k > experts else 1
     most = n * k // size + (min(experts, n * k) if size > 1 else 0)
-    flat = chosen.reshape(-1)
+    flat = expert_ids.reshape(-1)
     order = jnp.argsort(flat)
     bounds = jnp.searchsorted(flat[order], jnp.arange(experts + 1))
     starts, counts = bounds[:-1], jnp.diff(bounds)
@@ -129,14 +129,14 @@ def blocks_of(chosen: Int[Array, "n k"], experts: int) -> ExpertBlocks:
     blocks = jnp.arange(most)
     expert = jnp.minimum(jnp.searchsorted(ends, blocks, side="right"), experts - 1)
     places = jnp.arange(most * size)
-    of_place = expert[places // size]
-    offset = places - first[of_place] * size
-    real = (places // size < ends[-1]) & (offset < counts[of_place])
-    choice = order[jnp.where(real, starts[of_place] + offset, 0)]
-    of_pair = jnp.minimum(flat, experts - 1)
-    place = first[of_pair] * size + jnp.argsort(order) - starts[of_pair]
+    place_experts = expert[places // size]
+    offset = places - first[place_experts] * size
+    real = (places // size < ends[-1]) & (offset < counts[place_experts])
+    choice = order[jnp.where(real, starts[place_experts] + offset, 0)]
+    pair_experts = jnp.minimum(flat, experts - 1)
+    place = first[pair_experts] * size + jnp.argsort(order) - starts[pair_experts]
     place = jnp.clip(place, 0, most * size - 1).reshape(n, k)
-    return ExpertBlocks(choice // k, choice, real, place, chosen < experts, expert, ends[-1])
+    return ExpertBlocks(choice // k, choice, real, place, expert_ids < experts, expert, ends[-1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -153,13 +153,13 @@ def over_blocks(
     rows = x[plan.token]
 
     def step(i: jax.Array, out: jax.Array) -> jax.Array:
-        own = jax.tree.map(lambda p: p[plan.expert[i]], params)
-        y = network(block_of(rows, i, plan), product_of(own, precision))
+        expert_params = jax.tree.map(lambda p: p[plan.expert[i]], params)
+        y = network(get_block(rows, i, plan), build_product(expert_params, precision))
         return put_block(out, y, i, plan)
 
-    with choice.again():
+    with choice.restore():
         out = jax.lax.fori_loop(0, plan.used, step, jnp.zeros(rows.shape, x.dtype))
-        return weighted(out[plan.place], weights)
+        return compute_weighted_sum(out[plan.place], weights)
 
 
 def _forward(network, precision, choice, x, weights, params, plan):
@@ -167,24 +167,26 @@ def _forward(network, precision, choice, x, weights, params, plan):
     return out, (x, weights, params, plan)
 
 
-def _backward(network, precision, choice, kept, g):
+def _backward(network, precision, choice, residuals, g):
     """Recompute each block and add its gradients to the gradients of its expert."""
-    x, weights, params, plan = kept
-    learned, frozen = apart(params)
+    x, weights, params, plan = residuals
+    learned, frozen = split_learned(params)
     rows, g_rows = x[plan.token], g[plan.token]
     shares = jnp.where(plan.real, weights.reshape(-1)[plan.choice], 0.0)
 
     def step(i: jax.Array, carry: Any) -> Any:
         dx, dshares, dparams = carry
         e = plan.expert[i]
-        own, rest = jax.tree.map(lambda p: p[e], (learned, frozen))
+        learned_params, frozen_params = jax.tree.map(lambda p: p[e], (learned, frozen))
         y, pull = jax.vjp(
-            lambda block, own: network(block, product_of({**own, **rest}, precision)),
-            block_of(rows, i, plan),
-            own,
+            lambda block, learned_params: network(
+                block, build_product({**learned_params, **frozen_params}, precision)
+            ),
+            get_block(rows, i, plan),
+            learned_params,
         )
-        g_block = block_of(g_rows, i, plan)
-        dblock, down = pull((g_block * block_of(shares, i, plan)[:, None]).astype(y.dtype))
+        g_block = get_block(g_rows, i, plan)
+        dblock, down = pull((g_block * get_block(shares, i, plan)[:, None]).astype(y.dtype))
         dshare = jnp.sum(y.astype(jnp.float32) * g_block, axis=-1)
         return (
             put_block(dx, dblock, i, plan),
@@ -206,7 +208,7 @@ def _backward(network, precision, choice, kept, g):
 over_blocks.defvjp(_forward, _backward)
 
 
-def block_of(rows: jax.Array, i: jax.Array, plan: ExpertBlocks) -> jax.Array:
+def get_block(rows: jax.Array, i: jax.Array, plan: ExpertBlocks) -> jax.Array:
     """Return the rows of block `i`."""
     return jax.lax.dynamic_slice_in_dim(rows, i * plan.size, plan.size)
 

@@ -16,14 +16,14 @@ from jaxtyping import Array, Float, Int
 
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
-from ed_layers.devices import platform_of
+from ed_layers.devices import get_platform
 from ed_layers.moe.blocks import (
     ExpertParams,
     ExpertProduct,
     Network,
-    blocks_of,
+    build_blocks,
+    build_product,
     over_blocks,
-    product_of,
 )
 from ed_layers.moe.groups import over_groups
 from ed_layers.moe.mesh import ExpertMesh
@@ -96,52 +96,56 @@ class Experts(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "b s d"],
-        chosen: Int[Array, "b s k"],
+        expert_ids: Int[Array, "b s k"],
         weights: Float[Array, "b s k"],
         ctx: Ctx,
     ) -> Float[Array, "b s d"]:
         """Return the weighted sum of the outputs of each token's experts.
 
         Args:
-            chosen: numbers of the experts; e and above mean no expert (padding).
+            expert_ids: numbers of the experts; e and above mean no expert (padding).
             weights: weights of the experts' outputs.
         """
         x = x.astype(self.dtype)
-        layers = {name: own for name, own in vars(self).items() if isinstance(own, ExpertLinear)}
-        params = {f"{at}.{k}": v for at, own in layers.items() for k, v in own.arrays().items()}
+        layers = {
+            name: layer for name, layer in vars(self).items() if isinstance(layer, ExpertLinear)
+        }
+        params = {f"{at}.{k}": v for at, layer in layers.items() for k, v in layer.arrays().items()}
         local = partial(self.local, ctx=ctx)
         if ctx.config is None or ctx.config.mesh.size == 1:
-            return local(x, chosen, weights, params)
+            return local(x, expert_ids, weights, params)
         axes = {
             f"{at}.{name}": variable.get_metadata()["axes"]
-            for at, own in layers.items()
-            for name, variable in own.variables().items()
+            for at, layer in layers.items()
+            for name, variable in layer.variables().items()
         }
         mesh = ExpertMesh.of(ctx.config, params, axes, x.shape, ctx.mode)
-        return mesh.run(local, x, chosen, weights, params)
+        return mesh.run(local, x, expert_ids, weights, params)
 
     def local(
         self,
         x: Float[Array, "b s d"],
-        chosen: Int[Array, "b s k"],
+        expert_ids: Int[Array, "b s k"],
         weights: Float[Array, "b s k"],
         params: ExpertParams,
         ctx: Ctx,
     ) -> Float[Array, "b s d"]:
         """Apply the experts `params` to the tokens of one device."""
-        flat, k = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
+        flat, k = x.reshape(-1, x.shape[-1]), expert_ids.shape[-1]
         experts = params["up_proj.kernel"].shape[0]
-        chosen, weights = chosen.reshape(-1, k), weights.reshape(-1, k).astype(jnp.float32)
-        weights = jnp.where(chosen < experts, weights, 0.0)
-        grouped = self.force_grouped or platform_of(ctx.config) != "cpu"
+        expert_ids, weights = expert_ids.reshape(-1, k), weights.reshape(-1, k).astype(jnp.float32)
+        weights = jnp.where(expert_ids < experts, weights, 0.0)
+        grouped = self.force_grouped or get_platform(ctx.config) != "cpu"
         if self.method == "dense_moe":
-            out = dense(self.network, self.precision, flat, chosen, weights, params)
+            out = dense(self.network, self.precision, flat, expert_ids, weights, params)
         elif self.method == "fused_moe" and grouped:
             share = self.count // experts  # Of `share` rows, one is expected on this device.
-            out = over_groups(self.network, self.precision, flat, chosen, weights, params, share)
+            out = over_groups(
+                self.network, self.precision, flat, expert_ids, weights, params, share
+            )
         else:
-            plan = blocks_of(chosen, experts)
-            choice = KernelChoice.present()
+            plan = build_blocks(expert_ids, experts)
+            choice = KernelChoice.get_current()
             out = over_blocks(self.network, self.precision, choice, flat, weights, params, plan)
         return jnp.asarray(out, x.dtype).reshape(x.shape)
 
@@ -150,12 +154,14 @@ def dense(
     network: Network,
     precision: PrecisionLike,
     x: Float[Array, "n d"],
-    chosen: Int[Array, "n k"],
+    expert_ids: Int[Array, "n k"],
     weights: Float[Array, "n k"],
     params: ExpertParams,
 ) -> Float[Array, "n d"]:
     """Apply every expert to every token."""
     experts = params["up_proj.kernel"].shape[0]
-    each = jax.vmap(lambda own: network(x, product_of(own, precision)))(params)
-    shares = jnp.sum(jax.nn.one_hot(chosen, experts) * weights[..., None], axis=1)
-    return jnp.einsum("end,ne->nd", each.astype(jnp.float32), shares, precision=precision)
+    expert_outputs = jax.vmap(
+        lambda expert_params: network(x, build_product(expert_params, precision))
+    )(params)
+    shares = jnp.sum(jax.nn.one_hot(expert_ids, experts) * weights[..., None], axis=1)
+    return jnp.einsum("end,ne->nd", expert_outputs.astype(jnp.float32), shares, precision=precision)

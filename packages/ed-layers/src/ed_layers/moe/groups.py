@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jaxtyping import Array, Float, Int
 
-from ed_layers.moe.blocks import ExpertParams, Matrices, Network, apart, plain
+from ed_layers.moe.blocks import ExpertParams, Matrices, Network, require_array, split_learned
 
 
 def over_groups(
     network: Network,
     precision: PrecisionLike,
     x: Float[Array, "n d"],
-    chosen: Int[Array, "n k"],
+    expert_ids: Int[Array, "n k"],
     weights: Float[Array, "n k"],
     params: ExpertParams,
     share: int = 1,
@@ -32,21 +32,23 @@ def over_groups(
             even choice, 1 / share of the rows are local. The rows are computed in parts of that
             length, because the time of a grouped product includes rows that belong to no group.
     """
-    (n, k), experts = chosen.shape, params["up_proj.kernel"].shape[0]
-    order = jnp.argsort(chosen.reshape(-1))
-    bounds = jnp.searchsorted(chosen.reshape(-1)[order], jnp.arange(experts + 1)).astype(jnp.int32)
+    (n, k), experts = expert_ids.shape, params["up_proj.kernel"].shape[0]
+    order = jnp.argsort(expert_ids.reshape(-1))
+    bounds = jnp.searchsorted(expert_ids.reshape(-1)[order], jnp.arange(experts + 1)).astype(
+        jnp.int32
+    )
     if share == 1:
-        rows = grouped(network, precision, x[order // k], params, bounds)
+        rows = apply_experts(network, precision, x[order // k], params, bounds)
         rows = rows[jnp.argsort(order)].reshape(n, k, -1)
         return jnp.einsum("nkd,nk->nd", rows.astype(jnp.float32), weights)
     size = -(-n * k // share)
     order = jnp.pad(order, (0, -n * k % size))
-    learned, frozen = apart(params)
+    learned, frozen = split_learned(params)
     part = partial(one_part, network, precision, size)
-    return summed(part, (x, weights, learned), (order, bounds, frozen), -(-bounds[-1] // size))
+    return sum_parts(part, (x, weights, learned), (order, bounds, frozen), -(-bounds[-1] // size))
 
 
-def grouped(
+def apply_experts(
     network: Network,
     precision: PrecisionLike,
     rows: Float[Array, "r d"],
@@ -63,13 +65,13 @@ def grouped(
         if f"{name}.lora_a" in params:
             y = y + times(times(rows, f"{name}.lora_a"), f"{name}.lora_b")
         bias = params.get(f"{name}.bias")
-        return y if bias is None else y + plain(bias).astype(rows.dtype)[expert]
+        return y if bias is None else y + require_array(bias).astype(rows.dtype)[expert]
 
     def times(rows: jax.Array, name: str) -> jax.Array:
         kernel = params[name]
         if isinstance(kernel, Matrices):
             return kernel.grouped_product(rows, counts, precision=precision)
-        kernel = plain(kernel).astype(rows.dtype)
+        kernel = require_array(kernel).astype(rows.dtype)
         return jax.lax.ragged_dot(rows, kernel, counts, precision=precision)
 
     # A grouped product leaves the rows that belong to no group undefined.
@@ -89,13 +91,13 @@ def one_part(
     params = {**learned, **frozen}
     pair = jax.lax.dynamic_slice_in_dim(order, i * size, size)
     token = pair // weights.shape[1]
-    rows = grouped(network, precision, x[token], params, jnp.clip(bounds - i * size, 0, size))
+    rows = apply_experts(network, precision, x[token], params, jnp.clip(bounds - i * size, 0, size))
     rows = rows.astype(jnp.float32) * weights.reshape(-1)[pair][:, None]
     return jnp.zeros(x.shape, jnp.float32).at[token].add(rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def summed(part: Any, operands: Any, plan: Any, count: Int[Array, ""]) -> jax.Array:
+def sum_parts(part: Any, operands: Any, plan: Any, count: Int[Array, ""]) -> jax.Array:
     """Return `sum(part(i, operands, plan) for i in range(count))` for a traced `count`.
 
     The backward pass recomputes each part.
@@ -106,11 +108,11 @@ def summed(part: Any, operands: Any, plan: Any, count: Int[Array, ""]) -> jax.Ar
 
 
 def _forward(part, operands, plan, count):
-    return summed(part, operands, plan, count), (operands, plan, count)
+    return sum_parts(part, operands, plan, count), (operands, plan, count)
 
 
-def _backward(part, kept, g):
-    operands, plan, count = kept
+def _backward(part, residuals, g):
+    operands, plan, count = residuals
 
     def step(i: jax.Array, totals: object) -> Any:
         pull = jax.vjp(lambda operands: part(i, operands, plan), operands)[1]
@@ -121,4 +123,4 @@ def _backward(part, kept, g):
     return jax.tree.map(lambda d, x: d.astype(x.dtype), totals, operands), None, None
 
 
-summed.defvjp(_forward, _backward)
+sum_parts.defvjp(_forward, _backward)

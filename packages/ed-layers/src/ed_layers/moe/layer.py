@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers import sums
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import rounded, sigmoid
+from ed_layers.fixed_order import round_to_dtype, sigmoid
 from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.parts import Parts
@@ -118,20 +118,22 @@ class Router(nnx.Module):
         the choice; the weights of the given experts are computed from the logits as usual.
         """
         logits = self.logits(x)
-        logits = ctx.named(logits, "moe_router_logits")
-        chosen, weights = self.choose(logits, ctx.given_experts)
-        real, routed = ctx.real, chosen
+        logits = ctx.name_activation(logits, "moe_router_logits")
+        expert_ids, weights = self.choose(logits, ctx.given_experts)
+        real, routed = ctx.real, expert_ids
         report = LayerReport()
         if ctx.mode == "train":
             counted = jnp.ones(x.shape[:2], bool) if real is None else real
-            report = self.report(logits, chosen, counted)
+            report = self.report(logits, expert_ids, counted)
             if self.capacity_factor is not None:
-                chosen, report.metrics[DROPPED] = self.admitted(chosen, counted, logits.shape[-1])
+                expert_ids, report.metrics[DROPPED] = self.apply_capacity(
+                    expert_ids, counted, logits.shape[-1]
+                )
         if real is not None:
-            chosen = jnp.where(real[..., None], chosen, logits.shape[-1])
+            expert_ids = jnp.where(real[..., None], expert_ids, logits.shape[-1])
         if ctx.returns_experts:
             report = replace(report, experts={"": routed.astype(jnp.int16)})
-        return chosen, weights, report
+        return expert_ids, weights, report
 
     def logits(self, x: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
         """Float32."""
@@ -142,26 +144,26 @@ class Router(nnx.Module):
         return logits
 
     def choose(
-        self, logits: Float[Array, "b s e"], given: Int[Array, "b s k"] | None = None
+        self, logits: Float[Array, "b s e"], forced_ids: Int[Array, "b s k"] | None = None
     ) -> tuple[Int[Array, "b s k"], Float[Array, "b s k"]]:
         """Return the best experts of each token, and the weights of their outputs.
 
         Args:
             logits: scores of the experts.
-            given: experts to use instead of the best ones; -1 = the best ones.
+            forced_ids: experts to use instead of the best ones; -1 = the best ones.
         """
         softmax = self.score == "softmax"
         scores = sums.softmax(logits) if softmax else sigmoid(logits)
-        chosen = jax.lax.top_k(self.ranks(jax.lax.stop_gradient(scores)), self.per_token)[1]
-        chosen = given_or(given, chosen)
+        expert_ids = jax.lax.top_k(self.ranks(jax.lax.stop_gradient(scores)), self.per_token)[1]
+        expert_ids = given_or(forced_ids, expert_ids)
         if self.normalize and softmax:
             # Normalizing a softmax over a subset equals the softmax over that subset.
-            weights = sums.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
+            weights = sums.softmax(jnp.take_along_axis(logits, expert_ids, axis=-1))
         else:
-            weights = jnp.take_along_axis(scores, chosen, axis=-1)
+            weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
         if self.normalize and not softmax:
             weights = weights / (sums.total(weights) + 1e-20)
-        return chosen, weights * self.scale
+        return expert_ids, weights * self.scale
 
     def ranks(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
         """Return the values that the selection sorts by: biased scores of the best groups."""
@@ -170,34 +172,37 @@ class Router(nnx.Module):
         if self.groups == 1:
             return scores
         grouped = scores.reshape(*scores.shape[:-1], self.groups, -1)
-        of_group = sums.total(jax.lax.top_k(grouped, self.group_score)[0])[..., 0]
-        best = jax.lax.top_k(of_group, self.groups_chosen)[1]
-        kept = jnp.any(jax.nn.one_hot(best, self.groups, dtype=bool), axis=-2)
-        return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+        group_scores = sums.total(jax.lax.top_k(grouped, self.group_score)[0])[..., 0]
+        best = jax.lax.top_k(group_scores, self.groups_chosen)[1]
+        group_mask = jnp.any(jax.nn.one_hot(best, self.groups, dtype=bool), axis=-2)
+        return jnp.where(group_mask[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
-    def admitted(
-        self, chosen: Int[Array, "b s k"], real: Bool[Array, "b s"], experts: int
+    def apply_capacity(
+        self, expert_ids: Int[Array, "b s k"], real: Bool[Array, "b s"], experts: int
     ) -> tuple[Int[Array, "b s k"], Metric]:
         """Replace choices beyond the capacity by e; return the choices and the dropped fraction."""
         assert self.capacity_factor is not None
-        share = chosen.shape[1] * self.per_token / experts
-        visits = jnp.sum(jax.nn.one_hot(chosen, experts, dtype=jnp.int32), axis=2)
-        before = jnp.cumsum(visits * real[..., None], axis=1)
-        place = jnp.take_along_axis(before, chosen, axis=-1)
+        share = expert_ids.shape[1] * self.per_token / experts
+        visits = jnp.sum(jax.nn.one_hot(expert_ids, experts, dtype=jnp.int32), axis=2)
+        running_visits = jnp.cumsum(visits * real[..., None], axis=1)
+        place = jnp.take_along_axis(running_visits, expert_ids, axis=-1)
         dropped = (place > math.ceil(self.capacity_factor * share)) & real[..., None]
         count = jnp.sum(real, dtype=jnp.float32) * self.per_token
         metric = Metric(jnp.sum(dropped, dtype=jnp.float32), count)
-        return jnp.where(dropped, experts, chosen), metric
+        return jnp.where(dropped, experts, expert_ids), metric
 
     def report(
-        self, logits: Float[Array, "b s e"], chosen: Int[Array, "b s k"], real: Bool[Array, "b s"]
+        self,
+        logits: Float[Array, "b s e"],
+        expert_ids: Int[Array, "b s k"],
+        real: Bool[Array, "b s"],
     ) -> LayerReport:
         """See the class."""
         experts = logits.shape[-1]
         tokens = jnp.sum(real, dtype=jnp.float32)
 
-        def load(chosen: Int[Array, "b s k"]) -> Float[Array, " e"]:
-            hits = jax.nn.one_hot(chosen, experts) * real[..., None, None]
+        def load(expert_ids: Int[Array, "b s k"]) -> Float[Array, " e"]:
+            hits = jax.nn.one_hot(expert_ids, experts) * real[..., None, None]
             return jnp.sum(hits, axis=(0, 1, 2))
 
         report = LayerReport()
@@ -212,13 +217,17 @@ class Router(nnx.Module):
             report.metrics[LOAD] = Metric(load(best), tokens)
             report.metrics[PROBABILITY] = Metric(total, tokens)
         if hasattr(self, "e_score_correction_bias"):
-            report.updates["e_score_correction_bias"] = load(chosen)
+            report.updates["e_score_correction_bias"] = load(expert_ids)
         return report
 
 
-def given_or(given: Int[Array, "b s k"] | None, chosen: Int[Array, "b s k"]) -> jax.Array:
+def given_or(forced_ids: Int[Array, "b s k"] | None, expert_ids: Int[Array, "b s k"]) -> jax.Array:
     """Return the given experts, and the chosen ones where -1 is given."""
-    return chosen if given is None else jnp.where(given >= 0, given.astype(chosen.dtype), chosen)
+    return (
+        expert_ids
+        if forced_ids is None
+        else jnp.where(forced_ids >= 0, forced_ids.astype(expert_ids.dtype), expert_ids)
+    )
 
 
 class SparseMLP(nnx.Module):
@@ -229,7 +238,8 @@ class SparseMLP(nnx.Module):
         gate: the router.
         experts: the routed experts.
         shared: a feed-forward network that processes all tokens.
-        shared_gate: multiply the output of `shared` by the sigmoid of a linear layer (Qwen2-MoE).
+        shared_gate: multiply the output of `run_shared_experts` by the sigmoid of a linear layer
+            (Qwen2-MoE).
         scale_inputs: the weights multiply the inputs of the experts, not the outputs (Llama 4).
     """
 
@@ -257,34 +267,40 @@ class SparseMLP(nnx.Module):
         self, x: Float[Array, "b s d"], ctx: Ctx
     ) -> tuple[Float[Array, "b s d"], LayerReport]:
         """Return the output [b, s, d] and the report of the router."""
-        x = ctx.named(x, "normed_input")
-        chosen, weights, report = self.gate(x, ctx)
+        x = ctx.name_activation(x, "normed_input")
+        expert_ids, weights, report = self.gate(x, ctx)
         if self.scale_inputs:
-            out = self.on_scaled(x, chosen, weights, ctx)
+            out = self.on_scaled(x, expert_ids, weights, ctx)
         else:
-            out = self.experts(x, chosen, weights, ctx)
-        out = ctx.named(out, "moe_expert_output")
+            out = self.experts(x, expert_ids, weights, ctx)
+        out = ctx.name_activation(out, "moe_expert_output")
         if hasattr(self, "shared_experts"):
-            out = self.joined(out, self.shared(x, ctx))
-        return ctx.named(out, "moe_output"), report.under("gate")
+            out = self.combine_outputs(out, self.run_shared_experts(x, ctx))
+        return ctx.name_activation(out, "moe_output"), report.under("gate")
 
-    def on_scaled(self, x: jax.Array, chosen: jax.Array, weights: jax.Array, ctx: Ctx) -> jax.Array:
+    def on_scaled(
+        self, x: jax.Array, expert_ids: jax.Array, weights: jax.Array, ctx: Ctx
+    ) -> jax.Array:
         """Treat each pair of a token and an expert as a separate, scaled token."""
-        b, s, k = chosen.shape
+        b, s, k = expert_ids.shape
         pairs = (x[:, :, None] * weights[..., None].astype(x.dtype)).reshape(b, s * k, -1)
-        out = self.experts(pairs, chosen.reshape(b, -1, 1), jnp.ones((b, s * k, 1)), ctx)
-        each = out.reshape(b * s, k, -1)
-        return sums.weighted(each, jnp.ones((b * s, k))).astype(out.dtype).reshape(x.shape)
+        out = self.experts(pairs, expert_ids.reshape(b, -1, 1), jnp.ones((b, s * k, 1)), ctx)
+        pair_outputs = out.reshape(b * s, k, -1)
+        return (
+            sums.compute_weighted_sum(pair_outputs, jnp.ones((b * s, k)))
+            .astype(out.dtype)
+            .reshape(x.shape)
+        )
 
-    def shared(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
+    def run_shared_experts(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """Return the output of the shared experts."""
         out = self.shared_experts(x, ctx)
         if hasattr(self, "shared_expert_gate"):
-            logits = ctx.named(self.shared_expert_gate(x, ctx), "moe_gate_logits")
-            out = rounded(out * sigmoid(logits))
+            logits = ctx.name_activation(self.shared_expert_gate(x, ctx), "moe_gate_logits")
+            out = round_to_dtype(out * sigmoid(logits))
         return out
 
-    def joined(
+    def combine_outputs(
         self, routed: Float[Array, "b s d"], shared: Float[Array, "b s d"]
     ) -> Float[Array, "b s d"]:
         """Combine the outputs of the routed and the shared experts."""

@@ -26,8 +26,8 @@ from ed_infra.sharding.partition import fit_spec
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ed_layers.devices import axes_of, ways
-from ed_layers.moe.blocks import ExpertParams, Matrices, plain
+from ed_layers.devices import get_mesh_axes, ways
+from ed_layers.moe.blocks import ExpertParams, Matrices, require_array
 
 #: `(x, chosen, weights, params) -> out`: applies the experts of one device to its tokens.
 Local = Callable[[jax.Array, jax.Array, jax.Array, ExpertParams], jax.Array]
@@ -74,10 +74,12 @@ class ExpertMesh:
             specs = {name: PartitionSpec(*(None,) * len(spec)) for name, spec in specs.items()}
         by = [split(entry) for entry in (*specs["up_proj.kernel"], None, None, None)]
         experts, features = by[0], by[2]
-        own = axes_of(
+        token_axes = get_mesh_axes(
             config, ("batch", "sequence"), shape[:2], "decode" if mode == "decode" else "train"
         )
-        rows = [tuple(name for name in split(entry) if name not in features) for entry in own]
+        rows = [
+            tuple(name for name in split(entry) if name not in features) for entry in token_axes
+        ]
         if config.use_ring_of_experts:
             # Devices with the same tokens split them, so that each device has tokens to pass on.
             for name in experts:
@@ -102,13 +104,15 @@ class ExpertMesh:
         self,
         local: Local,
         x: Float[Array, "b s d"],
-        chosen: Int[Array, "b s k"],
+        expert_ids: Int[Array, "b s k"],
         weights: Float[Array, "b s k"],
         params: ExpertParams,
     ) -> Float[Array, "b s d"]:
         """Return the sum over the experts of each token, computed on the devices of the experts."""
         # One array, so that one collective moves both.
-        routes = jnp.concatenate([chosen.astype(jnp.float32), weights.astype(jnp.float32)], axis=-1)
+        routes = jnp.concatenate(
+            [expert_ids.astype(jnp.float32), weights.astype(jnp.float32)], axis=-1
+        )
         body = jax.shard_map(
             lambda *arrays: self.body(local, *arrays),
             mesh=self.mesh,
@@ -122,17 +126,17 @@ class ExpertMesh:
         self, local: Local, x: jax.Array, routes: jax.Array, params: dict[str, jax.Array | Matrices]
     ) -> jax.Array:
         """Compute the part of one device."""
-        own = params["up_proj.kernel"].shape[0]
-        first = jax.lax.axis_index(self.experts) * own if self.experts else 0
+        local_count = params["up_proj.kernel"].shape[0]
+        first = jax.lax.axis_index(self.experts) * local_count if self.experts else 0
         if "down_proj.bias" in params:  # Each device with a part of f adds a part of the sum.
-            part = plain(params["down_proj.bias"]) / ways(self.mesh, self.features)
+            part = require_array(params["down_proj.bias"]) / ways(self.mesh, self.features)
             params = {**params, "down_proj.bias": part}
 
         def compute(x: jax.Array, routes: jax.Array) -> jax.Array:
-            chosen, weights = jnp.split(routes, 2, axis=-1)
-            number = chosen.astype(jnp.int32) - first
+            expert_ids, weights = jnp.split(routes, 2, axis=-1)
+            number = expert_ids.astype(jnp.int32) - first
             # Experts of other devices get numbers beyond the last local expert.
-            number = jnp.where((number >= 0) & (number < own), number, own)
+            number = jnp.where((number >= 0) & (number < local_count), number, local_count)
             return local(x, number, weights, params)
 
         moving = tuple(name for names in self.moving.values() for name in names)
@@ -146,8 +150,8 @@ class ExpertMesh:
             out = compute(x, routes)
             for dim, names in self.moving.items():
                 out = jax.lax.psum_scatter(out, names, scatter_dimension=dim, tiled=True)
-        rest = tuple(name for name in self.experts + self.features if name not in moving)
-        return jax.lax.psum(out, rest) if rest else out
+        remaining_axes = tuple(name for name in self.experts + self.features if name not in moving)
+        return jax.lax.psum(out, remaining_axes) if remaining_axes else out
 
 
 def whole_groups(
@@ -161,8 +165,8 @@ def whole_groups(
     mesh, specs = config.mesh, {}
     for name, array in params.items():
         # The hidden size is sharded in storage only; the computation uses all of it.
-        own = [None if axis == "embed" else axis for axis in axes[name]]
-        spec = config.partition_manager.param(own, array.shape, mesh)
+        compute_axes = [None if axis == "embed" else axis for axis in axes[name]]
+        spec = config.partition_manager.param(compute_axes, array.shape, mesh)
         pieces = array.shape if isinstance(array, jax.Array) else array.pieces
         fitted = fit_spec(spec, pieces, mesh)[0]
         specs[name] = PartitionSpec(*fitted, *(None,) * (len(pieces) - len(fitted)))

@@ -127,8 +127,8 @@ def backward(rule, saved, cotangents):
     call = jax.ffi.ffi_call(TARGETS["ed_attention_back"], results, vmap_method="sequential")
     arguments = (*numbers[:3], *mask, limits, *biases, seed, lse, shared, numbers[3])
     *grads, d_distances = call(*arguments, **rule.attributes())
-    of_qkv = (d.astype(x.dtype) for d, x in zip(grads, (q, k, v), strict=True))
-    return *of_qkv, DistanceBiases(d_distances, jnp.zeros_like(biases.slopes)), None, None, None
+    qkv_grads = (d.astype(x.dtype) for d, x in zip(grads, (q, k, v), strict=True))
+    return *qkv_grads, DistanceBiases(d_distances, jnp.zeros_like(biases.slopes)), None, None, None
 
 
 attention.defvjp(forward_and_save, backward)

@@ -74,28 +74,28 @@ class KernelChoice(NamedTuple):
     ordered: EasyDeLBaseConfig | None
 
     @classmethod
-    def present(cls) -> KernelChoice:
+    def get_current(cls) -> KernelChoice:
         """Return the present choice."""
-        return cls(_ALLOWED.get(), fixed_order.present())
+        return cls(_ALLOWED.get(), fixed_order.get_active_config())
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restore(self) -> Iterator[None]:
         """Trace the block with this choice."""
         token = _ALLOWED.set(self.allowed)
         try:
-            with fixed_order.again(self.ordered):
+            with fixed_order.restore_config(self.ordered):
                 yield
         finally:
             _ALLOWED.reset(token)
 
-    def kept(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that is always traced with this choice."""
 
-        def chosen(*arguments: object) -> Any:
-            with self.again():
+        def call_with_choice(*arguments: object) -> Any:
+            with self.restore():
                 return function(*arguments)
 
-        return chosen
+        return call_with_choice
 
 
 def in_use() -> bool:
@@ -120,7 +120,7 @@ def usable() -> bool:
 
 def level() -> str | None:
     """Return the level of instructions that the loaded library uses; None without a library."""
-    return _loaded().level
+    return _load_library().level
 
 
 class Loaded(NamedTuple):
@@ -131,7 +131,7 @@ class Loaded(NamedTuple):
 
 
 @cache
-def _loaded() -> Loaded:
+def _load_library() -> Loaded:
     """Load the library and register its functions, once per process."""
     build = "python -m ed_layers.native build"
     if not LIBRARY.exists():
@@ -177,8 +177,8 @@ def require_fixed_order(config: EasyDeLBaseConfig) -> None:
 def describe() -> str:
     """Describe the kernels in one line: the level of instructions, or the reason why none is
     used."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked == "0":
+    setting = os.environ.get(VARIABLE, "")
+    if setting == "0":
         return f"native kernels: turned off by {VARIABLE}=0"
     if not _ALLOWED.get():
         return "native kernels: turned off by native_kernels of the configuration"
@@ -186,7 +186,7 @@ def describe() -> str:
         return f"native kernels: none for {jax.default_backend()}"
     name = level()
     if name is None:
-        return f"native kernels: {_loaded().reason}"
+        return f"native kernels: {_load_library().reason}"
     if not in_use():
         return f"native kernels: {name}, not taken on {jax.device_count()} devices"
     return f"native kernels: products, attention and recurrences, {name}"

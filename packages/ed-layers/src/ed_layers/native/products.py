@@ -92,12 +92,14 @@ def takes_panels(rows: int, dtype: DTypeLike) -> bool:
     return rows > 0 and dtype in NUMBERS and on_whole_arrays()
 
 
-def takes_codes(rows: int, dtype: DTypeLike, codes: jax.Array, *, whole: bool = False) -> bool:
+def takes_codes(
+    rows: int, dtype: DTypeLike, codes: jax.Array, *, quantize_rows: bool = False
+) -> bool:
     """Return whether `product_of_codes` is available and faster than XLA, for rows of a dtype and
     codes."""
     return (
         rows > 0
-        and (whole or rows <= MOST_ROWS_OF_CODES or fixed_order.active())
+        and (quantize_rows or rows <= MOST_ROWS_OF_CODES or fixed_order.active())
         and (codes.size >= LEAST_SIZE // 2 or fixed_order.active())
         and codes.ndim == 2
         and dtype in NUMBERS
@@ -152,8 +154,8 @@ class Epilogue(NamedTuple):
         self, rows: int, widths: Sequence[int], dtype: DTypeLike
     ) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the results."""
-        kept = widths[:1] if self.gated else widths
-        return [jax.ShapeDtypeStruct((rows, width), dtype) for width in kept]
+        result_widths = widths[:1] if self.gated else widths
+        return [jax.ShapeDtypeStruct((rows, width), dtype) for width in result_widths]
 
 
 def products(
@@ -175,24 +177,24 @@ def products(
     """
     dtype, axis = x.dtype, 1 if transposed else 0
     if split.takes(precision, x.shape[0], [x, *matrices]):
-        x, matrices = split.left(x, 1), [split.right(w, axis) for w in matrices]
-    widths = [width_of(w, transposed) for w in matrices]
+        x, matrices = split.split_left(x, 1), [split.right(w, axis) for w in matrices]
+    widths = [get_width(w, transposed) for w in matrices]
     results = epilogue.results(x.shape[0], widths, dtype)
 
     def call(x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        widths = [width_of(w, transposed) for w in arrays[: len(matrices)]]
+        widths = [get_width(w, transposed) for w in arrays[: len(matrices)]]
         results = epilogue.results(x.shape[0], widths, dtype)
-        of_call = jax.ffi.ffi_call(TARGETS["ed_product"], results, vmap_method="sequential")
+        ffi_call = jax.ffi.ffi_call(TARGETS["ed_product"], results, vmap_method="sequential")
         fixed = fixed_order.active() or (transposed and not turned)
         attributes = {"fixed": fixed, **epilogue.attributes()}
-        return [*of_call(x, *arrays, transposed=transposed, **attributes)]
+        return [*ffi_call(x, *arrays, transposed=transposed, **attributes)]
 
     # Each device computes whole sums: for its rows, and for its columns of each matrix.
-    of_matrix = ("heads", None) if transposed else (None, "heads")
-    return fixed_order.divided(
+    matrix_axes = ("heads", None) if transposed else (None, "heads")
+    return fixed_order.run_on_shards(
         call,
         (x, *matrices, *epilogue.biases),
-        (("batch", None), *[of_matrix for _ in matrices], *[("heads",) for _ in epilogue.biases]),
+        (("batch", None), *[matrix_axes for _ in matrices], *[("heads",) for _ in epilogue.biases]),
         [(("batch", "heads"), y.shape) for y in results],
     )
 
@@ -209,7 +211,7 @@ def gradients(
         precision: see `product`.
     """
     if split.takes(precision, x.shape[0], [x, *d_ys]):
-        x, d_ys = split.left(x, 0), [split.right(d_y, 0) for d_y in d_ys]
+        x, d_ys = split.split_left(x, 0), [split.right(d_y, 0) for d_y in d_ys]
     rows, inputs = x.shape
     results = [jax.ShapeDtypeStruct((inputs, d_y.shape[1]), jnp.float32) for d_y in d_ys]
     if x.dtype == jnp.bfloat16:  # memory for the call
@@ -240,7 +242,7 @@ def products_of_codes(
     matrices: Sequence[QuantizedMatrix],
     *,
     transposed: bool = False,
-    whole: bool = False,
+    quantize_rows: bool = False,
     epilogue: Epilogue = Epilogue(),  # noqa: B008
 ) -> list[jax.Array]:
     """Return the products of `x` and each matrix in the dtype of `x`, summed in float32. No
@@ -248,11 +250,11 @@ def products_of_codes(
 
     Args:
         transposed: whether codes, scale and zero are [o, ..].
-        whole: whether x is rounded to 8 bits, by its groups, and multiplied by whole numbers.
-            Four-bit codes are then whole numbers, and `table` is ignored.
+        quantize_rows: whether x is rounded to 8 bits, by its groups, and multiplied by whole
+            numbers. Four-bit codes are then whole numbers, and `table` is ignored.
         epilogue: see `products`.
     """
-    widths = [width_of(of.codes, transposed) for of in matrices]
+    widths = [get_width(of.codes, transposed) for of in matrices]
     results = epilogue.results(x.shape[0], widths, x.dtype)
     call = jax.ffi.ffi_call(TARGETS["ed_product_of_codes"], results, vmap_method="sequential")
     arrays: list[jax.Array] = []
@@ -260,7 +262,7 @@ def products_of_codes(
         zero = jnp.zeros((0, 0), jnp.float32) if zero is None else zero
         arrays += codes, scale, zero, jnp.zeros((0,), jnp.float32) if table is None else table
     arrays += epilogue.biases
-    return [*call(x, *arrays, transposed=transposed, whole=whole, **epilogue.attributes())]
+    return [*call(x, *arrays, transposed=transposed, whole=quantize_rows, **epilogue.attributes())]
 
 
 class CodePanelFormat(NamedTuple):
@@ -290,7 +292,7 @@ def products_of_code_panels(
 ) -> list[jax.Array]:
     """Return the products of `x`, rounded to 8 bits by its groups, and each matrix of codes in
     panels: [n, p * PANEL] each, in the dtype of `x`. No gradient."""
-    widths = [width_of(w, transposed=False) for w in matrices]
+    widths = [get_width(w, transposed=False) for w in matrices]
     results = epilogue.results(x.shape[0], widths, x.dtype)
     target = TARGETS["ed_product_of_code_panels"]
     call = jax.ffi.ffi_call(target, results, vmap_method="sequential")
@@ -315,13 +317,13 @@ def product_of_codes(
     table: Float[Array, " 16"] | None = None,
     *,
     transposed: bool = False,
-    whole: bool = False,
+    quantize_rows: bool = False,
 ) -> Float[Array, "n o"]:
     """Return `products_of_codes` for the single matrix `Codes(codes, scale, zero, table)`."""
     matrix = QuantizedMatrix(codes, scale, zero, table)
-    return products_of_codes(x, (matrix,), transposed=transposed, whole=whole)[0]
+    return products_of_codes(x, (matrix,), transposed=transposed, quantize_rows=quantize_rows)[0]
 
 
-def width_of(w: jax.Array, transposed: bool) -> int:
+def get_width(w: jax.Array, transposed: bool) -> int:
     """Return the number of columns of a matrix, or of its panels."""
     return w.shape[0] * PANEL if w.ndim > 2 else w.shape[0 if transposed else 1]

@@ -79,21 +79,21 @@ def recur(
     if fixed_order.several_devices():
         matrices = states.reshape(-1, h, *((v, k) if terms.keys_last else (k, v)))
     batch = None if owner is not None else "batch"
-    of_heads = (batch, None, "heads", None)
-    of_groups = (batch, None, None if groups == 1 else "heads", None)
+    head_axes = (batch, None, "heads", None)
+    group_axes = (batch, None, None if groups == 1 else "heads", None)
     arrays = {
         "states": (matrices, (batch, "heads", *(None,) * (matrices.ndim - 2))),
         "marks": (marks, (batch, None)),
-        "query": (query, of_groups),
-        "key": (key, of_groups),
-        "value": (terms.value, of_heads),
-        "decay": (terms.decay, of_heads),
+        "query": (query, group_axes),
+        "key": (key, group_axes),
+        "value": (terms.value, head_axes),
+        "decay": (terms.decay, head_axes),
         "rates": (terms.rates, ("heads", None, None)),
-        "beta": (terms.beta, of_heads[:3]),
+        "beta": (terms.beta, head_axes[:3]),
     }
 
     def part(matrices: jax.Array, marks: jax.Array, *inputs: jax.Array) -> list[jax.Array]:
-        own = jnp.arange(len(marks)) if owner is None else owner
+        state_indices = jnp.arange(len(marks)) if owner is None else owner
         shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (matrices, inputs[2])]
         call = jax.ffi.ffi_call(
             TARGETS["ed_recurrence"],
@@ -101,18 +101,18 @@ def recur(
             vmap_method="sequential",
             input_output_aliases={0: 0},
         )
-        after, out = call(
-            matrices, own.astype(jnp.int32), marks, *inputs, keys_last=terms.keys_last
+        new_states, out = call(
+            matrices, state_indices.astype(jnp.int32), marks, *inputs, keys_last=terms.keys_last
         )
-        return [out, after]
+        return [out, new_states]
 
     for name in ("rates", "beta"):
         if arrays[name][0] is None:
             arrays[name] = jnp.zeros((0, 0, 0), jnp.float32), (None,) * 3
-    out, after = fixed_order.divided(
+    out, new_states = fixed_order.run_on_shards(
         part,
         [x for x, _ in arrays.values()],
         [axes for _, axes in arrays.values()],
-        [(of_heads, terms.value.shape), (arrays["states"][1], matrices.shape)],
+        [(head_axes, terms.value.shape), (arrays["states"][1], matrices.shape)],
     )
-    return out, after.reshape(states.shape)
+    return out, new_states.reshape(states.shape)

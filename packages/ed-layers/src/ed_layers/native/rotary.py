@@ -29,21 +29,21 @@ def rotate(
     sin: Float[Array, "b s r2"],
 ) -> Float[Array, "b s h k"]:
     """Return `ed_infra.rope.rotation.rotate`; the gradient treats the tables as constants."""
-    return _rotated((interleaved, KernelChoice.present()), x, cos, sin)
+    return _rotate((interleaved, KernelChoice.get_current()), x, cos, sin)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rotated(static: tuple[bool, KernelChoice], x, cos, sin):
+def _rotate(static: tuple[bool, KernelChoice], x, cos, sin):
     return _turn(static, x, cos, sin, back=False)
 
 
 def _turn(static: tuple[bool, KernelChoice], x, cos, sin, *, back: bool):
     interleaved, choice = static
-    of_x, of_table = ("batch", None, "heads", None), ("batch", None, None)
+    x_axes, table_axes = ("batch", None, "heads", None), ("batch", None, None)
     turn = partial(_turn_part, interleaved, back)
-    with choice.again():
-        return fixed_order.divided(
-            turn, (x, cos, sin), (of_x, of_table, of_table), [(of_x, x.shape)]
+    with choice.restore():
+        return fixed_order.run_on_shards(
+            turn, (x, cos, sin), (x_axes, table_axes, table_axes), [(x_axes, x.shape)]
         )[0]
 
 
@@ -54,7 +54,7 @@ def _turn_part(interleaved: bool, back: bool, x, cos, sin):
 
 
 def _forward(static, x, cos, sin):
-    return _rotated(static, x, cos, sin), (cos, sin)
+    return _rotate(static, x, cos, sin), (cos, sin)
 
 
 def _backward(static, saved, cotangent):
@@ -62,4 +62,4 @@ def _backward(static, saved, cotangent):
     return _turn(static, cotangent, *saved, back=True), None, None
 
 
-_rotated.defvjp(_forward, _backward)
+_rotate.defvjp(_forward, _backward)

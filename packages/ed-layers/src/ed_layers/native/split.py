@@ -35,7 +35,7 @@ def takes(precision: jax.lax.PrecisionLike, rows: int, arrays: Sequence[jax.Arra
     )
 
 
-def left(x: jax.Array, axis: int) -> jax.Array:
+def split_left(x: jax.Array, axis: int) -> jax.Array:
     """Return the parts of a left operand along the axis of the sums, bfloat16."""
     high, low = parts(x)
     return jnp.concatenate([high, high, low], axis)

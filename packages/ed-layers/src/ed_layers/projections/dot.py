@@ -1,5 +1,6 @@
-"""Products with weights: `dot`, through which every product of a layer goes, and `combined`,
-several products and what follows them in one call of the native library.
+"""Products with weights: every product of a layer goes through `dot`.
+
+`combine_products` computes several products and the operations after them in one native call.
 
 In prompts, separate operations after a product would read and write its result again; in decoding,
 each call costs some microseconds.
@@ -122,11 +123,11 @@ class Combination(NamedTuple):
         """Return the results of projections, computed by XLA."""
         if self.act is None:
             return [*projected]
-        found = [activation(self.act)(projected[0]), *projected[1:]]
-        return [found[0] * found[1]] if self.gated else found
+        results = [activation(self.act)(projected[0]), *projected[1:]]
+        return [results[0] * results[1]] if self.gated else results
 
 
-def combined(
+def combine_products(
     x: Float[Array, "*rows i"],
     weights: Sequence[Weight],
     biases: Sequence[jax.Array] = (),
@@ -145,9 +146,9 @@ def combined(
     """
     if not fits(x, weights) or not (act is None or act in native.products.ACTS):
         return None
-    static = Combination(act, gated, names, precision, native.KernelChoice.present())
-    found: Any = multiply(static, x, tuple(weights), tuple(biases))
-    return found
+    static = Combination(act, gated, names, precision, native.KernelChoice.get_current())
+    results: Any = multiply(static, x, tuple(weights), tuple(biases))
+    return results
 
 
 def fits(x: jax.Array, weights: Sequence[Weight]) -> bool:
@@ -167,7 +168,7 @@ def multiply(
     biases: tuple[jax.Array, ...],
 ) -> list[jax.Array]:
     """Return the results of the products with each matrix."""
-    with static.choice.again():
+    with static.choice.restore():
         return jax.lax.platform_dependent(
             x,
             weights,
@@ -183,22 +184,24 @@ def by_library(
     """Return the results, computed in one call of the native library."""
     rows, epilogue, first = x.reshape(-1, x.shape[-1]), static.epilogue(biases), weights[0]
     if isinstance(first, Together):
-        found = first.products(rows, weights, epilogue)
+        results = first.products(rows, weights, epilogue)
     else:
         fastest = partial(native.products.fastest, rows=rows.shape[0], dtype=rows.dtype)
-        plain = [fastest(w) for w in weights if isinstance(w, jax.Array)]
-        found = native.products.products(rows, plain, epilogue=epilogue, precision=static.precision)
-    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+        arrays = [fastest(w) for w in weights if isinstance(w, jax.Array)]
+        results = native.products.products(
+            rows, arrays, epilogue=epilogue, precision=static.precision
+        )
+    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in results]
 
 
 def one_by_one(
     static: Combination, x: jax.Array, weights: tuple[Weight, ...], biases: tuple[jax.Array, ...]
 ) -> list[jax.Array]:
     """Return the results, computed one by one."""
-    found = [dot(x, w, precision=static.precision) for w in weights]
+    results = [dot(x, w, precision=static.precision) for w in weights]
     if biases:
-        found = [y + bias for y, bias in zip(found, biases, strict=True)]
-    return static.of(found)
+        results = [y + bias for y, bias in zip(results, biases, strict=True)]
+    return static.of(results)
 
 
 def multiply_forward(
@@ -232,7 +235,7 @@ def multiply_backward(
         _, pull = jax.vjp(lambda x, b: one_by_one(static, x, weights, b), x, biases)
         d_x, d_biases = pull(d_found)
         return d_x, None, d_biases
-    with static.choice.again():
+    with static.choice.restore():
         matrices = cast("tuple[jax.Array, ...]", weights)
         d_weights = gradients_of_matrices(x, d_found, static.precision)
         d_x = [

@@ -12,10 +12,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ed_layers.context import STREAM, named
+from ed_layers.context import STREAM, name_activation
 from ed_layers.projections.dot import Product
 from ed_layers.projections.linear import Initializer
-from ed_layers.projections.matmul import rows_of
+from ed_layers.projections.matmul import gather_rows
 
 
 class TableRows(Protocol):
@@ -69,13 +69,13 @@ class Embed(nnx.Module):
         # With rows sharded over hidden (fsdp), the partitioner would replicate the result and shard
         # it again; gathering the rows first keeps a plain lookup.
         table = jax.tree.map(self._whole_rows, self.table)
-        plain = isinstance(table, jax.Array)
-        rows = rows_of(table, input_ids, axis=0) if plain else table.take(input_ids)
+        is_array = isinstance(table, jax.Array)
+        rows = gather_rows(table, input_ids, axis=0) if is_array else table.take(input_ids)
         if self.padding is not None:
             fixed = (input_ids == self.padding)[..., None]
             rows = jnp.where(fixed, jax.lax.stop_gradient(rows), rows)
         x = rows.astype(self.dtype)
-        return named(constrain(x, STREAM, self.config), "embeddings")
+        return name_activation(constrain(x, STREAM, self.config), "embeddings")
 
     def _whole_rows(self, array: jax.Array) -> jax.Array:
         # Each device has all panels of a table in panels.

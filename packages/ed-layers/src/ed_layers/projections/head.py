@@ -16,7 +16,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
 from ed_layers import native
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import round_to_dtype
 from ed_layers.projections.dot import Weight, dot
 
 
@@ -77,4 +77,4 @@ class Head:
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
         with self.kernels():
-            return rounded(scores)
+            return round_to_dtype(scores)

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import rounded
-from ed_layers.projections.dot import Weight, combined, dot
+from ed_layers.fixed_order import round_to_dtype
+from ed_layers.projections.dot import Weight, combine_products, dot
 
 Initializer = jax.nn.initializers.Initializer
 
@@ -70,8 +70,12 @@ class Linear(nnx.Module):
         if not self.use_bias:
             return dot(x, w, precision=self.precision)
         bias = self.bias.get_value().astype(self.dtype)
-        found = combined(x, (w,), (bias,), precision=self.precision)
-        return rounded(dot(x, w, precision=self.precision) + bias) if found is None else found[0]
+        results = combine_products(x, (w,), (bias,), precision=self.precision)
+        return (
+            round_to_dtype(dot(x, w, precision=self.precision) + bias)
+            if results is None
+            else results[0]
+        )
 
 
 class ExpertLinear(nnx.Module):
@@ -118,8 +122,8 @@ def project(
     layers: Sequence[Linear], x: Float[Array, "*rows i"], ctx: Ctx | None = None
 ) -> list[jax.Array]:
     """Return `[layer(x, ctx) for layer in layers]`."""
-    found = of_layers(layers, x)
-    return [layer(x, ctx) for layer in layers] if found is None else found
+    results = combine_layers(layers, x)
+    return [layer(x, ctx) for layer in layers] if results is None else results
 
 
 def project_activated(
@@ -131,8 +135,8 @@ def project_activated(
         act: Hugging Face's name of the activation.
         name: name of the projection for remat policies.
     """
-    found = of_layers((layer,), x, act=act, names=(name,))
-    return None if found is None else found[0]
+    results = combine_layers((layer,), x, act=act, names=(name,))
+    return None if results is None else results[0]
 
 
 def project_gated(
@@ -144,11 +148,11 @@ def project_gated(
         act: Hugging Face's name of the activation.
         names: names of the two projections for remat policies.
     """
-    found = of_layers((gate, up), x, act=act, gated=True, names=names)
-    return None if found is None else found[0]
+    results = combine_layers((gate, up), x, act=act, gated=True, names=names)
+    return None if results is None else results[0]
 
 
-def of_layers(
+def combine_layers(
     layers: Sequence[Linear],
     x: Float[Array, "*rows i"],
     *,
@@ -156,7 +160,7 @@ def of_layers(
     gated: bool = False,
     names: tuple[str, ...] = (),
 ) -> list[jax.Array] | None:
-    """Return `combined` for the matrices and biases of layers."""
+    """Return `combine_products` for the matrices and biases of layers."""
     first = layers[0]
     # Layers with adapters compute more than a product.
     if any(
@@ -167,7 +171,7 @@ def of_layers(
     ):
         return None
     biases = [layer.bias.get_value().astype(layer.dtype) for layer in layers if layer.use_bias]
-    return combined(
+    return combine_products(
         x.astype(first.dtype),
         [layer.weight for layer in layers],
         biases,

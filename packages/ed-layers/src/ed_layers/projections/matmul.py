@@ -39,17 +39,19 @@ def matmul(
         precision: of XLA's product; "high" also permits native products of parts (`native.split`).
     """
     if not (on_cpu_in_halves(x) or goes_native(x, w)):
-        return plain(x, w, transposed, precision)
+        return matmul_by_xla(x, w, transposed, precision)
     # A mesh for ahead-of-time compilation may have another platform than this process.
     return jax.lax.platform_dependent(
         x,
         w,
-        cpu=partial(on_cpu, OnCpu(transposed, precision, native.KernelChoice.present())),
-        default=partial(plain, transposed=transposed, precision=precision),
+        cpu=partial(on_cpu, OnCpu(transposed, precision, native.KernelChoice.get_current())),
+        default=partial(matmul_by_xla, transposed=transposed, precision=precision),
     )
 
 
-def batched(a: jax.Array, b: jax.Array, *, transposed: bool = False, dtype: DTypeLike) -> jax.Array:
+def batch_matmul(
+    a: jax.Array, b: jax.Array, *, transposed: bool = False, dtype: DTypeLike
+) -> jax.Array:
     """Return the products of two stacks of matrices, summed and returned in `dtype`.
 
     The leading axes are mapped over one pair of matrices: XLA's CPU backend runs other forms
@@ -81,7 +83,7 @@ def goes_native(x: jax.Array, w: jax.Array) -> bool:
     return native.products.takes(math.prod(x.shape[:-1]), x.dtype, w)
 
 
-def plain(
+def matmul_by_xla(
     x: jax.Array, w: jax.Array, transposed: bool, precision: jax.lax.PrecisionLike
 ) -> jax.Array:
     """Return the product, computed by XLA."""
@@ -107,7 +109,7 @@ def on_cpu(static: OnCpu, x: jax.Array, w: jax.Array) -> jax.Array:
     """Return the product on a CPU: native, or of bfloat16 operands."""
     transposed, precision, choice = static
     rows = x.reshape(-1, x.shape[-1])
-    with choice.again():
+    with choice.restore():
         if goes_native(x, w):
             w = native.products.fastest(w, rows.shape[0], rows.dtype)
             turned = rows.shape[0] >= native.products.LEAST_ROWS_TURNED
@@ -115,7 +117,7 @@ def on_cpu(static: OnCpu, x: jax.Array, w: jax.Array) -> jax.Array:
                 rows, w, transposed=transposed, turned=turned, precision=precision
             )
         else:
-            y = wide(rows, w.astype(x.dtype), transposed=transposed).astype(x.dtype)
+            y = matmul_float32(rows, w.astype(x.dtype), transposed=transposed).astype(x.dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -125,7 +127,7 @@ def on_cpu_forward(static: OnCpu, x: jax.Array, w: jax.Array):
 
 def on_cpu_backward(static: OnCpu, saved: tuple[jax.Array, jax.Array], d_y: jax.Array):
     (transposed, precision, choice), (x, w) = static, saved
-    with choice.again():
+    with choice.restore():
         d_w = gradient_of_matrix(x, d_y, transposed=transposed, precision=precision)
     return on_cpu(static._replace(transposed=not transposed), d_y, w), d_w.astype(w.dtype)
 
@@ -141,8 +143,8 @@ def gradient_of_matrix(
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """Return the float32 gradient of the matrix of `matmul`, in the layout of the matrix."""
-    left, right = (d_y, x) if transposed else (x, d_y)
-    return gradients_of_matrices(left, [right], precision)[0]
+    left_operand, right = (d_y, x) if transposed else (x, d_y)
+    return gradients_of_matrices(left_operand, [right], precision)[0]
 
 
 def gradients_of_matrices(
@@ -167,15 +169,17 @@ def plain_gradients(
     x: Float[Array, "n i"], *d_ys: Float[Array, "n _"], precision: jax.lax.PrecisionLike = None
 ) -> list[jax.Array]:
     """Return the gradients of matrices, computed by XLA."""
-    left = x.T
-    if on_cpu_in_halves(left):
+    left_operand = x.T
+    if on_cpu_in_halves(left_operand):
         # Otherwise XLA fuses the transpose into the product and uses the slow form for both.
-        left = jax.lax.optimization_barrier(left)
+        left_operand = jax.lax.optimization_barrier(left_operand)
     product = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
-    return [product(left, d_y) for d_y in d_ys]
+    return [product(left_operand, d_y) for d_y in d_ys]
 
 
-def wide(x: Float[Array, "n i"], w: jax.Array, *, transposed: bool) -> Float[Array, "n o"]:
+def matmul_float32(
+    x: Float[Array, "n i"], w: jax.Array, *, transposed: bool
+) -> Float[Array, "n o"]:
     """Return the product of two matrices in float32, computed by XLA."""
     rows = x.shape[0]
     if rows == 1 and transposed:
@@ -188,7 +192,7 @@ def wide(x: Float[Array, "n i"], w: jax.Array, *, transposed: bool) -> Float[Arr
     return y[:rows]
 
 
-def rows_of(
+def gather_rows(
     table: Shaped[Array, "*dims"], ids: Int[Array, "*rows"], *, axis: int
 ) -> Shaped[Array, "*dims"]:
     """Return the rows of the given indices along an axis.

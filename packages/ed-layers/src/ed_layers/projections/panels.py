@@ -38,7 +38,7 @@ class InPanels(ABC):
     """A matrix in panels. Only the other operand of a product has a gradient."""
 
     @abstractmethod
-    def plain(self) -> Weight:
+    def unpack_panels(self) -> Weight:
         """Return the matrix in the plain order."""
 
     @staticmethod
@@ -55,7 +55,7 @@ class InPanels(ABC):
 
     def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
-        return _product((precision, KernelChoice.present()), x, self)
+        return _product((precision, KernelChoice.get_current()), x, self)
 
 
 @jax.tree_util.register_dataclass
@@ -81,8 +81,8 @@ class Panels(InPanels):
     @staticmethod
     def can_be(w: jax.Array) -> bool:
         """Return whether panels can contain a matrix, and are faster."""
-        whole = w.ndim == 2 and w.shape[0] % 2 == 0 and w.shape[1] % PANEL == 0
-        return whole and w.dtype in NUMBERS and w.size >= LEAST_SIZE
+        fits_panels = w.ndim == 2 and w.shape[0] % 2 == 0 and w.shape[1] % PANEL == 0
+        return fits_panels and w.dtype in NUMBERS and w.size >= LEAST_SIZE
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class Panels(InPanels):
         panels, words, columns, *inputs = self.numbers.shape
         return words * math.prod(inputs), panels * columns
 
-    def plain(self) -> Float[Array, "i o"]:
+    def unpack_panels(self) -> Float[Array, "i o"]:
         """Return the matrix in the plain order."""
         numbers = self.numbers.reshape(*self.numbers.shape[:3], -1)
         return jnp.transpose(numbers, (1, 3, 0, 2)).reshape(self.shape)
@@ -108,9 +108,9 @@ def _product(
     static: tuple[PrecisionLike, KernelChoice], x: Float[Array, "*rows i"], w: InPanels
 ) -> jax.Array:
     precision, choice = static
-    with choice.again():
+    with choice.restore():
         if not takes_panels(math.prod(x.shape[:-1]), x.dtype):
-            return dot(x, w.plain(), precision=precision)
+            return dot(x, w.unpack_panels(), precision=precision)
         rows = x.reshape(-1, x.shape[-1])
         (y,) = w.products(rows, (w,), Epilogue())
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -124,8 +124,8 @@ def _backward(
     static: tuple[PrecisionLike, KernelChoice], saved: tuple[jax.Array, InPanels], d_y: jax.Array
 ):
     (precision, choice), (x, w) = static, saved
-    with choice.again():
-        _, pull = jax.vjp(lambda x: dot(x, w.plain(), precision=precision), x)
+    with choice.restore():
+        _, pull = jax.vjp(lambda x: dot(x, w.unpack_panels(), precision=precision), x)
     return *pull(d_y), None
 
 

@@ -37,26 +37,26 @@ def encode(
     Raises:
         ConfigError: the group size is not possible.
     """
-    group = FORMATS[name].group_of(x.shape[-2], group_size, name)
-    w = _encoded(x, FORMATS[name], group, double)
+    group = FORMATS[name].get_group_size(x.shape[-2], group_size, name)
+    w = _encode_groups(x, FORMATS[name], group, double)
     return replace(w, format=name, activations=activations, dtype=np.dtype(x.dtype))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def _encoded(x: jax.Array, form: StorageFormat, group: int, double: bool) -> QArray:
+def _encode_groups(x: jax.Array, form: StorageFormat, group: int, double: bool) -> QArray:
     def one(x: jax.Array) -> QArray:
         grouped = x.astype(jnp.float32).reshape(*x.shape[:-2], -1, group, x.shape[-1])
         codes, scale, zero = form.encode(grouped)
         codes = codes.reshape(x.shape)
         codes = pack(codes) if form.packed else codes
-        scale = _doubled(scale.astype(jnp.float32)) if double else scale
+        scale = _quantize_scales(scale.astype(jnp.float32)) if double else scale
         return QArray(codes, scale, zero)
 
     # `transform` maps over the layers of a stack one at a time, which avoids a copy of the stack.
     return jax.custom_batching.sequential_vmap(one)(x)
 
 
-def encoded(
+def encode_matrix(
     spec: EasyDeLQuantizationConfig,
     matrix: jax.Array,
     *,
@@ -84,7 +84,7 @@ def encoded(
         activations=spec.quantizes_activations and not absorbed,
     )
     w = with_float_zero(w) if spec.float_zero else w
-    return w.transposed() if rows else w
+    return w.transpose() if rows else w
 
 
 def with_float_zero(w: QArray) -> QArray:
@@ -97,11 +97,11 @@ def with_float_zero(w: QArray) -> QArray:
 DOUBLE_BLOCK = 256
 
 
-def _doubled(scale: Float[Array, "*lead n o"]) -> Scales:
+def _quantize_scales(scale: Float[Array, "*lead n o"]) -> Scales:
     offset = jnp.mean(scale, axis=(-2, -1), keepdims=True)
     columns = scale.shape[-1]
     block = max(b for b in range(1, min(columns, DOUBLE_BLOCK) + 1) if columns % b == 0)
-    rest = (scale - offset).reshape(*scale.shape[:-1], -1, block)
-    outer = jnp.max(jnp.abs(rest), axis=-1) * np.float32(1 / 127)
-    codes = jnp.round(rest / jnp.where(outer == 0, 1, outer)[..., None])
+    residual = (scale - offset).reshape(*scale.shape[:-1], -1, block)
+    outer = jnp.max(jnp.abs(residual), axis=-1) * np.float32(1 / 127)
+    codes = jnp.round(residual / jnp.where(outer == 0, 1, outer)[..., None])
     return Scales(codes.reshape(scale.shape).astype(jnp.int8), outer, offset)

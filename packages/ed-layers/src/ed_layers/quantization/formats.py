@@ -82,7 +82,7 @@ class StorageFormat:
         """Number of codes in a byte."""
         return 2 if self.packed else 1
 
-    def group_of(self, inputs: int, group_size: int | None, name: str) -> int:
+    def get_group_size(self, inputs: int, group_size: int | None, name: str) -> int:
         """Return the group size for a dimension.
 
         Args:
@@ -129,7 +129,7 @@ def _absmax(x: Grouped) -> tuple[jax.Array, jax.Array]:
     return largest, x / jnp.where(largest == 0, 1, largest)[..., None, :]
 
 
-def _scaled(x: Grouped, largest_code: float) -> tuple[jax.Array, jax.Array]:
+def _scale_groups(x: Grouped, largest_code: float) -> tuple[jax.Array, jax.Array]:
     """Return scales, and groups divided by their scales, within +-`largest_code`."""
     # A multiplication by the inverse: XLA would replace a division only if it compiles both
     # together.
@@ -176,7 +176,7 @@ def nf4(x: Grouped) -> GroupCodes:
 
 def int8(x: Grouped) -> GroupCodes:
     """Return whole numbers from -127 to 127."""
-    scale, y = _scaled(x, 127.0)
+    scale, y = _scale_groups(x, 127.0)
     return GroupCodes(jnp.round(y).astype(jnp.int8), scale)
 
 
@@ -194,7 +194,7 @@ def int4(x: Grouped) -> GroupCodes:
 
 def fp8(x: Grouped) -> GroupCodes:
     """Return float8_e4m3fn numbers; the largest magnitude of a group becomes 448."""
-    scale, y = _scaled(x, _FP8)
+    scale, y = _scale_groups(x, _FP8)
     return GroupCodes(y.astype(jnp.float8_e4m3fn), scale)
 
 

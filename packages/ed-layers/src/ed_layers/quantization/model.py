@@ -21,7 +21,7 @@ from flax import nnx
 
 from ed_layers.projections.embed import Embed
 from ed_layers.projections.linear import ExpertLinear, Linear
-from ed_layers.quantization.encoding import encoded
+from ed_layers.quantization.encoding import encode_matrix
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
 from ed_layers.quantization.stored import Scales
@@ -69,27 +69,29 @@ def quantize(model: M, rules: QuantizationRules) -> M:
             "the model is quantized, and codes cannot be quantized again: give all rules at once, "
             "or call dequantize first"
         )
-    made: dict[EasyDeLQuantizationConfig, Replace] = {}
+    replacements: dict[EasyDeLQuantizationConfig, Replace] = {}
 
     def replacement(spec: EasyDeLQuantizationConfig | None) -> Replace | None:
-        return None if spec is None else made.setdefault(spec, partial(_quantized, spec))
+        return (
+            None if spec is None else replacements.setdefault(spec, partial(_quantize_module, spec))
+        )
 
-    replace = rules_of(rules).map(replacement)
+    replace = to_rules(rules).map(replacement)
     return transform(model, replace, of=tuple(MATRICES))  # type: ignore[arg-type]
 
 
-def rules_of(rules: QuantizationRules) -> Rules[EasyDeLQuantizationConfig | None]:
+def to_rules(rules: QuantizationRules) -> Rules[EasyDeLQuantizationConfig | None]:
     """Convert the `rules` of `quantize` to pairs."""
     if isinstance(rules, Rules):
         return rules
     if isinstance(rules, EasyDeLQuantizationConfig | Mapping):
-        spec = spec_of(rules)
+        spec = to_spec(rules)
         rules = [(spec.pattern, spec)]
-    pairs = ((p, None if value is None else spec_of(value)) for p, value in rules)
+    pairs = ((p, None if value is None else to_spec(value)) for p, value in rules)
     return Rules(pairs, kind="quantization rule")
 
 
-def spec_of(value: EasyDeLQuantizationConfig | Mapping[str, Any]) -> EasyDeLQuantizationConfig:
+def to_spec(value: EasyDeLQuantizationConfig | Mapping[str, Any]) -> EasyDeLQuantizationConfig:
     """Return a configuration, also from a mapping of its fields."""
     return from_mapping(EasyDeLQuantizationConfig, value, QUANTIZATION_FIELD_ALIASES)
 
@@ -99,25 +101,27 @@ def warn_of_plain_weights(rules: QuantizationRules) -> None:
     single = isinstance(rules, EasyDeLQuantizationConfig | Mapping)
     once(
         logger,
-        f"the weights are not quantized{f' to {spec_of(rules).dtype}' if single else ''}: "  # type: ignore[arg-type]
+        f"the weights are not quantized{f' to {to_spec(rules).dtype}' if single else ''}: "  # type: ignore[arg-type]
         "quantization_config and bits only store the rules of model.quantize(). Call "
         "model.quantize(), or load a checkpoint with apply_quantization=True (False: no warning)",
     )
 
 
-def matrix_of(module: nnx.Module) -> tuple[str, nnx.Variable]:
+def get_matrix(module: nnx.Module) -> tuple[str, nnx.Variable]:
     """Return the name and the variable of a module's matrix."""
     name = next(name for cls, name in MATRICES.items() if isinstance(module, cls))
     return name, getattr(module, name)
 
 
-def _quantized(spec: EasyDeLQuantizationConfig, module: nnx.Module, _: jax.Array) -> nnx.Module:
-    name, variable = matrix_of(module)
+def _quantize_module(
+    spec: EasyDeLQuantizationConfig, module: nnx.Module, _: jax.Array
+) -> nnx.Module:
+    name, variable = get_matrix(module)
     value = variable.get_value()
     matrix = value.value if isinstance(value, Simulated) else value
     rows, absorbed = isinstance(module, Embed), isinstance(module, Linear) and module.absorbed
     axes = variable.get_metadata().get("axes")
-    w = encoded(spec, matrix, rows=rows, absorbed=absorbed)
+    w = encode_matrix(spec, matrix, rows=rows, absorbed=absorbed)
     if spec.simulate:
         seen = Simulated(matrix, spec, absorbed, w.axis)
         setattr(module, name, nnx.Param(seen, axes=axes))
@@ -136,15 +140,17 @@ def dequantize(model: M) -> M:
     """
     if next(_matrices(model, QArray | Simulated), None) is None:
         raise ConfigError("no matrix of the model is quantized, or simulates it")
-    return transform(model, Rules([("", _plain)], kind="quantization rule"), of=tuple(MATRICES))
+    return transform(
+        model, Rules([("", _dequantize_module)], kind="quantization rule"), of=tuple(MATRICES)
+    )
 
 
-def _plain(module: nnx.Module, _: jax.Array) -> nnx.Module:
-    name, variable = matrix_of(module)
+def _dequantize_module(module: nnx.Module, _: jax.Array) -> nnx.Module:
+    name, variable = get_matrix(module)
     value = variable.get_value()
     if not isinstance(value, jax.Array):
-        plain = value.value if isinstance(value, Simulated) else value.dense()
-        setattr(module, name, nnx.Param(plain, axes=variable.get_metadata().get("axes")))
+        dense_matrix = value.value if isinstance(value, Simulated) else value.dense()
+        setattr(module, name, nnx.Param(dense_matrix, axes=variable.get_metadata().get("axes")))
     return module
 
 

@@ -28,7 +28,7 @@ from ed_layers.native.products import (
 )
 from ed_layers.projections.panels import InPanels
 from ed_layers.quantization.formats import FORMATS
-from ed_layers.quantization.qarray import QArray, codes_of
+from ed_layers.quantization.qarray import QArray, to_native_matrix
 from ed_layers.quantization.stored import Scales
 
 #: Dtypes of scales and of zeros by their size in bytes.
@@ -56,7 +56,7 @@ class CodePanels(InPanels):
     @classmethod
     def of(cls, w: QArray) -> CodePanels:
         """Copy a quantized matrix; see `can_be`."""
-        codes, scale, zero, _ = codes_of(w)
+        codes, scale, zero, _ = to_native_matrix(w)
         n = scale.shape[0]
         fours = codes.reshape(n, -1, 4, codes.shape[1] // PANEL, PANEL)
         parts = [_in_panels(scale), *([] if zero is None else [_in_panels(zero)])]
@@ -71,10 +71,10 @@ class CodePanels(InPanels):
     def can_be(w: QArray) -> bool:
         """Return whether panels can contain a matrix, and are faster."""
         fours = 4 * FORMATS[w.format].in_byte  # inputs of four bytes
-        whole = w.ndim == 2 and w.shape[1] % PANEL == 0 and w.group_size % fours == 0
+        fits_panels = w.ndim == 2 and w.shape[1] % PANEL == 0 and w.group_size % fours == 0
         coded = w.format in ("int8", "int4") and w.activations and w.axis == -2
         scaled = isinstance(w.scale, Scales) or w.scale.dtype in SCALES.values()
-        return whole and coded and scaled and w.codes.size >= LEAST_SIZE
+        return fits_panels and coded and scaled and w.codes.size >= LEAST_SIZE
 
     @property
     def group_size(self) -> int:
@@ -88,7 +88,7 @@ class CodePanels(InPanels):
         panels, groups, _ = self.groups.shape
         return groups * self.group_size, panels * PANEL
 
-    def plain(self) -> QArray:
+    def unpack_panels(self) -> QArray:
         """Return the matrix in the plain layout."""
         panels, n, _ = self.groups.shape
         bits, scale_bytes, zero_bytes = self.form
@@ -97,14 +97,14 @@ class CodePanels(InPanels):
 
         def in_rows(part: jax.Array, dtype: np.dtype) -> jax.Array:
             shape = (panels, n, PANEL, dtype.itemsize)
-            of_columns = part.reshape(shape if dtype.itemsize > 1 else shape[:-1])
-            numbers = jax.lax.bitcast_convert_type(of_columns, dtype)
+            columns = part.reshape(shape if dtype.itemsize > 1 else shape[:-1])
+            numbers = jax.lax.bitcast_convert_type(columns, dtype)
             return jnp.swapaxes(numbers, 0, 1).reshape(n, panels * PANEL)
 
         fours = jnp.transpose(codes.reshape(panels, n, -1, PANEL, 4), (1, 2, 4, 0, 3))
-        of_byte = jnp.uint8 if bits == 4 else jnp.int8
+        byte_dtype = jnp.uint8 if bits == 4 else jnp.int8
         return QArray(
-            jax.lax.bitcast_convert_type(fours, of_byte).reshape(-1, panels * PANEL),
+            jax.lax.bitcast_convert_type(fours, byte_dtype).reshape(-1, panels * PANEL),
             in_rows(scale, SCALES[scale_bytes]),
             in_rows(zero, ZEROS[zero_bytes]) if zero_bytes else None,
             "int4" if bits == 4 else "int8",
@@ -114,7 +114,7 @@ class CodePanels(InPanels):
 
     def dense(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Return the matrix as a plain array."""
-        return self.plain().dense(dtype)
+        return self.unpack_panels().dense(dtype)
 
     @staticmethod
     def fit(weights: Sequence[CodePanels], rows: int, dtype: DTypeLike) -> bool:
@@ -145,12 +145,12 @@ class TablePanels:
     @classmethod
     def of(cls, table: QArray) -> TablePanels:
         """Copy a quantized table; see `can_be`."""
-        return cls(CodePanels.of(table.transposed()))
+        return cls(CodePanels.of(table.transpose()))
 
     @staticmethod
     def can_be(table: QArray) -> bool:
         """Return whether panels can contain a table."""
-        turned = jax.eval_shape(QArray.transposed, table)
+        turned = jax.eval_shape(QArray.transpose, table)
         return table.axis == -1 and CodePanels.can_be(turned)
 
     @property
@@ -162,15 +162,15 @@ class TablePanels:
         """Return the rows of the given token ids."""
         matrix, at = self.T, rows.reshape(-1)
         if not takes_panels(len(at), jnp.float32):
-            return matrix.plain().transposed().take(rows)
+            return matrix.unpack_panels().transpose().take(rows)
         inputs = matrix.shape[0]
-        found = native.products.take_of_code_panels(matrix.groups, matrix.form, at, inputs)
-        return found.astype(matrix.dtype).reshape(*rows.shape, inputs)
+        decoded_rows = native.products.take_of_code_panels(matrix.groups, matrix.form, at, inputs)
+        return decoded_rows.astype(matrix.dtype).reshape(*rows.shape, inputs)
 
 
-def _in_panels(of_columns: jax.Array) -> UInt8[Array, "p n b"]:
+def _in_panels(columns: jax.Array) -> UInt8[Array, "p n b"]:
     """Return the bytes of [n, o] in panels."""
-    parts = of_columns.reshape(len(of_columns), -1, PANEL)
+    parts = columns.reshape(len(columns), -1, PANEL)
     return _bytes(jnp.swapaxes(parts, 0, 1))
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from ed_layers import native
 from ed_layers.quantization.formats import FORMATS
-from ed_layers.quantization.stored import Scales, Stored, joined
+from ed_layers.quantization.stored import Scales, Stored, interleave_halves
 
 #: Number of values that a CPU decodes at a time: 8 MB of float32, which fit into caches. Products
 #: with larger matrices run over blocks of columns; on other platforms the compiler does this.
@@ -37,22 +37,26 @@ class QArray(Stored):
 
     def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
-        return _product(ProductRule(precision, native.KernelChoice.present()), x, self)
+        return _product(ProductRule(precision, native.KernelChoice.get_current()), x, self)
 
     @staticmethod
     def fit(weights: Sequence[QArray], rows: int, dtype: DTypeLike) -> bool:
         """See `ed_layers.projections.dot.Together`."""
-        whole = weights[0].activations
-        takes = partial(native.products.takes_codes, rows, dtype, whole=whole)
-        return all(w.axis == -2 and w.activations == whole and takes(w.codes) for w in weights)
+        quantize_rows = weights[0].activations
+        takes = partial(native.products.takes_codes, rows, dtype, quantize_rows=quantize_rows)
+        return all(
+            w.axis == -2 and w.activations == quantize_rows and takes(w.codes) for w in weights
+        )
 
     @staticmethod
     def products(
         x: Float[Array, "n i"], weights: Sequence[QArray], epilogue: native.products.Epilogue
     ) -> list[jax.Array]:
         """See `ed_layers.projections.dot.Together`."""
-        codes, whole = [codes_of(w) for w in weights], weights[0].activations
-        return native.products.products_of_codes(x, codes, whole=whole, epilogue=epilogue)
+        codes, quantize_rows = [to_native_matrix(w) for w in weights], weights[0].activations
+        return native.products.products_of_codes(
+            x, codes, quantize_rows=quantize_rows, epilogue=epilogue
+        )
 
     def grouped_product(
         self,
@@ -62,7 +66,7 @@ class QArray(Stored):
         precision: PrecisionLike = None,
     ) -> Float[Array, "r o"]:
         """Return `jax.lax.ragged_dot` with a stack [e, i, o]."""
-        return _grouped(precision, rows, self, counts)
+        return _multiply_groups(precision, rows, self, counts)
 
     @property
     def T(self) -> Turned:
@@ -99,10 +103,10 @@ class Turned:
 
     def product(self, x: Float[Array, "*rows d"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., v], in the dtype of `x`."""
-        return _product(ProductRule(precision, native.KernelChoice.present()), x, self)
+        return _product(ProductRule(precision, native.KernelChoice.get_current()), x, self)
 
 
-def rounded(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Array]:
+def quantize_activations(x: Float[Array, "*rows i"], groups: int) -> tuple[jax.Array, jax.Array]:
     """Quantize activations to 8 bits: whole numbers [*rows, n, k], and a scale for each row and
     group."""
     grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
@@ -126,16 +130,22 @@ class ProductRule(NamedTuple):
 def _product(rule: ProductRule, x: jax.Array, w: QArray | Turned) -> jax.Array:
     stored = w.table if isinstance(w, Turned) else w
     if isinstance(w, Turned):
-        once = _turned_whole_numbers if stored.activations else partial(_turned, rule.precision)
+        block_product = (
+            _turned_whole_numbers
+            if stored.activations
+            else partial(_multiply_turned, rule.precision)
+        )
     else:
-        once = _whole_numbers if w.activations else partial(_decoded, rule.precision)
-    by_xla = partial(_in_blocks, once)
+        block_product = (
+            _whole_numbers if w.activations else partial(_multiply_decoded, rule.precision)
+        )
+    by_xla = partial(_in_blocks, block_product)
     # Groups must run along the contracted dimension.
     fits = stored.axis == (-1 if isinstance(w, Turned) else -2)
     rows = math.prod(x.shape[:-1])
     takes = native.products.takes_codes
-    with rule.choice.again():
-        if not fits or not takes(rows, x.dtype, stored.codes, whole=stored.activations):
+    with rule.choice.restore():
+        if not fits or not takes(rows, x.dtype, stored.codes, quantize_rows=stored.activations):
             return by_xla(x, w)
         return jax.lax.platform_dependent(x, w, cpu=_by_library, default=by_xla)
 
@@ -145,13 +155,15 @@ def _by_library(x: Float[Array, "*rows i"], w: QArray | Turned) -> Float[Array, 
     turned = isinstance(w, Turned)
     stored = w.table if turned else w
     rows = x.reshape(-1, x.shape[-1])
-    matrices = (codes_of(stored),)
-    whole = stored.activations
-    (y,) = native.products.products_of_codes(rows, matrices, transposed=turned, whole=whole)
+    matrices = (to_native_matrix(stored),)
+    quantize_rows = stored.activations
+    (y,) = native.products.products_of_codes(
+        rows, matrices, transposed=turned, quantize_rows=quantize_rows
+    )
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def codes_of(w: QArray) -> native.products.QuantizedMatrix:
+def to_native_matrix(w: QArray) -> native.products.QuantizedMatrix:
     """Return the matrix in the format of the native library."""
     scale, zero, form = w.scale, w.zero, FORMATS[w.format]
     if isinstance(scale, Scales):
@@ -180,7 +192,7 @@ def _product_backward(
 _product.defvjp(_product_forward, _product_backward)
 
 
-def _decoded(
+def _multiply_decoded(
     precision: PrecisionLike, x: Float[Array, "*rows i"], w: QArray
 ) -> Float[Array, "*rows o"]:
     """Multiply by the values of the codes; if a column has one scale, multiply by the levels and
@@ -189,12 +201,14 @@ def _decoded(
     decode = w.levels if w.factors_out else w.values
     dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
     if w.axis == -1:  # groups run along the columns
-        y = dot(x, joined([decode(codes) for codes in halves], -1).astype(x.dtype))
+        y = dot(x, interleave_halves([decode(codes) for codes in halves], -1).astype(x.dtype))
     else:
         parts = [x[..., i :: len(halves)] for i in range(len(halves))]
         decoded = (decode(codes).astype(x.dtype) for codes in halves)
-        first, *rest = (dot(part, values) for part, values in zip(parts, decoded, strict=True))
-        y = sum(rest, first)
+        first, *remaining_parts = (
+            dot(part, values) for part, values in zip(parts, decoded, strict=True)
+        )
+        y = sum(remaining_parts, first)
     return (y * w.scales()[..., 0, :] if w.factors_out else y).astype(x.dtype)
 
 
@@ -205,24 +219,30 @@ def _back(
     dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
     if w.axis == -1:
         return dot(g, w.dense(g.dtype).mT)
-    return joined([dot(g, w.values(codes).astype(g.dtype).mT) for codes in w.halves()], -1)
+    return interleave_halves(
+        [dot(g, w.values(codes).astype(g.dtype).mT) for codes in w.halves()], -1
+    )
 
 
-def _turned(
+def _multiply_turned(
     precision: PrecisionLike, x: Float[Array, "*rows d"], w: Turned
 ) -> Float[Array, "*rows v"]:
-    """Do the work of `_decoded` for a table. The decoded values are transposed, because the product
-    transposes codes more slowly."""
+    """Do the work of `_multiply_decoded` for a table.
+
+    The decoded values are transposed, because the product transposes codes more slowly.
+    """
     halves, table = w.table.halves(), w.table
     dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
     parts = [x[..., i :: len(halves)] for i in range(len(halves))]
     decoded = (table.values(codes).astype(x.dtype).mT for codes in halves)
-    first, *rest = (dot(part, values) for part, values in zip(parts, decoded, strict=True))
-    return sum(rest, first).astype(x.dtype)
+    first, *remaining_parts = (
+        dot(part, values) for part, values in zip(parts, decoded, strict=True)
+    )
+    return sum(remaining_parts, first).astype(x.dtype)
 
 
 def _turned_whole_numbers(x: Float[Array, "*rows d"], w: Turned) -> Float[Array, "*rows v"]:
-    return _whole_numbers(x, w.table.transposed())
+    return _whole_numbers(x, w.table.transpose())
 
 
 def _turned_back(
@@ -230,13 +250,13 @@ def _turned_back(
 ) -> Float[Array, "*rows d"]:
     dot = partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
     halves = [dot(g, w.table.values(codes).astype(g.dtype)) for codes in w.table.halves()]
-    return joined(halves, -1)
+    return interleave_halves(halves, -1)
 
 
 def _whole_numbers(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows o"]:
     """Return the product of 8-bit whole numbers, summed in 32 bits, group by group."""
     assert w.axis == -2, "groups of a product lie along the contracted dimension"
-    numbers, of_row = rounded(x, w.groups)
+    numbers, row_scales = quantize_activations(x, w.groups)
     halves = w.halves()
     grouped = [w.levels(codes).reshape(w.groups, -1, w.shape[-1]) for codes in halves]
 
@@ -248,7 +268,7 @@ def _whole_numbers(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows
             total = total + y.astype(jnp.float32) * row[..., None] * scale
         return total, None
 
-    parts = jnp.moveaxis(numbers, -2, 0), grouped, jnp.moveaxis(of_row, -1, 0), w.scales()
+    parts = jnp.moveaxis(numbers, -2, 0), grouped, jnp.moveaxis(row_scales, -1, 0), w.scales()
     total = jnp.zeros((*x.shape[:-1], w.shape[-1]), jnp.float32)
     if w.groups == 1:
         return add(total, jax.tree.map(lambda part: part[0], parts))[0].astype(x.dtype)
@@ -282,7 +302,7 @@ def _in_blocks(
             codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
         stored = replace(stored, codes=codes, scale=stored.scales())
 
-        def cut(leaf: jax.Array, start: jax.Array, axis: int) -> jax.Array:
+        def slice_leaf(leaf: jax.Array, start: jax.Array, axis: int) -> jax.Array:
             if leaf.shape[axis] == 1:
                 return leaf
             return jax.lax.dynamic_slice_in_dim(leaf, start, size, axis)
@@ -290,45 +310,47 @@ def _in_blocks(
         def step(i: jax.Array, out: jax.Array) -> jax.Array:
             # The last block begins earlier, so that all blocks have the same size.
             start = jnp.minimum(i * size, columns - size)
-            part: Any = jax.tree.map(lambda leaf: cut(leaf, start, axis), stored)
+            part: Any = jax.tree.map(lambda leaf: slice_leaf(leaf, start, axis), stored)
             part = Turned(part) if isinstance(w, Turned) else part
             if not summed:
                 y = product(x, part)
                 return jax.lax.dynamic_update_slice_in_dim(out, y, start, axis=-1)
             fresh = start + jnp.arange(size) >= i * size
-            return out + product(jnp.where(fresh, cut(x, start, -1), 0), part)
+            return out + product(jnp.where(fresh, slice_leaf(x, start, -1), 0), part)
 
         shape = (*x.shape[:-1], inputs if summed else columns)
         start = jnp.zeros(shape, jnp.float32 if summed else x.dtype)
         return jax.lax.fori_loop(0, count, step, start).astype(x.dtype)
 
-    def whole(x: jax.Array, w: QArray | Turned) -> jax.Array:
+    def multiply_at_once(x: jax.Array, w: QArray | Turned) -> jax.Array:
         return product(x, w).astype(x.dtype)
 
-    return jax.lax.platform_dependent(x, w, cpu=blocks, default=whole)
+    return jax.lax.platform_dependent(x, w, cpu=blocks, default=multiply_at_once)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(precision: PrecisionLike, rows: jax.Array, w: QArray, counts: jax.Array) -> jax.Array:
+def _multiply_groups(
+    precision: PrecisionLike, rows: jax.Array, w: QArray, counts: jax.Array
+) -> jax.Array:
     if w.activations:
-        numbers, scale = rounded(rows, w.groups)
+        numbers, scale = quantize_activations(rows, w.groups)
         rows = (numbers * scale[..., None]).reshape(rows.shape).astype(rows.dtype)
     if not w.factors_out:
         return jax.lax.ragged_dot(rows, w.dense(rows.dtype), counts, precision=precision)
-    levels = joined([w.levels(codes) for codes in w.halves()], -2).astype(rows.dtype)
+    levels = interleave_halves([w.levels(codes) for codes in w.halves()], -2).astype(rows.dtype)
     y = jax.lax.ragged_dot(rows, levels, counts, precision=precision)
     expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(rows.shape[0]), side="right")
     return (y * w.scales()[jnp.minimum(expert, w.shape[0] - 1), 0]).astype(rows.dtype)
 
 
 def _grouped_forward(precision: PrecisionLike, rows: jax.Array, w: QArray, counts: jax.Array):
-    return _grouped(precision, rows, w, counts), (w, counts)
+    return _multiply_groups(precision, rows, w, counts), (w, counts)
 
 
-def _grouped_backward(precision: PrecisionLike, kept: tuple[QArray, jax.Array], g: jax.Array):
-    w, counts = kept
+def _grouped_backward(precision: PrecisionLike, residuals: tuple[QArray, jax.Array], g: jax.Array):
+    w, counts = residuals
     back = jax.lax.ragged_dot(g, w.dense(g.dtype).mT, counts, precision=precision)
     return back, None, None
 
 
-_grouped.defvjp(_grouped_forward, _grouped_backward)
+_multiply_groups.defvjp(_grouped_forward, _grouped_backward)

@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_layers.projections.matmul import matmul
-from ed_layers.quantization.encoding import encoded
-from ed_layers.quantization.qarray import QArray, rounded
+from ed_layers.quantization.encoding import encode_matrix
+from ed_layers.quantization.qarray import QArray, quantize_activations
 
 
 @jax.tree_util.register_dataclass
@@ -68,21 +68,21 @@ class Simulated:
     @property
     def pieces(self) -> tuple[int, ...]:
         """See `QArray.pieces`."""
-        return jax.eval_shape(self.quantized).pieces
+        return jax.eval_shape(self.quantize).pieces
 
     @property
     def T(self) -> Simulated:
         """The transpose."""
         return replace(self, value=jnp.swapaxes(self.value, -1, -2), axis=-3 - self.axis)
 
-    def quantized(self) -> QArray:
+    def quantize(self) -> QArray:
         """Return the matrix in its format."""
         value = jax.lax.stop_gradient(self.value)
-        return encoded(self.spec, value, rows=self.axis == -1, absorbed=self.absorbed)
+        return encode_matrix(self.spec, value, rows=self.axis == -1, absorbed=self.absorbed)
 
     def dense(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Return the values that products read, in `dtype`; default: the dtype of the matrix."""
-        seen = straight_through(self.value, self.quantized().dense())
+        seen = straight_through(self.value, self.quantize().dense())
         return seen.astype(self.dtype if dtype is None else dtype)
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
@@ -96,7 +96,7 @@ class Simulated:
     def product(self, x: Float[Array, "*rows i"], *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
         product = partial(matmul, precision=precision)
-        return _again(product, self, x)
+        return _multiply_with_remat(product, self, x)
 
     def grouped_product(
         self,
@@ -107,18 +107,20 @@ class Simulated:
     ) -> Float[Array, "r o"]:
         """Return `jax.lax.ragged_dot` with a stack [e, i, o]."""
         product = partial(jax.lax.ragged_dot, group_sizes=counts, precision=precision)
-        return _again(product, self, rows)
+        return _multiply_with_remat(product, self, rows)
 
     def other_side(self, x: Float[Array, "*rows i"]) -> Float[Array, "*rows i"]:
         """Return activations as products read them: in 8 bits, if the format quantizes
         activations."""
         if not self.spec.quantizes_activations or self.absorbed:
             return x
-        numbers, scale = rounded(x, jax.eval_shape(self.quantized).groups)
+        numbers, scale = quantize_activations(x, jax.eval_shape(self.quantize).groups)
         return straight_through(x, (numbers * scale[..., None]).reshape(x.shape).astype(x.dtype))
 
 
-def _again(product: Callable[..., jax.Array], w: Simulated, x: jax.Array) -> jax.Array:
+def _multiply_with_remat(
+    product: Callable[..., jax.Array], w: Simulated, x: jax.Array
+) -> jax.Array:
     """Return a product whose backward pass rounds again, so that no rounded copy of the model is
     stored."""
     seen = jax.checkpoint(lambda w, x: product(w.other_side(x), w.dense(x.dtype)))

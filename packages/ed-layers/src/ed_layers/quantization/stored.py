@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ed_layers.projections.matmul import rows_of
+from ed_layers.projections.matmul import gather_rows
 from ed_layers.quantization.formats import FORMATS
 
 
@@ -119,7 +119,7 @@ class Stored:
         """Size of all arrays in bytes."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
-    def transposed(self) -> Self:
+    def transpose(self) -> Self:
         """The transpose [.., o, i]; each array is transposed."""
         swapped: Self = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, -1, -2), self)
         return replace(swapped, axis=-3 - self.axis)
@@ -158,14 +158,14 @@ class Stored:
         grouped = x.reshape(*x.shape[:at], self.groups, -1, *x.shape[at + 1 :])
         return of(grouped).reshape(x.shape)
 
-    def _spread(self, of_groups: jax.Array) -> jax.Array:
-        return jnp.expand_dims(_f32(of_groups), self.axis)
+    def _spread(self, group_values: jax.Array) -> jax.Array:
+        return jnp.expand_dims(_f32(group_values), self.axis)
 
     def dense(self, dtype: DTypeLike | None = None) -> jax.Array:
         """Return the matrix as a plain array in `dtype`; default: the dtype of the original
         matrix."""
         values = [self.values(codes) for codes in self.halves()]
-        return joined(values, self.axis).astype(self.dtype if dtype is None else dtype)
+        return interleave_halves(values, self.axis).astype(self.dtype if dtype is None else dtype)
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
         """Return `dense(dtype)`, so that code for plain matrices also accepts this matrix."""
@@ -178,7 +178,7 @@ class Stored:
 
         def of(leaf: jax.Array) -> jax.Array:
             # Quantized scales have one scale for a block of rows, and one offset for all rows.
-            return rows_of(leaf, rows // (count // leaf.shape[-2]), axis=-2)
+            return gather_rows(leaf, rows // (count // leaf.shape[-2]), axis=-2)
 
         return jax.tree.map(of, self).dense()
 
@@ -196,10 +196,10 @@ def pack(codes: Any, axis: int = -2) -> Any:
 
 def unpack(codes: jax.Array, axis: int = -2) -> jax.Array:
     """Unpack the 4-bit codes of bytes, uint8."""
-    return joined([codes & 15, codes >> 4], axis)
+    return interleave_halves([codes & 15, codes >> 4], axis)
 
 
-def joined(halves: Sequence[jax.Array], axis: int) -> jax.Array:
+def interleave_halves(halves: Sequence[jax.Array], axis: int) -> jax.Array:
     """Interleave the entries with even and with odd index; a single array is returned unchanged."""
     if len(halves) == 1:
         return halves[0]

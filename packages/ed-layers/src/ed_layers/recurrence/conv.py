@@ -57,17 +57,17 @@ class ShortConv(nnx.Module):
         dtype = jnp.float32 if fixed_order.active() else self.dtype
         kernel = self.kernel.get_value().astype(self.dtype)[:, 0].astype(dtype)
         taps, columns = kernel.shape[0], x.shape[1]
-        x = fixed_order.rounded(rows.masked(x.astype(self.dtype)))
-        whole, state = rows.remembered(x, state)
+        x = fixed_order.round_to_dtype(rows.mask_padding(x.astype(self.dtype)))
+        inputs, state = rows.prepend_history(x, state)
         begun = rows.begun()
-        before = None if begun is None else jnp.pad(begun, ((0, 0), (taps - 1, 0)))
+        begun_history = None if begun is None else jnp.pad(begun, ((0, 0), (taps - 1, 0)))
         out = jnp.zeros(x.shape, dtype)
         for tap in range(taps):
-            part = jax.lax.slice_in_dim(whole, tap, tap + columns, axis=1)
-            if begun is not None and before is not None:
-                same = jax.lax.slice_in_dim(before, tap, tap + columns, axis=1) == begun
+            part = jax.lax.slice_in_dim(inputs, tap, tap + columns, axis=1)
+            if begun is not None and begun_history is not None:
+                same = jax.lax.slice_in_dim(begun_history, tap, tap + columns, axis=1) == begun
                 part = jnp.where(same[..., None], part, 0)
-            out = out + fixed_order.rounded(part.astype(dtype) * kernel[tap])
+            out = out + fixed_order.round_to_dtype(part.astype(dtype) * kernel[tap])
         if hasattr(self, "bias"):
             out = out + self.bias.get_value().astype(self.dtype)
-        return fixed_order.rounded(out.astype(self.dtype)), state
+        return fixed_order.round_to_dtype(out.astype(self.dtype)), state

@@ -58,13 +58,15 @@ class Decay:
         i, j]."""
         if self.at.shape[-1] == 1:
             at = jnp.moveaxis(self.at[..., 0], 1, 2)
-            left = jnp.where(self.reach[:, None], at[..., :, None] - at[..., None, :], -jnp.inf)
-            return jnp.einsum("qihk,qjhk->qhij", a, b, precision=EXACT) * jnp.exp(left)
+            exponents = jnp.where(
+                self.reach[:, None], at[..., :, None] - at[..., None, :], -jnp.inf
+            )
+            return jnp.einsum("qihk,qjhk->qhij", a, b, precision=EXACT) * jnp.exp(exponents)
         # The exponent belongs to each pair: factors of i and j alone would overflow.
-        left = jnp.where(
+        exponents = jnp.where(
             self.reach[..., None, None], self.at[:, :, None] - self.at[:, None], -jnp.inf
         )
-        pairs = jnp.sum(a[:, :, None] * b[:, None] * jnp.exp(left), axis=-1)
+        pairs = jnp.sum(a[:, :, None] * b[:, None] * jnp.exp(exponents), axis=-1)
         return jnp.moveaxis(pairs, 3, 1)
 
     def read(
@@ -85,8 +87,8 @@ class Decay:
     ) -> Float[Array, "q c h v"]:
         """Return the part of the outputs that comes from the writes `b u^T` of the chunk, including
         the write of the token itself."""
-        own = jnp.einsum("qhij,qjhv->qihv", self.scores(a, b), u, precision=EXACT)
-        return self.read(a, state) + own
+        chunk_output = jnp.einsum("qhij,qjhv->qihv", self.scores(a, b), u, precision=EXACT)
+        return self.read(a, state) + chunk_output
 
     def write(
         self,
@@ -96,9 +98,9 @@ class Decay:
     ) -> Float[Array, "q h k v"]:
         """Return the state after the chunk."""
         end = self.at[:, -1]
-        left = jnp.where(self.reach[:, -1, :, None, None], end[:, None] - self.at, -jnp.inf)
-        kept = jnp.exp(end)
+        exponents = jnp.where(self.reach[:, -1, :, None, None], end[:, None] - self.at, -jnp.inf)
+        state_decay = jnp.exp(end)
         if self.fresh is not None:
-            kept = jnp.where(self.fresh[:, -1, None, None], kept, 0)
-        new = jnp.einsum("qjhk,qjhv->qhkv", b * jnp.exp(left), u, precision=EXACT)
-        return kept[..., None] * state + new
+            state_decay = jnp.where(self.fresh[:, -1, None, None], state_decay, 0)
+        new = jnp.einsum("qjhk,qjhv->qhkv", b * jnp.exp(exponents), u, precision=EXACT)
+        return state_decay[..., None] * state + new

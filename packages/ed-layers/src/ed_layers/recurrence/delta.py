@@ -24,7 +24,7 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, rounded
+from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.native.recurrences import Terms
 from ed_layers.norms import GatedRMSNorm
 from ed_layers.parts import Parts
@@ -150,32 +150,35 @@ class GatedDelta(nnx.Module):
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: StateCache | None, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the mixer, and the cache."""
-        x = ctx.named(x, "normed_input")
+        x = ctx.name_activation(x, "normed_input")
         b, s, _ = x.shape
         rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
 
-        def convolved(name: str, size: int) -> jax.Array:
+        def project_and_convolve(name: str, size: int) -> jax.Array:
             y = rows.enter(getattr(self, f"{name}_proj")(x, ctx), "heads")
             conv, state = getattr(self, f"{name}_conv1d"), states[f"{name}_conv"]
             y, states[f"{name}_conv"] = conv(y, state, rows)
-            y = rounded(activation(self.hidden_act)(y)).astype(jnp.float32)
+            y = round_to_dtype(activation(self.hidden_act)(y)).astype(jnp.float32)
             return y.reshape(*y.shape[:2], -1, size)
 
-        q, k = unit(convolved("q", self.key_dim)), unit(convolved("k", self.key_dim))
-        v = convolved("v", self.value_dim)
+        q, k = (
+            unit(project_and_convolve("q", self.key_dim)),
+            unit(project_and_convolve("k", self.key_dim)),
+        )
+        v = project_and_convolve("v", self.value_dim)
         shared = self.value_heads // k.shape[2]
         q, k = (jnp.repeat(y, shared, axis=2) for y in (q * self.key_dim**-0.5, k))
-        g = rows.masked(rows.enter(self.log_decay(x, ctx), "heads"))
-        beta = rounded(jax.nn.sigmoid(self.b_proj(x, ctx))).astype(jnp.float32)
+        g = rows.mask_padding(rows.enter(self.log_decay(x, ctx), "heads"))
+        beta = round_to_dtype(jax.nn.sigmoid(self.b_proj(x, ctx))).astype(jnp.float32)
         beta = beta * self.beta_scale
-        beta = rows.masked(rows.enter(beta, "heads"))
+        beta = rows.mask_padding(rows.enter(beta, "heads"))
         inputs = q, k, v, g, beta
         y, states["delta"] = rows.scan(delta_rule, states["delta"], inputs, delta_terms)
         cache = rows.store(cache, layer, states, self.cache_spec)
         y = rows.leave(y)
-        y = ctx.named(self.o_norm(y, self.gate(x, ctx).reshape(y.shape)), "attn_output")
-        return ctx.named(self.o_proj(y.reshape(b, s, -1), ctx), "attn_dense"), cache
+        y = ctx.name_activation(self.o_norm(y, self.gate(x, ctx).reshape(y.shape)), "attn_output")
+        return ctx.name_activation(self.o_proj(y.reshape(b, s, -1), ctx), "attn_dense"), cache
 
 
 class KimiDelta(GatedDelta):

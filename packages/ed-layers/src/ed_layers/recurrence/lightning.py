@@ -20,7 +20,7 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, rounded
+from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.native.recurrences import Terms
 from ed_layers.parts import Parts
 from ed_layers.recurrence.decay import Decay
@@ -72,26 +72,26 @@ class LightningAttention(nnx.Module):
     def rates(self, layer: Layer) -> Float[Array, " h"]:
         """Return the decay rates of the heads of a layer: smaller for later heads and later
         layers."""
-        of_head = (2.0 ** (-8 / self.heads)) ** np.arange(1, self.heads + 1)
-        of_layer = 1 - np.arange(self.layers) / (self.layers - 1 + 1e-5) + 1e-5
+        head_rates = (2.0 ** (-8 / self.heads)) ** np.arange(1, self.heads + 1)
+        layer_factors = 1 - np.arange(self.layers) / (self.layers - 1 + 1e-5) + 1e-5
         # A table: XLA divides a traced number of a layer with another rounding than a constant.
-        return jnp.asarray(np.outer(of_layer, of_head), jnp.float32)[layer]
+        return jnp.asarray(np.outer(layer_factors, head_rates), jnp.float32)[layer]
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: StateCache | None, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the mixer, and the cache."""
-        x = ctx.named(x, "normed_input")
+        x = ctx.name_activation(x, "normed_input")
         b, s, _ = x.shape
         rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
-        both = rounded(activation(self.hidden_act)(self.qkv_proj(x, ctx))).astype(jnp.float32)
-        both = rows.enter(both.reshape(b, s, self.heads, 3 * self.head_dim), "heads")
-        q, k, v = jnp.split(both, 3, axis=-1)
+        qkv = round_to_dtype(activation(self.hidden_act)(self.qkv_proj(x, ctx))).astype(jnp.float32)
+        qkv = rows.enter(qkv.reshape(b, s, self.heads, 3 * self.head_dim), "heads")
+        q, k, v = jnp.split(qkv, 3, axis=-1)
         g = jnp.broadcast_to(-self.rates(layer)[:, None], (*q.shape[:3], 1))
-        inputs = (q, rows.masked(k), v, rows.masked(g))
+        inputs = (q, rows.mask_padding(k), v, rows.mask_padding(g))
         y, states["kv"] = rows.scan(linear_attention, states["kv"], inputs, linear_terms)
         cache = rows.store(cache, layer, states, self.cache_spec)
         y = self.norm(rows.leave(y).reshape(b, s, -1))
-        y = ctx.named(jax.nn.sigmoid(self.output_gate(x, ctx)) * y, "attn_output")
-        return ctx.named(self.out_proj(y, ctx), "attn_dense"), cache
+        y = ctx.name_activation(jax.nn.sigmoid(self.output_gate(x, ctx)) * y, "attn_output")
+        return ctx.name_activation(self.out_proj(y, ctx), "attn_dense"), cache

@@ -25,7 +25,7 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, rounded
+from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.native.recurrences import Terms
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
@@ -100,26 +100,28 @@ class MambaMixer(nnx.Module):
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: StateCache | None, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the mixer, and the cache."""
-        x = ctx.named(x, "normed_input")
+        x = ctx.name_activation(x, "normed_input")
         rows = Rows.of(ctx, (x.shape[0], x.shape[1]), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
         u = rows.enter(self.in_proj(x, ctx), "mlp")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)
-        u = rounded(activation(self.hidden_act)(u))
-        dt, b, c = self.selected(u)
+        u = round_to_dtype(activation(self.hidden_act)(u))
+        dt, b, c = self.project_terms(u)
         u = u.astype(jnp.float32)
         rates = -exp(self.A_log.get_value().astype(jnp.float32))
         # A step size of zero at padding does not change the state.
-        inputs = u, rows.masked(dt), b, c
+        inputs = u, rows.mask_padding(dt), b, c
         y, states["ssm"] = rows.scan(
             partial(selective_scan, rates), states["ssm"], inputs, partial(selective_terms, rates)
         )
-        y = rows.leave(y.reshape(u.shape) + rounded(self.D.get_value().astype(jnp.float32) * u))
+        y = rows.leave(
+            y.reshape(u.shape) + round_to_dtype(self.D.get_value().astype(jnp.float32) * u)
+        )
         cache = rows.store(cache, layer, states, self.cache_spec)
-        gate = rounded(activation(self.hidden_act)(self.z_proj(x, ctx)))
+        gate = round_to_dtype(activation(self.hidden_act)(self.z_proj(x, ctx)))
         return self.out_proj((y * gate).astype(self.dtype), ctx), cache
 
-    def selected(self, u: Float[Array, "r c f"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project_terms(self, u: Float[Array, "r c f"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the inputs that depend on the token: dt [r, c, f], B and C [r, c, n], float32."""
         rank, n = self.sizes
         dt, b, c = jnp.split(self.x_proj(u), (rank, rank + n), axis=-1)
@@ -136,14 +138,14 @@ def selective_terms(
     u, dt, b, c = inputs
     heads = (u.shape[-1] // math.gcd(u.shape[-1], 64), -1)
 
-    def of_heads(x: jax.Array) -> jax.Array:
+    def split_heads(x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], *heads)
 
     return Terms(
         c[:, :, None],
         b[:, :, None],
-        of_heads(rounded(dt * u)),
-        of_heads(dt),
+        split_heads(round_to_dtype(dt * u)),
+        split_heads(dt),
         rates=rates.reshape(*heads, rates.shape[-1]),
         keys_last=True,
     )
@@ -170,10 +172,12 @@ def selective_scan(
         starts = jnp.diff(begun, axis=1, prepend=0) > 0
         decay = jnp.where(starts[..., None, None], 0, decay)
 
-    def joined(before: tuple[jax.Array, jax.Array], after: tuple[jax.Array, jax.Array]):
-        return before[0] * after[0], after[0] * before[1] + after[1]
+    def combine_steps(
+        previous_step: tuple[jax.Array, jax.Array], next_step: tuple[jax.Array, jax.Array]
+    ):
+        return previous_step[0] * next_step[0], next_step[0] * previous_step[1] + next_step[1]
 
-    decay, added = jax.lax.associative_scan(joined, (decay, added), axis=1)
+    decay, added = jax.lax.associative_scan(combine_steps, (decay, added), axis=1)
     states = decay * state[:, None] + added
     return states[:, -1], jnp.einsum("rcfn,rcn->rcf", states, c)
 

@@ -23,7 +23,7 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, rounded
+from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.native.recurrences import Terms
 from ed_layers.norms import GatedRMSNorm
 from ed_layers.parts import Parts
@@ -117,31 +117,31 @@ class Mamba2Mixer(nnx.Module):
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: StateCache | None, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the mixer, and the cache."""
-        x = ctx.named(x, "normed_input")
+        x = ctx.name_activation(x, "normed_input")
         g, h, p, n = self.sizes
-        of_z, of_x, of_b, of_c, of_dt = self.multipliers
+        z_multiplier, x_multiplier, b_multiplier, c_multiplier, dt_multiplier = self.multipliers
         act = activation(self.hidden_act)
         rows = Rows.of(ctx, (x.shape[0], x.shape[1]), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
-        u = rows.enter(self.in_proj(x, ctx) * of_x, "heads")
+        u = rows.enter(self.in_proj(x, ctx) * x_multiplier, "heads")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)
         bc = jnp.split(rows.enter(self.bc_proj(x, ctx)), 2, axis=-1)
-        bc = jnp.concatenate([bc[0] * of_b, bc[1] * of_c], axis=-1)
+        bc = jnp.concatenate([bc[0] * b_multiplier, bc[1] * c_multiplier], axis=-1)
         bc, states["bc_conv"] = self.bc_conv1d(bc, states["bc_conv"], rows)
-        u = rounded(act(u)).astype(jnp.float32).reshape(*u.shape[:2], h, p)
-        bc = rounded(act(bc)).astype(jnp.float32).reshape(*bc.shape[:2], 2, g, n)
+        u = round_to_dtype(act(u)).astype(jnp.float32).reshape(*u.shape[:2], h, p)
+        bc = round_to_dtype(act(bc)).astype(jnp.float32).reshape(*bc.shape[:2], 2, g, n)
         # A step size of zero at padding does not change the state.
-        dt = rows.enter(rounded(self.dt_proj(x, ctx) * of_dt), "heads")
-        dt = rows.masked(self.steps(dt))
+        dt = rows.enter(round_to_dtype(self.dt_proj(x, ctx) * dt_multiplier), "heads")
+        dt = rows.mask_padding(self.steps(dt))
         rates = -exp(self.A_log.get_value().astype(jnp.float32))
         step = partial(state_space_dual, rates, precision=self.precision)
         inputs = u, dt, bc[:, :, 0], bc[:, :, 1]
         y, states["ssm"] = rows.scan(step, states["ssm"], inputs, partial(dual_terms, rates))
-        y = y + rounded(self.D.get_value().astype(jnp.float32)[:, None] * u)
+        y = y + round_to_dtype(self.D.get_value().astype(jnp.float32)[:, None] * u)
         y = rows.leave(y.reshape(*y.shape[:2], h * p))
         cache = rows.store(cache, layer, states, self.cache_spec)
-        z = rounded(self.z_proj(x, ctx) * of_z)
-        y = self.norm(y, z) if self.has_norm else (y * rounded(act(z))).astype(self.dtype)
+        z = round_to_dtype(self.z_proj(x, ctx) * z_multiplier)
+        y = self.norm(y, z) if self.has_norm else (y * round_to_dtype(act(z))).astype(self.dtype)
         return self.out_proj(y, ctx), cache
 
     def steps(self, dt: Float[Array, "r c h"]) -> Float[Array, "r c h"]:
@@ -155,8 +155,8 @@ def dual_terms(
 ) -> Terms:
     """Return the terms of `state_space_dual`, with its arguments."""
     x, dt, b, c = inputs
-    decay = exp(rounded(dt * rates))[..., None]
-    return Terms(c, b, rounded(x * dt[..., None]), decay, keys_last=True)
+    decay = exp(round_to_dtype(dt * rates))[..., None]
+    return Terms(c, b, round_to_dtype(x * dt[..., None]), decay, keys_last=True)
 
 
 def state_space_dual(
@@ -193,14 +193,14 @@ def state_space_dual(
     scores = product("rtgn,rugn->rgtu", c, b)
     added = (x * dt[..., None]).reshape(rows, columns, g, h // g, p)
     out = product("rgktu,rugkp->rtgkp", decay * scores[:, :, None], added)
-    kept = jnp.exp(logs)
+    state_decay = jnp.exp(logs)
     if begun is not None:
-        kept = jnp.where((begun == 0)[:, None], kept, 0)
+        state_decay = jnp.where((begun == 0)[:, None], state_decay, 0)
     state = state.reshape(rows, g, h // g, p, n)
-    kept = kept.reshape(rows, g, h // g, columns)
-    recalled = product("rtgn,rgkpn->rtgkp", c, state) * jnp.moveaxis(kept, 3, 1)[..., None]
+    state_decay = state_decay.reshape(rows, g, h // g, columns)
+    recalled = product("rtgn,rgkpn->rtgkp", c, state) * jnp.moveaxis(state_decay, 3, 1)[..., None]
     out = out + recalled
     to_end = jnp.moveaxis(decay[..., -1, :], 3, 1)[..., None]
     new = product("rugn,rugkp->rgkpn", b, added * to_end)
-    new = kept[..., -1, None, None] * state + new
+    new = state_decay[..., -1, None, None] * state + new
     return new.reshape(rows, h, p, n), out.reshape(rows, columns, h, p)

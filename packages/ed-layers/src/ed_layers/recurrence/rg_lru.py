@@ -24,7 +24,7 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, rounded
+from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.parts import Parts
 from ed_layers.projections.matmul import matmul
 from ed_layers.recurrence.conv import ShortConv
@@ -42,14 +42,14 @@ def diagonal(
     if begun is not None:
         a = jnp.where(jnp.diff(begun, axis=1, prepend=0)[..., None] > 0, 0, a)
     if x.shape[1] == 1:
-        h = x + rounded(a * state[:, None])
+        h = x + round_to_dtype(a * state[:, None])
         return h[:, 0], h
     x = x.at[:, 0].add(a[:, 0] * state)
 
-    def joined(left: Any, right: Any) -> Any:
-        return left[0] * right[0], right[0] * left[1] + right[1]
+    def combine_steps(previous_step: Any, right: Any) -> Any:
+        return previous_step[0] * right[0], right[0] * previous_step[1] + right[1]
 
-    h = jax.lax.associative_scan(joined, (a, x), axis=1)[1]
+    h = jax.lax.associative_scan(combine_steps, (a, x), axis=1)[1]
     return h[:, -1], h
 
 
@@ -96,28 +96,32 @@ class RGLRU(nnx.Module):
             y = jnp.stack([matmul(parts[:, :, i], weight[i]) for i in blocks], axis=2)
         else:
             y = jnp.einsum("bsnw,nwo->bsno", parts, weight)
-        return jax.nn.sigmoid(rounded(y + bias).astype(jnp.float32)).reshape(x.shape)
+        return jax.nn.sigmoid(round_to_dtype(y + bias).astype(jnp.float32)).reshape(x.shape)
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: StateCache | None, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the block, and the cache."""
-        x = ctx.named(x, "normed_input")
+        x = ctx.name_activation(x, "normed_input")
         b, s, _ = x.shape
         rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
         u = rows.enter(self.linear_x(x, ctx), "mlp")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)
         rate = jax.nn.softplus(self.recurrent_param.get_value().astype(jnp.float32))
-        g = rounded(-8.0 * self.sigmoid("recurrent_gate", u) * rate)
+        g = round_to_dtype(-8.0 * self.sigmoid("recurrent_gate", u) * rate)
         u = u.astype(jnp.float32) * self.sigmoid("input_gate", u)
         first = rows.enter(ctx.position_ids == 0)[..., None]
         u = u * jnp.where(first, 1.0, root(-jnp.expm1(2 * g)))
-        y, states["h"] = rows.scan(diagonal, states["h"], (rows.masked(g), rows.masked(u)))
+        y, states["h"] = rows.scan(
+            diagonal, states["h"], (rows.mask_padding(g), rows.mask_padding(u))
+        )
         cache = rows.store(cache, layer, states, self.cache_spec)
-        y = rounded(rows.leave(y).astype(self.dtype))
-        y = ctx.named(y * activation(self.hidden_act)(self.linear_y(x, ctx)), "attn_output")
-        return ctx.named(self.linear_out(y, ctx), "attn_dense"), cache
+        y = round_to_dtype(rows.leave(y).astype(self.dtype))
+        y = ctx.name_activation(
+            y * activation(self.hidden_act)(self.linear_y(x, ctx)), "attn_output"
+        )
+        return ctx.name_activation(self.linear_out(y, ctx), "attn_dense"), cache
 
 
 @jax.custom_jvp

@@ -97,10 +97,10 @@ class Rows:
         s = shape[1]
         if ctx.ragged is not None:
             if ctx.ragged.decode_only:
-                return _of_tokens(ctx, ctx.ragged)
+                return _build_token_rows(ctx, ctx.ragged)
             if fixed_order.active():
                 chunk = min(chunk, ORDERED_CHUNK)
-            return _of_chunks(ctx, ctx.ragged, min(chunk, s))
+            return _build_chunk_rows(ctx, ctx.ragged, min(chunk, s))
         assert ctx.mask_info is not None, "only a serving step has no mask"
         real = ctx.mask_info.q_segment_ids != 0
         if cache is None:
@@ -156,11 +156,13 @@ class Rows:
             return None
         return cache.set(layer, states, ragged=self.ctx.ragged, group=spec.group)
 
-    def masked(self, x: Float[Array, "r c *dims"], value: float = 0.0) -> Float[Array, "r c *dims"]:
+    def mask_padding(
+        self, x: Float[Array, "r c *dims"], value: float = 0.0
+    ) -> Float[Array, "r c *dims"]:
         """Replace the values of positions without a token."""
         return jnp.where(_spread(self.real, x.ndim), x, jnp.asarray(value, x.dtype))
 
-    def remembered(
+    def prepend_history(
         self, x: Float[Array, "r c *dims"], state: Float[Array, "m k *dims"]
     ) -> tuple[Float[Array, "r kc *dims"], Float[Array, "m k *dims"]]:
         """Prepend the `k` previous inputs to each row.
@@ -172,17 +174,19 @@ class Rows:
         Returns:
             [r, k + c, ...], and the state after this step.
         """
-        k, before = state.shape[1], state
+        k, previous_inputs = state.shape[1], state
         if self.owner is not None:
             goes_on = jnp.pad(self.owner[1:] == self.owner[:-1], (1, 0))
             tail = jnp.pad(x[:-1, x.shape[1] - k :], ((1, 0), *((0, 0),) * (x.ndim - 1)))
-            before = jnp.where(_spread(goes_on, x.ndim), tail, state[self.owner].astype(x.dtype))
-        whole = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+            previous_inputs = jnp.where(
+                _spread(goes_on, x.ndim), tail, state[self.owner].astype(x.dtype)
+            )
+        inputs = jnp.concatenate([previous_inputs.astype(x.dtype), x], axis=1)
         ends = jnp.sum(self.real, axis=1)[:, None] + jnp.arange(k)
-        after = jnp.take_along_axis(whole, _spread(ends, x.ndim), axis=1)
-        return whole, self.of_states(after, state)
+        last_inputs = jnp.take_along_axis(inputs, _spread(ends, x.ndim), axis=1)
+        return inputs, self.update_states(last_inputs, state)
 
-    def of_states(self, rows: jax.Array, state: jax.Array) -> jax.Array:
+    def update_states(self, rows: jax.Array, state: jax.Array) -> jax.Array:
         """Return the states of the last rows, from rows [r, ...] and previous states [m, ...], in
         the dtype of the states; a state without a token does not change."""
         if self.last is not None:
@@ -231,8 +235,8 @@ class Rows:
         marks = self.real.astype(jnp.int32)
         if self.starts is not None:
             marks = marks + self.starts
-        out, after = recurrences.recur(terms, state.astype(jnp.float32), marks, self.owner)
-        return out, after.astype(state.dtype)
+        out, new_state = recurrences.recur(terms, state.astype(jnp.float32), marks, self.owner)
+        return out, new_state.astype(state.dtype)
 
     def _scan(self, step: RecurrenceStep, state: Any, inputs: Any) -> tuple[Any, Any]:
         """Run a recurrence of XLA."""
@@ -251,7 +255,7 @@ class Rows:
             return outputs, jax.tree.map(lambda leaf, d: leaf.astype(d), state, dtypes)
         count = -(-c // width)
 
-        def cut(x: jax.Array) -> jax.Array:
+        def split_chunks(x: jax.Array) -> jax.Array:
             x = jnp.pad(x, ((0, 0), (0, count * width - c), *((0, 0),) * (x.ndim - 2)))
             return jnp.moveaxis(x.reshape(r, count, width, *x.shape[2:]), 1, 0)
 
@@ -261,13 +265,13 @@ class Rows:
             new, outputs = step(state, inputs, begun)
             return jax.tree.map(lambda leaf, d: leaf.astype(d), new, dtypes), outputs
 
-        starts = None if self.starts is None else cut(self.starts)
-        state, outputs = jax.lax.scan(body, state, (jax.tree.map(cut, inputs), starts))
+        starts = None if self.starts is None else split_chunks(self.starts)
+        state, outputs = jax.lax.scan(body, state, (jax.tree.map(split_chunks, inputs), starts))
 
-        def joined(y: jax.Array) -> jax.Array:
+        def merge_chunks(y: jax.Array) -> jax.Array:
             return jnp.moveaxis(y, 0, 1).reshape(r, count * width, *y.shape[3:])[:, :c]
 
-        return jax.tree.map(joined, outputs), state
+        return jax.tree.map(merge_chunks, outputs), state
 
     def _scan_chained(self, step: RecurrenceStep, states: Any, inputs: Any) -> tuple[Any, Any]:
         """Run the rows one after another: each row reads and updates the state of its sequence."""
@@ -296,9 +300,9 @@ def token_by_token(step: RecurrenceStep) -> RecurrenceStep:
 
     def one(state: Any, inputs: Any, begun: object) -> tuple[Any, Any]:
         dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
-        new, outputs = step(state, jax.tree.map(fixed_order.rounded, inputs), begun)
+        new, outputs = step(state, jax.tree.map(fixed_order.round_to_dtype, inputs), begun)
         new = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), new, dtypes)
-        return jax.tree.map(fixed_order.rounded, (new, outputs))
+        return jax.tree.map(fixed_order.round_to_dtype, (new, outputs))
 
     def body(state: Any, now: object) -> tuple[Any, Any]:
         inputs, starts = jax.tree.map(lambda x: x[:, None], now)
@@ -323,7 +327,7 @@ def reach(begun: Int[Array, "q c"] | None, columns: int) -> Bool[Array, "q c c"]
     return causal if begun is None else causal & (begun[:, :, None] == begun[:, None])
 
 
-def _of_tokens(ctx: Ctx, ragged: RaggedBatch) -> Rows:
+def _build_token_rows(ctx: Ctx, ragged: RaggedBatch) -> Rows:
     """Create rows with one column: each sequence has at most one token."""
     return Rows(
         ctx,
@@ -333,7 +337,7 @@ def _of_tokens(ctx: Ctx, ragged: RaggedBatch) -> Rows:
     )
 
 
-def _of_chunks(ctx: Ctx, ragged: RaggedBatch, chunk: int) -> Rows:
+def _build_chunk_rows(ctx: Ctx, ragged: RaggedBatch, chunk: int) -> Rows:
     """Create separate rows for each sequence, as many as its tokens fill."""
     tokens, n = ragged.seq_of_token.shape[0], ragged.q_lens.shape[0]
     rows = jnp.arange(tokens // chunk + n, dtype=jnp.int32)
@@ -342,14 +346,14 @@ def _of_chunks(ctx: Ctx, ragged: RaggedBatch, chunk: int) -> Rows:
     owner = jnp.minimum(jnp.searchsorted(ends, rows, side="right"), n - 1).astype(jnp.int32)
     place = (rows - begins[owner])[:, None] * chunk + jnp.arange(chunk)
     real = (place < ragged.q_lens[owner][:, None]) & (rows < ends[-1])[:, None]
-    of_token = jnp.minimum(ragged.seq_of_token, n - 1)
-    at = jnp.arange(tokens) - ragged.cu_q_lens[of_token]
+    token_seqs = jnp.minimum(ragged.seq_of_token, n - 1)
+    at = jnp.arange(tokens) - ragged.cu_q_lens[token_seqs]
     return Rows(
         ctx,
         real,
         chunk=chunk,
         take=ragged.cu_q_lens[owner][:, None] + place,
-        back=(begins[of_token] * chunk + at)[None],
+        back=(begins[token_seqs] * chunk + at)[None],
         owner=owner,
         last=jnp.maximum(ends - 1, 0),
     )

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from ed_layers.cache.protocol import States
 from ed_layers.cache.spec import StateSpec
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, rounded
+from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.parts import Parts
 from ed_layers.recurrence.rows import Rows
 
@@ -45,8 +45,8 @@ class WeightedSums(NamedTuple):
         m = jnp.maximum(self.m + right.g, right.m)
         old, new = exp(self.m + right.g - m), exp(right.m - m)
         return WeightedSums(
-            rounded(old * self.n) + rounded(new * right.n),
-            rounded(old * self.d) + rounded(new * right.d),
+            round_to_dtype(old * self.n) + round_to_dtype(new * right.n),
+            round_to_dtype(old * self.d) + round_to_dtype(new * right.d),
             m,
             self.g + right.g,
         )
@@ -69,28 +69,32 @@ def time_mixing(
         starts = jnp.diff(begun, axis=1, prepend=0)[..., None] > 0
         g, undecayed = (jnp.where(starts, NOTHING, x) for x in (g, undecayed))
     tokens = WeightedSums(one * v, one, jnp.where(one > 0, k, NOTHING), g)
-    kept = jnp.where(state["d"] > 0, state["m"], NOTHING)
-    before = WeightedSums(state["n"], state["d"], kept, jnp.zeros_like(kept))
+    max_exponent = jnp.where(state["d"] > 0, state["m"], NOTHING)
+    initial_sums = WeightedSums(state["n"], state["d"], max_exponent, jnp.zeros_like(max_exponent))
     # Index 0 is the previous state; index t + 1 is the state after token t.
-    both = jax.tree.map(lambda a, b: jnp.concatenate([a[:, None], b], axis=1), before, tokens)
-    known = jax.lax.associative_scan(lambda left, right: left.then(right), both, axis=1)
-    last = {name: getattr(known, name)[:, -1] for name in ("n", "d", "m")}
-    seen = WeightedSums(*(x[:, :-1] for x in known))
+    all_sums = jax.tree.map(
+        lambda a, b: jnp.concatenate([a[:, None], b], axis=1), initial_sums, tokens
+    )
+    prefix_sums = jax.lax.associative_scan(
+        lambda previous_sums, right: previous_sums.then(right), all_sums, axis=1
+    )
+    last = {name: getattr(prefix_sums, name)[:, -1] for name in ("n", "d", "m")}
+    seen = WeightedSums(*(x[:, :-1] for x in prefix_sums))
     # A token reads the previous state without decay; the first token of a sequence reads nothing.
     now = seen.then(WeightedSums(v, jnp.ones_like(v), k + u, undecayed))
     return last, now.n / now.d
 
 
-def shifted(
+def shift_tokens(
     x: Float[Array, "b s d"], state: Float[Array, "m 1 d"], rows: Rows
 ) -> tuple[Float[Array, "b s d"], Float[Array, "m 1 d"]]:
     """Return the previous token of each token, zeros before the first; and the state after this
     step."""
-    whole, state = rows.remembered(rows.masked(rows.enter(x)), state)
-    before = whole[:, :-1]
+    inputs, state = rows.prepend_history(rows.mask_padding(rows.enter(x)), state)
+    previous_x = inputs[:, :-1]
     if rows.starts is not None:
-        before = jnp.where(rows.starts[..., None], 0, before)
-    return rows.leave(before), state
+        previous_x = jnp.where(rows.starts[..., None], 0, previous_x)
+    return rows.leave(previous_x), state
 
 
 class Mixed(nnx.Module):
@@ -107,10 +111,12 @@ class Mixed(nnx.Module):
             half = jnp.full((1, 1, d), 0.5, parts.param_dtype)
             setattr(self, f"time_mix_{name}", nnx.Param(half, axes=(None, None, None)))
 
-    def mixed(self, name: str, x: jax.Array, before: jax.Array, ctx: Ctx) -> Float[Array, "b s f"]:
+    def project_mixture(
+        self, name: str, x: jax.Array, previous_x: jax.Array, ctx: Ctx
+    ) -> Float[Array, "b s f"]:
         """Return the output of the layer with this name, for its mixture."""
         share = getattr(self, f"time_mix_{name}").get_value().astype(x.dtype)
-        mixture = rounded(x * share) + rounded(before * rounded(1 - share))
+        mixture = round_to_dtype(x * share) + round_to_dtype(previous_x * round_to_dtype(1 - share))
         return getattr(self, name)(mixture, ctx)
 
 
@@ -140,26 +146,30 @@ class TimeMixing(Mixed):
     ) -> tuple[Float[Array, "b s d"], States]:
         """Return the output of the layer, and the states after this step."""
         ctx = rows.ctx
-        before, last = shifted(x, states["attention_x"], rows)
+        previous_x, last = shift_tokens(x, states["attention_x"], rows)
 
-        def entered(name: str) -> jax.Array:
-            return rows.enter(self.mixed(name, x, before, ctx), "mlp").astype(jnp.float32)
+        def enter_mixture(name: str) -> jax.Array:
+            return rows.enter(self.project_mixture(name, x, previous_x, ctx), "mlp").astype(
+                jnp.float32
+            )
 
-        k, v = entered("key"), entered("value")
+        k, v = enter_mixture("key"), enter_mixture("value")
         decay = -exp(self.time_decay.get_value().astype(jnp.float32))
         first = self.time_first.get_value().astype(jnp.float32)
         inputs = {
             "k": k,
             "u": jnp.broadcast_to(first, k.shape),
             "v": v,
-            "g": rows.masked(jnp.broadcast_to(decay, k.shape)),
-            "one": rows.masked(jnp.ones_like(k)),
+            "g": rows.mask_padding(jnp.broadcast_to(decay, k.shape)),
+            "one": rows.mask_padding(jnp.ones_like(k)),
         }
         y, sums = rows.scan(time_mixing, {name: states[name] for name in "ndm"}, inputs)
-        receptance = ctx.named(self.mixed("receptance", x, before, ctx), "attn_receptance")
-        y = jax.nn.sigmoid(receptance) * rounded(rows.leave(y).astype(x.dtype))
-        y = self.output(ctx.named(y, "attn_output"), ctx)
-        return ctx.named(y, "attn_dense"), {**sums, "attention_x": last}
+        receptance = ctx.name_activation(
+            self.project_mixture("receptance", x, previous_x, ctx), "attn_receptance"
+        )
+        y = jax.nn.sigmoid(receptance) * round_to_dtype(rows.leave(y).astype(x.dtype))
+        y = self.output(ctx.name_activation(y, "attn_output"), ctx)
+        return ctx.name_activation(y, "attn_dense"), {**sums, "attention_x": last}
 
 
 class ChannelMixing(Mixed):
@@ -183,8 +193,8 @@ class ChannelMixing(Mixed):
     ) -> tuple[Float[Array, "b s d"], States]:
         """Return the output of the layer, and the state after this step."""
         ctx = rows.ctx
-        before, last = shifted(x, states["feed_forward_x"], rows)
-        key = ctx.named(self.mixed("key", x, before, ctx), "mlp_up")
-        value = ctx.named(self.value(jnp.square(jax.nn.relu(key)), ctx), "mlp_down")
-        out = jax.nn.sigmoid(self.mixed("receptance", x, before, ctx)) * value
-        return ctx.named(out, "mlp_output"), {"feed_forward_x": last}
+        previous_x, last = shift_tokens(x, states["feed_forward_x"], rows)
+        key = ctx.name_activation(self.project_mixture("key", x, previous_x, ctx), "mlp_up")
+        value = ctx.name_activation(self.value(jnp.square(jax.nn.relu(key)), ctx), "mlp_down")
+        out = jax.nn.sigmoid(self.project_mixture("receptance", x, previous_x, ctx)) * value
+        return ctx.name_activation(out, "mlp_output"), {"feed_forward_x": last}

@@ -41,12 +41,12 @@ class GatedShortConv(nnx.Module):
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: StateCache | None, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the mixer, and the cache."""
-        x = ctx.named(x, "normed_input")
+        x = ctx.name_activation(x, "normed_input")
         b, s, _ = x.shape
         rows = Rows.of(ctx, (b, s), cache)
         states = rows.states(cache, layer, self.cache_spec)
         u = rows.enter(self.b_proj(x, ctx) * self.x_proj(x, ctx), "mlp")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)
         cache = rows.store(cache, layer, states, self.cache_spec)
-        y = ctx.named(self.c_proj(x, ctx) * rows.leave(u), "attn_output")
-        return ctx.named(self.out_proj(y, ctx), "attn_dense"), cache
+        y = ctx.name_activation(self.c_proj(x, ctx) * rows.leave(u), "attn_output")
+        return ctx.name_activation(self.out_proj(y, ctx), "attn_dense"), cache

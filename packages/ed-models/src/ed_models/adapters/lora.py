@@ -17,12 +17,12 @@ from ed_infra.specs import LoraSpec
 from ed_layers.lora.layers import ADAPTED, AdaptedLayer, LoRAEmbed
 from ed_layers.lora.saved_modules import drop_copies, has_copies, keep_copies
 from ed_layers.projections.linear import Linear
-from ed_layers.quantization.model import QuantParam, matrix_of
+from ed_layers.quantization.model import QuantParam, get_matrix
 from ed_layers.quantization.qarray import QArray
 from ed_layers.transform import Replace, rejoin, transform
 from flax import nnx
 
-from ed_models.adapters.saved_modules import parameters_of, with_saved_modules
+from ed_models.adapters.saved_modules import find_parameters, with_saved_modules
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -52,25 +52,27 @@ def apply_lora(
         )
     if isinstance(spec, LoraSpec):
         kinds = tuple(ADAPTED) if spec.targets else (Linear,)
-        targets = [(target, spec) for target in targets_of(spec)]
+        targets = [(target, spec) for target in get_target_patterns(spec)]
         if spec.modules_to_save:
             return _with_saved(model, spec, key)
     else:
         kinds = tuple(ADAPTED)
         targets = [(f"^{re.escape(n)}$", one) for one, names in spec.items() for n in names]
-    adapted = {one: partial(_adapted, one) for _, one in targets}
+    adapted = {one: partial(_adapt_module, one) for _, one in targets}
     rules: Rules[Replace] = Rules(((t, adapted[one]) for t, one in targets), kind="LoRA target")
     return transform(model, rules, key=key, of=kinds)
 
 
 def _with_saved(model: M, spec: LoraSpec, key: jax.Array | None) -> M:
     """Add adapters to the layers outside of the saved modules, and copies of these modules."""
-    saved = parameters_of(model, spec.modules_to_save or ())
-    plain = replace(spec, modules_to_save=None)
+    saved = find_parameters(model, spec.modules_to_save or ())
+    layer_spec = replace(spec, modules_to_save=None)
     kinds = tuple(ADAPTED) if spec.targets else (Linear,)
     names = {name.rpartition(".")[0] for name in saved}
-    adapted = partial(_adapted, plain)
-    rules: list[tuple[str, Replace | None]] = [(target, adapted) for target in targets_of(plain)]
+    adapted = partial(_adapt_module, layer_spec)
+    rules: list[tuple[str, Replace | None]] = [
+        (target, adapted) for target in get_target_patterns(layer_spec)
+    ]
     inside = [
         re.escape(name)
         for path, node in nnx.iter_modules(cast(nnx.Module, model))
@@ -80,18 +82,18 @@ def _with_saved(model: M, spec: LoraSpec, key: jax.Array | None) -> M:
     ]
     if inside:
         rules.insert(0, (f"^(?:{'|'.join(inside)})$", None))
-    made = transform(model, Rules(rules, kind="LoRA target"), key=key, of=kinds)
-    return with_saved_modules(made, saved)
+    adapted_model = transform(model, Rules(rules, kind="LoRA target"), key=key, of=kinds)
+    return with_saved_modules(adapted_model, saved)
 
 
-def targets_of(spec: LoraSpec) -> tuple[str, ...]:
+def get_target_patterns(spec: LoraSpec) -> tuple[str, ...]:
     """Return the patterns of a specification."""
     if spec.targets is None:
         return (ALL_LINEAR,)
     return (spec.targets,) if isinstance(spec.targets, str) else spec.targets
 
 
-def _adapted(spec: LoraSpec, module: nnx.Module, key: jax.Array) -> nnx.Module:
+def _adapt_module(spec: LoraSpec, module: nnx.Module, key: jax.Array) -> nnx.Module:
     adapted = next(to for of, to in ADAPTED.items() if isinstance(module, of))
     return adapted(cast(Any, module), spec, key)
 
@@ -114,11 +116,14 @@ def merge_lora(model: M, *, dequantize: bool = False) -> M:
         )
     quantized = quantized_bases(model)
     if quantized and not dequantize:
-        now, then = (sum(sizes) / 2**20 for sizes in zip(*map(_sizes, quantized), strict=True))
+        now, dense_size = (
+            sum(sizes) / 2**20 for sizes in zip(*map(_sizes, quantized), strict=True)
+        )
         raise ConfigError(
             f"matrices with adapters are quantized ({quantized[0].format}), and merged they would "
             "have to be rounded to such codes again. Most of the trained change would be lost: "
-            f"merge with dequantize=True, which makes the matrices plain ({then:.1f} MiB instead "
+            f"merge with dequantize=True, which makes the matrices plain ({dense_size:.1f} MiB "
+            "instead "
             f"of {now:.1f}), or keep the adapter separate"
         )
     return _every(model, lambda layer, _key: layer.merged(), keep_copies)
@@ -126,7 +131,7 @@ def merge_lora(model: M, *, dequantize: bool = False) -> M:
 
 def quantized_bases(model: object) -> list[QArray]:
     """Return the quantized matrices that have adapters."""
-    variables = [matrix_of(layer)[1] for _, layer in lora_layers(model)]
+    variables = [get_matrix(layer)[1] for _, layer in lora_layers(model)]
     return [v.get_value() for v in variables if isinstance(v, QuantParam)]
 
 
@@ -161,10 +166,10 @@ def _every(model: M, change: Any, finish: Callable[[nnx.Module], None]) -> M:
         raise ConfigError("the model has no adapters")
     adapted = next(lora_layers(model), None) is not None
     rules: Rules[Replace] = Rules([("", change)] if adapted else (), kind="LoRA target")
-    plain = transform(model, rules, of=tuple(ADAPTED.values()))
-    for _, node in list(nnx.iter_modules(cast(nnx.Module, plain))):
+    merged_model = transform(model, rules, of=tuple(ADAPTED.values()))
+    for _, node in list(nnx.iter_modules(cast(nnx.Module, merged_model))):
         finish(node)
-    rejoin(plain)
+    rejoin(merged_model)
     # Adapters that wait under a name were made for the weights before.
-    vars(plain).pop("named_adapters", None)
-    return plain
+    vars(merged_model).pop("named_adapters", None)
+    return merged_model

@@ -21,7 +21,7 @@ from flax import nnx
 from ed_models.adapters.lora import apply_lora, has_lora, merge_lora, remove_lora
 from ed_models.adapters.peft import read_adapter
 from ed_models.adapters.token_tables import add_token_rows
-from ed_models.adapters.values import Adapter, adapter_of, put_adapter
+from ed_models.adapters.values import Adapter, get_adapter, put_adapter
 
 M = TypeVar("M")
 
@@ -62,12 +62,12 @@ class NamedAdapters:
 
 def active(model: object) -> str | None:
     """Return the name of the active adapter, or None."""
-    return _named(model).active if has_lora(model) else None
+    return _get_named_adapters(model).active if has_lora(model) else None
 
 
 def names(model: object) -> tuple[str, ...]:
     """Return the names of all adapters; the active or merged adapter is first."""
-    named = _named(model)
+    named = _get_named_adapters(model)
     first = active(model) if named.merged is None else named.merged.name
     waiting = [name for name in named.waiting if name != first]
     return (*([] if first is None else [first]), *waiting)
@@ -93,35 +93,41 @@ def activate(model: M, name: str | None) -> M:
     if name is None:
         return _with(base, DEFAULT, waiting)
     _check_name(model, name)
-    rest = {other: adapter for other, adapter in waiting.items() if other != name}
-    return _with(cast(M, put_adapter(cast(nnx.Module, base), waiting[name])), name, rest)
+    remaining_adapters = {
+        adapter_name: adapter for adapter_name, adapter in waiting.items() if adapter_name != name
+    }
+    return _with(
+        cast(M, put_adapter(cast(nnx.Module, base), waiting[name])), name, remaining_adapters
+    )
 
 
 def delete(model: M, name: str) -> M:
     """Return the model without an adapter."""
     _check_name(model, name)
     base, waiting = _set_aside(model)
-    rest = {other: adapter for other, adapter in waiting.items() if other != name}
+    remaining_adapters = {
+        adapter_name: adapter for adapter_name, adapter in waiting.items() if adapter_name != name
+    }
     current = active(model)
     if current is None or current == name:
-        return _with(base, DEFAULT, rest)
-    del rest[current]
-    return _with(model, current, rest)
+        return _with(base, DEFAULT, remaining_adapters)
+    del remaining_adapters[current]
+    return _with(model, current, remaining_adapters)
 
 
 def merge(model: M, name: str | None, dequantize: bool) -> M:
     """Return the model with an adapter merged into its weights."""
-    chosen = model if name is None or name == active(model) else activate(model, name)
-    if not has_lora(chosen):
+    active_model = model if name is None or name == active(model) else activate(model, name)
+    if not has_lora(active_model):
         _check_unmerged(model)
-        known = list(names(model))
+        adapter_names = list(names(model))
         raise ConfigError(
-            f"no adapter is active: pass the name of one of {known}"
-            if known
+            f"no adapter is active: pass the name of one of {adapter_names}"
+            if adapter_names
             else "the model has no adapters"
         )
-    named, module = _named(chosen), cast(nnx.Module, chosen)
-    adapter = adapter_of(module)
+    named, module = _get_named_adapters(active_model), cast(nnx.Module, active_model)
+    adapter = get_adapter(module)
     graphdef, base = nnx.split(remove_lora(module))
     matrices = {
         path: variable
@@ -135,7 +141,7 @@ def merge(model: M, name: str | None, dequantize: bool) -> M:
 
 def unmerge(model: M) -> M:
     """Return the model with its base weights and the merged adapter as the active adapter."""
-    named = _named(model)
+    named = _get_named_adapters(model)
     merged = named.merged
     if merged is None:
         raise ConfigError("no adapter is merged into the weights (merge_adapter merges one)")
@@ -149,7 +155,7 @@ def unmerge(model: M) -> M:
     return _with(cast(M, put_adapter(base, merged.adapter)), merged.name, named.waiting)
 
 
-def _named(model: object) -> NamedAdapters:
+def _get_named_adapters(model: object) -> NamedAdapters:
     return getattr(model, "named_adapters", None) or NamedAdapters()
 
 
@@ -164,11 +170,11 @@ def _set_aside(model: M, new: str | None = None) -> tuple[M, dict[str, Adapter]]
             f"the model has an adapter named {new!r}: choose another name (name=), merge that "
             "adapter (unwrap_lora_to_layers), or remove it (delete_adapter)"
         )
-    waiting = dict(_named(model).waiting)
+    waiting = dict(_get_named_adapters(model).waiting)
     if current is None:
         return model, waiting
     module = cast(nnx.Module, model)
-    return cast(M, remove_lora(module)), {current: adapter_of(module), **waiting}
+    return cast(M, remove_lora(module)), {current: get_adapter(module), **waiting}
 
 
 def _with(model: M, active: str, waiting: Mapping[str, Adapter], merged: Merged | None = None) -> M:
@@ -179,13 +185,13 @@ def _with(model: M, active: str, waiting: Mapping[str, Adapter], merged: Merged 
 
 
 def _check_name(model: object, name: str) -> None:
-    known = names(model)
-    if name not in known:
-        raise unknown_name("adapter", name, list(known))
+    adapter_names = names(model)
+    if name not in adapter_names:
+        raise unknown_name("adapter", name, list(adapter_names))
 
 
 def _check_unmerged(model: object) -> None:
-    merged = _named(model).merged
+    merged = _get_named_adapters(model).merged
     if merged is not None:
         raise ConfigError(
             f"the adapter {merged.name!r} is merged into the weights: undo this (unmerge_adapter) "

@@ -26,12 +26,12 @@ from ed_models.adapters.initial_values import read_matrix, subtract_initial_part
 from ed_models.adapters.peft_layout import (
     EXPERT_PARAMETERS,
     Matrix,
+    convert_from_peft,
+    convert_to_peft,
+    find_matrices,
     find_module,
-    joined,
-    matrices_of,
-    packed,
-    parted,
-    unpacked,
+    merge_adapters,
+    split_adapter,
 )
 from ed_models.adapters.peft_settings import (
     build_spec,
@@ -41,10 +41,10 @@ from ed_models.adapters.peft_settings import (
 )
 from ed_models.adapters.saved_modules import (
     base_state,
+    build_weight_map,
     covering,
     list_modules,
     module_names,
-    weights_of,
 )
 from ed_models.adapters.token_tables import (
     add_token_rows,
@@ -54,10 +54,10 @@ from ed_models.adapters.token_tables import (
 from ed_models.adapters.values import (
     LayerAdapter,
     M,
-    adapter_of,
-    layers_of,
+    get_adapter,
+    get_full_parameters,
+    get_layer_adapters,
     put_adapter,
-    saved_of,
 )
 from ed_models.checkpoints.checks import ADAPTER_NAME
 from ed_models.checkpoints.finite import is_finite
@@ -97,11 +97,11 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
     Raises:
         ConfigError: the model has no adapters, or transformers' model has no place for one.
     """
-    adapter = adapter_of(model)
+    adapter = get_adapter(model)
     if not adapter:
         raise ConfigError("the model has no adapters; save_pretrained writes its weights")
-    matrices = matrices_of(model)
-    layers, saved = layers_of(adapter), saved_of(adapter)
+    matrices = find_matrices(model)
+    layers, saved = get_layer_adapters(adapter), get_full_parameters(adapter)
     touched = {
         name: matrix
         for name, matrix in matrices.items()
@@ -118,12 +118,14 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
     tensors: dict[str, np.ndarray] = {}
     specs: dict[str, LoraSpec] = {}
     for name, matrix in touched.items():
-        specs[name], whole = joined(matrix, layers)
+        specs[name], combined_adapter = merge_adapters(matrix, layers)
         kinds = _EMBEDDING if matrix.is_embedding else _LINEAR
-        for kind, value in zip(kinds, packed(matrix, whole.a, whole.b), strict=True):
+        for kind, value in zip(
+            kinds, convert_to_peft(matrix, combined_adapter.a, combined_adapter.b), strict=True
+        ):
             tensors[f"{_PREFIX}{keys[name]}.{kind}"] = value
-        if whole.magnitude is not None:
-            tensors[f"{_PREFIX}{keys[name]}.{_MAGNITUDE}"] = whole.magnitude
+        if combined_adapter.magnitude is not None:
+            tensors[f"{_PREFIX}{keys[name]}.{_MAGNITUDE}"] = combined_adapter.magnitude
     whole_tensors, modules = _saved_tensors(model, saved)
     tensors |= whole_tensors
     tensors |= save_token_tables(model, layers, saved)
@@ -137,9 +139,9 @@ def save_adapter(model: Any, directory: str | Path, *, base: str | None = None) 
     task_type = _TASK_TYPES.get(task) if takes_embeddings or not is_body else None
     if task in _HEADS and not set(_HEADS[task][1]).isdisjoint(modules):
         task_type = _HEADS[task][0]
-    known = [n for n, matrix in matrices.items() if matrix.parameter is not None]
-    known += list_modules(model, weights_of(model))
-    settings = _settings(specs, touched, known, base, task_type)
+    module_list = [n for n, matrix in matrices.items() if matrix.parameter is not None]
+    module_list += list_modules(model, build_weight_map(model))
+    settings = _settings(specs, touched, module_list, base, task_type)
     settings["modules_to_save"] = modules or None
     if task_type is None:
         settings["auto_mapping"] = describe_class(model)
@@ -181,13 +183,13 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
             )
     saved = [name for name in tensors if _is_saved(name, settings)]
     _drop_tables(tensors, saved, model, directory)
-    found: dict[str, LayerAdapter | np.ndarray] = {}
+    adapter: dict[str, LayerAdapter | np.ndarray] = {}
     if saved:
-        found |= _ours_of_saved({name: tensors.pop(name) for name in saved}, model, directory)
-    found |= _ours(_by_module(tensors, directory), settings, model, directory)
-    if not found:
+        adapter |= _ours_of_saved({name: tensors.pop(name) for name in saved}, model, directory)
+    adapter |= _ours(_by_module(tensors, directory), settings, model, directory)
+    if not adapter:
         raise CheckpointError(f"{directory / TENSORS} holds no adapter of any layer")
-    return found
+    return adapter
 
 
 def _drop_tables(
@@ -195,12 +197,14 @@ def _drop_tables(
 ) -> None:
     """Remove the tables of tokens beside an adapter, which belong to its base."""
     kinds = (*_LINEAR, *_EMBEDDING, _MAGNITUDE)
-    rest = [n for n in tensors if not n.endswith(tuple(f".{k}" for k in kinds)) and n not in saved]
-    if not rest:
+    table_names = [
+        n for n in tensors if not n.endswith(tuple(f".{k}" for k in kinds)) and n not in saved
+    ]
+    if not table_names:
         return
     tables = find_token_tables(model)
-    wrong, values = [], [tensors[name] for name in rest if name in tables.names]
-    for name in rest:
+    wrong, values = [], [tensors[name] for name in table_names if name in tables.names]
+    for name in table_names:
         stored = tables.names.get(name)
         if stored is not None:
             shape, present = tensors.pop(name).shape, tables.weights.hf_shapes[stored]
@@ -234,7 +238,7 @@ def _ours_of_saved(
     tensors: Mapping[str, np.ndarray], model: nnx.Module, directory: Path
 ) -> dict[str, np.ndarray]:
     """Return our parameters of the modules that are trained in full."""
-    weights = weights_of(model)
+    weights = build_weight_map(model)
     theirs = {_PREFIX + new: old for old, new in module_names(model, weights).items()}
     wrong, values = [], {}
     for name, value in tensors.items():
@@ -249,16 +253,16 @@ def _ours_of_saved(
             values[tensor] = value.astype(np.float32)
     _check_fits(wrong, directory)
     ours = dict.fromkeys(piece.ours for tensor in values for piece in weights.by_hf[tensor])
-    found = {}
+    parameters = {}
     for name in ours:
-        rest = [p.hf for p in weights.by_ours[name] if p.hf not in values]
-        wrong += [f"{tensor}: the tensor is missing" for tensor in dict.fromkeys(rest)]
-        if not rest:
-            found[name] = np.empty(weights.shapes[name], np.float32)
+        missing_names = [p.hf for p in weights.by_ours[name] if p.hf not in values]
+        wrong += [f"{tensor}: the tensor is missing" for tensor in dict.fromkeys(missing_names)]
+        if not missing_names:
+            parameters[name] = np.empty(weights.shapes[name], np.float32)
             window = [range(size) for size in weights.shapes[name]]
-            weights.load(name, window, lambda hf, index: values[hf][index], found[name])
+            weights.load(name, window, lambda hf, index: values[hf][index], parameters[name])
     _check_fits(wrong, directory)
-    return found
+    return parameters
 
 
 def _check_fits(wrong: Sequence[str], directory: Path) -> None:
@@ -297,7 +301,7 @@ def _saved_tensors(
     """Return the tensors of the modules that are trained in full, and the names of the modules."""
     if not saved:
         return {}, []
-    weights = weights_of(model)
+    weights = build_weight_map(model)
     theirs = module_names(model, weights)
     names = [n for n, pieces in weights.by_hf.items() if all(p.ours in saved for p in pieces)]
     tensors = {
@@ -334,7 +338,7 @@ def _depth(matrix: Matrix) -> int:
 def _settings(
     specs: Mapping[str, LoraSpec],
     touched: Mapping[str, Matrix],
-    known: Sequence[str],
+    module_list: Sequence[str],
     base: str | None,
     task_type: str | None,
 ) -> dict[str, object]:
@@ -343,11 +347,13 @@ def _settings(
 
     def targets(parameters: bool) -> list[str]:
         """Return the last parts of the names if these are unique, otherwise the names."""
-        chosen = {n for n, m in touched.items() if (m.parameter is not None) == parameters}
+        target_names = {n for n, m in touched.items() if (m.parameter is not None) == parameters}
         parts = 2 if parameters else 1
-        ends = sorted({".".join(name.split(".")[-parts:]) for name in chosen})
-        alike = {name for name in known if ".".join(name.split(".")[-parts:]) in ends}
-        return ends if alike == chosen else sorted(chosen)
+        ends = sorted({".".join(name.split(".")[-parts:]) for name in target_names})
+        matching_names = {
+            name for name in module_list if ".".join(name.split(".")[-parts:]) in ends
+        }
+        return ends if matching_names == target_names else sorted(target_names)
 
     return {
         "peft_type": "LORA",
@@ -396,7 +402,7 @@ def _ours(
     directory: Path,
 ) -> dict[str, LayerAdapter]:
     """The adapter of each of our matrices."""
-    matrices = matrices_of(model)
+    matrices = find_matrices(model)
     shapes = dict(_shapes(model))
     named = set(settings.get("target_parameters") or ())
     touched = {
@@ -419,7 +425,7 @@ def _ours(
             wrong.append(f"{module}: {' and '.join(kinds)} belong together")
             continue
         a, b = (parts[kind] for kind in kinds)
-        ours = unpacked(matrix, a, b)
+        ours = convert_from_peft(matrix, a, b)
         if ours is None:
             inputs, outputs = matrix.sizes
             of = "" if matrix.experts is None else f" of {matrix.experts} experts"
@@ -441,10 +447,10 @@ def _ours(
                 got = "missing" if magnitude is None else f"{list(magnitude.shape)}"
                 wrong.append(f"{module}: {_MAGNITUDE} is {got}, not [{matrix.sizes[1]}]")
                 continue
-        whole = LayerAdapter(spec, *ours, magnitude)
+        layer_adapter = LayerAdapter(spec, *ours, magnitude)
         if start is not None and not matrix.is_embedding:
-            whole = _without_start(whole, matrix, model, start)
-        adapter |= parted(matrix, whole, shapes)
+            layer_adapter = _without_start(layer_adapter, matrix, model, start)
+        adapter |= split_adapter(matrix, layer_adapter, shapes)
     _check_fits(wrong, directory)
     return adapter
 

@@ -29,7 +29,7 @@ from ed_layers.lora.layers import ADAPTED
 from ed_layers.projections.linear import ExpertLinear
 from flax import nnx
 
-from ed_models.adapters.saved_modules import weights_of
+from ed_models.adapters.saved_modules import build_weight_map
 from ed_models.adapters.values import LayerAdapter
 from ed_models.checkpoints.text_halves import text_name
 from ed_models.checkpoints.weight_map import WeightMap
@@ -115,16 +115,16 @@ class Matrix:
         return as_slice(piece.hf_region[piece.perm[1]])
 
 
-def modules_of(model: Any) -> Modules:
+def get_modules(model: Any) -> Modules:
     """Return the names of the modules of a model; a body alone has those of its family."""
     family = getattr(type(model), "head_class", None)
     return getattr(type(model), "MODULES", getattr(family, "MODULES", Modules()))
 
 
-def matrices_of(model: Any) -> dict[str, Matrix]:
+def find_matrices(model: Any) -> dict[str, Matrix]:
     """Return the matrices of transformers' model that can have adapters, by name."""
-    weights = weights_of(model)
-    modules = modules_of(model)
+    weights = build_weight_map(model)
+    modules = get_modules(model)
     rename = renamer(modules.names)
     kinds = {
         name: kind
@@ -134,7 +134,7 @@ def matrices_of(model: Any) -> dict[str, Matrix]:
         for name in parameter_names.canonical(parameter_names.normalize(path))
     }
     experts = [name for name, kind in kinds.items() if kind is ExpertLinear]
-    found = {m.name: m for m in _expert_matrices(experts, weights, modules, rename)}
+    matrices = {m.name: m for m in _expert_matrices(experts, weights, modules, rename)}
     for theirs, pieces in weights.by_hf.items():
         kind = kinds.get(pieces[0].ours.rpartition(".")[0])
         if kind not in (None, ExpertLinear) and theirs.endswith(".weight"):
@@ -142,11 +142,11 @@ def matrices_of(model: Any) -> dict[str, Matrix]:
             shared = next((end for end in modules.separate if stored.endswith(f".{end}")), None)
             if shared is not None:
                 parent = rename(stored.removesuffix(shared))
-                found |= _separate(weights, theirs, parent, modules, shared)
+                matrices |= _separate(weights, theirs, parent, modules, shared)
                 continue
             name = rename(stored)
-            found[name] = Matrix(name, None, weights.hf_shapes[theirs], None, pieces)
-    return found
+            matrices[name] = Matrix(name, None, weights.hf_shapes[theirs], None, pieces)
+    return matrices
 
 
 def _separate(
@@ -198,7 +198,7 @@ def find_module(model: Any, name: str, modules: Container[str]) -> str:
     if name in modules:
         return name
     cls = type(model)
-    to_module = renamer(modules_of(model).names)
+    to_module = renamer(get_modules(model).names)
     to_stored = renamer(getattr(cls, "OTHER_NAMES", {}))
     candidates = [name]
     for tower in getattr(cls, "TOWER_NAMES", ()):
@@ -219,23 +219,27 @@ def find_module(model: Any, name: str, modules: Container[str]) -> str:
 def _expert_matrices(
     layers: Sequence[str], weights: WeightMap, modules: Modules, rename: Rename
 ) -> list[Matrix]:
-    found: list[Matrix] = []
+    matrices: list[Matrix] = []
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in layers):
-        own = {
+        expert_shapes = {
             name: weights.shapes[name]
             for layer in ("gate_proj", "up_proj", "down_proj")
             if (name := f"{parent}.{layer}.kernel") in weights.shapes
         }
-        first = weights.by_ours[next(iter(own))][0]
+        first = weights.by_ours[next(iter(expert_shapes))][0]
         if isinstance(first.our_region[0], range):
-            tensors = dict.fromkeys(weights.by_ours[name][0].hf for name in own)
-            found += [_of_one_tensor(weights, tensor, modules, rename) for tensor in tensors]
-        elif of_first := re.fullmatch(r"(.*)\.0\.\w+\.weight", first.hf):
-            found += _fused(own, rename(of_first[1]))
-    return found
+            tensors = dict.fromkeys(weights.by_ours[name][0].hf for name in expert_shapes)
+            matrices += [
+                _build_tensor_matrix(weights, tensor, modules, rename) for tensor in tensors
+            ]
+        elif first_match := re.fullmatch(r"(.*)\.0\.\w+\.weight", first.hf):
+            matrices += _build_fused_matrices(expert_shapes, rename(first_match[1]))
+    return matrices
 
 
-def _of_one_tensor(weights: WeightMap, tensor: str, modules: Modules, rename: Rename) -> Matrix:
+def _build_tensor_matrix(
+    weights: WeightMap, tensor: str, modules: Modules, rename: Rename
+) -> Matrix:
     """Return the matrix of a parameter with the same shape in checkpoint and module."""
     name = rename(tensor.removesuffix(".weight"))
     module, _, parameter = name.rpartition(".")
@@ -252,26 +256,28 @@ def _of_one_tensor(weights: WeightMap, tensor: str, modules: Modules, rename: Re
     return Matrix(module, parameter, tuple(shape), experts, flat, modules.swapped)
 
 
-def _fused(own: Mapping[str, Shape], module: str) -> list[Matrix]:
+def _build_fused_matrices(expert_shapes: Mapping[str, Shape], module: str) -> list[Matrix]:
     """Return the matrices of experts with separate tensors; the module fuses gate and up."""
-    down = [name for name in own if name.endswith(".down_proj.kernel")]
-    rest = [name for name in own if name not in down]
-    found = []
+    down = [name for name in expert_shapes if name.endswith(".down_proj.kernel")]
+    up_names = [name for name in expert_shapes if name not in down]
+    matrices = []
     for parameter, names in (
-        ("gate_up_proj" if len(rest) > 1 else "up_proj", rest),
+        ("gate_up_proj" if len(up_names) > 1 else "up_proj", up_names),
         ("down_proj", down),
     ):
-        shapes = {name: own[name][1:] for name in names}
+        shapes = {name: expert_shapes[name][1:] for name in names}
         layout = split(-2, transpose)(shapes, parameter.format, None)
         ((shape),) = layout.hf_shapes.values()
-        found.append(Matrix(module, parameter, shape, own[names[0]][0], layout.pieces))
-    return found
+        matrices.append(Matrix(module, parameter, shape, expert_shapes[names[0]][0], layout.pieces))
+    return matrices
 
 
 # Ours -> theirs, and back.
 
 
-def joined(matrix: Matrix, adapter: Mapping[str, LayerAdapter]) -> tuple[LoraSpec, LayerAdapter]:
+def merge_adapters(
+    matrix: Matrix, adapter: Mapping[str, LayerAdapter]
+) -> tuple[LoraSpec, LayerAdapter]:
     """Combine our adapters into one adapter of their matrix.
 
     If our adapters share A, the result has this A. Otherwise the A are concatenated, and the ranks
@@ -310,31 +316,31 @@ def joined(matrix: Matrix, adapter: Mapping[str, LayerAdapter]) -> tuple[LoraSpe
     return spec, LayerAdapter(spec, a, b, magnitude)
 
 
-def parted(
-    matrix: Matrix, whole: LayerAdapter, shapes: Mapping[str, Shape]
+def split_adapter(
+    matrix: Matrix, adapter: LayerAdapter, shapes: Mapping[str, Shape]
 ) -> dict[str, LayerAdapter]:
     """Split an adapter of their matrix into adapters of our matrices, which share A."""
     parts: dict[str, LayerAdapter] = {}
     for piece in matrix.pieces:
         if matrix.is_embedding:
-            rows = np.zeros((shapes[piece.ours][0], whole.spec.rank), np.float32)
-            part = parts.setdefault(piece.ours, LayerAdapter(whole.spec, rows, whole.b))
-            part.a[as_slice(piece.our_region[0])] = whole.a[as_slice(piece.hf_region[0])]
+            rows = np.zeros((shapes[piece.ours][0], adapter.spec.rank), np.float32)
+            part = parts.setdefault(piece.ours, LayerAdapter(adapter.spec, rows, adapter.b))
+            part.a[as_slice(piece.our_region[0])] = adapter.a[as_slice(piece.hf_region[0])]
             continue
         theirs, ours = matrix.outputs(piece), as_slice(piece.our_region[1])
         if piece.ours not in parts:
             columns = shapes[piece.ours][-1]
-            empty = np.zeros((*whole.b.shape[:-1], columns), np.float32)
-            lengths = None if whole.magnitude is None else np.zeros(columns, np.float32)
-            parts[piece.ours] = LayerAdapter(whole.spec, whole.a, empty, lengths)
+            empty = np.zeros((*adapter.b.shape[:-1], columns), np.float32)
+            lengths = None if adapter.magnitude is None else np.zeros(columns, np.float32)
+            parts[piece.ours] = LayerAdapter(adapter.spec, adapter.a, empty, lengths)
         part = parts[piece.ours]
-        part.b[..., ours] = whole.b[..., theirs]
-        if part.magnitude is not None and whole.magnitude is not None:
-            part.magnitude[ours] = whole.magnitude[theirs]
+        part.b[..., ours] = adapter.b[..., theirs]
+        if part.magnitude is not None and adapter.magnitude is not None:
+            part.magnitude[ours] = adapter.magnitude[theirs]
     return parts
 
 
-def packed(matrix: Matrix, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def convert_to_peft(matrix: Matrix, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Convert our a [*e, i, r] and b [*e, r, o] to PEFT's A and B."""
     if matrix.swapped:
         a, b = b.swapaxes(-1, -2), a.swapaxes(-1, -2)
@@ -344,7 +350,9 @@ def packed(matrix: Matrix, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np
     return np.ascontiguousarray(a), np.ascontiguousarray(b)
 
 
-def unpacked(matrix: Matrix, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+def convert_from_peft(
+    matrix: Matrix, a: np.ndarray, b: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Convert PEFT's A and B to ours; None if the shapes do not match the matrix."""
     inputs, outputs = matrix.sizes[::-1] if matrix.swapped else matrix.sizes
     e = matrix.experts or 1

@@ -74,10 +74,11 @@ def read_settings(path: Path) -> dict[str, Any]:
         if name in _APPLIED or name in _WITHOUT_EFFECT or value in (None, False, "", [], {}):
             continue
         if name not in _UNSUPPORTED:
-            known = [*_APPLIED, *_WITHOUT_EFFECT, *_UNSUPPORTED]
+            setting_names = [*_APPLIED, *_WITHOUT_EFFECT, *_UNSUPPORTED]
             raise ConfigError(
                 f"{path} has {name}: {value!r}, which is not a setting of PEFT 0.21"
-                f"{did_you_mean(name, known)}. The setting may change the numbers of the adapter: "
+                f"{did_you_mean(name, setting_names)}. The setting may change the numbers of the "
+                "adapter: "
                 "remove it if it does not, or merge the adapter with the library that wrote it"
             )
         if value != _UNSUPPORTED[name]:

@@ -16,7 +16,7 @@ from ed_infra.rules import Rules
 from ed_layers.lora.saved_modules import (
     OriginalParam,
     SavedParam,
-    copies_of,
+    get_copies,
     has_copies,
     with_copies,
 )
@@ -43,7 +43,7 @@ def base_state(model: Any) -> nnx.State:
     return nnx.state(model, is_base)
 
 
-def weights_of(model: Any) -> WeightMap:
+def build_weight_map(model: Any) -> WeightMap:
     """Return the tensors of a model without its adapters."""
     return weight_map(type(model), base_state(model), model.config)
 
@@ -61,7 +61,7 @@ def list_modules(model: Any, weights: WeightMap) -> list[str]:
     return list(dict.fromkeys(module for name in names for module in _prefixes(name)))
 
 
-def parameters_of(model: Any, names: str | Iterable[str]) -> list[str]:
+def find_parameters(model: Any, names: str | Iterable[str]) -> list[str]:
     """Return the canonical names of the parameters of modules.
 
     Args:
@@ -72,9 +72,9 @@ def parameters_of(model: Any, names: str | Iterable[str]) -> list[str]:
         ConfigError: A module does not exist, has a matrix that transformers stores together with
             that of another module, or is an embedding that is also the head.
     """
-    weights = weights_of(model)
+    weights = build_weight_map(model)
     theirs = module_names(model, weights)
-    found: dict[str, None] = {}
+    parameters: dict[str, None] = {}
     for name in (names,) if isinstance(names, str) else names:
         ours = [ours for ours in weights.shapes if _is_inside(ours, name)]
         ours += [
@@ -85,10 +85,10 @@ def parameters_of(model: Any, names: str | Iterable[str]) -> list[str]:
         ]
         if not ours:
             raise ConfigError(_unknown(name, [*weights.shapes, *theirs.values()]))
-        found |= dict.fromkeys(ours)
-    _check_whole(weights, found)
-    _check_untied(model, weights, found)
-    return list(found)
+        parameters |= dict.fromkeys(ours)
+    _check_whole(weights, parameters)
+    _check_untied(model, weights, parameters)
+    return list(parameters)
 
 
 def with_saved_modules(model: M, parameters: Iterable[str]) -> M:
@@ -128,22 +128,26 @@ def covering(model: Any, weights: WeightMap, tensors: Iterable[str]) -> list[str
     PEFT selects every module whose name ends with a name of the list.
     """
     theirs = module_names(model, weights)
-    chosen = {theirs[tensor] for tensor in tensors}
+    tensor_names = {theirs[tensor] for tensor in tensors}
     inside: dict[str, set[str]] = {}
     for name in theirs.values():
         for module in _prefixes(name):
             inside.setdefault(module, set()).add(name)
-    whole = [module for module, names in inside.items() if names <= chosen]
-    tops = [m for m in whole if not any(m.startswith(f"{other}.") for other in whole)]
+    full_modules = [module for module, names in inside.items() if names <= tensor_names]
+    tops = [
+        m for m in full_modules if not any(m.startswith(f"{parent}.") for parent in full_modules)
+    ]
     ends = {module: module.rpartition(".")[2] for module in tops}
-    alike = {end: [m for m in inside if m.endswith(end)] for end in ends.values()}
-    return sorted({e if set(alike[e]) <= set(tops) else module for module, e in ends.items()})
+    modules_by_end = {end: [m for m in inside if m.endswith(end)] for end in ends.values()}
+    return sorted(
+        {e if set(modules_by_end[e]) <= set(tops) else module for module, e in ends.items()}
+    )
 
 
 def _copies(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], SavedParam]]:
     for path, node in nnx.iter_modules(model):
         if has_copies(node):
-            for name, variable in copies_of(node).items():
+            for name, variable in get_copies(node).items():
                 yield (*parameter_names.normalize(path), name), variable
 
 
@@ -159,29 +163,31 @@ def _is_inside(parameter: str, module: str) -> bool:
 
 def _unknown(name: str, parameters: Iterable[str]) -> str:
     modules = dict.fromkeys(m for p in parameters for m in _prefixes(p))
-    known = sorted({m.rpartition(".")[2] for m in modules if not m.rpartition(".")[2].isdigit()})
-    hint = did_you_mean(name, [*known, *modules])
+    module_ends = sorted(
+        {m.rpartition(".")[2] for m in modules if not m.rpartition(".")[2].isdigit()}
+    )
+    hint = did_you_mean(name, [*module_ends, *modules])
     return (
         f"modules_to_save: the model has no module {name!r}{hint} (last parts of the names of its "
-        f"modules: {', '.join(known)})"
+        f"modules: {', '.join(module_ends)})"
     )
 
 
-def _check_whole(weights: WeightMap, found: Mapping[str, None]) -> None:
+def _check_whole(weights: WeightMap, parameters: Mapping[str, None]) -> None:
     for tensor, pieces in weights.by_hf.items():
-        rest = sorted({p.ours for p in pieces} - found.keys())
-        if rest and any(p.ours in found for p in pieces):
-            listed = ", ".join(name.rpartition(".")[0] for name in rest[:_LISTED])
+        missing_names = sorted({p.ours for p in pieces} - parameters.keys())
+        if missing_names and any(p.ours in parameters for p in pieces):
+            listed = ", ".join(name.rpartition(".")[0] for name in missing_names[:_LISTED])
             raise ConfigError(
                 f"modules_to_save: transformers stores {tensor!r} as one tensor, and parts of it "
                 f"belong to other modules: also name {listed}"
             )
 
 
-def _check_untied(model: Any, weights: WeightMap, found: Iterable[str]) -> None:
+def _check_untied(model: Any, weights: WeightMap, parameters: Iterable[str]) -> None:
     if not getattr(model, "is_tied", False):
         return
-    for name in found:
+    for name in parameters:
         is_table = name.endswith(".embedding")
         if is_table and weights.shapes[name][0] == getattr(model.config, "vocab_size", None):
             raise ConfigError(

@@ -22,7 +22,7 @@ from ed_layers.transform import Replace, transform
 from flax import nnx
 
 from ed_models.adapters.lora import ALL_LINEAR, has_lora
-from ed_models.adapters.values import Adapter, LayerAdapter, M, layers_of
+from ed_models.adapters.values import Adapter, LayerAdapter, M, get_layer_adapters
 
 _LISTED = 10
 
@@ -118,7 +118,7 @@ def slot_values(model: nnx.Module, adapter: Adapter) -> nnx.State:
                 place[: value.shape[0], : value.shape[1]] = value
         return variable.replace(out)
 
-    layers = layers_of(adapter)
+    layers = get_layer_adapters(adapter)
     gains = dict(_gains(model, layers))
     flat = nnx.to_flat_state(nnx.state(model, SlotParam))
     return nnx.from_flat_state([(path, values(path, variable)) for path, variable in flat])
@@ -138,11 +138,11 @@ def _gains(
             layer = layers.get(f"{name}.kernel")
             if layer is None or layer.magnitude is None or _is_abstract(kernel):
                 continue
-            own = kernel
+            layer_kernel = kernel
             if parameter_names.is_stacked(path):
-                own = jax.tree.map(lambda leaf, i=i: leaf[i], kernel)
+                layer_kernel = jax.tree.map(lambda leaf, i=i: leaf[i], kernel)
             a, b = jnp.asarray(layer.a), jnp.asarray(layer.b)
-            weight = LowRank(own, a, b, scale=layer.spec.scale)
+            weight = LowRank(layer_kernel, a, b, scale=layer.spec.scale)
             length = jnp.linalg.norm(weight.dense(), axis=0)
             yield name, np.asarray(layer.magnitude / np.asarray(length), np.float32)
 

@@ -148,10 +148,10 @@ def find_token_axes(model: TokenModel) -> dict[str, int]:
     """Return canonical name -> axis of tokens, for the tables, heads and biases of tokens."""
     old = count_token_rows(model.config)
     larger = replace_token_rows(model.config, old, old + 1)
-    before, after = _shapes(model, model.config), _shapes(model, larger)
+    old_shapes, new_shapes = _shapes(model, model.config), _shapes(model, larger)
     axes = {}
-    for name, shape in before.items():
-        for axis, (rows, more) in enumerate(zip(shape, after[name], strict=True)):
+    for name, shape in old_shapes.items():
+        for axis, (rows, more) in enumerate(zip(shape, new_shapes[name], strict=True)):
             if rows != more:
                 axes[name] = axis
     return axes
@@ -179,9 +179,9 @@ def draw_rows(table: np.ndarray, count: int, *, seed: int) -> np.ndarray:
 
 
 def _draw_biases(values: np.ndarray, count: int, *, seed: int) -> np.ndarray:
-    plain = values.astype(np.float32)
+    biases = values.astype(np.float32)
     noise = np.random.default_rng(seed).standard_normal(count, np.float32)
-    return plain.mean() + _SPREAD * plain.std(ddof=1) * noise
+    return biases.mean() + _SPREAD * biases.std(ddof=1) * noise
 
 
 def _draw_around_zero(table: np.ndarray, count: int, *, std: float, seed: int) -> np.ndarray:
@@ -210,8 +210,8 @@ def _choose_rows(model: TokenModel, variable: nnx.Variable, mean: bool, seed: in
 def _resize_value(value: Any, axis: int, size: int, new_rows: NewRows) -> Any:
     """Return an array, a quantized matrix or a shape with another number of rows."""
     if isinstance(value, QArray):
-        plain = _resize_value(value.dense(), axis, size, new_rows)
-        return encoded_as(jnp.asarray(plain), value)
+        dense_table = _resize_value(value.dense(), axis, size, new_rows)
+        return encoded_as(jnp.asarray(dense_table), value)
     if isinstance(value, Simulated):
         raise ConfigError(
             "the embedding or the head simulates a format of quantization: resize the embedding "

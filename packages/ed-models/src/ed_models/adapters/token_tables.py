@@ -18,7 +18,7 @@ from ed_layers.quantization.qarray import QArray
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
-from ed_models.adapters.saved_modules import base_state, module_names, weights_of
+from ed_models.adapters.saved_modules import base_state, build_weight_map, module_names
 from ed_models.adapters.token_rows import (
     TokenModel,
     copy_with_values,
@@ -53,7 +53,7 @@ class TokenTables(NamedTuple):
 
 def find_token_tables(model: TokenModel) -> TokenTables:
     """Return the tables of a model, by the names of an adapter file."""
-    weights, tokens = weights_of(model), find_token_axes(model)
+    weights, tokens = build_weight_map(model), find_token_axes(model)
     parameters = {
         name
         for path, variable in nnx.to_flat_state(base_state(model))
@@ -129,7 +129,7 @@ def check_token_tables(model: TokenModel, directory: str | Path) -> None:
         CheckpointError: they differ.
     """
     values = _read_tables(model, Path(directory) / TENSORS)
-    weights, read = weights_of(model), layer_values(base_state(model))
+    weights, read = build_weight_map(model), layer_values(base_state(model))
     for stored, value in values.items():
         present = weights.save(stored, read)
         if value.shape != present.shape or (value.astype(present.dtype) != present).any():
@@ -156,7 +156,7 @@ def _read_tables(model: TokenModel, path: Path) -> dict[str, np.ndarray]:
 
 def _put_tables(model: TokenModel, values: Mapping[str, np.ndarray]) -> Any:
     """Return a copy of a model with other values of its tables."""
-    weights = weights_of(model)
+    weights = build_weight_map(model)
 
     def replace(name: str, variable: nnx.Variable) -> Any:
         stored = [p.hf for p in weights.by_ours.get(name, ()) if p.hf in values]

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from ed_infra import parameter_names
 from ed_infra.specs import LoraSpec
-from ed_layers.quantization.model import matrix_of
+from ed_layers.quantization.model import get_matrix
 from flax import nnx
 
 from ed_models.adapters.lora import apply_lora, lora_layers
@@ -43,24 +43,24 @@ class LayerAdapter:
 Adapter = Mapping[str, LayerAdapter | np.ndarray]
 
 
-def adapter_of(model: nnx.Module) -> dict[str, LayerAdapter | np.ndarray]:
+def get_adapter(model: nnx.Module) -> dict[str, LayerAdapter | np.ndarray]:
     """Return the active adapter of a model; empty if no adapter is active."""
     return {**dict(_read(model)), **saved_values(model)}
 
 
-def layers_of(adapter: Adapter) -> dict[str, LayerAdapter]:
+def get_layer_adapters(adapter: Adapter) -> dict[str, LayerAdapter]:
     """Return the low-rank part of an adapter."""
     return {name: x for name, x in adapter.items() if isinstance(x, LayerAdapter)}
 
 
-def saved_of(adapter: Adapter) -> dict[str, np.ndarray]:
+def get_full_parameters(adapter: Adapter) -> dict[str, np.ndarray]:
     """Return the parameters of an adapter that are trained in full."""
     return {name: x for name, x in adapter.items() if not isinstance(x, LayerAdapter)}
 
 
 def uses_dora(adapter: Adapter) -> bool:
     """Return whether a layer of an adapter has column norms, so that it depends on the weights."""
-    return any(layer.magnitude is not None for layer in layers_of(adapter).values())
+    return any(layer.magnitude is not None for layer in get_layer_adapters(adapter).values())
 
 
 def put_adapter(model: M, adapter: Adapter) -> M:
@@ -71,13 +71,13 @@ def put_adapter(model: M, adapter: Adapter) -> M:
         adapter: the values of an adapter for a model with the same shapes.
     """
     by_spec: dict[LoraSpec, list[str]] = {}
-    layers, saved = layers_of(adapter), saved_of(adapter)
+    layers, saved = get_layer_adapters(adapter), get_full_parameters(adapter)
     for name, layer in layers.items():
         by_spec.setdefault(layer.spec, []).append(name.rpartition(".")[0])
     adapted = apply_lora(model, by_spec) if by_spec else model
     for path, layer in lora_layers(adapted):
         path = parameter_names.normalize(path)
-        names = [f"{name}.{matrix_of(layer)[0]}" for name in parameter_names.canonical(path)]
+        names = [f"{name}.{get_matrix(layer)[0]}" for name in parameter_names.canonical(path)]
         for field in ("a", "b", "magnitude"):
             values = [getattr(layers[name], field) for name in names]
             if values[0] is not None:
@@ -95,5 +95,7 @@ def _read(model: nnx.Module) -> Iterator[tuple[str, LayerAdapter]]:
             for field in fields
         }
         for i, name in enumerate(parameter_names.canonical(path)):
-            own = {k: v[i] if parameter_names.is_stacked(path) else v for k, v in values.items()}
-            yield f"{name}.{matrix_of(layer)[0]}", LayerAdapter(layer.spec, **own)
+            layer_values = {
+                k: v[i] if parameter_names.is_stacked(path) else v for k, v in values.items()
+            }
+            yield f"{name}.{get_matrix(layer)[0]}", LayerAdapter(layer.spec, **layer_values)

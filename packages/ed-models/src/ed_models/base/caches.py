@@ -55,7 +55,7 @@ def contiguous(
     return cache
 
 
-def paged(
+def create_paged_cache(
     model: CachingModel,
     num_pages: int | Mapping[str, int],
     page_size: int,
@@ -85,17 +85,17 @@ def for_operations(
     for name in (model.config.attn_mechanism, model.config.decode_attn_mechanism):
         if name in MECHANISMS and MECHANISMS[name].reads == "pages":
             pages = batch_size * -(-max_length // page_size)
-            return paged(model, pages, page_size, dtype, num_states=batch_size)
+            return create_paged_cache(model, pages, page_size, dtype, num_states=batch_size)
     return contiguous(model, batch_size, max_length, dtype)
 
 
-def dtype_of(model: CachingModel, dtype: DTypeLike | None = None) -> jnp.dtype:
+def get_cache_dtype(model: CachingModel, dtype: DTypeLike | None = None) -> jnp.dtype:
     """Return `dtype`, or the config's `kvdtype`, `attn_dtype` or the compute dtype."""
     config = model.config
     return jnp.dtype(dtype or config.kvdtype or config.attn_dtype or model.dtype)
 
 
-def sharding_of(
+def get_cache_sharding(
     config: EasyDeLBaseConfig, axes: tuple[str | None, ...], shape: tuple[int, ...]
 ) -> NamedSharding | None:
     """Return the sharding of one layer's cache; see `EasyDeLBaseModule.cache_sharding`."""
@@ -110,8 +110,8 @@ def sharding_of(
 def _options(model: CachingModel, dtype: DTypeLike | None) -> StorageOptions:
     config = model.config
     return {
-        "dtype": dtype_of(model, dtype),
+        "dtype": get_cache_dtype(model, dtype),
         "layout": model.layout,
-        "sharding": partial(sharding_of, config),
+        "sharding": partial(get_cache_sharding, config),
         "format": Format.of(config.kv_cache_quantization_config),
     }

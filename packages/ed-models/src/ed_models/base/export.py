@@ -97,8 +97,8 @@ def to_torch(model: Any) -> PreTrainedModel:
     auto: Any = None
     if task is not None and task in TORCH_CLASSES:
         auto = getattr(transformers, TORCH_CLASSES[task], None)
-    known, model_type = transformers.CONFIG_MAPPING, model.config.model_type
-    if auto is None or model_type not in known or known[model_type] not in auto._model_mapping:
+    configs, model_type = transformers.CONFIG_MAPPING, model.config.model_type
+    if auto is None or model_type not in configs or configs[model_type] not in auto._model_mapping:
         raise ConfigError(
             f"transformers has no {task or 'registered task'} of model type {model_type!r}, so "
             f"{type(model).__name__} has no counterpart in torch"

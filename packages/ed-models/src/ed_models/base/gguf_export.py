@@ -15,7 +15,7 @@ from flax import nnx
 
 from ed_models.adapters.lora import has_lora
 from ed_models.checkpoints import hub
-from ed_models.checkpoints.checks import task_of
+from ed_models.checkpoints.checks import detect_task
 from ed_models.checkpoints.gguf.table import row_of_model
 from ed_models.checkpoints.gguf.vocabulary_writer import NO_TOKENIZER, tokenizer_metadata
 from ed_models.checkpoints.gguf.writer import file_type, write_file
@@ -107,7 +107,7 @@ def to_gguf(source: str | Path, path: str | Path, *, dtype: str | None = None) -
     directory = hub.resolve(source)
     stored = _stored_dtype(directory)
     model = hub.from_pretrained(
-        directory, task=task_of(directory), dtype=stored, param_dtype=stored
+        directory, task=detect_task(directory), dtype=stored, param_dtype=stored
     )
     return save_gguf(model, path, tokenizer=directory, dtype=dtype, name=Path(source).name)
 
@@ -128,7 +128,9 @@ def from_gguf(source: str | Path, target: str | Path, *, dtype: str | None = Non
         raise CheckpointError(f"{target} is not empty: choose a new directory")
     directory = hub.resolve(source)
     dtype = dtype or _stored_dtype(directory)
-    model = hub.from_pretrained(directory, task=task_of(directory), dtype=dtype, param_dtype=dtype)
+    model = hub.from_pretrained(
+        directory, task=detect_task(directory), dtype=dtype, param_dtype=dtype
+    )
     model.save_pretrained(target)
     for pattern in ("tokenizer*.json", "*.jinja"):
         for file in directory.glob(pattern):

@@ -405,7 +405,7 @@ class ModelMethods(EasyGenerationMixin, EasyBridgeMixin):
         """
         from ed_models.base import caches
 
-        return caches.paged(
+        return caches.create_paged_cache(
             cast(Any, self), num_pages, page_size, dtype, num_states, encoder_length
         )
 
@@ -569,15 +569,15 @@ class ModelMethods(EasyGenerationMixin, EasyBridgeMixin):
             ConfigError: the model is quantized, a rule matches nothing, a group does not fit, or
                 there are neither rules nor a `quantization_config`.
         """
-        from ed_models.base.quantization import quantized
+        from ed_models.base.quantization import quantize_model
 
-        return quantized(self, rules)
+        return quantize_model(self, rules)
 
     def dequantize(self) -> Self:
         """Convert quantized matrices to plain matrices with the same values."""
-        from ed_models.base.quantization import dequantized
+        from ed_models.base.quantization import dequantize_model
 
-        return dequantized(self)
+        return dequantize_model(self)
 
     @property
     def is_quantized(self) -> bool:

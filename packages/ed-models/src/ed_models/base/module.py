@@ -121,8 +121,8 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
         """
         if trainable is None:
             trainable = nnx.LoRAParam if self.lora_is_enabled else nnx.Param
-        graphdef, params, other = nnx.split(self, trainable, ...)
-        return graphdef, params, other
+        graphdef, params, graphother = nnx.split(self, trainable, ...)
+        return graphdef, params, graphother
 
     @staticmethod
     def merge_module(graphdef: nnx.GraphDef, graphstate: Any, graphother: Any) -> Any:

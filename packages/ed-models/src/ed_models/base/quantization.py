@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 
 
-def quantized(model: M, rules: QuantizationRules | None) -> M:
+def quantize_model(model: M, rules: QuantizationRules | None) -> M:
     """Return a quantized copy of a model; see `EasyDeLBaseModule.quantize`."""
     module: Any = model
     if rules is None:
         config: EasyDeLBaseConfig = module.config
-        own = config.quantization_config
-        if not isinstance(own, EasyDeLQuantizationConfig):
+        config_rules = config.quantization_config
+        if not isinstance(config_rules, EasyDeLQuantizationConfig):
             raise ConfigError(
                 "quantize requires rules or a configuration such as {'dtype': 'nf4'}: the "
                 "configuration of the model has no quantization_config"
             )
-        rules = own
+        rules = config_rules
     return cast(M, quantize(module, rules).shard_model())
 
 
-def dequantized(model: M) -> M:
+def dequantize_model(model: M) -> M:
     """Return a copy of a model with plain matrices."""
     return cast(M, dequantize(cast(Any, model)).shard_model())

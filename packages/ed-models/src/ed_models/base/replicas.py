@@ -31,19 +31,19 @@ def on_mesh(model: M, mesh: Mesh) -> M:
         ConfigError: the configuration does not allow the mesh.
     """
     graphdef, state = nnx.split(model)
-    copy = nnx.merge(graphdef, jax.tree.map(lambda x: _moved(x, mesh), state))
-    change_configurations(copy, lambda config: _placed(config, mesh))
+    copy = nnx.merge(graphdef, jax.tree.map(lambda x: _move_array(x, mesh), state))
+    change_configurations(copy, lambda config: _replace_mesh(config, mesh))
     return copy
 
 
-def _moved(array: Any, mesh: Mesh) -> jax.Array:
+def _move_array(array: Any, mesh: Mesh) -> jax.Array:
     old = array.sharding if isinstance(array, jax.Array) else None
     spec = old.spec if isinstance(old, NamedSharding) else PartitionSpec()
     sharding = NamedSharding(mesh, spec)
     return jax.device_put(part_on(array, sharding) if old is not None else array, sharding)
 
 
-def _placed(config: EasyDeLBaseConfig, mesh: Mesh) -> EasyDeLBaseConfig:
+def _replace_mesh(config: EasyDeLBaseConfig, mesh: Mesh) -> EasyDeLBaseConfig:
     """Return a copy of a configuration and its nested configurations with a mesh."""
     copy = config.replace()
     nested = [one for one in copy.__dict__.values() if isinstance(one, EasyDeLBaseConfig)]

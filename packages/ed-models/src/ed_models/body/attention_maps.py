@@ -32,7 +32,7 @@ class _Recorder:
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: None, layer: Layer
     ) -> tuple[Float[Array, "b s d"], None]:
-        q, k, _ = self.attention.rotated(x, ctx)
+        q, k, _ = self.attention.compute_qkv(x, ctx)
         if k is not None and ctx.mask_info is not None:
             self.seen.append(Watched(q, k, ctx.mask_info, self.attention.scoring(ctx)))
         return self.attention(x, ctx, cache, layer)
@@ -57,7 +57,7 @@ def watched_attention(
         raise ConfigError(f"the layers of {type(model).__name__} do not show their attention")
     b, s, _ = hidden_states[0].shape
     ctx, _ = layer_context(body.config, (b, s), ropes=body.rope_settings(), **inputs)
-    found: list[Watched] = []
+    records: list[Watched] = []
     for layer in layers:
         seen: list[Watched] = []
         module = nnx.merge(*nnx.split(body.layers.layer(layer)))
@@ -70,5 +70,5 @@ def watched_attention(
                 f"layer {layer} of {type(model).__name__} has no attention that can be compared: "
                 "remove it from attention_layers"
             )
-        found += seen
-    return found
+        records += seen
+    return records

@@ -107,7 +107,7 @@ class AudioTower(nnx.Module):
         b, t, d = x.shape
         segments = None
         if mask is not None:
-            segments = (jnp.arange(t) < positions_of(mask)[:, None]).astype(jnp.int32)
+            segments = (jnp.arange(t) < count_audio_positions(mask)[:, None]).astype(jnp.int32)
         ctx, _ = layer_context(self.config, (b, t), segment_ids=segments, ropes={})
         x, *_ = self.stack(x, ctx, None)
         count = t // self.pooled
@@ -115,7 +115,7 @@ class AudioTower(nnx.Module):
         return self.output_norm(x.mean(axis=2))
 
 
-def positions_of(mask: Int[Array, "b f"]) -> Int[Array, " b"]:
+def count_audio_positions(mask: Int[Array, "b f"]) -> Int[Array, " b"]:
     """Return the numbers of encoder positions of recordings with these frames."""
     return (jnp.sum(mask != 0, axis=1, dtype=jnp.int32) + 1) // 2
 
@@ -172,12 +172,16 @@ class AudioTextModel(OverDecoder, EasyDeLBaseModule):
         mask = feature_attention_mask
         mask = None if mask is None else mask.reshape(b * i, -1)
         hidden = self.audio_tower(input_features.reshape(b * i, *size), mask)
-        own = self.config.audio_config.max_source_positions // self.positions_of_feature
-        features = self.multi_modal_projector(hidden.reshape(b, i * own, -1))
+        part_length = self.config.audio_config.max_source_positions // self.positions_of_feature
+        features = self.multi_modal_projector(hidden.reshape(b, i * part_length, -1))
         if mask is None:
             return Encoded(features, jnp.ones(features.shape[:2], jnp.int32))
-        counts = positions_of(mask) // self.positions_of_feature
-        real = (jnp.arange(own) < counts[:, None]).reshape(b, i * own).astype(jnp.int32)
+        counts = count_audio_positions(mask) // self.positions_of_feature
+        real = (
+            (jnp.arange(part_length) < counts[:, None])
+            .reshape(b, i * part_length)
+            .astype(jnp.int32)
+        )
         order = jnp.argsort(1 - real, axis=1, stable=True)
         features = jnp.take_along_axis(features, order[..., None], axis=1)
         return Encoded(features, jnp.take_along_axis(real, order, axis=1))

@@ -116,7 +116,7 @@ class BartStack(nnx.Module):
             )
         x = x + self.embed_positions(ctx.position_ids + self.first_position)
         x = self.embed_norm(x) if hasattr(self, "embed_norm") else x
-        x = ctx.dropped(x, self.dropout, "embeddings")
+        x = ctx.apply_dropout(x, self.dropout, "embeddings")
         ctx = replace(ctx, layerdrop=self.layerdrop)
         x, cache, report, hidden = self.layers(x, ctx, cache, keep_hidden=keep_hidden)
         return self.norm(x) if hasattr(self, "norm") else x, cache, report, hidden
@@ -166,7 +166,7 @@ class BartBody(EncoderDecoder):
         )
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=1e-5)
 
     def add_embeddings(self, parts):

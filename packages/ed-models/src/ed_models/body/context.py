@@ -16,7 +16,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo, segment_index
 from ed_infra.rope import frequencies as rope
 from ed_infra.rope.frequencies import RopeSettings
-from ed_infra.rope.rotation import sections_of, select_axis
+from ed_infra.rope.rotation import get_section_axes, select_axis
 from ed_infra.sharding.placement import constrain
 from ed_layers.cache.protocol import ContiguousCache
 from ed_layers.context import ALL_LAYERS, Ctx, Mode, Rope
@@ -121,7 +121,7 @@ def layer_context(
     return ctx, cache
 
 
-def embedded(
+def embed_input_ids(
     embed: Callable[[jax.Array], jax.Array],
     input_ids: Int[Array, "b s"] | None,
     inputs_embeds: Float[Array, "b s d"] | None,
@@ -172,7 +172,7 @@ def _tables(
         frequencies = jnp.asarray(constant, jnp.float32)
     cos, sin = rope_tables(position_ids, frequencies, scaling)
     if position_ids.ndim == 3:
-        sections = sections_of(settings.parameters, cos.shape[-1])
+        sections = get_section_axes(settings.parameters, cos.shape[-1])
         assert sections is not None, "positions with axes need an mrope_section"
         cos, sin = select_axis(cos, sections), select_axis(sin, sections)
     return cos, sin
@@ -184,8 +184,8 @@ def _prompt_lengths(
     """Return the length of each token, which determines its rotary factor."""
     if ragged is not None:
         prompts = ragged.kv_lens if ragged.prompt_lens is None else ragged.prompt_lens
-        of_token = prompts[jnp.clip(ragged.seq_of_token, 0, prompts.shape[0] - 1)]
-        return jnp.maximum(of_token[None], position_ids + 1)
+        token_lengths = prompts[jnp.clip(ragged.seq_of_token, 0, prompts.shape[0] - 1)]
+        return jnp.maximum(token_lengths[None], position_ids + 1)
     # The position of the last token of a segment is its length; copy it to the other tokens.
     s = segments.shape[1]
     following = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)), constant_values=-1)

@@ -17,7 +17,7 @@ from ed_infra.rope.frequencies import RopeSettings
 from ed_layers import native
 from ed_layers.cache.protocol import ContiguousCache
 from ed_layers.cache.spec import LayerSpecs
-from ed_layers.context import Ctx, named
+from ed_layers.context import Ctx, name_activation
 from ed_layers.parts import MakePart, Parts
 from ed_layers.projections.embed import Embed
 from flax import nnx
@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
-from ed_models.body.context import embedded, layer_context, rope_settings
+from ed_models.body.context import embed_input_ids, layer_context, rope_settings
 from ed_models.weights.rules import STANDARD
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Decoder(EasyDeLBaseModule):
     ):
         super().__init__(config, dtype, param_dtype, precision)
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
-        parts = replace(parts, norm_of_family=self.norm_of(parts))
+        parts = replace(parts, norm_of_family=self.build_norm(parts))
         self.embed_tokens = self.embedding(parts)
         self.layers = parts.stack(
             type(self).layer_class, self.depth(config), kinds=self.layer_kinds(config)
@@ -78,7 +78,7 @@ class Decoder(EasyDeLBaseModule):
         return parts.embed(parts.config.vocab_size, parts.config.hidden_size)
 
     @staticmethod
-    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+    def build_norm(parts: Parts) -> Callable[..., nnx.Module]:
         """Return the function that creates the family's norms from the shape of the weights."""
         return parts.norm
 
@@ -94,7 +94,7 @@ class Decoder(EasyDeLBaseModule):
         self, input_ids: Int[Array, "b s"] | None, inputs_embeds: Float[Array, "b s d"] | None
     ) -> Float[Array, "b s d"]:
         """Return the embeddings of the tokens; features of images later replace some of them."""
-        return embedded(self.embed_tokens, input_ids, inputs_embeds)
+        return embed_input_ids(self.embed_tokens, input_ids, inputs_embeds)
 
     def enter(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """Transform the hidden states before the first layer (scale, learned positions)."""
@@ -149,12 +149,12 @@ class Decoder(EasyDeLBaseModule):
             self.config, (b, s), cache=past_key_values, ropes=self.rope_settings(), **inputs
         )
         if features is not None:
-            ctx = replace(ctx, added=features.added(x))
+            ctx = replace(ctx, added=features.get_layer_features(x))
 
         def run():
             x_in = self.enter(x, ctx)
-            found = self.through(x_in, ctx, cache, input_ids, keep_hidden=output_hidden_states)
-            return self.leave(found[0], ctx), *found[1:]
+            outputs = self.through(x_in, ctx, cache, input_ids, keep_hidden=output_hidden_states)
+            return self.leave(outputs[0], ctx), *outputs[1:]
 
         with native.chosen_by(self.config):
             if self.config.batch_invariant:
@@ -170,7 +170,7 @@ class Decoder(EasyDeLBaseModule):
 
             report = balance(report, self.config)
         return BaseModelOutput(
-            last_hidden_state=named(x, "model_output"),
+            last_hidden_state=name_activation(x, "model_output"),
             past_key_values=cache,
             hidden_states=hidden,
             losses=report.losses,

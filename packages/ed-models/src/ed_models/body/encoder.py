@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
-from ed_models.body.context import embedded
+from ed_models.body.context import embed_input_ids
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
 
@@ -54,10 +54,10 @@ class EncoderLayer(DecoderLayer):
 
     def __call__(self, x, ctx, cache, layer):
         attended, cache = self.self_attn(x, ctx, cache, layer)
-        x = self.input_layernorm(x + ctx.dropped(attended, self.dropout, "attention"))
-        x = ctx.named(x, "residual")
+        x = self.input_layernorm(x + ctx.apply_dropout(attended, self.dropout, "attention"))
+        x = ctx.name_activation(x, "residual")
         out, report = self.feed_forward(x, ctx)
-        x = x + ctx.dropped(out, self.dropout, "mlp")
+        x = x + ctx.apply_dropout(out, self.dropout, "mlp")
         return self.post_attention_layernorm(x), cache, report
 
 
@@ -80,7 +80,7 @@ class TextEncoder(Decoder):
     projects_first: ClassVar[bool] = False
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
 
     @staticmethod
@@ -125,7 +125,7 @@ class TextEncoder(Decoder):
         project = self.embed_proj if hasattr(self, "embed_proj") else (lambda x, ctx: x)
         if self.projects_first:
             x = project(x, ctx)
-        x = ctx.dropped(self.embed_norm(x), self.config.hidden_dropout_prob, "embeddings")
+        x = ctx.apply_dropout(self.embed_norm(x), self.config.hidden_dropout_prob, "embeddings")
         return x if self.projects_first else project(x, ctx)
 
     def check_length(self, length: int) -> None:
@@ -165,7 +165,7 @@ class TextEncoder(Decoder):
         Raises:
             ConfigError: a row is longer than the table of positions.
         """
-        x = embedded(self.embed_tokens, input_ids, inputs_embeds)
+        x = embed_input_ids(self.embed_tokens, input_ids, inputs_embeds)
         if inputs.get("segment_ids") is None and inputs.get("position_ids") is None:
             self.check_length(x.shape[1])
             if input_ids is not None and attention_mask is None:

@@ -21,14 +21,14 @@ from ed_layers.attention.blocks.cross_attention import CrossAttention
 from ed_layers.cache import HybridCache
 from ed_layers.cache.protocol import ContiguousCache
 from ed_layers.cache.spec import LayerSpecs
-from ed_layers.context import Ctx, named
+from ed_layers.context import Ctx, name_activation
 from ed_layers.parts import MakePart, Parts
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
-from ed_models.body.context import embedded, layer_context
+from ed_models.body.context import embed_input_ids, layer_context
 from ed_models.body.layers import Attention, DecoderLayer, FeedForward, SandwichLayer
 
 
@@ -59,15 +59,15 @@ class CrossAttentionLayer(DecoderLayer):
 
     def __call__(self, x, ctx, cache, layer):
         attended, cache = self.self_attn(self.before(self.input_layernorm, x), ctx, cache, layer)
-        x = x + ctx.dropped(attended, self.dropout, "attention")
+        x = x + ctx.apply_dropout(attended, self.dropout, "attention")
         x = self.after(self.input_layernorm, x)
         read, cache = self.cross_attn(
             self.before(self.cross_attention_layernorm, x), ctx, cache, layer
         )
-        x = x + ctx.dropped(read, self.dropout, "cross_attention")
-        x = ctx.named(self.after(self.cross_attention_layernorm, x), "residual")
+        x = x + ctx.apply_dropout(read, self.dropout, "cross_attention")
+        x = ctx.name_activation(self.after(self.cross_attention_layernorm, x), "residual")
         out, report = self.feed_forward(self.before(self.post_attention_layernorm, x), ctx)
-        x = x + ctx.dropped(out, self.dropout, "mlp")
+        x = x + ctx.apply_dropout(out, self.dropout, "mlp")
         return self.after(self.post_attention_layernorm, x), cache, report
 
     def before(self, norm: Any, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
@@ -109,13 +109,15 @@ class SandwichCrossLayer(SandwichLayer):
     def __call__(self, x, ctx, cache, layer):
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
         attended = self.post_attention_layernorm(attended)
-        x = x + ctx.dropped(attended, self.dropout, "attention")
+        x = x + ctx.apply_dropout(attended, self.dropout, "attention")
         read, cache = self.cross_attn(self.pre_cross_attn_layernorm(x), ctx, cache, layer)
         read = self.post_cross_attn_layernorm(read)
-        x = ctx.named(x + ctx.dropped(read, self.dropout, "cross_attention"), "residual")
+        x = ctx.name_activation(
+            x + ctx.apply_dropout(read, self.dropout, "cross_attention"), "residual"
+        )
         out, report = self.branch(x, ctx)
         out = self.post_feedforward_layernorm(out)
-        return x + ctx.dropped(out, self.dropout, "mlp"), cache, report
+        return x + ctx.apply_dropout(out, self.dropout, "mlp"), cache, report
 
     def cache_specs(self):
         return self.self_attn.cache_spec, self.cross_attn.cache_spec
@@ -167,9 +169,9 @@ class LayerStack(nnx.Module):
         if hasattr(self, "global_relative_attention_bias"):
             table = self.global_relative_attention_bias.get_value()
             ctx = replace(ctx, summary_buckets=table)
-        x = ctx.dropped(x, self.dropout, "embeddings")
+        x = ctx.apply_dropout(x, self.dropout, "embeddings")
         x, cache, report, hidden = self.layers(x, ctx, cache, keep_hidden=keep_hidden)
-        return ctx.dropped(self.norm(x), self.dropout, "output"), cache, report, hidden
+        return ctx.apply_dropout(self.norm(x), self.dropout, "output"), cache, report, hidden
 
 
 class EncoderDecoder(EasyDeLBaseModule):
@@ -198,7 +200,7 @@ class EncoderDecoder(EasyDeLBaseModule):
     ):
         super().__init__(config, dtype, param_dtype, precision)
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
-        parts = replace(parts, norm_of_family=self.norm_of(parts))
+        parts = replace(parts, norm_of_family=self.build_norm(parts))
         self.add_embeddings(parts)
         self.encoder = self.encoder_stack(parts)
         self.decoder = self.decoder_stack(parts)
@@ -233,22 +235,22 @@ class EncoderDecoder(EasyDeLBaseModule):
         return self.embed_scale
 
     @staticmethod
-    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+    def build_norm(parts: Parts) -> Callable[..., nnx.Module]:
         """Return the function that creates the family's norms from the shape of the weights."""
         return parts.norm
 
     @classmethod
     def encoder_stack(cls, parts: Parts) -> Any:
         """Create the layers of the encoder."""
-        return cls.stack_of(parts, cls.encoder_layer, parts.config.num_hidden_layers)
+        return cls.build_stack(parts, cls.encoder_layer, parts.config.num_hidden_layers)
 
     @classmethod
     def decoder_stack(cls, parts: Parts) -> Any:
         """Create the layers of the decoder."""
-        return cls.stack_of(parts, cls.decoder_layer, parts.config.num_decoder_layers)
+        return cls.build_stack(parts, cls.decoder_layer, parts.config.num_decoder_layers)
 
     @staticmethod
-    def stack_of(parts: Parts, layer: MakePart, depth: int) -> Any:
+    def build_stack(parts: Parts, layer: MakePart, depth: int) -> Any:
         """Create layers, and the parts before and after them."""
         return LayerStack(parts, layer, depth)
 
@@ -306,7 +308,7 @@ class EncoderDecoder(EasyDeLBaseModule):
             inputs: `attention_mask`, `segment_ids`, `position_ids`, `mask_info`, `ragged` and
                 `key`; see `CausalLM.__call__`.
         """
-        x = embedded(self.embed_tokens, input_ids, inputs_embeds)
+        x = embed_input_ids(self.embed_tokens, input_ids, inputs_embeds)
         x = x * self.embed_scale if inputs_embeds is None else x
         b, s, _ = x.shape
         ctx, cache = layer_context(
@@ -318,7 +320,7 @@ class EncoderDecoder(EasyDeLBaseModule):
         if cache is not None and ctx.ragged is None:
             cache = cache.advance(s)
         return BaseModelOutput(
-            last_hidden_state=named(x, "model_output"),
+            last_hidden_state=name_activation(x, "model_output"),
             past_key_values=cache,
             hidden_states=hidden,
             losses=report.losses,

@@ -85,6 +85,6 @@ class GatedHybrid(Decoder):
     """The body of Qwen3-Next and Qwen3.5: a norm that stores `weight - 1`."""
 
     @staticmethod
-    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+    def build_norm(parts: Parts) -> Callable[..., nnx.Module]:
         """Makes the family's norm."""
         return partial(parts.norm, offset=1.0, scale_first=True)

@@ -45,10 +45,10 @@ def rows_of_images(
         ConfigError: an array is missing, or the numbers of patches, features and placeholder
             tokens differ.
     """
-    others = {n: x for n, x in arrays.items() if n not in ("pixel_values", "image_grid_thw")}
-    if len(others) == len(arrays):
-        return others
-    if len(arrays) != len(others) + 2:
+    extra_arrays = {n: x for n, x in arrays.items() if n not in ("pixel_values", "image_grid_thw")}
+    if len(extra_arrays) == len(arrays):
+        return extra_arrays
+    if len(arrays) != len(extra_arrays) + 2:
         raise ConfigError(
             "images of different sizes have two arrays, pixel_values and image_grid_thw: pass both"
         )
@@ -60,21 +60,23 @@ def rows_of_images(
         )
     tokens = placeholders.sum(axis=1)
     if grids.ndim == 2:
-        parts = _parted(pixels, grids, tokens, merge)
+        parts = _split_images(pixels, grids, tokens, merge)
     else:
         used = [row[row.prod(axis=1) > 0] for row in grids]
         parts = [
-            (row[: int(own.prod(axis=1).sum())], own) for row, own in zip(pixels, used, strict=True)
+            (row[: int(row_grids.prod(axis=1).sum())], row_grids)
+            for row, row_grids in zip(pixels, used, strict=True)
         ]
-    for number, ((patches, own), count) in enumerate(zip(parts, tokens, strict=True)):
-        features = int(feature_counts(own, merge).sum())
-        if features != count or len(patches) != own.prod(axis=1).sum():
+    for number, ((patches, row_grids), count) in enumerate(zip(parts, tokens, strict=True)):
+        features = int(feature_counts(row_grids, merge).sum())
+        if features != count or len(patches) != row_grids.prod(axis=1).sum():
             raise ConfigError(
                 f"row {number} has {count} image tokens, {len(patches)} patches and the grids "
-                f"{own.tolist()}, which have {features} features: repeat the image token for each "
+                f"{row_grids.tolist()}, which have {features} features: repeat the image token for "
+                "each "
                 "feature, as the processor of the checkpoint does"
             )
-    return {**others, **padded_rows(parts, pixels.shape[-1], merge)}
+    return {**extra_arrays, **padded_rows(parts, pixels.shape[-1], merge)}
 
 
 def padded_rows(
@@ -91,12 +93,12 @@ def padded_rows(
     images = 1 << (max(1, *(len(grids) for _, grids in parts)) - 1).bit_length()
     pixels = np.zeros((len(parts), most, numbers), np.float32)
     grids = np.zeros((len(parts), images, 3), np.int32)
-    for row, (patches, own) in enumerate(parts):
-        pixels[row, : len(patches)], grids[row, : len(own)] = patches, own
+    for row, (patches, row_grids) in enumerate(parts):
+        pixels[row, : len(patches)], grids[row, : len(row_grids)] = patches, row_grids
     return {"pixel_values": pixels, "image_grid_thw": grids}
 
 
-def _parted(
+def _split_images(
     pixels: np.ndarray, grids: np.ndarray, tokens: np.ndarray, merge: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Assign images to rows: a row gets the images whose features have its placeholder tokens."""

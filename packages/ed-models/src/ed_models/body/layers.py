@@ -82,14 +82,14 @@ class DecoderLayer(nnx.Module):
         """Return the stream after the layer, the cache, and the report of the layer."""
         mixer = getattr(self, self.mixes)
         attended, cache = mixer(self.input_layernorm(x), ctx, cache, layer)
-        added = ctx.dropped(attended * self.factor, self.dropout, "attention")
-        x = ctx.named(x + added, "residual")
+        added = ctx.apply_dropout(attended * self.factor, self.dropout, "attention")
+        x = ctx.name_activation(x + added, "residual")
         out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
-        return x + ctx.dropped(out * self.factor, self.dropout, "mlp"), cache, report
+        return x + ctx.apply_dropout(out * self.factor, self.dropout, "mlp"), cache, report
 
     def feed_forward(self, x: Stream, ctx: Ctx) -> tuple[Stream, LayerReport]:
         """Return the output and the report of the feed-forward layer."""
-        return reported(self.mlp(x, ctx), "mlp")
+        return split_report(self.mlp(x, ctx), "mlp")
 
     def cache_specs(self) -> LayerSpecs:
         """The memory of the layer in a cache."""
@@ -139,10 +139,12 @@ class SandwichLayer(DecoderLayer):
     ) -> tuple[Stream, Cache | None, LayerReport]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
-        added = ctx.dropped(self.post_attention_layernorm(attended), self.dropout, "attention")
-        x = ctx.named(x + added, "residual")
+        added = ctx.apply_dropout(
+            self.post_attention_layernorm(attended), self.dropout, "attention"
+        )
+        x = ctx.name_activation(x + added, "residual")
         out, report = self.branch(x, ctx)
-        added = ctx.dropped(self.post_feedforward_layernorm(out), self.dropout, "mlp")
+        added = ctx.apply_dropout(self.post_feedforward_layernorm(out), self.dropout, "mlp")
         return x + added, cache, report
 
     def branch(self, x: Stream, ctx: Ctx) -> tuple[Stream, LayerReport]:
@@ -167,7 +169,7 @@ class PostNormLayer(DecoderLayer):
     ) -> tuple[Stream, Cache | None, LayerReport]:
         """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn(x, ctx, cache, layer)
-        x = ctx.named(x + self.post_attention_layernorm(attended), "residual")
+        x = ctx.name_activation(x + self.post_attention_layernorm(attended), "residual")
         out, report = self.feed_forward(x, ctx)
         return x + self.post_feedforward_layernorm(out), cache, report
 
@@ -208,8 +210,8 @@ class ParallelLayer(DecoderLayer):
         if self.norms == 2:
             normed = self.post_attention_layernorm(x)
         out, report = self.feed_forward(normed, ctx)
-        attended = ctx.dropped(attended, self.dropout, "attention")
-        return x + attended + ctx.dropped(out, self.dropout, "mlp"), cache, report
+        attended = ctx.apply_dropout(attended, self.dropout, "attention")
+        return x + attended + ctx.apply_dropout(out, self.dropout, "mlp"), cache, report
 
 
 class MixerLayer(nnx.Module):
@@ -235,7 +237,7 @@ class MixerLayer(nnx.Module):
         if hasattr(self.mixer, "cache_spec"):
             mixed, cache = self.mixer(normed, ctx, cache, layer)
         else:
-            mixed, report = reported(self.mixer(normed, ctx), "mixer")
+            mixed, report = split_report(self.mixer(normed, ctx), "mixer")
         return x + mixed, cache, report
 
     def cache_specs(self) -> LayerSpecs:
@@ -243,12 +245,12 @@ class MixerLayer(nnx.Module):
         return getattr(self.mixer, "cache_spec", ())
 
 
-def reported(out: Stream | tuple[Stream, LayerReport], name: str) -> tuple[Stream, LayerReport]:
+def split_report(out: Stream | tuple[Stream, LayerReport], name: str) -> tuple[Stream, LayerReport]:
     """Return the output of a feed-forward layer, and its report under the given name."""
     return (out[0], out[1].under(name)) if isinstance(out, tuple) else (out, LayerReport())
 
 
-def window_of(config: Any, index: int) -> int | None:
+def get_layer_window(config: Any, index: int) -> int | None:
     """Return the window of a layer: `sliding_window` if its type is `sliding_attention`."""
     return config.sliding_window if config.layer_types[index] == "sliding_attention" else None
 

@@ -68,7 +68,7 @@ class MixerDecoder(Decoder):
     if `residual_in_fp32` is set."""
 
     @staticmethod
-    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+    def build_norm(parts: Parts) -> Callable[..., nnx.Module]:
         """Makes the family's norm."""
         return partial(parts.norm, eps=parts.config.layer_norm_epsilon)
 

@@ -67,6 +67,8 @@ class PackedImageTextModel(TiledImageTextModel):
                 "pixel_values are packed patches: pass image_grid_thw, too, or the arrays of "
                 "model.batched_inputs"
             )
-        hidden = self.selected(pixel_values, image_grid_thw=image_grid_thw, merge=form.merge)
+        hidden = self.select_hidden_states(
+            pixel_values, image_grid_thw=image_grid_thw, merge=form.merge
+        )
         features = self.multi_modal_projector(hidden)
         return Encoded(features, real_features(image_grid_thw, features.shape[1], form.merge))

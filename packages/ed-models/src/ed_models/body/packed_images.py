@@ -48,7 +48,7 @@ class PatchForm:
         """Number of numbers of a patch, f."""
         return self.channels * self.side**2
 
-    def packed(
+    def pack_image(
         self, image: Float[np.ndarray, "c h w"], size: Int[np.ndarray, " 2"]
     ) -> tuple[Float[np.ndarray, "p f"], Int[np.ndarray, " 3"]]:
         """Return the patches of an image, and 1 and their numbers of rows and columns.
@@ -86,9 +86,12 @@ class PatchForm:
         sizes = arrays.pop(SIZES, None)
         if sizes is not None and "pixel_values" in arrays:
             images = np.asarray(arrays["pixel_values"])
-            made = [self.packed(*each) for each in zip(images, np.asarray(sizes), strict=True)]
-            arrays["pixel_values"] = np.concatenate([patches for patches, _ in made])
-            arrays["image_grid_thw"] = np.stack([grid for _, grid in made])
+            images_with_grids = [
+                self.pack_image(*image_and_size)
+                for image_and_size in zip(images, np.asarray(sizes), strict=True)
+            ]
+            arrays["pixel_values"] = np.concatenate([patches for patches, _ in images_with_grids])
+            arrays["image_grid_thw"] = np.stack([grid for _, grid in images_with_grids])
         return rows_of_images(placeholders, arrays, self.merge)
 
     def gaps(self, grid: Int[np.ndarray, " 3"]) -> tuple[int, ...]:
@@ -113,13 +116,13 @@ def in_blocks(
         grids: numbers of patches along time, height and width.
         merge: m.
     """
-    found, first = [np.zeros((0, patches.shape[1]), patches.dtype)], 0
+    block_rows, first = [np.zeros((0, patches.shape[1]), patches.dtype)], 0
     for t, h, w in np.asarray(grids).tolist():
-        own = patches[first : first + t * h * w]
+        image_patches = patches[first : first + t * h * w]
         first += t * h * w
-        blocks = own.reshape(t, h // merge, merge, w // merge, merge, -1).swapaxes(2, 3)
-        found.append(blocks.reshape(len(own), -1))
-    return np.concatenate(found)
+        blocks = image_patches.reshape(t, h // merge, merge, w // merge, merge, -1).swapaxes(2, 3)
+        block_rows.append(blocks.reshape(len(image_patches), -1))
+    return np.concatenate(block_rows)
 
 
 def from_positions(

@@ -51,28 +51,28 @@ class PatchPlaces:
         passed = jnp.sum(ends[:, None, :] <= patch[:, :, None], axis=2)
         image = jnp.minimum(passed, grids.shape[1] - 1)
 
-        def of_image(values: Int[Array, "b i"]) -> Int[Array, "b p"]:
+        def select_by_image(values: Int[Array, "b i"]) -> Int[Array, "b p"]:
             return jnp.take_along_axis(values, image, axis=1)
 
         def total_before(values: Int[Array, "b i"]) -> Int[Array, "b p"]:
-            return of_image(jnp.cumsum(values, axis=1, dtype=jnp.int32) - values)
+            return select_by_image(jnp.cumsum(values, axis=1, dtype=jnp.int32) - values)
 
         t, h, w = (grids[..., axis] for axis in range(3))
-        rows, columns = (jnp.maximum(of_image(x), 1) for x in (h, w))
+        rows, columns = (jnp.maximum(select_by_image(x), 1) for x in (h, w))
         within = patch - total_before(t * h * w)
         frame, within = within // (rows * columns), within % (rows * columns)
         block, inside = within // merge**2, within % merge**2
         across = jnp.maximum(columns // merge, 1)
-        top, left = block // across, block % across
+        top, block_column = block // across, block % across
         real = patch < ends[:, -1:]
         frames = total_before(t) + frame + 1
         windows = frames
         if window is not None:
             high, wide = (-(-x // (merge * window)) for x in (h, w))
-            windows = frame * of_image(high) + top // window
-            windows = windows * of_image(wide) + left // window + 1
+            windows = frame * select_by_image(high) + top // window
+            windows = windows * select_by_image(wide) + block_column // window + 1
             windows += total_before(t * high * wide)
-        row, column = top * merge + inside // merge, left * merge + inside % merge
+        row, column = top * merge + inside // merge, block_column * merge + inside % merge
         return cls(
             jnp.where(real, frames, 0),
             jnp.where(real, jnp.stack([row, column]), 0),
@@ -89,7 +89,7 @@ class PatchPlaces:
         blocks = self.windows[:, :: merge**2]
         last = jnp.iinfo(jnp.int32).max
         order = jnp.argsort(jnp.where(blocks == 0, last, blocks), axis=1, stable=True)
-        index = patches_of(order, merge)
+        index = get_patch_order(order, merge)
 
         def sorted_by_window(x: jax.Array) -> jax.Array:
             return jnp.take_along_axis(x, index.reshape((1,) * (x.ndim - 2) + index.shape), axis=-1)
@@ -103,7 +103,7 @@ def real_features(grids: Int[Array, "b i 3"], count: int, merge: int) -> Int[Arr
     return (jnp.arange(count) < counts[:, None]).astype(jnp.int32)
 
 
-def patches_of(order: Int[Array, "b n"], merge: int) -> Int[Array, "b p"]:
+def get_patch_order(order: Int[Array, "b n"], merge: int) -> Int[Array, "b p"]:
     """Return the numbers of the patches of blocks in an order of blocks.
 
     Args:

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from ed_models.body.context import layer_context
 from ed_models.body.layers import DecoderLayer, FeedForward, Stream
-from ed_models.body.patch_grids import PatchPlaces, patches_of
+from ed_models.body.patch_grids import PatchPlaces, get_patch_order
 
 
 class PatchProjection(nnx.Module):
@@ -104,14 +104,14 @@ class PatchMerger(nnx.Module):
     Args:
         parts: creates the layers.
         features: size of a feature, e.
-        whole: whether the norm is that of a block, instead of a patch.
+        norm_blocks: whether the norm is that of a block, instead of a patch.
     """
 
-    def __init__(self, parts: Parts, features: int, *, whole: bool = False):
+    def __init__(self, parts: Parts, features: int, *, norm_blocks: bool = False):
         config: Any = parts.config
-        self.size, self.whole = config.spatial_merge_size**2, whole
+        self.size, self.whole = config.spatial_merge_size**2, norm_blocks
         inner = config.hidden_size * self.size
-        self.norm = parts.own_norm(inner if whole else config.hidden_size)
+        self.norm = parts.own_norm(inner if norm_blocks else config.hidden_size)
         self.linear_1 = parts.linear(inner, inner, axes=(None, "embed"), bias=True)
         self.linear_2 = parts.linear(inner, features, axes=("embed", None), bias=True)
 
@@ -172,7 +172,7 @@ class PatchTower(nnx.Module):
         self.blocks = parts.stack(layer, depth, kinds=kinds)
         self.merger = merger(parts, features)
         if deep:
-            mergers = [PatchMerger(parts, features, whole=True) for _ in deep]
+            mergers = [PatchMerger(parts, features, norm_blocks=True) for _ in deep]
             self.deepstack_merger_list = nnx.List(mergers)
         self.features = features * (1 + len(self.deep))
 
@@ -204,7 +204,7 @@ class PatchTower(nnx.Module):
         if self.window is not None:
             # The patches of a window are neighbors, so attention skips blocks of other windows.
             places, order = places.by_window(self.merge)
-            x = jnp.take_along_axis(x, patches_of(order, self.merge)[..., None], axis=1)
+            x = jnp.take_along_axis(x, get_patch_order(order, self.merge)[..., None], axis=1)
         if self.positions is not None:
             x = x + self.learned_positions(places).astype(x.dtype)
         ctx = self.context(places)
@@ -215,8 +215,8 @@ class PatchTower(nnx.Module):
         features = self.merger(x)
         if hidden is not None:
             mergers = zip(self.deepstack_merger_list, self.deep, strict=True)
-            further = [merger(hidden[layer + 1]) for merger, layer in mergers]
-            features = jnp.concatenate([features, *further], axis=-1)
+            deep_features = [merger(hidden[layer + 1]) for merger, layer in mergers]
+            features = jnp.concatenate([features, *deep_features], axis=-1)
         if order is not None:
             back = jnp.argsort(order, axis=1)
             features = jnp.take_along_axis(features, back[..., None], axis=1)
@@ -244,15 +244,15 @@ class PatchTower(nnx.Module):
         last, patch = self.positions - 1, places.position_ids.astype(jnp.float32)
         if self.cubic:
             at = (patch + 0.5) / places.sizes * self.positions - 0.5
-            near, kernel = (-1, 0, 1, 2), cubic_kernel
+            neighbor_offsets, kernel = (-1, 0, 1, 2), cubic_kernel
         else:
             at = patch * last / jnp.maximum(places.sizes - 1, 1)
-            near, kernel = (0, 1), linear_kernel
+            neighbor_offsets, kernel = (0, 1), linear_kernel
         low = jnp.floor(at).astype(jnp.int32)
         table = self.pos_embed.get_value().astype(jnp.float32)
         table = table.reshape(self.positions**2, -1)
         total = jnp.zeros((), jnp.float32)
-        for corner in itertools.product(near, near):
+        for corner in itertools.product(neighbor_offsets, neighbor_offsets):
             across = jnp.stack([low[axis] + corner[axis] for axis in (0, 1)])
             row, column = jnp.clip(across, 0, last)
             weight = jnp.prod(kernel(jnp.abs(at - across)), axis=0)
@@ -268,9 +268,9 @@ def linear_kernel(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
 def cubic_kernel(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Return the weights of torch's cubic interpolation at distances x, at most 2."""
     a = -0.75
-    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    inner_weights = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((x - 5) * x + 8) * x * a - 4 * a
-    return jnp.where(x <= 1, near, far)
+    return jnp.where(x <= 1, inner_weights, far)
 
 
 class PlainPatchLayer(PatchLayer):

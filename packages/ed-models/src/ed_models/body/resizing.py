@@ -68,6 +68,6 @@ def _kernel(x: np.ndarray, method: ResizeKernel, a: float) -> np.ndarray:
     x = np.abs(x)
     if method == "bilinear":
         return np.maximum(1 - x, 0.0)
-    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    inner_weights = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((x - 5) * x + 8) * x * a - 4 * a
-    return np.where(x <= 1, near, np.where(x < 2, far, 0.0))
+    return np.where(x <= 1, inner_weights, np.where(x < 2, far, 0.0))

@@ -89,7 +89,7 @@ class ScaledVisionLayer(VisionLayer):
     def __call__(self, x, ctx, cache, layer):
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
         x = x + ctx.rows_dropped(self.layer_scale1(attended), self.skipped, "attention")
-        x = ctx.named(x, "residual")
+        x = ctx.name_activation(x, "residual")
         out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
         return x + ctx.rows_dropped(self.layer_scale2(out), self.skipped, "mlp"), cache, report
 

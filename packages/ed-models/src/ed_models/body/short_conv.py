@@ -60,6 +60,6 @@ class ShortConvDecoder(Decoder):
     """The body: norms have `norm_eps`."""
 
     @staticmethod
-    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+    def build_norm(parts: Parts) -> Callable[..., nnx.Module]:
         """Makes the family's norm."""
         return partial(parts.norm, eps=parts.config.norm_eps)

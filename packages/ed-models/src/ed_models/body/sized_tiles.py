@@ -57,7 +57,9 @@ class SizedImageTextModel(TiledImageTextModel):
             image_grids: rows and columns of tiles of each image.
         """
         b, t, *size = pixel_values.shape
-        tiles = self.multi_modal_projector(self.selected(pixel_values.reshape(b * t, *size)))
+        tiles = self.multi_modal_projector(
+            self.select_hidden_states(pixel_values.reshape(b * t, *size))
+        )
         tiles = tiles.reshape(b, t, *tiles.shape[1:])
         sizes, grids = jnp.asarray(image_sizes), jnp.asarray(image_grids)
-        return self.grids.encoded(tiles, self.image_newline.get_value(), sizes, grids)
+        return self.grids.assemble_features(tiles, self.image_newline.get_value(), sizes, grids)

@@ -97,9 +97,9 @@ class SpecAugment:
         """
         b, t, d = shape
         time, feature = jax.random.split(key)
-        whole = jnp.full((b,), d, jnp.int32)
+        feature_lengths = jnp.full((b,), d, jnp.int32)
         lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
         return Masks(
             self.time.mask(time, lengths, t)[..., None],
-            self.feature.mask(feature, whole, d)[:, None],
+            self.feature.mask(feature, feature_lengths, d)[:, None],
         )

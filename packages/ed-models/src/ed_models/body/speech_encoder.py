@@ -101,13 +101,15 @@ class AttentionAdapterLayer(DecoderLayer):
 def encoder_layer(parts: Parts, index: int) -> DecoderLayer:
     """Create a layer of the encoder."""
     config = parts.config
-    own = SelfAttention(parts, bias=True, position=None, mask=BIDIRECTIONAL)
+    attention = SelfAttention(parts, bias=True, position=None, mask=BIDIRECTIONAL)
     mlp = MLP(parts, dropout=config.activation_dropout)
     if config.adapter_attn_dim is not None:
-        return AttentionAdapterLayer(parts, self_attn=own, mlp=mlp, dropout=config.hidden_dropout)
+        return AttentionAdapterLayer(
+            parts, self_attn=attention, mlp=mlp, dropout=config.hidden_dropout
+        )
     if config.do_stable_layer_norm:
-        return DecoderLayer(parts, self_attn=own, mlp=mlp, dropout=config.hidden_dropout)
-    return EncoderLayer(parts, index, self_attn=own, mlp=mlp)
+        return DecoderLayer(parts, self_attn=attention, mlp=mlp, dropout=config.hidden_dropout)
+    return EncoderLayer(parts, index, self_attn=attention, mlp=mlp)
 
 
 class SpeechEncoder(nnx.Module):
@@ -135,7 +137,7 @@ class SpeechEncoder(nnx.Module):
         x = x if ctx.real is None else jnp.where(ctx.real[..., None], x, 0)
         positions = self.pos_conv_embed(x)[:, : x.shape[1]]  # an even number of taps gives one more
         x = x + activation(config.feat_extract_activation)(positions)
-        x = ctx.dropped(x if stable else self.norm(x), config.hidden_dropout, "embeddings")
+        x = ctx.apply_dropout(x if stable else self.norm(x), config.hidden_dropout, "embeddings")
         ctx = replace(ctx, layerdrop=config.layerdrop)
         x, _, report, hidden = self.layers(x, ctx, keep_hidden=keep_hidden)
         return self.norm(x) if stable else x, report, hidden

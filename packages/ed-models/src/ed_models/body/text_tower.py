@@ -60,7 +60,7 @@ class BidirectionalTextLayer(TextLayer):
 class TextTower(Decoder):
     """Embeddings with learned positions, layers, a norm and a pooled output.
 
-    Subclasses set `layer_class`, and override `pooled`.
+    Subclasses set `layer_class`, and override `pool_features`.
     """
 
     layer_class = TextLayer
@@ -70,7 +70,7 @@ class TextTower(Decoder):
     TOWER_NAMES: ClassVar[tuple[str, ...]] = ("text_model",)
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
 
     def add_parts(self, parts: Parts):
@@ -87,7 +87,9 @@ class TextTower(Decoder):
         return EasyDeLBaseModule.cache_specs(self)
 
     @abstractmethod
-    def pooled(self, x: Float[Array, "b s d"], input_ids: Int[Array, "b s"]) -> Float[Array, "b e"]:
+    def pool_features(
+        self, x: Float[Array, "b s d"], input_ids: Int[Array, "b s"]
+    ) -> Float[Array, "b e"]:
         """Return the features of each text."""
 
     def __call__(
@@ -124,4 +126,4 @@ class TextTower(Decoder):
             places = jnp.arange(s) - jnp.argmax(tokens, axis=1)[:, None]
             inputs.setdefault("position_ids", jnp.maximum(places, 0))
         output = super().__call__(input_ids, mask_info=mask, **inputs)
-        return output.replace(pooler_output=self.pooled(output.last_hidden_state, input_ids))
+        return output.replace(pooler_output=self.pool_features(output.last_hidden_state, input_ids))

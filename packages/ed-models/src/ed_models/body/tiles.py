@@ -112,13 +112,13 @@ class TiledImageTextModel(OverDecoder, EasyDeLBaseModule):
         """Create the projector; `parts.config` is the configuration of the whole model."""
 
     def tiles(
-        self, pixel_values: Float[Array, "t c h w"], **others: Array
+        self, pixel_values: Float[Array, "t c h w"], **extra_inputs: Array
     ) -> Float[Array, "t n d"]:
         """Return the features of images or tiles."""
-        hidden = self.vision_tower(pixel_values, **others).last_hidden_state
+        hidden = self.vision_tower(pixel_values, **extra_inputs).last_hidden_state
         return self.multi_modal_projector(hidden)
 
-    def selected(
+    def select_hidden_states(
         self, pixel_values: Float[Array, "t c h w"], **inputs: Any
     ) -> Float[Array, "t n v"]:
         """Return the hidden states of the tower that `vision_feature_layer` names, one beside
@@ -131,20 +131,20 @@ class TiledImageTextModel(OverDecoder, EasyDeLBaseModule):
         config: Any = self.config
         output = self.vision_tower(pixel_values, output_hidden_states=True, **inputs)
         layers, hidden = config.vision_feature_layer, output.hidden_states
-        chosen = [hidden[k] for k in ([layers] if isinstance(layers, int) else layers)]
+        layer_states = [hidden[k] for k in ([layers] if isinstance(layers, int) else layers)]
         if getattr(config, "vision_feature_select_strategy", "full") == "default":
-            chosen = [x[:, 1:] for x in chosen]
-        return jnp.concatenate(chosen, axis=-1)
+            layer_states = [x[:, 1:] for x in layer_states]
+        return jnp.concatenate(layer_states, axis=-1)
 
-    def encode(self, pixel_values: Float[Array, "b i c h w"], **others: Array) -> Encoded:
+    def encode(self, pixel_values: Float[Array, "b i c h w"], **extra_inputs: Array) -> Encoded:
         """Return the features of all images or tiles of a row, one after another.
 
         Args:
             pixel_values: images or tiles.
-            others: further arrays of the tiles, [b, i, ...].
+            extra_inputs: further arrays of the tiles, [b, i, ...].
         """
         b, i = pixel_values.shape[:2]
-        flat = {name: x.reshape(b * i, *x.shape[2:]) for name, x in others.items()}
+        flat = {name: x.reshape(b * i, *x.shape[2:]) for name, x in extra_inputs.items()}
         features = self.tiles(pixel_values.reshape(b * i, *pixel_values.shape[2:]), **flat)
         features = features.reshape(b, i * features.shape[1], -1)
         return Encoded(features, jnp.ones(features.shape[:2], jnp.int32))

@@ -64,7 +64,7 @@ class TileGrids:
 
     def most(self, tiles: int) -> int:
         """Return the largest number of features of an image with at most `tiles` tiles."""
-        found = 1 if self.may_be_whole else 0
+        most_features = 1 if self.may_be_whole else 0
         for h, w in self.resolutions:
             rows, columns = h // self.tile, w // self.tile
             if rows * columns < tiles:
@@ -72,23 +72,23 @@ class TileGrids:
                 y, x = rows * self.side, columns * self.side
                 table = self._reduced[: y + 1, : x + 1]
                 edges = np.concatenate([table[y], table[:, x]])
-                found = max(found, int((edges[:, 0] * (edges[:, 1] + 1)).max()))
-        return self.side**2 + found
+                most_features = max(most_features, int((edges[:, 0] * (edges[:, 1] + 1)).max()))
+        return self.side**2 + most_features
 
-    def sizes(self, height: int, width: int, *, whole: bool = False) -> tuple[int, int]:
+    def sizes(self, height: int, width: int, *, without_grid: bool = False) -> tuple[int, int]:
         """Return the numbers of tiles and of features of an image.
 
         Args:
             height: height in pixels.
             width: width in pixels.
-            whole: whether the image has no grid.
+            without_grid: whether the image has no grid.
         """
-        if whole:
+        if without_grid:
             return 1, self.side**2 + 1
         size = np.array([[height, width]], np.int32)
         grid = self.best(size)
-        _, shown = shown_patches(size, grid * self.side)
-        lines, across = self._reduced[shown[0, 0], shown[0, 1]].tolist()
+        _, shown_counts = shown_patches(size, grid * self.side)
+        lines, across = self._reduced[shown_counts[0, 0], shown_counts[0, 1]].tolist()
         return 1 + int(grid.prod()), self.side**2 + lines * (across + 1)
 
     @property
@@ -112,9 +112,9 @@ class TileGrids:
         resolutions = np.array(self.resolutions, np.int64)
         scale = (resolutions / size).min(axis=-1, keepdims=True)
         pixels = np.prod(size, axis=-1).astype(np.int64)
-        kept = np.minimum((size * scale).astype(np.int64).prod(axis=-1), pixels)
-        padding = resolutions.prod(axis=-1) - kept
-        is_best = kept == kept.max(axis=-1, keepdims=True)
+        kept_pixels = np.minimum((size * scale).astype(np.int64).prod(axis=-1), pixels)
+        padding = resolutions.prod(axis=-1) - kept_pixels
+        is_best = kept_pixels == kept_pixels.max(axis=-1, keepdims=True)
         index = np.where(is_best, padding, np.iinfo(np.int64).max).argmin(axis=-1)
         grids = (resolutions // self.tile)[index].astype(np.int32)
         return np.where(np.asarray(sizes)[..., :1] > 0, grids, 0)
@@ -131,36 +131,41 @@ class TileGrids:
         """
         b, i, n = sizes.shape[0], sizes.shape[1], self.side
         sizes, grid = sizes.reshape(b * i, 2), grids.reshape(b * i, 2)
-        given = sizes[:, 0] > 0
-        counts = jnp.where(given, 1 + grid[:, 0] * grid[:, 1], 0).reshape(b, i)
+        is_image = sizes[:, 0] > 0
+        counts = jnp.where(is_image, 1 + grid[:, 0] * grid[:, 1], 0).reshape(b, i)
         first = (jnp.cumsum(counts, axis=1) - counts).reshape(b * i, 1)
-        corner, shown = shown_patches(sizes, grid * n)
-        lines, across = shown[:, 0], shown[:, 1]
+        corner, shown_counts = shown_patches(sizes, grid * n)
+        lines, across = shown_counts[:, 0], shown_counts[:, 1]
         if self.limit is not None:
             lines, across = jnp.moveaxis(jnp.asarray(self._reduced)[lines, across], -1, 0)
         lines = jnp.where(grid[:, 0] > 0, lines, 1)  # an image without a grid has an empty line
-        own = jnp.arange(self.most(tiles), dtype=jnp.int32)
-        line, place = jnp.divmod(own - n * n, across[:, None] + 1)
-        is_end = (own >= n * n) & (place == across[:, None])
+        feature_index = jnp.arange(self.most(tiles), dtype=jnp.int32)
+        line, place = jnp.divmod(feature_index - n * n, across[:, None] + 1)
+        is_end = (feature_index >= n * n) & (place == across[:, None])
 
-        def found(y: Int[Array, "i k"], x: Int[Array, "i k"]) -> Int[Array, "i k"]:
+        def locate_patches(y: Int[Array, "i k"], x: Int[Array, "i k"]) -> Int[Array, "i k"]:
             y, x = corner[:, :1] + y, corner[:, 1:] + x
             tile = first + 1 + y // n * grid[:, 1:] + x // n
-            inner = jnp.where(own < n * n, first * n * n + own, (tile * n + y % n) * n + x % n)
+            inner = jnp.where(
+                feature_index < n * n, first * n * n + feature_index, (tile * n + y % n) * n + x % n
+            )
             return jnp.where(is_end, tiles * n * n, inner)
 
         if self.limit is None:
-            index, weights = found(line, place)[..., None], jnp.ones((b * i, len(own), 1))
+            index, weights = (
+                locate_patches(line, place)[..., None],
+                jnp.ones((b * i, len(feature_index), 1)),
+            )
         else:
-            y = _neighbours(line, lines, shown[:, 0])
-            x = _neighbours(place, across, shown[:, 1])
+            y = _neighbours(line, lines, shown_counts[:, 0])
+            x = _neighbours(place, across, shown_counts[:, 1])
             pairs = [(down, right) for down in y for right in x]
-            index = jnp.stack([found(down[0], right[0]) for down, right in pairs], axis=-1)
+            index = jnp.stack([locate_patches(down[0], right[0]) for down, right in pairs], axis=-1)
             weights = jnp.stack([down[1] * right[1] for down, right in pairs], axis=-1)
-            alone = ((own < n * n) | is_end)[..., None]
-            weights = jnp.where(alone, jnp.eye(1, len(pairs)), weights)
-        real = own < (n * n + lines * (across + 1))[:, None]
-        real = (real & given[:, None]).reshape(b, -1)
+            is_exact = ((feature_index < n * n) | is_end)[..., None]
+            weights = jnp.where(is_exact, jnp.eye(1, len(pairs)), weights)
+        real = feature_index < (n * n + lines * (across + 1))[:, None]
+        real = (real & is_image[:, None]).reshape(b, -1)
         index = jnp.where(real[..., None], index.reshape(b, real.shape[1], -1), 0)
         order = jnp.argsort(~real, axis=1, stable=True)
         return FeaturePlaces(
@@ -169,7 +174,7 @@ class TileGrids:
             jnp.take_along_axis(real, order, axis=1),
         )
 
-    def encoded(
+    def assemble_features(
         self,
         features: Float[Array, "b t m d"],
         newline: Float[Array, " d"],
@@ -189,13 +194,13 @@ class TileGrids:
         patches = jnp.concatenate([features.reshape(b, -1, d), end], axis=1)
         places = self.places(sizes, grids, t)
         count = places.index.shape[-1]
-        found = [
+        feature_parts = [
             jnp.take_along_axis(patches, places.index[..., c, None], axis=1) for c in range(count)
         ]
         if count > 1:
             weights = places.weights.astype(features.dtype)
-            found = [x * weights[..., c, None] for c, x in enumerate(found)]
-        return Encoded(sum(found[1:], found[0]), places.real.astype(jnp.int32))
+            feature_parts = [x * weights[..., c, None] for c, x in enumerate(feature_parts)]
+        return Encoded(sum(feature_parts[1:], feature_parts[0]), places.real.astype(jnp.int32))
 
 
 class FeaturePlaces(NamedTuple):
@@ -214,18 +219,18 @@ class FeaturePlaces(NamedTuple):
 
 
 def _neighbours(
-    place: Int[Array, "i k"], count: Int[Array, " i"], shown: Int[Array, " i"]
+    place: Int[Array, "i k"], count: Int[Array, " i"], shown_counts: Int[Array, " i"]
 ) -> list[tuple[Int[Array, "i k"], Float[Array, "i k"]]]:
     """Return the two patches between which a feature of a reduced grid is, with their weights.
 
     Args:
         place: places of the features along one axis.
         count: number of features along the axis.
-        shown: number of patches along the axis.
+        shown_counts: number of patches along the axis.
     """
-    scale = shown.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
+    scale = shown_counts.astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
     exact = jnp.maximum((place.astype(jnp.float32) + 0.5) * scale[:, None] - 0.5, 0)
-    last = jnp.maximum(shown - 1, 0)[:, None]
+    last = jnp.maximum(shown_counts - 1, 0)[:, None]
     lower = jnp.minimum(exact.astype(jnp.int32), last)
     part = exact - lower
     return [(lower, 1 - part), (jnp.minimum(lower + 1, last), part)]
@@ -262,8 +267,8 @@ def shown_patches(
     rows, columns = patches[:, 0], patches[:, 1]
     wide = width * rows > columns * height
     top = xp.where(wide, (rows - height * columns // width) // 2, 0)
-    left = xp.where(wide, 0, (columns - width * rows // height) // 2)
-    first = xp.stack([top, left], axis=1)
+    left_padding = xp.where(wide, 0, (columns - width * rows // height) // 2)
+    first = xp.stack([top, left_padding], axis=1)
     return first, patches - 2 * first
 
 
@@ -308,14 +313,16 @@ def rows_of_tiles(
     if pixels is None or sizes is None or np.ndim(sizes) == 3:
         return with_grids(grids, arrays)
     sizes = np.asarray(sizes, np.int32)
-    chosen = grids.best(sizes)
-    others = {name: x for name, x in arrays.items() if name not in ("pixel_values", SIZES, COUNTS)}
+    image_grids = grids.best(sizes)
+    extra_arrays = {
+        name: x for name, x in arrays.items() if name not in ("pixel_values", SIZES, COUNTS)
+    }
     if grids.may_be_whole and COUNTS in arrays:
         counts = np.asarray(arrays[COUNTS])
-        chosen[np.repeat(counts > 1, counts)] = 0
+        image_grids[np.repeat(counts > 1, counts)] = 0
     numbers = [
-        grids.sizes(int(size[0]), int(size[1]), whole=not grid.any())
-        for size, grid in zip(sizes, chosen, strict=True)
+        grids.sizes(int(size[0]), int(size[1]), without_grid=not grid.any())
+        for size, grid in zip(sizes, image_grids, strict=True)
     ]
     tokens = placeholders.sum(axis=1)
     ends = np.cumsum([0, *(features for _, features in numbers)])
@@ -327,13 +334,20 @@ def rows_of_tiles(
             "feature, as the processor of the checkpoint does"
         )
     rows = [range(first, last) for first, last in itertools.pairwise(borders)]
-    tiles = [np.concatenate([pixels[i][: numbers[i][0]] for i in own]) for own in rows if own]
+    tiles = [
+        np.concatenate([pixels[i][: numbers[i][0]] for i in row_images])
+        for row_images in rows
+        if row_images
+    ]
     most = max(1, *map(len, rows)), max(map(len, tiles))
-    made = np.zeros((len(rows), most[1], *tiles[0].shape[1:]), np.float32)
+    pixel_rows = np.zeros((len(rows), most[1], *tiles[0].shape[1:]), np.float32)
     placed = np.zeros((2, len(rows), most[0], 2), np.int32)
-    for row, own in enumerate(rows):
-        if own:
-            of_row = tiles.pop(0)
-            made[row, : len(of_row)] = of_row
-            placed[:, row, : len(own)] = sizes[own.start : own.stop], chosen[own.start : own.stop]
-    return {**others, "pixel_values": made, SIZES: placed[0], GRIDS: placed[1]}
+    for row, row_images in enumerate(rows):
+        if row_images:
+            row_tiles = tiles.pop(0)
+            pixel_rows[row, : len(row_tiles)] = row_tiles
+            placed[:, row, : len(row_images)] = (
+                sizes[row_images.start : row_images.stop],
+                image_grids[row_images.start : row_images.stop],
+            )
+    return {**extra_arrays, "pixel_values": pixel_rows, SIZES: placed[0], GRIDS: placed[1]}

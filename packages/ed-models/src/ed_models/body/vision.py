@@ -24,7 +24,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.outputs import BaseModelOutput
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule
-from ed_layers.context import ALL_LAYERS, named
+from ed_layers.context import ALL_LAYERS, name_activation
 from ed_layers.mlp import MLP
 from ed_layers.parts import MakePart, Parts
 from ed_layers.projections.matmul import matmul
@@ -110,10 +110,10 @@ def tower_rules(
         names: parts of our names below the path -> those of the checkpoint.
         rules: rules of a tower alone, before the renaming.
     """
-    of_tower = [rule for rule in rules if rule.ours]
+    parameter_rules = [rule for rule in rules if rule.ours]
     return tuple(
         Rule(under(ours, rule.ours), f"{theirs}.{rule.hf}", rule.layout)
-        for rule in renamed(names, *of_tower)
+        for rule in renamed(names, *parameter_rules)
     )
 
 
@@ -124,7 +124,7 @@ def under(path: str, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
     return tuple(f"{path}.{name}" for name in names)
 
 
-def size_of(value: int | Sequence[int]) -> tuple[int, int]:
+def get_size(value: int | Sequence[int]) -> tuple[int, int]:
     """Return height and width of a size in a configuration."""
     if isinstance(value, int):
         return value, value
@@ -137,7 +137,7 @@ class PatchEmbedding(nnx.Module):
 
     def __init__(self, parts: Parts, *, bias: bool = True):
         config = parts.config
-        self.size, self.dtype = size_of(config.patch_size), parts.dtype
+        self.size, self.dtype = get_size(config.patch_size), parts.dtype
         self.precision = parts.precision
         shape = config.num_channels, *self.size, config.hidden_size
         kernel = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
@@ -192,9 +192,9 @@ class VisionEmbeddings(nnx.Module):
     ):
         config, d = parts.config, parts.config.hidden_size
         self.dtype, self.tokens, self.antialias = parts.dtype, tuple(tokens), antialias
-        self.image_size = size_of(config.image_size)
+        self.image_size = get_size(config.image_size)
         height, width = (
-            n // p for n, p in zip(self.image_size, size_of(config.patch_size), strict=True)
+            n // p for n, p in zip(self.image_size, get_size(config.patch_size), strict=True)
         )
         self.grid = height, width
         self.patch_embedding = PatchEmbedding(parts, bias=bias)
@@ -252,8 +252,8 @@ class VisionEmbeddings(nnx.Module):
         if not hasattr(self, "register_tokens"):
             return x
         first = len(self.tokens)
-        rest = self.after(["register_tokens"], x[:, first:])
-        return jnp.concatenate([x[:, :first], rest], axis=1)
+        remaining_tokens = self.after(["register_tokens"], x[:, first:])
+        return jnp.concatenate([x[:, :first], remaining_tokens], axis=1)
 
     def after(self, names: Sequence[str], x: Float[Array, "b n d"]) -> Float[Array, "b m d"]:
         """Return x after trained tokens."""
@@ -311,7 +311,7 @@ class VisionTower(EasyDeLBaseModule):
     reads: ClassVar[Literal["first", "mean", "both"]] = "first"
     names: ClassVar[Mapping[str, str]] = CLIP_NAMES
     rules: ClassVar[tuple[Rule, ...]] = VISION_RULES
-    others: ClassVar[tuple[str, ...]] = ()
+    ignored_names: ClassVar[tuple[str, ...]] = ()
     new_layers: ClassVar[tuple[str, ...]] = ()
     #: Names of the modules of transformers 5.
     MODULES: ClassVar[Modules] = Modules()
@@ -322,7 +322,7 @@ class VisionTower(EasyDeLBaseModule):
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        cls.WEIGHTS = (*renamed(cls.names, *cls.rules), *map(ignore, cls.others))
+        cls.WEIGHTS = (*renamed(cls.names, *cls.rules), *map(ignore, cls.ignored_names))
 
     def __init__(
         self,
@@ -337,14 +337,14 @@ class VisionTower(EasyDeLBaseModule):
         super().__init__(config, dtype, param_dtype, precision)
         self.pooling = pooling
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
-        parts = replace(parts, norm_of_family=self.norm_of(parts))
+        parts = replace(parts, norm_of_family=self.build_norm(parts))
         self.embeddings = self.embedding(parts)
         self.layers = parts.stack(type(self).layer_class, config.num_hidden_layers)
         self.norm = self.last_norm(parts)
         self.add_parts(parts)
 
     @staticmethod
-    def norm_of(parts: Parts) -> Callable[..., nnx.Module]:
+    def build_norm(parts: Parts) -> Callable[..., nnx.Module]:
         """Return the function that creates the norms."""
         return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
 
@@ -359,7 +359,7 @@ class VisionTower(EasyDeLBaseModule):
         return VisionEmbeddings(parts)
 
     def add_parts(self, parts: Parts) -> None:
-        """Create further parts, for `enter`, `leave` and `pooled`."""
+        """Create further parts, for `enter`, `leave` and `pool_features`."""
 
     def rope(
         self, size: tuple[int, int], key: jax.Array | None
@@ -380,7 +380,7 @@ class VisionTower(EasyDeLBaseModule):
         """Transform the output of the last layer."""
         return self.norm(x)
 
-    def pooled(self, x: Float[Array, "b n d"]) -> Float[Array, "b d"] | None:
+    def pool_features(self, x: Float[Array, "b n d"]) -> Float[Array, "b d"] | None:
         """Return the features of each image; None = the tower has no pooling."""
         return None
 
@@ -395,7 +395,9 @@ class VisionTower(EasyDeLBaseModule):
         """Size of the hidden states, d."""
         return self.config.hidden_size
 
-    def classified(self, x: Float[Array, "b n d"], **inputs: Any) -> Float[Array, "b f"]:
+    def get_classifier_features(
+        self, x: Float[Array, "b n d"], **inputs: Any
+    ) -> Float[Array, "b f"]:
         """Return the features of each image that a classifier reads; see `reads`.
 
         Args:
@@ -443,7 +445,7 @@ class VisionTower(EasyDeLBaseModule):
             tables = [jnp.broadcast_to(t, (*x.shape[:2], t.shape[-1])) for t in rope]
             ctx = replace(ctx, rope={ALL_LAYERS: (tables[0], tables[1])})
         rate = getattr(self.config, "hidden_dropout_prob", 0.0)
-        x = self.enter(ctx.dropped(x, rate, "embeddings"))
+        x = self.enter(ctx.apply_dropout(x, rate, "embeddings"))
         x, _, _, hidden = self.layers(x, ctx, keep_hidden=output_hidden_states)
-        x = named(self.leave(x), "model_output")
-        return BaseModelOutput(x, hidden_states=hidden, pooler_output=self.pooled(x))
+        x = name_activation(self.leave(x), "model_output")
+        return BaseModelOutput(x, hidden_states=hidden, pooler_output=self.pool_features(x))

@@ -100,7 +100,7 @@ def read_cross_encoder(directory: Path) -> Mapping[str, Any] | None:
     return stored if is_pair else None
 
 
-def task_of(directory: Path) -> TaskType:
+def detect_task(directory: Path) -> TaskType:
     """Return the task of a checkpoint.
 
     A checkpoint with the files of sentence-transformers is an embedding model. Otherwise the class
@@ -119,7 +119,7 @@ def task_of(directory: Path) -> TaskType:
         return TaskType.CAUSAL_LM
     for name in map(str, names):
         if name.endswith(CONDITIONAL):
-            tasks = registry.tasks_of(str(settings.get("model_type")))
+            tasks = registry.list_tasks(str(settings.get("model_type")))
             if tasks:
                 return tasks[0]
         for ending, task in TASK_ENDINGS.items():
@@ -135,7 +135,7 @@ def task_of(directory: Path) -> TaskType:
 
 def registry_tasks(model_type: str) -> Sequence[TaskType]:
     """Return the tasks of a model type; none for an unknown type."""
-    return registry.tasks_of(model_type) if model_type in registry.model_types() else ()
+    return registry.list_tasks(model_type) if model_type in registry.model_types() else ()
 
 
 def check_config(path: Path, stored: Mapping[str, Any], config: EasyDeLBaseConfig) -> None:
@@ -207,10 +207,11 @@ def check_tokenizer(directory: Path, vocab_size: int | None) -> None:
             f"{path} has token ids up to {largest}, and the model a vocabulary of {vocab_size}: "
             "they are of different models; put the model's own tokenizer there"
         )
-    beyond = sorted(token for token in added if token >= vocab_size)
-    if beyond:
+    invalid_tokens = sorted(token for token in added if token >= vocab_size)
+    if invalid_tokens:
         once(
             logger,
-            f"{path}: added tokens {beyond[:5]} are beyond the model's vocabulary of {vocab_size}: "
+            f"{path}: added tokens {invalid_tokens[:5]} are beyond the model's vocabulary of "
+            f"{vocab_size}: "
             "the model cannot be given them",
         )

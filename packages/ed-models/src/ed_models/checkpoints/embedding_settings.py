@@ -90,7 +90,7 @@ class EmbeddingSettings:
         """Return the prompt of the first name that the checkpoint has; else the default prompt."""
         return self.prompt(next((name for name in names if name in self.prompts), None))
 
-    def truncated(self, truncate_dim: int) -> EmbeddingSettings:
+    def replace_truncate_dim(self, truncate_dim: int) -> EmbeddingSettings:
         """Return the settings with another size of the vectors.
 
         Raises:

@@ -19,8 +19,8 @@ from ed_infra import parameter_names
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
 
-from ed_models.checkpoints.quantized_tensors import encoded_as, parts_of
-from ed_models.checkpoints.weight_map import window_of
+from ed_models.checkpoints.quantized_tensors import encoded_as, get_matrix_parts
+from ed_models.checkpoints.weight_map import get_index_ranges
 from ed_models.weights.blocks import Shape
 
 #: `read(name, window, out)` fills `out` with those positions of a layer's tensor, in its dtype.
@@ -51,7 +51,7 @@ def fill_stored(path: tuple, leaf: QArray, placement: QArray, read: _Read) -> QA
     leaves = [
         _fill([f"{name}.{part}" for name in names], stacked, array, place, read)
         for (part, array), place in zip(
-            parts_of(leaf).items(), jax.tree.leaves(placement), strict=True
+            get_matrix_parts(leaf).items(), jax.tree.leaves(placement), strict=True
         )
     ]
     return jax.tree.unflatten(jax.tree.structure(leaf), leaves)
@@ -61,12 +61,12 @@ def fill_quantized(path: tuple, leaf: QArray, placement: QArray, read: _Read) ->
     """Make a quantized matrix from a plain one, which is in memory for one layer at a time."""
     names, stacked = parameter_names.canonical(path), parameter_names.is_stacked(path)
     place: Any = placement.codes  # codes divide as the matrix does
-    place = _of_a_layer(place) if stacked else place
+    place = _get_layer_placement(place) if stacked else place
     shape = leaf.shape[1:] if stacked else leaf.shape
 
     def layer(name: str) -> QArray:
-        plain = _placed(shape, place, partial(read, name), leaf.dtype)
-        return encoded_as(plain, leaf)
+        dense_layer = _build_array(shape, place, partial(read, name), leaf.dtype)
+        return encoded_as(dense_layer, leaf)
 
     if not stacked:
         return jax.device_put(layer(names[0]), placement)
@@ -84,7 +84,7 @@ def _fill(
     read: _Read,
 ) -> jax.Array:
     if not stacked:
-        return _placed(leaf.shape, placement, partial(read, names[0]), leaf.dtype)
+        return _build_array(leaf.shape, placement, partial(read, names[0]), leaf.dtype)
     small = math.prod(leaf.shape) * leaf.dtype.itemsize < _LARGE
     if small or _in_host_memory(placement) or _divides_layers(placement):
 
@@ -92,10 +92,10 @@ def _fill(
             for row, layer in enumerate(window[0]):
                 read(names[layer], window[1:], out[row, ...])
 
-        return _placed(leaf.shape, placement, fill, leaf.dtype)
-    stack, by_layer = _empty(leaf, placement), _of_a_layer(placement)
+        return _build_array(leaf.shape, placement, fill, leaf.dtype)
+    stack, by_layer = _empty(leaf, placement), _get_layer_placement(placement)
     for row, name in enumerate(names):
-        layer = _placed(leaf.shape[1:], by_layer, partial(read, name), leaf.dtype)
+        layer = _build_array(leaf.shape[1:], by_layer, partial(read, name), leaf.dtype)
         stack = jax.block_until_ready(_put(placement)(stack, layer, np.int32(row)))
     return stack
 
@@ -113,7 +113,7 @@ def _put(placement: _Placement | QArray) -> Callable[[Any, Any, np.int32], Any]:
 
 def _with_row(stack: _Leaf, layer: _Leaf, row: jax.Array) -> _Leaf:
     write = jax.lax.dynamic_update_index_in_dim
-    return jax.tree.map(lambda a, of_layer: write(a, of_layer, row, 0), stack, layer)
+    return jax.tree.map(lambda a, layer_leaf: write(a, layer_leaf, row, 0), stack, layer)
 
 
 def _divides_layers(placement: _Placement) -> bool:
@@ -121,7 +121,7 @@ def _divides_layers(placement: _Placement) -> bool:
     return named and len(placement.spec) > 0 and placement.spec[0] is not None
 
 
-def _of_a_layer(placement: _Placement) -> _Placement:
+def _get_layer_placement(placement: _Placement) -> _Placement:
     """The location of one layer of a stack."""
     if not isinstance(placement, jax.sharding.NamedSharding):
         return placement
@@ -146,7 +146,7 @@ def _buffer(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _placed(
+def _build_array(
     shape: Shape,
     placement: _Placement,
     fill: Callable[[Sequence[range], np.ndarray], None],
@@ -157,7 +157,7 @@ def _placed(
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        window = window_of(index, shape)
+        window = get_index_ranges(index, shape)
         key = tuple((w.start, w.stop) for w in window)
         if key not in slices:
             slices[key] = _buffer([len(w) for w in window], dtype)

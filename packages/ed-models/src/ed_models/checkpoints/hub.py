@@ -26,7 +26,7 @@ from ed_infra.errors import (
 from ed_infra.sharding import placement
 from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import EasyDeLQuantizationConfig
-from ed_layers.quantization.model import QuantizationRules, spec_of, warn_of_plain_weights
+from ed_layers.quantization.model import QuantizationRules, to_spec, warn_of_plain_weights
 from flax import nnx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -43,9 +43,9 @@ from ed_models.checkpoints.checks import (
     MODULES_NAME,
     check_config,
     check_tokenizer,
+    detect_task,
     read_cross_encoder,
     read_settings,
-    task_of,
 )
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
 from ed_models.checkpoints.gguf.directory import as_directory, file_in, parts_pattern
@@ -300,9 +300,9 @@ def from_pretrained(
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     changes |= {"sharding_axis_dims": sharding_axis_dims} | dict(config_kwargs or {})
-    own: Any = canonical_task(task) if module_class is None else None
-    own = getattr(module_class, "model_task", own)
-    config = read_config(directory, own, **changes)
+    model_task: Any = canonical_task(task) if module_class is None else None
+    model_task = getattr(module_class, "model_task", model_task)
+    config = read_config(directory, model_task, **changes)
     config = _for_task(config, module_class, task, directory)
     # Adapters and model cards state their base.
     is_local = Path(name_or_path).expanduser().exists()
@@ -338,11 +338,11 @@ def from_pretrained(
         check_finite=check_finite,
     )
     if quantization_config is not None and not apply_quantization:
-        own = spec_of(quantization_config)  # type: ignore[arg-type]
-        settings = settings | {"config": module.config.replace(quantization_config=own)}
+        model_task = to_spec(quantization_config)  # type: ignore[arg-type]
+        settings = settings | {"config": module.config.replace(quantization_config=model_task)}
     for name, value in settings.items():
         if isinstance(value, nnx.List):  # modules with weights in separate files
-            value = _placed(value, module.config, shard=auto_shard_model)
+            value = _place_layers(value, module.config, shard=auto_shard_model)
         setattr(module, name, value)
     if truncate_dim is not None:
         cast(Any, module).truncate_embeddings(truncate_dim)
@@ -369,19 +369,19 @@ _INSTEAD = {
 }
 
 
-def check_loading_keywords(given: Iterable[str]) -> None:
+def check_loading_keywords(keywords: Iterable[str]) -> None:
     """Check the further keywords of `from_pretrained`.
 
     Raises:
         KeywordError: a keyword is unknown; the message says what to write instead.
     """
     options = inspect.signature(from_pretrained).parameters
-    known = [*(name for name in options if name != "hub"), *HubOptions.__annotations__]
+    option_names = [*(name for name in options if name != "hub"), *HubOptions.__annotations__]
     fields = {
         name: f"it is a field of the configuration: use config_kwargs={{{name!r}: ...}}"
         for name in (*FIELDS, *FIELD_ALIASES)
     }
-    refuse_keywords("from_pretrained", given, known, {**fields, **_INSTEAD})
+    refuse_keywords("from_pretrained", keywords, option_names, {**fields, **_INSTEAD})
 
 
 def check_weights(directory: Path, task: TaskType | str = TaskType.AUTO_BIND) -> None:
@@ -394,7 +394,7 @@ def check_weights(directory: Path, task: TaskType | str = TaskType.AUTO_BIND) ->
     Raises:
         CheckpointError: a tensor is missing, left over, or has another shape or kind.
     """
-    _prepared(directory, task)
+    _prepare_checkpoint(directory, task)
 
 
 def without_values(directory: Path, task: TaskType | str = TaskType.AUTO_BIND) -> nnx.Module:
@@ -402,12 +402,12 @@ def without_values(directory: Path, task: TaskType | str = TaskType.AUTO_BIND) -
 
     Args, Raises: see `check_weights`.
     """
-    made = _prepared(directory, task).made
+    draft = _prepare_checkpoint(directory, task).draft
     with nnx.use_eager_sharding(False):
-        return nnx.merge(made.graphdef, made.state)
+        return nnx.merge(draft.graphdef, draft.state)
 
 
-def _prepared(directory: Path, task: TaskType | str) -> CheckedFiles:
+def _prepare_checkpoint(directory: Path, task: TaskType | str) -> CheckedFiles:
     task = canonical_task(task)
     config = read_config(directory, task, sharding_axis_dims=(1, 1, 1, 1, 1))
     config = _for_task(config, None, task, directory)
@@ -443,15 +443,15 @@ def _selects_part(
 ) -> bool:
     """Return whether only a part of a multimodal model has a class or a task."""
     if module_class is not None:
-        own = getattr(module_class, "model_type", None)
-        return own == part.model_type != config.model_type
+        model_type = getattr(module_class, "model_type", None)
+        return model_type == part.model_type != config.model_type
     task = canonical_task(task)
-    task = task_of(directory) if task == TaskType.AUTO_BIND else task
-    is_part = task not in registry.tasks_of(config.model_type)
-    return is_part and task in registry.tasks_of(part.model_type)
+    task = detect_task(directory) if task == TaskType.AUTO_BIND else task
+    is_part = task not in registry.list_tasks(config.model_type)
+    return is_part and task in registry.list_tasks(part.model_type)
 
 
-def _placed(layers: nnx.List, config: EasyDeLBaseConfig, *, shard: bool) -> nnx.List:
+def _place_layers(layers: nnx.List, config: EasyDeLBaseConfig, *, shard: bool) -> nnx.List:
     """Return layers with their arrays on the devices of the model."""
     if shard:
         return placement.shard(layers, config)
@@ -466,14 +466,15 @@ def _class_for(
     directory: Path,
 ) -> type[LoadableT]:
     if module_class is not None:
-        own = getattr(module_class, "model_type", None)
-        if own not in (None, config.model_type):
+        model_type = getattr(module_class, "model_type", None)
+        if model_type not in (None, config.model_type):
             raise CheckpointError(
                 f"{directory} holds a model of type {config.model_type!r}, and "
-                f"{module_class.__name__} is of type {own!r}; AutoEasyDeLModelForCausalLM and the "
+                f"{module_class.__name__} is of type {model_type!r}; AutoEasyDeLModelForCausalLM "
+                "and the "
                 "other classes like it take the class that fits"
             )
         return module_class
     task = canonical_task(task)
-    task = task_of(directory) if task == TaskType.AUTO_BIND else task
+    task = detect_task(directory) if task == TaskType.AUTO_BIND else task
     return registry.get_module(task, config.model_type)

@@ -39,7 +39,7 @@ class KimiImagesKwargs(ImagesKwargs, total=False):
     merge_size: int
 
 
-def resized(
+def compute_sizes(
     height: int, width: int, *, patch: int, merge: int, most: int, side: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return height and width of the reduced image, and those after padding to whole blocks.
@@ -55,10 +55,10 @@ def resized(
     count = max(1.0, height // patch) * max(1.0, width // patch)
     limits = math.sqrt(most / count), side * patch / height, side * patch / width
     scale = min(1.0, *limits)
-    own = [min(max(1, int(number * scale)), side * patch) for number in (height, width)]
+    image_size = [min(max(1, int(number * scale)), side * patch) for number in (height, width)]
     block = patch * merge
-    padded = [-(-number // block) * block for number in own]
-    return (own[0], own[1]), (padded[0], padded[1])
+    padded = [-(-number // block) * block for number in image_size]
+    return (image_size[0], image_size[1]), (padded[0], padded[1])
 
 
 class Kimi_K25ImageProcessorPil(PilBackend):
@@ -87,7 +87,9 @@ class Kimi_K25ImageProcessorPil(PilBackend):
         size = of("size")
         most = size["max_height"] if isinstance(size, Mapping) else size.max_height
         merge, patches = of("merge_size"), of("max_patches")
-        return resized(height, width, patch=of("patch_size"), merge=merge, most=patches, side=most)
+        return compute_sizes(
+            height, width, patch=of("patch_size"), merge=merge, most=patches, side=most
+        )
 
     def _preprocess(
         self,
@@ -105,9 +107,11 @@ class Kimi_K25ImageProcessorPil(PilBackend):
         side, patches, grids = options["patch_size"], list[np.ndarray](), list[list[int]]()
         for image in images:
             if do_resize:
-                own, padded = self._sizes(image.shape[-2], image.shape[-1], options)
-                image = self.resize(image, SizeDict(height=own[0], width=own[1]), resample)
-                padding = [(0, 0), *((0, b - a) for a, b in zip(own, padded, strict=True))]
+                image_size, padded = self._sizes(image.shape[-2], image.shape[-1], options)
+                image = self.resize(
+                    image, SizeDict(height=image_size[0], width=image_size[1]), resample
+                )
+                padding = [(0, 0), *((0, b - a) for a, b in zip(image_size, padded, strict=True))]
                 image = np.pad(image, padding)
             if do_rescale:
                 image = self.rescale(image, rescale_factor)
@@ -184,10 +188,11 @@ class Kimi_K25Processor(ProcessorMixin):
         """Return the numbers of tokens of images with these heights and widths."""
         if image_sizes is None:
             return MultiModalData()
-        own = self._merge_kwargs(**options)["images_kwargs"]
-        merge = own.get("merge_size") or self.image_processor.merge_size
+        image_options = self._merge_kwargs(**options)["images_kwargs"]
+        merge = image_options.get("merge_size") or self.image_processor.merge_size
         patches = [
-            self.image_processor.get_number_of_image_patches(*size, own) for size in image_sizes
+            self.image_processor.get_number_of_image_patches(*size, image_options)
+            for size in image_sizes
         ]
         tokens = [count // merge**2 for count in patches]
         return MultiModalData(num_image_tokens=tokens, num_image_patches=patches)

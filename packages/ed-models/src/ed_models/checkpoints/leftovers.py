@@ -62,7 +62,11 @@ def rename_legacy_tensors(files: TensorFiles, model_tensors: Collection[str]) ->
         for name in files
         if name not in model_tensors and (renamed := _rename_legacy(name)) != name
     }
-    return files.renamed({n: to for n, to in names.items() if to not in files}) if names else files
+    return (
+        files.rename_tensors({n: to for n, to in names.items() if to not in files})
+        if names
+        else files
+    )
 
 
 def _rename_legacy(name: str) -> str:
@@ -83,11 +87,12 @@ def find_leftovers(weights: WeightMap, files: TensorFiles) -> list[str]:
     unknown = [n for n in files if n not in weights.hf_shapes and not is_known(weights, n)]
     unknown = _without_mtp(weights.hf_shapes, unknown)
     heads = HEADS - {name.partition(".")[0] for name in weights.hf_shapes}
-    of_heads = [name for name in unknown if name.partition(".")[0] in heads]
-    if of_heads:
+    head_tensors = [name for name in unknown if name.partition(".")[0] in heads]
+    if head_tensors:
         once(
             logger,
-            f"{files.directory}: {len(of_heads)} tensors of other tasks ({min(of_heads)}, …) are "
+            f"{files.directory}: {len(head_tensors)} tensors of other tasks ({min(head_tensors)}, "
+            "…) are "
             "not read",
         )
     return [name for name in unknown if name.partition(".")[0] not in heads]

@@ -32,9 +32,13 @@ from jax.typing import DTypeLike
 from ed_models.checkpoints.filling import fill, fill_quantized, fill_simulated, fill_stored
 from ed_models.checkpoints.gguf.kept_codes import kept_codes
 from ed_models.checkpoints.leftovers import find_leftovers, rename_legacy_tensors
-from ed_models.checkpoints.packed_tensors import unpacked
-from ed_models.checkpoints.quantized_tensors import PARTS_AS_THEY_ARE, parts_of, stored_rules
-from ed_models.checkpoints.task_rules import rules_of
+from ed_models.checkpoints.packed_tensors import unpack_tensors
+from ed_models.checkpoints.quantized_tensors import (
+    PARTS_AS_THEY_ARE,
+    get_matrix_parts,
+    stored_rules,
+)
+from ed_models.checkpoints.task_rules import get_weight_rules
 from ed_models.checkpoints.tensor_files import TensorFiles, arrays
 from ed_models.checkpoints.text_halves import text_tensors, tower_tensors
 from ed_models.checkpoints.weight_map import WeightMap
@@ -66,7 +70,7 @@ class CheckedFiles(NamedTuple):
         is_stored: whether the files contain quantized matrices of this project.
     """
 
-    made: Draft
+    draft: Draft
     config: EasyDeLBaseConfig
     files: TensorFiles
     is_stored: bool
@@ -119,13 +123,13 @@ def load(
             that are quantized in the files.
     """
     dtype = jnp.dtype(floating_dtype("dtype", dtype))
-    wanted = dtype if param_dtype is None else param_dtype
-    param_dtype = jnp.dtype(floating_dtype("param_dtype", wanted))
+    chosen_dtype = dtype if param_dtype is None else param_dtype
+    param_dtype = jnp.dtype(floating_dtype("param_dtype", chosen_dtype))
 
-    made, config, files, is_stored = prepare(
+    draft, config, files, is_stored = prepare(
         cls, config, files, dtype, param_dtype, precision=precision, quantization=quantization
     )
-    graphdef, state, weights = made
+    graphdef, state, weights = draft
 
     def read(name: str, window: Sequence[range], out: np.ndarray) -> None:
         weights.load(name, window, files.read, out, check_finite=check_finite)
@@ -134,7 +138,7 @@ def load(
     placement = _placements(state, config, variables, shard=shard)
     special = {QArray: fill_stored if is_stored else fill_quantized, Simulated: fill_simulated}
 
-    def made_of(item: tuple[Any, Any]) -> tuple[Any, Any]:
+    def load_variable(item: tuple[Any, Any]) -> tuple[Any, Any]:
         path, variable = item
         leaf: Any = variable.get_value()
         make: Any = special.get(type(leaf), fill)
@@ -145,8 +149,8 @@ def load(
     bar = tqdm(total=len(variables), desc="loading", disable=None, delay=2)
     with bar, ThreadPoolExecutor(_threads(config, files, quantization)) as threads:
         try:
-            for each in threads.map(made_of, variables):
-                filled.append(each)
+            for variable_item in threads.map(load_variable, variables):
+                filled.append(variable_item)
                 bar.update()
         except BaseException:
             threads.shutdown(cancel_futures=True)
@@ -164,8 +168,8 @@ def _threads(
     host memory need no further memory.
     """
     in_host = all(device.platform == "cpu" for device in config.mesh.devices.flat)
-    plain = quantization is None and type(files) is TensorFiles
-    return min(os.cpu_count() or 1, _MOST_THREADS) if in_host and plain else 1
+    is_unquantized = quantization is None and type(files) is TensorFiles
+    return min(os.cpu_count() or 1, _MOST_THREADS) if in_host and is_unquantized else 1
 
 
 def prepare(
@@ -189,8 +193,8 @@ def prepare(
             f"the matrices in {files.directory} are quantized, and codes cannot be quantized "
             "again: omit quantization_config, or quantize the original checkpoint"
         )
-    kept = kept_codes(files, quantization)
-    rules = stored if kept is not None or stored is not None else quantization
+    stored_codes = kept_codes(files, quantization)
+    rules = stored if stored_codes is not None or stored is not None else quantization
     check_depth(config, files)
 
     def draft(config: EasyDeLBaseConfig) -> Draft:
@@ -201,33 +205,33 @@ def prepare(
             structure = _structure(cls, config, dtype, param_dtype, precision, rules)
         # The state is filled; the structure is kept for the next load.
         graphdef, state = structure[0], jax.tree.map(lambda leaf: leaf, structure[1])
-        names = rules_of_files(rules_of(cls), config)
+        names = rules_of_files(get_weight_rules(cls), config)
         return Draft(
             graphdef, state, weight_map(cls, state, config, stored=stored is not None, rules=names)
         )
 
     is_packed = isinstance(config.quantization_config, Mapping) and stored is None
     rules_of_files = files.rules
-    files, config = unpacked(files, config)
-    made = draft(config)
-    files = files.shaped(made.weights.hf_shapes, config)
-    files = text_tensors(files, made.weights.hf_shapes)
+    files, config = unpack_tensors(files, config)
+    model_draft = draft(config)
+    files = files.reshape_tensors(model_draft.weights.hf_shapes, config)
+    files = text_tensors(files, model_draft.weights.hf_shapes)
     files = tower_tensors(files, getattr(cls, "TOWER_NAMES", ()))
-    files = rename_legacy_tensors(files, made.weights.hf_shapes)
-    files = _with_prefix(cls, files, made.weights.hf_shapes)
-    files = _with_our_names(cls, files, made.weights.hf_shapes)
+    files = rename_legacy_tensors(files, model_draft.weights.hf_shapes)
+    files = _with_prefix(cls, files, model_draft.weights.hf_shapes)
+    files = _with_our_names(cls, files, model_draft.weights.hf_shapes)
     if is_packed:
-        files = _without_zero_biases(made.weights, files)
+        files = _without_zero_biases(model_draft.weights, files)
     if hasattr(cls, "as_published"):
-        files = cls.as_published(files, made.weights.hf_shapes)  # type: ignore[attr-defined]
+        files = cls.as_published(files, model_draft.weights.hf_shapes)  # type: ignore[attr-defined]
     if hasattr(cls, "new_tensors"):
-        missing = {n: shape for n, shape in made.weights.hf_shapes.items() if n not in files}
+        missing = {n: shape for n, shape in model_draft.weights.hf_shapes.items() if n not in files}
         new = cls.new_tensors(config, missing)  # type: ignore[attr-defined]
-        files = files.joined(arrays(files, new)) if new else files
-    if getattr(config, "tie_word_embeddings", False) and find_leftovers(made.weights, files):
+        files = files.add_tensors(arrays(files, new)) if new else files
+    if getattr(config, "tie_word_embeddings", False) and find_leftovers(model_draft.weights, files):
         untied = config.replace(tie_word_embeddings=False)
-        other = draft(untied)
-        merged = _with_one_matrix(cls, other.weights, files, param_dtype)
+        untied_draft = draft(untied)
+        merged = _with_one_matrix(cls, untied_draft.weights, files, param_dtype)
         if merged is None:
             once(
                 logger,
@@ -235,14 +239,16 @@ def prepare(
                 "differs from the embedding; it is loaded as a separate head "
                 "(tie_word_embeddings=False)",
             )
-            made, config = other, untied
+            model_draft, config = untied_draft, untied
         files = merged or files
-    if kept is not None:
-        files, stored = kept.files_and_rules(files, made.graphdef, made.state, made.weights)
+    if stored_codes is not None:
+        files, stored = stored_codes.files_and_rules(
+            files, model_draft.graphdef, model_draft.state, model_draft.weights
+        )
         rules = stored
-        made = made if stored is None else draft(config)
-    check(made.weights, made.state, files, stored=stored is not None)
-    return CheckedFiles(made, config, files, stored is not None)
+        model_draft = model_draft if stored is None else draft(config)
+    check(model_draft.weights, model_draft.state, files, stored=stored is not None)
+    return CheckedFiles(model_draft, config, files, stored is not None)
 
 
 def _structure(
@@ -305,7 +311,7 @@ def weight_map(
         rules: other rules, such as those of another layout; None = the rules of the class.
     """
     shapes = {name: tuple(leaf.shape[at:]) for name, leaf, at in _tensors(state, stored=stored)}
-    rules = rules_of(cls) if rules is None else rules
+    rules = get_weight_rules(cls) if rules is None else rules
     return WeightMap((*PARTS_AS_THEY_ARE, *rules) if stored else rules, shapes, config)
 
 
@@ -318,7 +324,7 @@ def _tensors(state: nnx.State, *, stored: bool) -> Iterator[tuple[str, Any, int]
         at = int(parameter_names.is_stacked(path))
         for name in parameter_names.canonical(path):
             if stored and isinstance(value, QArray):
-                for part, leaf in parts_of(value).items():
+                for part, leaf in get_matrix_parts(value).items():
                     yield f"{name}.{part}", leaf, at
             else:
                 yield name, value, at
@@ -346,21 +352,21 @@ def check(
     Raises:
         CheckpointError: they differ.
     """
-    wanted = weights.hf_shapes
-    missing = [name for name in wanted if name not in files]
+    model_shapes = weights.hf_shapes
+    missing = [name for name in model_shapes if name not in files]
     extra = find_leftovers(weights, files)
-    both = [(name, files[name]) for name in wanted if name in files]
+    common_entries = [(name, files[name]) for name in model_shapes if name in files]
     shapes = [
-        f"{name}: the file has {list(entry.shape)}, the model {list(wanted[name])}"
-        for name, entry in both
-        if entry.shape != wanted[name]
+        f"{name}: the file has {list(entry.shape)}, the model {list(model_shapes[name])}"
+        for name, entry in common_entries
+        if entry.shape != model_shapes[name]
     ]
     dtypes = {name: leaf.dtype for name, leaf, _ in _tensors(state, stored=stored)}
     kinds = [
-        f"{name}: {entry.file.name} has {entry.format}, the model {own}"
-        for name, entry in both
-        for own in [dtypes[weights.by_hf[name][0].ours]]
-        if _kind(entry.dtype) != _kind(own)
+        f"{name}: {entry.file.name} has {entry.format}, the model {model_dtype}"
+        for name, entry in common_entries
+        for model_dtype in [dtypes[weights.by_hf[name][0].ours]]
+        if _kind(entry.dtype) != _kind(model_dtype)
     ]
     parts = _listing("missing", [n + did_you_mean(n, extra) for n in missing])
     parts += _listing("not in the model", [n + did_you_mean(n, missing) for n in extra])
@@ -376,7 +382,7 @@ def check(
     if parts:
         raise CheckpointError(
             f"the weights in {files.directory} do not fit the model that its configuration "
-            f"describes ({len(wanted)} tensors):\n" + "\n".join(parts)
+            f"describes ({len(model_shapes)} tensors):\n" + "\n".join(parts)
         )
 
 
@@ -385,45 +391,47 @@ def _kind(dtype: np.dtype) -> str:
     return next((k.__name__ for k in kinds if jnp.issubdtype(dtype, k)), dtype.name)
 
 
-def _listing(what: str, entries: list[str], limit: int = 12) -> list[str]:
+def _listing(heading: str, entries: list[str], limit: int = 12) -> list[str]:
     if not entries:
         return []
-    rest = [f"    … and {len(entries) - limit} more"] if len(entries) > limit else []
-    return [f"  {what} ({len(entries)}):", *(f"    {e}" for e in entries[:limit]), *rest]
+    more_lines = [f"    … and {len(entries) - limit} more"] if len(entries) > limit else []
+    return [f"  {heading} ({len(entries)}):", *(f"    {e}" for e in entries[:limit]), *more_lines]
 
 
-def _with_prefix(cls: type, files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
+def _with_prefix(cls: type, files: TensorFiles, model_names: Collection[str]) -> TensorFiles:
     """Add or drop the first part of all names: `h.0.…` and `transformer.h.0.…`.
 
     A body that was saved without its head lacks that part, and a body alone has names without
     it; `transformers` reads both.
     """
-    ((prefix, _),) = Counter(name.partition(".")[0] for name in wanted).most_common(1)
+    ((prefix, _),) = Counter(name.partition(".")[0] for name in model_names).most_common(1)
     if not files or any(name.startswith(f"{prefix}.") for name in files):
         return files
-    ((other, _),) = Counter(name.partition(".")[0] for name in files).most_common(1)
+    ((file_prefix, _),) = Counter(name.partition(".")[0] for name in files).most_common(1)
     longer = {n: f"{prefix}.{n}" for n in files}
-    shorter = {n: n.removeprefix(f"{other}.") for n in files}
+    shorter = {n: n.removeprefix(f"{file_prefix}.") for n in files}
     rename = renamer(getattr(cls, "OTHER_NAMES", {}))
     fitting = (
-        {n: new for n, new in m.items() if new in wanted or rename(new) in wanted}
+        {n: new for n, new in m.items() if new in model_names or rename(new) in model_names}
         for m in (longer, shorter)
     )
-    return files.renamed(max(fitting, key=len))
+    return files.rename_tensors(max(fitting, key=len))
 
 
-def _with_our_names(cls: type, files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
+def _with_our_names(cls: type, files: TensorFiles, model_names: Collection[str]) -> TensorFiles:
     """Read a tensor that the model lacks under its name in `OTHER_NAMES` of the class."""
     rename = renamer(getattr(cls, "OTHER_NAMES", {}))
-    others = {name: rename(name) for name in files if name not in wanted}
-    return files.renamed({n: to for n, to in others.items() if to in wanted and to not in files})
+    new_names = {name: rename(name) for name in files if name not in model_names}
+    return files.rename_tensors(
+        {n: to for n, to in new_names.items() if to in model_names and to not in files}
+    )
 
 
 def _without_zero_biases(weights: WeightMap, files: TensorFiles) -> TensorFiles:
     """Remove biases of zeros that the model lacks: AutoGPTQ adds one to each of
     its layers."""
     biases = [n for n in find_leftovers(weights, files) if n.endswith(".bias")]
-    return files.renamed({n: None for n in biases if not files.read(n).any()})
+    return files.rename_tensors({n: None for n in biases if not files.read(n).any()})
 
 
 def _with_one_matrix(
@@ -439,13 +447,15 @@ def _with_one_matrix(
         None if the files hold two matrices, and they differ.
     """
     for head, embedding in getattr(cls, "TIED_WEIGHTS", TIED).items():
-        names, of_embedding = ({p.hf for p in untied.by_ours.get(n, [])} for n in (head, embedding))
+        names, embedding_names = (
+            {p.hf for p in untied.by_ours.get(n, [])} for n in (head, embedding)
+        )
         if not names or not names <= files.keys():
             continue
-        if files.keys().isdisjoint(of_embedding):
-            files = files.renamed(dict(zip(names, of_embedding, strict=True)))
+        if files.keys().isdisjoint(embedding_names):
+            files = files.rename_tensors(dict(zip(names, embedding_names, strict=True)))
         elif _equal(untied, files, head, embedding, dtype):
-            files = files.renamed(dict.fromkeys(names))
+            files = files.rename_tensors(dict.fromkeys(names))
         else:
             return None
     return files

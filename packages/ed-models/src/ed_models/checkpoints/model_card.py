@@ -61,11 +61,11 @@ def write_card(directory: Path, model: Any, *, is_adapter: bool = False) -> None
         tags=[*tags, "easydel"],
         **license_fields,
     )
-    what = "LoRA adapter" if is_adapter else kind
+    title = "LoRA adapter" if is_adapter else kind
     name = Path(base).name if base else None
     origin = f" for {name}" if is_adapter and name else f" from {name}" if name else ""
     class_name = getattr(model, "architecture", None) or type(model).__name__
-    text = f"# {what}{origin}\n\nClass: `{class_name}`."
+    text = f"# {title}{origin}\n\nClass: `{class_name}`."
     _write(directory, data, text)
 
 

@@ -1,9 +1,9 @@
 """Checkpoints whose tensors are packed: codes of few bits with scales, read as plain numbers.
 
-`quantization_config` of `config.json` defines the packing. `unpacked` returns a view of the files
-in which each packed tensor has its name, its shape and its values; the codes and scales behind it
-are hidden. A slice is unpacked when it is read, and converted to the parameter's dtype then:
-nothing but that slice is in memory.
+`quantization_config` of `config.json` defines the packing. `unpack_tensors` returns a view of the
+files in which each packed tensor has its name, its shape and its values; the codes and scales
+behind it are hidden. A slice is unpacked when it is read, and converted to the parameter's dtype
+then: nothing but that slice is in memory.
 
 A further format is a file of `ed_models.checkpoints.packing` and an entry of `READERS`.
 """
@@ -57,7 +57,7 @@ ACTIVATIONS = frozenset(
 )
 
 
-def unpacked(
+def unpack_tensors(
     files: TensorFiles, config: EasyDeLBaseConfig
 ) -> tuple[TensorFiles, EasyDeLBaseConfig]:
     """Return the files as plain numbers, and the configuration of a model that has such.
@@ -93,6 +93,6 @@ def unpacked(
             "only weights are quantized, and products are computed in the model's dtype",
         )
     hidden = {part for tensor in packed.values() for part in tensor.parts} | idle
-    plain = files.renamed(dict.fromkeys(hidden))
+    plain_files = files.rename_tensors(dict.fromkeys(hidden))
     computed = {n: Computed(tensor.entry, tensor.at) for n, tensor in packed.items()}
-    return plain.joined(computed), config.replace(quantization_config=None)
+    return plain_files.add_tensors(computed), config.replace(quantization_config=None)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ed_infra.errors import CheckpointError
 
-from ed_models.checkpoints.gguf.directory import weights_of
+from ed_models.checkpoints.gguf.directory import find_gguf_file
 from ed_models.checkpoints.gguf.files import GgufFiles
 from ed_models.checkpoints.tensor_files import (
     DTYPES,
@@ -79,7 +79,7 @@ def open_tensors(
         CheckpointError: there are no weights, a file is damaged or missing, or a pickle refers to
             anything else than tensors.
     """
-    gguf = weights_of(directory)
+    gguf = find_gguf_file(directory)
     if gguf is not None:
         return GgufFiles.open(gguf, variant)
     index = directory / with_variant(PICKLED_INDEX, variant)
@@ -90,14 +90,14 @@ def open_tensors(
     if not index.is_file():
         return TensorFiles(read_pickled(single))
     weight_map = read_weight_map(index)
-    held = {name: read_pickled(directory / name) for name in sorted(set(weight_map.values()))}
-    lost = [name for name, file in weight_map.items() if name not in held[file]]
+    pickles = {name: read_pickled(directory / name) for name in sorted(set(weight_map.values()))}
+    lost = [name for name, file in weight_map.items() if name not in pickles[file]]
     if lost:
         raise CheckpointError(
             f"{index}: {len(lost)} tensors are not in the files that it names for them: "
             f"{', '.join(f'{n} ({weight_map[n]})' for n in lost[:5])}"
         )
-    return TensorFiles({name: held[file][name] for name, file in weight_map.items()})
+    return TensorFiles({name: pickles[file][name] for name, file in weight_map.items()})
 
 
 def read_pickled(file: Path) -> dict[str, TensorEntry]:
@@ -117,9 +117,9 @@ def read_pickled(file: Path) -> dict[str, TensorEntry]:
             order = f"{root}byteorder"
             if order in archive.namelist() and archive.open(order).read(16) != b"little":
                 raise CheckpointError(f"{file} was written by a big-endian machine")
-            tensors = _unpickled(file, archive.read(name))
+            tensors = _unpickle_object(file, archive.read(name))
             places = {
-                info.filename.removeprefix(f"{root}data/"): _bytes_of(file, info)
+                info.filename.removeprefix(f"{root}data/"): _find_byte_range(file, info)
                 for info in archive.infolist()
                 if info.filename.startswith(f"{root}data/")
             }
@@ -192,13 +192,13 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
         self._file = file
 
     def find_class(self, module: str, name: str, /) -> Callable[..., object]:
-        known = _KNOWN.get((module, name))
-        if known is None:
+        known_class = _KNOWN.get((module, name))
+        if known_class is None:
             raise CheckpointError(
                 f"{self._file} refers to {module}.{name}, which no file of weights needs; it was "
                 "not run. Do not load this file by other means unless you trust its author"
             )
-        return known
+        return known_class
 
     def persistent_load(self, pid: Any, /) -> _Storage:
         kind, of, key, *_ = pid
@@ -207,7 +207,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
         return _Storage(of.format, str(key))
 
 
-def _unpickled(file: Path, data: bytes) -> object:
+def _unpickle_object(file: Path, data: bytes) -> object:
     try:
         return _Unpickler(file, data).load()
     except CheckpointError:
@@ -218,7 +218,7 @@ def _unpickled(file: Path, data: bytes) -> object:
         ) from error
 
 
-def _bytes_of(file: Path, info: zipfile.ZipInfo) -> tuple[int, int]:
+def _find_byte_range(file: Path, info: zipfile.ZipInfo) -> tuple[int, int]:
     """Return the first byte and the end of a member, which must not be compressed."""
     with file.open("rb") as stream:
         stream.seek(info.header_offset)
@@ -246,10 +246,10 @@ def _entry(
     for n in reversed(tensor.shape):
         strides.insert(0, step)
         step *= n
-    plain = all(
+    is_contiguous = all(
         n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.strides, strides, strict=True)
     )
-    if not size or min((*tensor.shape, tensor.offset)) < 0 or stop > end or not plain:
+    if not size or min((*tensor.shape, tensor.offset)) < 0 or stop > end or not is_contiguous:
         raise CheckpointError(
             f"{file}: tensor {name!r} {list(tensor.shape)} does not lie in one piece in bytes "
             f"{begin}..{end}; the file is damaged, or the tensor was saved as a view"

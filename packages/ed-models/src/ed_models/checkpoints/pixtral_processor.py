@@ -88,8 +88,8 @@ class PixtralProcessor(ProcessorMixin):
 
         if image_sizes is None:
             return MultiModalData()
-        given = self._merge_kwargs(**options)["images_kwargs"].get("size")
-        edge = (given or self.image_processor.size)["longest_edge"]
+        size_option = self._merge_kwargs(**options)["images_kwargs"].get("size")
+        edge = (size_option or self.image_processor.size)["longest_edge"]
         block, counts = self.patch_size * self.spatial_merge_size, list[int]()
         for size in image_sizes:
             blank = np.broadcast_to(np.uint8(0), (*size, 3))

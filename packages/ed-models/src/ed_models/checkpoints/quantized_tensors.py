@@ -24,7 +24,7 @@ from ed_infra.rules import Rules
 from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers.quantization.encoding import encode, with_float_zero
 from ed_layers.quantization.formats import ACTIVATIONS_TOO
-from ed_layers.quantization.model import MATRICES, quantized_matrices, rules_of
+from ed_layers.quantization.model import MATRICES, quantized_matrices, to_rules
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.stored import Scales
 from flax import nnx
@@ -43,7 +43,7 @@ PARTS_AS_THEY_ARE: tuple[Rule, ...] = tuple(
 _MOST_RULES = 10_000
 
 
-def parts_of(matrix: QArray) -> dict[str, Any]:
+def get_matrix_parts(matrix: QArray) -> dict[str, Any]:
     """Return the arrays of a quantized matrix by name, in the order of the pytree leaves."""
     flat, _ = jax.tree_util.tree_flatten_with_path(matrix)
     return {".".join(key.name for key in path): leaf for path, leaf in flat}
@@ -59,7 +59,7 @@ def encoded_as(matrix: jax.Array, form: QArray) -> QArray:
         activations=form.activations,
     )
     w = with_float_zero(w) if has_float_zero(form) else w
-    return w.transposed() if form.axis == -1 else w
+    return w.transpose() if form.axis == -1 else w
 
 
 def has_float_zero(matrix: QArray) -> bool:
@@ -85,7 +85,7 @@ def stored_rules(
             f"(1 to {_MOST_RULES}): save the model again"
         )
     try:
-        return rules_of([(str(pattern), fields) for pattern, fields in rules])
+        return to_rules([(str(pattern), fields) for pattern, fields in rules])
     except (ConfigError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"quantization_config of config.json contains an invalid rule: {error}"
@@ -101,7 +101,7 @@ def quantization_settings(model: nnx.Module) -> dict[str, Any] | None:
     rules = [
         [pattern, dict(fields)]
         for fields, modules in by_fields.items()
-        for pattern in patterns_of(modules)
+        for pattern in build_patterns(modules)
     ]
     return {"quant_method": METHOD, "rules": rules} if rules else None
 
@@ -115,12 +115,12 @@ def _fields(matrix: QArray) -> dict[str, Any]:
     return fields | ({"float_zero": True} if has_float_zero(matrix) else {})
 
 
-def patterns_of(modules: Iterable[str]) -> Iterator[str]:
+def build_patterns(modules: Iterable[str]) -> Iterator[str]:
     """Regular expressions that match these modules and no others, few for many layers."""
     layers: dict[tuple[str, str], list[str]] = {}
     for name in sorted(modules):
-        before, number, after = re.fullmatch(r"(.*?)(?:\.(\d+)(\..*))?", name).groups()  # type: ignore[union-attr]
-        layers.setdefault((before, after or ""), []).append(number or "")
-    for (before, after), numbers in layers.items():
-        middle = rf"\.(?:{'|'.join(sorted(numbers, key=int))})" if after else ""
-        yield f"^{re.escape(before)}{middle}{re.escape(after)}$"
+        prefix, number, suffix = re.fullmatch(r"(.*?)(?:\.(\d+)(\..*))?", name).groups()  # type: ignore[union-attr]
+        layers.setdefault((prefix, suffix or ""), []).append(number or "")
+    for (prefix, suffix), numbers in layers.items():
+        middle = rf"\.(?:{'|'.join(sorted(numbers, key=int))})" if suffix else ""
+        yield f"^{re.escape(prefix)}{middle}{re.escape(suffix)}$"

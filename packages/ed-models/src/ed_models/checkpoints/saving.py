@@ -28,7 +28,7 @@ from huggingface_hub.errors import HFValidationError
 from jax.typing import DTypeLike
 
 from ed_models.checkpoints.loading import weight_map
-from ed_models.checkpoints.quantized_tensors import parts_of, quantization_settings
+from ed_models.checkpoints.quantized_tensors import get_matrix_parts, quantization_settings
 from ed_models.checkpoints.tensor_writer import TensorSpec, write_order, write_tensors
 
 # Files of the model that was in the directory before.
@@ -88,8 +88,8 @@ class StoredTokenizer:
 
 def find_tokenizer_files(directory: Path) -> list[Path]:
     """Return the files of a tokenizer and a processor in a directory."""
-    found = (file for pattern in _TOKENIZER_FILES for file in directory.glob(pattern))
-    return sorted({file for file in found if file.is_file()})
+    files = (file for pattern in _TOKENIZER_FILES for file in directory.glob(pattern))
+    return sorted({file for file in files if file.is_file()})
 
 
 def find_stored_tokenizer(source: str | None, target: Path) -> StoredTokenizer | None:
@@ -141,7 +141,7 @@ def save(
         CheckpointError: `directory` is a file.
         ConfigError: `max_shard_size` is no size, or `dtype` no floating-point dtype.
     """
-    wanted = None if dtype is None else np.dtype(floating_dtype("dtype", dtype))
+    target_dtype = None if dtype is None else np.dtype(floating_dtype("dtype", dtype))
     directory = Path(directory)
     if directory.is_file():
         raise CheckpointError(f"{directory} is a file; save_pretrained writes a directory")
@@ -151,12 +151,12 @@ def save(
 
     def stored_dtype(name: str) -> np.dtype:
         ours = weights.by_hf[name][0].ours
-        own = leaves[ours][0].dtype
-        kept = ours in parts or not jax.numpy.issubdtype(own, jax.numpy.floating)
-        return own if kept or wanted is None else wanted
+        leaf_dtype = leaves[ours][0].dtype
+        keeps_dtype = ours in parts or not jax.numpy.issubdtype(leaf_dtype, jax.numpy.floating)
+        return leaf_dtype if keeps_dtype or target_dtype is None else target_dtype
 
     specs = {n: TensorSpec(shape, stored_dtype(n)) for n, shape in weights.hf_shapes.items()}
-    plain = [spec.dtype for name, spec in specs.items() if name not in parts]
+    model_dtypes = [spec.dtype for name, spec in specs.items() if name not in parts]
 
     def read(name: str) -> np.ndarray:
         value = weights.save(name, lambda ours, at: _at(*leaves[ours], at))
@@ -174,10 +174,10 @@ def save(
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:
             write_tensors(staging, specs, read, max_shard_size=max_shard_size)
-            _write_config(module, staging, plain)
+            _write_config(module, staging, model_dtypes)
             module.write_settings(staging)
             for folder, arrays in separate.items():
-                _write_separate(staging / folder, arrays, wanted)
+                _write_separate(staging / folder, arrays, target_dtype)
             if tokenizer is not None:
                 tokenizer.save_pretrained(staging)
             _publish(staging, directory)
@@ -206,9 +206,11 @@ def _by_name(
         for i, name in enumerate(parameter_names.canonical(path)):
             at = (i,) if stacked else ()
             if isinstance(value, QArray):
-                own = {f"{name}.{part}": (leaf, at) for part, leaf in parts_of(value).items()}
-                parts |= own.keys()
-                leaves |= own
+                matrix_leaves = {
+                    f"{name}.{part}": (leaf, at) for part, leaf in get_matrix_parts(value).items()
+                }
+                parts |= matrix_leaves.keys()
+                leaves |= matrix_leaves
             else:
                 leaves[name] = (value, at)
     return leaves, frozenset(parts)

@@ -25,7 +25,7 @@ def body_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     `transformers` saves a body without the first part of the names (`transformer.h.0…` is `h.0…`).
     Tensors of heads are ignored.
     """
-    return (*(_alone(rule) for rule in rules), ignore(SCORE.hf), *_heads(rules))
+    return (*(_build_body_rule(rule) for rule in rules), ignore(SCORE.hf), *_heads(rules))
 
 
 def classifier_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -33,7 +33,7 @@ def classifier_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return (SCORE, *rules, *_heads(rules))
 
 
-def rules_of(cls: type) -> Sequence[Rule]:
+def get_weight_rules(cls: type) -> Sequence[Rule]:
     """Return the weight rules of a module class: its own, or those of the class with its head."""
     for base in cls.__mro__:
         if "WEIGHTS" in vars(base):
@@ -52,17 +52,17 @@ def _heads(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return tuple(map(ignore, names))
 
 
-def _alone(rule: Rule) -> Rule:
+def _build_body_rule(rule: Rule) -> Rule:
     first = f"{BODY}."
     if not rule.ours:  # an ignored tensor
         return ignore(rule.hf.removeprefix(first))
     names = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
     open_ended = names[0].startswith("{")
     hf = first + rule.hf if open_ended and rule.hf.startswith("{") else rule.hf
-    return Rule(tuple(n.removeprefix(first) for n in names), hf, _shortened(rule.layout))
+    return Rule(tuple(n.removeprefix(first) for n in names), hf, _shorten_layout(rule.layout))
 
 
-def _shortened(layout: TensorLayout) -> TensorLayout:
+def _shorten_layout(layout: TensorLayout) -> TensorLayout:
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
         relation = layout(ours, hf, config)
         shapes = {_rest(name): shape for name, shape in relation.hf_shapes.items()}

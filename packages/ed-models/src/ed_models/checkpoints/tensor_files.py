@@ -132,12 +132,12 @@ class TensorFiles(Mapping[str, TensorEntry]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def renamed(self, names: Mapping[str, str | None]) -> TensorFiles:
+    def rename_tensors(self, names: Mapping[str, str | None]) -> TensorFiles:
         """The same files, with other names for some tensors; None drops a tensor."""
         new = ((names.get(name, name), entry) for name, entry in self._entries.items())
         return TensorFiles({name: entry for name, entry in new if name is not None})
 
-    def joined(self, computed: Mapping[str, Computed]) -> TensorFiles:
+    def add_tensors(self, computed: Mapping[str, Computed]) -> TensorFiles:
         """The same files, and computed tensors; those of equal names are read in their place."""
         return JoinedFiles(self, computed)
 
@@ -145,7 +145,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
         """Return the weight rules of a model in these files, from those of its class."""
         return rules
 
-    def shaped(self, wanted: Mapping[str, Shape], config: object) -> TensorFiles:
+    def reshape_tensors(self, shapes: Mapping[str, Shape], config: object) -> TensorFiles:
         """Return the files with the dimensions that the rules expect."""
         return self
 
@@ -205,16 +205,16 @@ class JoinedFiles(TensorFiles):
         super().__init__({**files, **{name: tensor.entry for name, tensor in computed.items()}})
         self._files, self._computed = files, dict(computed)
 
-    def renamed(self, names: Mapping[str, str | None]) -> TensorFiles:
+    def rename_tensors(self, names: Mapping[str, str | None]) -> TensorFiles:
         """The same tensors, with other names for some; None drops a tensor."""
         moved = ((names.get(name, name), tensor) for name, tensor in self._computed.items())
         computed = {name: tensor for name, tensor in moved if name is not None}
-        return JoinedFiles(self._files.renamed(names), computed)
+        return JoinedFiles(self._files.rename_tensors(names), computed)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Return `tensor[index]`."""
-        own = self._computed.get(name)
-        return self._files.read(name, index) if own is None else own.read(index)
+        tensor = self._computed.get(name)
+        return self._files.read(name, index) if tensor is None else tensor.read(index)
 
 
 def arrays(files: TensorFiles, values: Mapping[str, np.ndarray]) -> dict[str, Computed]:

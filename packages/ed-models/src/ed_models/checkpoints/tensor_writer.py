@@ -86,10 +86,10 @@ def write_tensors(
     """
     directory = Path(directory)
     shards = plan_shards(specs, parse_size(max_shard_size))
-    written = []
+    paths = []
     for file, names in shards.items():
         write_file(directory / file, {name: specs[name] for name in names}, read)
-        written.append(directory / file)
+        paths.append(directory / file)
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
@@ -97,8 +97,8 @@ def write_tensors(
         }
         path = directory / INDEX_NAME
         _replace(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-        written.append(path)
-    return written
+        paths.append(path)
+    return paths
 
 
 def write_order(specs: Mapping[str, TensorSpec], max_shard_size: int | str) -> list[str]:

@@ -148,7 +148,7 @@ def text_settings(
     return {**text, **shared}
 
 
-def text_tensors(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
+def text_tensors(files: TensorFiles, model_names: Collection[str]) -> TensorFiles:
     """Return the tensors of the text half of a multimodal checkpoint under text-only names.
 
     Other files are returned unchanged. Tensors outside the language model are not read, with one
@@ -156,24 +156,29 @@ def text_tensors(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
 
     Args:
         files: the tensors of the checkpoint.
-        wanted: names of the model's tensors. A multimodal model reads the files as they are.
+        model_names: names of the model's tensors. A multimodal model reads the files as they are.
     """
     prefixes = tuple(_PREFIXES)
-    if any(name.startswith((*prefixes, *_OTHERS)) for name in wanted):
+    if any(name.startswith((*prefixes, *_OTHERS)) for name in model_names):
         return files
     if any(name.startswith(prefixes) for name in files):
         names = {name: text_name(name) for name in files}
     else:
         names = {name: None if name.startswith(_OTHERS) else name for name in files}
-    others = [name for name, text_name in names.items() if text_name is None]
-    if others:
+    unread_names = [name for name, text_name in names.items() if text_name is None]
+    if unread_names:
         once(
             logger,
             f"{files.directory} is a multimodal checkpoint, of which only the language model is "
-            f"loaded: images are not supported, and {len(others)} tensors ({min(others)}, …) are "
+            f"loaded: images are not supported, and {len(unread_names)} tensors "
+            f"({min(unread_names)}, …) are "
             "not read",
         )
-    return files.renamed(names) if others or any(n != to for n, to in names.items()) else files
+    return (
+        files.rename_tensors(names)
+        if unread_names or any(n != to for n, to in names.items())
+        else files
+    )
 
 
 def tower_tensors(files: TensorFiles, tower_names: Sequence[str]) -> TensorFiles:
@@ -189,15 +194,16 @@ def tower_tensors(files: TensorFiles, tower_names: Sequence[str]) -> TensorFiles
     prefix = next((f"{t}." for t in tower_names if any(n.startswith(f"{t}.") for n in files)), None)
     if prefix is None:
         return files
-    others = [name for name in files if not name.startswith(prefix)]
-    if others:
+    unread_names = [name for name in files if not name.startswith(prefix)]
+    if unread_names:
         once(
             logger,
-            f"{files.directory}: only the tower {prefix[:-1]!r} is loaded, and {len(others)} other "
-            f"tensors ({min(others)}, …) are not read",
+            f"{files.directory}: only the tower {prefix[:-1]!r} is loaded, and {len(unread_names)} "
+            "other "
+            f"tensors ({min(unread_names)}, …) are not read",
         )
     names = {n: n.removeprefix(prefix) if n.startswith(prefix) else None for n in files}
-    return files.renamed(names)
+    return files.rename_tensors(names)
 
 
 def text_name(name: str) -> str | None:

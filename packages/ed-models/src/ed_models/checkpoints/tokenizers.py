@@ -81,8 +81,8 @@ def _set_lower_case(tokenizer: PreTrainedTokenizerBase, name: str, revision: str
         raise CheckpointError(
             f"{settings} has do_lower_case, which requires a fast tokenizer: add a tokenizer.json"
         )
-    own = [] if backend.normalizer is None else [backend.normalizer]
-    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+    existing_normalizers = [] if backend.normalizer is None else [backend.normalizer]
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *existing_normalizers])
 
 
 def load_processor(
@@ -224,13 +224,13 @@ def load_feature_extractor(
     return _load(AutoFeatureExtractor, "feature extractor", name, revision, trust_remote_code)
 
 
-def _load(kind: Any, what: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:
+def _load(kind: Any, label: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:
     options: dict[str, Any] = {"revision": revision} if revision else {}
     try:
         return kind.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"no {what} could be loaded from {name!r}: {reason}") from error
+        raise CheckpointError(f"no {label} could be loaded from {name!r}: {reason}") from error
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:

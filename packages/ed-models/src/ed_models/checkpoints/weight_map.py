@@ -106,7 +106,7 @@ class WeightMap:
         Raises:
             CheckpointError: A value is not finite.
         """
-        for piece, part in filled(self.by_ours[name], window, read, out):
+        for piece, part in fill_window(self.by_ours[name], window, read, out):
             if check_finite and not is_finite(part):
                 raise CheckpointError(
                     f"tensor {piece.hf!r} has NaN or infinite numbers in {out.dtype}: download "
@@ -137,7 +137,7 @@ class WeightMap:
         return out
 
 
-def filled(
+def fill_window(
     pieces: Iterable[Piece],
     window: Sequence[range],
     read: Callable[[str, Index], np.ndarray],
@@ -174,9 +174,9 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
         return
     axis = source.ndim - 1 if _is_transposed(source) else 0
     cuts = [source.shape[axis] * i // parts for i in range(parts + 1)]
-    before = (slice(None),) * axis
+    leading_slices = (slice(None),) * axis
     with ThreadPoolExecutor(parts) as pool:
-        windows = [(*before, slice(*ends)) for ends in pairwise(cuts)]
+        windows = [(*leading_slices, slice(*ends)) for ends in pairwise(cuts)]
         list(pool.map(lambda at: _copy(target[at], source[at]), windows))
 
 
@@ -200,7 +200,7 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
         target.view(bits)[..., start : start + 16] = band.view(bits)
 
 
-def window_of(index: Sequence[slice], shape: Shape) -> list[range]:
+def get_index_ranges(index: Sequence[slice], shape: Shape) -> list[range]:
     """Turn a shard's index (`slice(None)`, `slice(0, 4)`, ...) into positions of each dimension."""
     return [range(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
 
@@ -209,7 +209,7 @@ def _intersect(piece: Piece, window: Sequence[range]) -> tuple[Index, Index] | N
     """Return `(index into the window, index into their tensor)`, or None if they do not overlap."""
     target: list[int | slice] = []
     source = list(_index(piece.hf_region))
-    kept = iter(piece.perm)  # their dimension of each of ours that the block keeps
+    kept_dims = iter(piece.perm)  # their dimension of each of ours that the block keeps
     for region, want in zip(piece.our_region, window, strict=True):
         if isinstance(region, int):
             if region not in want:
@@ -221,7 +221,7 @@ def _intersect(piece: Piece, window: Sequence[range]) -> tuple[Index, Index] | N
         if not part:
             return None
         target.append(slice(part[0] - want.start, part[-1] - want.start + 1, part.step))
-        dim = next(kept)
+        dim = next(kept_dims)
         source[dim] = _slice(piece.hf_region[dim][entries])
     return tuple(target), tuple(source)
 

@@ -27,9 +27,11 @@ MESHES = ((1, 8, 1, 1, 1), (2, 2, 1, 2, 1), (1, 1, 2, 2, 2))
 
 def parity(subject: Subject) -> float:
     """Compare the outputs of left-padded rows with Hugging Face's."""
-    ours = subject.output(forward(subject.model, **subject.padded()))
+    ours = subject.output(forward(subject.model, **subject.build_padded_inputs()))
     real = subject.real
-    return _near(np.asarray(ours)[real], subject.reference_logits[real], subject.bound, "logits")
+    return _check_difference(
+        np.asarray(ours)[real], subject.reference_logits[real], subject.bound, "logits"
+    )
 
 
 def gradients(subject: Subject) -> float:
@@ -42,26 +44,26 @@ def gradients(subject: Subject) -> float:
     # A tied matrix has several names.
     named = model.named_parameters(remove_duplicate=False)
     params = {name: p for name, p in named if p.requires_grad}
-    found = torch.autograd.grad(theirs, list(params.values()), allow_unused=True)
-    grads = {n: g for n, g in zip(params, found, strict=True) if g is not None and g.numel()}
+    torch_grads = torch.autograd.grad(theirs, list(params.values()), allow_unused=True)
+    grads = {n: g for n, g in zip(params, torch_grads, strict=True) if g is not None and g.numel()}
     # A checkpoint has a tensor per expert, the module has one tensor for all experts.
     grads = revert_weight_conversion(model, grads)
-    graphdef, params, other = subject.model.split_module()
+    graphdef, params, graphother = subject.model.split_module()
 
     def loss(params: Any) -> jax.Array:
-        module = nnx.merge(graphdef, params, other)
+        module = nnx.merge(graphdef, params, graphother)
         if hasattr(module, "compute_loss"):
             return module.compute_loss(**subject.training())[0].loss
         return jnp.mean(jnp.square(subject.output(module(**subject.training()))))
 
     ours, ours_grads = jax.jit(jax.value_and_grad(loss))(params)
-    worst = _near(np.asarray(ours), theirs.detach().numpy(), subject.bound, "the loss")
+    worst = _check_difference(np.asarray(ours), theirs.detach().numpy(), subject.bound, "the loss")
     by_name = _per_layer(ours_grads)
     table = weight_map(subject.module_class, ours_grads, subject.model.config)
     # transformers writes some tensors under other names than published checkpoints have.
     rename = renamer(getattr(subject.module_class, "OTHER_NAMES", {}))
-    others = {rename(name): g for name, g in grads.items() if name not in table.hf_shapes}
-    grads |= {name: g for name, g in others.items() if name in table.hf_shapes}
+    renamed_grads = {rename(name): g for name, g in grads.items() if name not in table.hf_shapes}
+    grads |= {name: g for name, g in renamed_grads.items() if name in table.hf_shapes}
     # Some gradients are zero in exact arithmetic, such as that of the bias of keys without
     # positions. Their rounding errors are about float32's epsilon times the largest gradient.
     largest = max(float(g.abs().max()) for g in grads.values())
@@ -72,7 +74,9 @@ def gradients(subject: Subject) -> float:
         expected = grads[name].numpy() if name in grads else np.zeros(table.hf_shapes[name])
         got = table.save(name, lambda ours, at: by_name[ours][at])
         scale = max(float(np.abs(expected).max()), least)
-        worst = max(worst, _near(got / scale, expected / scale, bound, f"gradient of {name}"))
+        worst = max(
+            worst, _check_difference(got / scale, expected / scale, bound, f"gradient of {name}")
+        )
     return worst
 
 
@@ -101,7 +105,9 @@ def cache(subject: Subject) -> float:
         out = forward(model, "decode", **inputs, past_key_values=filled)
         filled, at = out.past_key_values, at + n
         parts.append(np.asarray(out.logits))
-    return _near(np.concatenate(parts, axis=1), subject.logits, subject.cases.ours, "logits")
+    return _check_difference(
+        np.concatenate(parts, axis=1), subject.logits, subject.cases.ours, "logits"
+    )
 
 
 def encoder_length(subject: Subject) -> dict[str, int]:
@@ -131,14 +137,14 @@ def pages(subject: Subject) -> float:
             num_seqs=jnp.asarray(B, jnp.int32),
             prompt_lens=jnp.full(B, subject.prompt_length, jnp.int32),
         )
-        chosen = [row * S + at for row, at in enumerate(places)]
-        inputs = subject.step(np.concatenate([*chosen, np.full(pad, -1)]))
+        token_index = [row * S + at for row, at in enumerate(places)]
+        inputs = subject.step(np.concatenate([*token_index, np.full(pad, -1)]))
         out = forward(model, "decode", **inputs, past_key_values=filled, ragged=ragged)
         filled = out.past_key_values
         for row in range(B):
             got[row].append(np.asarray(out.logits)[0, ends[row] : ends[row + 1]])
     return max(
-        _near(
+        _check_difference(
             np.concatenate(got[row]),
             subject.logits[row],
             subject.cases.ours,
@@ -148,15 +154,18 @@ def pages(subject: Subject) -> float:
     )
 
 
-def packed(subject: Subject) -> float:
+def check_packing(subject: Subject) -> float:
     """Compare a packed row of several documents with each document alone."""
     row, documents = subject.documents()
     got = np.asarray(subject.output(forward(subject.model, **row)))
     worst = 0.0
     for number, (at, inputs) in enumerate(documents, start=1):
-        alone = np.asarray(subject.output(forward(subject.model, **inputs)))
+        document_logits = np.asarray(subject.output(forward(subject.model, **inputs)))
         worst = max(
-            worst, _near(got[0, at], alone[0], subject.cases.ours, f"logits of document {number}")
+            worst,
+            _check_difference(
+                got[0, at], document_logits[0], subject.cases.ours, f"logits of document {number}"
+            ),
         )
     return worst
 
@@ -164,23 +173,26 @@ def packed(subject: Subject) -> float:
 def padding(subject: Subject) -> float:
     """Compare a left-padded row with the row alone, with and without a cache."""
     model, row, worst = subject.model, 3, 0.0
-    alone = np.asarray(subject.output(forward(model, **subject.alone(row))))[0]
+    row_logits = np.asarray(subject.output(forward(model, **subject.build_row_inputs(row))))[0]
     caches: list[dict[str, Any]] = [{}]
     if "cache" in subject.checks:
         length = encoder_length(subject)
         caches.append({"past_key_values": model.init_cache(B, 32, **length)})
     for filled in caches:
-        out = np.asarray(subject.output(forward(model, **subject.padded(), **filled)))
+        out = np.asarray(subject.output(forward(model, **subject.build_padded_inputs(), **filled)))
         got = out[row][subject.real[row]]
-        worst = max(worst, _near(got, alone, subject.cases.ours, "logits of the padded row"))
+        worst = max(
+            worst,
+            _check_difference(got, row_logits, subject.cases.ours, "logits of the padded row"),
+        )
     return worst
 
 
 def layouts(subject: Subject) -> float:
     """Compare unrolled layers with scanned layers."""
-    other = subject.load(scan_layers=subject.model.layout == "leaves")
-    return _near(
-        np.asarray(subject.output(forward(other, **subject.whole()))),
+    scanned_model = subject.load(scan_layers=subject.model.layout == "leaves")
+    return _check_difference(
+        np.asarray(subject.output(forward(scanned_model, **subject.build_full_inputs()))),
         subject.logits,
         subject.cases.ours,
         "logits",
@@ -192,28 +204,35 @@ def meshes(subject: Subject) -> float:
     worst = 0.0
     for dims in MESHES:
         model = subject.load(dims)
-        got = np.asarray(subject.output(forward(model, **subject.whole())))
-        worst = max(worst, _near(got, subject.logits, subject.cases.ours, f"logits on mesh {dims}"))
+        got = np.asarray(subject.output(forward(model, **subject.build_full_inputs())))
+        worst = max(
+            worst,
+            _check_difference(got, subject.logits, subject.cases.ours, f"logits on mesh {dims}"),
+        )
     return worst
 
 
-def saved(subject: Subject) -> float:
+def check_saving(subject: Subject) -> float:
     """Load a saved model in Hugging Face: bitwise equal tensors, none missing or unexpected."""
     require_torch()
     with tempfile.TemporaryDirectory() as folder:
         subject.model.save_pretrained(folder)
-        again, report = subject.torch_class.from_pretrained(folder, output_loading_info=True)
+        reloaded_model, report = subject.torch_class.from_pretrained(
+            folder, output_loading_info=True
+        )
     absent = set(report.pop("missing_keys"))
     missing = [name for name in absent if not subject.ignores(name)]
     assert not any([missing, *report.values()]), (missing, report)
-    theirs = again.state_dict()
+    theirs = reloaded_model.state_dict()
     for name, value in subject.torch_model.state_dict().items():
         if name in absent:  # a tensor that the model does not use
             continue
         np.testing.assert_array_equal(theirs[name].numpy(), value.numpy(), err_msg=name)
-    got = subject.torch_outputs(again.eval())
+    got = subject.torch_outputs(reloaded_model.eval())
     real = subject.real
-    return _near(got[real], subject.torch_logits[real], subject.saved_bound, "saved logits")
+    return _check_difference(
+        got[real], subject.torch_logits[real], subject.saved_bound, "saved logits"
+    )
 
 
 Check = Callable[[Subject], float]
@@ -223,13 +242,13 @@ AGAINST_TORCH: Mapping[str, Check] = {
     "parity": parity,
     "gradients": gradients,
     "generation": generation,
-    "saved": saved,
+    "saved": check_saving,
 }
 CHECKS: Mapping[str, Check] = {
     **AGAINST_TORCH,
     "cache": cache,
     "pages": pages,
-    "packed": packed,
+    "packed": check_packing,
     "padding": padding,
     "layouts": layouts,
     "meshes": meshes,
@@ -238,17 +257,17 @@ CHECKS: Mapping[str, Check] = {
 FAST = ("parity", "cache")
 
 
-def _near(got: np.ndarray, expected: Any, bound: float, what: str) -> float:
+def _check_difference(got: np.ndarray, expected: Any, bound: float, label: str) -> float:
     """Return the largest difference.
 
     Raises:
         AssertionError: The shapes differ, or the difference exceeds the bound.
     """
     shapes = np.shape(got), np.shape(expected)
-    assert shapes[0] == shapes[1], f"{what}: the shape is {shapes[0]}, expected {shapes[1]}"
+    assert shapes[0] == shapes[1], f"{label}: the shape is {shapes[0]}, expected {shapes[1]}"
     error = float(np.abs(got - np.asarray(expected)).max())
     assert error <= bound, (
-        f"{what}: the largest difference is {error:.2e}, above the bound of {bound:.0e}"
+        f"{label}: the largest difference is {error:.2e}, above the bound of {bound:.0e}"
     )
     return error
 

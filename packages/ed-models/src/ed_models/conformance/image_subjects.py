@@ -53,11 +53,11 @@ class VisionSubject(Subject):
     def real(self) -> np.ndarray:
         return np.ones(B, bool)
 
-    def whole(self) -> dict[str, Any]:
+    def build_full_inputs(self) -> dict[str, Any]:
         return dict(self.images)
 
-    def padded(self) -> dict[str, Any]:
-        return self.whole()
+    def build_padded_inputs(self) -> dict[str, Any]:
+        return self.build_full_inputs()
 
     def output(self, result: Any) -> Any:
         hidden, pooled = result.last_hidden_state, result.pooler_output
@@ -74,7 +74,9 @@ class VisionSubject(Subject):
 
     def torch_outputs(self, model: Any) -> np.ndarray:
         torch = require_torch()
-        arrays = {name: x for name, x in self.torch_arrays().items() if name in self.whole()}
+        arrays = {
+            name: x for name, x in self.torch_arrays().items() if name in self.build_full_inputs()
+        }
         with torch.no_grad():
             return self.output(model(**arrays)).float().numpy()
 
@@ -89,7 +91,7 @@ class ImageClassifierSubject(VisionSubject):
     task = TaskType.IMAGE_CLASSIFICATION
 
     def training(self) -> dict[str, Any]:
-        return {**self.whole(), "labels": np.array([1, 0, 1, 1])}
+        return {**self.build_full_inputs(), "labels": np.array([1, 0, 1, 1])}
 
     def output(self, result: Any) -> Any:
         return result.logits
@@ -112,11 +114,11 @@ class ImageTextMatchSubject(VisionSubject):
         self.ids = np.where(self.mask, self.ids, 0)
         self.ids[np.arange(B), S - 1 - np.array(self.pad)] = end
 
-    def whole(self) -> dict[str, Any]:
+    def build_full_inputs(self) -> dict[str, Any]:
         return {"input_ids": self.ids, **self.images}
 
-    def padded(self) -> dict[str, Any]:
-        return {**self.whole(), "attention_mask": self.mask}
+    def build_padded_inputs(self) -> dict[str, Any]:
+        return {**self.build_full_inputs(), "attention_mask": self.mask}
 
     def output(self, result: Any) -> Any:
         parts = result.logits_per_image, result.image_embeds, result.text_embeds

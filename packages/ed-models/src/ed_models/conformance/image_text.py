@@ -35,14 +35,14 @@ class ImageTextSubject(Subject):
 
     def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
         super().__init__(model_type, row, module_class, cases)
-        self.images = self.placed(module_class, cases.image_features)
+        self.images = self.place_media(module_class, cases.image_features)
         self.types: dict[str, np.ndarray] = {}
         if getattr(module_class, "reads_ahead", None) == "prompt":
             self.page_counts, self.prompt_length = PROMPT_COUNTS, PROMPT
-            after = np.broadcast_to(np.arange(S) >= PROMPT, (B, S))
-            self.types = {"token_type_ids": after.astype(np.int32)}
+            is_completion = np.broadcast_to(np.arange(S) >= PROMPT, (B, S))
+            self.types = {"token_type_ids": is_completion.astype(np.int32)}
 
-    def placed(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
+    def place_media(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
         """Write the placeholder tokens of images of `length` features, and return the arrays of the
         images."""
         for number, starts in enumerate(STARTS):
@@ -97,7 +97,7 @@ class ImageTextSubject(Subject):
     def step(self, at: np.ndarray) -> dict[str, Any]:
         return {name: x for name, x in self.flat(at).items() if name not in self.types}
 
-    def whole(self) -> dict[str, Any]:
+    def build_full_inputs(self) -> dict[str, Any]:
         return {"input_ids": self.ids, **self.images, **self.types}
 
     def prompts(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class AudioTextSubject(ImageTextSubject):
 
     task = TaskType.ANY_TO_ANY
 
-    def placed(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
+    def place_media(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
         for number, starts in enumerate(STARTS):
             for start in starts:
                 self.ids[number, start : start + length] = self.image_token
@@ -162,11 +162,11 @@ class AudioTextSubject(ImageTextSubject):
         return {**sounds, "feature_attention_mask": mask.astype(np.int32)}
 
     def with_images(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        torch, found = require_torch(), {}
+        torch, recordings = require_torch(), {}
         for name, rows in self.images.items():
             real = [row[: len(starts)] for row, starts in zip(rows, STARTS, strict=True)]
-            found[name] = torch.tensor(np.concatenate(real))
-        return {**inputs, **found}
+            recordings[name] = torch.tensor(np.concatenate(real))
+        return {**inputs, **recordings}
 
 
 #: Heights and widths of the images of each row, and the first tokens of the images: three images
@@ -190,25 +190,25 @@ class TileGridSubject(ImageTextSubject):
     def tiles_of_row(self, number: int) -> list[tuple[int, int]]:
         """Return the numbers of tiles and of features of the images of a row."""
         # LLaVA-OneVision makes no grids of several images.
-        whole = self.grids.may_be_whole and len(SIZES[number]) > 1
-        return [self.grids.sizes(*size, whole=whole) for size in SIZES[number]]
+        without_grid = self.grids.may_be_whole and len(SIZES[number]) > 1
+        return [self.grids.sizes(*size, without_grid=without_grid) for size in SIZES[number]]
 
-    def placed(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
+    def place_media(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
         grids, most = self.grids, max(map(len, SIZES))
         sizes, counts = np.zeros((B, most, 2), np.int32), np.zeros(B, int)
-        for number, (own, starts) in enumerate(zip(SIZES, PLACES, strict=True)):
-            sizes[number, : len(own)] = np.reshape(own, (-1, 2))
+        for number, (row_sizes, starts) in enumerate(zip(SIZES, PLACES, strict=True)):
+            sizes[number, : len(row_sizes)] = np.reshape(row_sizes, (-1, 2))
             for start, (tiles, features) in zip(starts, self.tiles_of_row(number), strict=True):
                 counts[number] += tiles
                 self.ids[number, start : start + features] = self.image_token
         shape = B, counts.max(), 3, grids.tile, grids.tile
         pixels = np.random.default_rng(1).normal(size=shape)
         pixels *= (np.arange(counts.max()) < counts[:, None])[:, :, None, None, None]
-        chosen = grids.best(sizes)
+        image_grids = grids.best(sizes)
         if grids.may_be_whole:
-            chosen[[len(own) > 1 for own in SIZES]] = 0
+            image_grids[[len(row_sizes) > 1 for row_sizes in SIZES]] = 0
         images = {"pixel_values": pixels.astype(np.float32), "image_sizes": sizes}
-        return {**images, "image_grids": chosen}
+        return {**images, "image_grids": image_grids}
 
     def with_images(self, inputs: dict[str, Any]) -> dict[str, Any]:
         torch, images = require_torch(), list[np.ndarray]()
@@ -220,10 +220,10 @@ class TileGridSubject(ImageTextSubject):
         most = max(map(len, images))
         padded = [np.pad(x, ((0, most - len(x)), (0, 0), (0, 0), (0, 0))) for x in images]
         if self.grids.may_be_whole:
-            counts = [len(own) for own in SIZES if own]
+            counts = [len(row_sizes) for row_sizes in SIZES if row_sizes]
             inputs = {**inputs, "batch_num_images": torch.tensor(counts)}
         return {
             **inputs,
             "pixel_values": torch.tensor(np.stack(padded)),
-            "image_sizes": torch.tensor([size for own in SIZES for size in own]),
+            "image_sizes": torch.tensor([size for row_sizes in SIZES for size in row_sizes]),
         }

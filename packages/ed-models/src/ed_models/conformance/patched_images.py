@@ -75,10 +75,10 @@ class PatchedImageTextSubject(Subject):
 
     def inputs(self, rows: slice = slice(None), at: slice = slice(None)) -> dict[str, Any]:
         features = Features(self.features.values[rows], self.features.index[rows, at])
-        own = {**super().inputs(rows, at), "features": features}
+        arguments = {**super().inputs(rows, at), "features": features}
         if self.has_axes:
-            own["position_ids"] = jnp.asarray(self.positions[:, rows, at])
-        return own
+            arguments["position_ids"] = jnp.asarray(self.positions[:, rows, at])
+        return arguments
 
     def flat(self, at: np.ndarray) -> dict[str, Any]:
         b, n, d = self.features.values.shape
@@ -86,21 +86,21 @@ class PatchedImageTextSubject(Subject):
         index = np.where(index < 0, -1, index + n * np.arange(b)[:, None]).reshape(-1)
         index = np.where(at < 0, -1, index[at])
         features = Features(self.features.values.reshape(1, b * n, d), jnp.asarray(index)[None])
-        own = {**super().flat(at), "features": features}
+        arguments = {**super().flat(at), "features": features}
         if self.has_axes:
-            own["position_ids"] = jnp.asarray(self.positions.reshape(3, 1, -1)[:, :, at])
-        return own
+            arguments["position_ids"] = jnp.asarray(self.positions.reshape(3, 1, -1)[:, :, at])
+        return arguments
 
-    def whole(self) -> dict[str, Any]:
+    def build_full_inputs(self) -> dict[str, Any]:
         return {"input_ids": self.ids, **self.images}
 
-    def alone(self, row: int) -> dict[str, Any]:
+    def build_row_inputs(self, row: int) -> dict[str, Any]:
         images = {name: x[row : row + 1] for name, x in self.images.items()}
         return {"input_ids": self.ids[row : row + 1, self.pad[row] :], **images}
 
     def documents(self) -> tuple[dict[str, Any], list[tuple[np.ndarray, dict[str, Any]]]]:
         grids, pixels = self.images["image_grid_thw"], self.images["pixel_values"]
-        ids, segments, parts, found, start = (
+        ids, segments, parts, documents, start = (
             np.zeros(48, np.int32),
             np.zeros(48, np.int32),
             [],
@@ -111,30 +111,32 @@ class PatchedImageTextSubject(Subject):
             at = np.arange(start, start + length)
             start += length
             ids[at], segments[at] = self.ids[row, :length], number
-            parts.append((pixels[row, : grids[row].prod(axis=1).sum()], _present(grids[row])))
-            alone = {name: x[row : row + 1] for name, x in self.images.items()}
-            found.append((at, {"input_ids": self.ids[row : row + 1, :length], **alone}))
+            parts.append((pixels[row, : grids[row].prod(axis=1).sum()], _drop_padding(grids[row])))
+            document_images = {name: x[row : row + 1] for name, x in self.images.items()}
+            documents.append(
+                (at, {"input_ids": self.ids[row : row + 1, :length], **document_images})
+            )
         merge = self.model.patch_form.merge
-        whole = [np.concatenate(each) for each in zip(*parts, strict=True)]
-        packed = padded_rows([(whole[0], whole[1])], pixels.shape[-1], merge)
-        return {"input_ids": ids[None], "segment_ids": segments[None], **packed}, found
+        packed_arrays = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+        packed = padded_rows([(packed_arrays[0], packed_arrays[1])], pixels.shape[-1], merge)
+        return {"input_ids": ids[None], "segment_ids": segments[None], **packed}, documents
 
     def prompts(self) -> dict[str, Any]:
-        return {**super().prompts(), **self.packed()}
+        return {**super().prompts(), **self.pack_images()}
 
-    def packed(self) -> dict[str, np.ndarray]:
+    def pack_images(self) -> dict[str, np.ndarray]:
         """Return the arrays of all images as processors do, [p, f] and [i, 3]."""
         grids, pixels = self.images["image_grid_thw"], self.images["pixel_values"]
         counts = grids.prod(axis=2).sum(axis=1)
         patches = [row[:count] for row, count in zip(pixels, counts, strict=True)]
         return {
             "pixel_values": np.concatenate(patches),
-            "image_grid_thw": np.concatenate([_present(row) for row in grids]),
+            "image_grid_thw": np.concatenate([_drop_padding(row) for row in grids]),
         }
 
     def torch_inputs(self) -> list[dict[str, Any]]:
         torch = require_torch()
-        images = {name: torch.tensor(x) for name, x in self.packed().items()}
+        images = {name: torch.tensor(x) for name, x in self.pack_images().items()}
         images["image_grid_thw"] = images["image_grid_thw"].long()
         (inputs,) = super().torch_inputs()
         types = (inputs["input_ids"] == self.image_token).int()
@@ -161,13 +163,13 @@ class RasterImageTextSubject(PatchedImageTextSubject):
         (inputs,) = super().torch_inputs()
         del inputs["mm_token_type_ids"]
         side, merge = self.fields["vision_config"]["patch_size"], self.model.patch_form.merge
-        patches, found, first = self.packed()["pixel_values"], [], 0
-        for _, h, w in self.packed()["image_grid_thw"].tolist():
-            own = patches[first : first + h * w]
+        patches, image_rows, first = self.pack_images()["pixel_values"], [], 0
+        for _, h, w in self.pack_images()["image_grid_thw"].tolist():
+            image_patches = patches[first : first + h * w]
             first += h * w
-            rows = own.reshape(h // merge, w // merge, merge, merge, -1).swapaxes(1, 2)
-            found.append(rows.reshape(h * w, 3, side, side))
-        return [{**inputs, "pixel_values": torch.tensor(np.concatenate(found))}]
+            rows = image_patches.reshape(h // merge, w // merge, merge, merge, -1).swapaxes(1, 2)
+            image_rows.append(rows.reshape(h * w, 3, side, side))
+        return [{**inputs, "pixel_values": torch.tensor(np.concatenate(image_rows))}]
 
 
 class PlacedImageTextSubject(RasterImageTextSubject):
@@ -202,6 +204,6 @@ class PlacedImageTextSubject(RasterImageTextSubject):
         return [{**inputs, **arrays, "mm_token_type_ids": types}]
 
 
-def _present(grids: np.ndarray) -> np.ndarray:
+def _drop_padding(grids: np.ndarray) -> np.ndarray:
     """Return the grids of a row without padding."""
     return grids[grids.prod(axis=1) > 0]

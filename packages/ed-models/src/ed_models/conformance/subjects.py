@@ -23,7 +23,7 @@ from flax import nnx
 
 from ed_models.base.export import TORCH_CLASSES
 from ed_models.checkpoints import hub
-from ed_models.checkpoints.task_rules import rules_of
+from ed_models.checkpoints.task_rules import get_weight_rules
 from ed_models.checkpoints.weight_map import WeightMap
 
 #: Fields of every tiny configuration. A case replaces fields; None removes one of these fields, and
@@ -113,12 +113,12 @@ class Subject:
     prompt_length: int = S
 
     def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):
-        several = f"{row} ({self.task})" if len(cases.tasks) > 1 else row
-        self.model_type, self.row, self.module_class = model_type, several, module_class
+        row_name = f"{row} ({self.task})" if len(cases.tasks) > 1 else row
+        self.model_type, self.row, self.module_class = model_type, row_name, module_class
         self.bound, self.cases = cases.logits, cases
         self.saved_bound = max(cases.saved, type(self).saved_bound)
-        given = cases.rows[row]
-        fields = {**TINY, **given} if cases.tiny else dict(given)
+        row_fields = cases.rows[row]
+        fields = {**TINY, **row_fields} if cases.tiny else dict(row_fields)
         left_out = {name for name in TINY if fields.get(name, ...) is None and cases.tiny}
         self.fields = {name: value for name, value in fields.items() if name not in left_out}
         rng = np.random.default_rng(0)
@@ -151,10 +151,12 @@ class Subject:
             for name, value in model.named_parameters():
                 if not value.requires_grad:  # computed positions
                     continue
-                own = ".".join(name.split(".")[-2:])
+                parameter_name = ".".join(name.split(".")[-2:])
                 # The factors of norms stay near their initial value: 1, or 0 if the norm adds one.
                 # Factors twice as large would amplify rounding errors.
-                factors = ("norm" in own.lower() or value.ndim == 1) and name.endswith("weight")
+                factors = ("norm" in parameter_name.lower() or value.ndim == 1) and name.endswith(
+                    "weight"
+                )
                 value.normal_(float(value.mean().round()) if factors else 0.0, 0.2)
             saved = model.state_dict()
             for name, value in model.named_buffers():  # biases that choose experts
@@ -171,7 +173,7 @@ class Subject:
 
     def ignores(self, name: str) -> bool:
         """Return whether the rules of the family ignore a tensor of a checkpoint."""
-        return WeightMap(rules_of(self.module_class), {}).ignores(name)
+        return WeightMap(get_weight_rules(self.module_class), {}).ignores(name)
 
     @functools.cached_property
     def directory(self) -> Path:
@@ -238,15 +240,15 @@ class Subject:
         """Number of encoder positions; None without cross-attention."""
         return None
 
-    def whole(self) -> dict[str, Any]:
+    def build_full_inputs(self) -> dict[str, Any]:
         """Return the arguments of a call with rows without padding."""
         return self.inputs()
 
-    def padded(self) -> dict[str, Any]:
+    def build_padded_inputs(self) -> dict[str, Any]:
         """Return the arguments of a call with padded rows."""
-        return {**self.whole(), "attention_mask": self.mask}
+        return {**self.build_full_inputs(), "attention_mask": self.mask}
 
-    def alone(self, row: int) -> dict[str, Any]:
+    def build_row_inputs(self, row: int) -> dict[str, Any]:
         """Return the arguments of a call with one row without its padding."""
         return self.inputs(slice(row, row + 1), slice(self.pad[row], None))
 
@@ -264,7 +266,7 @@ class Subject:
 
     def training(self) -> dict[str, Any]:
         """Return the arguments of `compute_loss`."""
-        return self.whole()
+        return self.build_full_inputs()
 
     # Outputs.
 
@@ -280,7 +282,7 @@ class Subject:
     @functools.cached_property
     def logits(self) -> np.ndarray:
         """Outputs of rows without padding, [b, s, v]."""
-        return np.asarray(self.output(forward(self.model, **self.whole())))
+        return np.asarray(self.output(forward(self.model, **self.build_full_inputs())))
 
     # Hugging Face's model.
 

@@ -109,10 +109,10 @@ class Seq2SeqSubject(Subject):
             cache = self.model.write_encoded(cache, one, row)
         return cache
 
-    def whole(self) -> dict[str, Any]:
+    def build_full_inputs(self) -> dict[str, Any]:
         return {"input_ids": self.ids, "decoder_input_ids": self.answers}
 
-    def alone(self, row: int) -> dict[str, Any]:
+    def build_row_inputs(self, row: int) -> dict[str, Any]:
         rows = slice(row, row + 1)
         return {
             "input_ids": self.ids[rows, self.pad[row] :],
@@ -140,14 +140,14 @@ class Seq2SeqSubject(Subject):
     def torch_outputs(self, model: Any) -> np.ndarray:
         torch = require_torch()
         answers = torch.tensor(self.answers, dtype=torch.long)
-        found, row = [], 0
+        logits, row = [], 0
         for inputs in self.torch_inputs():
             rows = answers[row : row + len(next(iter(inputs.values())))]
             with torch.no_grad():
                 result = model(**inputs, decoder_input_ids=rows, use_cache=False)
-            found.append(self.output(result).float().numpy())
+            logits.append(self.output(result).float().numpy())
             row += len(rows)
-        return np.concatenate(found)
+        return np.concatenate(logits)
 
     def torch_loss(self) -> Any:
         torch = require_torch()
@@ -170,14 +170,17 @@ class SpeechSubject(Seq2SeqSubject):
     def encoded(self) -> Encoded:
         return self.model.encode(Inputs(self.sounds.whole))
 
-    def whole(self) -> dict[str, Any]:
+    def build_full_inputs(self) -> dict[str, Any]:
         return {**self.sounds.whole, "decoder_input_ids": self.answers}
 
-    def padded(self) -> dict[str, Any]:
+    def build_padded_inputs(self) -> dict[str, Any]:
         return {**self.sounds.padded, "decoder_input_ids": self.answers}
 
-    def alone(self, row: int) -> dict[str, Any]:
-        return {**self.sounds.alone(row), "decoder_input_ids": self.answers[row : row + 1]}
+    def build_row_inputs(self, row: int) -> dict[str, Any]:
+        return {
+            **self.sounds.build_row_inputs(row),
+            "decoder_input_ids": self.answers[row : row + 1],
+        }
 
     def prompts(self) -> dict[str, Any]:
         return self.sounds.padded
@@ -230,14 +233,14 @@ class Sounds:
         mask = (np.arange(self.values.shape[1]) < np.array(self.lengths)[:, None]).astype(np.int32)
         return {self.name: jnp.asarray(self.values * mask), "attention_mask": jnp.asarray(mask)}
 
-    def alone(self, row: int) -> dict[str, Any]:
+    def build_row_inputs(self, row: int) -> dict[str, Any]:
         """Return the arguments of one row without its padding."""
         end = None if self.lengths is None else self.lengths[row]
         return {self.name: jnp.asarray(self.values[row : row + 1, ..., :end])}
 
     def torch(self, row: int | None = None) -> dict[str, Any]:
         """Return the arguments of all rows, or of one row without its padding, for torch."""
-        arguments = self.whole if row is None else self.alone(row)
+        arguments = self.whole if row is None else self.build_row_inputs(row)
         return {name: require_torch().tensor(np.asarray(x)) for name, x in arguments.items()}
 
 
@@ -266,7 +269,7 @@ class EncoderSubject(Subject):
         return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
 
     def training(self) -> dict[str, Any]:
-        return {**self.whole(), **self.labels()}
+        return {**self.build_full_inputs(), **self.labels()}
 
     def labels(self) -> dict[str, np.ndarray]:
         """Return the labels: every third token."""
@@ -313,9 +316,9 @@ class AnswerSubject(EncoderSubject):
     task = TaskType.QUESTION_ANSWERING
 
     def output(self, result: Any) -> Any:
-        both = result.start_logits, result.end_logits
-        stack = jnp.stack if isinstance(both[0], jax.Array) else require_torch().stack
-        return stack(both, -1)
+        span_logits = result.start_logits, result.end_logits
+        stack = jnp.stack if isinstance(span_logits[0], jax.Array) else require_torch().stack
+        return stack(span_logits, -1)
 
     def labels(self) -> dict[str, np.ndarray]:
         # The third row has no answer within the text.
@@ -347,11 +350,11 @@ class ChoiceSubject(ClassifierSubject):
 
     task = TaskType.MULTIPLE_CHOICE
 
-    def whole(self) -> dict[str, Any]:
+    def build_full_inputs(self) -> dict[str, Any]:
         return {"input_ids": self.ids.reshape(B // 2, 2, S)}
 
-    def padded(self) -> dict[str, Any]:
-        return {**self.whole(), "attention_mask": self.mask.reshape(B // 2, 2, S)}
+    def build_padded_inputs(self) -> dict[str, Any]:
+        return {**self.build_full_inputs(), "attention_mask": self.mask.reshape(B // 2, 2, S)}
 
     def labels(self) -> dict[str, np.ndarray]:
         return {"labels": np.array([1, 0])}
@@ -378,14 +381,14 @@ class CTCSubject(Subject):
         super().__init__(model_type, row, module_class, cases)
         self.sounds = Sounds.of(module_class, self.fields)
 
-    def whole(self) -> dict[str, Any]:
+    def build_full_inputs(self) -> dict[str, Any]:
         return self.sounds.whole
 
-    def padded(self) -> dict[str, Any]:
+    def build_padded_inputs(self) -> dict[str, Any]:
         return self.sounds.padded
 
-    def alone(self, row: int) -> dict[str, Any]:
-        return self.sounds.alone(row)
+    def build_row_inputs(self, row: int) -> dict[str, Any]:
+        return self.sounds.build_row_inputs(row)
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -436,19 +439,19 @@ def subjects(cases: Mapping[str, Cases]) -> list[Subject]:
     Raises:
         ValueError: a family has no configuration.
     """
-    found: list[Subject] = []
-    for model_type, own in cases.items():
-        if not own.rows:
+    family_subjects: list[Subject] = []
+    for model_type, family_cases in cases.items():
+        if not family_cases.rows:
             raise ValueError(
                 f"{model_type!r} has no tiny configuration: add one to its Cases, such as "
                 '{"special feature": {field: value}}'
             )
-        for task in own.tasks or registry.tasks_of(model_type)[:1]:
+        for task in family_cases.tasks or registry.list_tasks(model_type)[:1]:
             module_class = registry.get_module(task, model_type)
-            others = [kind for of, kind in FURTHER.items() if issubclass(module_class, of)]
-            for row, fields in own.rows.items():
-                kind = others[0] if others else SUBJECTS[task]
+            special_kinds = [kind for of, kind in FURTHER.items() if issubclass(module_class, of)]
+            for row, fields in family_cases.rows.items():
+                kind = special_kinds[0] if special_kinds else SUBJECTS[task]
                 if fields.get("vision_config", {}).get("model_type") == "pixtral":
                     kind = PackedImageTextSubject
-                found.append(kind(model_type, row, module_class, own))
-    return found
+                family_subjects.append(kind(model_type, row, module_class, family_cases))
+    return family_subjects

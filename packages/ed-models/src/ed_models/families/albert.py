@@ -59,8 +59,8 @@ class AlbertModel(TextEncoder):
     def through(self, x, ctx, cache, input_ids, *, keep_hidden):
         report, hidden = LayerReport(), (x,)
         for turn in range(self.config.num_hidden_layers):
-            own = ctx if ctx.key is None else ctx.at_layer(turn)
-            x, cache, more, _ = self.layers(x, own, cache, keep_hidden=False)
+            layer_ctx = ctx if ctx.key is None else ctx.at_layer(turn)
+            x, cache, more, _ = self.layers(x, layer_ctx, cache, keep_hidden=False)
             report, hidden = report + more, (*hidden, x)
         return x, cache, report, hidden if keep_hidden else None
 
@@ -102,5 +102,5 @@ class AlbertForMaskedLM(MaskedLM):
             TaskType.TOKEN_CLASSIFICATION: HeadNames("classifier"),
             TaskType.QUESTION_ANSWERING: HeadNames("qa_outputs", dropout=None),
         },
-        others=("sop_classifier",),
+        ignored_names=("sop_classifier",),
     )

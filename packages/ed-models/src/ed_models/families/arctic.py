@@ -88,7 +88,7 @@ class ArcticDecoderLayer(DecoderLayer):
             return super().__call__(x, ctx, cache, layer)
         routed, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
         attended, cache = self.self_attn(self.input_layernorm(x), ctx, cache, layer)
-        x = ctx.named(x + attended, "residual")
+        x = ctx.name_activation(x + attended, "residual")
         return x + self.residual_mlp(self.residual_layernorm(x), ctx) + routed, cache, report
 
 

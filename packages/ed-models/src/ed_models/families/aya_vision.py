@@ -75,10 +75,10 @@ class AyaVisionModel(TiledImageTextModel):
         return AyaVisionProjector(parts)
 
     def tiles(
-        self, pixel_values: Float[Array, "t c h w"], **others: Array
+        self, pixel_values: Float[Array, "t c h w"], **extra_inputs: Array
     ) -> Float[Array, "t n d"]:
         """Return the features of tiles."""
-        return self.multi_modal_projector(self.selected(pixel_values))
+        return self.multi_modal_projector(self.select_hidden_states(pixel_values))
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=AyaVisionConfig, model_type="aya_vision")

@@ -62,5 +62,5 @@ class BertForMaskedLM(MaskedLM):
             TaskType.TOKEN_CLASSIFICATION: HeadNames("classifier"),
             TaskType.QUESTION_ANSWERING: HeadNames("qa_outputs", dropout=None),
         },
-        others=("cls.seq_relationship",),
+        ignored_names=("cls.seq_relationship",),
     )

@@ -62,10 +62,12 @@ class BloomDecoderLayer(DecoderLayer):
             return super().__call__(x, ctx, cache, layer)
         normed = self.input_layernorm(x)
         attended, cache = self.self_attn(normed, ctx, cache, layer)
-        x = ctx.named(normed + ctx.dropped(attended, self.dropout, "attention"), "residual")
+        x = ctx.name_activation(
+            normed + ctx.apply_dropout(attended, self.dropout, "attention"), "residual"
+        )
         normed = self.post_attention_layernorm(x)
         out, report = self.feed_forward(normed, ctx)
-        return normed + ctx.dropped(out, self.dropout, "mlp"), cache, report
+        return normed + ctx.apply_dropout(out, self.dropout, "mlp"), cache, report
 
 
 class BloomModel(Decoder):
@@ -75,7 +77,7 @@ class BloomModel(Decoder):
     layer_class = BloomDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_epsilon)
 
     def add_parts(self, parts):

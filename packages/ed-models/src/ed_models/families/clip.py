@@ -51,7 +51,7 @@ class CLIPVisionModel(VisionTower):
     def leave(self, x):
         return x
 
-    def pooled(self, x):
+    def pool_features(self, x):
         return self.norm(x[:, 0])
 
 
@@ -68,7 +68,7 @@ class CLIPTextModel(TextTower):
 
     config_class = CLIPTextConfig
 
-    def pooled(self, x, input_ids):
+    def pool_features(self, x, input_ids):
         end = self.config.eos_token_id
         # The first checkpoints state the end token 2; their end token has the largest id.
         places = input_ids if end == 2 else (input_ids == end).astype(jnp.int32)
@@ -106,7 +106,7 @@ class CLIPModel(ImageTextMatcher):
     def get_image_features(self, pixel_values, **inputs):
         return self.visual_projection(super().get_image_features(pixel_values, **inputs))
 
-    def scaled(self, cosines):
+    def scale_cosines(self, cosines):
         return cosines * jnp.exp(self.logit_scale.get_value().astype(jnp.float32))
 
 
@@ -116,4 +116,4 @@ class CLIPForImageClassification(ImageClassifier):
 
     tower_class = CLIPVisionModel
     prefix = "vision_model"
-    others = ("text_model.{path}", "{part}_projection.weight", "logit_scale")
+    ignored_names = ("text_model.{path}", "{part}_projection.weight", "logit_scale")

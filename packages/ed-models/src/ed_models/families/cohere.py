@@ -55,7 +55,7 @@ class CohereModel(Decoder):
     layer_class = CohereDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_eps, bias=False)
 
 

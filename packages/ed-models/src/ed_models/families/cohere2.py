@@ -22,7 +22,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
-from ed_models.body.layers import ParallelLayer, window_of
+from ed_models.body.layers import ParallelLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 
 
@@ -38,7 +38,7 @@ class Cohere2DecoderLayer(ParallelLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: Cohere2Config = parts.config
-        window = window_of(config, index)
+        window = get_layer_window(config, index)
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
@@ -55,7 +55,7 @@ class Cohere2Model(Decoder):
     layer_class = Cohere2DecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_eps, bias=False)
 
 

@@ -25,7 +25,7 @@ from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
-from ed_models.body.layers import ParallelLayer, window_of
+from ed_models.body.layers import ParallelLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.weights.rules import EXPERTS, STANDARD
 
@@ -56,7 +56,7 @@ class Cohere2MoeSparse(SparseMLP):
         )
         self.average = config.shared_expert_combination_strategy == "average"
 
-    def joined(self, routed, shared):
+    def combine_outputs(self, routed, shared):
         return (routed + shared) / 2 if self.average else routed + shared
 
 
@@ -66,7 +66,7 @@ class Cohere2MoeDecoderLayer(ParallelLayer):
     def __init__(self, parts: Parts, index: int):
         config: Cohere2MoeConfig = parts.config
         dense = config.mlp_layer_types[index] == "dense"
-        window = window_of(config, index)
+        window = get_layer_window(config, index)
         turns = window is not None or (dense and config.prefix_dense_sliding_window_pattern == 1)
         attention = SelfAttention(
             parts,
@@ -92,7 +92,7 @@ class Cohere2MoeModel(Decoder):
         return list(zip(config.layer_types, config.mlp_layer_types, strict=True))
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         config: Cohere2MoeConfig = parts.config
         if config.rms_norm_eps is not None:
             return parts.norm

@@ -61,12 +61,12 @@ class DbrxRouter(Router):
         super().__init__(parts, ffn.moe_num_experts, ffn.moe_top_k, normalize=False)
         self.order = ffn.moe_normalize_expert_weights
 
-    def choose(self, logits, given=None):
-        chosen, weights = super().choose(logits, given)
+    def choose(self, logits, forced_ids=None):
+        expert_ids, weights = super().choose(logits, forced_ids)
         if self.order is not None:
             powers = sums.total(jnp.abs(weights) ** self.order)
             weights = weights / powers ** (1 / self.order)
-        return chosen, weights
+        return expert_ids, weights
 
 
 class DbrxDecoderLayer(DecoderLayer):
@@ -92,15 +92,15 @@ class DbrxModel(Decoder):
     layer_class = DbrxDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=EPS, bias=False)
 
     def rope_settings(self):
         # Published configurations have the base here, where transformers 5 does not look for it.
         theta = getattr(self.config.attn_config, "rope_theta", None)
-        own = {} if theta is None else {"rope_theta": theta}
+        theta_settings = {} if theta is None else {"rope_theta": theta}
         return {
-            kind: replace(settings, parameters={**settings.parameters, **own})
+            kind: replace(settings, parameters={**settings.parameters, **theta_settings})
             for kind, settings in super().rope_settings().items()
         }
 

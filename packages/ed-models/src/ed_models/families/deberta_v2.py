@@ -126,8 +126,8 @@ class DebertaV2Layer(EncoderLayer):
     def __call__(self, x, ctx, cache, layer):
         out, cache, report = super().__call__(x, ctx, cache, layer)
         if hasattr(self, "conv"):
-            near = ctx.dropped(self.conv(x, ctx.mask_info.q_segment_ids), self.dropout, "conv")
-            out = self.conv_norm(out + activation(self.conv_act)(near))
+            conv_out = ctx.dropped(self.conv(x, ctx.mask_info.q_segment_ids), self.dropout, "conv")
+            out = self.conv_norm(out + activation(self.conv_act)(conv_out))
         return out, cache, report
 
 
@@ -201,7 +201,7 @@ class DebertaV2ForMaskedLM(MaskedLM):
             TaskType.QUESTION_ANSWERING: HeadNames("qa_outputs", dropout=None),
         },
         rules=(Rule("{path}.conv.kernel", "{path}.conv.weight", permute(2, 1, 0)),),
-        others=(
+        ignored_names=(
             *("lm_predictions", "mask_predictions"),
             # Published checkpoints have absolute positions, which relative attention replaces.
             *("deberta.embeddings.position_embeddings", "embeddings.position_embeddings"),

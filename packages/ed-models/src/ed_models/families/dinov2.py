@@ -39,14 +39,14 @@ class Dinov2Model(VisionTower):
     reads = "both"
     names, rules = DINOV2_NAMES, DINOV2_RULES
     MODULES = DINOV2_MODULES
-    others = ("embeddings.mask_token", "classifier.{path}")
+    ignored_names = ("embeddings.mask_token", "classifier.{path}")
 
     @staticmethod
     def embedding(parts):
         masks = 1 if parts.config.use_mask_token else None
         return VisionEmbeddings(parts, tokens=["cls_token"], lead=2, masks=masks)
 
-    def pooled(self, x):
+    def pool_features(self, x):
         return x[:, 0]
 
 

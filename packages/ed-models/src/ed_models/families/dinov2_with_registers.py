@@ -40,7 +40,7 @@ class Dinov2WithRegistersModel(VisionTower):
     reads = "both"
     names, rules = DINOV2_NAMES, DINOV2_RULES
     MODULES = DINOV2_MODULES
-    others = ("embeddings.mask_token", "classifier.{path}")
+    ignored_names = ("embeddings.mask_token", "classifier.{path}")
 
     @staticmethod
     def embedding(parts):
@@ -53,7 +53,7 @@ class Dinov2WithRegistersModel(VisionTower):
             antialias=True,
         )
 
-    def pooled(self, x):
+    def pool_features(self, x):
         return x[:, 0]
 
 

@@ -66,7 +66,7 @@ class DINOv3ViTModel(VisionTower):
     }
     # The modules of transformers 5; checkpoints have `layer.0` alone.
     MODULES = Modules({"layer": "model.layer"})
-    others = ("embeddings.register_tokens",)  # a model without registers has an empty tensor
+    ignored_names = ("embeddings.register_tokens",)  # a model without registers has an empty tensor
 
     @staticmethod
     def embedding(parts):
@@ -86,14 +86,14 @@ class DINOv3ViTModel(VisionTower):
         grid = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 2)
         places = jnp.asarray(grid, jnp.float32)
         if key is not None:
-            places = self.changed(places, key)
+            places = self.augment_positions(places, key)
         half = config.hidden_size // config.num_attention_heads // 2
         exponents = np.arange(0, 1, 2 / half, dtype=np.float32)
         angles = 2 * jnp.pi * places[:, :, None] / config.rope_theta**exponents
         angles = jnp.pad(angles.reshape(-1, half), ((self.embeddings.prefix, 0), (0, 0)))
         return jnp.cos(angles), jnp.sin(angles)
 
-    def changed(self, places: jax.Array, key: jax.Array) -> jax.Array:
+    def augment_positions(self, places: jax.Array, key: jax.Array) -> jax.Array:
         """Return positions that are shifted, stretched along each axis, and scaled at random."""
         config = self.config
         keys = jax.random.split(jax.random.fold_in(key, 0), 3)
@@ -101,12 +101,12 @@ class DINOv3ViTModel(VisionTower):
             most = config.pos_embed_shift
             places = places + jax.random.uniform(keys[0], (1, 2), minval=-most, maxval=most)
         factors = (config.pos_embed_jitter, (1, 2)), (config.pos_embed_rescale, (1, 1))
-        for (most, shape), own in zip(factors, keys[1:], strict=True):
+        for (most, shape), axis_key in zip(factors, keys[1:], strict=True):
             if most is not None:
                 most = np.log(most)
-                change = jax.random.uniform(own, shape, minval=-most, maxval=most)
+                change = jax.random.uniform(axis_key, shape, minval=-most, maxval=most)
                 places = places * jnp.exp(change)
         return places
 
-    def pooled(self, x):
+    def pool_features(self, x):
         return x[:, 0]

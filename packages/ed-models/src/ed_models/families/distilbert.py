@@ -36,7 +36,7 @@ class DistilBertModel(TextEncoder):
     config_class = DistilBertConfig
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=1e-12)
 
 

@@ -21,7 +21,7 @@ from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
 from ed_models.body.experts import sigmoid_experts
-from ed_models.body.layers import DecoderLayer, window_of
+from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.weights.rules import EXPERTS, STANDARD
 
@@ -42,7 +42,7 @@ class Dots1DecoderLayer(DecoderLayer):
             parts,
             bias=config.attention_bias,
             norm=QKNorm(parts.norm),
-            mask=MaskRule(window=window_of(config, index)),
+            mask=MaskRule(window=get_layer_window(config, index)),
         )
         sparse = index >= config.first_k_dense_replace
         super().__init__(

@@ -69,5 +69,5 @@ class ElectraForMaskedLM(MaskedLM):
             TaskType.TOKEN_CLASSIFICATION: HeadNames("classifier"),
             TaskType.QUESTION_ANSWERING: HeadNames("qa_outputs", dropout=None),
         },
-        others=("discriminator_predictions",),
+        ignored_names=("discriminator_predictions",),
     )

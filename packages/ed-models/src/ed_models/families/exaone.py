@@ -65,7 +65,7 @@ class ExaoneModel(Decoder):
     layer_class = ExaoneDecoderLayer
 
     def enter(self, x, ctx):
-        return ctx.dropped(x, self.config.embed_dropout, "embeddings")
+        return ctx.apply_dropout(x, self.config.embed_dropout, "embeddings")
 
 
 @register_module(TaskType.CAUSAL_LM, config=ExaoneConfig, model_type="exaone")

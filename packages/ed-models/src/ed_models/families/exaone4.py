@@ -18,7 +18,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
-from ed_models.body.layers import PostNormLayer, window_of
+from ed_models.body.layers import PostNormLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 
 
@@ -34,7 +34,7 @@ class Exaone4DecoderLayer(PostNormLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: Exaone4Config = parts.config
-        window = window_of(config, index)
+        window = get_layer_window(config, index)
         everywhere = config.sliding_window is None
         attention = SelfAttention(
             parts,

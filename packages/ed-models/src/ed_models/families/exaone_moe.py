@@ -22,7 +22,7 @@ from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
 from ed_models.body.experts import sigmoid_experts
-from ed_models.body.layers import DecoderLayer, window_of
+from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.weights.rules import EXPERTS, STANDARD, ignore, renamed
 
@@ -44,7 +44,7 @@ class ExaoneMoeDecoderLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: ExaoneMoeConfig = parts.config
-        window = window_of(config, index)
+        window = get_layer_window(config, index)
         attention = SelfAttention(
             parts,
             norm=QKNorm(parts.norm),

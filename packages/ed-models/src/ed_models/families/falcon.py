@@ -58,7 +58,7 @@ def make_layer(parts: Parts, index: int) -> DecoderLayer:
     else:
         layer = ParallelLayer if config.parallel_attn else DecoderLayer
     attention = SelfAttention(
-        parts, bias=config.bias, position=alibi_of(config) if config.alibi else Rotary()
+        parts, bias=config.bias, position=build_alibi(config) if config.alibi else Rotary()
     )
     return layer(
         parts,
@@ -68,17 +68,17 @@ def make_layer(parts: Parts, index: int) -> DecoderLayer:
     )
 
 
-def norm_name(usual: str, of_branch: str) -> TensorLayout:
+def norm_name(usual: str, branch_name: str) -> TensorLayout:
     """Return the name of a norm, which differs if each branch has a separate norm."""
 
     def relate(ours, hf, config):
-        own = config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1
-        return equal(ours, lambda: hf(norm=of_branch if own else usual), config)
+        has_branch_norms = config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1
+        return equal(ours, lambda: hf(norm=branch_name if has_branch_norms else usual), config)
 
     return relate
 
 
-def alibi_of(config: FalconConfig) -> Alibi:
+def build_alibi(config: FalconConfig) -> Alibi:
     """Return the ALiBi of `transformers`, which rounds slopes and their products with positions
     to bfloat16."""
     rounded = np.asarray(alibi_slopes(config.num_attention_heads), jnp.bfloat16).astype(float)
@@ -92,7 +92,7 @@ class FalconModel(Decoder):
     layer_class = staticmethod(make_layer)
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_epsilon)
 
     def rope_settings(self):

@@ -18,7 +18,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import ScoreRule
-from ed_layers.fixed_order import rounded
+from ed_layers.fixed_order import round_to_dtype
 from ed_layers.mlp import GatedMLP, activation
 from ed_layers.parts import Parts
 
@@ -57,10 +57,10 @@ class FalconH1MLP(GatedMLP):
         self.of_gate, self.of_output = parts.config.mlp_multipliers
 
     def block(self, x, ctx):
-        gate = ctx.named(self.gate_proj(x, ctx), "mlp_gate")
-        up = ctx.named(self.up_proj(x, ctx), "mlp_up")
+        gate = ctx.name_activation(self.gate_proj(x, ctx), "mlp_gate")
+        up = ctx.name_activation(self.up_proj(x, ctx), "mlp_up")
         out = self.down_proj(activation(self.hidden_act)(gate * self.of_gate) * up, ctx)
-        return rounded(ctx.named(out, "mlp_down") * self.of_output)
+        return round_to_dtype(ctx.name_activation(out, "mlp_down") * self.of_output)
 
 
 class FalconH1DecoderLayer(DecoderLayer):
@@ -81,10 +81,13 @@ class FalconH1DecoderLayer(DecoderLayer):
 
     def __call__(self, x, ctx, cache, layer):
         normed = self.input_layernorm(x)
-        (before, after), (first, last) = self.of_mamba, self.of_attention
-        mixed, cache = self.mamba(normed * before, ctx, cache, layer)
+        (mamba_in_scale, mamba_out_scale), (first, last) = self.of_mamba, self.of_attention
+        mixed, cache = self.mamba(normed * mamba_in_scale, ctx, cache, layer)
         attended, cache = self.self_attn(normed * first, ctx, cache, layer)
-        x = ctx.named(x + rounded(mixed * after) + rounded(attended * last), "residual")
+        x = ctx.name_activation(
+            x + round_to_dtype(mixed * mamba_out_scale) + round_to_dtype(attended * last),
+            "residual",
+        )
         out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
         return x + out, cache, report
 

@@ -50,7 +50,7 @@ class GemmaModel(ScaledDecoder):
     layer_class = GemmaDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.norm, offset=1.0, scale_first=True)
 
 

@@ -23,7 +23,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import ScaledDecoder
-from ed_models.body.layers import SandwichLayer, window_of
+from ed_models.body.layers import SandwichLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 
 
@@ -42,7 +42,7 @@ class Gemma2DecoderLayer(SandwichLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            mask=MaskRule(window=window_of(config, index)),
+            mask=MaskRule(window=get_layer_window(config, index)),
             scores=ScoreRule(
                 soft_cap=config.attn_logit_softcapping, scale=config.query_pre_attn_scalar**-0.5
             ),
@@ -61,7 +61,7 @@ class Gemma2Model(ScaledDecoder):
     layer_class = Gemma2DecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.norm, offset=1.0, scale_first=True)
 
 

@@ -22,7 +22,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import ScaledDecoder
-from ed_models.body.layers import SandwichLayer, window_of
+from ed_models.body.layers import SandwichLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 
 
@@ -43,7 +43,7 @@ class Gemma3DecoderLayer(SandwichLayer):
             bias=config.attention_bias,
             norm=QKNorm(parts.own_norm),
             position=Rotary(config.layer_types[index]),
-            mask=MaskRule(window=window_of(config, index)),
+            mask=MaskRule(window=get_layer_window(config, index)),
             scores=ScoreRule(
                 soft_cap=config.attn_logit_softcapping, scale=config.query_pre_attn_scalar**-0.5
             ),
@@ -62,7 +62,7 @@ class Gemma3Model(ScaledDecoder):
     layer_class = Gemma3DecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.norm, offset=1.0, scale_first=True)
 
 

@@ -116,7 +116,7 @@ class Gemma4ClippableLinear(nnx.Module):
         for name, bound in BOUNDS.items() if clips else ():
             setattr(self, name, nnx.Variable(jnp.asarray(bound, linear.kernel.dtype), axes=()))
 
-    def clipped(self, x: Float[Array, "b p _"], part: str) -> Float[Array, "b p _"]:
+    def clip_values(self, x: Float[Array, "b p _"], part: str) -> Float[Array, "b p _"]:
         """Return x between the bounds of a part: `input` or `output`."""
         if not self.clips:
             return x
@@ -124,7 +124,7 @@ class Gemma4ClippableLinear(nnx.Module):
         return jnp.minimum(jnp.maximum(x, low.astype(x.dtype)), high.astype(x.dtype))
 
     def __call__(self, x: Float[Array, "b p _"], ctx: Ctx) -> Float[Array, "b p _"]:
-        return self.clipped(self.linear(self.clipped(x, "input"), ctx), "output")
+        return self.clip_values(self.linear(self.clip_values(x, "input"), ctx), "output")
 
 
 class Gemma4VisionAttention(SelfAttention):
@@ -140,19 +140,19 @@ class Gemma4VisionAttention(SelfAttention):
         )
         self.v_norm = parts.norm(self.head_dim, weight=False)
 
-    def projected(self, x, ctx):
-        q, k, v = super().projected(x, ctx)
+    def project_qkv(self, x, ctx):
+        q, k, v = super().project_qkv(x, ctx)
         return q, k, self.v_norm(v)
 
-    def rotated(self, x, ctx):
-        q, k, v = self.projected(x, ctx)
+    def apply_rotary(self, x, ctx):
+        q, k, v = self.project_qkv(x, ctx)
 
-        def turned(heads: Float[Array, "b p h k"]) -> Float[Array, "b p h k"]:
+        def rotate_heads(heads: Float[Array, "b p h k"]) -> Float[Array, "b p h k"]:
             halves = zip(jnp.split(heads, 2, axis=-1), ("column", "row"), strict=True)
             turns = [apply_rotary(half, ctx.rope[axis]) for half, axis in halves]
             return jnp.concatenate(turns, axis=-1)
 
-        return turned(q), turned(k), v
+        return rotate_heads(q), rotate_heads(k), v
 
 
 class Gemma4VisionLayer(SandwichLayer):
@@ -216,9 +216,9 @@ class Gemma4VisionTower(PatchTower):
         return super().__call__(2 * (patches - 0.5), grids)
 
     def learned_positions(self, places: PatchPlaces) -> Float[Array, "b p d"]:
-        of_column, of_row = self.pos_embed.get_value()
+        column_table, row_table = self.pos_embed.get_value()
         row, column = places.position_ids
-        return of_column[column] + of_row[row]
+        return column_table[column] + row_table[row]
 
     def context(self, places: PatchPlaces) -> Ctx:
         config, half = self.config, self.config.head_dim // 2

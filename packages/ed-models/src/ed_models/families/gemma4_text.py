@@ -39,7 +39,7 @@ from jaxtyping import Array, Float
 from ed_models.body.ahead import looking_back
 from ed_models.body.decoder import ScaledDecoder
 from ed_models.body.gemma4_weights import GEMMA4_TEXT
-from ed_models.body.layers import SandwichLayer, window_of
+from ed_models.body.layers import SandwichLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 
 
@@ -83,7 +83,7 @@ class Gemma4TextAttention(SelfAttention):
             bias=config.attention_bias,
             norm=QKNorm(parts.own_norm),
             position=Rotary(kind),
-            mask=MaskRule(window=window_of(config, index)),
+            mask=MaskRule(window=get_layer_window(config, index)),
             scores=ScoreRule(scale=1.0),
         )
         self.reads_only = config.kv_sharing_modes[index] == "reuse"
@@ -95,9 +95,11 @@ class Gemma4TextAttention(SelfAttention):
         if config.attention_k_eq_v and kind != "sliding_attention":
             del self.v_proj
 
-    def projected(self, x, ctx):
+    def project_qkv(self, x, ctx):
         def heads(name: str, project):
-            return ctx.named(project(x, ctx).reshape(*x.shape[:2], -1, self.head_dim), name)
+            return ctx.name_activation(
+                project(x, ctx).reshape(*x.shape[:2], -1, self.head_dim), name
+            )
 
         q = self.q_norm(heads("attn_query", self.q_proj))
         if self.reads_only:
@@ -106,14 +108,14 @@ class Gemma4TextAttention(SelfAttention):
         v = heads("attn_value", self.v_proj) if hasattr(self, "v_proj") else k
         return q, self.k_norm(k), self.v_norm(v)
 
-    def attended(self, q, k, v, ctx, cache, layer):
+    def attend(self, q, k, v, ctx, cache, layer):
         if self.mask.window is None:
             ctx = looking_back(ctx)
         if cache.cache is not None:
-            return super().attended(q, k, v, ctx, cache, layer)
+            return super().attend(q, k, v, ctx, cache, layer)
         kv = None if k is None else (k, v)
         cache, (k, v) = cache.update(layer, kv, group=self.group)
-        return super().attended(q, k, v, ctx, None, layer)[0], cache
+        return super().attend(q, k, v, ctx, None, layer)[0], cache
 
 
 class Gemma4TextRouter(Router):
@@ -130,9 +132,11 @@ class Gemma4TextRouter(Router):
         scale = self.scale_of.get_value().astype(jnp.float32) * x.shape[-1] ** -0.5
         return super().logits(self.norm(x).astype(jnp.float32) * scale)
 
-    def choose(self, logits, given=None):
-        chosen, weights = super().choose(logits, given)
-        return chosen, weights * self.per_expert_scale.get_value().astype(jnp.float32)[chosen]
+    def choose(self, logits, forced_ids=None):
+        expert_ids, weights = super().choose(logits, forced_ids)
+        return expert_ids, weights * self.per_expert_scale.get_value().astype(jnp.float32)[
+            expert_ids
+        ]
 
 
 class Gemma4TextDecoderLayer(SandwichLayer):
@@ -164,18 +168,18 @@ class Gemma4TextDecoderLayer(SandwichLayer):
         x, cache, report = super().__call__(x, ctx, cache, layer)
         if self.has_own_input:
             gate = activation(self.hidden_act)(self.per_layer_input_gate(x, ctx))
-            own = self.per_layer_projection(
+            layer_input = self.per_layer_projection(
                 gate * cast(Gemma4TextCtx, ctx).per_layer[:, :, layer], ctx
             )
-            x = x + self.post_per_layer_input_norm(own)
+            x = x + self.post_per_layer_input_norm(layer_input)
         return x * self.layer_scalar.get_value().astype(x.dtype), cache, report
 
     def branch(self, x, ctx):
         out, report = super().branch(x, ctx)
         if not self.is_sparse:
             return out, report
-        chosen, weights, report = self.router(x, ctx)
-        routed = self.experts(self.pre_feedforward_layernorm_2(x), chosen, weights, ctx)
+        expert_ids, weights, report = self.router(x, ctx)
+        routed = self.experts(self.pre_feedforward_layernorm_2(x), expert_ids, weights, ctx)
         out = self.post_feedforward_layernorm_1(out) + self.post_feedforward_layernorm_2(routed)
         return out, report.under("router")
 
@@ -191,7 +195,7 @@ class Gemma4TextModel(ScaledDecoder):
         return list(zip(config.layer_types, config.kv_sharing_modes, strict=True))
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.norm, scale_first=True)
 
     def add_parts(self, parts):
@@ -218,8 +222,8 @@ class Gemma4TextModel(ScaledDecoder):
         if p := self.config.hidden_size_per_layer_input:
             shared_fields = {field.name: getattr(ctx, field.name) for field in fields(ctx)}
             ctx = Gemma4TextCtx(**shared_fields, per_layer=self.per_layer(x, ctx, input_ids, p))
-        x, shared, *rest = super().through(x, ctx, shared, input_ids, keep_hidden=keep_hidden)
-        return x, cast(SharedKeys, shared).cache, *rest
+        x, shared, *outputs = super().through(x, ctx, shared, input_ids, keep_hidden=keep_hidden)
+        return x, cast(SharedKeys, shared).cache, *outputs
 
     def per_layer(self, x, ctx, input_ids, features: int):
         """Return the per-layer inputs of each token, [b, s, L, p]."""

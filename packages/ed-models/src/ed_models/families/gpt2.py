@@ -70,7 +70,7 @@ class GPT2Model(Decoder):
         return range(config.num_hidden_layers) if each_its_own else None
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_epsilon)
 
     def add_parts(self, parts):
@@ -79,7 +79,7 @@ class GPT2Model(Decoder):
 
     def enter(self, x, ctx):
         x = x + self.embed_positions(ctx.position_ids)
-        return ctx.dropped(x, self.config.embd_pdrop, "embeddings")
+        return ctx.apply_dropout(x, self.config.embd_pdrop, "embeddings")
 
     def rope_settings(self):
         return {}

@@ -51,11 +51,11 @@ class GPTNeoXModel(Decoder):
     layer_class = staticmethod(make_layer)
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
 
     def enter(self, x, ctx):
-        return ctx.dropped(x, self.config.hidden_dropout, "embeddings")
+        return ctx.apply_dropout(x, self.config.hidden_dropout, "embeddings")
 
 
 @register_module(TaskType.CAUSAL_LM, config=GPTNeoXConfig, model_type="gpt_neox")

@@ -23,7 +23,7 @@ from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
-from ed_models.body.layers import DecoderLayer, window_of
+from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.weights.rules import STANDARD, Rule, equal, interleave, renamed
 
@@ -60,7 +60,7 @@ class GptOssDecoderLayer(DecoderLayer):
         attention = SelfAttention(
             parts,
             bias=config.attention_bias,
-            mask=MaskRule(window=window_of(config, index)),
+            mask=MaskRule(window=get_layer_window(config, index)),
             scores=ScoreRule(sinks=True),
         )
         mlp = SparseMLP(

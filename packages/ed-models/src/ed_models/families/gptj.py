@@ -56,11 +56,11 @@ class GPTJModel(Decoder):
     layer_class = GPTJDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_epsilon)
 
     def enter(self, x, ctx):
-        return ctx.dropped(x, self.config.embd_pdrop, "embeddings")
+        return ctx.apply_dropout(x, self.config.embd_pdrop, "embeddings")
 
     def rope_settings(self):
         return {ALL_LAYERS: RopeSettings({}, head_dim=self.config.rotary_dim)}

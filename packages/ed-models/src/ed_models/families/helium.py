@@ -48,7 +48,7 @@ class HeliumModel(Decoder):
     layer_class = HeliumDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.norm, scale_first=True)
 
 

@@ -33,7 +33,7 @@ from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfi
 
 from ed_models.body.context import layer_context
 from ed_models.body.tiles import TiledImageTextModel, joined_squares
-from ed_models.body.vision import VisionTower, size_of, tower_rules
+from ed_models.body.vision import VisionTower, get_size, tower_rules
 from ed_models.tasks.image_text import ImageTextLM
 from ed_models.weights.rules import STANDARD, renamed
 
@@ -91,7 +91,7 @@ class Idefics3VisionTower(VisionTower):
         t, rows, columns, v = x.shape
         real = jnp.ones((t, rows, columns), bool)
         if pixel_attention_mask is not None:
-            p, q = size_of(self.config.patch_size)
+            p, q = get_size(self.config.patch_size)
             pixels = pixel_attention_mask[:, : rows * p, : columns * q] != 0
             real = pixels.reshape(t, rows, p, columns, q).any(axis=(2, 4))
         table = self.embeddings.vectors("position_embedding")

@@ -13,7 +13,7 @@ from typing import Any
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
-from ed_layers.attention.blocks.self_attention import SelfAttention, kv_heads_of
+from ed_layers.attention.blocks.self_attention import SelfAttention, get_num_kv_heads
 from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
@@ -80,6 +80,6 @@ class InternLM2ForCausalLM(CausalLM):
             "mlp.up_proj": "feed_forward.w3",
             "mlp.down_proj": "feed_forward.w2",
         },
-        *fused(("q_proj", "k_proj", "v_proj"), "wqkv", groups=kv_heads_of),
+        *fused(("q_proj", "k_proj", "v_proj"), "wqkv", groups=get_num_kv_heads),
         *STANDARD,
     )

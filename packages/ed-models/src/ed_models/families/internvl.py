@@ -96,7 +96,7 @@ class InternVLVisionModel(VisionTower):
     names = NAMES
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         norm = parts.norm if parts.config.norm_type == "rms_norm" else parts.layer_norm
         return partial(norm, eps=parts.config.layer_norm_eps)
 
@@ -149,11 +149,11 @@ class InternVLModel(TiledImageTextModel):
         return InternVLProjector(parts)
 
     def tiles(
-        self, pixel_values: Float[Array, "t c h w"], **others: Array
+        self, pixel_values: Float[Array, "t c h w"], **extra_inputs: Array
     ) -> Float[Array, "t n d"]:
         """Return the features of tiles; the last layer counts after the norm."""
         if self.config.vision_feature_layer != -1:
-            return self.multi_modal_projector(self.selected(pixel_values))
+            return self.multi_modal_projector(self.select_hidden_states(pixel_values))
         hidden = self.vision_tower(pixel_values).last_hidden_state
         return self.multi_modal_projector(hidden[:, 1:])
 

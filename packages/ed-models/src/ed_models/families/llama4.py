@@ -45,7 +45,7 @@ from ed_models.adapters.peft_layout import Modules
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
 from ed_models.body.tiles import STORED, TIED, TiledImageTextModel, joined_squares
-from ed_models.body.vision import VisionLayer, VisionTower, size_of, tower_rules
+from ed_models.body.vision import VisionLayer, VisionTower, get_size, tower_rules
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.image_text import ImageTextLM
 from ed_models.weights.rules import STANDARD, Rule, equal, renamed, split
@@ -91,8 +91,8 @@ class Llama4TextAttention(SelfAttention):
         self.step, self.growth = config.floor_scale, config.attn_scale
         self.positions = config.max_position_embeddings
 
-    def projected(self, x, ctx):
-        q, k, v = super().projected(x, ctx)
+    def project_qkv(self, x, ctx):
+        q, k, v = super().project_qkv(x, ctx)
         if self.grows:
             # A table: XLA's logarithms depend on the size of an array.
             steps = np.arange(int(self.positions // self.step) + 1)
@@ -172,9 +172,10 @@ class Llama4VisionEmbeddings(nnx.Module):
 
     def __init__(self, parts: Parts):
         config: Llama4VisionConfig = parts.config
-        self.patch = size_of(config.patch_size)
+        self.patch = get_size(config.patch_size)
         rows, columns = (
-            side // own for side, own in zip(size_of(config.image_size), self.patch, strict=True)
+            side // patch_side
+            for side, patch_side in zip(get_size(config.image_size), self.patch, strict=True)
         )
         d, numbers = config.hidden_size, config.num_channels * self.patch[0] * self.patch[1]
         self.linear = parts.linear(numbers, d, axes=(None, "embed"))
@@ -239,7 +240,7 @@ class Llama4VisionModel(VisionTower):
     }
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=1e-5)
 
     @staticmethod
@@ -251,7 +252,7 @@ class Llama4VisionModel(VisionTower):
         self.adapter = Llama4VisionAdapter(parts)
 
     def rope(self, size, key):
-        config, (p, q) = self.config, size_of(self.config.patch_size)
+        config, (p, q) = self.config, get_size(self.config.patch_size)
         rows, columns = size[0] // p, size[1] // q
         row, column = np.divmod(np.arange(rows * columns), columns)
         half = config.hidden_size // config.num_attention_heads // 2

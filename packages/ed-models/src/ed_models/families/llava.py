@@ -49,10 +49,10 @@ class LlavaModel(PackedImageTextModel):
         return TwoLayerProjector(parts)
 
     def tiles(
-        self, pixel_values: Float[Array, "t c h w"], **others: Array
+        self, pixel_values: Float[Array, "t c h w"], **extra_inputs: Array
     ) -> Float[Array, "t n d"]:
         """Return the projected patches of images."""
-        return self.multi_modal_projector(self.selected(pixel_values))
+        return self.multi_modal_projector(self.select_hidden_states(pixel_values))
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=LlavaConfig, model_type="llava")

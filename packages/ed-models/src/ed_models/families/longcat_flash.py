@@ -48,13 +48,16 @@ class LongcatFlashExperts(Experts):
 
     def __init__(self, parts: Parts):
         config: LongcatFlashConfig = parts.config
-        self.real, self.all = config.n_routed_experts, config.n_routed_experts + zeros_of(config)
+        self.real, self.all = (
+            config.n_routed_experts,
+            config.n_routed_experts + count_zero_experts(config),
+        )
         super().__init__(parts, self.real, config.expert_ffn_hidden_size)
 
-    def __call__(self, x, chosen, weights, ctx: Ctx):
-        kept = (chosen >= self.real) & (chosen < self.all)
-        share = sums.total(jnp.where(kept, weights, 0))
-        return super().__call__(x, chosen, weights, ctx) + x * share.astype(x.dtype)
+    def __call__(self, x, expert_ids, weights, ctx: Ctx):
+        is_identity = (expert_ids >= self.real) & (expert_ids < self.all)
+        share = sums.total(jnp.where(is_identity, weights, 0))
+        return super().__call__(x, expert_ids, weights, ctx) + x * share.astype(x.dtype)
 
 
 class LongcatFlashDecoderLayer(nnx.Module):
@@ -72,7 +75,7 @@ class LongcatFlashDecoderLayer(nnx.Module):
         self.post_attention_layernorm = nnx.List([parts.norm(d) for _ in range(2)])
         gate = Router(
             parts,
-            config.n_routed_experts + zeros_of(config),
+            config.n_routed_experts + count_zero_experts(config),
             config.moe_topk,
             normalize=False,
             scale=config.routed_scaling_factor,
@@ -88,7 +91,7 @@ class LongcatFlashDecoderLayer(nnx.Module):
         shortcut, report = self.mlp(normed, ctx)
         x = x + self.mlps[0](normed, ctx)
         attended, cache = self.self_attn[1](self.input_layernorm[1](x), ctx, cache, layer)
-        x = ctx.named(x + attended, "residual")
+        x = ctx.name_activation(x + attended, "residual")
         out = self.mlps[1](self.post_attention_layernorm[1](x), ctx)
         return x + out + shortcut, cache, report.under("mlp")
 
@@ -126,6 +129,6 @@ class LongcatFlashForCausalLM(CausalLM):
     )
 
 
-def zeros_of(config: Any) -> int:
+def count_zero_experts(config: Any) -> int:
     """How many experts do nothing."""
     return config.zero_expert_num or 0

@@ -87,7 +87,7 @@ class LongT5Model(EncoderDecoder):
     config_class = LongT5Config
     encoder_layer = staticmethod(partial(encoder_layer, attention=local_attention))
     decoder_layer = staticmethod(decoder_layer)
-    stack_of = staticmethod(layer_stack)
+    build_stack = staticmethod(layer_stack)
 
     @classmethod
     def encoder_stack(cls, parts):
@@ -103,12 +103,12 @@ class LongT5Model(EncoderDecoder):
         )
 
 
-def of_encoder(then: TensorLayout) -> TensorLayout:
+def build_encoder_layout(inner_layout: TensorLayout) -> TensorLayout:
     """Return a layout whose tensor has the name of the encoder's attention."""
 
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: Any) -> Relation:
         kind = ATTENTIONS[config.encoder_attention_type]
-        return then(ours, lambda **more: hf(kind=kind, **more), config)
+        return inner_layout(ours, lambda **more: hf(kind=kind, **more), config)
 
     return relate
 
@@ -125,19 +125,19 @@ class LongT5ForConditionalGeneration(Seq2SeqLM):
     DERIVED = ENCODER_TASKS
     WEIGHTS = (
         *(
-            Rule(f"{LAYER}.{p}_proj.kernel", f"{BLOCK}.{p}.weight", of_encoder(transpose))
+            Rule(f"{LAYER}.{p}_proj.kernel", f"{BLOCK}.{p}.weight", build_encoder_layout(transpose))
             for p in ("q", "k", "v", "o")
         ),
         Rule(
             f"{LAYER}.summary_norm.weight",
             f"{BLOCK}.global_input_layer_norm.weight",
-            of_encoder(equal),
+            build_encoder_layout(equal),
         ),
         *(
             Rule(
                 f"model.encoder.{table}",
                 f"encoder.block.0.layer.0.{{kind}}.{table}.weight",
-                of_encoder(equal),
+                build_encoder_layout(equal),
             )
             for table in TABLES
         ),

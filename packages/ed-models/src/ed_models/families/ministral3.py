@@ -39,8 +39,8 @@ class Ministral3Attention(SelfAttention):
         self.beta = rope["llama_4_scaling_beta"]
         self.trained = rope["original_max_position_embeddings"]
 
-    def projected(self, x, ctx):
-        q, k, v = super().projected(x, ctx)
+    def project_qkv(self, x, ctx):
+        q, k, v = super().project_qkv(x, ctx)
         steps = jnp.floor(ctx.position_ids / self.trained)
         scale = 1 + self.beta * jnp.log1p(steps)
         return q * scale[:, :, None, None].astype(q.dtype), k, v

@@ -65,7 +65,9 @@ class ModernBertLayer(DecoderLayer):
     def __call__(self, x, ctx, cache, layer):
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
         attended, cache = self.self_attn(normed, ctx, cache, layer)
-        x = ctx.named(x + ctx.dropped(attended, self.dropout, "attention"), "residual")
+        x = ctx.name_activation(
+            x + ctx.apply_dropout(attended, self.dropout, "attention"), "residual"
+        )
         out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)
         return x + out, cache, report
 
@@ -77,7 +79,7 @@ class ModernBertModel(TextEncoder):
     layer_class = ModernBertLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         config = parts.config
         return partial(parts.layer_norm, eps=config.norm_eps, bias=config.norm_bias)
 

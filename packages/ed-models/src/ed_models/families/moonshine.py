@@ -98,8 +98,8 @@ def decoder_layer(parts: Parts, index: int) -> CrossAttentionLayer:
     config = parts.config
     cross = CrossAttention(parts, bias=config.attention_bias, out_bias=False)
     mlp = GatedMLP(parts, hidden_act=config.decoder_hidden_act, bias=True)
-    own = attention(parts, "decoder")
-    return CrossAttentionLayer(parts, self_attn=own, cross_attn=cross, mlp=mlp)
+    self_attention = attention(parts, "decoder")
+    return CrossAttentionLayer(parts, self_attn=self_attention, cross_attn=cross, mlp=mlp)
 
 
 class MoonshineModel(EncoderDecoder):
@@ -111,12 +111,12 @@ class MoonshineModel(EncoderDecoder):
     ropes = None
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=1e-5, bias=False)
 
     @classmethod
     def encoder_stack(cls, parts):
-        return cls.stack_of(parts, cls.encoder_layer, parts.config.encoder_num_hidden_layers)
+        return cls.build_stack(parts, cls.encoder_layer, parts.config.encoder_num_hidden_layers)
 
     def add_embeddings(self, parts):
         config = parts.config

@@ -37,8 +37,8 @@ class MptConfig(EasyDeLBaseConfig, transformers.MptConfig):
     @property
     def attention_dropout(self) -> float:
         """Dropout of attention weights."""
-        own: Any = self.attn_config
-        return own.attn_pdrop
+        attn_config: Any = self.attn_config
+        return attn_config.attn_pdrop
 
     def validate(self):
         """Refuse fields that change the authors' computation, but not that of `transformers`.
@@ -47,17 +47,17 @@ class MptConfig(EasyDeLBaseConfig, transformers.MptConfig):
         times as wide as the model for any value, and so is ours.
         """
         super().validate()  # type: ignore[misc]
-        own: Any = self.attn_config
-        wanted = {
-            "attn_config.alibi": (own.alibi, True),
-            "attn_config.alibi_bias_max": (own.alibi_bias_max, 8),
-            "attn_config.attn_type": (own.attn_type, "multihead_attention"),
-            "attn_config.qk_ln": (own.qk_ln, False),
-            "attn_config.prefix_lm": (own.prefix_lm, False),
+        attn_config: Any = self.attn_config
+        fixed_values = {
+            "attn_config.alibi": (attn_config.alibi, True),
+            "attn_config.alibi_bias_max": (attn_config.alibi_bias_max, 8),
+            "attn_config.attn_type": (attn_config.attn_type, "multihead_attention"),
+            "attn_config.qk_ln": (attn_config.qk_ln, False),
+            "attn_config.prefix_lm": (attn_config.prefix_lm, False),
             "no_bias": (self.no_bias, True),
             "logit_scale": (self.logit_scale, None),
         }
-        for name, (value, only) in wanted.items():
+        for name, (value, only) in fixed_values.items():
             if value != only:
                 raise ConfigError(f"mpt: {name}={value!r} is not supported, only {only!r}")
 
@@ -67,18 +67,18 @@ class MptDecoderLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: MptConfig = parts.config
-        own: Any = config.attn_config
+        attn_config: Any = config.attn_config
         attention = SelfAttention(
             parts,
             position=Alibi(alibi_slopes(config.num_attention_heads)),
-            norm=QKNorm(clip=own.clip_qkv or None),
-            scores=ScoreRule(scale=own.softmax_scale),
+            norm=QKNorm(clip=attn_config.clip_qkv or None),
+            scores=ScoreRule(scale=attn_config.softmax_scale),
         )
         super().__init__(
             parts,
             self_attn=attention,
             mlp=MLP(parts, 4 * config.hidden_size, hidden_act="gelu", bias=False),
-            dropout=own.attn_pdrop,
+            dropout=attn_config.attn_pdrop,
         )
 
 
@@ -89,7 +89,7 @@ class MptModel(Decoder):
     layer_class = MptDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_epsilon, bias=False)
 
     def rope_settings(self):

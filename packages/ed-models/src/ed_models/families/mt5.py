@@ -43,7 +43,7 @@ class MT5Model(EncoderDecoder):
     config_class = MT5Config
     encoder_layer = staticmethod(encoder_layer)
     decoder_layer = staticmethod(decoder_layer)
-    stack_of = staticmethod(layer_stack)
+    build_stack = staticmethod(layer_stack)
 
 
 @register_module(TaskType.SEQUENCE_TO_SEQUENCE, config=MT5Config, model_type="mt5")

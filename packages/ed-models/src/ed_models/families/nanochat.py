@@ -63,7 +63,7 @@ class NanoChatModel(Decoder):
     layer_class = NanoChatDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.norm, weight=False)
 
     def enter(self, x, ctx):

@@ -48,7 +48,7 @@ class NemotronModel(Decoder):
     layer_class = NemotronDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.norm_eps, offset=1.0)
 
 

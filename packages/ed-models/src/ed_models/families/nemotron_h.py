@@ -47,15 +47,15 @@ class LatentExperts(nnx.Module):
         config: NemotronHConfig = parts.config
         d, bias = config.hidden_size, config.mlp_bias
         self.fc1_latent_proj = parts.linear(d, features, axes=("embed", None), bias=bias)
-        self.experts = experts_of(parts, features)
+        self.experts = build_experts(parts, features)
         self.fc2_latent_proj = parts.linear(features, d, axes=(None, "embed"), bias=bias)
 
-    def __call__(self, x, chosen, weights, ctx):
-        latent = self.experts(self.fc1_latent_proj(x, ctx), chosen, weights, ctx)
+    def __call__(self, x, expert_ids, weights, ctx):
+        latent = self.experts(self.fc1_latent_proj(x, ctx), expert_ids, weights, ctx)
         return self.fc2_latent_proj(latent, ctx)
 
 
-def experts_of(parts: Parts, features: int) -> Experts:
+def build_experts(parts: Parts, features: int) -> Experts:
     """Create experts without a gate; `features` is the size of their inputs and outputs."""
     config: NemotronHConfig = parts.config
     return Experts(
@@ -115,7 +115,7 @@ class NemotronHBlock(MixerLayer):
             gate=sigmoid_router(parts),
             experts=LatentExperts(parts, latent)
             if latent
-            else experts_of(parts, config.hidden_size),
+            else build_experts(parts, config.hidden_size),
             shared=cls.mlp(parts, config.moe_shared_expert_intermediate_size),
         )
 
@@ -131,7 +131,7 @@ class NemotronHModel(MixerDecoder):
         return config.layers_block_type
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.norm, eps=parts.config.layer_norm_epsilon, scale_first=True)
 
     def enter(self, x, ctx):

@@ -49,7 +49,7 @@ class OlmoModel(Decoder):
     layer_class = OlmoDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=1e-5, weight=False, bias=False)
 
 

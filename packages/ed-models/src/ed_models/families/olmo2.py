@@ -50,7 +50,7 @@ class Olmo2Model(Decoder):
     layer_class = Olmo2DecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.norm, scale_first=True)
 
 

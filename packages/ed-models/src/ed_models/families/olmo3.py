@@ -20,7 +20,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
-from ed_models.body.layers import PostNormLayer, rope_kind, window_of
+from ed_models.body.layers import PostNormLayer, get_layer_window, rope_kind
 from ed_models.tasks.causal_lm import CausalLM
 
 
@@ -41,7 +41,7 @@ class Olmo3DecoderLayer(PostNormLayer):
             bias=config.attention_bias,
             norm=QKNorm(parts.own_norm, heads="all"),
             position=Rotary(rope_kind(config, config.layer_types[index])),
-            mask=MaskRule(window=window_of(config, index)),
+            mask=MaskRule(window=get_layer_window(config, index)),
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 
@@ -53,7 +53,7 @@ class Olmo3Model(Decoder):
     layer_class = Olmo3DecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.norm, scale_first=True)
 
 

@@ -77,7 +77,7 @@ class OlmoHybridModel(Decoder):
         return super().rope_settings() if turns(self.config) else {}
 
 
-def joined_convolutions(files: TensorFiles, wanted: Mapping[str, Shape]) -> TensorFiles:
+def joined_convolutions(files: TensorFiles, shapes: Mapping[str, Shape]) -> TensorFiles:
     """Cut the convolutions of queries, keys and values again where transformers wrote them.
 
     transformers joins the three tensors when it loads a model. It cuts the joined tensor into three
@@ -89,13 +89,13 @@ def joined_convolutions(files: TensorFiles, wanted: Mapping[str, Shape]) -> Tens
         return np.concatenate([files.read(name) for name in names])[rows][index]
 
     computed: dict[str, Computed] = {}
-    for first in (name for name in wanted if name.endswith(".q_conv1d.weight")):
+    for first in (name for name in shapes if name.endswith(".q_conv1d.weight")):
         stem = first.removesuffix("q_conv1d.weight")
         names = [f"{stem}{letter}_conv1d.weight" for letter in "qkv"]
-        if not all(name in files and name in wanted for name in names):
+        if not all(name in files and name in shapes for name in names):
             continue
         sizes = [files[name].shape[0] for name in names]
-        ends = np.cumsum([wanted[name][0] for name in names]).tolist()
+        ends = np.cumsum([shapes[name][0] for name in names]).tolist()
         part = -(-ends[-1] // 3)
         if sizes != [part, part, ends[-1] - 2 * part]:
             continue
@@ -103,7 +103,7 @@ def joined_convolutions(files: TensorFiles, wanted: Mapping[str, Shape]) -> Tens
             shape = (stop - start, *files[name].shape[1:])
             entry = replace(files[name], shape=shape)
             computed[name] = Computed(entry, partial(read, names, slice(start, stop)))
-    return files.joined(computed) if computed else files
+    return files.add_tensors(computed) if computed else files
 
 
 @register_module(TaskType.CAUSAL_LM, config=OlmoHybridConfig, model_type="olmo_hybrid")

@@ -61,9 +61,9 @@ class OPTDecoderLayer(DecoderLayer):
         if self.norm_before:
             return super().__call__(x, ctx, cache, layer)
         attended, cache = self.self_attn(x, ctx, cache, layer)
-        x = self.input_layernorm(x + ctx.dropped(attended, self.dropout, "attention"))
-        x = ctx.named(x, "residual")
-        out = ctx.dropped(self.mlp(x, ctx), self.dropout, "mlp")
+        x = self.input_layernorm(x + ctx.apply_dropout(attended, self.dropout, "attention"))
+        x = ctx.name_activation(x, "residual")
+        out = ctx.apply_dropout(self.mlp(x, ctx), self.dropout, "mlp")
         return self.post_attention_layernorm(x + out), cache, LayerReport()
 
 
@@ -78,7 +78,7 @@ class OPTModel(Decoder):
         return parts.embed(parts.config.vocab_size, parts.config.word_embed_proj_dim)
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         affine = parts.config.layer_norm_elementwise_affine
         return partial(parts.layer_norm, eps=1e-5, weight=affine, bias=affine)
 

@@ -50,11 +50,11 @@ class PhiModel(Decoder):
     layer_class = PhiDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
 
     def enter(self, x, ctx):
-        return ctx.dropped(x, self.config.embd_pdrop, "embeddings")
+        return ctx.apply_dropout(x, self.config.embd_pdrop, "embeddings")
 
 
 @register_module(TaskType.CAUSAL_LM, config=PhiConfig, model_type="phi")

@@ -54,18 +54,20 @@ class PhimoeRouter(Router):
         super().__init__(parts, config.num_local_experts, 2)
         self.near = 2 * config.router_jitter_noise
 
-    def choose(self, logits, given=None):
-        left, chosen, weights = logits, [], []
+    def choose(self, logits, forced_ids=None):
+        remaining_logits, expert_ids, weights = logits, [], []
         for turn in range(2):
-            one = jnp.argmax(left, axis=-1, keepdims=True)
-            one = given_or(None if given is None else given[..., turn : turn + 1], one)
-            best = jnp.take_along_axis(left, one, axis=-1)
+            one = jnp.argmax(remaining_logits, axis=-1, keepdims=True)
+            one = given_or(None if forced_ids is None else forced_ids[..., turn : turn + 1], one)
+            best = jnp.take_along_axis(remaining_logits, one, axis=-1)
             far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > self.near
-            shares = sums.softmax(jnp.where(far, -jnp.inf, left))
-            chosen.append(one)
+            shares = sums.softmax(jnp.where(far, -jnp.inf, remaining_logits))
+            expert_ids.append(one)
             weights.append(jnp.take_along_axis(shares, one, axis=-1))
-            left = jnp.where(jnp.arange(logits.shape[-1]) == one, -jnp.inf, left)
-        return jnp.concatenate(chosen, axis=-1), jnp.concatenate(weights, axis=-1)
+            remaining_logits = jnp.where(
+                jnp.arange(logits.shape[-1]) == one, -jnp.inf, remaining_logits
+            )
+        return jnp.concatenate(expert_ids, axis=-1), jnp.concatenate(weights, axis=-1)
 
 
 class PhimoeDecoderLayer(DecoderLayer):
@@ -91,11 +93,11 @@ class PhimoeModel(Decoder):
     layer_class = PhimoeDecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.rms_norm_eps)
 
     def rope_settings(self):
-        def scaled(settings):
+        def scale_settings(settings):
             parameters = dict(settings.parameters)
             short, long = (parameters.pop(f"{n}_mscale", None) for n in ("short", "long"))
             if short != long:
@@ -107,7 +109,7 @@ class PhimoeModel(Decoder):
                 parameters["attention_factor"] = short
             return replace(settings, parameters=parameters)
 
-        return {kind: scaled(s) for kind, s in super().rope_settings().items()}
+        return {kind: scale_settings(s) for kind, s in super().rope_settings().items()}
 
 
 @register_module(TaskType.CAUSAL_LM, config=PhimoeConfig, model_type="phimoe")

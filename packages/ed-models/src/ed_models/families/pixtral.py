@@ -119,5 +119,7 @@ class PixtralVisionModel(EasyDeLBaseModule):
             np.float32
         )
         tables = [angles(at, frequencies[axis::2]) for axis, at in enumerate(positions)]
-        cos, sin = (jnp.concatenate(each, axis=-1) for each in zip(*tables, strict=True))
+        cos, sin = (
+            jnp.concatenate(table_parts, axis=-1) for table_parts in zip(*tables, strict=True)
+        )
         return cos, sin

@@ -18,7 +18,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
-from ed_models.body.layers import DecoderLayer, window_of
+from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 
 
@@ -35,7 +35,7 @@ class Qwen2DecoderLayer(DecoderLayer):
     def __init__(self, parts: Parts, index: int):
         config: Qwen2Config = parts.config
         attention = SelfAttention(
-            parts, bias=True, out_bias=False, mask=MaskRule(window=window_of(config, index))
+            parts, bias=True, out_bias=False, mask=MaskRule(window=get_layer_window(config, index))
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 

@@ -23,7 +23,7 @@ from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
 from ed_models.body.image_text import PatchedImageTextModel
-from ed_models.body.layers import DecoderLayer, window_of
+from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.body.patch_tower import PatchLayer, PatchTower
 from ed_models.body.patch_weights import MERGER, MODULES, OTHER_NAMES, TIED, patch_weights
 from ed_models.tasks.causal_lm import CausalLM
@@ -59,7 +59,7 @@ class Qwen2_5_VLTextDecoderLayer(DecoderLayer):
     def __init__(self, parts: Parts, index: int):
         config: Qwen2_5_VLTextConfig = parts.config
         attention = SelfAttention(
-            parts, bias=True, out_bias=False, mask=MaskRule(window=window_of(config, index))
+            parts, bias=True, out_bias=False, mask=MaskRule(window=get_layer_window(config, index))
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 
@@ -82,7 +82,7 @@ class Qwen2_5_VLVisionBlock(PatchLayer):
     """Attention within windows or images and a gated feed-forward layer, each normed before."""
 
     def __init__(self, parts: Parts, index: int):
-        windowed = _windowed(parts.config)[index]
+        windowed = _list_windowed_layers(parts.config)[index]
         super().__init__(parts, mlp=GatedMLP(parts, bias=True), windowed=windowed)
 
 
@@ -98,12 +98,12 @@ class Qwen2_5_VLModel(PatchedImageTextModel):
             Qwen2_5_VLVisionBlock,
             depth=config.depth,
             features=config.out_hidden_size,
-            kinds=_windowed(config),
+            kinds=_list_windowed_layers(config),
             window=config.window_size // config.patch_size // config.spatial_merge_size,
         )
 
 
-def _windowed(config: Qwen2_5_VLVisionConfig) -> list[bool]:
+def _list_windowed_layers(config: Qwen2_5_VLVisionConfig) -> list[bool]:
     """Return whether the patches of each layer attend within windows."""
     return [index not in config.fullatt_block_indexes for index in range(config.depth)]
 

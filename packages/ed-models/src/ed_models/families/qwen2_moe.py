@@ -20,7 +20,7 @@ from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
 from ed_models.body.experts import has_experts, qwen_experts
-from ed_models.body.layers import DecoderLayer, window_of
+from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.weights.rules import EXPERTS, STANDARD, renamed
 
@@ -41,7 +41,7 @@ class Qwen2MoeDecoderLayer(DecoderLayer):
             parts,
             bias=config.qkv_bias,
             out_bias=False,
-            mask=MaskRule(window=window_of(config, index)),
+            mask=MaskRule(window=get_layer_window(config, index)),
         )
         mlp = qwen_experts(parts) if has_experts(config, index) else GatedMLP(parts)
         super().__init__(parts, self_attn=attention, mlp=mlp)

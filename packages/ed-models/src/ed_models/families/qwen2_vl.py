@@ -24,7 +24,7 @@ from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
 from ed_models.body.image_text import PatchedImageTextModel
-from ed_models.body.layers import DecoderLayer, window_of
+from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.body.patch_tower import PatchLayer, PatchTower
 from ed_models.body.patch_weights import MERGER, MODULES, OTHER_NAMES, TIED, patch_weights
 from ed_models.tasks.causal_lm import CausalLM
@@ -60,7 +60,7 @@ class Qwen2VLTextDecoderLayer(DecoderLayer):
     def __init__(self, parts: Parts, index: int):
         config: Qwen2VLTextConfig = parts.config
         attention = SelfAttention(
-            parts, bias=True, out_bias=False, mask=MaskRule(window=window_of(config, index))
+            parts, bias=True, out_bias=False, mask=MaskRule(window=get_layer_window(config, index))
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts))
 
@@ -95,8 +95,10 @@ class Qwen2VLModel(PatchedImageTextModel):
     def tower(self, parts: Parts) -> PatchTower:
         config: Qwen2VLVisionConfig = parts.config
         # The configuration's hidden_size is that of the features.
-        own = config.replace(hidden_size=config.embed_dim)
-        parts = replace(parts, config=own, norm_of_family=partial(parts.layer_norm, eps=1e-6))
+        vision_config = config.replace(hidden_size=config.embed_dim)
+        parts = replace(
+            parts, config=vision_config, norm_of_family=partial(parts.layer_norm, eps=1e-6)
+        )
         return PatchTower(
             parts, Qwen2VLVisionBlock, depth=config.depth, features=config.hidden_size
         )

@@ -50,33 +50,37 @@ class Qwen3_5MoeTextModel(GatedHybrid):
     layer_class = Qwen3_5MoeDecoderLayer
 
 
-def separate_experts(files: TensorFiles, wanted: Mapping[str, Shape]) -> TensorFiles:
+def separate_experts(files: TensorFiles, shapes: Mapping[str, Shape]) -> TensorFiles:
     """Return the tensors of each expert, of a checkpoint with one tensor for all experts.
 
     Published checkpoints have `experts.gate_up_proj` [e, 2 * f, d] and `experts.down_proj`
     [e, d, f]; transformers writes `experts.7.gate_proj.weight` and so on.
     """
 
-    def read(whole: str, expert: int, rows: slice, index: Index) -> np.ndarray:
-        return files.read(whole, (expert, rows))[index]
+    def read(stacked_name: str, expert: int, rows: slice, index: Index) -> np.ndarray:
+        return files.read(stacked_name, (expert, rows))[index]
 
     computed: dict[str, Computed] = {}
     joined: set[str] = set()
-    for name in wanted:
-        stem, _, own = name.partition(".experts.")
-        expert, _, projection = own.removesuffix(".weight").partition(".")
+    for name in shapes:
+        stem, _, expert_name = name.partition(".experts.")
+        expert, _, projection = expert_name.removesuffix(".weight").partition(".")
         is_half = projection in ("gate_proj", "up_proj")
-        whole = f"{stem}.experts.{'gate_up_proj' if is_half else projection}"
-        if name in files or whole not in files or int(expert) >= files[whole].shape[0]:
+        stacked_name = f"{stem}.experts.{'gate_up_proj' if is_half else projection}"
+        if (
+            name in files
+            or stacked_name not in files
+            or int(expert) >= files[stacked_name].shape[0]
+        ):
             continue
-        _, size, inputs = files[whole].shape
+        _, size, inputs = files[stacked_name].shape
         size = size // 2 if is_half else size
         start = size if projection == "up_proj" else 0
-        entry = replace(files[whole], shape=(size, inputs))
+        entry = replace(files[stacked_name], shape=(size, inputs))
         rows = slice(start, start + size)
-        computed[name] = Computed(entry, partial(read, whole, int(expert), rows))
-        joined.add(whole)
-    return files.renamed(dict.fromkeys(joined)).joined(computed) if computed else files
+        computed[name] = Computed(entry, partial(read, stacked_name, int(expert), rows))
+        joined.add(stacked_name)
+    return files.rename_tensors(dict.fromkeys(joined)).add_tensors(computed) if computed else files
 
 
 @register_module(TaskType.CAUSAL_LM, config=Qwen3_5MoeTextConfig, model_type="qwen3_5_moe_text")

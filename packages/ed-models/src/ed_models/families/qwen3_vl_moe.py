@@ -49,7 +49,7 @@ TEXT_WEIGHTS = (
 )
 
 
-def turned_experts(files: TensorFiles, wanted: Mapping[str, Shape]) -> TensorFiles:
+def turned_experts(files: TensorFiles, shapes: Mapping[str, Shape]) -> TensorFiles:
     """Return the experts of published checkpoints, whose last two dimensions are swapped, in the
     layout that transformers writes."""
 
@@ -57,13 +57,13 @@ def turned_experts(files: TensorFiles, wanted: Mapping[str, Shape]) -> TensorFil
         return np.swapaxes(files.read(name), 1, 2)[index]
 
     computed: dict[str, Computed] = {}
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         if ".experts." not in name or name not in files or files[name].shape == shape:
             continue
         entry = files[name]
         if entry.shape == (shape[0], shape[2], shape[1]):
             computed[name] = Computed(replace(entry, shape=shape), partial(read, name))
-    return files.joined(computed) if computed else files
+    return files.add_tensors(computed) if computed else files
 
 
 class Qwen3VLMoeVisionConfig(EasyDeLBaseConfig, transformers.Qwen3VLMoeVisionConfig):

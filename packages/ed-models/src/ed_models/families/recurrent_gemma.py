@@ -68,7 +68,7 @@ class RecurrentGemmaModel(Decoder):
         return config.layers_block_type
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.norm, offset=1.0, scale_first=True)
 
     def enter(self, x, ctx):

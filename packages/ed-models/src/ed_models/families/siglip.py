@@ -46,7 +46,7 @@ class SiglipVisionModel(VisionTower):
         if parts.config.vision_use_head:
             self.pooler = AttentionPooling(parts)
 
-    def pooled(self, x):
+    def pool_features(self, x):
         return self.pooler(x) if hasattr(self, "pooler") else None
 
 
@@ -70,7 +70,7 @@ class SiglipTextModel(TextTower):
         sizes = config.hidden_size, config.projection_size
         self.pooler = parts.linear(*sizes, axes=("embed", None), bias=True)
 
-    def pooled(self, x, input_ids):
+    def pool_features(self, x, input_ids):
         return self.pooler(x[:, -1])
 
 
@@ -92,7 +92,7 @@ class SiglipModel(ImageTextMatcher):
     def add_parts(self, parts: Parts):
         add_scale_and_bias(self, parts)
 
-    def scaled(self, cosines):
+    def scale_cosines(self, cosines):
         return with_scale_and_bias(self, cosines)
 
 
@@ -102,4 +102,4 @@ class SiglipForImageClassification(ImageClassifier):
 
     tower_class = SiglipVisionModel
     prefix = "vision_model"
-    others = ("text_model.{path}", "logit_scale", "logit_bias")
+    ignored_names = ("text_model.{path}", "logit_scale", "logit_bias")

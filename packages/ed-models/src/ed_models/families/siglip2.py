@@ -70,8 +70,8 @@ class Siglip2Embeddings(nnx.Module):
         place = jnp.arange(patches.shape[1], dtype=jnp.int32)[None]
         height, width = sizes[:, :1], jnp.maximum(sizes[:, 1:], 1)
         place = jnp.where(place < height * width, place, 0)  # padding has the first position
-        rows = resized(place // width, height, self.side)
-        columns = resized(place % width, width, self.side)
+        rows = compute_resize_weights(place // width, height, self.side)
+        columns = compute_resize_weights(place % width, width, self.side)
         table = self.position_embedding.get_value().astype(jnp.float32)
         table = table.reshape(self.side, self.side, -1)
         exact = jax.lax.Precision.HIGHEST
@@ -79,7 +79,9 @@ class Siglip2Embeddings(nnx.Module):
         return x + positions.astype(x.dtype)
 
 
-def resized(place: Int[Array, "b n"], count: Int[Array, "b 1"], side: int) -> Float[Array, "b n g"]:
+def compute_resize_weights(
+    place: Int[Array, "b n"], count: Int[Array, "b 1"], side: int
+) -> Float[Array, "b n g"]:
     """Return the weights of old positions in new ones: linear, and antialiased in smaller images.
 
     Args:
@@ -111,7 +113,7 @@ class Siglip2VisionModel(VisionTower):
         if parts.config.vision_use_head:
             self.pooler = AttentionPooling(parts)
 
-    def classified(self, x, pixel_attention_mask=None, **inputs):
+    def get_classifier_features(self, x, pixel_attention_mask=None, **inputs):
         if pixel_attention_mask is None:
             return jnp.mean(x, axis=1)
         real = pixel_attention_mask[..., None].astype(x.dtype)
@@ -180,7 +182,7 @@ class Siglip2TextModel(TextTower):
         sizes = config.hidden_size, config.projection_size
         self.pooler = parts.linear(*sizes, axes=("embed", None), bias=True)
 
-    def pooled(self, x, input_ids):
+    def pool_features(self, x, input_ids):
         return self.pooler(x[:, -1])
 
 
@@ -205,7 +207,7 @@ class Siglip2Model(ImageTextMatcher):
     def add_parts(self, parts: Parts):
         add_scale_and_bias(self, parts)
 
-    def scaled(self, cosines):
+    def scale_cosines(self, cosines):
         return with_scale_and_bias(self, cosines)
 
 
@@ -216,4 +218,4 @@ class Siglip2ForImageClassification(ImageClassifier):
     input_names = IMAGES
     tower_class = Siglip2VisionModel
     prefix = "vision_model"
-    others = ("text_model.{path}", "logit_scale", "logit_bias")
+    ignored_names = ("text_model.{path}", "logit_scale", "logit_bias")

@@ -18,7 +18,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.parts import Parts
 
 from ed_models.body.decoder import Decoder
-from ed_models.body.layers import DecoderLayer, window_of
+from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 
 
@@ -38,7 +38,7 @@ class SmolLM3DecoderLayer(DecoderLayer):
             parts,
             bias=config.attention_bias,
             position=Rotary() if config.no_rope_layers[index] else None,
-            mask=MaskRule(window=window_of(config, index)),
+            mask=MaskRule(window=get_layer_window(config, index)),
         )
         super().__init__(parts, self_attn=attention, mlp=GatedMLP(parts, bias=config.mlp_bias))
 

@@ -62,7 +62,7 @@ class StableLmModel(Decoder):
     layer_class = staticmethod(make_layer)
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
 
 

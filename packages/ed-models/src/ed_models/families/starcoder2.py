@@ -54,11 +54,11 @@ class Starcoder2Model(Decoder):
     layer_class = Starcoder2DecoderLayer
 
     @staticmethod
-    def norm_of(parts):
+    def build_norm(parts):
         return partial(parts.layer_norm, eps=parts.config.norm_epsilon)
 
     def enter(self, x, ctx):
-        return ctx.dropped(x, self.config.embedding_dropout, "embeddings")
+        return ctx.apply_dropout(x, self.config.embedding_dropout, "embeddings")
 
 
 @register_module(TaskType.CAUSAL_LM, config=Starcoder2Config, model_type="starcoder2")

@@ -50,7 +50,7 @@ class T5Model(EncoderDecoder):
     config_class = T5Config
     encoder_layer = staticmethod(encoder_layer)
     decoder_layer = staticmethod(decoder_layer)
-    stack_of = staticmethod(layer_stack)
+    build_stack = staticmethod(layer_stack)
 
 
 @register_module(TaskType.SEQUENCE_TO_SEQUENCE, config=T5Config, model_type="t5")

@@ -26,7 +26,7 @@ from ed_layers.parts import MakePart, Parts
 from transformers import T5GemmaModuleConfig
 
 from ed_models.body.encoder_decoder import EncoderDecoder, LayerStack, SandwichCrossLayer
-from ed_models.body.layers import SandwichLayer, window_of
+from ed_models.body.layers import SandwichLayer, get_layer_window
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.weights.rules import STANDARD, renamed
 
@@ -67,7 +67,7 @@ def feed_forward(parts: Parts) -> GatedMLP:
 def encoder_layer(parts: Parts, index: int) -> SandwichLayer:
     """Create a layer of the encoder."""
     config = parts.config
-    window = window_of(config, index)
+    window = get_layer_window(config, index)
     # Hugging Face counts the tokens on one side of a bidirectional window.
     mask = MaskRule(causal=False, window=None if window is None else window + 1)
     return SandwichLayer(
@@ -84,7 +84,9 @@ def decoder_layer(parts: Parts, index: int, encoder_size: int) -> SandwichCrossL
     shared = attention_settings(config)
     return SandwichCrossLayer(
         parts,
-        self_attn=SelfAttention(parts, mask=MaskRule(window=window_of(config, index)), **shared),
+        self_attn=SelfAttention(
+            parts, mask=MaskRule(window=get_layer_window(config, index)), **shared
+        ),
         cross_attn=CrossAttention(parts, encoder_size=encoder_size, **shared),
         mlp=feed_forward(parts),
         dropout=config.dropout_rate,

@@ -70,7 +70,7 @@ class UMT5Model(EncoderDecoder):
     decoder_layer = staticmethod(partial(decoder_layer, attention=UMT5Attention))
 
     @staticmethod
-    def stack_of(parts, layer, depth):
+    def build_stack(parts, layer, depth):
         return LayerStack(parts, layer, depth, dropout=parts.config.dropout_rate)
 
 

@@ -36,7 +36,12 @@ class ViTModel(VisionTower):
 
     names = VIT_NAMES
     MODULES = VIT_MODULES
-    others = ("embeddings.mask_token", "pooler.dense.{path}", "classifier.{path}", "decoder.{path}")
+    ignored_names = (
+        "embeddings.mask_token",
+        "pooler.dense.{path}",
+        "classifier.{path}",
+        "decoder.{path}",
+    )
     new_layers = ("pooler.dense",)
 
     @staticmethod
@@ -47,7 +52,7 @@ class ViTModel(VisionTower):
         if self.pooling:
             self.pooler = TokenPooling(parts)
 
-    def pooled(self, x):
+    def pool_features(self, x):
         return self.pooler(x[:, 0]) if self.pooling else None
 
 

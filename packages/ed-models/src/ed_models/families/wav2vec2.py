@@ -126,7 +126,7 @@ class Wav2Vec2Model(EasyDeLBaseModule):
         real = real_steps(lengths, x.shape[1]).astype(jnp.int32)
         shape = b, x.shape[1]
         ctx, _ = layer_context(config, shape, attention_mask=real, key=key, ropes={})
-        x = ctx.dropped(x, config.feat_proj_dropout, "features")
+        x = ctx.apply_dropout(x, config.feat_proj_dropout, "features")
         if ctx.key is not None and config.apply_spec_augment:
             key = jax.random.fold_in(ctx.key, zlib.crc32(b"spec_augment"))
             masks = SpecAugment.of(config).masks(key, x.shape, lengths)
@@ -136,7 +136,7 @@ class Wav2Vec2Model(EasyDeLBaseModule):
         x, report, hidden = self.encoder(x, ctx, keep_hidden=output_hidden_states)
         if hasattr(self, "adapter"):
             x = self.adapter(x, lengths)
-        x = ctx.dropped(x, config.final_dropout, "output")
+        x = ctx.apply_dropout(x, config.final_dropout, "output")
         return BaseModelOutput(x, hidden_states=hidden, losses=report.losses, aux=report.metrics)
 
 

@@ -52,30 +52,30 @@ def forward(
     model: LanguageModel,
     tokens: Int[Array, "b j"],
     cache: ContiguousCache,
-    kept: Bool[Array, "b j"],
+    token_mask: Bool[Array, "b j"],
 ) -> tuple[Float[Array, "b j v"], ContiguousCache]:
-    """Logits behind each token; where not `kept`, a token is padding.
+    """Logits behind each token; where not `token_mask`, a token is padding.
 
     Rotary factors that depend on length are computed for each token, as in plain decoding.
     """
-    segments = jnp.where(kept, 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32), 0)
+    segments = jnp.where(token_mask, 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32), 0)
     out = model.decode(jnp.maximum(tokens, 0), segment_ids=segments, past_key_values=cache)
     assert out.logits is not None
     return out.logits, out.past_key_values
 
 
-def settled(
+def commit_tokens(
     model: LanguageModel,
-    before: ContiguousCache,
-    after: ContiguousCache,
+    old_cache: ContiguousCache,
+    new_cache: ContiguousCache,
     tokens: Int[Array, "b j"],
     count: Int[Array, " b"],
 ) -> ContiguousCache:
-    """Return the cache with the first `count` of the tokens between `before` and `after`."""
-    if before.can_rewind:
-        assert before.tokens is not None
-        return after.rewind(before.tokens + count)
-    return forward(model, tokens, before, jnp.arange(tokens.shape[1]) < count[:, None])[1]
+    """Return the cache with the first `count` of the tokens between `old_cache` and `after`."""
+    if old_cache.can_rewind:
+        assert old_cache.tokens is not None
+        return new_cache.rewind(old_cache.tokens + count)
+    return forward(model, tokens, old_cache, jnp.arange(tokens.shape[1]) < count[:, None])[1]
 
 
 def next_tokens(
@@ -88,25 +88,25 @@ def next_tokens(
     """The choice at each place, if the drafts before it are right; and whether it ends the row."""
     b, j, _ = logits.shape
     t = rows.ids.shape[1]
-    whole = jnp.concatenate([rows.ids, drafts], axis=1)
-    ids = jnp.stack([whole[:, i : i + t] for i in range(j)], axis=1)
+    sequences = jnp.concatenate([rows.ids, drafts], axis=1)
+    ids = jnp.stack([sequences[:, i : i + t] for i in range(j)], axis=1)
     new = rows.new[:, None] + jnp.arange(j)
-    each = rows.take(jnp.repeat(jnp.arange(b), j))
-    each = replace(each, ids=ids.reshape(b * j, t), new=new.reshape(-1))
+    place_rows = rows.take(jnp.repeat(jnp.arange(b), j))
+    place_rows = replace(place_rows, ids=ids.reshape(b * j, t), new=new.reshape(-1))
     of = jnp.repeat(jnp.arange(b), j)
-    of_place = jax.tree.map(lambda x: x[of], draws)
-    candidates = process(logits.reshape(b * j, -1), choice, each)
-    tokens = of_place.choose(candidates, choice, each)
-    return tokens.reshape(b, j), each.push(tokens).ended().reshape(b, j)
+    place_draws = jax.tree.map(lambda x: x[of], draws)
+    candidates = process(logits.reshape(b * j, -1), choice, place_rows)
+    tokens = place_draws.choose(candidates, choice, place_rows)
+    return tokens.reshape(b, j), place_rows.push(tokens).find_ended_rows().reshape(b, j)
 
 
-def extended(
+def append_tokens(
     rows: GeneratedRows, tokens: Int[Array, "b j"], count: Int[Array, " b"]
 ) -> GeneratedRows:
     """The rows with the first `count` of these tokens more."""
-    whole = jnp.concatenate([rows.ids, tokens], axis=1)
+    sequences = jnp.concatenate([rows.ids, tokens], axis=1)
     places = jnp.arange(rows.ids.shape[1]) + count[:, None]
-    return replace(rows, ids=jnp.take_along_axis(whole, places, axis=1), new=rows.new + count)
+    return replace(rows, ids=jnp.take_along_axis(sequences, places, axis=1), new=rows.new + count)
 
 
 @functools.lru_cache(maxsize=8)
@@ -125,22 +125,22 @@ def assisted_program(
         helping = None if assistant is None else assistant.merge(helper)
         places = jnp.arange(drafts.num_tokens + 1)
 
-        def drafted(rows: GeneratedRows, kept: Bool[Array, "b j"], cache):
+        def draft_tokens(rows: GeneratedRows, token_mask: Bool[Array, "b j"], cache):
             """Drafts [b, k], and the assistant's cache with the latest token and all of them."""
             if helping is None:
                 return look_up(rows.ids, drafts.num_tokens, drafts.ngram or 1), cache
             drafter: LanguageModel = helping
 
-            def draft(state, kept):
+            def draft(state, token_mask):
                 rows, cache = state
-                logits, cache = forward(drafter, rows.ids[:, -1:], cache, kept[:, None])
+                logits, cache = forward(drafter, rows.ids[:, -1:], cache, token_mask[:, None])
                 token = draws.choose(process(logits[:, 0], choice, rows), choice, rows)
                 return (rows.push(token), cache), token
 
-            (_, cache), tokens = jax.lax.scan(draft, (rows, cache), kept.T)
+            (_, cache), tokens = jax.lax.scan(draft, (rows, cache), token_mask.T)
             return tokens[:-1].T, cache
 
-        def unfinished(state):
+        def has_unfinished_rows(state):
             _, rows, done, _, _ = state
             return jnp.any(~done & (rows.new < rows.limit))
 
@@ -148,23 +148,23 @@ def assisted_program(
             steps, rows, done, cache, helper_cache = state
             # Nothing is computed for rows that ended, nor behind the last token that a row can get.
             inside = ~done[:, None] & (rows.new[:, None] + places < rows.limit)
-            guesses, after = drafted(rows, inside, helper_cache)
+            guesses, drafted_cache = draft_tokens(rows, inside, helper_cache)
             tokens = jnp.concatenate([rows.ids[:, -1:], guesses], axis=1)
             logits, seen = forward(model, tokens, cache, inside)
-            chosen, ends = next_tokens(logits, guesses, rows, draws, choice)
-            right = jnp.cumprod(chosen[:, :-1] == guesses, axis=1)
+            new_tokens, ends = next_tokens(logits, guesses, rows, draws, choice)
+            right = jnp.cumprod(new_tokens[:, :-1] == guesses, axis=1)
             reached = jnp.pad(right, ((0, 0), (1, 0)), constant_values=1) == 1
             reached &= inside & (jnp.cumsum(ends, axis=1) - ends == 0)
             count = jnp.sum(reached, axis=1, dtype=jnp.int32)
-            cache = settled(model, cache, seen, tokens, count)
+            cache = commit_tokens(model, cache, seen, tokens, count)
             if helping is not None:
-                helper_cache = settled(helping, helper_cache, after, tokens, count)
+                helper_cache = commit_tokens(helping, helper_cache, drafted_cache, tokens, count)
             done = done | jnp.any(reached & ends, axis=1)
-            return steps + 1, extended(rows, chosen, count), done, cache, helper_cache
+            return steps + 1, append_tokens(rows, new_tokens, count), done, cache, helper_cache
 
         rows = rows.push(draws.choose(process(logits, choice, rows), choice, rows))
         start = (jnp.int32(0), rows, rows.ended(), cache, helper_cache)
-        steps, rows, _, cache, helper_cache = jax.lax.while_loop(unfinished, step, start)
+        steps, rows, _, cache, helper_cache = jax.lax.while_loop(has_unfinished_rows, step, start)
         # Rows end at their own pace: bring the first new token of each to one place.
         longest = jnp.max(rows.new)
         t = rows.ids.shape[1]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ed_layers.cache.protocol import ContiguousCache
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from ed_models.generation.decoding import Kept, Split, empty, measured, record
+from ed_models.generation.decoding import Kept, Split, collect_step_values, empty, record
 from ed_models.generation.generated_rows import GeneratedRows
 from ed_models.generation.settings import Beams
 from ed_models.generation.token_choice import TokenChoice, process
@@ -54,9 +54,9 @@ class Sequences:
         """Some of each row's beams."""
         return jax.tree.map(lambda x: _take(x, index), self)
 
-    def joined(self, other: Sequences) -> Sequences:
+    def concat_beams(self, extra_beams: Sequences) -> Sequences:
         """These beams and others of the same rows."""
-        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), self, other)
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), self, extra_beams)
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +66,7 @@ class Group:
 
     Attributes:
         running, ended: its beams.
-        has_ended: which of `ended` are beams, [b, k].
+        has_ended: which of `find_ended_rows` are beams, [b, k].
         hopeful: rows in which a running beam may still beat an ended one, [b].
         going: whether the group continues.
     """
@@ -130,25 +130,25 @@ def advance(
     else:
         scores, index = jax.lax.top_k(total, count)
     beam, token = index // v, (index % v).astype(jnp.int32)
-    of_row = jnp.arange(b, dtype=jnp.int32)[:, None]
-    parent = of_row * beams.size + step.first + beam.astype(jnp.int32)
+    row_index = jnp.arange(b, dtype=jnp.int32)[:, None]
+    parent = row_index * beams.size + step.first + beam.astype(jnp.int32)
     longer = replace(group.running.take(beam), scores=scores)
     longer = replace(
         longer,
         tokens=longer.tokens.at[:, :, step.n].set(token),
         parents=longer.parents.at[:, :, step.n].set(parent),
     )
-    ends = rows.take((of_row * k + beam).reshape(-1)).push(token.reshape(-1)).ended()
+    ends = rows.take((row_index * k + beam).reshape(-1)).push(token.reshape(-1)).find_ended_rows()
     ends = ends.reshape(b, count) | (step.n + 1 >= rows.limit)
 
     running = jnp.where(ends, scores + _NEVER, scores)
-    best, kept = jax.lax.top_k(running, k)
+    best, kept_index = jax.lax.top_k(running, k)
     group = replace(
         _with_ended(group, longer, ends, step.n, beams),
-        running=replace(longer.take(kept), scores=best),
+        running=replace(longer.take(kept_index), scores=best),
     )
     group = _with_hope(group, ends, step.n + 1, rows.limit, beams)
-    return group, _take(beam, kept), _take(token, kept)
+    return group, _take(beam, kept_index), _take(token, kept_index)
 
 
 def _with_ended(
@@ -162,7 +162,7 @@ def _with_ended(
     length = jnp.asarray(n + 1, jnp.float32)
     scores = longer.scores / length**beams.length_penalty
     scores = scores + closed * _NEVER + ~now * _NEVER
-    every = group.ended.joined(replace(longer, scores=scores))
+    every = group.ended.concat_beams(replace(longer, scores=scores))
     has_ended = jnp.concatenate([group.has_ended, now], axis=1)
     _, best = jax.lax.top_k(every.scores, k)
     return replace(group, ended=every.take(best), has_ended=_take(has_ended, best))
@@ -190,12 +190,12 @@ def _take(x: jax.Array, index: Int[Array, "b j"]) -> jax.Array:
 
 
 class Found(NamedTuple):
-    """The result of a search: the best beams of each row, [b, k, ...]; `steps`, `kept` as in
+    """The result of a search: the best beams of each row, [b, k, ...]; `steps`, `records` as in
     `Finished`, for all beams."""
 
     best: Sequences
     steps: Int[Array, ""]
-    kept: Kept
+    records: Kept
 
 
 @functools.lru_cache(maxsize=8)
@@ -215,42 +215,48 @@ def beam_program(split: Split) -> Callable[..., tuple[Found, ContiguousCache]]:
             logprobs = jax.nn.log_softmax(logits.astype(jnp.float32)).reshape(b, beams.size, -1)
             beam = jnp.arange(b * beams.size, dtype=jnp.int32).reshape(b, beams.size)
             said = jnp.zeros((b, logprobs.shape[-1]))
-            found, sources, tokens, scores = [], [], [], []
+            new_groups, sources, tokens, scores = [], [], [], []
             for i, group in enumerate(groups):
                 mine = slice(i * k, (i + 1) * k)
-                own = rows.take(beam[:, mine].reshape(-1))
+                group_rows = rows.take(beam[:, mine].reshape(-1))
                 diverse = logprobs[:, mine] - beams.diversity_penalty * said[:, None]
-                candidates = process(diverse.reshape(b * k, -1), choice, own, at_least=at_least)
+                candidates = process(
+                    diverse.reshape(b * k, -1), choice, group_rows, at_least=at_least
+                )
                 scores.append(candidates.spread().reshape(b, k, -1))
                 step = BeamStep(n, i * k, keys)
-                group, source, token = advance(group, own, scores[-1], step, beams, choice)
+                group, source, token = advance(group, group_rows, scores[-1], step, beams, choice)
                 said = said.at[jnp.arange(b)[:, None], token].add(1.0)
-                found.append(group)
+                new_groups.append(group)
                 sources.append(_take(beam[:, mine], source))
                 tokens.append(token)
-            kept = measured(outputs, logits, jnp.concatenate(scores, axis=1).reshape(logits.shape))
+            step_values = collect_step_values(
+                outputs, logits, jnp.concatenate(scores, axis=1).reshape(logits.shape)
+            )
             source = jnp.concatenate(sources, axis=1).reshape(-1)
             token = jnp.concatenate(tokens, axis=1).reshape(-1)
-            return rows.take(source).push(token), tuple(found), source, kept
+            return rows.take(source).push(token), tuple(new_groups), source, step_values
 
-        def unfinished(state):
+        def has_unfinished_groups(state):
             return jnp.any(jnp.stack([group.going for group in state[2]]))
 
         def advance_all(state):
-            n, rows, groups, source, kept, cache = state
+            n, rows, groups, source, records, cache = state
             cache = cache.select_rows(source)
             at = jnp.arange(b * beams.size)
             out = model.decode(rows.ids[:, -1:], past_key_values=cache, logits_at=at)
             rows, groups, source, now = select(n, out.logits, rows, groups)
-            return n + 1, rows, groups, source, record(kept, n, now), out.past_key_values
+            return n + 1, rows, groups, source, record(records, n, now), out.past_key_values
 
         groups = tuple(Group.start(b, k, room, pad) for _ in range(beams.groups))
         rows, groups, source, now = select(0, logits, rows, groups)
         start = (jnp.int32(1), rows, groups, source, record(empty(now, room), 0, now), cache)
-        n, _, groups, _, kept, cache = jax.lax.while_loop(unfinished, advance_all, start)
-        best = functools.reduce(Sequences.joined, [group.ended for group in groups])
+        n, _, groups, _, records, cache = jax.lax.while_loop(
+            has_unfinished_groups, advance_all, start
+        )
+        best = functools.reduce(Sequences.concat_beams, [group.ended for group in groups])
         if beams.groups > 1:
             best = best.take(jax.lax.top_k(best.scores, beams.size)[1])
-        return Found(best, n - 1, kept), cache
+        return Found(best, n - 1, records), cache
 
     return search

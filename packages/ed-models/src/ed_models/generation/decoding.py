@@ -89,7 +89,7 @@ def prefill_program(split: Split) -> Callable[..., tuple[ContiguousCache, jax.Ar
 
 
 @functools.partial(jax.jit, static_argnames="copies")
-def repeated(
+def repeat_rows(
     cache: _CacheT, logits: Float[Array, "b v"], *, copies: int
 ) -> tuple[_CacheT, Float[Array, "n v"]]:
     """Repeat each row `copies` times; the copies of a row are consecutive."""
@@ -110,7 +110,7 @@ def draw_keys(seed: jax.Array, *, rows: int, copies: int) -> Key[Array, " n"]:
     return jnp.where(first, keys[:, None], folded).reshape(-1)
 
 
-def measured(
+def collect_step_values(
     outputs: frozenset[str],
     logits: jax.Array,
     scores: jax.Array,
@@ -120,20 +120,20 @@ def measured(
     return {name: x for name, x in (("logits", logits), ("scores", scores)) if name in outputs}
 
 
-def logprob_of(scores: Float[Array, "b v"], tokens: Int[Array, " b"]) -> Float[Array, " b"]:
+def compute_logprobs(scores: Float[Array, "b v"], tokens: Int[Array, " b"]) -> Float[Array, " b"]:
     """Return the log-probabilities of tokens."""
     scores = scores.astype(jnp.float32)
     return jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - logsumexp(scores)
 
 
-def empty(kept: Kept, steps: int) -> Kept:
+def empty(step_values: Kept, steps: int) -> Kept:
     """Return zeros for the values kept of `steps` steps; the first axis is the step."""
-    return {name: jnp.zeros((steps, *x.shape), x.dtype) for name, x in kept.items()}
+    return {name: jnp.zeros((steps, *x.shape), x.dtype) for name, x in step_values.items()}
 
 
-def record(kept: Kept, n: jax.Array | int, step: Kept) -> Kept:
+def record(records: Kept, n: jax.Array | int, step: Kept) -> Kept:
     """Write the values of step `n`."""
-    return {name: kept[name].at[n].set(x) for name, x in step.items()}
+    return {name: records[name].at[n].set(x) for name, x in step.items()}
 
 
 class Finished(NamedTuple):
@@ -149,7 +149,7 @@ class Finished(NamedTuple):
     ids: Int[Array, "b t"]
     new: Int[Array, ""]
     steps: Int[Array, ""]
-    kept: Kept
+    records: Kept
 
 
 @functools.lru_cache(maxsize=8)
@@ -174,29 +174,29 @@ def token_program(split: Split) -> Callable[..., tuple[Finished, ContiguousCache
                 of = logits
             elif "constrained_logprobs" in outputs:
                 of = process(logits, choice.without_draw(), rows).spread()
-            kept = measured(outputs, logits, scores)
+            step_values = collect_step_values(outputs, logits, scores)
             if "logprobs" in outputs:
                 if "raw_logprobs" not in outputs:  # as in the engine
                     of = of - jnp.max(of, axis=-1, keepdims=True)
                 with native.chosen_by(model.config):
-                    kept["logprobs"] = jnp.where(done, 0.0, logprob_of(of, token))
+                    step_values["logprobs"] = jnp.where(done, 0.0, compute_logprobs(of, token))
             rows = rows.push(token)
-            return rows, done | rows.ended(), kept
+            return rows, done | rows.find_ended_rows(), step_values
 
-        def unfinished(state):
+        def has_unfinished_rows(state):
             n, _, done, _, _ = state
             return (n < rows.limit) & ~jnp.all(done)
 
         def step(state):
-            n, rows, done, kept, cache = state
+            n, rows, done, records, cache = state
             out = model.decode(rows.ids[:, -1:], past_key_values=cache, logits_at=jnp.arange(b))
             assert out.logits is not None
             rows, done, now = choose(out.logits, rows, done)
-            return n + 1, rows, done, record(kept, n, now), out.past_key_values
+            return n + 1, rows, done, record(records, n, now), out.past_key_values
 
         rows, done, now = choose(logits, rows, jnp.zeros((b,), bool))
         start = (jnp.int32(1), rows, done, record(empty(now, room), 0, now), cache)
-        n, rows, _, kept, cache = jax.lax.while_loop(unfinished, step, start)
-        return Finished(rows.ids, n, n - 1, kept), cache
+        n, rows, _, records, cache = jax.lax.while_loop(has_unfinished_rows, step, start)
+        return Finished(rows.ids, n, n - 1, records), cache
 
     return decode

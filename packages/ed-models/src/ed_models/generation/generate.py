@@ -29,11 +29,11 @@ from ed_models.generation.decoding import (
     Split,
     draw_keys,
     prefill_program,
-    repeated,
+    repeat_rows,
     token_program,
 )
 from ed_models.generation.generated_rows import GeneratedRows
-from ed_models.generation.options import GenerationOptions, vocab_size_of
+from ed_models.generation.options import GenerationOptions, get_vocab_size
 from ed_models.generation.prompts import (
     SMALLEST_BUCKET,
     SMALLEST_START,
@@ -42,9 +42,9 @@ from ed_models.generation.prompts import (
     bucket,
     decoder_start,
     encoder_inputs,
+    get_processor_names,
     is_encoder_decoder,
     longest_sequence,
-    processor_names_of,
     prompt_inputs,
     token_ids,
 )
@@ -106,19 +106,19 @@ def generate(
         checkpoint: text of the checkpoint's generation_config.json.
     """
     config = model.config
-    array_names = *model.input_names, *processor_names_of(model)
-    given = {name: options[name] for name in array_names if options.get(name) is not None}
+    array_names = *model.input_names, *get_processor_names(model)
+    prompt_arrays = {name: options[name] for name in array_names if options.get(name) is not None}
     options = {name: value for name, value in options.items() if name not in array_names}
     if attention_mask is not None:
-        given["attention_mask"] = attention_mask
-    arrays = prompt_inputs(model, input_ids, {**(inputs or {}), **given})
+        prompt_arrays["attention_mask"] = attention_mask
+    arrays = prompt_inputs(model, input_ids, {**(inputs or {}), **prompt_arrays})
     attention_mask = arrays.get("attention_mask")
     reads_encoder = is_encoder_decoder(model)
     if reads_encoder:
         length = arrays["decoder_input_ids"].shape[1] if "decoder_input_ids" in arrays else 1
     else:
         length = arrays["input_ids"].shape[1]
-    chosen = GenerationOptions.resolve(
+    generation_options = GenerationOptions.resolve(
         arguments=options,
         generation_config=generation_config,
         checkpoint=checkpoint,
@@ -130,34 +130,40 @@ def generate(
     )
     if not (isinstance(seed, Integral) and not isinstance(seed, bool) and 0 <= seed < 2**32):
         raise ConfigError(f"seed is {seed!r}; it must be an integer from 0 to 2**32 - 1")
-    padded = chosen.pad_is_known and chosen.pad_token_id not in chosen.eos_token_id
-    padding, vocab_size = chosen.pad_token_id if padded else None, vocab_size_of(config)
+    padded = (
+        generation_options.pad_is_known
+        and generation_options.pad_token_id not in generation_options.eos_token_id
+    )
+    padding, vocab_size = (
+        generation_options.pad_token_id if padded else None,
+        get_vocab_size(config),
+    )
     if not reads_encoder:
         if options.get("decoder_start_token_id") is not None:
             raise ConfigError(
                 f"decoder_start_token_id has no effect: {type(model).__name__} has no encoder"
             )
         prompts = PromptBatch.read(arrays["input_ids"], attention_mask, padding, vocab_size)
-        own = [name for name in arrays if name not in ("input_ids", "attention_mask")]
-        prompts = replace(prompts, inputs=arrays.select(own))
+        encoder_names = [name for name in arrays if name not in ("input_ids", "attention_mask")]
+        prompts = replace(prompts, inputs=arrays.select(encoder_names))
     else:
         if "input_ids" in arrays:
             ids = arrays["input_ids"]
-            known = vocab_size_of(config, encoder=True)
-            tokens = PromptBatch.read(ids, attention_mask, padding, known)
+            encoder_vocab_size = get_vocab_size(config, encoder=True)
+            tokens = PromptBatch.read(ids, attention_mask, padding, encoder_vocab_size)
             encoder = encoder_inputs(tokens, longest_sequence(config))
         else:
-            own = [name for name in arrays if not name.startswith("decoder_")]
-            encoder = arrays.select(own)
-        first, mask = decoder_start(model, chosen.decoder_start_token_id, arrays)
+            encoder_names = [name for name in arrays if not name.startswith("decoder_")]
+            encoder = arrays.select(encoder_names)
+        first, mask = decoder_start(model, generation_options.decoder_start_token_id, arrays)
         prompts = PromptBatch.read(token_ids(first), mask, None, vocab_size)
         prompts = replace(prompts, inputs=encoder)
-    for each in (model, assistant_model):
-        if each is not None:
-            prompts.check_room(each.config, chosen.max_new_tokens)
+    for language_model in (model, assistant_model):
+        if language_model is not None:
+            prompts.check_room(language_model.config, generation_options.max_new_tokens)
     if assistant_model is not None:
         _check_assistant(config, assistant_model.config)
-    return _generate(model, assistant_model, prompts, chosen, int(seed))
+    return _generate(model, assistant_model, prompts, generation_options, int(seed))
 
 
 def transition_scores(
@@ -176,8 +182,8 @@ def transition_scores(
         beam_indices = np.broadcast_to(rows, (scores.shape[1], len(scores)))
     n = beam_indices.shape[1]
     new = np.asarray(sequences)[:, -n:]
-    found = scores[np.arange(n), np.maximum(beam_indices, 0), new]
-    return np.where(beam_indices < 0, 0.0, found)
+    token_scores = scores[np.arange(n), np.maximum(beam_indices, 0), new]
+    return np.where(beam_indices < 0, 0.0, token_scores)
 
 
 def _generate(
@@ -190,19 +196,19 @@ def _generate(
     """Run the prefill, then the decoding loop that the options select."""
     # A decoder begins with one token, or with a few.
     smallest = SMALLEST_START if is_encoder_decoder(model) else SMALLEST_BUCKET
-    tokens, valid = prompts.aligned(smallest)
+    tokens, valid = prompts.align_tokens(smallest)
     room = bucket(options.max_new_tokens)
     copies = options.num_return_sequences if options.beams is None else options.beams.size
     split, leaves = Split.of(cast(nnx.Module, model), model.config.mesh)
     _check_output(options, room, len(tokens) * copies, model.config)
 
-    def prefilled(split: Split, leaves: object) -> tuple[Any, Any]:
+    def prefill_prompts(split: Split, leaves: object) -> tuple[Any, Any]:
         width = tokens.shape[1] + room
         run = prefill_program(split)
         cache, logits = run(leaves, tokens, valid, prompts.inputs, capacity=width)
-        return (cache, logits) if copies == 1 else repeated(cache, logits, copies=copies)
+        return (cache, logits) if copies == 1 else repeat_rows(cache, logits, copies=copies)
 
-    cache, logits = prefilled(split, leaves)
+    cache, logits = prefill_prompts(split, leaves)
     ids = np.concatenate([np.full((len(tokens), room), -1), np.where(valid, tokens, -1)], axis=1)
     source = None
     if options.choice.reads_source:
@@ -220,26 +226,38 @@ def _generate(
         keys = draw_keys(jnp.uint32(seed), rows=len(tokens), copies=copies)
     draws = Draws(keys, jnp.asarray(np.repeat(prompts.lengths, copies)))
     pad = np.int32(options.pad_token_id)
-    kept = {"room": room, "outputs": options.outputs}
+    program_options = {"room": room, "outputs": options.outputs}
     if options.beams is not None:
-        found, _ = beam_program(split)(
-            leaves, cache, logits, rows, draws, options.choice, options.beams, pad, **kept
+        search_result, _ = beam_program(split)(
+            leaves,
+            cache,
+            logits,
+            rows,
+            draws,
+            options.choice,
+            options.beams,
+            pad,
+            **program_options,
         )
-        return _of_beams(found, prompts, options)
+        return _build_beam_output(search_result, prompts, options)
     if options.drafts is None:
         run = token_program(split)
-        finished, _ = run(leaves, cache, logits, rows, draws, options.choice, pad, **kept)
+        finished, _ = run(
+            leaves, cache, logits, rows, draws, options.choice, pad, **program_options
+        )
     else:
         helper, helping, helper_cache = None, [], None
         if assistant is not None:
             helper, helping = Split.of(cast(nnx.Module, assistant), assistant.config.mesh)
-            helper_cache, _ = prefilled(helper, helping)
+            helper_cache, _ = prefill_prompts(helper, helping)
         run = assisted_program(split, helper)
-        both = (leaves, helping, cache, helper_cache)
-        finished, *_ = run(*both, logits, rows, draws, options.choice, drafts=options.drafts)
+        program_inputs = (leaves, helping, cache, helper_cache)
+        finished, *_ = run(
+            *program_inputs, logits, rows, draws, options.choice, drafts=options.drafts
+        )
     n = int(finished.new)
     new = on_host(finished.ids)[:, finished.ids.shape[1] - n :]
-    step = {name: on_host(x)[:n] for name, x in finished.kept.items()}
+    step = {name: on_host(x)[:n] for name, x in finished.records.items()}
     if "logprobs" in step:
         step["logprobs"] = step["logprobs"].T
     return GenerateOutput(
@@ -247,21 +265,23 @@ def _generate(
     )
 
 
-def _of_beams(found: Any, prompts: PromptBatch, options: GenerationOptions) -> GenerateOutput:
+def _build_beam_output(
+    search_result: Any, prompts: PromptBatch, options: GenerationOptions
+) -> GenerateOutput:
     """Return the best beams of each prompt."""
     count = options.num_return_sequences
     scores, tokens, parents = (
         on_host(x)[:, :count].reshape(len(prompts.ids) * count, *x.shape[2:])
-        for x in (found.best.scores, found.best.tokens, found.best.parents)
+        for x in (search_result.best.scores, search_result.best.tokens, search_result.best.parents)
     )
     n = int((parents >= 0).sum(axis=1).max())
-    steps = int(found.steps)
+    steps = int(search_result.steps)
     return GenerateOutput(
         _behind(prompts, tokens[:, :n]),
         sequences_scores=scores,
         beam_indices=parents[:, :n],
         steps=steps,
-        **{name: on_host(x)[: steps + 1] for name, x in found.kept.items()},
+        **{name: on_host(x)[: steps + 1] for name, x in search_result.kept.items()},
     )
 
 
@@ -274,7 +294,7 @@ def _behind(prompts: PromptBatch, new: Int[np.ndarray, "r n"]) -> Int[np.ndarray
 def _check_output(
     options: GenerationOptions, room: int, rows: int, config: EasyDeLBaseConfig
 ) -> None:
-    vocab_size = vocab_size_of(config) or 0
+    vocab_size = get_vocab_size(config) or 0
     per_step = rows * vocab_size * 4 * len(options.outputs & {"scores", "logits"})
     if per_step * room > _MOST_OUTPUT:
         raise ConfigError(
@@ -285,9 +305,10 @@ def _check_output(
 
 
 def _check_assistant(config: EasyDeLBaseConfig, assistant: EasyDeLBaseConfig) -> None:
-    mine, other = vocab_size_of(config), vocab_size_of(assistant)
-    if mine != other:
+    mine, assistant_size = get_vocab_size(config), get_vocab_size(assistant)
+    if mine != assistant_size:
         raise ConfigError(
-            f"the assistant_model has a vocabulary of {other} tokens, but the model has {mine}: "
+            f"the assistant_model has a vocabulary of {assistant_size} tokens, but the model has "
+            f"{mine}: "
             "both must use the same tokenizer"
         )

@@ -46,12 +46,12 @@ class GeneratedRows:
         source = None if self.source is None else self.source[rows]
         return replace(self, ids=self.ids[rows], new=self.new[rows], source=source)
 
-    def ended(self) -> Bool[Array, " b"]:
+    def find_ended_rows(self) -> Bool[Array, " b"]:
         """Return which rows end with their latest token."""
         ends = jnp.isin(self.ids[:, -1], self.eos)
-        return ends if self.stops is None else ends | self.stops.reached(self.ids)
+        return ends if self.stops is None else ends | self.stops.match_rows(self.ids)
 
-    def generated(self) -> Int[Array, "b t"]:
+    def get_new_tokens(self) -> Int[Array, "b t"]:
         """Return the generated tokens, and -1 in place of the others."""
         place = jnp.arange(self.ids.shape[1])
         return jnp.where(place >= self.ids.shape[1] - self.new[:, None], self.ids, -1)

@@ -140,7 +140,7 @@ class GenerationOptions:
             value = special_token(model_config, name) if value is None else value
             if name.endswith("suppress_tokens") and isinstance(value, list):
                 # Files of Whisper may exclude tokens that a smaller vocabulary does not have.
-                size = vocab_size_of(model_config) or 2**31
+                size = get_vocab_size(model_config) or 2**31
                 value = [token for token in value if token < size]
             if name not in values and value not in (None, []):
                 values[name] = value
@@ -216,7 +216,7 @@ def special_token(model_config: EasyDeLBaseConfig, name: str) -> object:
     return getattr(_text_config(model_config), name, None) if value is None else value
 
 
-def vocab_size_of(config: Any, *, encoder: bool = False) -> int | None:
+def get_vocab_size(config: Any, *, encoder: bool = False) -> int | None:
     """Return the number of tokens of a model; of the encoder's if encoder and decoder differ.
 
     Args:
@@ -225,8 +225,8 @@ def vocab_size_of(config: Any, *, encoder: bool = False) -> int | None:
     """
     if encoder:
         return getattr(config, "vocab_size", None)
-    own = getattr(config, "decoder_vocab_size", None)
-    return own or getattr(_text_config(config), "vocab_size", None)
+    decoder_vocab_size = getattr(config, "decoder_vocab_size", None)
+    return decoder_vocab_size or getattr(_text_config(config), "vocab_size", None)
 
 
 def _text_config(config: Any) -> Any:
@@ -294,7 +294,7 @@ def _new_tokens(settings: Mapping[str, Any], prompt_length: int) -> int:
 
 
 def _check_choice(choice: TokenChoice, new_tokens: int, config: EasyDeLBaseConfig) -> None:
-    size = vocab_size_of(config) or 2**31
+    size = get_vocab_size(config) or 2**31
     for name, value in choice.values.items():
         arrays = jax.tree.leaves(value) if PROCESSORS[name].token_ids else []
         ids = [x for x in arrays if x.dtype.kind == "i"]

@@ -21,12 +21,12 @@ from ed_models.generation.timestamps import apply_rules, read_rules
 from ed_models.generation.values import (
     Bans,
     Biases,
+    build_integer_reader,
     callables,
     decay,
     flag,
     number,
     token_list,
-    whole,
 )
 
 
@@ -61,7 +61,7 @@ class Processor:
     reads_source: bool = False
 
 
-def filtered(keep: Callable[[jax.Array, Any], jax.Array]) -> Apply:
+def build_filter(keep: Callable[[jax.Array, Any], jax.Array]) -> Apply:
     """Create the effect of a function that marks the possible candidates [b, c]."""
 
     def apply(scores: jax.Array, value: object, rows: GeneratedRows) -> jax.Array:
@@ -91,25 +91,25 @@ def ban_words(scores: jax.Array, words: Bans, rows: GeneratedRows) -> jax.Array:
 
 def penalize_repetition(scores: jax.Array, factor: jax.Array, rows: GeneratedRows) -> jax.Array:
     """Lower the scores of all tokens of the row, including those of the prompt."""
-    seen = sampling.held(rows.ids, scores.shape[-1])
+    seen = sampling.mark_row_tokens(rows.ids, scores.shape[-1])
     return sampling.penalize_repetition(scores, seen, factor)
 
 
 def favour_source(scores: jax.Array, factor: jax.Array, rows: GeneratedRows) -> jax.Array:
     """Raise the scores of the tokens of the encoder, or of the prompt, for a factor above 1."""
     assert rows.source is not None
-    seen = sampling.held(rows.source, scores.shape[-1])
+    seen = sampling.mark_row_tokens(rows.source, scores.shape[-1])
     return sampling.penalize_repetition(scores, seen, 1 / factor)
 
 
 def penalize_presence(scores: jax.Array, penalty: jax.Array, rows: GeneratedRows) -> jax.Array:
     """Subtract from the scores of generated tokens, as OpenAI's API does; the prompt is ignored."""
-    return scores - penalty * sampling.held(rows.generated(), scores.shape[-1])
+    return scores - penalty * sampling.mark_row_tokens(rows.get_new_tokens(), scores.shape[-1])
 
 
 def penalize_frequency(scores: jax.Array, penalty: jax.Array, rows: GeneratedRows) -> jax.Array:
     """Subtract the penalty once for each earlier occurrence of a token; the prompt is ignored."""
-    return scores - penalty * sampling.counted(rows.generated(), scores.shape[-1])
+    return scores - penalty * sampling.count_row_tokens(rows.get_new_tokens(), scores.shape[-1])
 
 
 def ban_ngrams(scores: jax.Array, size: int, rows: GeneratedRows) -> jax.Array:
@@ -127,8 +127,8 @@ def ban_source_ngrams(scores: jax.Array, size: int, rows: GeneratedRows) -> jax.
 
 def hold_open(scores: jax.Array, fewest: jax.Array, rows: GeneratedRows) -> jax.Array:
     """Suppress end tokens until a row has `fewest` new tokens."""
-    early = (rows.new < fewest)[:, None]
-    return jnp.where(early, sampling.without(scores, rows.eos), scores)
+    is_early = (rows.new < fewest)[:, None]
+    return jnp.where(is_early, sampling.without(scores, rows.eos), scores)
 
 
 def force_begin(scores: jax.Array, tokens: jax.Array, rows: GeneratedRows) -> jax.Array:
@@ -153,8 +153,8 @@ def hasten_end(
 ) -> jax.Array:
     """Raise the scores of end tokens more with each token; see `option_values.decay`."""
     start, factor = value
-    beyond = rows.new - start
-    growth = jnp.where(beyond > 0, factor ** jnp.maximum(beyond, 0) - 1, 0.0)[:, None]
+    excess_tokens = rows.new - start
+    growth = jnp.where(excess_tokens > 0, factor ** jnp.maximum(excess_tokens, 0) - 1, 0.0)[:, None]
     end = jnp.isin(jnp.arange(scores.shape[-1]), rows.eos) & jnp.isfinite(scores)
     return scores + jnp.where(end, jnp.abs(scores), 0.0) * growth
 
@@ -210,12 +210,14 @@ PROCESSORS: Mapping[str, Processor] = {
     "repetition_penalty": Processor(penalize_repetition, _ABOVE_ZERO, off=1.0),
     "presence_penalty": Processor(penalize_presence, _TWO_SIDED, off=0.0),
     "frequency_penalty": Processor(penalize_frequency, _TWO_SIDED, off=0.0),
-    "no_repeat_ngram_size": Processor(ban_ngrams, whole(0, 1024), off=0, static=True),
+    "no_repeat_ngram_size": Processor(
+        ban_ngrams, build_integer_reader(0, 1024), off=0, static=True
+    ),
     "encoder_no_repeat_ngram_size": Processor(
-        ban_source_ngrams, whole(0, 1024), off=0, static=True, reads_source=True
+        ban_source_ngrams, build_integer_reader(0, 1024), off=0, static=True, reads_source=True
     ),
     "bad_words_ids": Processor(ban_words, Bans.read, token_ids=True),
-    "min_new_tokens": Processor(hold_open, whole(0), off=0, needs_end=True),
+    "min_new_tokens": Processor(hold_open, build_integer_reader(0), off=0, needs_end=True),
     "forced_bos_token_id": Processor(force_begin, token_list(1), token_ids=True),
     "forced_eos_token_id": Processor(force_end, token_list(), token_ids=True),
     "remove_invalid_values": Processor(remove_invalid, flag, off=False, static=True),
@@ -230,20 +232,22 @@ PROCESSORS: Mapping[str, Processor] = {
         drawing=True,
     ),
     "top_k": Processor(
-        filtered(sampling.among_largest),
-        whole(1, what="a whole number of at least 1, or None for all"),
+        build_filter(sampling.among_largest),
+        build_integer_reader(1, constraint="a whole number of at least 1, or None for all"),
         static=True,
         drawing=True,
     ),
-    "top_p": Processor(filtered(in_nucleus), _SHARE, off=1.0, drawing=True),
+    "top_p": Processor(build_filter(in_nucleus), _SHARE, off=1.0, drawing=True),
     "min_p": Processor(
-        filtered(sampling.likely_enough),
+        build_filter(sampling.likely_enough),
         number(lambda x: 0 <= x <= 1, "between 0 and 1"),
         off=0.0,
         drawing=True,
     ),
-    "typical_p": Processor(filtered(sampling.is_typical), _SHARE, off=1.0, drawing=True),
-    "epsilon_cutoff": Processor(filtered(sampling.above_epsilon), _CUTOFF, off=0.0, drawing=True),
-    "eta_cutoff": Processor(filtered(sampling.above_eta), _CUTOFF, off=0.0, drawing=True),
+    "typical_p": Processor(build_filter(sampling.is_typical), _SHARE, off=1.0, drawing=True),
+    "epsilon_cutoff": Processor(
+        build_filter(sampling.above_epsilon), _CUTOFF, off=0.0, drawing=True
+    ),
+    "eta_cutoff": Processor(build_filter(sampling.above_eta), _CUTOFF, off=0.0, drawing=True),
     "renormalize_logits": Processor(normalize, flag, off=False, static=True),
 }

@@ -38,7 +38,7 @@ class PromptBatch:
     """
 
     ids: Int[np.ndarray, "b s"]
-    kept: Bool[np.ndarray, "b s"]
+    token_mask: Bool[np.ndarray, "b s"]
     lengths: Int[np.ndarray, " b"]
     inputs: Inputs = field(default_factory=lambda: Inputs({}))
 
@@ -61,15 +61,15 @@ class PromptBatch:
         Raises:
             ConfigError: see `generate`.
         """
-        kept = _kept(ids, attention_mask, padding)
-        lengths = kept.sum(axis=1).astype(np.int32)
+        token_mask = _build_token_mask(ids, attention_mask, padding)
+        lengths = token_mask.sum(axis=1).astype(np.int32)
         if not lengths.all():
             raise ConfigError(f"row {int(np.argmin(lengths))} of input_ids contains only padding")
-        return cls(_in_vocabulary(ids, kept, vocab_size), kept, lengths)
+        return cls(_in_vocabulary(ids, token_mask, vocab_size), token_mask, lengths)
 
-    def aligned(self, smallest: int = SMALLEST_BUCKET) -> tuple[np.ndarray, np.ndarray]:
+    def align_tokens(self, smallest: int = SMALLEST_BUCKET) -> tuple[np.ndarray, np.ndarray]:
         """Return right-aligned tokens and their validity, [b, w]; w is at least `smallest`."""
-        return right_aligned(self.ids, self.kept, bucket(int(self.lengths.max()), smallest))
+        return right_aligned(self.ids, self.token_mask, bucket(int(self.lengths.max()), smallest))
 
     def source(self, model: LanguageModel) -> Int[np.ndarray, "b u"]:
         """Return the tokens of the encoder, or of the prompts; -1 = padding.
@@ -78,7 +78,7 @@ class PromptBatch:
             ConfigError: the encoder does not read tokens.
         """
         if not is_encoder_decoder(model):
-            return np.where(self.kept, self.ids, -1)
+            return np.where(self.token_mask, self.ids, -1)
         if "input_ids" not in self.inputs:
             raise ConfigError(
                 "encoder_repetition_penalty and encoder_no_repeat_ngram_size need the tokens of "
@@ -110,11 +110,13 @@ def bucket(n: int, smallest: int = SMALLEST_BUCKET) -> int:
     return max(smallest, 1 << (n - 1).bit_length())
 
 
-def right_aligned(ids: np.ndarray, kept: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+def right_aligned(
+    ids: np.ndarray, token_mask: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Move the tokens of each row to the right edge of [b, width]; return tokens and validity."""
     tokens = np.zeros((len(ids), width), np.int32)
     valid = np.zeros((len(ids), width), np.int32)
-    for row, (values, keep) in enumerate(zip(ids, kept, strict=True)):
+    for row, (values, keep) in enumerate(zip(ids, token_mask, strict=True)):
         packed = values[keep]
         tokens[row, width - len(packed) :] = packed
         valid[row, width - len(packed) :] = 1
@@ -145,11 +147,11 @@ def token_ids(input_ids: TokenRows) -> Int[np.ndarray, "b s"]:
 
 
 def _in_vocabulary(
-    ids: Int[np.ndarray, "b s"], kept: Bool[np.ndarray, "b s"], vocab_size: int | None
+    ids: Int[np.ndarray, "b s"], token_mask: Bool[np.ndarray, "b s"], vocab_size: int | None
 ) -> Int[np.ndarray, "b s"]:
     """Return the prompts as int32 after a check of all tokens except padding."""
     size = vocab_size or 2**31
-    for row, at in np.argwhere(kept & ((ids < 0) | (ids >= size))):
+    for row, at in np.argwhere(token_mask & ((ids < 0) | (ids >= size))):
         raise ConfigError(
             f"token {ids[row, at]} (row {row}, position {at} of input_ids) is not in the model's "
             f"vocabulary of {size} tokens; was the tokenizer made for another model?"
@@ -157,7 +159,7 @@ def _in_vocabulary(
     return ids.astype(np.int32)
 
 
-def _kept(
+def _build_token_mask(
     ids: Int[np.ndarray, "b s"], attention_mask: TokenRows | None, padding: int | None
 ) -> Bool[np.ndarray, "b s"]:
     if attention_mask is not None:
@@ -204,26 +206,30 @@ def prompt_inputs(
     """
     if input_ids is not None:
         arrays = model.batched_inputs(token_ids(input_ids), arrays)
-        unread = processor_names_of(model)
+        unread = get_processor_names(model)
         arrays = {name: array for name, array in arrays.items() if name not in unread}
     inputs = Inputs({name: np.asarray(array) for name, array in arrays.items()})
     if input_ids is not None:
         inputs = Inputs({"input_ids": token_ids(input_ids), **inputs}, inputs.declared)
-    known, encoded = model.input_names, (ENCODER_OUTPUTS,) if is_encoder_decoder(model) else ()
-    main = next((name for name in (known[0], *encoded) if name in inputs), None)
+    input_names, encoded = (
+        model.input_names,
+        (ENCODER_OUTPUTS,) if is_encoder_decoder(model) else (),
+    )
+    main = next((name for name in (input_names[0], *encoded) if name in inputs), None)
     if main is None:
-        raise ConfigError(f"{type(model).__name__} reads {known[0]}: pass this array")
+        raise ConfigError(f"{type(model).__name__} reads {input_names[0]}: pass this array")
     for name, array in inputs.items():
-        if name not in (*known, *encoded):
+        if name not in (*input_names, *encoded):
             raise ConfigError(
-                f"{type(model).__name__} does not read {name}; its inputs are {', '.join(known)}"
+                f"{type(model).__name__} does not read {name}; its inputs are "
+                f"{', '.join(input_names)}"
             )
         if len(array) != len(inputs[main]):
             raise ConfigError(f"{name} has {len(array)} rows, but {main} has {len(inputs[main])}")
     return inputs
 
 
-def processor_names_of(model: LanguageModel) -> tuple[str, ...]:
+def get_processor_names(model: LanguageModel) -> tuple[str, ...]:
     """Return the arrays of processors of transformers that only `batched_inputs` reads."""
     return getattr(model, "processor_names", ())
 
@@ -261,11 +267,11 @@ def encoder_inputs(prompts: PromptBatch, limit: int | None) -> Inputs:
     width = bucket(length)
     width = width if limit is None else max(length, min(width, limit))
     pad = ((0, 0), (0, width - prompts.ids.shape[1]))
-    ids = np.where(prompts.kept, prompts.ids, 0)
+    ids = np.where(prompts.token_mask, prompts.ids, 0)
     return Inputs(
         {
             "input_ids": np.pad(ids, pad).astype(np.int32),
-            "attention_mask": np.pad(prompts.kept, pad).astype(np.int32),
+            "attention_mask": np.pad(prompts.token_mask, pad).astype(np.int32),
         }
     )
 

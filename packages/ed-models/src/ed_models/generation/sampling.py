@@ -148,8 +148,8 @@ def _first_to_reach(
     def halve(_, bounds):
         low, high = bounds  # the result is in [low, high]
         middle = high - (high - low) // 2
-        before = jnp.sum(jnp.where(order < middle, probs, 0.0), axis=-1, keepdims=True)
-        fits = before < mass
+        mass_below = jnp.sum(jnp.where(order < middle, probs, 0.0), axis=-1, keepdims=True)
+        fits = mass_below < mass
         return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
 
     start = jnp.zeros((probs.shape[0], 1), jnp.int32), jnp.max(order, axis=-1, keepdims=True)
@@ -157,12 +157,12 @@ def _first_to_reach(
     return order <= last
 
 
-def held(ids: Int[Array, "b t"], vocab_size: int) -> Bool[Array, "b v"]:
+def mark_row_tokens(ids: Int[Array, "b t"], vocab_size: int) -> Bool[Array, "b v"]:
     """Mark the tokens that a row holds; ids of -1 are none."""
-    return counted(ids, vocab_size) > 0
+    return count_row_tokens(ids, vocab_size) > 0
 
 
-def counted(ids: Int[Array, "b t"], vocab_size: int) -> Int[Array, "b v"]:
+def count_row_tokens(ids: Int[Array, "b t"], vocab_size: int) -> Int[Array, "b v"]:
     """How often a row holds each token; ids of -1 are none."""
     rows = jnp.arange(ids.shape[0])[:, None]
     places = jnp.where(ids < 0, vocab_size, ids)
@@ -190,7 +190,7 @@ def repeated_ngrams(
     for i in range(size - 1):
         latest = ids[:, width - size + 1 + i, None]
         same &= (source[:, i : i + starts] == latest) & (latest >= 0)
-    return held(jnp.where(same, source[:, size - 1 :], -1), vocab_size)
+    return mark_row_tokens(jnp.where(same, source[:, size - 1 :], -1), vocab_size)
 
 
 def sequence_bias(

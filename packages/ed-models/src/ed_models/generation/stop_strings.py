@@ -49,24 +49,25 @@ class StopStrings:
                 that is too long; or there is no tokenizer.
         """
         strings = tuple(value) if isinstance(value, list | tuple) else (value,)
-        kept = tuple(string for string in strings if isinstance(string, str) and string)
-        if len(kept) < len(strings):
+        stop_strings = tuple(string for string in strings if isinstance(string, str) and string)
+        if len(stop_strings) < len(strings):
             raise ConfigError(f"{name} is {value!r}; it must be a string, or several in a list")
-        if len(kept) > MOST or max(map(len, kept), default=0) > LONGEST:
+        if len(stop_strings) > MOST or max(map(len, stop_strings), default=0) > LONGEST:
             raise ConfigError(
-                f"{name} has {len(kept)} strings of up to {max(map(len, kept))} characters; at "
+                f"{name} has {len(stop_strings)} strings of up to {max(map(len, stop_strings))} "
+                "characters; at "
                 f"most {MOST} of {LONGEST} are possible"
             )
-        if not kept:
+        if not stop_strings:
             return None
         if tokenizer is None:
             raise ConfigError(
                 f"{name} needs to know what tokens read like: pass the model's tokenizer, "
                 "generate(..., tokenizer=tokenizer), or pass eos_token_id"
             )
-        return cls(kept, tokenizer)
+        return cls(stop_strings, tokenizer)
 
-    def reached(self, ids: Int[Array, "b t"]) -> Bool[Array, " b"]:
+    def match_rows(self, ids: Int[Array, "b t"]) -> Bool[Array, " b"]:
         """Return the rows in which a stop string ends within the latest token.
 
         Args:
@@ -82,7 +83,8 @@ class StopStrings:
 
     def _ends(self, tokens: list[int]) -> bool:
         text = str(self.tokenizer.decode([int(x) for x in tokens]))
-        before = len(str(self.tokenizer.decode([int(x) for x in tokens[:-1]])))
+        prefix_length = len(str(self.tokenizer.decode([int(x) for x in tokens[:-1]])))
         return any(
-            text.find(string, max(0, before - len(string) + 1)) >= 0 for string in self.strings
+            text.find(string, max(0, prefix_length - len(string) + 1)) >= 0
+            for string in self.strings
         )

@@ -53,7 +53,7 @@ def apply_rules(
     """Make the tokens impossible that the rules exclude."""
     token = jnp.arange(scores.shape[-1])[None]
     is_time = token >= rules.first
-    generated = rows.generated()
+    generated = rows.get_new_tokens()
     new = jnp.broadcast_to(rows.new, scores.shape[:1])[:, None]
     last_is_time = generated[:, -1:] >= rules.first
     earlier_is_time = (generated[:, -2:-1] >= rules.first) | (new < 2)

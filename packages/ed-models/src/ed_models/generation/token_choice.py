@@ -71,10 +71,10 @@ class TokenChoice:
 
     def without_draw(self) -> TokenChoice:
         """Return the choice without draws: without temperature and filters of draws."""
-        kept = {n: v for n, v in self.values.items() if not PROCESSORS[n].drawing}
+        values = {n: v for n, v in self.values.items() if not PROCESSORS[n].drawing}
         choice = object.__new__(TokenChoice)
         object.__setattr__(choice, "do_sample", False)
-        object.__setattr__(choice, "values", kept)
+        object.__setattr__(choice, "values", values)
         return choice
 
     def __getattr__(self, name: str) -> Any:

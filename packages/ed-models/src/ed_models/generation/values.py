@@ -41,7 +41,7 @@ class Bans:
             ConfigError: it is something else, or too much.
         """
         sequences = list(value) if isinstance(value, list | tuple) else [value]
-        return cls(*aligned(name, sequences)) if sequences else None
+        return cls(*align_sequences(name, sequences)) if sequences else None
 
 
 @jax.tree_util.register_dataclass
@@ -79,24 +79,24 @@ class Biases:
         if not sequences:
             return None
         bias: Any = np.asarray(biases, np.float32)
-        return cls(*aligned(name, sequences), bias)
+        return cls(*align_sequences(name, sequences), bias)
 
 
-def aligned(name: str, sequences: Sequence[object]) -> tuple[Any, Any]:
+def align_sequences(name: str, sequences: Sequence[object]) -> tuple[Any, Any]:
     """Prefixes [m, n - 1] and last tokens [m] of sequences, as in `Bans`."""
     for sequence in sequences:
         if not (isinstance(sequence, list | tuple) and sequence and all(map(is_token, sequence))):
             raise ConfigError(
                 f"{name} has {sequence!r}; each sequence must be a list of at least one token id"
             )
-    kept = [list(sequence) for sequence in sequences]  # type: ignore[call-overload]
-    longest = max(map(len, kept))
-    if len(kept) > MOST_SEQUENCES or longest > LONGEST_SEQUENCE:
+    token_lists = [list(sequence) for sequence in sequences]  # type: ignore[call-overload]
+    longest = max(map(len, token_lists))
+    if len(token_lists) > MOST_SEQUENCES or longest > LONGEST_SEQUENCE:
         raise ConfigError(
-            f"{name} has {len(kept)} sequences of up to {longest} tokens; at most "
+            f"{name} has {len(token_lists)} sequences of up to {longest} tokens; at most "
             f"{MOST_SEQUENCES} of {LONGEST_SEQUENCE} are possible"
         )
-    padded = np.asarray([[-1] * (longest - len(x)) + x for x in kept], np.int32)
+    padded = np.asarray([[-1] * (longest - len(x)) + x for x in token_lists], np.int32)
     return padded[:, :-1], padded[:, -1]
 
 
@@ -111,14 +111,16 @@ def number(fits: Callable[[float], bool], constraint: str) -> Callable[[str, obj
     return read
 
 
-def whole(least: int, most: int = 2**31 - 1, *, what: str = "") -> Callable[[str, object], int]:
-    """A reader of whole numbers in a range; `what` words the range."""
+def build_integer_reader(
+    least: int, most: int = 2**31 - 1, *, constraint: str = ""
+) -> Callable[[str, object], int]:
+    """A reader of whole numbers in a range; `constraint` words the range."""
     upper = f", at most {most}" if most < 2**31 - 1 else ""
-    what = what or f"a whole number of at least {least}{upper}"
+    constraint = constraint or f"a whole number of at least {least}{upper}"
 
     def read(name: str, value: object) -> int:
         if not (is_whole(value) and least <= value <= most):
-            raise ConfigError(f"{name} is {value!r}; it must be {what}")
+            raise ConfigError(f"{name} is {value!r}; it must be {constraint}")
         return int(value)
 
     return read
@@ -154,9 +156,9 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
     Raises:
         ConfigError: it is something else.
     """
-    several = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    ids = tuple(int(token) for token in several if is_whole(token))
-    if len(ids) < len(several):
+    candidates = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    ids = tuple(int(token) for token in candidates if is_whole(token))
+    if len(ids) < len(candidates):
         raise ConfigError(f"{name} is {value!r}; it must be a token id, or several in a list")
     return ids
 

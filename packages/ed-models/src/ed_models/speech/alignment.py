@@ -96,14 +96,14 @@ class TokenAligner:
                 body.decoder_config, (1, tokens.shape[1]), ropes=body.ropes, **masks
             )
             ctx = replace(ctx, encoded=encoded)
-            found = {}
+            layer_weights = {}
             for layer in sorted({layer for layer, _ in self.heads}):
                 module = nnx.merge(*nnx.split(body.decoder.layers.layer(layer)))
                 recorder = _Recorder(module.cross_attn)
                 module.cross_attn = recorder
                 module(hidden[layer], ctx, None, layer)
-                found[layer] = recorder.weights
-            return jnp.stack([found[layer][0, head] for layer, head in self.heads])
+                layer_weights[layer] = recorder.weights
+            return jnp.stack([layer_weights[layer][0, head] for layer, head in self.heads])
 
         return state, weights
 
@@ -148,9 +148,9 @@ class TokenAligner:
         spread = np.where(spread > 0, spread, np.inf)
         normal = (weights - weights.mean(-2, keepdims=True)) / spread
         matrix = median_filter(normal, self.filter_width).mean(axis=0)
-        text, places = warped(-matrix.astype(np.float64))
-        found = places[np.diff(text, prepend=-1) > 0] * SECONDS
-        return found if ended else np.append(found, found[-1])
+        text, places = find_warping_path(-matrix.astype(np.float64))
+        token_times = places[np.diff(text, prepend=-1) > 0] * SECONDS
+        return token_times if ended else np.append(token_times, token_times[-1])
 
 
 def _within(head: Sequence[int], shape: tuple[int, int]) -> bool:
@@ -168,7 +168,7 @@ def median_filter(values: Float[np.ndarray, "*dims t"], width: int) -> Float[np.
     return np.sort(windows, axis=-1)[..., margin]
 
 
-def warped(
+def find_warping_path(
     matrix: Float[np.ndarray, "n t"],
 ) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " p"]]:
     """Return the cheapest monotonic path from the first to the last element of a matrix of costs.
@@ -185,10 +185,10 @@ def warped(
     for number in range(2, n + t + 1):
         i = np.arange(max(1, number - t), min(n, number - 1) + 1)
         j = number - i
-        both, down, right = cost[i - 1, j - 1], cost[i - 1, j], cost[i, j - 1]
-        kind = np.where((down < both) & (down < right), 1, 2)
-        kind = np.where((both < down) & (both < right), 0, kind)
-        cost[i, j] = matrix[i - 1, j - 1] + np.choose(kind, (both, down, right))
+        diagonal, down, right = cost[i - 1, j - 1], cost[i - 1, j], cost[i, j - 1]
+        kind = np.where((down < diagonal) & (down < right), 1, 2)
+        kind = np.where((diagonal < down) & (diagonal < right), 0, kind)
+        cost[i, j] = matrix[i - 1, j - 1] + np.choose(kind, (diagonal, down, right))
         step[i, j] = kind
     step[0, :], step[:, 0] = 2, 1
     rows, columns, i, j = [], [], n, t

@@ -137,14 +137,14 @@ class SampleDecoder:
             seconds = (end - begin) / rate
             if on_attempt is not None:
                 on_attempt()
-            found = self.model.generate(
+            output = self.model.generate(
                 inputs=self.reader.arrays(samples[begin:end]),
                 max_new_tokens=max(int(seconds * TOKENS_PER_SECOND), 1),
                 output_logprobs=True,
                 seed=seed + number,
                 **draw,
             )
-            tokens = found.sequences[0, 1:]
+            tokens = output.sequences[0, 1:]
             yield Segment(
                 id=number,
                 start=begin / rate,
@@ -152,7 +152,7 @@ class SampleDecoder:
                 text=self.text_of(tokens),
                 tokens=tuple(map(int, tokens)),
                 temperature=temperature,
-                avg_logprob=float(np.mean(found.logprobs[0])),
+                avg_logprob=float(np.mean(output.logprobs[0])),
                 seek=int(begin / rate * 100),
             )
             begin, number = end, number + 1

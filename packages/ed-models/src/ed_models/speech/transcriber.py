@@ -16,11 +16,11 @@ from ed_infra.errors import ConfigError
 from jaxtyping import Float
 
 from ed_models.checkpoints import hub
-from ed_models.checkpoints.checks import task_of
+from ed_models.checkpoints.checks import detect_task
 from ed_models.speech.pieces import LabelDecoder, PieceReader, SampleDecoder
 from ed_models.speech.transcript import Segment, Transcript
 from ed_models.speech.whisper import FRAME, SpeechRequest, Thresholds, WhisperDecoder
-from ed_models.speech.words import words_of
+from ed_models.speech.words import split_words
 from ed_models.tasks.ctc import CTCModel
 
 #: Temperatures of the attempts to decode a window, if the caller gives none.
@@ -51,11 +51,11 @@ class Transcriber:
         reader = PieceReader(self.extract, self.sampling_rate)
         self.decoder: WhisperDecoder | LabelDecoder | SampleDecoder
         if "input_features" in model.input_names:
-            self.decoder = WhisperDecoder(model, self.text_of)
+            self.decoder = WhisperDecoder(model, self.get_text)
         elif isinstance(model, CTCModel):
             self.decoder = LabelDecoder(model, reader, self.text_of_labels)
         else:
-            self.decoder = SampleDecoder(model, reader, self.text_of)
+            self.decoder = SampleDecoder(model, reader, self.get_text)
 
     @property
     def sampling_rate(self) -> int:
@@ -91,7 +91,7 @@ class Transcriber:
             return tuple(self.decoder.tokens.tasks)
         return ("transcribe",)
 
-    def text_of(self, tokens: Sequence[int] | np.ndarray) -> str:
+    def get_text(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens, without special tokens."""
         ids = [int(token) for token in tokens]
         return self.processor.tokenizer.decode(ids, skip_special_tokens=True)
@@ -161,21 +161,25 @@ class Transcriber:
                 seed=seed,
                 on_attempt=on_attempt,
             )
-            found = self.decoder.segments(features, request)
+            segment_source = self.decoder.segments(features, request)
         else:
-            given = {"language": language, "prompt": prompt, "max_new_tokens": max_new_tokens}
-            given["task"] = None if task == "transcribe" else task
-            given["timestamps"] = timestamps or None
-            given["word_timestamps"] = word_timestamps or None
-            for name, value in given.items():
+            whisper_options = {
+                "language": language,
+                "prompt": prompt,
+                "max_new_tokens": max_new_tokens,
+            }
+            whisper_options["task"] = None if task == "transcribe" else task
+            whisper_options["timestamps"] = timestamps or None
+            whisper_options["word_timestamps"] = word_timestamps or None
+            for name, value in whisper_options.items():
                 if value is not None:
                     raise ConfigError(
                         f"{name}={value!r} has no effect: {type(self.model).__name__} only "
                         "transcribes, in the language of its training"
                     )
-            found = self.pieces(samples, temperatures, seed, on_attempt)
+            segment_source = self.pieces(samples, temperatures, seed, on_attempt)
         segments = []
-        for segment in found:
+        for segment in segment_source:
             if word_timestamps:
                 segment = self.with_words(segment, language)
             segments.append(segment)
@@ -213,7 +217,7 @@ class Transcriber:
             if token < end
         ]
         tokens, times = [token for token, _ in text], [pair for _, pair in text]
-        return replace(segment, words=words_of(tokens, times, self.text_of, language))
+        return replace(segment, words=split_words(tokens, times, self.get_text, language))
 
     def pieces(
         self,
@@ -243,8 +247,10 @@ class Transcriber:
         """Return the spectrogram; a short recording is padded to one window."""
         short = len(samples) <= self.extract.n_samples
         form = {} if short else {"truncation": False, "padding": "longest"}
-        made = self.extract(samples, sampling_rate=self.sampling_rate, return_tensors="np", **form)
-        return np.asarray(made["input_features"][0], np.float32)
+        extracted_features = self.extract(
+            samples, sampling_rate=self.sampling_rate, return_tensors="np", **form
+        )
+        return np.asarray(extracted_features["input_features"][0], np.float32)
 
     def request(
         self,
@@ -258,18 +264,20 @@ class Transcriber:
         **options: Any,
     ) -> tuple[str | None, SpeechRequest]:
         """Return the language of a recording, and what is wanted of the recording."""
-        own = decoder.tokens
-        initial, task_token = [own.start], own.task_token(task)
+        token_table = decoder.tokens
+        initial, task_token = [token_table.start], token_table.task_token(task)
         if language is not None:
-            token = own.language_token(language)
-            language = next(code for code, number in own.languages.items() if number == token)
+            token = token_table.language_token(language)
+            language = next(
+                code for code, number in token_table.languages.items() if number == token
+            )
         else:
-            language = decoder.language_of(decoder.encoded(features, 0))
+            language = decoder.detect_language(decoder.encode_window(features, 0))
         if language is not None:
-            initial.append(own.languages[language])
+            initial.append(token_table.languages[language])
         initial += [] if task_token is None else [task_token]
         timestamps = timestamps or features.shape[1] > decoder.window
-        initial += [] if timestamps else [own.no_timestamps]
+        initial += [] if timestamps else [token_table.no_timestamps]
         request = SpeechRequest(
             initial=tuple(initial),
             prompt=self.prompt_tokens(decoder, prompt) if prompt else (),
@@ -297,7 +305,7 @@ class Transcriber:
         """Return the text of all segments; a character may span two of them."""
         if isinstance(self.decoder, WhisperDecoder):
             tokens = [token for s in segments for token in self.decoder.words(s.tokens)]
-            return self.text_of(tokens).strip()
+            return self.get_text(tokens).strip()
         return " ".join(s.text.strip() for s in segments).strip()
 
 
@@ -324,7 +332,7 @@ def load_transcriber(
         TaskType.CTC: AutoEasyDeLModelForCTC,
         TaskType.SPEECH_SEQUENCE_TO_SEQUENCE: AutoEasyDeLModelForSpeechSeq2Seq,
     }
-    task = task_of(directory)
+    task = detect_task(directory)
     if task not in auto:
         raise CheckpointError(
             f"{path} is a model for {task}, not for speech: pass a checkpoint such as Whisper"

@@ -135,10 +135,11 @@ class WhisperTokens:
         name = language.lower().strip("<|>")
         code = name if name in self.languages else TO_LANGUAGE_CODE.get(name, name)
         if code not in self.languages:
-            known = ", ".join(sorted(self.languages)) or "none: the model is English-only"
+            language_list = ", ".join(sorted(self.languages)) or "none: the model is English-only"
             raise ConfigError(
                 f"language={language!r} is not a language of the model"
-                f"{did_you_mean(name, [*self.languages, *TO_LANGUAGE_CODE])} (known: {known})"
+                f"{did_you_mean(name, [*self.languages, *TO_LANGUAGE_CODE])} (known: "
+                f"{language_list})"
             )
         return self.languages[code]
 
@@ -148,9 +149,9 @@ class WhisperTokens:
         Raises:
             ConfigError: the model does not know the task.
         """
-        known = list(self.tasks) or ["transcribe"]
-        if task not in known:
-            raise ConfigError(f"task={task!r} is not a task of the model: {', '.join(known)}")
+        task_names = list(self.tasks) or ["transcribe"]
+        if task not in task_names:
+            raise ConfigError(f"task={task!r} is not a task of the model: {', '.join(task_names)}")
         return self.tasks.get(task)
 
 
@@ -232,7 +233,7 @@ class WhisperDecoder:
 
         return state, encode, probabilities
 
-    def encoded(self, features: Float[np.ndarray, "m f"], seek: int) -> jax.Array:
+    def encode_window(self, features: Float[np.ndarray, "m f"], seek: int) -> jax.Array:
         """Return the encoder output of the window that begins at frame `seek`, [1, t, d]."""
         part = features[:, seek : seek + self.window]
         part = np.pad(part, ((0, 0), (0, self.window - part.shape[1])))
@@ -246,12 +247,14 @@ class WhisperDecoder:
         aligned = right_aligned(ids, np.ones(ids.shape, bool), bucket(ids.shape[1]))
         return np.asarray(probabilities(state, outputs, *aligned))
 
-    def language_of(self, outputs: jax.Array) -> str | None:
+    def detect_language(self, outputs: jax.Array) -> str | None:
         """Return the most probable language of a window; None for an English-only model."""
         if not self.tokens.languages:
             return None
-        found = self.next_probabilities(outputs, [self.tokens.start])
-        return max(self.tokens.languages, key=lambda code: found[self.tokens.languages[code]])
+        probabilities = self.next_probabilities(outputs, [self.tokens.start])
+        return max(
+            self.tokens.languages, key=lambda code: probabilities[self.tokens.languages[code]]
+        )
 
     def segments(
         self, features: Float[np.ndarray, "m f"], request: SpeechRequest
@@ -267,14 +270,14 @@ class WhisperDecoder:
         conditioned = request.conditioned
         while seek < frames:
             count = min(frames - seek, self.window)
-            outputs = self.encoded(features, seek)
+            outputs = self.encode_window(features, seek)
             prefix = self.prefix(request, history if conditioned else [])
             attempt = self.attempt(outputs, prefix, request)
             if attempt is None:  # silence
                 seek += count
                 continue
             conditioned = request.conditioned and attempt.temperature < 0.5
-            pieces, moved = self.cut(attempt.tokens, count)
+            pieces, moved = self.split_segments(attempt.tokens, count)
             times = self.token_times(outputs, prefix, attempt, request, seek)
             place = 0
             for begin, end, tokens in pieces:
@@ -310,8 +313,8 @@ class WhisperDecoder:
             return None
         count = (request.sound_frames - seek) // STRIDE
         tokens = list(map(int, attempt.tokens))
-        found = self.aligner.times(outputs, prefix, tokens, attempt.ended, count)
-        return tuple((found + seek * FRAME).tolist())
+        window_times = self.aligner.times(outputs, prefix, tokens, attempt.ended, count)
+        return tuple((window_times + seek * FRAME).tolist())
 
     def words(self, tokens: Sequence[int] | np.ndarray) -> list[int]:
         """Return the tokens that are text."""
@@ -319,38 +322,40 @@ class WhisperDecoder:
 
     def prefix(self, request: SpeechRequest, history: Sequence[np.ndarray]) -> list[int]:
         """Return the tokens before the text of a window: earlier text, and the initial tokens."""
-        own = self.tokens
-        if history and own.previous is not None:
+        token_table = self.tokens
+        if history and token_table.previous is not None:
             parts, missing = [], self.positions // 2 - 1
             for tokens in reversed(history):
                 if missing <= 0:
                     break
                 # A segment that ends with two times repeats the last one in the next segment.
-                repeated = len(tokens) > 2 and tokens[-2] >= own.first_time
+                repeated = len(tokens) > 2 and tokens[-2] >= token_table.first_time
                 part = (tokens[:-1] if repeated else tokens)[-missing:]
                 parts.append(part)
                 missing -= len(part)
             earlier = np.concatenate(parts[::-1])
-            return [own.previous, *map(int, earlier), *request.initial]
+            return [token_table.previous, *map(int, earlier), *request.initial]
         return [*request.prompt, *request.initial]
 
     def attempt(
         self, outputs: jax.Array, prefix: list[int], request: SpeechRequest
     ) -> Attempt | None:
         """Decode a window, with higher temperatures if necessary; None = no speech."""
-        own, limits = self.tokens, request.thresholds
+        token_table, limits = self.tokens, request.thresholds
         no_speech = 0.0
         if limits.no_speech is not None:
             start = prefix[: len(prefix) - len(request.initial) + 1]
-            no_speech = float(self.next_probabilities(outputs, start)[own.no_timestamps - 1])
+            no_speech = float(
+                self.next_probabilities(outputs, start)[token_table.no_timestamps - 1]
+            )
         attempt = None
         for number, temperature in enumerate(request.temperatures):
             if request.on_attempt is not None:
                 request.on_attempt()
-            tokens, logprobs = self.decoded(outputs, prefix, request, temperature, number)
+            tokens, logprobs = self.generate_tokens(outputs, prefix, request, temperature, number)
             average = float(np.mean(logprobs))
             ratio = compression_ratio(tokens, self.model.config.vocab_size)
-            ended = bool(tokens[-1] == own.end)
+            ended = bool(tokens[-1] == token_table.end)
             text = tokens[:-1] if ended else tokens
             attempt = Attempt(text, temperature, average, ratio, no_speech, ended)
             guessed = limits.logprob is not None and average < limits.logprob
@@ -361,7 +366,7 @@ class WhisperDecoder:
                 break
         return attempt
 
-    def decoded(
+    def generate_tokens(
         self,
         outputs: jax.Array,
         prefix: list[int],
@@ -370,26 +375,26 @@ class WhisperDecoder:
         number: int,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the new tokens, with the end token, and their log-probabilities."""
-        own, room = self.tokens, self.positions - len(prefix)
+        token_table, room = self.tokens, self.positions - len(prefix)
         draw = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
-        found = self.model.generate(
+        output = self.model.generate(
             inputs={"encoder_outputs": np.asarray(outputs)},
             decoder_input_ids=[prefix],
             max_new_tokens=min(room, request.max_new_tokens or room),
-            eos_token_id=own.end,
-            pad_token_id=own.end,
-            suppress_tokens=list(own.suppressed) or None,
-            begin_suppress_tokens=list(own.suppressed_first) or None,
-            timestamp_rules=own.rules if request.timestamps else None,
+            eos_token_id=token_table.end,
+            pad_token_id=token_table.end,
+            suppress_tokens=list(token_table.suppressed) or None,
+            begin_suppress_tokens=list(token_table.suppressed_first) or None,
+            timestamp_rules=token_table.rules if request.timestamps else None,
             output_logprobs=True,
             logprobs_mode="constrained_logprobs",
             seed=request.seed + number,
             **draw,
         )
-        assert found.logprobs is not None
-        return found.sequences[0, len(prefix) :], found.logprobs[0]
+        assert output.logprobs is not None
+        return output.sequences[0, len(prefix) :], output.logprobs[0]
 
-    def cut(
+    def split_segments(
         self, tokens: np.ndarray, count: int
     ) -> tuple[list[tuple[float, float, np.ndarray]], int]:
         """Cut the tokens of a window into segments.

@@ -20,7 +20,7 @@ _BROKEN = "\ufffd"
 TokenPiece = tuple[str, int, int]
 
 
-def words_of(
+def split_words(
     tokens: Sequence[int],
     times: Sequence[tuple[float, float]],
     decode: Callable[[Sequence[int]], str],
@@ -36,7 +36,7 @@ def words_of(
     """
     pieces = _characters(tokens, decode)
     if language not in WITHOUT_SPACES:
-        pieces = _spaced(pieces)
+        pieces = _join_word_pieces(pieces)
     return tuple(
         SpokenWord(text, times[first][0], times[last][1])
         for text, first, last in _with_punctuation(pieces)
@@ -45,21 +45,21 @@ def words_of(
 
 def _characters(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[TokenPiece]:
     """Return the shortest groups of tokens that contain whole characters."""
-    whole = decode(tokens)
+    full_text = decode(tokens)
     pieces: list[TokenPiece] = []
     first = length = 0
     for last in range(len(tokens)):
         text = decode(tokens[first : last + 1])
         at = length + text.find(_BROKEN)
         # A replacement character of the whole text is no part of a character.
-        if _BROKEN not in text or at >= len(whole) or whole[at] == _BROKEN:
+        if _BROKEN not in text or at >= len(full_text) or full_text[at] == _BROKEN:
             pieces.append((text, first, last))
             length += len(text)
             first = last + 1
     return pieces
 
 
-def _spaced(pieces: list[TokenPiece]) -> list[TokenPiece]:
+def _join_word_pieces(pieces: list[TokenPiece]) -> list[TokenPiece]:
     """Join the groups that continue a word."""
     words: list[TokenPiece] = []
     for text, first, last in pieces:

@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_models.base.new_heads import new_heads, new_training_tensors
-from ed_models.tasks.classification import problem_loss, problem_of
+from ed_models.tasks.classification import problem_loss, resolve_problem_type
 from ed_models.tasks.encoders import common
 from ed_models.tasks.head_model import HeadModel
 from ed_models.weights.blocks import Shape
@@ -94,7 +94,7 @@ class AudioClassifier(HeadModel):
     ) -> tuple[SequenceClassifierOutput, Float[Array, ""]]:
         """Compute the mean loss of the rows; see `SequenceClassifier.compute_loss`."""
         output, labels = self(input_values, **inputs), jnp.asarray(labels)
-        loss = problem_loss(output.logits, labels, problem_of(self.config, labels))
+        loss = problem_loss(output.logits, labels, resolve_problem_type(self.config, labels))
         return output.replace(loss=loss), jnp.asarray(float(labels.shape[0]))
 
     @classmethod

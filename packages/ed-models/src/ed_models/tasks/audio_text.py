@@ -32,11 +32,11 @@ class RecordingForm(NamedTuple):
     token: int
     shape: tuple[int, int]
     length: int
-    whole: bool = True
+    includes_padding: bool = True
 
     def features(self, frames: int) -> int:
         """Return the number of features of a part with `frames` frames of sound."""
-        if self.whole:
+        if self.includes_padding:
             return self.length
         return (frames + 1) // 2 // (self.shape[1] // 2 // self.length)
 
@@ -49,7 +49,7 @@ class AudioBody(Protocol):
         """Number of encoder positions that become one feature."""
         ...
 
-    def encode(self, input_features: jax.Array, /, **others: jax.Array) -> Encoded:
+    def encode(self, input_features: jax.Array, /, **extra_inputs: jax.Array) -> Encoded:
         """Return the features of all recordings of a row."""
         ...
 
@@ -76,8 +76,10 @@ class AudioTextLM(CausalLM):
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Compute the features of `input_features` [b, i, m, f], in the order of the recordings."""
-        others = inputs.select([name for name in self.audio_names if name != "input_features"])
-        return cast(AudioBody, self.model).encode(inputs["input_features"], **others)
+        extra_inputs = inputs.select(
+            [name for name in self.audio_names if name != "input_features"]
+        )
+        return cast(AudioBody, self.model).encode(inputs["input_features"], **extra_inputs)
 
     def __call__(
         self,
@@ -96,14 +98,14 @@ class AudioTextLM(CausalLM):
             features: outputs of `encode` assigned to tokens, instead of `input_features`.
             inputs: further arguments of `CausalLM.__call__`, and further arrays of `audio_names`.
         """
-        given = {name: inputs.pop(name, None) for name in self.audio_names}
-        others = {name: array for name, array in given.items() if array is not None}
+        audio_inputs = {name: inputs.pop(name, None) for name in self.audio_names}
+        extra_inputs = {name: array for name, array in audio_inputs.items() if array is not None}
         if input_features is not None and features is None:
             if input_ids is None:
                 raise ConfigError(
                     "input_features require input_ids, which contain the audio tokens"
                 )
-            encoded = self.encode(Inputs({"input_features": input_features, **others}))
+            encoded = self.encode(Inputs({"input_features": input_features, **extra_inputs}))
             audio_token_id: int = self.config.audio_token_id
             features = Features.at(encoded.embeddings, input_ids == audio_token_id)
         return super().__call__(input_ids, features=features, **inputs)

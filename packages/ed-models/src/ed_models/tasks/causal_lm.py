@@ -14,7 +14,7 @@ import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.masks import MaskInfo
 from ed_infra.outputs import BaseModelOutput, CausalLMOutput
-from ed_layers.context import named
+from ed_layers.context import name_activation
 from ed_layers.parts import Parts
 from ed_layers.projections.dot import Transposed, Weight
 from ed_layers.projections.head import Head
@@ -57,7 +57,7 @@ class VocabularyHead(HeadModel[Body]):
 
     def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
         """Return the logits of the next token, float32."""
-        return named(self.head()(hidden), "lm_head_output")
+        return name_activation(self.head()(hidden), "lm_head_output")
 
     def head(self) -> Head:
         """Return the head as one value, the argument of losses and scoring."""
@@ -95,9 +95,9 @@ class VocabularyHead(HeadModel[Body]):
 
 
 def _body(family: type[Any]) -> type[Any]:
-    from ed_models.tasks.embedding import body_of
+    from ed_models.tasks.embedding import derive_body_class
 
-    return body_of(family)
+    return derive_body_class(family)
 
 
 def _classifier(family: type[Any]) -> type[SequenceClassifier[Any]]:

@@ -149,7 +149,7 @@ class SequenceClassifier(HeadModel[BodyT]):
             ConfigError: `problem_type` is unknown.
         """
         output, labels = self(input_ids, **inputs), jnp.asarray(labels)
-        loss = problem_loss(output.logits, labels, problem_of(self.config, labels))
+        loss = problem_loss(output.logits, labels, resolve_problem_type(self.config, labels))
         return output.replace(loss=loss), jnp.asarray(float(labels.shape[0]))
 
     @classmethod
@@ -170,7 +170,7 @@ class SequenceClassifier(HeadModel[BodyT]):
         return {SCORE.hf: values.astype(np.float32)}
 
 
-def problem_of(config: Any, labels: jax.Array) -> str:
+def resolve_problem_type(config: Any, labels: jax.Array) -> str:
     """Return `config.problem_type`, or the problem that follows from the labels.
 
     Raises:

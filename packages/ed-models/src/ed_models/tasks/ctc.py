@@ -65,10 +65,13 @@ class CTCModel(HeadModel):
         Raises:
             CheckpointError: the checkpoint has the head of another task.
         """
-        others = [name for name in config.architectures or () if str(name).endswith(OTHER_HEADS)]
-        if others and any(name.startswith("lm_head.") for name in missing):
+        head_names = [
+            name for name in config.architectures or () if str(name).endswith(OTHER_HEADS)
+        ]
+        if head_names and any(name.startswith("lm_head.") for name in missing):
             raise CheckpointError(
-                f"the checkpoint was saved from {', '.join(others)}, whose head scores no labels "
+                f"the checkpoint was saved from {', '.join(head_names)}, whose head scores no "
+                "labels "
                 "of CTC: load recordings' classes with the task audio-classification, or train a "
                 "CTC head from the checkpoint of pretraining"
             )

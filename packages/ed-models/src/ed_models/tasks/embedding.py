@@ -43,12 +43,12 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
     @classmethod
     def for_family(cls, family: type[HeadModel[BodyT]]) -> type[Embedder[BodyT]]:
         """Return the embedder whose base class is the body of a family."""
-        body = family.DERIVED.get(TaskType.BASE_MODULE, body_of)(family)
+        body = family.DERIVED.get(TaskType.BASE_MODULE, derive_body_class)(family)
         doc = f"{Embedder.__doc__}\n\nThe body is that of `{family.__name__}`."
         content = {"__doc__": doc, "architecture": body.__name__}  # files name the body
         metaclass: Any = type(Embedder)
-        made = metaclass("Embedder", (Embedder, body), content)
-        return task_class(made, family, "ForEmbedding")
+        embedder_class = metaclass("Embedder", (Embedder, body), content)
+        return task_class(embedder_class, family, "ForEmbedding")
 
     def __call__(
         self,
@@ -104,12 +104,12 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
         if segment_ids is None or segments is None:
             vectors = pooling(hidden, attention_mask, prompt)
         else:
-            vectors = pooling.of_segments(hidden, segment_ids, segments, prompt)
+            vectors = pooling.pool_segments(hidden, segment_ids, segments, prompt)
         for transform in self.transforms:
             vectors = transform(vectors)
         vectors = vectors[..., : self.embedding_settings.truncate_dim]
         return EmbeddingOutput(
-            embeddings=self.pooling.normalized(vectors),
+            embeddings=self.pooling.normalize_vectors(vectors),
             last_hidden_state=hidden,
             losses=body.losses,
             aux=body.aux,
@@ -137,7 +137,7 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
         Raises:
             ConfigError: the vectors have fewer elements, or the number is not positive.
         """
-        settings = self.embedding_settings.truncated(truncate_dim)
+        settings = self.embedding_settings.replace_truncate_dim(truncate_dim)
         if truncate_dim > self._whole_dimension:
             raise ConfigError(
                 f"truncate_dim={truncate_dim} exceeds the {self._whole_dimension} elements of the "
@@ -180,15 +180,15 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
         return self.sentence_modules.tensors()
 
 
-def body_of(family: type[Any]) -> type[Any]:
+def derive_body_class(family: type[Any]) -> type[Any]:
     """Return the class of the body of a family."""
     body = family.body_class
     if getattr(body, "head_class", family) is family:
         return body
     # The body belongs to another family: its names follow from the rules of this family.
     content = {"__doc__": body.__doc__, "WEIGHTS": body_rules(family.WEIGHTS)}
-    made: Any = type(body)(body.__name__, (body,), content)
+    body_class: Any = type(body)(body.__name__, (body,), content)
     name = body.__name__
-    made = task_class(made, family, "")
-    made.__name__ = made.__qualname__ = name
-    return made
+    body_class = task_class(body_class, family, "")
+    body_class.__name__ = body_class.__qualname__ = name
+    return body_class

@@ -61,7 +61,7 @@ class EncoderItems(Protocol):
         """Return items of all shapes for which the encoder is compiled, filled with zeros."""
         ...
 
-    def padded(self, arrays: ItemArrays) -> ItemArrays:
+    def pad_item(self, arrays: ItemArrays) -> ItemArrays:
         """Return the arrays of an item in one of the shapes of `examples`."""
         ...
 
@@ -77,7 +77,7 @@ class EncoderItems(Protocol):
         """Return the offsets of other tokens between the placeholder tokens of an item."""
         ...
 
-    def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
+    def split_items(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
         """Yield the items in the arrays of a row of a batch, and the numbers of their features.
 
         Arrays of a fixed number of features may be followed by items of padding.
@@ -118,19 +118,19 @@ def used_items(
     Raises:
         ConfigError: the numbers of placeholder tokens and of features differ.
     """
-    found: list[tuple[ItemArrays, int]] = []
+    real_items: list[tuple[ItemArrays, int]] = []
     used = 0
-    for arrays, length in items.parted(row):
+    for arrays, length in items.split_items(row):
         if used >= count:
             break
-        found.append((arrays, length))
+        real_items.append((arrays, length))
         used += length
     if used != count:
         raise ConfigError(
             f"a row has {count} placeholder tokens {token}, but its items have {used} features: "
             "use the processor of the checkpoint"
         )
-    return found
+    return real_items
 
 
 def batch_of_one(arrays: ItemArrays) -> Inputs:

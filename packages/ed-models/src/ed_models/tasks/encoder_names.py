@@ -62,7 +62,7 @@ class HeadNames:
         """Return the names of the bias of a language-model head in checkpoints."""
         return (self.bias, f"{self.out}.bias") if self.bias else ()
 
-    def activation_of(self, config: Any) -> str:
+    def get_activation(self, config: Any) -> str:
         """Return the name of the activation."""
         return getattr(config, self.activation, self.activation)
 
@@ -121,7 +121,7 @@ class HeadTransform(nnx.Module):
             self.dense = parts.linear(d, outputs or d, axes=("embed", None), bias=bias)
         if names.norm:
             self.norm = parts.own_norm(outputs or d)
-        self.activation = names.activation_of(parts.config)
+        self.activation = names.get_activation(parts.config)
         self.rate, self.drops_input = names.rate(parts.config), names.drops_input
 
     def __call__(
@@ -129,18 +129,18 @@ class HeadTransform(nnx.Module):
     ) -> Float[Array, "*rows e"]:
         """Return the features; `key` is the dropout key of the call."""
         if hasattr(self, "dense"):
-            x = dropped(x, key, self.rate if self.drops_input else 0.0, 1)
+            x = apply_dropout(x, key, self.rate if self.drops_input else 0.0, 1)
             x = activation(self.activation)(self.dense(x))
         if hasattr(self, "norm"):
             x = self.norm(x)
-        return dropped(x, key, self.rate, 2)
+        return apply_dropout(x, key, self.rate, 2)
 
 
-def dropped(x: jax.Array, key: jax.Array | None, rate: float, site: int) -> jax.Array:
+def apply_dropout(x: jax.Array, key: jax.Array | None, rate: float, site: int) -> jax.Array:
     """Apply dropout to the features of a head; a `key` of None leaves them unchanged."""
     if key is None or not rate:
         return x
-    return dropout.dropped(x, rate, jax.random.fold_in(key, site))
+    return dropout.apply_dropout(x, rate, jax.random.fold_in(key, site))
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class EncoderNames:
     body: Mapping[str, str]
     heads: Mapping[TaskType, HeadNames]
     rules: tuple[Rule, ...] = ()
-    others: tuple[str, ...] = field(default=())
+    ignored_names: tuple[str, ...] = field(default=())
 
     def weights(self, task: TaskType) -> tuple[Rule, ...]:
         """Return the weight rules of a task."""
@@ -169,8 +169,8 @@ class EncoderNames:
             parts |= {out: head.out, "lm_head": head.out, "output_bias": head.bias}
             names = {ours: theirs for ours, theirs in parts.items() if theirs}
         used = set() if head is None else {*head.names()}
-        heads = [name for each in self.heads.values() for name in each.names()]
-        unused = dict.fromkeys(name for name in (*heads, *self.others) if name not in used)
+        heads = [name for task_head in self.heads.values() for name in task_head.names()]
+        unused = dict.fromkeys(name for name in (*heads, *self.ignored_names) if name not in used)
         pooler = self.heads.get(TaskType.BASE_MODULE)
         if pooler is not None and pooler.out in unused:
             # A checkpoint of the body has names without their first part.

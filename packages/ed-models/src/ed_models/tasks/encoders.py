@@ -69,9 +69,9 @@ class EncoderTask(HeadModel[TextEncoder]):
             "WEIGHTS": family.names.weights(cls.task),
         }
         metaclass: Any = type(cls)
-        made = metaclass(cls.__name__, (cls,), content)
+        model_class = metaclass(cls.__name__, (cls,), content)
         ending = "".join(word.capitalize() for word in cls.task.split("-"))
-        return task_class(made, family, f"For{ending}")
+        return task_class(model_class, family, f"For{ending}")
 
     @property
     def form(self) -> HeadNames:
@@ -95,7 +95,7 @@ class EncoderTask(HeadModel[TextEncoder]):
         """Whether a head for texts reads the mean of the tokens instead of the first token."""
         return getattr(self.config, "classifier_pooling", "cls") == "mean"
 
-    def pooled(
+    def pool_features(
         self, hidden: Float[Array, "b s d"], mask: Int[Array, "b s"] | None
     ) -> Float[Array, "b d"]:
         """Return the features of each text; `mask` is nonzero for tokens."""
@@ -154,7 +154,7 @@ class EncoderClassifier(EncoderTask, SequenceClassifier[TextEncoder]):
             input_ids, attention_mask=attention_mask, segment_ids=segment_ids, key=key, **inputs
         )
         hidden = body.last_hidden_state
-        features = self.pooled(hidden, attention_mask) if logits_at == "last" else hidden
+        features = self.pool_features(hidden, attention_mask) if logits_at == "last" else hidden
         return SequenceClassifierOutput(logits=self.scores(features, key), **common(body))
 
 
@@ -225,8 +225,8 @@ class QuestionAnswerer(EncoderTask):
         """
         output = self(input_ids, **inputs)
         length = output.start_logits.shape[1]
-        given = [jnp.asarray(x) for x in (start_positions, end_positions)]
-        start, end = (jnp.where(x >= length, IGNORED, jnp.maximum(x, 0)) for x in given)
+        span_positions = [jnp.asarray(x) for x in (start_positions, end_positions)]
+        start, end = (jnp.where(x >= length, IGNORED, jnp.maximum(x, 0)) for x in span_positions)
         first, count = mean_cross_entropy(output.start_logits, start)
         last, _ = mean_cross_entropy(output.end_logits, end)
         return output.replace(loss=(first + last) / 2), count
@@ -258,7 +258,7 @@ class MultipleChoice(EncoderTask):
         flat = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
         arrays = {name: x.reshape(b * n, s) for name, x in flat.items() if x is not None}
         body = self.model(**arrays, key=key)
-        features = self.pooled(body.last_hidden_state, arrays.get("attention_mask"))
+        features = self.pool_features(body.last_hidden_state, arrays.get("attention_mask"))
         scores = self.scores(features, key).reshape(b, n)
         return SequenceClassifierOutput(logits=scores, **common(body))
 
@@ -280,7 +280,7 @@ class MaskedLM(VocabularyHead):
     names: ClassVar[EncoderNames]
 
     @classmethod
-    def derived(cls) -> Mapping[TaskType, Callable[[type[Any]], type[Any]]]:
+    def derive_task_classes(cls) -> Mapping[TaskType, Callable[[type[Any]], type[Any]]]:
         """Return task -> function that returns the class of the task for a family."""
         heads = (EncoderClassifier, TokenClassifier, QuestionAnswerer, MultipleChoice)
         return {
@@ -293,7 +293,7 @@ class MaskedLM(VocabularyHead):
         super().__init_subclass__(**options)
         cls.input_names = cls.body_class.input_names
         cls.WEIGHTS = cls.names.weights(TaskType.MASKED_LM)
-        cls.DERIVED = cls.derived()
+        cls.DERIVED = cls.derive_task_classes()
 
     @property
     def head_bias(self):
@@ -383,8 +383,8 @@ def pooled_body(family: type[MaskedLM]) -> type[Any]:
     pooler = names.heads.get(TaskType.BASE_MODULE)
 
     def new_tensors(cls: type, config: Any, missing: Mapping[str, Shape]) -> Any:
-        alone = {f"{first}.{name}": shape for name, shape in missing.items()}
-        new = names.new_tensors(TaskType.BASE_MODULE, config, alone)
+        full_names = {f"{first}.{name}": shape for name, shape in missing.items()}
+        new = names.new_tensors(TaskType.BASE_MODULE, config, full_names)
         return {name.partition(".")[2]: value for name, value in new.items()}
 
     first = "" if pooler is None else pooler.out.partition(".")[0]
@@ -394,9 +394,9 @@ def pooled_body(family: type[MaskedLM]) -> type[Any]:
         "pooler_activation": None if pooler is None else pooler.activation,
         "new_tensors": classmethod(new_tensors),
     }
-    made = task_class(type(body)(body.__name__, (body,), content), family, "")
-    made.__name__ = made.__qualname__ = body.__name__
-    return made
+    body_class = task_class(type(body)(body.__name__, (body,), content), family, "")
+    body_class.__name__ = body_class.__qualname__ = body.__name__
+    return body_class
 
 
 def common(body: BaseModelOutput) -> dict[str, Any]:
@@ -416,7 +416,7 @@ def mean_cross_entropy(
     """Return the mean cross-entropy of the labels that are not -100, and their number."""
     labels = jnp.asarray(labels)
     weights = (labels != IGNORED).astype(jnp.float32)
-    chosen = jnp.where(labels == IGNORED, 0, labels)[..., None]
-    logp = jnp.take_along_axis(jax.nn.log_softmax(logits), chosen, axis=-1)[..., 0]
+    label_index = jnp.where(labels == IGNORED, 0, labels)[..., None]
+    logp = jnp.take_along_axis(jax.nn.log_softmax(logits), label_index, axis=-1)[..., 0]
     count = jnp.sum(weights)
     return -jnp.sum(logp * weights) / jnp.maximum(count, 1), count

@@ -83,8 +83,8 @@ class HeadModel(EasyDeLBaseModule, Generic[BodyT]):
         body = self.body_class(config, dtype, param_dtype, precision, rngs=rngs)
         self.model = cast(BodyT, body)
         parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
-        norm_of = getattr(self.body_class, "norm_of", None)
-        self.add_head(replace(parts, norm_of_family=norm_of and norm_of(parts)))
+        build_norm = getattr(self.body_class, "build_norm", None)
+        self.add_head(replace(parts, norm_of_family=build_norm and build_norm(parts)))
 
     def add_head(self, parts: Parts) -> None:
         """Create the parameters of the head, after those of the body."""
@@ -107,20 +107,20 @@ class HeadModel(EasyDeLBaseModule, Generic[BodyT]):
 _OF_CHECKPOINTS = ("OTHER_NAMES", "TIED_WEIGHTS", "MODULES", "as_published")
 
 
-def task_class(made: type[Any], family: type[Any], task: str) -> type[Any]:
+def task_class(model_class: type[Any], family: type[Any], task: str) -> type[Any]:
     """Name a class after the body of a family, as Hugging Face does, and return the class.
 
     Args:
-        made: the class, `SequenceClassifier` or `Embedder` with the body of the family.
+        model_class: the class, `SequenceClassifier` or `Embedder` with the body of the family.
         family: the language model of the family.
         task: the end of the name: `Gemma3TextModel` and `ForEmbedding` result
             in `Gemma3TextForEmbedding`.
     """
     body = family.body_class.__name__
     stem = body.removesuffix("Model") if body.endswith("Model") else family.__name__
-    made.__name__ = made.__qualname__ = f"{stem}{task}"
-    made.__module__ = family.__module__
+    model_class.__name__ = model_class.__qualname__ = f"{stem}{task}"
+    model_class.__module__ = family.__module__
     for name in _OF_CHECKPOINTS:
         if hasattr(family, name):
-            setattr(made, name, getattr(family, name))
-    return made
+            setattr(model_class, name, getattr(family, name))
+    return model_class

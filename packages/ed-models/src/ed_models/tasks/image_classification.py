@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.base.new_heads import new_heads, new_training_tensors
 from ed_models.body.vision import VisionTower, tower_rules
-from ed_models.tasks.classification import problem_loss, problem_of
+from ed_models.tasks.classification import problem_loss, resolve_problem_type
 from ed_models.tasks.encoders import common
 from ed_models.weights.blocks import Shape
 from ed_models.weights.rules import STANDARD, ignore, renamed
@@ -41,19 +41,19 @@ class ImageClassifier(EasyDeLBaseModule):
     input_names = ("pixel_values",)
     tower_class: ClassVar[type[VisionTower]]
     prefix: ClassVar[str]
-    others: ClassVar[tuple[str, ...]] = ()
+    ignored_names: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         tower = cls.tower_class
         cls.MODULES = tower.MODULES
         # Published towers alone have no prefix.
-        unread = [name for name in tower.others if not name.startswith("classifier.")]
-        unread += [f"{cls.prefix}.{name}" for name in tower.others]
+        unread = [name for name in tower.ignored_names if not name.startswith("classifier.")]
+        unread += [f"{cls.prefix}.{name}" for name in tower.ignored_names]
         cls.WEIGHTS = (
             *tower_rules("model", cls.prefix, tower.names, tower.rules),
             *renamed({"score": "classifier"}, *STANDARD),
-            *map(ignore, (*cls.others, *unread)),
+            *map(ignore, (*cls.ignored_names, *unread)),
         )
 
     def __init__(
@@ -87,7 +87,7 @@ class ImageClassifier(EasyDeLBaseModule):
             x: outputs of the tower.
             inputs: the arguments of the tower.
         """
-        return self.score(self.model.classified(x, **inputs))
+        return self.score(self.model.get_classifier_features(x, **inputs))
 
     def __call__(
         self, pixel_values: Float[Array, "b c h w"], **inputs: Any
@@ -111,7 +111,7 @@ class ImageClassifier(EasyDeLBaseModule):
             The output with `loss`, and the number of images.
         """
         output, labels = self(pixel_values, **inputs), jnp.asarray(labels)
-        loss = problem_loss(output.logits, labels, problem_of(self.config, labels))
+        loss = problem_loss(output.logits, labels, resolve_problem_type(self.config, labels))
         return output.replace(loss=loss), jnp.asarray(float(labels.shape[0]))
 
     @classmethod

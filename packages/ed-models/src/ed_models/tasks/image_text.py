@@ -22,7 +22,7 @@ from ed_models.tasks.causal_lm import CausalLM
 class ImageBody(Protocol):
     """A body with a vision tower."""
 
-    def encode(self, pixel_values: jax.Array, /, **others: jax.Array) -> Encoded:
+    def encode(self, pixel_values: jax.Array, /, **extra_inputs: jax.Array) -> Encoded:
         """Return the features of all images of a row."""
         ...
 
@@ -48,8 +48,8 @@ class ImageTextLM(CausalLM):
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Compute the features of `pixel_values` [b, i, c, h, w], in the order of the images."""
         names = [name for name in self.image_names if name != "pixel_values"]
-        others = inputs.select(names)
-        return cast(ImageBody, self.model).encode(inputs["pixel_values"], **others)
+        extra_inputs = inputs.select(names)
+        return cast(ImageBody, self.model).encode(inputs["pixel_values"], **extra_inputs)
 
     def batched_inputs(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of prompts with a row for each prompt.
@@ -60,8 +60,8 @@ class ImageTextLM(CausalLM):
             ConfigError: the prompts have no equal number of image tokens for each image.
         """
         pixels = arrays.get("pixel_values")
-        others = [name for name in self.image_names if arrays.get(name) is not None]
-        if pixels is None or np.ndim(pixels) != 4 or others != ["pixel_values"]:
+        array_names = [name for name in self.image_names if arrays.get(name) is not None]
+        if pixels is None or np.ndim(pixels) != 4 or array_names != ["pixel_values"]:
             return arrays
         image_token_id: int = self.config.image_token_id
         tokens = (np.asarray(input_ids) == image_token_id).sum(axis=1)
@@ -89,13 +89,13 @@ class ImageTextLM(CausalLM):
                 whose prompt tokens attend to later ones read the types.
             inputs: further arguments of `CausalLM.__call__`, and further arrays of `image_names`.
         """
-        given = {name: inputs.pop(name, None) for name in self.image_names}
-        others = {name: array for name, array in given.items() if array is not None}
+        image_inputs = {name: inputs.pop(name, None) for name in self.image_names}
+        extra_inputs = {name: array for name, array in image_inputs.items() if array is not None}
         if features is None and (pixel_values is not None or image_features is not None):
             if input_ids is None:
                 raise ConfigError("images require input_ids, which contain the image tokens")
             if pixel_values is not None:
-                encoded = self.encode(Inputs({"pixel_values": pixel_values, **others}))
+                encoded = self.encode(Inputs({"pixel_values": pixel_values, **extra_inputs}))
                 image_features = encoded.embeddings
             assert image_features is not None
             image_token_id: int = self.config.image_token_id

@@ -61,7 +61,7 @@ class ImageTextMatcher(EasyDeLBaseModule):
     def add_parts(self, parts: Parts) -> None:
         """Create the projections and the scale."""
 
-    def scaled(self, cosines: Float[Array, "b i"]) -> Float[Array, "b i"]:
+    def scale_cosines(self, cosines: Float[Array, "b i"]) -> Float[Array, "b i"]:
         """Return the logits of cosines."""
         return cosines
 
@@ -114,7 +114,7 @@ class ImageTextMatcher(EasyDeLBaseModule):
         texts = self.get_text_features(input_ids, attention_mask, key=key)
         seen, texts = unit(seen), unit(texts)
         cosines = jnp.matmul(texts, seen.T, precision=jax.lax.Precision.HIGHEST)
-        logits = self.scaled(cosines)
+        logits = self.scale_cosines(cosines)
         return ImageTextOutput(logits.T, logits, texts, seen)
 
     def compute_loss(
@@ -165,8 +165,8 @@ def sigmoid_pair_loss(
         logits, pairs: as for `softmax_pair_loss`.
     """
     signs = 2 * jnp.eye(logits.shape[0]) - 1
-    both = pairs[:, None] * pairs[None, :]
-    return -jnp.sum(both * jax.nn.log_sigmoid(signs * logits)), jnp.sum(pairs)
+    pair_mask = pairs[:, None] * pairs[None, :]
+    return -jnp.sum(pair_mask * jax.nn.log_sigmoid(signs * logits)), jnp.sum(pairs)
 
 
 def add_scale_and_bias(model: Any, parts: Parts) -> None:

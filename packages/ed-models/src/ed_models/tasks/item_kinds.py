@@ -20,7 +20,7 @@ from jaxtyping import Int
 from ed_models.body.image_rows import SMALLEST, feature_counts, rounded_patches
 from ed_models.body.packed_images import PatchForm
 from ed_models.body.unpadded import TileGrids, with_grids
-from ed_models.body.vision import size_of
+from ed_models.body.vision import get_size
 from ed_models.generation.prompts import is_encoder_decoder
 from ed_models.protocol import LanguageModel
 from ed_models.tasks.audio_text import RecordingForm
@@ -38,7 +38,7 @@ from ed_models.tasks.patched_image_text import PatchedImageTextLM
 MOST_FEATURES = 16_384
 
 
-def items_of(model: LanguageModel, max_model_len: int) -> EncoderItems | None:
+def build_encoder_items(model: LanguageModel, max_model_len: int) -> EncoderItems | None:
     """Return the items of a model's encoder; None without an encoder.
 
     Args:
@@ -65,18 +65,21 @@ class FixedItems:
     def __init__(self, model: LanguageModel) -> None:
         # Only towers for packed patches read grids and sizes.
         self.names = tuple(n for n in encoder_names(model) if n not in (GRID, SIZES))
-        known: dict[str, np.ndarray] = {}
+        example_arrays: dict[str, np.ndarray] = {}
         if (vision := getattr(model.config, "vision_config", None)) is not None:
-            size = size_of(vision.image_size)
+            size = get_size(vision.image_size)
             pixels = np.zeros((getattr(vision, "num_channels", 3), *size), np.float32)
-            known = {"pixel_values": pixels, "pixel_attention_mask": np.ones(size, np.int32)}
+            example_arrays = {
+                "pixel_values": pixels,
+                "pixel_attention_mask": np.ones(size, np.int32),
+            }
         if (audio := getattr(model.config, "audio_config", None)) is not None:
             shape = audio.num_mel_bins, 2 * audio.max_source_positions
-            known["input_features"] = np.zeros(shape, np.float32)
-            known[SOUND] = np.ones(shape[1], np.int32)
-        if not known.keys() >= set(self.names):
+            example_arrays["input_features"] = np.zeros(shape, np.float32)
+            example_arrays[SOUND] = np.ones(shape[1], np.int32)
+        if not example_arrays.keys() >= set(self.names):
             raise ConfigError(f"the encoder inputs {self.names} have no known shape")
-        self._example = {name: known[name] for name in self.names}
+        self._example = {name: example_arrays[name] for name in self.names}
         self._form: RecordingForm | None = getattr(model, "recording_form", None)
         # Without devices: nothing is computed.
         graphdef, state = nnx.split(cast(nnx.Module, model))
@@ -91,7 +94,7 @@ class FixedItems:
         """See `EncoderItems.examples`."""
         return [self._example]
 
-    def padded(self, arrays: ItemArrays) -> ItemArrays:
+    def pad_item(self, arrays: ItemArrays) -> ItemArrays:
         """Return the arrays; an image without a mask has no padding."""
         return {**self._example, **arrays}
 
@@ -120,8 +123,8 @@ class FixedItems:
         """Return (): nothing separates the placeholder tokens of an item."""
         return ()
 
-    def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
-        """See `EncoderItems.parted`."""
+    def split_items(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
+        """See `EncoderItems.split_items`."""
         for number in range(len(row[self.names[0]])):
             arrays = {name: row[name][number] for name in self.names}
             if length := self._length(arrays):
@@ -155,8 +158,8 @@ class PackedImages:
             for size in sizes
         ]
 
-    def padded(self, arrays: ItemArrays) -> ItemArrays:
-        """See `EncoderItems.padded`."""
+    def pad_item(self, arrays: ItemArrays) -> ItemArrays:
+        """See `EncoderItems.pad_item`."""
         pixels = np.asarray(arrays["pixel_values"], np.float32)
         size = rounded_patches(len(pixels), self.merge)
         pixels = np.pad(pixels, ((0, size - len(pixels)), (0, 0)))
@@ -189,8 +192,8 @@ class PackedImages:
         """See `EncoderItems.gaps`."""
         return self._form.gaps(np.asarray(arrays[GRID]))
 
-    def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
-        """See `EncoderItems.parted`."""
+    def split_items(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
+        """See `EncoderItems.split_items`."""
         first = 0
         for grid in row[GRID]:
             last = first + int(grid.prod())
@@ -234,15 +237,15 @@ class TiledImages:
             for tiles in self._grids.counts
         ]
 
-    def padded(self, arrays: ItemArrays) -> ItemArrays:
-        """See `EncoderItems.padded`."""
+    def pad_item(self, arrays: ItemArrays) -> ItemArrays:
+        """See `EncoderItems.pad_item`."""
         pixels = np.asarray(arrays["pixel_values"], np.float32)
         tiles = next(count for count in self._grids.counts if count >= len(pixels))
         pixels = np.pad(pixels, ((0, tiles - len(pixels)), (0, 0), (0, 0), (0, 0)))
-        whole = self._grids.may_be_whole and tiles == 1
-        given = {GRIDS: np.zeros(2, np.int32)} if whole else {}
+        without_grid = self._grids.may_be_whole and tiles == 1
+        grid_arrays = {GRIDS: np.zeros(2, np.int32)} if without_grid else {}
         size = np.asarray(arrays[SIZES], np.int32)
-        return with_grids(self._grids, {"pixel_values": pixels, SIZES: size, **given})
+        return with_grids(self._grids, {"pixel_values": pixels, SIZES: size, **grid_arrays})
 
     def count(self, arrays: ItemArrays) -> int:
         """See `EncoderItems.count`."""
@@ -259,8 +262,8 @@ class TiledImages:
                 f"pass [tiles, {', '.join(map(str, self._tile))}] and the height and width of the "
                 "image"
             )
-        whole = self._grids.may_be_whole and len(pixels) == 1
-        tiles, features = self._grids.sizes(int(size[0]), int(size[1]), whole=whole)
+        without_grid = self._grids.may_be_whole and len(pixels) == 1
+        tiles, features = self._grids.sizes(int(size[0]), int(size[1]), without_grid=without_grid)
         if (len(pixels), item.length) != (tiles, features):
             return (
                 f"an image of {size.tolist()} pixels has {tiles} tiles and {features} features, "
@@ -273,13 +276,15 @@ class TiledImages:
         """Return (): nothing separates the placeholder tokens of an item."""
         return ()
 
-    def parted(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
-        """See `EncoderItems.parted`."""
+    def split_items(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
+        """See `EncoderItems.split_items`."""
         first = 0
         for size, grid in zip(row[SIZES], with_grids(self._grids, row)[GRIDS], strict=True):
             if size.any():
-                whole = not grid.any()
-                tiles, features = self._grids.sizes(int(size[0]), int(size[1]), whole=whole)
+                without_grid = not grid.any()
+                tiles, features = self._grids.sizes(
+                    int(size[0]), int(size[1]), without_grid=without_grid
+                )
                 pixels = row["pixel_values"][first : first + tiles]
                 yield {"pixel_values": pixels, SIZES: size}, features
                 first += tiles

@@ -115,11 +115,11 @@ class PatchedImageTextLM(ImageTextLM):
             features = Features.at(image_features, placeholders)
         cache, offsets = inputs.get("past_key_values"), None
         if position_ids is None or position_ids.ndim == 2:
-            segments = segments_of(input_ids, inputs)
+            segments = get_segment_ids(input_ids, inputs)
             grids = self.feature_grids(image_grid_thw)
             position_ids = grid_positions(placeholders, segments, grids)
             if cache is not None and inputs.get("ragged") is None:
-                position_ids, offsets = _continued(cache, position_ids, segments)
+                position_ids, offsets = _continue_positions(cache, position_ids, segments)
         output = super().__call__(input_ids, features=features, position_ids=position_ids, **inputs)
         if offsets is None:
             return output
@@ -137,7 +137,7 @@ class PatchedImageTextLM(ImageTextLM):
         return rows_of_images(placeholders, arrays, self.patch_form.merge)
 
 
-def segments_of(input_ids: Int[Array, "b s"], inputs: Mapping[str, Any]) -> Int[Array, "b s"]:
+def get_segment_ids(input_ids: Int[Array, "b s"], inputs: Mapping[str, Any]) -> Int[Array, "b s"]:
     """Return the segments of the tokens of a call; 0 = padding."""
     mask_info = inputs.get("mask_info")
     if mask_info is not None:
@@ -148,14 +148,14 @@ def segments_of(input_ids: Int[Array, "b s"], inputs: Mapping[str, Any]) -> Int[
     return jnp.ones(input_ids.shape, jnp.int32)
 
 
-def _continued(
+def _continue_positions(
     cache: ContiguousCache, positions: Int[Array, "3 b s"], segments: Int[Array, "b s"]
 ) -> tuple[Int[Array, "3 b s"], Int[Array, " b"]]:
     """Return the positions after the tokens of a cache, and the offsets of the cache after them."""
     tokens = cache.tokens
     assert tokens is not None, "a contiguous cache counts the tokens of its rows"
-    before = tokens if cache.offsets is None else tokens + cache.offsets
-    positions = positions + before[:, None]
+    first_positions = tokens if cache.offsets is None else tokens + cache.offsets
+    positions = positions + first_positions[:, None]
     following = jnp.max(jnp.where(segments != 0, positions, -1), axis=(0, 2)) + 1
     offsets = following - tokens - jnp.count_nonzero(segments, axis=1)
     return positions, offsets.astype(jnp.int32)

@@ -28,6 +28,8 @@ class PlacedImageTextLM(PackedImageTextLM):
         form = self.patch_form
         if POSITIONS in arrays and form is not None:
             arrays = dict(arrays)
-            made = from_positions(arrays["pixel_values"], arrays.pop(POSITIONS), form.merge)
-            arrays["pixel_values"], arrays[GRID] = made
+            packed_arrays = from_positions(
+                arrays["pixel_values"], arrays.pop(POSITIONS), form.merge
+            )
+            arrays["pixel_values"], arrays[GRID] = packed_arrays
         return super().batched_inputs(input_ids, arrays)

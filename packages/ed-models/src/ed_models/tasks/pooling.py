@@ -76,10 +76,10 @@ class Pooling:
         if prompt_length is not None:
             real &= number > jnp.reshape(jnp.asarray(prompt_length), (-1, 1))
         hidden = hidden.astype(jnp.float32)
-        vectors = [_pooled(mode, hidden, real, number) for mode in self.modes]
-        return self.normalized(jnp.concatenate(vectors, axis=-1))
+        vectors = [_pool_rows(mode, hidden, real, number) for mode in self.modes]
+        return self.normalize_vectors(jnp.concatenate(vectors, axis=-1))
 
-    def of_segments(
+    def pool_segments(
         self,
         hidden: Float[Array, "b s d"],
         segment_ids: Int[Array, "b s"],
@@ -96,9 +96,9 @@ class Pooling:
             segments: n.
             prompt_length: number of tokens at the start of each segment that are not pooled.
         """
-        before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+        previous_ids = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
         index = jnp.arange(segment_ids.shape[1])
-        start = jax.lax.cummax(jnp.where(segment_ids != before, index, 0), axis=1)
+        start = jax.lax.cummax(jnp.where(segment_ids != previous_ids, index, 0), axis=1)
         number = index - start + 1
         pooled_ids = segment_ids
         if prompt_length is not None:
@@ -107,10 +107,10 @@ class Pooling:
             prompt = jnp.take_along_axis(lengths, segment_ids, axis=1)
             pooled_ids = jnp.where(number > prompt, segment_ids, 0)
         hidden = hidden.astype(jnp.float32)
-        vectors = [_of_segments(m, hidden, pooled_ids, segments, number) for m in self.modes]
-        return self.normalized(jnp.concatenate(vectors, axis=-1))
+        vectors = [_pool_segments(m, hidden, pooled_ids, segments, number) for m in self.modes]
+        return self.normalize_vectors(jnp.concatenate(vectors, axis=-1))
 
-    def normalized(self, vectors: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
+    def normalize_vectors(self, vectors: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
         """Return the vectors, scaled to length one if `normalize` is set."""
         return unit(vectors) if self.normalize else vectors
 
@@ -122,7 +122,7 @@ def unit(vectors: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
     return vectors * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
 
 
-def _pooled(
+def _pool_rows(
     mode: PoolingMode,
     hidden: Float[Array, "b s d"],
     real: Bool[Array, "b s"],
@@ -144,7 +144,7 @@ def _pooled(
     return total / (jnp.sqrt(count) if mode == "mean_sqrt_len_tokens" else count)
 
 
-def _of_segments(
+def _pool_segments(
     mode: PoolingMode,
     hidden: Float[Array, "b s d"],
     segment_ids: Int[Array, "b s"],
@@ -154,21 +154,21 @@ def _of_segments(
     """Pool the tokens of each segment; `number` counts the tokens of a segment from 1."""
 
     def by_segment(reduce: Callable[..., Array], values: Array) -> Array:
-        def of_row(row: Array, ids: Array) -> Array:
+        def reduce_row(row: Array, ids: Array) -> Array:
             return reduce(row, ids, num_segments=segments + 1)[1:]
 
-        return jax.vmap(of_row)(values.astype(jnp.float32), segment_ids)
+        return jax.vmap(reduce_row)(values.astype(jnp.float32), segment_ids)
 
     if mode == "max":
-        found = by_segment(jax.ops.segment_max, hidden)
-        return jnp.where(jnp.isfinite(found), found, 0.0)
+        maxima = by_segment(jax.ops.segment_max, hidden)
+        return jnp.where(jnp.isfinite(maxima), maxima, 0.0)
     weights = jnp.ones_like(segment_ids)
     if mode == "cls":
-        before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
-        weights = segment_ids != before
+        previous_ids = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+        weights = segment_ids != previous_ids
     elif mode == "lasttoken":
-        after = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
-        weights = segment_ids != after
+        next_ids = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
+        weights = segment_ids != next_ids
     elif mode == "weightedmean":
         weights = number
     total = by_segment(jax.ops.segment_sum, hidden * weights[..., None])

@@ -111,9 +111,9 @@ class Dense(nnx.Module):
                     f"{path} has {name}={settings[name]!r}; only {_VECTORS!r} is supported"
                 )
         torch_class = settings.get("activation_function", _ACTIVATIONS["tanh"])
-        known = {name.rpartition(".")[2]: ours for ours, name in _ACTIVATIONS.items()}
+        activations = {name.rpartition(".")[2]: ours for ours, name in _ACTIVATIONS.items()}
         stem, _, name = str(torch_class).rpartition(".")
-        if not stem.startswith("torch.") or name not in known:
+        if not stem.startswith("torch.") or name not in activations:
             raise CheckpointError(
                 f"{path} has activation_function={torch_class!r}; supported classes: "
                 f"{', '.join(_ACTIVATIONS.values())}"
@@ -136,7 +136,7 @@ class Dense(nnx.Module):
             values["linear.weight"].T,
             values.get("linear.bias"),
             None if residual is None else residual.T,
-            activation=known[name],
+            activation=activations[name],
             use_residual=use_residual,
         )
 
@@ -278,12 +278,12 @@ def _modes(path: Path, settings: Mapping[str, Any]) -> list[PoolingMode]:
     named = settings.get("pooling_mode")  # newer files have one field
     if named is None:
         named = [mode for mode, key in _KEYS.items() if settings.get(key)]
-    wanted = [named] if isinstance(named, str) else named
-    if not isinstance(wanted, list) or not wanted or not all(mode in _KEYS for mode in wanted):
+    modes = [named] if isinstance(named, str) else named
+    if not isinstance(modes, list) or not modes or not all(mode in _KEYS for mode in modes):
         raise CheckpointError(
-            f"{path} has the pooling modes {wanted}; these modes are supported: {', '.join(_KEYS)}"
+            f"{path} has the pooling modes {modes}; these modes are supported: {', '.join(_KEYS)}"
         )
-    return cast(list[PoolingMode], wanted)
+    return cast(list[PoolingMode], modes)
 
 
 def _tensors(
@@ -291,9 +291,9 @@ def _tensors(
 ) -> dict[str, np.ndarray]:
     """Return the tensors of a folder in float32."""
     files = open_tensors(folder, allow_pickle=allow_pickle)
-    found = {name: tuple(entry.shape) for name, entry in files.items()}
-    if found != dict(shapes):
-        raise CheckpointError(f"{folder} has the tensors {found}, but needs {dict(shapes)}")
+    file_shapes = {name: tuple(entry.shape) for name, entry in files.items()}
+    if file_shapes != dict(shapes):
+        raise CheckpointError(f"{folder} has the tensors {file_shapes}, but needs {dict(shapes)}")
     values = {name: files.read(name) for name in shapes}
     for name, value in values.items():
         if check_finite and not is_finite(value):

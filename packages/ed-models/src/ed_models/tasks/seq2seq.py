@@ -130,15 +130,17 @@ class Seq2SeqLM(VocabularyHead):
         Raises:
             ConfigError: the encoder does not read one of these arrays.
         """
-        given = {"input_ids": input_ids, **encoder_inputs}
-        given = {name: array for name, array in given.items() if array is not None}
-        for name in given.keys() - {*self.input_names}:
+        encoder_arrays = {"input_ids": input_ids, **encoder_inputs}
+        encoder_arrays = {
+            name: array for name, array in encoder_arrays.items() if array is not None
+        }
+        for name in encoder_arrays.keys() - {*self.input_names}:
             raise ConfigError(
                 f"{type(self).__name__} does not read {name}; its inputs are "
                 f"{', '.join(self.input_names)}"
             )
-        if encoded is None and given:
-            encoded = self.encode(Inputs(given), key=key)
+        if encoded is None and encoder_arrays:
+            encoded = self.encode(Inputs(encoder_arrays), key=key)
         return self.decode(
             decoder_input_ids,
             encoded=encoded,

@@ -59,8 +59,8 @@ class Seq2SeqClassifier(SequenceClassifier[Any]):
             ),
         }
         metaclass: Any = type(cls)
-        made = metaclass(cls.__name__, (cls,), content)
-        return task_class(made, family, "ForSequenceClassification")
+        model_class = metaclass(cls.__name__, (cls,), content)
+        return task_class(model_class, family, "ForSequenceClassification")
 
     def first_tokens(self, tokens: Int[Array, "b s"]) -> Int[Array, "b 1"]:
         """Return the first token that the decoder reads; see `Seq2SeqLM.first_tokens`."""
@@ -92,8 +92,10 @@ class Seq2SeqClassifier(SequenceClassifier[Any]):
             output_hidden_states: also return the input of every layer and the last hidden state.
         """
         tokens = jnp.asarray(input_ids)
-        given = {"input_ids": tokens, "attention_mask": attention_mask}
-        arrays = Inputs({name: array for name, array in given.items() if array is not None})
+        encoder_arrays = {"input_ids": tokens, "attention_mask": attention_mask}
+        arrays = Inputs(
+            {name: array for name, array in encoder_arrays.items() if array is not None}
+        )
         encoded = self.model.encode(arrays, key=key)
         shifted = jnp.concatenate([self.first_tokens(tokens), tokens[:, :-1]], axis=1)
         body = self.model(

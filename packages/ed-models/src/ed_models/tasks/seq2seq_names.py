@@ -22,19 +22,19 @@ def up_projection(ours: Mapping[str, Shape], hf: Callable[..., str], config: Any
 
 def t5_names() -> dict[str, str]:
     """Return the names of the parameters in checkpoints."""
-    found = {"model.embed_tokens": "shared"}
+    names = {"model.embed_tokens": "shared"}
     for side in ("encoder", "decoder"):
         ours, theirs = f"model.{side}.layers.{{i}}", f"{side}.block.{{i}}.layer"
         last = 1 if side == "encoder" else 2
-        found |= {
+        names |= {
             f"{ours}.self_attn.{p}_proj": f"{theirs}.0.SelfAttention.{p}"
             for p in ("q", "k", "v", "o")
         }
-        found |= {
+        names |= {
             f"{ours}.cross_attn.{p}_proj": f"{theirs}.1.EncDecAttention.{p}"
             for p in ("q", "k", "v", "o")
         }
-        found |= {
+        names |= {
             f"{ours}.input_layernorm": f"{theirs}.0.layer_norm",
             f"{ours}.cross_attention_layernorm": f"{theirs}.1.layer_norm",
             f"{ours}.post_attention_layernorm": f"{theirs}.{last}.layer_norm",
@@ -49,18 +49,22 @@ def t5_names() -> dict[str, str]:
                 f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
             ),
         }
-    return found
+    return names
 
 
-def with_head(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
+def with_head(files: TensorFiles, model_names: Collection[str]) -> TensorFiles:
     """Return a checkpoint in which a missing separate head is a copy of the embedding.
 
     `transformers` omits the head of T5 v1.1 from files if it equals the embedding.
     """
-    if "lm_head.weight" not in wanted or "lm_head.weight" in files or "shared.weight" not in files:
+    if (
+        "lm_head.weight" not in model_names
+        or "lm_head.weight" in files
+        or "shared.weight" not in files
+    ):
         return files
     head = Computed(files["shared.weight"], partial(files.read, "shared.weight"))
-    return files.joined({"lm_head.weight": head})
+    return files.add_tensors({"lm_head.weight": head})
 
 
 T5_WEIGHTS = renamed(
@@ -80,13 +84,13 @@ def decoder_table(ours: Mapping[str, Shape], hf: Callable[..., str], config: Any
     return equal(ours, lambda **more: hf(table=name, **more), config)
 
 
-def with_bias(files: TensorFiles, wanted: Collection[str]) -> TensorFiles:
+def with_bias(files: TensorFiles, model_names: Collection[str]) -> TensorFiles:
     """Return a checkpoint in which a missing bias of the logits is zero."""
     name, tables = "final_logits_bias", ("model.shared.weight", "model.decoder.embed_tokens.weight")
-    found = [files[table].shape[0] for table in tables if table in files]
-    if name not in wanted or name in files or not found:
+    vocab_sizes = [files[table].shape[0] for table in tables if table in files]
+    if name not in model_names or name in files or not vocab_sizes:
         return files
-    return files.joined(arrays(files, {name: np.zeros((1, found[0]), np.float32)}))
+    return files.add_tensors(arrays(files, {name: np.zeros((1, vocab_sizes[0]), np.float32)}))
 
 
 BART_WEIGHTS = (

@@ -12,11 +12,11 @@ import jax
 from ed_infra.enums import TaskType
 from ed_infra.outputs import BaseModelOutput
 from ed_layers import native
-from ed_layers.context import named
+from ed_layers.context import name_activation
 from ed_layers.parts import Parts
 from jaxtyping import Array, Float, Int
 
-from ed_models.body.context import embedded, layer_context
+from ed_models.body.context import embed_input_ids, layer_context
 from ed_models.body.encoder_decoder import EncoderDecoder
 from ed_models.weights.rules import Rule, ignore
 
@@ -75,7 +75,7 @@ class SeparateEncoder(EncoderDecoder):
             output_hidden_states: also return the input of every layer and the last hidden state.
         """
         table = getattr(self, "encoder_embed_tokens", self.embed_tokens)
-        x = embedded(table, input_ids, inputs_embeds)
+        x = embed_input_ids(table, input_ids, inputs_embeds)
         x = x * self.encoder_embed_scale if inputs_embeds is None else x
         ctx, _ = layer_context(
             self.encoder_config,
@@ -89,7 +89,7 @@ class SeparateEncoder(EncoderDecoder):
         with native.chosen_by(self.config):
             x, _, report, hidden = self.encoder(x, ctx, None, keep_hidden=output_hidden_states)
         return BaseModelOutput(
-            last_hidden_state=named(x, "model_output"),
+            last_hidden_state=name_activation(x, "model_output"),
             hidden_states=hidden,
             losses=report.losses,
             aux=report.metrics,
@@ -103,15 +103,15 @@ class SeparateEncoder(EncoderDecoder):
 
 def encoder_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the rules of an encoder alone, from those of the class with the body under `model`."""
-    alone = []
+    body_rules = []
     for rule in rules:
         names = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
         if names:
             is_open = names[0].startswith("{") and rule.hf.startswith("{")
             shorter = tuple(name.removeprefix(_BODY) for name in names)
             rule = rule._replace(ours=shorter, hf=_BODY + rule.hf if is_open else rule.hf)
-        alone.append(rule)
-    return (*alone, ignore("decoder.{path}"), ignore("lm_head.weight"))
+        body_rules.append(rule)
+    return (*body_rules, ignore("decoder.{path}"), ignore("lm_head.weight"))
 
 
 def _embedder(family: type[Any]) -> type[Any]:

@@ -46,9 +46,9 @@ def lay_out(piece: Piece, axis: int, share: int, period: int, offset: int) -> It
     Position `run * share + i` goes to `run * period + offset + i`.
     """
 
-    def moved(entries: slice, to: range) -> Piece:
-        kept = [(d, r) for d, r in enumerate(piece.our_region) if isinstance(r, range)]
-        dim, mine = kept[piece.perm.index(axis)]
+    def move_piece(entries: slice, to: range) -> Piece:
+        kept_ranges = [(d, r) for d, r in enumerate(piece.our_region) if isinstance(r, range)]
+        dim, mine = kept_ranges[piece.perm.index(axis)]
         ours, theirs = list(piece.our_region), list(piece.hf_region)
         ours[dim], theirs[axis] = mine[entries], to
         return replace(piece, our_region=tuple(ours), hf_region=tuple(theirs))
@@ -57,13 +57,13 @@ def lay_out(piece: Piece, axis: int, share: int, period: int, offset: int) -> It
     if share == 1:
         step = old.step * period
         first = old.start * period + offset
-        yield moved(slice(None), range(first, first + len(old) * step, step))
+        yield move_piece(slice(None), range(first, first + len(old) * step, step))
         return
     for run in range(old[0] // share, old[-1] // share + 1):
         entries = positions_between(old, run * share, (run + 1) * share)
         part, by = old[entries], run * (period - share) + offset
         if part:
-            yield moved(entries, range(part.start + by, part.stop + by, part.step))
+            yield move_piece(entries, range(part.start + by, part.stop + by, part.step))
 
 
 def one_tensor(relation: Relation) -> tuple[str, Shape, list[Piece]]:
@@ -80,6 +80,6 @@ def one_tensor(relation: Relation) -> tuple[str, Shape, list[Piece]]:
     return name, shape, relation.pieces
 
 
-def resized(shape: Shape, axis: int, size: int) -> Shape:
+def resize_shape(shape: Shape, axis: int, size: int) -> Shape:
     """Return the shape with another size along `axis`."""
     return (*shape[: axis % len(shape)], size, *shape[axis % len(shape) + 1 :])

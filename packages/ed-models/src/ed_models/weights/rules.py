@@ -10,7 +10,7 @@ One tensor for one parameter:
     Rule("{path}.kernel", "{path}.weight", transpose)     [in, out] of [out, in], [e, in, out] too
     Rule("{path}.kernel", "{path}.weight", equal)         GPT-2's Conv1D, which is [in, out]
     Rule("{path}.conv1.kernel", "{path}.conv1.weight", permute(2, 1, 0))          [k, in, out]
-    Rule("{path}.embed_positions.embedding", "{path}.embed_positions.weight", padded(0, before=2))
+    Rule("{path}.positions.embedding", "{path}.positions.weight", pad_axis(0, pad_before=2))
                                                           OPT: two rows that no position uses
 
 Several parameters in one tensor, kernels and biases:
@@ -51,7 +51,7 @@ from typing import NamedTuple, Protocol
 
 from ed_infra.errors import ConfigError
 
-from ed_models.weights.blocks import Piece, Relation, Shape, lay_out, one_tensor, resized
+from ed_models.weights.blocks import Piece, Relation, Shape, lay_out, one_tensor, resize_shape
 
 
 class TensorLayout(Protocol):
@@ -110,16 +110,16 @@ def transpose(ours: Mapping[str, Shape], hf: Callable[..., str], config: object)
     return permute(*leading, b, a)(ours, hf, config)
 
 
-def padded(
-    axis: int, *, before: int = 0, after: int = 0, then: TensorLayout = equal
+def pad_axis(
+    axis: int, *, pad_before: int = 0, pad_after: int = 0, inner_layout: TensorLayout = equal
 ) -> TensorLayout:
     """Their tensor has further entries along `axis`: skipped when read, zero when written."""
 
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
-        name, shape, pieces = one_tensor(then(ours, hf, config))
+        name, shape, pieces = one_tensor(inner_layout(ours, hf, config))
         size = shape[axis]
-        moved = [q for p in pieces for q in lay_out(p, axis % len(shape), size, size, before)]
-        return Relation({name: resized(shape, axis, before + size + after)}, moved)
+        moved = [q for p in pieces for q in lay_out(p, axis % len(shape), size, size, pad_before)]
+        return Relation({name: resize_shape(shape, axis, pad_before + size + pad_after)}, moved)
 
     return relate
 
@@ -127,7 +127,9 @@ def padded(
 # Several parameters in one tensor.
 
 
-def split(axis: int, then: TensorLayout = transpose, *, groups: SizeRule = 1) -> TensorLayout:
+def split(
+    axis: int, inner_layout: TensorLayout = transpose, *, groups: SizeRule = 1
+) -> TensorLayout:
     """Concatenate our tensors along `axis` of theirs, in groups.
 
     Each of ours is cut into `groups` equal shares; the first shares of all come first, then the
@@ -135,22 +137,24 @@ def split(axis: int, then: TensorLayout = transpose, *, groups: SizeRule = 1) ->
 
     Args:
         axis: dimension of *their* tensor.
-        then: the layout of each of our tensors in a separate tensor.
+        inner_layout: the layout of each of our tensors in a separate tensor.
         groups: how many, such as the key-value heads where queries, key and value of each lie
             together.
     """
-    return _fused(axis, then, lambda config, size: _number(groups, config))
+    return _fuse_tensors(axis, inner_layout, lambda config, size: _number(groups, config))
 
 
-def interleave(axis: int, then: TensorLayout = transpose) -> TensorLayout:
+def interleave(axis: int, inner_layout: TensorLayout = transpose) -> TensorLayout:
     """Ours alternate along `axis` of theirs: entry 0 of each, entry 1 of each, and so on."""
-    return _fused(axis, then, lambda config, size: size)
+    return _fuse_tensors(axis, inner_layout, lambda config, size: size)
 
 
-def _fused(axis: int, then: TensorLayout, count: Callable[[object, int], int]) -> TensorLayout:
+def _fuse_tensors(
+    axis: int, inner_layout: TensorLayout, count: Callable[[object, int], int]
+) -> TensorLayout:
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
-        parts = [one_tensor(then({n: s}, hf, config)) for n, s in ours.items()]
-        if len({resized(shape, axis, 0) for _, shape, _ in parts}) > 1:
+        parts = [one_tensor(inner_layout({n: s}, hf, config)) for n, s in ours.items()]
+        if len({resize_shape(shape, axis, 0) for _, shape, _ in parts}) > 1:
             raise ConfigError(
                 f"{', '.join(ours)} cannot lie in {hf()!r}, one after another along dimension "
                 f"{axis}: their shapes {[s for _, s, _ in parts]} differ in another one"
@@ -165,19 +169,19 @@ def _fused(axis: int, then: TensorLayout, count: Callable[[object, int], int]) -
             )
         period = sum(sizes) // groups
         pieces, offset = [], 0
-        for (_, _, of_part), size in zip(parts, sizes, strict=True):
-            for p in of_part:
+        for (_, _, part_pieces), size in zip(parts, sizes, strict=True):
+            for p in part_pieces:
                 pieces += lay_out(p, axis % len(shape), size // groups, period, offset)
             offset += size // groups
-        return Relation({name: resized(shape, axis, sum(sizes))}, pieces)
+        return Relation({name: resize_shape(shape, axis, sum(sizes))}, pieces)
 
     return relate
 
 
 def fused(
-    parts: Sequence[str], whole: str, *, groups: SizeRule = 1, layout: TensorLayout = transpose
+    parts: Sequence[str], fused_name: str, *, groups: SizeRule = 1, layout: TensorLayout = transpose
 ) -> tuple[Rule, Rule]:
-    """Rules for linear layers `parts` that are one layer `whole` in the checkpoint.
+    """Rules for linear layers `parts` that are one layer `fused_name` in the checkpoint.
 
     Args:
         parts, whole: names of layers under one path, such as `"q_proj"`.
@@ -191,21 +195,23 @@ def fused(
     biases = tuple(f"{{path}}.{part}.bias" for part in parts)
     features = -2 if layout is transpose else -1
     return (
-        Rule(kernels, f"{{path}}.{whole}.weight", split(features, layout, groups=groups)),
-        Rule(biases, f"{{path}}.{whole}.bias", split(-1, equal, groups=groups)),
+        Rule(kernels, f"{{path}}.{fused_name}.weight", split(features, layout, groups=groups)),
+        Rule(biases, f"{{path}}.{fused_name}.bias", split(-1, equal, groups=groups)),
     )
 
 
 # Experts.
 
 
-def stack(placeholder: str = "expert", then: TensorLayout = transpose) -> TensorLayout:
+def stack(placeholder: str = "expert", inner_layout: TensorLayout = transpose) -> TensorLayout:
     """Entry `e` of our leading dimension is their tensor with `{placeholder}` = e."""
 
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
         result = Relation({}, [])
         for e in range(_leading(ours)):
-            one = then(_entry(ours), lambda e=e, **more: hf(**{placeholder: e}, **more), config)
+            one = inner_layout(
+                _entry(ours), lambda e=e, **more: hf(**{placeholder: e}, **more), config
+            )
             result.hf_shapes.update(one.hf_shapes)
             result.pieces.extend(replace(p, our_region=(e, *p.our_region)) for p in one.pieces)
         return result
@@ -217,11 +223,11 @@ def stack(placeholder: str = "expert", then: TensorLayout = transpose) -> Tensor
 EXPERTS = Rule("{path}.experts.{name}.kernel", "{path}.experts.{expert}.{name}.weight", stack())
 
 
-def concat(axis: int, then: TensorLayout = transpose) -> TensorLayout:
+def concat(axis: int, inner_layout: TensorLayout = transpose) -> TensorLayout:
     """Concatenate the entries of our leading dimension along `axis` of one tensor of theirs."""
 
     def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
-        name, shape, pieces = one_tensor(then(_entry(ours), hf, config))
+        name, shape, pieces = one_tensor(inner_layout(_entry(ours), hf, config))
         size, count = shape[axis], _leading(ours)
         laid = [
             replace(q, our_region=(e, *q.our_region))
@@ -229,7 +235,7 @@ def concat(axis: int, then: TensorLayout = transpose) -> TensorLayout:
             for p in pieces
             for q in lay_out(p, axis % len(shape), size, size, e * size)
         ]
-        return Relation({name: resized(shape, axis, count * size)}, laid)
+        return Relation({name: resize_shape(shape, axis, count * size)}, laid)
 
     return relate
 

@@ -32,8 +32,8 @@ from ed_trainers.stored.arrays import (
     flat_abstract,
     flat_arrays,
     from_flat,
+    get_size,
     read_arrays,
-    size_of,
     stored_arrays,
 )
 from ed_trainers.stored.fingerprint import Fingerprint, check_same, fingerprint
@@ -109,7 +109,7 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """Return the step of the complete checkpoint with the highest score, or None."""
-        return next(iter(self._ranked(self.steps())), None)
+        return next(iter(self._rank_steps(self.steps())), None)
 
     def path(self, step: int) -> Path:
         """Return the directory of a step's checkpoint."""
@@ -119,20 +119,20 @@ class Checkpoints:
         """Select the checkpoints to keep; orbax calls this function after each write."""
         del context
         steps = [info.step for info in checkpoints]
-        stay = self.kept(steps)
+        stay = self.select_kept_steps(steps)
         if self._mirror is not None:
             stay |= self._mirror.pending()
         return [step in stay for step in steps]
 
-    def kept(self, steps: Sequence[int]) -> set[int]:
+    def select_kept_steps(self, steps: Sequence[int]) -> set[int]:
         """Return the steps whose checkpoints stay."""
         stay = set(steps if self._keep is None else sorted(steps)[-self._keep :])
-        return stay | set(self._ranked(steps)[: self._keep_best])
+        return stay | set(self._rank_steps(steps)[: self._keep_best])
 
-    def _ranked(self, steps: Sequence[int]) -> list[int]:
+    def _rank_steps(self, steps: Sequence[int]) -> list[int]:
         scores = {step: self._score(step) for step in sorted(steps)}
-        known = [(score, step) for step, score in scores.items() if score is not None]
-        return [step for _, step in sorted(known, key=lambda pair: -pair[0])]
+        scored_steps = [(score, step) for step, score in scores.items() if score is not None]
+        return [step for _, step in sorted(scored_steps, key=lambda pair: -pair[0])]
 
     def save(self, step: int, state: EasyDeLState, *, run: Mapping[str, Any]) -> bool:
         """Start to write a checkpoint, unless the step has one.
@@ -158,8 +158,10 @@ class Checkpoints:
         if self._base is None:
             self._base = fingerprint(frozen)
         facts = {"format": FORMAT, "base": self._base, **run}
-        size = size_of(arrays.values())
-        without = f" ({disk.in_bytes(size_of(frozen.values()))} of frozen parameters are not saved)"
+        size = get_size(arrays.values())
+        without = (
+            f" ({disk.in_bytes(get_size(frozen.values()))} of frozen parameters are not saved)"
+        )
         self._say(f"checkpoint {step}: {disk.in_bytes(size)}{without if frozen else ''}")
         items = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), run=ocp.args.JsonSave(facts)
@@ -179,7 +181,7 @@ class Checkpoints:
                 self._open_manager.wait_until_finished()
                 self._seal_commit()
                 if self._begun is not None and self._mirror is not None:
-                    self._mirror.push(self.path(self._begun[0]), self.kept)
+                    self._mirror.push(self.path(self._begun[0]), self.select_kept_steps)
             except Exception as error:
                 self._give_up(error)
         self._begun = None
@@ -234,8 +236,10 @@ class Checkpoints:
                 shutil.rmtree(directory, ignore_errors=True)
         room = disk.room(self.directory, size)
         steps = self.steps()
-        kept = f"checkpoint {steps[-1]} is intact" if steps else "there is no checkpoint yet"
-        self.failed = f"checkpoint {step} could not be written: {room}; {kept}"
+        checkpoint_status = (
+            f"checkpoint {steps[-1]} is intact" if steps else "there is no checkpoint yet"
+        )
+        self.failed = f"checkpoint {step} could not be written: {room}; {checkpoint_status}"
         self._say(self.failed)
 
     def restore_newest(
@@ -267,12 +271,12 @@ class Checkpoints:
         steps = self.steps()
         unreadable: list[tuple[int, str]] = []
         for step in reversed(steps):
-            where = str(self.path(step))
+            location = str(self.path(step))
             try:
                 wrong = self._damage(step)
                 saved = dict(self._read_run(step))
                 if wrong is None or "format" not in saved:
-                    check_format(saved, where)
+                    check_format(saved, location)
                     arrays_there = stored_arrays(self.path(step) / "arrays")
             except CheckpointError:
                 raise
@@ -282,9 +286,9 @@ class Checkpoints:
             if wrong is not None:
                 unreadable.append((step, wrong))
                 continue
-            changed = compare_runs(saved, run, where, difference, step)
-            check_fit(flat_abstract(changing(state)), arrays_there, where, dtypes=True)
-            self._check_base(state, saved, where)
+            changed = compare_runs(saved, run, location, difference, step)
+            check_fit(flat_abstract(changing(state)), arrays_there, location, dtypes=True)
+            self._check_base(state, saved, location)
             try:
                 restored = self._arrays(step, state)
             except Exception as error:
@@ -319,9 +323,9 @@ class Checkpoints:
         return self._arrays(step, state)
 
     def _arrays(self, step: int, state: EasyDeLState) -> EasyDeLState:
-        wanted = flat_abstract(changing(state))
-        arrays = read_arrays(self.path(step) / "arrays", wanted)
-        return from_flat(state, {**_frozen(state, wanted), **arrays})
+        abstract_arrays = flat_abstract(changing(state))
+        arrays = read_arrays(self.path(step) / "arrays", abstract_arrays)
+        return from_flat(state, {**_frozen(state, abstract_arrays), **arrays})
 
     def _read_run(self, step: int) -> Mapping[str, Any]:
         args = ocp.args.Composite(run=ocp.args.JsonRestore())
@@ -340,10 +344,10 @@ class Checkpoints:
                 wrong = f"process {int(bad.argmax())} reports the damaged file"
         return wrong
 
-    def _check_base(self, state: EasyDeLState, saved: Mapping[str, Any], where: str) -> None:
+    def _check_base(self, state: EasyDeLState, saved: Mapping[str, Any], location: str) -> None:
         if self._base is None:
             self._base = fingerprint(_frozen(state, flat_abstract(changing(state))))
-        check_same(saved["base"], self._base, where)
+        check_same(saved["base"], self._base, location)
 
     def _set_aside(self, unreadable: list[tuple[int, str]], used: int) -> None:
         """Rename damaged checkpoints, so that their steps can be saved again."""

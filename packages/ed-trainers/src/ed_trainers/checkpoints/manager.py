@@ -59,8 +59,8 @@ class CheckpointManager:
             CheckpointError: the number exists, or the disk is full.
         """
         if step is None:
-            own = getattr(state, "step", None)
-            step = int(own) if own is not None else max(self.steps(), default=-1) + 1
+            state_step = getattr(state, "step", None)
+            step = int(state_step) if state_step is not None else max(self.steps(), default=-1) + 1
         target = self.directory / str(step)
         if target.exists():
             raise CheckpointError(f"{target} exists: save under another step, or remove it")
@@ -105,14 +105,14 @@ class CheckpointManager:
             directory = self.directory / str(number)
             try:
                 saved_facts(directory)
-                wanted = None if like is None else flat_abstract(_tree(like))
-                arrays = load(directory, wanted)
+                abstract_arrays = None if like is None else flat_abstract(_tree(like))
+                arrays = load(directory, abstract_arrays)
             except CheckpointError as error:
                 if "damaged" not in str(error) or number == steps[0]:
                     raise
                 log.warning("%s; the one before it is used", error)
                 continue
-            return _nested(arrays) if like is None else _like(like, arrays)
+            return _nest_arrays(arrays) if like is None else _like(like, arrays)
         raise AssertionError("a state was returned or an error raised")
 
 
@@ -127,7 +127,7 @@ def _like(like: object, arrays: dict[str, jax.Array]) -> Any:
     return from_flat(like, arrays)
 
 
-def _nested(arrays: dict[str, jax.Array]) -> dict[str, Any]:
+def _nest_arrays(arrays: dict[str, jax.Array]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, leaf in arrays.items():
         *parents, last = name.split("/")

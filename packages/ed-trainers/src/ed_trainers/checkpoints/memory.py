@@ -85,7 +85,7 @@ class MemoryCopies:
         arrays = flat_arrays(changing(state))
         if self._plan is None:
             self._plan = _CopyPlan(arrays)
-        shards = [*self._plan.copied(arrays)]
+        shards = [*self._plan.copy_shards(arrays)]
         self._writing = self._pool.submit(self._write, step, dict(run), shards)
 
     def _write(
@@ -133,24 +133,26 @@ class MemoryCopies:
         self._pool.shutdown()
 
     def restore_newest(
-        self, state: EasyDeLState, *, after: int
+        self, state: EasyDeLState, *, after_step: int
     ) -> tuple[int, EasyDeLState, dict[str, Any]] | None:
         """Read the newest copy whose shards the processes have completely.
 
         Args:
             state: structure, shapes, dtypes and shardings of the result, and the frozen weights.
-            after: only copies of later steps are read.
+            after_step: only copies of later steps are read.
 
         Returns:
             `(step, state, run of the copy)`, or None without such a copy.
         """
-        wanted = flat_abstract(changing(state))
-        own: dict[int, _CopyFile] = {}
+        abstract_arrays = flat_abstract(changing(state))
+        local_copies: dict[int, _CopyFile] = {}
         for step in self.steps():
-            copy = _CopyFile.read(self._directory / f"{step}{_SUFFIX}") if step > after else None
-            if copy is not None and copy.fits(wanted):
-                own[step] = copy
-        inventory = {step: [*copy.shards] for step, copy in own.items()}
+            copy = (
+                _CopyFile.read(self._directory / f"{step}{_SUFFIX}") if step > after_step else None
+            )
+            if copy is not None and copy.fits(abstract_arrays):
+                local_copies[step] = copy
+        inventory = {step: [*copy.shards] for step, copy in local_copies.items()}
         replies = gather_bytes(json.dumps(inventory).encode())
         # Which processes have the shards of each copy.
         holders: dict[int, dict[_Shard, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -159,11 +161,13 @@ class MemoryCopies:
                 for name, span in shards:
                     holders[int(step)][_Shard(name, _span(span))].append(process)
         for step in sorted(holders, reverse=True):
-            if not _is_whole(holders[step], wanted):
+            if not _is_whole(holders[step], abstract_arrays):
                 continue
-            arrays = _exchanged(own.get(step), holders[step], wanted)
-            frozen = {k: v for k, v in flat_arrays(state).items() if k not in wanted}
-            facts = gather_bytes(json.dumps(own[step].run if step in own else None).encode())
+            arrays = _exchange_arrays(local_copies.get(step), holders[step], abstract_arrays)
+            frozen = {k: v for k, v in flat_arrays(state).items() if k not in abstract_arrays}
+            facts = gather_bytes(
+                json.dumps(local_copies[step].run if step in local_copies else None).encode()
+            )
             run = next(fact for fact in map(json.loads, facts) if fact is not None)
             return step, from_flat(state, {**frozen, **arrays}), run
         return None
@@ -176,10 +180,10 @@ class _CopyPlan:
     def __init__(self, arrays: Mapping[str, jax.Array]):
         self._shards: dict[str, list[tuple[int, ShardBounds]]] = {}  # numbers of addressable shards
         self._groups: list[_Group] = []
-        here, alone = jax.process_index(), []
+        process_index, unshared_arrays = jax.process_index(), []
         for name, array in arrays.items():
             spans = {
-                device: _span_of(index, array.shape)
+                device: _get_span(index, array.shape)
                 for device, index in array.sharding.devices_indices_map(array.shape).items()
             }
             seen: dict[ShardBounds, int] = {}
@@ -190,20 +194,20 @@ class _CopyPlan:
             for device, span in spans.items():
                 processes[span].add(device.process_index)
             if any(len(those) == 1 for those in processes.values()) and jax.process_count() > 1:
-                alone.append(_Unshared(name, array, spans))
-        for group in _grouped(alone):
-            self._groups.append(_Group(group, here))
+                unshared_arrays.append(_Unshared(name, array, spans))
+        for group in _group_arrays(unshared_arrays):
+            self._groups.append(_Group(group, process_index))
 
-    def copied(self, arrays: Mapping[str, jax.Array]) -> Iterator[tuple[_Shard, np.ndarray]]:
+    def copy_shards(self, arrays: Mapping[str, jax.Array]) -> Iterator[tuple[_Shard, np.ndarray]]:
         """Yield the shards of this process's file."""
         seen = set()
-        for name, own in self._shards.items():
-            for number, span in own:
+        for name, local_spans in self._shards.items():
+            for number, span in local_spans:
                 seen.add((name, span))
                 data = arrays[name].addressable_shards[number].data
                 yield _Shard(name, span), np.array(data)
         for group in self._groups:
-            for shard, array in group.received(arrays):
+            for shard, array in group.receive_shards(arrays):
                 if shard not in seen:
                     seen.add(shard)
                     yield shard, array
@@ -212,7 +216,7 @@ class _CopyPlan:
 class _Group:
     """Arrays of one dtype and mesh whose shards move to the next process in one collective."""
 
-    def __init__(self, members: Sequence[_Unshared], here: int):
+    def __init__(self, members: Sequence[_Unshared], process_index: int):
         self._names = [member.name for member in members]
         sharding = members[0].array.sharding
         assert isinstance(sharding, NamedSharding)
@@ -232,10 +236,12 @@ class _Group:
         self._parts: dict[Any, list[ShardBounds]] = {
             device: [member.spans[sources[device]] for member in members]
             for device in devices
-            if device.process_index == here
+            if device.process_index == process_index
         }
 
-    def received(self, arrays: Mapping[str, jax.Array]) -> Iterator[tuple[_Shard, np.ndarray]]:
+    def receive_shards(
+        self, arrays: Mapping[str, jax.Array]
+    ) -> Iterator[tuple[_Shard, np.ndarray]]:
         """Yield the shards of the process before this one."""
         moved = self._move(*(arrays[name] for name in self._names))
         for shard in moved.addressable_shards:
@@ -247,7 +253,7 @@ class _Group:
                 begin = end
 
 
-def _grouped(arrays: Sequence[_Unshared]) -> Iterator[list[_Unshared]]:
+def _group_arrays(arrays: Sequence[_Unshared]) -> Iterator[list[_Unshared]]:
     """Yield arrays of equal dtype and mesh, of limited size together."""
     kinds = defaultdict(list)
     for member in arrays:
@@ -255,12 +261,12 @@ def _grouped(arrays: Sequence[_Unshared]) -> Iterator[list[_Unshared]]:
     for members in kinds.values():
         group, size = [], 0
         for member in members:
-            own = member.array.addressable_shards[0].data.nbytes
-            if group and size + own > _GROUP:
+            member_size = member.array.addressable_shards[0].data.nbytes
+            if group and size + member_size > _GROUP:
                 yield group
                 group, size = [], 0
             group.append(member)
-            size += own
+            size += member_size
         yield group
 
 
@@ -271,14 +277,14 @@ def _mover(
     """Return a function that moves the shards of arrays between devices, as one flat array each."""
     axes = mesh.axis_names
 
-    def moved(*shards: jax.Array) -> jax.Array:
+    def move_shards(*shards: jax.Array) -> jax.Array:
         flat = jnp.concatenate([shard.reshape(-1) for shard in shards])
         # One collective: a CPU runs several ones of a program in any order, and can wait forever.
         return jax.lax.ppermute(flat, axes, pairs)
 
     return jax.jit(
         jax.shard_map(
-            moved, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axes), check_vma=False
+            move_shards, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axes), check_vma=False
         )
     )
 
@@ -310,10 +316,10 @@ class _CopyFile(NamedTuple):
         except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError):
             return None
 
-    def fits(self, wanted: Wanted) -> bool:
+    def fits(self, abstract_arrays: Wanted) -> bool:
         """Return whether the shards belong to arrays of these names, shapes and dtypes."""
         for shard, (dtype, _, _) in self.shards.items():
-            leaf = wanted.get(shard.name)
+            leaf = abstract_arrays.get(shard.name)
             if leaf is None or leaf.dtype != dtype or len(leaf.shape) != len(shard.span):
                 return False
         return True
@@ -325,66 +331,74 @@ class _CopyFile(NamedTuple):
         return np.fromfile(self.path, np.uint8, size, offset=begin).view(dtype).reshape(shape)
 
 
-def _is_whole(there: Mapping[_Shard, Sequence[int]], wanted: Wanted) -> bool:
+def _is_whole(there: Mapping[_Shard, Sequence[int]], abstract_arrays: Wanted) -> bool:
     """Return whether shards, which do not overlap, cover the wanted arrays."""
     sizes: dict[str, int] = defaultdict(int)
     for name, span in there:
         sizes[name] += math.prod(stop - start for start, stop in span)
-    return all(sizes[name] == math.prod(leaf.shape) for name, leaf in wanted.items())
+    return all(sizes[name] == math.prod(leaf.shape) for name, leaf in abstract_arrays.items())
 
 
-def _exchanged(
-    own: _CopyFile | None, holders: Mapping[_Shard, Sequence[int]], wanted: Wanted
+def _exchange_arrays(
+    local_copy: _CopyFile | None, holders: Mapping[_Shard, Sequence[int]], abstract_arrays: Wanted
 ) -> dict[str, jax.Array]:
     """Return the wanted arrays; the processes exchange the shards of a limited size at a time."""
     shards: dict[str, list[_Shard]] = defaultdict(list)
     for shard in sorted(holders):
         shards[shard.name].append(shard)
     arrays, group, size = {}, [], 0
-    for name, leaf in wanted.items():
+    for name, leaf in abstract_arrays.items():
         group.append(name)
         size += math.prod(leaf.shape) * leaf.dtype.itemsize
-        if size >= _GROUP or name == [*wanted][-1]:
-            arrays.update(_exchanged_group(own, holders, {n: shards[n] for n in group}, wanted))
+        if size >= _GROUP or name == [*abstract_arrays][-1]:
+            arrays.update(
+                _exchanged_group(
+                    local_copy, holders, {n: shards[n] for n in group}, abstract_arrays
+                )
+            )
             group, size = [], 0
     return arrays
 
 
 def _exchanged_group(
-    own: _CopyFile | None,
+    local_copy: _CopyFile | None,
     holders: Mapping[_Shard, Sequence[int]],
     shards: Mapping[str, Sequence[_Shard]],
-    wanted: Wanted,
+    abstract_arrays: Wanted,
 ) -> dict[str, jax.Array]:
-    here = jax.process_index()
+    process_index = jax.process_index()
     senders = {shard: min(holders[shard]) for those in shards.values() for shard in those}
-    mine = [shard for shard, sender in senders.items() if sender == here]
-    data = b"".join(_bytes(own.array(shard)) for shard in mine) if own is not None else b""
+    mine = [shard for shard, sender in senders.items() if sender == process_index]
+    data = (
+        b"".join(_bytes(local_copy.array(shard)) for shard in mine)
+        if local_copy is not None
+        else b""
+    )
     # Few sizes, because each one compiles a collective.
     data += bytes((1 << max(len(data) - 1, 1).bit_length()) - len(data))
     replies = gather_bytes(data)
-    begins, made = defaultdict(int), {}
+    begins, arrays = defaultdict(int), {}
     for name, those in shards.items():
-        leaf = wanted[name]
-        whole = np.empty(leaf.shape, leaf.dtype)
+        leaf = abstract_arrays[name]
+        host_array = np.empty(leaf.shape, leaf.dtype)
         for shard in those:
             sender = senders[shard]
             place = tuple(slice(start, stop) for start, stop in shard.span)
-            size = whole[place].nbytes
+            size = host_array[place].nbytes
             piece = replies[sender][begins[sender] : begins[sender] + size]
-            whole[place] = np.frombuffer(piece, leaf.dtype).reshape(whole[place].shape)
+            host_array[place] = np.frombuffer(piece, leaf.dtype).reshape(host_array[place].shape)
             begins[sender] += size
-        made[name] = jax.make_array_from_callback(
-            leaf.shape, leaf.sharding, lambda index, whole=whole: whole[index]
+        arrays[name] = jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, lambda index, host_array=host_array: host_array[index]
         )
-    return made
+    return arrays
 
 
 def _bytes(array: np.ndarray) -> memoryview | bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _span_of(index: tuple[slice, ...], shape: Sequence[int]) -> ShardBounds:
+def _get_span(index: tuple[slice, ...], shape: Sequence[int]) -> ShardBounds:
     spans = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     return tuple((start, stop) for start, stop, _ in spans)
 

@@ -25,7 +25,7 @@ _COPY = "mirror-copy"
 _PARALLEL = 8
 
 
-def _listed(protocol: str | Sequence[str]) -> Sequence[str]:
+def _list_protocols(protocol: str | Sequence[str]) -> Sequence[str]:
     return [protocol] if isinstance(protocol, str) else protocol
 
 
@@ -57,31 +57,33 @@ class Mirror:
         """Return the steps whose copies are not complete yet."""
         return {step for step, push in [*self._pushes.items()] if not push.done()}
 
-    def push(self, checkpoint: Path, kept: Callable[[Sequence[int]], set[int]]) -> None:
+    def push(
+        self, checkpoint: Path, select_kept_steps: Callable[[Sequence[int]], set[int]]
+    ) -> None:
         """Copy a complete checkpoint in the background, then delete the copies that do not stay.
 
         A failure is reported, and recorded in `failed`.
 
         Args:
             checkpoint: directory with the step as its name; it must stay while it is pending.
-            kept: selects the steps that stay.
+            select_kept_steps: selects the steps that stay.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "mirror")
         step = int(checkpoint.name)
         record = checkpoint.parent.parent / self._record
         rows = record.read_bytes() if record.exists() else b""
-        self._pushes[step] = self._pool.submit(self._push, checkpoint, rows, kept)
+        self._pushes[step] = self._pool.submit(self._push, checkpoint, rows, select_kept_steps)
 
     def _push(
-        self, checkpoint: Path, rows: bytes, kept: Callable[[Sequence[int]], set[int]]
+        self, checkpoint: Path, rows: bytes, select_kept_steps: Callable[[Sequence[int]], set[int]]
     ) -> None:
         step = int(checkpoint.name)
         try:
             self._upload(checkpoint, rows)
-            there = [*self._present()]
-            for other in set(there) - kept(there):
-                self._remove(other)
+            there = [*self._list_copies()]
+            for obsolete_step in set(there) - select_kept_steps(there):
+                self._remove(obsolete_step)
         except Exception as error:  # each protocol has its own types of errors
             # The rest of a copy would fill the store, and the copies of later steps need the space.
             with suppress(Exception):
@@ -107,7 +109,7 @@ class Mirror:
             if path.is_file()
         }
         last = files.pop(checksums.FILE)
-        if _BUCKETS.isdisjoint(_listed(self._fs.protocol)):
+        if _BUCKETS.isdisjoint(_list_protocols(self._fs.protocol)):
             for name in {f"{target}/{name}".rpartition("/")[0] for name in files}:
                 self._fs.makedirs(name, exist_ok=True)
         with ThreadPoolExecutor(_PARALLEL) as pool:
@@ -118,9 +120,9 @@ class Mirror:
     def _put(self, source: Path, target: str) -> None:
         self._fs.put_file(str(source), target)
         self._fs.invalidate_cache(target.rpartition("/")[0])
-        written, size = self._fs.info(target)["size"], source.stat().st_size
-        if written != size:
-            raise OSError(f"{target} has {written} bytes instead of {size}")
+        remote_size, size = self._fs.info(target)["size"], source.stat().st_size
+        if remote_size != size:
+            raise OSError(f"{target} has {remote_size} bytes instead of {size}")
 
     def _remove(self, step: int) -> None:
         """Delete a copy; the checksums go first, so that a partial copy is never complete."""
@@ -130,7 +132,7 @@ class Mirror:
         self._fs.rm(folder, recursive=True)
         self._fs.invalidate_cache()
 
-    def _present(self) -> dict[int, bool]:
+    def _list_copies(self) -> dict[int, bool]:
         """Return whether the copy of each step is complete."""
         self._fs.invalidate_cache()
         try:
@@ -161,7 +163,7 @@ class Mirror:
         """
         local = [int(path.name) for path in directory.glob("*") if path.name.isdecimal()]
         try:
-            complete = [step for step, whole in self._present().items() if whole]
+            complete = [step for step, is_complete in self._list_copies().items() if is_complete]
             for step in sorted(complete, reverse=True):
                 if step <= max(local, default=-1):
                     break
@@ -212,7 +214,7 @@ class Mirror:
         Raises:
             ConfigError: the address holds copies of an earlier run.
         """
-        if steps := [*self._present()]:
+        if steps := [*self._list_copies()]:
             raise ConfigError(
                 f"mirror_address {self.address} holds checkpoints of an earlier run (steps "
                 f"{', '.join(map(str, steps[:10]))}): name another address for the new run, or "

@@ -74,7 +74,9 @@ class Owner:
         pid = os.getpid()
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         host = socket.gethostname()
-        return cls(uuid.uuid4().hex, host, _machine(host), pid, _started(pid) or "", now, launch)
+        return cls(
+            uuid.uuid4().hex, host, _machine(host), pid, _get_start_time(pid) or "", now, launch
+        )
 
     @classmethod
     def parse(cls, raw: bytes) -> Owner | None:
@@ -93,12 +95,15 @@ class Owner:
 
     def runs_here(self) -> bool:
         """Whether the process runs on this system."""
-        started = _started(self.pid)
+        started = _get_start_time(self.pid)
         return self.machine == _machine(socket.gethostname()) and started == self.started != ""
 
     def has_ended(self) -> bool:
         """Whether the process ran on this system, and does not run any more."""
-        return self.machine == _machine(socket.gethostname()) and _started(self.pid) != self.started
+        return (
+            self.machine == _machine(socket.gethostname())
+            and _get_start_time(self.pid) != self.started
+        )
 
 
 class LockPlace(Protocol):
@@ -141,23 +146,23 @@ class LocalPlace:
         self._descriptor: int | None = None
         if hasattr(os, "register_at_fork"):
             # A child that outlives this process must not keep its lock.
-            own = weakref.ref(self)
-            os.register_at_fork(after_in_child=lambda: (place := own()) and place.drop())
+            weak_self = weakref.ref(self)
+            os.register_at_fork(after_in_child=lambda: (place := weak_self()) and place.drop())
 
     def hold(self) -> bool | None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            held = _lock(descriptor)
+            has_lock = _lock(descriptor)
             # The previous owner may have deleted the file before the lock was acquired.
-            if held is False or _is_same_file(descriptor, self._path):
+            if has_lock is False or _is_same_file(descriptor, self._path):
                 break
             os.close(descriptor)
-        if held is False:
+        if has_lock is False:
             os.close(descriptor)
         else:
             self._descriptor = descriptor
-        return held
+        return has_lock
 
     def read(self) -> bytes | None:
         try:
@@ -327,37 +332,37 @@ class RunLock:
 
     def _acquire(self, place: LockPlace, owner: Owner) -> None:
         deadline = time.monotonic() + ENDING_SECONDS
-        while (held := place.hold()) is False:
-            other = Owner.parse(place.read() or b"")
-            if not self._follows(other) or time.monotonic() > deadline:
-                raise self._busy(place, other)
+        while (has_lock := place.hold()) is False:
+            other_owner = Owner.parse(place.read() or b"")
+            if not self._follows(other_owner) or time.monotonic() > deadline:
+                raise self._busy(place, other_owner)
             time.sleep(0.1)
         try:
             if place.create(owner.content(0)):
-                settle = held is None
+                settle = has_lock is None
             else:
-                self._await_abandoned(place, held)
+                self._await_abandoned(place, has_lock)
                 place.write(owner.content(0))
-                settle = not isinstance(place, LocalPlace) or held is None
+                settle = not isinstance(place, LocalPlace) or has_lock is None
             if settle:  # of two processes that write at the same time, the last one has the lock
                 time.sleep(BEAT_SECONDS / 2)
-                found = Owner.parse(place.read() or b"")
-                if found is None or found.token != owner.token:
-                    raise self._busy(place, found)
+                current_owner = Owner.parse(place.read() or b"")
+                if current_owner is None or current_owner.token != owner.token:
+                    raise self._busy(place, current_owner)
         except BaseException:
             place.drop()
             raise
         self._places.append(place)
 
-    def _await_abandoned(self, place: LockPlace, held: bool | None) -> None:
+    def _await_abandoned(self, place: LockPlace, has_lock: bool | None) -> None:
         """Return when the owner of a lock has ended, or has not renewed it for a while."""
         raw = place.read()
-        other = Owner.parse(raw or b"")
-        if raw is None or (other is not None and self._is_over(place, other, held)):
+        other_owner = Owner.parse(raw or b"")
+        if raw is None or (other_owner is not None and self._is_over(place, other_owner, has_lock)):
             return
-        if other is not None and other.runs_here():
-            raise self._busy(place, other)
-        name = "a process" if other is None else _describe(other)
+        if other_owner is not None and other_owner.runs_here():
+            raise self._busy(place, other_owner)
+        name = "a process" if other_owner is None else _describe(other_owner)
         self._say(
             f"{place.name} belongs to {name}: waiting up to {STALE_SECONDS:g} s for a renewal"
         )
@@ -370,21 +375,26 @@ class RunLock:
             if now != raw:
                 raise self._busy(place, Owner.parse(now))
 
-    def _is_over(self, place: LockPlace, other: Owner, held: bool | None) -> bool:
-        same = other.machine == _machine(socket.gethostname())
+    def _is_over(self, place: LockPlace, other_owner: Owner, has_lock: bool | None) -> bool:
+        same = other_owner.machine == _machine(socket.gethostname())
         # The lock of the system is held, so no other process of this system holds it.
-        freed = held is True and same and isinstance(place, LocalPlace)
-        return freed or self._follows(other) or other.has_ended()
+        freed = has_lock is True and same and isinstance(place, LocalPlace)
+        return freed or self._follows(other_owner) or other_owner.has_ended()
 
-    def _follows(self, other: Owner | None) -> bool:
+    def _follows(self, other_owner: Owner | None) -> bool:
         """Whether the processes of another owner belong to the same launch, and are over."""
-        return other is not None and other.launch is not None and other.launch == self._launch
+        return (
+            other_owner is not None
+            and other_owner.launch is not None
+            and other_owner.launch == self._launch
+        )
 
-    def _busy(self, place: LockPlace, other: Owner | None) -> CheckpointError:
+    def _busy(self, place: LockPlace, other_owner: Owner | None) -> CheckpointError:
         key = "save_directory" if isinstance(place, LocalPlace) else "mirror_address"
         return CheckpointError(
             f"another run uses the {key}: {place.name} belongs to "
-            f"{'another process' if other is None else _describe(other)}; wait for its end or end "
+            f"{'another process' if other_owner is None else _describe(other_owner)}; wait for its "
+            "end or end "
             f"it, or set another {key}"
         )
 
@@ -395,9 +405,9 @@ class RunLock:
             for place in self._places:
                 with contextlib.suppress(Exception):  # a store or disk may fail for a while
                     raw = place.read()
-                    other = Owner.parse(raw) if raw is not None else None
-                    if other is not None and other.token != self._owner.token:
-                        self._lost = str(self._busy(place, other))
+                    other_owner = Owner.parse(raw) if raw is not None else None
+                    if other_owner is not None and other_owner.token != self._owner.token:
+                        self._lost = str(self._busy(place, other_owner))
                         return
                     place.write(self._owner.content(self._beat))
 
@@ -434,7 +444,7 @@ def _machine(host: str) -> str:
         return f"{host} {uuid.getnode()}"
 
 
-def _started(pid: int) -> str | None:
+def _get_start_time(pid: int) -> str | None:
     """Return when a process started; None if the process does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -87,7 +87,7 @@ RUN_FILES = (
 def compare_runs(
     saved: Mapping[str, Any],
     run: Mapping[str, Any],
-    where: str,
+    location: str,
     difference: Callable[[Mapping[str, Any]], str],
     step: int = 0,
 ) -> str | None:
@@ -96,7 +96,7 @@ def compare_runs(
     Args:
         saved: result of `describe_run` in the checkpoint.
         run: result of `describe_run` for the present run.
-        where: the checkpoint, for messages.
+        location: the checkpoint, for messages.
         difference: describes the difference between the present data and the data of a saved loader
             state, if their fingerprints differ.
         step: number of updates of the checkpoint.
@@ -108,25 +108,25 @@ def compare_runs(
         CheckpointError: the checkpoint belongs to another run, or to a finished run with other
             values.
     """
-    before, now = saved["arguments"], run["arguments"]
+    saved_arguments, now = saved["arguments"], run["arguments"]
     # A missing name is an option that did not exist when the checkpoint was written.
-    changed_names = [name for name, value in before.items() if now.get(name) != value]
+    changed_names = [name for name, value in saved_arguments.items() if now.get(name) != value]
     for name in MUST_MATCH:
         if name in changed_names:
             raise CheckpointError(
-                f"{where} was trained with {name} {before[name]!r}, now it is "
+                f"{location} was trained with {name} {saved_arguments[name]!r}, now it is "
                 f"{now.get(name)!r}: change it back, or use another save_directory "
                 "(resume_if_possible=False moves this run aside)",
                 field=name,
             )
     if saved.get("fingerprint") != run.get("fingerprint"):
         raise CheckpointError(
-            f"{where} was trained on other data than train_dataset contains now "
+            f"{location} was trained on other data than train_dataset contains now "
             f"({difference(saved['loader'])}): change it back, or use another save_directory "
             "(resume_if_possible=False moves this run aside)"
         )
     changed = {
-        name: (before[name], now.get(name))
+        name: (saved_arguments[name], now.get(name))
         for name in changed_names
         if name not in LOOP_OPTIONS and name not in _SAME_RESULT
     }
@@ -139,15 +139,15 @@ def compare_runs(
         changed["param_dtype"] = saved["param_dtype"], run.get("param_dtype")
     if not changed:
         return None
-    plain = ("total steps", "param_dtype")
+    unquoted_names = ("total steps", "param_dtype")
     listing = ", ".join(
-        f"{name} {old} -> {new}" if name in plain else f"{name} {old!r} -> {new!r}"
+        f"{name} {old} -> {new}" if name in unquoted_names else f"{name} {old!r} -> {new!r}"
         for name, (old, new) in changed.items()
     )
     if step >= run["total_steps"]:
-        key = next((name for name in changed if name not in plain), "max_training_steps")
+        key = next((name for name in changed if name not in unquoted_names), "max_training_steps")
         raise CheckpointError(
-            f"{where} is the end of a run that finished with other values ({listing}), and "
+            f"{location} is the end of a run that finished with other values ({listing}), and "
             "training with the present values would change nothing: set another save_directory "
             f"for a new run, more than {step} steps (max_training_steps) to continue this run "
             "with the present values, or change them back",
@@ -166,15 +166,15 @@ def _list_model_fields(run: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _compare_values(
-    before: Mapping[str, Any] | None, now: Mapping[str, Any] | None
+    saved_values: Mapping[str, Any] | None, now: Mapping[str, Any] | None
 ) -> dict[str, tuple[Any, Any]]:
     """Return name -> both values where they differ.
 
     A name that is missing in the earlier values did not exist when the checkpoint was written.
     """
-    if before is None or now is None:
+    if saved_values is None or now is None:
         return {}
-    return {n: (value, now.get(n)) for n, value in before.items() if now.get(n) != value}
+    return {n: (value, now.get(n)) for n, value in saved_values.items() if now.get(n) != value}
 
 
 def describe_run(

@@ -72,10 +72,12 @@ def environment_class(name: str, folders: Sequence[str | Path]) -> type[Environm
     Raises:
         ConfigError: there is no such class, or it has no `reset` and `step`.
     """
-    found: Any = user_code.load(name, folders)
-    if not isinstance(found, type) or not (hasattr(found, "reset") and hasattr(found, "step")):
+    loaded_class: Any = user_code.load(name, folders)
+    if not isinstance(loaded_class, type) or not (
+        hasattr(loaded_class, "reset") and hasattr(loaded_class, "step")
+    ):
         raise ConfigError(
             f"{name} is not a class with reset(messages, row) and step(messages): see "
             "ed_trainers.environments.Environment"
         )
-    return found
+    return loaded_class

@@ -74,12 +74,12 @@ class Sandbox:
         """
         limits = [str(self.memory), str(int(self.seconds) + 1), str(self.output)]
         words = [sys.executable, "-I", "-S", str(_CONFINED), *limits, str(int(self.network))]
-        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as given:
-            given.write(text.encode())
-            given.seek(0)
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as input_file:
+            input_file.write(text.encode())
+            input_file.seek(0)
             process = subprocess.Popen(
                 [*words, *command],
-                stdin=given,
+                stdin=input_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
@@ -104,10 +104,10 @@ class Sandbox:
         with selectors.DefaultSelector() as selector, process.stdout as stream:
             selector.register(stream, selectors.EVENT_READ)
             while True:
-                left = limit - time.monotonic()
-                if left <= 0:
+                remaining_seconds = limit - time.monotonic()
+                if remaining_seconds <= 0:
                     return bytes(output), "time"
-                if not selector.select(left):
+                if not selector.select(remaining_seconds):
                     continue
                 more = os.read(stream.fileno(), 2**16)
                 output += more

@@ -17,21 +17,29 @@ def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return (left * right).sum(axis=-1) / np.maximum(lengths, 1e-24)
 
 
-def correlations(found: np.ndarray, expected: np.ndarray, prefix: str = "") -> dict[str, float]:
+def correlations(
+    predicted_values: np.ndarray, expected: np.ndarray, prefix: str = ""
+) -> dict[str, float]:
     """Return the rank correlation of Spearman and the correlation of Pearson.
 
     A correlation with numbers that are all equal is not defined; the value is 0 then.
 
     Args:
-        found: numbers of the model, [n].
+        predicted_values: numbers of the model, [n].
         expected: numbers of the data, [n].
         prefix: first part of the names.
     """
     from scipy.stats import pearsonr, spearmanr
 
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    predicted_values, expected = (
+        np.asarray(predicted_values, np.float64),
+        np.asarray(expected, np.float64),
+    )
     names = (f"{prefix}spearman", f"{prefix}pearson")
-    if len(found) < 2 or np.ptp(found) == 0 or np.ptp(expected) == 0:
+    if len(predicted_values) < 2 or np.ptp(predicted_values) == 0 or np.ptp(expected) == 0:
         return dict.fromkeys(names, 0.0)
-    values: Any = (spearmanr(found, expected)[0], pearsonr(found, expected)[0])
+    values: Any = (
+        spearmanr(predicted_values, expected)[0],
+        pearsonr(predicted_values, expected)[0],
+    )
     return dict(zip(names, map(float, values), strict=True))

@@ -98,13 +98,13 @@ def matrix_parameters(state: EasyDeLState, config: Any) -> tuple[float, float]:
     unless it is also the head.
     """
     trees = (state.graphstate, state.graphother)
-    counts = [_counted(tree, config) for tree in trees]
+    counts = [_count_parameters(tree, config) for tree in trees]
     has_head = any(heads for _, _, heads in counts)
     sums = [matrices + (0.0 if has_head else tables) for matrices, tables, _ in counts]
     return sums[0], sums[1]
 
 
-def _counted(tree: nnx.State, config: Any) -> tuple[float, float, int]:
+def _count_parameters(tree: nnx.State, config: Any) -> tuple[float, float, int]:
     """Return the parameters of matrices, of embedding tables, and the number of heads."""
     matrices, tables, heads = 0.0, 0.0, 0
     flat = jax.tree_util.tree_flatten_with_path(

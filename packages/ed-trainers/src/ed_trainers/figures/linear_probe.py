@@ -14,14 +14,14 @@ import numpy as np
 
 
 def predictions(
-    features: np.ndarray, labels: Sequence[str], others: np.ndarray, iterations: int = 1000
+    features: np.ndarray, labels: Sequence[str], test_features: np.ndarray, iterations: int = 1000
 ) -> list[str]:
     """Fit the classifier on rows, and return the labels of other rows.
 
     Args:
         features: embeddings of the training rows, [n, d].
         labels: label of each training row, at least two different ones.
-        others: embeddings of the rows to classify, [k, d].
+        test_features: embeddings of the rows to classify, [k, d].
         iterations: largest number of iterations of L-BFGS.
     """
     from scipy.optimize import minimize
@@ -30,17 +30,21 @@ def predictions(
     count, width = len(names), features.shape[1]
     outputs = 1 if count == 2 else count
     x = np.asarray(features, np.float64)
-    wanted = np.eye(count)[target]
+    one_hot_targets = np.eye(count)[target]
 
     def logits(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        found = rows @ values[:-outputs].reshape(width, outputs) + values[-outputs:]
-        return np.concatenate([np.zeros_like(found), found], axis=1) if count == 2 else found
+        class_scores = rows @ values[:-outputs].reshape(width, outputs) + values[-outputs:]
+        return (
+            np.concatenate([np.zeros_like(class_scores), class_scores], axis=1)
+            if count == 2
+            else class_scores
+        )
 
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
         scores = logits(values, x)
         scores -= scores.max(axis=1, keepdims=True)
         total = np.log(np.exp(scores).sum(axis=1, keepdims=True))
-        change = (np.exp(scores - total) - wanted)[:, -outputs:]
+        change = (np.exp(scores - total) - one_hot_targets)[:, -outputs:]
         weights = values[:-outputs]
         value = (total[:, 0] - scores[np.arange(len(x)), target]).sum() + 0.5 * weights @ weights
         gradient = (x.T @ change).ravel() + weights
@@ -48,14 +52,16 @@ def predictions(
 
     start = np.zeros(width * outputs + outputs)
     options = {"maxiter": iterations, "gtol": 1e-6, "ftol": 1e-14}
-    found = minimize(objective, start, jac=True, method="L-BFGS-B", options=options)
-    chosen = logits(found.x, np.asarray(others, np.float64)).argmax(axis=1)
-    return names[chosen].tolist()
+    solution = minimize(objective, start, jac=True, method="L-BFGS-B", options=options)
+    class_indices = logits(solution.x, np.asarray(test_features, np.float64)).argmax(axis=1)
+    return names[class_indices].tolist()
 
 
-def classification_metrics(found: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
+def classification_metrics(
+    predicted_labels: Sequence[str], expected: Sequence[str]
+) -> dict[str, float]:
     """Return the accuracy and the macro F1, over the classes that are found or expected."""
-    ours, true = np.asarray(found), np.asarray(expected)
+    ours, true = np.asarray(predicted_labels), np.asarray(expected)
     scores = []
     for name in np.unique(np.concatenate([ours, true])):
         hits = np.count_nonzero((ours == name) & (true == name))

@@ -42,7 +42,7 @@ class Meter:
         """Record the end of all work before the first step."""
         self._spent["restart"] += time.monotonic() - self._began
 
-    def saved(self, *, stopped: bool) -> dict[str, Any]:
+    def get_checkpoint_values(self, *, stopped: bool) -> dict[str, Any]:
         """Return the seconds of the run so far, as JSON values for a checkpoint.
 
         Args:
@@ -54,7 +54,8 @@ class Meter:
         """Add the seconds of the run before this process.
 
         Args:
-            saved: result of `saved` in the checkpoint; None if the checkpoint has none.
+            saved: result of `get_checkpoint_values` in the checkpoint; None if the checkpoint has
+                none.
             same_launch: whether a launch that still runs has stopped the run, so that the time
                 since the checkpoint is lost.
         """
@@ -98,7 +99,7 @@ class Meter:
             self._spent["data"] += waited
             self._waited += waited
 
-    def stepped(self, tokens: int) -> None:
+    def record_step(self, tokens: int) -> None:
         """Record the end of a step with this number of tokens."""
         now = time.monotonic()
         self._steps += 1
@@ -124,7 +125,7 @@ class Meter:
         if rate is not None and self.utilization is not None:
             row["mfu"] = self.utilization.of(rate)
         row["data_wait"] = self._waited / max(self._steps, 1)
-        row["goodput"] = self.seconds()["productive"] / self._elapsed()
+        row["goodput"] = self.seconds()["productive"] / self._get_elapsed_seconds()
         memory = peak_memory()
         if memory is not None:
             row["peak_memory_gib"] = memory / _GIB
@@ -133,21 +134,21 @@ class Meter:
 
     def seconds(self) -> dict[str, float]:
         """Seconds by activity; `productive` is the remainder."""
-        rest = self._elapsed() - sum(self._spent.values())
-        return {"productive": max(rest, 0.0), **self._spent}
+        remaining_seconds = self._get_elapsed_seconds() - sum(self._spent.values())
+        return {"productive": max(remaining_seconds, 0.0), **self._spent}
 
     def summary(self) -> dict[str, float]:
         """Return the metrics of the whole run, for its result."""
         seconds = self.seconds()
         summary = {f"{kind}_seconds": value for kind, value in seconds.items()}
-        summary["goodput"] = seconds["productive"] / self._elapsed()
+        summary["goodput"] = seconds["productive"] / self._get_elapsed_seconds()
         if self._whole[1]:
             summary["tokens_per_second"] = self._whole[0] / self._whole[1]
             if self.utilization is not None:
                 summary["mfu"] = self.utilization.of(summary["tokens_per_second"])
         return summary
 
-    def _elapsed(self) -> float:
+    def _get_elapsed_seconds(self) -> float:
         return max(time.monotonic() - self._began, 1e-9) + self._earlier
 
 
@@ -160,9 +161,9 @@ def peak_memory() -> float | None:
     peaks = [
         (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
     ]
-    known = [peak for peak in peaks if peak is not None]
-    if known:
-        return float(max(known))
+    known_peaks = [peak for peak in peaks if peak is not None]
+    if known_peaks:
+        return float(max(known_peaks))
     if sys.platform == "win32":
         return None
     import resource

@@ -170,18 +170,20 @@ class MetricsLog:
 
     Args:
         path: the record.
-        others: further destinations; only used if `active`.
+        other_sinks: further destinations; only used if `active`.
         active: False in every process except the first, which writes.
         say: prints a message.
     """
 
-    def __init__(self, path: Path, others: Iterable[Sink] = (), *, active: bool, say: Say = print):
+    def __init__(
+        self, path: Path, other_sinks: Iterable[Sink] = (), *, active: bool, say: Say = print
+    ):
         self._last: dict[bool, MetricRow] = {}
         self._evaluations: dict[int, MetricRow] = {}
         self._path = path
         self._sinks: list[Sink] = []
         if active:
-            self._sinks = [JsonLines(path, say), *others]
+            self._sinks = [JsonLines(path, say), *other_sinks]
 
     def restart(self, step: int) -> None:
         """Continue after a step: later rows are removed, because their steps run again.

@@ -54,7 +54,7 @@ class Progress:
         if self._bar is None:
             return
         if figures is not None:
-            self._figures = self._shown(figures)
+            self._figures = self._format_metrics(figures)
         self._bar.update(self._train, completed=step, figures=self._figures)
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -64,13 +64,13 @@ class Progress:
         if self._kind == "json":
             _print(json.dumps(dict(row)))
         elif self._kind == "plain" and "loss" in row:
-            _print(f"step {row['step']}/{self._total}  {self._shown(row)}")
+            _print(f"step {row['step']}/{self._total}  {self._format_metrics(row)}")
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+    def print_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the columns of an evaluation, whose metrics begin with `eval_`."""
         names = dict.fromkeys(("loss", *self._columns))
-        shown = [(name, metrics.get(f"eval_{name}")) for name in names]
-        parts = [f"eval_{name} {value:.4f}" for name, value in shown if value is not None]
+        named_values = [(name, metrics.get(f"eval_{name}")) for name in names]
+        parts = [f"eval_{name} {value:.4f}" for name, value in named_values if value is not None]
         self.say(f"step {step}: {'  '.join(parts)}")
 
     def evaluating(self, done: int, total: int | None) -> None:
@@ -79,7 +79,7 @@ class Progress:
             of = f"/{total}" if total else ""
             self._bar.update(self._train, figures=f"evaluating {done}{of}")
 
-    def _shown(self, figures: Mapping[str, float]) -> str:
+    def _format_metrics(self, figures: Mapping[str, float]) -> str:
         parts = [f"{name} {figures[name]:.4f}" for name in self._columns if name in figures]
         rate = figures.get("tokens_per_second")
         return "  ".join([*parts, *([f"{rate:,.0f} tokens/s"] if rate else [])])

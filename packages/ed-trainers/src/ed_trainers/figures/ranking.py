@@ -41,8 +41,8 @@ class Ranking:
 
     def ndcg(self, k: int) -> float:
         """Return the normalized discounted cumulative gain (Järvelin and Kekäläinen, 2002)."""
-        best = _discounted(np.sort(self.relevant)[::-1][:k])
-        return _discounted(self.gains[:k]) / best
+        best = _compute_dcg(np.sort(self.relevant)[::-1][:k])
+        return _compute_dcg(self.gains[:k]) / best
 
     def recall(self, k: int) -> float:
         """Return the share of the relevant documents among the first k."""
@@ -59,35 +59,35 @@ class Ranking:
         return float(precision[hits].sum() / most)
 
 
-def _discounted(gains: Gains) -> float:
+def _compute_dcg(gains: Gains) -> float:
     return float((gains / np.log2(np.arange(2, len(gains) + 2))).sum())
 
 
 def retrieval_metrics(rankings: Sequence[Ranking], k: Sequence[int] = (10,)) -> dict[str, float]:
     """Return nDCG, MRR and recall at each k, and the MAP at 100; means over the queries."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for cut in k:
-        found[f"ndcg_at_{cut}"] = _mean([one.ndcg(cut) for one in rankings])
-        found[f"mrr_at_{cut}"] = _mean([one.reciprocal_rank(cut) for one in rankings])
-        found[f"recall_at_{cut}"] = _mean([one.recall(cut) for one in rankings])
-    found[f"map_at_{MAP_DEPTH}"] = _mean([one.average_precision(MAP_DEPTH) for one in rankings])
-    return found
+        metrics[f"ndcg_at_{cut}"] = _mean([one.ndcg(cut) for one in rankings])
+        metrics[f"mrr_at_{cut}"] = _mean([one.reciprocal_rank(cut) for one in rankings])
+        metrics[f"recall_at_{cut}"] = _mean([one.recall(cut) for one in rankings])
+    metrics[f"map_at_{MAP_DEPTH}"] = _mean([one.average_precision(MAP_DEPTH) for one in rankings])
+    return metrics
 
 
 def reranking_metrics(rankings: Sequence[Ranking], k: Sequence[int] = (10,)) -> dict[str, float]:
     """Return the MAP of the whole lists, and MRR and nDCG at each k; means over the queries."""
-    found = {"map": _mean([one.average_precision() for one in rankings])}
+    metrics = {"map": _mean([one.average_precision() for one in rankings])}
     for cut in k:
-        found[f"mrr_at_{cut}"] = _mean([one.reciprocal_rank(cut) for one in rankings])
-        found[f"ndcg_at_{cut}"] = _mean([one.ndcg(cut) for one in rankings])
-    return found
+        metrics[f"mrr_at_{cut}"] = _mean([one.reciprocal_rank(cut) for one in rankings])
+        metrics[f"ndcg_at_{cut}"] = _mean([one.ndcg(cut) for one in rankings])
+    return metrics
 
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else float("nan")
 
 
-def ranked(scores: np.ndarray, gains: Gains) -> Ranking:
+def rank_documents(scores: np.ndarray, gains: Gains) -> Ranking:
     """Return the ranking of documents by scores.
 
     Among equal scores, documents with a smaller relevance come first: a model that gives all
@@ -100,8 +100,8 @@ def ranked(scores: np.ndarray, gains: Gains) -> Ranking:
 
 
 def average_precision(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Return the average precision of binary labels; see `ranked` for equal scores."""
-    return ranked(scores, (np.asarray(labels) > 0).astype(np.float64)).average_precision()
+    """Return the average precision of binary labels; see `rank_documents` for equal scores."""
+    return rank_documents(scores, (np.asarray(labels) > 0).astype(np.float64)).average_precision()
 
 
 class TopDocuments:
@@ -117,18 +117,18 @@ class TopDocuments:
 
     def __init__(self, queries: np.ndarray, k: int, similarity: str = "cosine") -> None:
         self._similarity = similarity
-        self._queries = _prepared(queries, similarity)
+        self._queries = _prepare_vectors(queries, similarity)
         self._k, self._seen = k, 0
         self._scores = np.empty((len(queries), 0), np.float32)
         self._documents = np.empty((len(queries), 0), np.int64)
 
     def add(self, chunk: np.ndarray) -> None:
         """Score the next documents of the corpus, [c, d]."""
-        chunk = _prepared(chunk, self._similarity)
-        kept = min(self._k, self._seen + len(chunk))
-        scores = np.empty((len(self._queries), kept), np.float32)
-        documents = np.empty((len(self._queries), kept), np.int64)
-        here = np.arange(self._seen, self._seen + len(chunk))
+        chunk = _prepare_vectors(chunk, self._similarity)
+        document_count = min(self._k, self._seen + len(chunk))
+        scores = np.empty((len(self._queries), document_count), np.float32)
+        documents = np.empty((len(self._queries), document_count), np.int64)
+        document_numbers = np.arange(self._seen, self._seen + len(chunk))
         rows = max(1, SCORES_AT_ONCE // (len(chunk) + self._k))
         for start in range(0, len(self._queries), rows):
             part = slice(start, start + rows)
@@ -136,9 +136,9 @@ class TopDocuments:
             all_scores = np.concatenate([self._scores[part], new], axis=1)
             old = self._documents[part]
             all_documents = np.concatenate(
-                [old, np.broadcast_to(here, (len(old), len(here)))], axis=1
+                [old, np.broadcast_to(document_numbers, (len(old), len(document_numbers)))], axis=1
             )
-            order = np.argsort(-all_scores, axis=1, kind="stable")[:, :kept]
+            order = np.argsort(-all_scores, axis=1, kind="stable")[:, :document_count]
             scores[part] = np.take_along_axis(all_scores, order, axis=1)
             documents[part] = np.take_along_axis(all_documents, order, axis=1)
         self._scores, self._documents = scores, documents
@@ -160,10 +160,12 @@ class TopDocuments:
 
 def similarities(left: np.ndarray, right: np.ndarray, similarity: str) -> np.ndarray:
     """Return the similarity of every left vector to every right vector, [n, m]."""
-    return _similarities(_prepared(left, similarity), _prepared(right, similarity), similarity)
+    return _similarities(
+        _prepare_vectors(left, similarity), _prepare_vectors(right, similarity), similarity
+    )
 
 
-def _prepared(vectors: np.ndarray, similarity: str) -> np.ndarray:
+def _prepare_vectors(vectors: np.ndarray, similarity: str) -> np.ndarray:
     vectors = np.asarray(vectors, np.float32)
     if not np.isfinite(vectors).all():
         raise ConfigError("an embedding has numbers that are not finite: the weights have diverged")

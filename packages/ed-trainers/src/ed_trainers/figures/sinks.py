@@ -72,7 +72,7 @@ class Buffered:
         while not self._closing.wait(_INTERVAL):
             self._pass_on(self._sink.flush)
 
-    def _pass_on(self, then: Callable[[], None]) -> None:
+    def _pass_on(self, callback: Callable[[], None]) -> None:
         with self._lock:
             if self._failed:
                 self._rows.clear()
@@ -80,7 +80,7 @@ class Buffered:
             try:
                 while self._rows:
                     self._sink.write(self._rows.popleft())
-                then()
+                callback()
             except Exception as error:  # training continues without the tracker
                 self._failed = True
                 name = type(self._sink).__name__
@@ -129,7 +129,7 @@ class TensorBoard:
             self._writer = None
 
 
-def sinks_of(arguments: TrainingArguments, say: Callable[[str], None]) -> list[Sink]:
+def build_sinks(arguments: TrainingArguments, say: Callable[[str], None]) -> list[Sink]:
     """Return the destinations that the arguments name, each with a thread.
 
     Raises:

@@ -52,7 +52,7 @@ class Tracker(ABC):
         """Import the tracker's module."""
 
     @abstractmethod
-    def begin(self, known: str | None) -> str:
+    def begin(self, run_id: str | None) -> str:
         """Start a run, or continue a run with a known id; return its id."""
 
     @abstractmethod
@@ -66,8 +66,8 @@ class Tracker(ABC):
     def restart(self, rows: list[MetricRow]) -> None:
         """Start a run, or continue the run of the earlier rows."""
         number = self.directory / f"{self.name}.run"
-        known = number.read_text().strip() if rows and number.exists() else None
-        text = self.begin(known)
+        run_id = number.read_text().strip() if rows and number.exists() else None
+        text = self.begin(run_id)
         number.parent.mkdir(parents=True, exist_ok=True)
         number.write_text(text)
 
@@ -91,8 +91,8 @@ class WandB(Tracker):
 
         return wandb
 
-    def begin(self, known: str | None) -> str:
-        number = known or uuid.uuid4().hex[:12]
+    def begin(self, run_id: str | None) -> str:
+        number = run_id or uuid.uuid4().hex[:12]
         self.run = self.module.init(
             project=self.about.project,
             name=self.about.name,
@@ -121,8 +121,8 @@ class Trackio(Tracker):
 
         return trackio
 
-    def begin(self, known: str | None) -> str:
-        number = known or f"{self.about.name}-{uuid.uuid4().hex[:6]}"
+    def begin(self, run_id: str | None) -> str:
+        number = run_id or f"{self.about.name}-{uuid.uuid4().hex[:6]}"
         self.module.init(
             project=self.about.project, name=number, config=self.about.settings, resume="allow"
         )
@@ -146,10 +146,10 @@ class MLflow(Tracker):
 
         return mlflow
 
-    def begin(self, known: str | None) -> str:
+    def begin(self, run_id: str | None) -> str:
         self.module.set_experiment(self.about.project)
-        run = self.module.start_run(run_id=known, run_name=None if known else self.about.name)
-        if known is None:
+        run = self.module.start_run(run_id=run_id, run_name=None if run_id else self.about.name)
+        if run_id is None:
             self.module.log_params(self.about.settings)
         self.number = run.info.run_id
         return self.number

@@ -45,18 +45,20 @@ def attention_divergences(
     size = min(queries, s)
 
     @jax.checkpoint
-    def of_chunk(carry: None, part: tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]):
-        own, other = (
+    def compute_chunk(carry: None, part: tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]):
+        student_weights, teacher_weights = (
             attention_weights(_with_queries(side, chunk))
             for side, chunk in zip((student, teacher), part, strict=True)
         )
-        other = jax.lax.stop_gradient(other)
-        apart = jnp.log(jnp.maximum(other, _LEAST)) - jnp.log(jnp.maximum(own, _LEAST))
-        return carry, jnp.mean(jnp.sum(other * apart, axis=-1), axis=1)
+        teacher_weights = jax.lax.stop_gradient(teacher_weights)
+        log_ratio = jnp.log(jnp.maximum(teacher_weights, _LEAST)) - jnp.log(
+            jnp.maximum(student_weights, _LEAST)
+        )
+        return carry, jnp.mean(jnp.sum(teacher_weights * log_ratio, axis=-1), axis=1)
 
     parts = tuple(_chunks(side, size) for side in (student, teacher))
-    _, found = jax.lax.scan(of_chunk, None, parts)
-    return found.swapaxes(0, 1).reshape(b, -1)[:, :s]
+    _, divergences = jax.lax.scan(compute_chunk, None, parts)
+    return divergences.swapaxes(0, 1).reshape(b, -1)[:, :s]
 
 
 def _chunks(seen: Watched, size: int) -> tuple[jax.Array, ...]:

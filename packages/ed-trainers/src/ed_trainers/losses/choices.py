@@ -11,7 +11,7 @@ from ed_infra.inputs import Inputs
 
 from ed_trainers.batches import HostBatch
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
-from ed_trainers.losses.pairs import paired
+from ed_trainers.losses.pairs import get_pair_axes
 
 #: Arrays of a text that are no inputs of a model here.
 _READ = ("labels", "attention_mask")
@@ -27,16 +27,18 @@ def choice_batch(batch: HostBatch, names: tuple[str, ...]) -> Inputs[np.ndarray]
     Raises:
         ConfigError: a text is missing.
     """
-    made = []
+    choices = []
     for name in names:
         lead = f"{name}_"
-        own = {key.removeprefix(lead): v for key, v in batch.items() if key.startswith(lead)}
-        if "input_ids" not in own:
+        text_arrays = {
+            key.removeprefix(lead): v for key, v in batch.items() if key.startswith(lead)
+        }
+        if "input_ids" not in text_arrays:
             raise ConfigError(
                 f"a batch of {len(names)} texts for each row has {names[0]}_input_ids to "
                 f"{names[-1]}_input_ids, not only {', '.join(sorted(batch))}"
             )
-        arrays = sequence_arrays(own)
-        made.append({**arrays, **further_arrays(own, {*arrays, *_READ})})
-    stacked = {name: np.stack([part[name] for part in made], axis=1) for name in made[0]}
-    return Inputs(stacked, dict.fromkeys(stacked, paired()))
+        arrays = sequence_arrays(text_arrays)
+        choices.append({**arrays, **further_arrays(text_arrays, {*arrays, *_READ})})
+    stacked = {name: np.stack([part[name] for part in choices], axis=1) for name in choices[0]}
+    return Inputs(stacked, dict.fromkeys(stacked, get_pair_axes()))

@@ -39,8 +39,8 @@ def class_targets(batch: HostBatch, model: LanguageModel) -> dict[str, np.ndarra
             f"the label {labels.max()} is invalid: the model has {count} classes, 0 to "
             f"{count - 1}; set label_names or num_labels"
         )
-    here = labels >= 0
-    return {"targets": np.where(here, labels, 0), "weights": here.astype(np.float32)}
+    label_mask = labels >= 0
+    return {"targets": np.where(label_mask, labels, 0), "weights": label_mask.astype(np.float32)}
 
 
 def class_losses(

@@ -31,25 +31,29 @@ def ctc_losses(
         zero_infinity: whether a row without an alignment has the loss and the gradient 0 instead of
             infinity.
     """
-    late = jnp.arange(logits.shape[1]) >= steps[:, None]
+    logit_padding = jnp.arange(logits.shape[1]) >= steps[:, None]
     padding = jnp.arange(labels.shape[1]) >= lengths[:, None]
-    possible = _needed(labels, lengths) <= steps
+    possible = _count_needed_steps(labels, lengths) <= steps
     # Padded labels are read, but have no effect; rows without an alignment have no gradient.
     safe = jnp.where(padding, 0 if blank else 1, labels)
     logits = jnp.where(possible[:, None, None], logits, 0)
     losses = optax.ctc_loss(
-        logits, late.astype(logits.dtype), safe, padding.astype(logits.dtype), blank_id=blank
+        logits,
+        logit_padding.astype(logits.dtype),
+        safe,
+        padding.astype(logits.dtype),
+        blank_id=blank,
     )
     return jnp.where(possible, losses, 0.0 if zero_infinity else jnp.inf)
 
 
-def _needed(labels: Int[Array, "b l"], lengths: Int[Array, " b"]) -> Int[Array, " b"]:
+def _count_needed_steps(labels: Int[Array, "b l"], lengths: Int[Array, " b"]) -> Int[Array, " b"]:
     """Return the fewest time steps of an alignment: one per label, and between equal labels."""
-    here = jnp.arange(1, labels.shape[1]) < lengths[:, None]
-    return lengths + jnp.sum((labels[:, 1:] == labels[:, :-1]) & here, axis=1)
+    pair_mask = jnp.arange(1, labels.shape[1]) < lengths[:, None]
+    return lengths + jnp.sum((labels[:, 1:] == labels[:, :-1]) & pair_mask, axis=1)
 
 
 def steps_needed(labels: Int[np.ndarray, "b l"], lengths: Int[np.ndarray, " b"]) -> np.ndarray:
     """Return the fewest time steps of an alignment of each row, on the host."""
-    here = np.arange(1, labels.shape[1]) < lengths[:, None]
-    return lengths + np.sum((labels[:, 1:] == labels[:, :-1]) & here, axis=1)
+    pair_mask = np.arange(1, labels.shape[1]) < lengths[:, None]
+    return lengths + np.sum((labels[:, 1:] == labels[:, :-1]) & pair_mask, axis=1)

@@ -69,35 +69,39 @@ def token_divergences(
     """
 
     def local(
-        student: jax.Array, own: Head, teacher: jax.Array, other: Head, targets: jax.Array
+        student: jax.Array,
+        student_head: Head,
+        teacher: jax.Array,
+        teacher_head: Head,
+        targets: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         size = chunk or DEFAULT_CHUNK
 
         @jax.checkpoint
-        def of_chunk(carry: None, part: tuple[jax.Array, ...]):
+        def compute_chunk(carry: None, part: tuple[jax.Array, ...]):
             hidden, hidden_of_teacher, target = part
-            logits = own(hidden)
+            logits = student_head(hidden)
             logp = target_logit(jax.nn.log_softmax(logits, axis=-1), target)
             log_q = jax.nn.log_softmax(logits / temperature, axis=-1)
-            log_p = jax.nn.log_softmax(other(hidden_of_teacher) / temperature, axis=-1)
+            log_p = jax.nn.log_softmax(teacher_head(hidden_of_teacher) / temperature, axis=-1)
             if support is not None:
-                log_q, log_p = restricted(log_q, log_p, support)
+                log_q, log_p = restrict_logps(log_q, log_p, support)
             return carry, (_divergence(log_q, log_p, beta), logp)
 
         flat = (x.reshape(-1, x.shape[-1]) for x in (student, teacher))
         parts = tuple(split(x, size) for x in (*flat, targets.reshape(-1)))
-        _, found = jax.lax.scan(of_chunk, None, parts)
+        _, chunk_outputs = jax.lax.scan(compute_chunk, None, parts)
         count = targets.size
-        divergence, logp = (x.reshape(-1)[:count].reshape(targets.shape) for x in found)
+        divergence, logp = (x.reshape(-1)[:count].reshape(targets.shape) for x in chunk_outputs)
         return divergence, logp
 
-    spec, whole = sharding.spec, PartitionSpec()
-    run = by_device(local, sharding, (spec, whole, spec, whole, spec), spec)
+    spec, replicated_spec = sharding.spec, PartitionSpec()
+    run = by_device(local, sharding, (spec, replicated_spec, spec, replicated_spec, spec), spec)
     frozen = jax.lax.stop_gradient(teacher)
     return run(*student, *frozen, targets)
 
 
-def compared(
+def compare_models(
     student: LanguageModel,
     teacher: LanguageModel,
     batch: Batch,
@@ -128,19 +132,20 @@ def compared(
         ConfigError: the vocabularies differ.
     """
     output = forward(student, batch, key, hidden_states=hidden_states, noise=noise)
-    wanted = forward(teacher, batch, None, hidden_states=hidden_states)
+    teacher_output = forward(teacher, batch, None, hidden_states=hidden_states)
     assert output.last_hidden_state is not None
-    assert wanted.last_hidden_state is not None
-    own, other = student.head(), teacher.head()
-    if own.vocab_size != other.vocab_size:
+    assert teacher_output.last_hidden_state is not None
+    student_head, teacher_head = student.head(), teacher.head()
+    if student_head.vocab_size != teacher_head.vocab_size:
         raise ConfigError(
-            f"the teacher has {other.vocab_size} tokens, the student {own.vocab_size}: their "
+            f"the teacher has {teacher_head.vocab_size} tokens, the student "
+            f"{student_head.vocab_size}: their "
             "distributions are compared token by token, so both need one tokenizer"
         )
     targets = batch["targets"]
     divergence, logp = token_divergences(
-        (output.last_hidden_state, own),
-        (wanted.last_hidden_state, other),
+        (output.last_hidden_state, student_head),
+        (teacher_output.last_hidden_state, teacher_head),
         targets,
         sharding=placement.sharding(targets.shape),
         beta=beta,
@@ -148,24 +153,26 @@ def compared(
         chunk=chunk,
         support=support,
     )
-    return output, wanted, divergence, logp
+    return output, teacher_output, divergence, logp
 
 
-def restricted(
+def restrict_logps(
     log_q: Float[Array, "c v"], log_p: Float[Array, "c v"], support: Support
 ) -> tuple[Float[Array, "c k"], Float[Array, "c k"]]:
     """Return the log-probabilities of student q and teacher p on the tokens of a support.
 
     The tokens are the most probable ones of one model, the same for both models.
     """
-    ranked = log_q if support.of_student else log_p
+    ranked = log_q if support.from_student else log_p
     _, tokens = jax.lax.top_k(jax.lax.stop_gradient(ranked), min(support.top_k, ranked.shape[-1]))
-    chosen = [jnp.take_along_axis(x, tokens, axis=-1) for x in (log_q, log_p)]
+    top_logps = [jnp.take_along_axis(x, tokens, axis=-1) for x in (log_q, log_p)]
     if not support.add_tail:
-        own, other = (x - jax.nn.logsumexp(x, axis=-1, keepdims=True) for x in chosen)
+        student_logps, teacher_logps = (
+            x - jax.nn.logsumexp(x, axis=-1, keepdims=True) for x in top_logps
+        )
     else:
-        own, other = (jnp.concatenate([x, _tail(x)], axis=-1) for x in chosen)
-    return own, other
+        student_logps, teacher_logps = (jnp.concatenate([x, _tail(x)], axis=-1) for x in top_logps)
+    return student_logps, teacher_logps
 
 
 def _tail(logps: Float[Array, "c k"]) -> Float[Array, "c 1"]:

@@ -52,7 +52,7 @@ def entity_metrics(
     tags: EntityTags,
     predicted: Int[Array, "b s"],
     targets: Int[Array, "b s"],
-    here: Bool[Array, "b s"],
+    word_mask: Bool[Array, "b s"],
     segment_ids: Int[Array, "b s"],
 ) -> dict[str, Metric]:
     """Return precision, recall and F1 of the entities; sums over batches are exact.
@@ -61,22 +61,24 @@ def entity_metrics(
         tags: the tags of the classes.
         predicted: predicted classes.
         targets: true classes.
-        here: the positions with a word.
+        word_mask: the positions with a word.
         segment_ids: packed documents, each with its own entities.
     """
     # The words of a row without the other positions, then class -1, which is O.
-    order = jnp.argsort(~here, axis=1, stable=True)
-    words, segments = (jnp.take_along_axis(x, order, axis=1) for x in (here, segment_ids))
+    order = jnp.argsort(~word_mask, axis=1, stable=True)
+    words, segments = (jnp.take_along_axis(x, order, axis=1) for x in (word_mask, segment_ids))
     segments = jnp.where(words, segments, 0)
-    found = _Entities.of(tags, jnp.take_along_axis(predicted, order, axis=1), words, segments)
+    predicted_entities = _Entities.of(
+        tags, jnp.take_along_axis(predicted, order, axis=1), words, segments
+    )
     true = _Entities.of(tags, jnp.take_along_axis(targets, order, axis=1), words, segments)
-    equal = (found.types == true.types) & (found.ends == true.ends)
-    correct = _count(found.begins & true.begins & equal)
-    of_found, of_true = _count(found.begins), _count(true.begins)
+    equal = (predicted_entities.types == true.types) & (predicted_entities.ends == true.ends)
+    correct = _count(predicted_entities.begins & true.begins & equal)
+    predicted_count, true_count = _count(predicted_entities.begins), _count(true.begins)
     return {
-        "precision": Metric.of(correct, of_found),
-        "recall": Metric.of(correct, of_true),
-        "f1": Metric.of(2 * correct, of_found + of_true),
+        "precision": Metric.of(correct, predicted_count),
+        "recall": Metric.of(correct, true_count),
+        "f1": Metric.of(2 * correct, predicted_count + true_count),
     }
 
 
@@ -105,22 +107,22 @@ class _Entities(NamedTuple):
         tags, types = jnp.asarray(table.tags)[classes], jnp.asarray(table.types)[classes]
         same = segments[:, 1:] == segments[:, :-1]
 
-        def shifted(values: jax.Array, by: int) -> jax.Array:
+        def shift_values(values: jax.Array, by: int) -> jax.Array:
             """Return the previous (1) or next (-1) values; 0 (O) outside the document."""
             inner = values[:, :-1] if by > 0 else values[:, 1:]
-            kept = jnp.where(same, inner, 0)
-            return jnp.pad(kept, ((0, 0), (1, 0) if by > 0 else (0, 1)))
+            segment_values = jnp.where(same, inner, 0)
+            return jnp.pad(segment_values, ((0, 0), (1, 0) if by > 0 else (0, 1)))
 
-        def is_one_of(values: jax.Array, *tags: int) -> jax.Array:
+        def is_tag(values: jax.Array, *tags: int) -> jax.Array:
             return jnp.isin(values, jnp.array(tags))
 
-        before, after = shifted(tags, 1), shifted(tags, -1)
-        begins = is_one_of(tags, _BEGIN, _SINGLE)
-        begins |= is_one_of(before, _END, _SINGLE, _OUTSIDE) & is_one_of(tags, _END, _INSIDE)
-        begins |= (tags != _OUTSIDE) & (shifted(types, 1) != types)
-        closes = is_one_of(tags, _END, _SINGLE)
-        closes |= is_one_of(tags, _BEGIN, _INSIDE) & is_one_of(after, _BEGIN, _SINGLE, _OUTSIDE)
-        closes |= (tags != _OUTSIDE) & (shifted(types, -1) != types)
+        previous_tags, next_tags = shift_values(tags, 1), shift_values(tags, -1)
+        begins = is_tag(tags, _BEGIN, _SINGLE)
+        begins |= is_tag(previous_tags, _END, _SINGLE, _OUTSIDE) & is_tag(tags, _END, _INSIDE)
+        begins |= (tags != _OUTSIDE) & (shift_values(types, 1) != types)
+        closes = is_tag(tags, _END, _SINGLE)
+        closes |= is_tag(tags, _BEGIN, _INSIDE) & is_tag(next_tags, _BEGIN, _SINGLE, _OUTSIDE)
+        closes |= (tags != _OUTSIDE) & (shift_values(types, -1) != types)
         places = jnp.where(closes, jnp.arange(tags.shape[1]), tags.shape[1])
         return cls(begins, jax.lax.cummin(places, axis=1, reverse=True), types)
 

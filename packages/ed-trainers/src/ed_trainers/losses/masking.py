@@ -151,30 +151,30 @@ def masked_rows(
         seed: the seed of the run, and the step.
     """
     select, mask, replace = probabilities
-    s, whole = input_ids.shape[1], vocabulary.begins is not None
-    most = most_selected(s, select, whole_words=whole)
+    s, whole_words = input_ids.shape[1], vocabulary.begins is not None
+    most = most_selected(s, select, whole_words=whole_words)
     words = vocabulary.words(input_ids, segment_ids)
     allowed = (weights > 0) & (segment_ids > 0) & ~vocabulary.special[input_ids]
-    made = input_ids.copy()
+    masked_ids = input_ids.copy()
     shape = (len(input_ids), most)
     positions, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    kept = np.zeros(shape, np.float32)
+    target_weights = np.zeros(shape, np.float32)
     for row, ids in enumerate(input_ids):
         random = row_generator(seed, ids, segment_ids[row])
         draws, kinds = random.random((2, s))
-        others = random.integers(len(vocabulary.special), size=s)
-        chosen = (draws if words is None else draws[words[row]]) < select
-        at = np.flatnonzero(chosen & allowed[row])
+        random_ids = random.integers(len(vocabulary.special), size=s)
+        selection = (draws if words is None else draws[words[row]]) < select
+        at = np.flatnonzero(selection & allowed[row])
         if len(at) > most:
             # A word is selected as a whole: the cut removes the word that does not fit.
             cut = at[:most] if words is None else at[words[row][at] < words[row][at[most]]]
             at = cut
-        made[row, at[kinds[at] < mask]] = vocabulary.mask
+        masked_ids[row, at[kinds[at] < mask]] = vocabulary.mask
         swapped = at[(kinds[at] >= mask) & (kinds[at] < mask + replace)]
-        made[row, swapped] = others[swapped]
+        masked_ids[row, swapped] = random_ids[swapped]
         positions[row, : len(at)], targets[row, : len(at)] = at, ids[at]
-        kept[row, : len(at)] = weights[row, at]
-    return MaskedRows(made, positions, targets, kept)
+        target_weights[row, : len(at)] = weights[row, at]
+    return MaskedRows(masked_ids, positions, targets, target_weights)
 
 
 def row_generator(
@@ -187,7 +187,7 @@ def row_generator(
         ids: tokens of the row [s].
         segments: segments of the row [s].
     """
-    here = segments > 0
-    content = np.stack([ids[here], segments[here]]).astype("<i4").tobytes()
+    token_mask = segments > 0
+    content = np.stack([ids[token_mask], segments[token_mask]]).astype("<i4").tobytes()
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return np.random.default_rng((*seed, int.from_bytes(digest, "little")))

@@ -48,9 +48,9 @@ def noisy_embeddings(
             "reads recordings: omit neftune_noise_alpha"
         )
     embeds = token_table(model)(batch["input_ids"])
-    own = jax.random.fold_in(key, zlib.crc32(b"neftune"))
+    noise_key = jax.random.fold_in(key, zlib.crc32(b"neftune"))
     # One key per row: the noise of a row does not depend on the number of rows.
-    rows = jax.vmap(lambda row: jax.random.fold_in(own, row))(jnp.arange(embeds.shape[0]))
+    rows = jax.vmap(lambda row: jax.random.fold_in(noise_key, row))(jnp.arange(embeds.shape[0]))
     noise = jax.vmap(lambda k: jax.random.uniform(k, embeds.shape[1:], minval=-1.0))(rows)
     lengths = segment_lengths(batch["segment_ids"])
     size = alpha / jnp.sqrt(jnp.maximum(lengths, 1) * embeds.shape[-1])

@@ -52,19 +52,19 @@ def next_token_batch(batch: HostBatch, model: LanguageModel | None = None) -> In
     """
     has_decoder = model is not None and "decoder_input_ids" in model.input_names
     has_decoder |= "decoder_input_ids" in batch
-    made = sequence_arrays(batch, () if has_decoder else _LABELS)
-    inputs, segments = made["input_ids"], made["segment_ids"]
+    arrays = sequence_arrays(batch, () if has_decoder else _LABELS)
+    inputs, segments = arrays["input_ids"], arrays["segment_ids"]
     if has_decoder:
-        made |= decoder_arrays(batch, model)
+        arrays |= decoder_arrays(batch, model)
     else:
         labels = np.asarray(batch.get("labels", inputs), np.int32)
         targets, weights = next_token_targets(labels, segments)
         if "loss_weights" in batch:
             following = np.roll(np.asarray(batch["loss_weights"], np.float32), -1, axis=1)
             weights = np.where(weights > 0, following, np.float32(0))
-        made |= {"targets": targets, "weights": weights}
-    read = {*made, "labels", "attention_mask", "loss_weights", "decoder_attention_mask"}
-    return Inputs({**made, **further_arrays(batch, read)}, {"targets": TOKENS, "weights": TOKENS})
+        arrays |= {"targets": targets, "weights": weights}
+    read = {*arrays, "labels", "attention_mask", "loss_weights", "decoder_attention_mask"}
+    return Inputs({**arrays, **further_arrays(batch, read)}, {"targets": TOKENS, "weights": TOKENS})
 
 
 def sequence_arrays(batch: HostBatch, like_inputs: Collection[str] = ()) -> dict[str, np.ndarray]:
@@ -95,10 +95,10 @@ def sequence_arrays(batch: HostBatch, like_inputs: Collection[str] = ()) -> dict
 
 def further_arrays(batch: HostBatch, read: Collection[str]) -> dict[str, np.ndarray]:
     """Return the numeric arrays of a batch [b, ...] whose names are not in `read`."""
-    kept = {name: np.asarray(array) for name, array in batch.items() if name not in read}
+    extra_arrays = {name: np.asarray(array) for name, array in batch.items() if name not in read}
     # Text and values of the whole batch, which a loader may add, are no arrays of a model.
     rows = np.shape(batch["input_ids"])[:1]
-    return {n: x for n, x in kept.items() if x.dtype.kind in "biuf" and x.shape[:1] == rows}
+    return {n: x for n, x in extra_arrays.items() if x.dtype.kind in "biuf" and x.shape[:1] == rows}
 
 
 def decoder_arrays(batch: HostBatch, model: LanguageModel | None) -> dict[str, np.ndarray]:
@@ -110,18 +110,20 @@ def decoder_arrays(batch: HostBatch, model: LanguageModel | None) -> dict[str, n
         )
     _check_shapes(batch, "labels", _DECODER)
     labels = np.asarray(batch["labels"], np.int32)
-    given = batch.get("decoder_segment_ids", batch.get("decoder_attention_mask"))
-    if given is None:
-        here = labels != _IGNORED
-        given = np.flip(np.maximum.accumulate(np.flip(here, 1), axis=1), 1)
-    segments = np.asarray(given, np.int32)
+    decoder_segments = batch.get("decoder_segment_ids", batch.get("decoder_attention_mask"))
+    if decoder_segments is None:
+        label_mask = labels != _IGNORED
+        decoder_segments = np.flip(np.maximum.accumulate(np.flip(label_mask, 1), axis=1), 1)
+    segments = np.asarray(decoder_segments, np.int32)
     places = np.where(segments > 0, places_in_segments(segments), 0)
     tokens = batch.get("decoder_input_ids")
     if tokens is None:
-        before = np.roll(labels, 1, axis=1)
+        previous_labels = np.roll(labels, 1, axis=1)
         pad = 0 if model is None else _token(model, "pad_token_id", "eos_token_id")
         start = pad if model is None else _token(model, "decoder_start_token_id", "pad_token_id")
-        tokens = np.where(places == 0, start, np.where(before == _IGNORED, pad, before))
+        tokens = np.where(
+            places == 0, start, np.where(previous_labels == _IGNORED, pad, previous_labels)
+        )
         tokens = np.where(segments > 0, tokens, pad)
     counts = (labels != _IGNORED) & (segments > 0)
     weights = counts.astype(np.float32)
@@ -137,10 +139,12 @@ def decoder_arrays(batch: HostBatch, model: LanguageModel | None) -> dict[str, n
 
 
 def _check_shapes(batch: HostBatch, like: str, names: tuple[str, ...]) -> None:
-    wanted = np.shape(batch[like])
+    expected_shape = np.shape(batch[like])
     for name in names:
-        if name in batch and np.shape(batch[name]) != wanted:
-            raise ConfigError(f"{name} has shape {np.shape(batch[name])}, {like} has {wanted}")
+        if name in batch and np.shape(batch[name]) != expected_shape:
+            raise ConfigError(
+                f"{name} has shape {np.shape(batch[name])}, {like} has {expected_shape}"
+            )
 
 
 def _token(model: LanguageModel, *names: str) -> int:

@@ -52,34 +52,41 @@ def pair_batch(
     Raises:
         ConfigError: a side is missing, or the shapes of the sides differ.
     """
-    made = []
+    side_batches = []
     for side in sides:
         lead = f"{side}_"
-        own = {name.removeprefix(lead): v for name, v in batch.items() if name.startswith(lead)}
-        if "input_ids" not in own:
+        side_arrays = {
+            name.removeprefix(lead): v for name, v in batch.items() if name.startswith(lead)
+        }
+        if "input_ids" not in side_arrays:
             raise ConfigError(
                 f"a batch of pairs has {sides[0]}_input_ids and {sides[1]}_input_ids, not only "
                 f"{', '.join(sorted(batch))}: use rows with {' and '.join(sides)}"
             )
         if model is not None and "decoder_input_ids" in model.input_names:
-            own = _of_decoder(own, batch)
+            side_arrays = _build_decoder_side(side_arrays, batch)
         elif model is not None:
             shared = {name: batch[name] for name in model.input_names if name in batch}
-            own = {**shared, **own}
-        made.append(next_token_batch(own, model))
-    shapes = [part["input_ids"].shape for part in made]
+            side_arrays = {**shared, **side_arrays}
+        side_batches.append(next_token_batch(side_arrays, model))
+    shapes = [part["input_ids"].shape for part in side_batches]
     wrong = [(side, shape) for side, shape in zip(sides, shapes, strict=True) if shape != shapes[0]]
     if wrong:
         raise ConfigError(
             f"{sides[0]}_input_ids has shape {shapes[0]}, {wrong[0][0]}_input_ids {wrong[0][1]}: "
             "the texts of a pair must be in the same row"
         )
-    both = [name for name in made[0] if all(name in part for part in made)]
-    arrays = {name: np.stack([part[name] for part in made], axis=1) for name in both}
-    return Inputs(arrays, {name: paired(made[0].axes_of(name)) for name in both})
+    shared_names = [name for name in side_batches[0] if all(name in part for part in side_batches)]
+    arrays = {
+        name: np.stack([part[name] for part in side_batches], axis=1) for name in shared_names
+    }
+    return Inputs(
+        arrays,
+        {name: get_pair_axes(side_batches[0].get_logical_axes(name)) for name in shared_names},
+    )
 
 
-def _of_decoder(side: dict[str, np.ndarray], batch: HostBatch) -> dict[str, np.ndarray]:
+def _build_decoder_side(side: dict[str, np.ndarray], batch: HostBatch) -> dict[str, np.ndarray]:
     """Return the arrays of one side for an encoder-decoder, whose encoder reads the prompts."""
     if "input_ids" not in batch:
         raise ConfigError(
@@ -96,12 +103,12 @@ def _of_decoder(side: dict[str, np.ndarray], batch: HostBatch) -> dict[str, np.n
     return {**prompts, **answer}
 
 
-def slots_of(rows: Mapping[str, jax.Array]) -> jax.Array:
+def get_slots(rows: Mapping[str, jax.Array]) -> jax.Array:
     """Return the segment of each target of rows: those of the decoder, if there is one."""
     return rows["decoder_segment_ids" if "decoder_segment_ids" in rows else "segment_ids"]
 
 
-def paired(axes: LogicalAxes = TOKENS) -> LogicalAxes:
+def get_pair_axes(axes: LogicalAxes = TOKENS) -> LogicalAxes:
     """Return the axes of an array [b, 2, ...] from the axes of one side, [b, ...]."""
     return (axes[0], None, *axes[1:])
 
@@ -113,17 +120,17 @@ def as_rows(batch: Mapping[str, jax.Array]) -> Batch:
 
 def by_side(answers: Answers) -> tuple[Answers, Answers]:
     """Split the answers of rows [2 b, s] into chosen and rejected ones, [b, s] each."""
-    logps, tokens = (sides_of(rows) for rows in answers)
+    logps, tokens = (split_sides(rows) for rows in answers)
     return Answers(logps[0], tokens[0]), Answers(logps[1], tokens[1])
 
 
-def sides_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_sides(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Split rows [2 b, s] into the rows of the chosen and of the rejected answers, [b, s] each."""
     stacked = rows.reshape(-1, 2, rows.shape[-1])
     return stacked[:, 0], stacked[:, 1]
 
 
-def smoothed(scores: jax.Array, smoothing: float) -> jax.Array:
+def compute_smoothed_losses(scores: jax.Array, smoothing: float) -> jax.Array:
     """Return `-log sigmoid(scores)` if a share of the pairs has the wrong label."""
     right, wrong = jax.nn.log_sigmoid(scores), jax.nn.log_sigmoid(-scores)
     return -(1 - smoothing) * right - smoothing * wrong

@@ -57,17 +57,17 @@ class Truncation(NamedTuple):
         compute unsorted numbers twice, with different last bits, which moves the cutoff.
         """
         ordered = jnp.sort(logps, axis=-1, descending=True)
-        kept = jnp.ones(ordered.shape, bool)
+        allowed_mask = jnp.ones(ordered.shape, bool)
         if self.top_k > 0:
-            kept = ordered >= ordered[:, min(self.top_k, ordered.shape[-1]) - 1, None]
+            allowed_mask = ordered >= ordered[:, min(self.top_k, ordered.shape[-1]) - 1, None]
         if self.top_p < 1:
-            probs = jnp.where(kept, jnp.exp(ordered), 0.0)
-            before = jnp.cumsum(probs, axis=-1) - probs
-            kept &= before < self.top_p * jnp.sum(probs, axis=-1, keepdims=True)
+            probs = jnp.where(allowed_mask, jnp.exp(ordered), 0.0)
+            preceding_mass = jnp.cumsum(probs, axis=-1) - probs
+            allowed_mask &= preceding_mass < self.top_p * jnp.sum(probs, axis=-1, keepdims=True)
         if self.min_p > 0:
-            kept &= ordered >= ordered[:, :1] + jnp.log(self.min_p)
+            allowed_mask &= ordered >= ordered[:, :1] + jnp.log(self.min_p)
         # As in the engine, all tokens with the same probability are kept.
-        least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+        least = jnp.min(jnp.where(allowed_mask, ordered, jnp.inf), axis=-1, keepdims=True)
         return jax.nn.logsumexp(jnp.where(ordered >= least, ordered, -jnp.inf), axis=-1)
 
 
@@ -119,28 +119,30 @@ def token_policy(
         hidden: jax.Array, head: Head, targets: jax.Array, *masks: jax.Array
     ) -> tuple[jax.Array, ...]:
         @jax.checkpoint
-        def of_chunk(carry: None, part: tuple[jax.Array, ...]):
+        def compute_chunk(carry: None, part: tuple[jax.Array, ...]):
             logits = head(part[0]) / temperature
             if masks:
-                logits = jnp.where(unpacked(part[2], part[1], logits.shape[-1]), logits, -jnp.inf)
+                logits = jnp.where(
+                    unpack_mask(part[2], part[1], logits.shape[-1]), logits, -jnp.inf
+                )
             # The engine subtracts the maximum first, too: the bits are then equal.
             logits = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
             with head.kernels():
                 logp = logits - logsumexp(logits)[:, None]
             fixed = jax.lax.stop_gradient(logp)
             entropy = -jnp.sum(jnp.exp(fixed) * jnp.maximum(fixed, _LEAST), axis=-1)
-            chosen = target_logit(logp, part[1])
+            target_logp = target_logit(logp, part[1])
             if truncation is None:
-                return carry, (chosen, entropy)
+                return carry, (target_logp, entropy)
             # Due to rounding the filters may exclude the sampled token: the bound is 0.
-            truncated = jax.lax.stop_gradient(chosen) - truncation.log_mass(fixed)
-            return carry, (chosen, entropy, jnp.minimum(truncated, 0.0))
+            truncated = jax.lax.stop_gradient(target_logp) - truncation.log_mass(fixed)
+            return carry, (target_logp, entropy, jnp.minimum(truncated, 0.0))
 
         flat = hidden.reshape(-1, hidden.shape[-1])
         parts = (split(flat, size), split(targets.reshape(-1), size))
         parts += tuple(split(mask.reshape(-1, mask.shape[-1]), size) for mask in masks)
-        _, found = jax.lax.scan(of_chunk, None, parts)
-        return tuple(x.reshape(-1)[: targets.size].reshape(targets.shape) for x in found)
+        _, chunk_outputs = jax.lax.scan(compute_chunk, None, parts)
+        return tuple(x.reshape(-1)[: targets.size].reshape(targets.shape) for x in chunk_outputs)
 
     targets = rows["targets"]
     sharding = placement.sharding(targets.shape)
@@ -151,15 +153,17 @@ def token_policy(
     return output, Policy(*run(output.last_hidden_state, model.head(), targets, *masks))
 
 
-def unpacked(
+def unpack_mask(
     mask: Int[Array, "c w"], targets: Int[Array, " c"], vocabulary: int
 ) -> Bool[Array, "c v"]:
     """Return which tokens a mask contains; the targets, and all tokens of an empty mask (padding)
     are always among them."""
     bits = (mask[:, :, None] >> jnp.arange(32)) & 1
-    kept = bits.reshape(len(mask), -1)[:, :vocabulary] > 0
-    every = jax.lax.broadcasted_iota(jnp.int32, kept.shape, 1)
-    return kept | (every == targets[:, None]) | ~jnp.any(kept, axis=-1, keepdims=True)
+    allowed_mask = bits.reshape(len(mask), -1)[:, :vocabulary] > 0
+    every = jax.lax.broadcasted_iota(jnp.int32, allowed_mask.shape, 1)
+    return (
+        allowed_mask | (every == targets[:, None]) | ~jnp.any(allowed_mask, axis=-1, keepdims=True)
+    )
 
 
 def old_logps(batch: Batch, policy: Policy) -> jax.Array:

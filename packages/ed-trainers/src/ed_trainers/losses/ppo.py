@@ -26,7 +26,7 @@ def last_of_answers(weights: Tokens) -> Tokens:
     return weights * (1 - following)
 
 
-def whitened(values: Tokens, weights: Tokens, *, shift_mean: bool = True) -> Tokens:
+def whiten_values(values: Tokens, weights: Tokens, *, shift_mean: bool = True) -> Tokens:
     """Values of unit variance over all tokens of answers, and of mean 0 or their own; 0 elsewhere.
 
     The variance is the unbiased one. A single token has none, and is divided by the root of 1e-8.
@@ -57,10 +57,10 @@ def generalized_advantages(
     following = jnp.pad((weights * values)[:, 1:], ((0, 0), (0, 1)))
     differences = weights * (rewards + gamma * following - values)
 
-    def body(rest: jax.Array, token: tuple[jax.Array, jax.Array]):
+    def body(advantage: jax.Array, token: tuple[jax.Array, jax.Array]):
         difference, weight = token
-        rest = weight * (difference + gamma * lam * rest)
-        return rest, rest
+        advantage = weight * (difference + gamma * lam * advantage)
+        return advantage, advantage
 
     start = jnp.zeros(rewards.shape[:1], rewards.dtype)
     _, sums = jax.lax.scan(body, start, (differences.T, weights.T), reverse=True)
@@ -86,18 +86,24 @@ def policy_losses(ratios: Tokens, advantages: Tokens, *, cliprange: float) -> Lo
         ratios: of the probability of each token to the one before the updates.
         advantages: of each token; no gradient is wanted of them.
     """
-    plain = -advantages * ratios
-    held = -advantages * jnp.clip(ratios, 1 - cliprange, 1 + cliprange)
-    return Losses(jnp.maximum(plain, held), (held > plain).astype(plain.dtype))
+    unclipped_losses = -advantages * ratios
+    clipped_losses = -advantages * jnp.clip(ratios, 1 - cliprange, 1 + cliprange)
+    return Losses(
+        jnp.maximum(unclipped_losses, clipped_losses),
+        (clipped_losses > unclipped_losses).astype(unclipped_losses.dtype),
+    )
 
 
 def value_losses(
     values: Tokens, old_values: Tokens, returns: Tokens, *, cliprange: float
 ) -> Losses:
     """Half the squared error, not below that of values held within `old ± cliprange`."""
-    held = jnp.clip(values, old_values - cliprange, old_values + cliprange)
-    plain, clipped = (values - returns) ** 2, (held - returns) ** 2
-    return Losses(0.5 * jnp.maximum(plain, clipped), (clipped > plain).astype(plain.dtype))
+    clipped_values = jnp.clip(values, old_values - cliprange, old_values + cliprange)
+    unclipped_errors, clipped = (values - returns) ** 2, (clipped_values - returns) ** 2
+    return Losses(
+        0.5 * jnp.maximum(unclipped_errors, clipped),
+        (clipped > unclipped_errors).astype(unclipped_errors.dtype),
+    )
 
 
 def kl_estimates(logps: Tokens, ref_logps: Tokens, estimator: str) -> Tokens:

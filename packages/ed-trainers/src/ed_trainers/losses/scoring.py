@@ -22,7 +22,7 @@ from ed_trainers.options.preference import AnswerArguments
 from ed_trainers.placement import Placement
 
 
-def noise_of(
+def build_noise_inputs(
     model: LanguageModel, batch: Batch, key: jax.Array | None, noise: float | None
 ) -> dict[str, jax.Array]:
     """Return the argument `inputs_embeds` with NEFTune's noise, or nothing without noise.
@@ -54,10 +54,10 @@ def forward(
         batch: `input_ids` [r, s] and any other arrays.
         key: dropout key; None = deterministic.
         hidden_states: also return the input of every layer.
-        noise: see `noise_of`.
+        noise: see `build_noise_inputs`.
     """
     more: dict[str, Any] = {"output_hidden_states": True} if hidden_states else {}
-    more |= noise_of(model, batch, key, noise)
+    more |= build_noise_inputs(model, batch, key, noise)
     more |= batch.select((ROUTED_EXPERTS,))
     return model(**batch.select(model.input_names), logits_at="none", key=key, **more)
 
@@ -77,7 +77,7 @@ def token_scores(
         batch: `input_ids`, `segment_ids`, `position_ids` [r, s].
         key: dropout key; None = deterministic.
         labels: c.
-        noise: see `noise_of`.
+        noise: see `build_noise_inputs`.
 
     Raises:
         ConfigError: the model has a different number of outputs.
@@ -87,7 +87,7 @@ def token_scores(
         **batch.select(model.input_names),
         logits_at="all",
         key=key,
-        **noise_of(model, batch, key, noise),
+        **build_noise_inputs(model, batch, key, noise),
     )
     if output.logits.shape[-1] != labels:
         raise ConfigError(
@@ -115,7 +115,7 @@ def target_logps(
         placement: determines which devices hold which tokens.
         chunk: number of tokens whose logits exist at the same time; None uses the default of the
             loss.
-        noise: see `noise_of`.
+        noise: see `build_noise_inputs`.
     """
     output = forward(model, batch, key, noise=noise)
     assert output.last_hidden_state is not None

@@ -22,10 +22,10 @@ def segment_sums(
     """Sum the values of each segment; the value of padding (segment 0) counts nowhere."""
     s = values.shape[-1]
 
-    def of_row(row: jax.Array, segments: jax.Array) -> jax.Array:
+    def sum_row(row: jax.Array, segments: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(row, segments, num_segments=s + 1)[1:]
 
-    return jax.vmap(of_row)(values, segment_ids)
+    return jax.vmap(sum_row)(values, segment_ids)
 
 
 def last_tokens(segment_ids: np.ndarray) -> np.ndarray:

@@ -20,8 +20,8 @@ def unit(vectors: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
 
 def ranking_losses(
     anchors: Float[Array, "n d"],
-    others: Sequence[Float[Array, "n d"]],
-    here: Float[Array, " n"],
+    candidates: Sequence[Float[Array, "n d"]],
+    pair_mask: Float[Array, " n"],
     temperatures: Sequence[float],
     *,
     symmetric: bool,
@@ -30,36 +30,40 @@ def ranking_losses(
 
     Args:
         anchors: unit vectors.
-        others: unit vectors of the positives, then of each column of negatives; all of them are
+        candidates: unit vectors of the positives, then of each column of negatives; all of them are
             candidates for each anchor.
-        here: 1 where there is a pair.
+        pair_mask: 1 where there is a pair.
         temperatures: divisors of the cosines, whose losses are averaged.
         symmetric: also find the anchor of each positive.
     """
-    gap = jnp.where(here > 0, 0.0, -jnp.inf)
-    positives = anchors @ others[0].T
-    negatives = [anchors @ negative.T for negative in others[1:]]
-    whole = jnp.concatenate([positives, *negatives], axis=-1)
-    gaps = jnp.tile(gap, len(others))
-    losses = jnp.zeros_like(here)
-    ways = [(whole, gaps), (positives.T, gap)] if symmetric else [(whole, gaps)]
+    gap = jnp.where(pair_mask > 0, 0.0, -jnp.inf)
+    positives = anchors @ candidates[0].T
+    negatives = [anchors @ negative.T for negative in candidates[1:]]
+    candidate_scores = jnp.concatenate([positives, *negatives], axis=-1)
+    gaps = jnp.tile(gap, len(candidates))
+    losses = jnp.zeros_like(pair_mask)
+    ways = (
+        [(candidate_scores, gaps), (positives.T, gap)] if symmetric else [(candidate_scores, gaps)]
+    )
     for scores, outside in ways:
         for temperature in temperatures:
             total = jax.nn.logsumexp(scores / temperature + outside, axis=-1)
-            losses += jnp.where(here > 0, total - jnp.diagonal(scores) / temperature, 0.0)
-    nearest = jnp.argmax(whole + gaps, axis=-1) == jnp.arange(here.size)
+            losses += jnp.where(pair_mask > 0, total - jnp.diagonal(scores) / temperature, 0.0)
+    nearest = jnp.argmax(candidate_scores + gaps, axis=-1) == jnp.arange(pair_mask.size)
     return losses / (len(ways) * len(temperatures)), nearest.astype(jnp.float32)
 
 
 def cosent_loss(
     cosines: Float[Array, " n"],
     scores: Float[Array, " n"],
-    here: Float[Array, " n"],
+    pair_mask: Float[Array, " n"],
     temperature: float,
 ) -> Float[Array, ""]:
     """Return `log(1 + sum exp((cosine_i - cosine_j) / temperature))` over `score_i < score_j`."""
     differences = (cosines[:, None] - cosines[None, :]) / temperature
-    wrong = (scores[:, None] < scores[None, :]) & (here[:, None] > 0) & (here[None, :] > 0)
+    wrong = (
+        (scores[:, None] < scores[None, :]) & (pair_mask[:, None] > 0) & (pair_mask[None, :] > 0)
+    )
     masked = jnp.where(wrong, differences, -jnp.inf).reshape(-1)
     return jax.nn.logsumexp(jnp.concatenate([jnp.zeros(1), masked]))
 

@@ -105,12 +105,12 @@ def noise_mask(length: int, noise: int, spans: int, random: np.random.Generator)
     return np.repeat(np.arange(2 * spans) % 2 == 1, interleaved)
 
 
-def replaced(ids: np.ndarray, noise: np.ndarray, sentinels: np.ndarray) -> np.ndarray:
+def replace_spans(ids: np.ndarray, noise: np.ndarray, sentinels: np.ndarray) -> np.ndarray:
     """Return the tokens, with the sentinel of its number in place of each span of noise."""
     starts = noise & ~np.concatenate([[False], noise[:-1]])
-    made = ids.copy()
-    made[starts] = sentinels[: int(starts.sum())]
-    return made[~noise | starts]
+    output_ids = ids.copy()
+    output_ids[starts] = sentinels[: int(starts.sum())]
+    return output_ids[~noise | starts]
 
 
 class CorruptedRows(NamedTuple):
@@ -169,15 +169,15 @@ def corrupted_rows(
     for row in range(b):
         read = wrote = 0
         for segment in range(1, int(segment_ids[row].max(initial=0)) + 1):
-            here = segment_ids[row] == segment
-            whole = input_ids[row][here]
-            if not len(whole):
+            document_mask = segment_ids[row] == segment
+            document_ids = input_ids[row][document_mask]
+            if not len(document_ids):
                 continue
             # The draws of a document do not depend on the other documents of its row.
-            random = row_generator(seed, whole, np.ones_like(whole))
-            ended = whole[-1] == sentinels.eos
-            ids = whole[:-1] if ended else whole
-            source, target = _corrupted(ids, sentinels, density, mean_span, random)
+            random = row_generator(seed, document_ids, np.ones_like(document_ids))
+            ended = document_ids[-1] == sentinels.eos
+            ids = document_ids[:-1] if ended else document_ids
+            source, target = _corrupt_document(ids, sentinels, density, mean_span, random)
             if not len(target) or wrote + len(target) > width:
                 source, target = ids, target[:0]
             source = np.append(source, sentinels.eos) if ended else source
@@ -190,7 +190,7 @@ def corrupted_rows(
     return rows
 
 
-def _corrupted(
+def _corrupt_document(
     ids: np.ndarray,
     sentinels: Sentinels,
     density: float,
@@ -208,5 +208,5 @@ def _corrupted(
             "mean_noise_span_length, or use a tokenizer with more sentinels"
         )
     mask = noise_mask(len(ids), noise, spans, random)
-    target = np.append(replaced(ids, ~mask, sentinels.ids), sentinels.eos)
-    return replaced(ids, mask, sentinels.ids), target
+    target = np.append(replace_spans(ids, ~mask, sentinels.ids), sentinels.eos)
+    return replace_spans(ids, mask, sentinels.ids), target

@@ -44,5 +44,5 @@ def speech_batch(batch: HostBatch, model: LanguageModel) -> Inputs[np.ndarray]:
     sound: dict[str, np.ndarray] = {name: np.asarray(batch[name], np.float32)}
     if "attention_mask" in model.input_names and "attention_mask" in batch:
         sound["attention_mask"] = np.asarray(batch["attention_mask"], np.int32)
-    made = decoder_arrays(batch, model)
-    return Inputs({**sound, **made}, {"targets": TOKENS, "weights": TOKENS})
+    decoder_inputs = decoder_arrays(batch, model)
+    return Inputs({**sound, **decoder_inputs}, {"targets": TOKENS, "weights": TOKENS})

@@ -103,14 +103,14 @@ def by_device(
     def run(*arguments: object) -> T:
         # XLA on CPUs aborts the process when such a program sums bfloat16 over devices, as the
         # gradient of an argument that every device has whole: there the sum is in float32.
-        whole = [spec == PartitionSpec() and _on_cpu(sharding) for spec in inputs]
+        widen_flags = [spec == PartitionSpec() and _on_cpu(sharding) for spec in inputs]
         dtypes = [jax.tree.map(lambda x: x.dtype, argument) for argument in arguments]
 
         def narrow(*wide: object) -> T:
             return local(*(jax.tree.map(_as, *pair) for pair in zip(wide, dtypes, strict=True)))
 
         split = jax.shard_map(
-            narrow if any(whole) else local,
+            narrow if any(widen_flags) else local,
             mesh=sharding.mesh,
             in_specs=inputs,
             out_specs=out,
@@ -119,7 +119,7 @@ def by_device(
         )
         wide = [
             jax.tree.map(_at_least_float32, argument) if is_whole else argument
-            for argument, is_whole in zip(arguments, whole, strict=True)
+            for argument, is_whole in zip(arguments, widen_flags, strict=True)
         ]
         return split(*wide)
 

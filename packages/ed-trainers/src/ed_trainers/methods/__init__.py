@@ -26,9 +26,9 @@ def trainer_class(trainer_type: str) -> type[Trainer]:
     from ed_trainers.trainer import Trainer, trainer_of
 
     entry = method(trainer_type)
-    found = entry.load()
-    if isinstance(found, Method):
-        return trainer_of(found, entry, f"{trainer_type}_trainer")
-    assert isinstance(found, type)
-    assert issubclass(found, Trainer)
-    return found
+    implementation = entry.load()
+    if isinstance(implementation, Method):
+        return trainer_of(implementation, entry, f"{trainer_type}_trainer")
+    assert isinstance(implementation, type)
+    assert issubclass(implementation, Trainer)
+    return implementation

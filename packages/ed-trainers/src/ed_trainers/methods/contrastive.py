@@ -22,7 +22,7 @@ from ed_models.tasks.image_text_match import ImageTextMatcher
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.images import IMAGE_AXES, images_of
+from ed_trainers.losses.images import IMAGE_AXES, get_images
 from ed_trainers.options.supervised import ContrastiveArguments
 from ed_trainers.trainer import Trainer
 
@@ -42,13 +42,13 @@ def prepare(run: MethodRun[ContrastiveArguments], batch: HostBatch) -> Prepared:
         raise ConfigError(f"a batch for {run.name} has input_ids, not only {', '.join(batch)}")
     ids = np.asarray(batch["input_ids"], np.int32)
     real = np.asarray(batch.get("segment_ids", np.ones(ids.shape)), np.int32).any(axis=1)
-    made = {
-        "pixel_values": images_of(batch, run.name),
+    arrays = {
+        "pixel_values": get_images(batch, run.name),
         "input_ids": ids,
         "pairs": real.astype(np.float32),
     }
     axes: dict[str, LogicalAxes] = {"pixel_values": IMAGE_AXES, "pairs": ("batch",)}
-    return Inputs(made, axes)
+    return Inputs(arrays, axes)
 
 
 def loss(

@@ -16,7 +16,7 @@ from jax.nn import relu
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models
-from ed_trainers.losses.pairs import pair_metrics, smoothed
+from ed_trainers.losses.pairs import compute_smoothed_losses, pair_metrics
 from ed_trainers.methods.pairs import COLUMNS, prepare_pairs, score_pairs
 from ed_trainers.options.preference import CPOArguments, SimPOArguments
 from ed_trainers.trainer import Trainer
@@ -45,11 +45,11 @@ def loss(
     metrics = pair_metrics(present, (beta * logps[0], beta * logps[1]), (logps[0], logps[1]))
     tokens = jnp.sum(chosen.tokens)
     cross_entropy = -jnp.sum(chosen.logps)
-    found = Loss.of(pairs.output, total, jnp.sum(present), **metrics)
+    pair_loss = Loss.of(pairs.output, total, jnp.sum(present), **metrics)
     if weight:
-        found.sums["weighted_nll_loss"] = Metric.of(weight * cross_entropy, tokens)
-        found.metrics["nll_loss"] = Metric.of(cross_entropy, tokens)
-    return found
+        pair_loss.sums["weighted_nll_loss"] = Metric.of(weight * cross_entropy, tokens)
+        pair_loss.metrics["nll_loss"] = Metric.of(cross_entropy, tokens)
+    return pair_loss
 
 
 def pair_losses(
@@ -60,9 +60,9 @@ def pair_losses(
     match loss_type:
         case "simpo":
             margin = beta * difference - arguments.simpo_gamma
-            return smoothed(margin, arguments.label_smoothing)
+            return compute_smoothed_losses(margin, arguments.label_smoothing)
         case "sigmoid":
-            return smoothed(beta * difference, arguments.label_smoothing)
+            return compute_smoothed_losses(beta * difference, arguments.label_smoothing)
         case "hinge":
             return relu(1 - beta * difference)
         case "ipo":

@@ -53,25 +53,28 @@ def prepare(run: MethodRun[CrossEncoderArguments], batch: HostBatch) -> Prepared
         )
     axes: dict[str, LogicalAxes] = {"labels": ("batch",), "weights": ("batch",)}
     if run.arguments.sides:
-        made = choice_batch(batch, run.arguments.sides)
-        here = np.any(made["segment_ids"] > 0, axis=(1, 2))
-        numbers = {"labels": np.zeros(len(here), np.float32), "weights": here.astype(np.float32)}
-        return Inputs({**made, **numbers}, {**made.declared, **axes})
+        choices = choice_batch(batch, run.arguments.sides)
+        row_mask = np.any(choices["segment_ids"] > 0, axis=(1, 2))
+        numbers = {
+            "labels": np.zeros(len(row_mask), np.float32),
+            "weights": row_mask.astype(np.float32),
+        }
+        return Inputs({**choices, **numbers}, {**choices.declared, **axes})
     if "labels" not in batch:
         raise ConfigError(
             f"a batch of pairs has labels, not only {', '.join(sorted(batch))}: use rows with "
             "query, document and label"
         )
     arrays = sequence_arrays(batch)
-    here = np.any(arrays["segment_ids"] > 0, axis=1)
-    labels = np.where(here, np.asarray(batch["labels"], np.float32), 0.0).astype(np.float32)
+    row_mask = np.any(arrays["segment_ids"] > 0, axis=1)
+    labels = np.where(row_mask, np.asarray(batch["labels"], np.float32), 0.0).astype(np.float32)
     if run.arguments.loss_type == BCE and not np.all((labels >= 0) & (labels <= 1)):
         wrong = labels[(labels < 0) | (labels > 1)][0]
         raise ConfigError(
             f"the label {wrong} is invalid: binary_cross_entropy reads labels from 0 to 1; scale "
             "the labels, or set loss_type: mse"
         )
-    arrays |= {"labels": labels, "weights": here.astype(np.float32)}
+    arrays |= {"labels": labels, "weights": row_mask.astype(np.float32)}
     return Inputs({**arrays, **further_arrays(batch, {*arrays, "attention_mask"})}, axes)
 
 
@@ -111,8 +114,8 @@ def measure(
     def scores(model: LanguageModel, batch: Batch) -> jax.Array:
         texts = {name: x for name, x in batch.items() if name not in ("labels", "weights")}
         rows = as_rows(texts) if run.arguments.sides else Inputs(texts)
-        found = outputs_of_texts(model, rows, None).logits[:, 0].astype(jnp.float32)
-        return found.reshape(len(batch["weights"]), -1) if run.arguments.sides else found
+        logits = outputs_of_texts(model, rows, None).logits[:, 0].astype(jnp.float32)
+        return logits.reshape(len(batch["weights"]), -1) if run.arguments.sides else logits
 
     return score_metrics(run, run.part(HeldOutOutputs).each(batches, state, scores))
 

@@ -47,22 +47,22 @@ def prepare(run: MethodRun[CTCArguments], batch: HostBatch) -> Prepared:
     values = np.asarray(batch["input_values"], np.float32)
     mask = np.asarray(batch.get("attention_mask", np.ones(values.shape)), np.int32) != 0
     labels = np.asarray(batch["labels"], np.int32)
-    here = labels >= 0
+    label_mask = labels >= 0
     # Labels before ignored ones, as the loss reads them.
-    labels = np.take_along_axis(labels, np.argsort(~here, axis=1, kind="stable"), axis=1)
-    lengths = here.sum(axis=1).astype(np.int32)
+    labels = np.take_along_axis(labels, np.argsort(~label_mask, axis=1, kind="stable"), axis=1)
+    lengths = label_mask.sum(axis=1).astype(np.int32)
     labels = np.where(np.arange(labels.shape[1]) < lengths[:, None], labels, 0)
     samples = mask.sum(axis=1)
     real = samples > 0
     _check(run, labels, lengths, samples, real)
-    made = {
+    arrays = {
         "input_values": values,
         "attention_mask": mask.astype(np.int32),
         "labels": labels,
         "label_lengths": lengths,
         "weights": real.astype(np.float32),
     }
-    return Inputs(made, {"label_lengths": _ROWS, "weights": _ROWS})
+    return Inputs(arrays, {"label_lengths": _ROWS, "weights": _ROWS})
 
 
 def _check(

@@ -20,7 +20,7 @@ from ed_models.body.attention_maps import watched_attention
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models
 from ed_trainers.losses.attention import attention_divergences
-from ed_trainers.losses.divergence import compared
+from ed_trainers.losses.divergence import compare_models
 from ed_trainers.methods.sft import prepare
 from ed_trainers.options.distillation import DistillationArguments
 from ed_trainers.trainer import Trainer
@@ -36,7 +36,7 @@ def loss(
         "attention_loss": (arguments.attention_loss_weight, partial(_attention, run, models)),
     }
     shares = {name: share for name, share in shares.items() if share[0]}
-    output, wanted, divergence, logp = compared(
+    output, teacher_output, divergence, logp = compare_models(
         models.learner,
         models["teacher"],
         batch,
@@ -52,7 +52,7 @@ def loss(
     losses = arguments.alpha * scaled - (1 - arguments.alpha) * logp
     figures = {"distillation_loss": scaled, "ce_loss": -logp}
     for name, (weight, compare) in shares.items():
-        figures[name] = compare(output, wanted, batch)
+        figures[name] = compare(output, teacher_output, batch)
         losses += weight * figures[name]
     count = jnp.sum(weights)
     metrics = {name: Metric.of(jnp.sum(weights * x), count) for name, x in figures.items()}
@@ -67,22 +67,25 @@ def _distance(
 ) -> jax.Array:
     """Return the mean squared distance of hidden states, over layers and features, [b, s]."""
     del batch
-    own, other = _layers(student), _layers(teacher)
-    pairs = _paired("hidden_state_layers", run.arguments.hidden_state_layers, own, other)
-    if own[-1].shape[-1] != other[-1].shape[-1]:
+    student_layers, teacher_layers = _layers(student), _layers(teacher)
+    pairs = _pair_layers(
+        "hidden_state_layers", run.arguments.hidden_state_layers, student_layers, teacher_layers
+    )
+    if student_layers[-1].shape[-1] != teacher_layers[-1].shape[-1]:
         raise ConfigError(
-            f"the teacher's hidden states have {other[-1].shape[-1]} features, the student's "
-            f"{own[-1].shape[-1]}: hidden_state_loss_weight needs models of equal width"
+            f"the teacher's hidden states have {teacher_layers[-1].shape[-1]} features, the "
+            "student's "
+            f"{student_layers[-1].shape[-1]}: hidden_state_loss_weight needs models of equal width"
         )
     distances = [
         jnp.mean(
             jnp.square(
-                own[layer].astype(jnp.float32)
-                - jax.lax.stop_gradient(other[of_teacher]).astype(jnp.float32)
+                student_layers[layer].astype(jnp.float32)
+                - jax.lax.stop_gradient(teacher_layers[teacher_layer]).astype(jnp.float32)
             ),
             axis=-1,
         )
-        for layer, of_teacher in pairs
+        for layer, teacher_layer in pairs
     ]
     return jnp.mean(jnp.stack(distances), axis=0)
 
@@ -95,12 +98,12 @@ def _attention(
     batch: Batch,
 ) -> jax.Array:
     """Return the mean divergence of the attention weights of each query, [b, s]."""
-    own, other = _layers(student), _layers(teacher)
-    layers = run.arguments.attention_layers or (len(own) - 1,)
-    pairs = _paired("attention_layers", layers, own, other)
+    student_layers, teacher_layers = _layers(student), _layers(teacher)
+    layers = run.arguments.attention_layers or (len(student_layers) - 1,)
+    pairs = _pair_layers("attention_layers", layers, student_layers, teacher_layers)
     places = {name: batch[name] for name in ("segment_ids", "position_ids")}
     # Layer 1 reads the first hidden states.
-    sides = (models.learner, own, 0), (models["teacher"], other, 1)
+    sides = (models.learner, student_layers, 0), (models["teacher"], teacher_layers, 1)
     watched = (
         watched_attention(model, hidden, [pair[side] - 1 for pair in pairs], **places)
         for model, hidden, side in sides
@@ -109,7 +112,7 @@ def _attention(
     return jnp.mean(jnp.stack(divergences), axis=0)
 
 
-def _paired(
+def _pair_layers(
     option: str,
     layers: tuple[int, ...] | None,
     student: tuple[jax.Array, ...],

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.pairs import pair_batch, pair_metrics, sides_of, smoothed
+from ed_trainers.losses.pairs import compute_smoothed_losses, pair_batch, pair_metrics, split_sides
 from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.pairs import COLUMNS, score_pairs
 from ed_trainers.methods.reference import Reference, compute_ahead, reads_whole_batches
@@ -39,7 +39,7 @@ def loss(run: MethodRun[DPOArguments], models: Models, batch: Batch, key: jax.Ar
     """Return the loss summed over the pairs."""
     pairs = score_pairs(run, models, batch, key)
     sides, present = (pairs.chosen, pairs.rejected), pairs.present
-    references = sides_of(run.part(Reference).logps(models, pairs.rows))
+    references = split_sides(run.part(Reference).logps(models, pairs.rows))
     ratios = [
         Answers(side.logps - reference, side.tokens)
         for side, reference in zip(sides, references, strict=True)
@@ -62,9 +62,11 @@ def pair_losses(arguments: DPOArguments, chosen: Answers, rejected: Answers) -> 
     difference = chosen.logps - rejected.logps
     match arguments.loss_type:
         case "sigmoid":
-            return smoothed(beta * difference, smoothing)
+            return compute_smoothed_losses(beta * difference, smoothing)
         case "sigmoid_norm":
-            return smoothed(beta * (chosen.mean_logps - rejected.mean_logps), smoothing)
+            return compute_smoothed_losses(
+                beta * (chosen.mean_logps - rejected.mean_logps), smoothing
+            )
         case "hinge":
             return relu(1 - beta * difference)
         case "ipo":

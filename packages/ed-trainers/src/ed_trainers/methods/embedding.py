@@ -25,7 +25,7 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.pairs import as_rows, pair_batch
-from ed_trainers.losses.scoring import noise_of
+from ed_trainers.losses.scoring import build_noise_inputs
 from ed_trainers.losses.segments import last_tokens
 from ed_trainers.losses.similarity import cosent_loss, margin_losses, ranking_losses, unit
 from ed_trainers.methods.held_out import HeldOutOutputs, vector_metrics
@@ -81,17 +81,17 @@ def prepare(run: MethodRun[EmbeddingArguments], batch: HostBatch) -> Prepared:
                 f"a batch of embedding with loss_type {run.arguments.loss_type} has {name}, not "
                 f"only {', '.join(sorted(batch))}: use rows with {', '.join(sides)} and score"
             )
-        numbers[name] = of_pairs(batch[name], pairs["segment_ids"][:, 0], slots)
-    kept = pairs.select(name for name in pairs if name not in ("targets", "weights"))
-    return with_arrays(kept, **numbers)
+        numbers[name] = gather_pair_values(batch[name], pairs["segment_ids"][:, 0], slots)
+    pair_inputs = pairs.select(name for name in pairs if name not in ("targets", "weights"))
+    return with_arrays(pair_inputs, **numbers)
 
 
-def of_pairs(values: np.ndarray, segment_ids: np.ndarray, slots: int) -> np.ndarray:
+def gather_pair_values(values: np.ndarray, segment_ids: np.ndarray, slots: int) -> np.ndarray:
     """Return the value at the last token of each segment, float32 [b, p]; 0 without a segment."""
-    found = np.zeros((len(values), slots), np.float32)
+    pair_values = np.zeros((len(values), slots), np.float32)
     rows, columns = np.nonzero(last_tokens(segment_ids))
-    found[rows, segment_ids[rows, columns] - 1] = np.asarray(values)[rows, columns]
-    return found
+    pair_values[rows, segment_ids[rows, columns] - 1] = np.asarray(values)[rows, columns]
+    return pair_values
 
 
 def loss(
@@ -104,17 +104,17 @@ def loss(
     rows, count = as_rows(texts), len(arguments.sides)
     output = embed(models.learner, rows, present.shape[-1], key, arguments)
 
-    def sides_of(embeddings: jax.Array) -> list[jax.Array]:
+    def split_sides(embeddings: jax.Array) -> list[jax.Array]:
         split = embeddings.reshape(-1, count, *embeddings.shape[1:]).astype(jnp.float32)
         return [split[:, i].reshape(-1, split.shape[-1]) for i in range(count)]
 
-    sides, here = sides_of(output.embeddings), present.reshape(-1)
+    sides, pair_mask = split_sides(output.embeddings), present.reshape(-1)
     scores = [batch[name].reshape(-1) for name in arguments.scores]
-    total, pairs = jnp.zeros(()), jnp.sum(here)
+    total, pairs = jnp.zeros(()), jnp.sum(pair_mask)
     if arguments.loss_type == MSE:
         teacher = embed(models[_TEACHER], rows, present.shape[-1], None, arguments)
-        targets = sides_of(jax.lax.stop_gradient(teacher.embeddings))
-        return Loss.of(output, jnp.sum(here * _squared(sides, targets)), pairs)
+        targets = split_sides(jax.lax.stop_gradient(teacher.embeddings))
+        return Loss.of(output, jnp.sum(pair_mask * _compute_squared_errors(sides, targets)), pairs)
     metrics = {}
     weight = pairs
     for length, factor in _cuts(run, sides[0].shape[-1]):
@@ -122,22 +122,24 @@ def loss(
         if arguments.loss_type != MARGIN_MSE or arguments.matryoshka_dims:
             cut = [unit(side) for side in cut]
         if arguments.loss_type == RANKING:
-            found, right = ranking_losses(
-                cut[0], cut[1:], here, arguments.temperature, symmetric=arguments.symmetric
+            pair_losses, right = ranking_losses(
+                cut[0], cut[1:], pair_mask, arguments.temperature, symmetric=arguments.symmetric
             )
-            metrics["accuracy"] = Metric.of(jnp.sum(here * right), pairs)
+            metrics["accuracy"] = Metric.of(jnp.sum(pair_mask * right), pairs)
         elif arguments.loss_type == MARGIN_MSE:
-            found = margin_losses(cut[0], cut[1], cut[2:], scores)
+            pair_losses = margin_losses(cut[0], cut[1], cut[2:], scores)
         else:
             cosines = jnp.sum(cut[0] * cut[1], axis=-1)
             if arguments.loss_type == COSENT:
                 weight = jnp.minimum(pairs, 1.0)
-                losses = [cosent_loss(cosines, scores[0], here, t) for t in arguments.temperature]
+                losses = [
+                    cosent_loss(cosines, scores[0], pair_mask, t) for t in arguments.temperature
+                ]
                 total += factor * weight * sum(losses, jnp.zeros(())) / len(losses)
                 continue
             assert arguments.loss_type == COSINE
-            found = (cosines - scores[0]) ** 2
-        total += factor * jnp.sum(here * found)
+            pair_losses = (cosines - scores[0]) ** 2
+        total += factor * jnp.sum(pair_mask * pair_losses)
     return Loss.of(output, total, weight, **metrics)
 
 
@@ -154,18 +156,18 @@ def embed(
     that only the embeddings of all rows exist at the same time.
     """
 
-    def of_part(part: Batch, key: jax.Array | None) -> EmbeddingOutput:
+    def embed_part(part: Batch, key: jax.Array | None) -> EmbeddingOutput:
         output = cast(Callable[..., EmbeddingOutput], model)(
             **part.select(model.input_names),
             segments=slots,
             key=key,
-            **noise_of(model, part, key, arguments.neftune_noise_alpha),
+            **build_noise_inputs(model, part, key, arguments.neftune_noise_alpha),
         )
         return output.replace(last_hidden_state=None)
 
     size, count = arguments.mini_batch_size, rows["input_ids"].shape[0]
     if size is None or size >= count:
-        return of_part(rows, key)
+        return embed_part(rows, key)
     if count % size:
         raise ConfigError(
             f"mini_batch_size {size} does not divide the {count} texts of a step "
@@ -176,16 +178,16 @@ def embed(
 
     @jax.checkpoint
     def one(number: jax.Array, part: dict[str, jax.Array]) -> Any:
-        own = None if key is None else jax.random.fold_in(key, number)
-        return of_part(Inputs(part), own)
+        part_key = None if key is None else jax.random.fold_in(key, number)
+        return embed_part(Inputs(part), part_key)
 
-    found = jax.lax.map(lambda at: one(*at), (numbers, parts))
-    summed = jax.tree.map(lambda x: jnp.sum(x, axis=0), found.replace(embeddings=None))
-    vectors = found.embeddings
+    stacked_output = jax.lax.map(lambda at: one(*at), (numbers, parts))
+    summed = jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked_output.replace(embeddings=None))
+    vectors = stacked_output.embeddings
     return summed.replace(embeddings=vectors.reshape(count, *vectors.shape[2:]))
 
 
-def _squared(
+def _compute_squared_errors(
     sides: list[Float[Array, "n d"]], targets: list[Float[Array, "n d"]]
 ) -> Float[Array, " n"]:
     """Return the mean squared difference of the vectors of each pair."""
@@ -217,8 +219,8 @@ def measure(
     def vectors(model: LanguageModel, batch: Batch) -> jax.Array:
         rows = as_rows({name: array for name, array in batch.items() if name not in numbers})
         slots = batch["present"].shape[-1]
-        found = embed(model, rows, slots, None, run.arguments).embeddings
-        return found.reshape(-1, sides, *found.shape[1:]).astype(jnp.float32)
+        embeddings = embed(model, rows, slots, None, run.arguments).embeddings
+        return embeddings.reshape(-1, sides, *embeddings.shape[1:]).astype(jnp.float32)
 
     return vector_metrics(run, run.part(HeldOutOutputs).each(batches, state, vectors))
 

@@ -36,14 +36,18 @@ def rows(
     remain = run.arguments.num_remains_in_group
     if remain is None or number == HELD_OUT:
         return grpo.rows(run, completions, weights, number)
-    whole = completions.rows(run.arguments.row_length)
-    scores = run.part(Scorer).score(completions, whole, weights)
+    all_rows = completions.rows(run.arguments.row_length)
+    scores = run.part(Scorer).score(completions, all_rows, weights)
     lengths = np.asarray([len(ids) for ids in completions.completion_ids])
-    kept = best(run.arguments, scores.total, lengths)
-    own = scores._replace(each=scores.each[kept], total=scores.total[kept], per_prompt=remain)
-    made, figures = grpo.rows(run, completions.select(kept.tolist()), weights, number, own)
-    trained = {"completions/mean_trained_length": float(lengths[kept].mean())}
-    return made, {**figures, **scores.figures(), **trained}
+    best_indices = best(run.arguments, scores.total, lengths)
+    remaining_scores = scores._replace(
+        each=scores.rewards[best_indices], total=scores.total[best_indices], per_prompt=remain
+    )
+    row_arrays, figures = grpo.rows(
+        run, completions.select(best_indices.tolist()), weights, number, remaining_scores
+    )
+    trained = {"completions/mean_trained_length": float(lengths[best_indices].mean())}
+    return row_arrays, {**figures, **scores.figures(), **trained}
 
 
 def best(arguments: GFPOArguments, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:

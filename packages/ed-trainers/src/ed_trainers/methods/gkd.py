@@ -24,7 +24,7 @@ from ed_infra.outputs import Metric
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, MethodRun, Models
-from ed_trainers.losses.divergence import compared
+from ed_trainers.losses.divergence import compare_models
 from ed_trainers.online.completions import Completions, PromptContent, PromptRows
 from ed_trainers.online.phase import HELD_OUT, Phase, PhaseRows, online_method
 from ed_trainers.options.gkd import GKDArguments
@@ -56,12 +56,12 @@ def complete(
     if is_on_policy(run, number):
         return phase.sample(batch, weights, number=number)
     if run.arguments.seq_kd:
-        teacher = phase.rollout_of(lambda models: models["teacher"])
+        teacher = phase.build_rollout(lambda models: models["teacher"])
         return phase.sample(batch, weights, number=number, rollout=teacher)
-    return _of_data(run, batch)
+    return _read_completions(run, batch)
 
 
-def _of_data(run: MethodRun[GKDArguments], batch: HostBatch) -> Completions:
+def _read_completions(run: MethodRun[GKDArguments], batch: HostBatch) -> Completions:
     """Return the completions in the field `completion` of the data."""
     arguments = run.arguments
     fields = getattr(batch, "fields", {})
@@ -72,14 +72,14 @@ def _of_data(run: MethodRun[GKDArguments], batch: HostBatch) -> Completions:
             "seq_kd for completions of the teacher, or lmbda 1 for the student's only"
         )
     prompts = [list(ids)[-arguments.max_prompt_length :] for ids in batch.input_ids]
-    whole = [_tokens(run, answer, row) for row, answer in enumerate(fields[FIELD])]
+    completion_ids = [_tokens(run, answer, row) for row, answer in enumerate(fields[FIELD])]
     return Completions(
         prompts=list(getattr(batch, "prompts", prompts)),
         prompt_ids=prompts,
-        completion_ids=[ids[: arguments.max_completion_length] for ids in whole],
-        logprobs=[[] for _ in whole],
+        completion_ids=[ids[: arguments.max_completion_length] for ids in completion_ids],
+        logprobs=[[] for _ in completion_ids],
         completions=list(fields[FIELD]),
-        ended=[len(ids) <= arguments.max_completion_length for ids in whole],
+        ended=[len(ids) <= arguments.max_completion_length for ids in completion_ids],
         fields=fields,
     )
 
@@ -104,13 +104,13 @@ def rows(
 ) -> PhaseRows:
     """Return rows of the completions; the figure `on_policy` is 1 for the student's own."""
     del weights
-    made = dict(completions.rows(run.arguments.row_length))
-    return made, {"on_policy": float(is_on_policy(run, number))}
+    row_arrays = dict(completions.rows(run.arguments.row_length))
+    return row_arrays, {"on_policy": float(is_on_policy(run, number))}
 
 
 def loss(run: MethodRun[GKDArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the divergence summed over the tokens of completions."""
-    output, _, divergence, logp = compared(
+    output, _, divergence, logp = compare_models(
         models.learner,
         models["teacher"],
         batch,

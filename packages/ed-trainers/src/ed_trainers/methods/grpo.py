@@ -29,7 +29,14 @@ from ed_trainers.contract import Batch, Loss, MethodRun, Models
 from ed_trainers.losses.policy import Policy, Truncation, clip_metrics, old_logps, row_metrics
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import HELD_OUT, Phase, PhaseRows, Question, online_method, policy_of
+from ed_trainers.online.phase import (
+    HELD_OUT,
+    Phase,
+    PhaseRows,
+    Question,
+    compute_policy,
+    online_method,
+)
 from ed_trainers.online.scorer import Scorer, Scores
 from ed_trainers.options.groups import GroupArguments, GRPOArguments
 from ed_trainers.options.online import OnlineArguments
@@ -68,7 +75,7 @@ def rows(
             "rollout returned none: use the engine, or omit sampling_mask_replay"
         )
     asks = run.arguments.keeps_old or run.arguments.has_reference
-    made, figures = group_rows(
+    row_arrays, figures = group_rows(
         run,
         completions,
         weights,
@@ -79,12 +86,14 @@ def rows(
         scores=scores,
     )
     if not run.arguments.corrects:
-        return made, figures
-    sampled = completions.at_tokens(completions.logprobs, made["weights"].shape[1])
-    own = made.pop("sampled_logps", made["old_logps"])
-    made["correction"], more = correction(run.arguments, own, sampled, made["weights"])
+        return row_arrays, figures
+    sampled = completions.at_tokens(completions.logprobs, row_arrays["weights"].shape[1])
+    trainer_logps = row_arrays.pop("sampled_logps", row_arrays["old_logps"])
+    row_arrays["correction"], more = correction(
+        run.arguments, trainer_logps, sampled, row_arrays["weights"]
+    )
     require_equal_bits(run, more)
-    return made, {**figures, **more}
+    return row_arrays, {**figures, **more}
 
 
 def policies(run: MethodRun[GRPOArguments], models: Models, batch: Batch) -> dict[str, jax.Array]:
@@ -97,26 +106,26 @@ def policies(run: MethodRun[GRPOArguments], models: Models, batch: Batch) -> dic
     if run.arguments.keeps_old:
         # With masks, the log-probabilities are those of the sampling already.
         truncated = run.arguments.corrects and not run.arguments.sampling_mask_replay
-        _, own = policy_of(run, models.learner, batch, truncated=truncated)
-        out["old_logps"] = own.logps
-        if own.sampled_logps is not None:
-            out["sampled_logps"] = own.sampled_logps
+        _, learner_policy = compute_policy(run, models.learner, batch, truncated=truncated)
+        out["old_logps"] = learner_policy.logps
+        if learner_policy.sampled_logps is not None:
+            out["sampled_logps"] = learner_policy.sampled_logps
     if run.arguments.has_reference:
-        out["reference_logps"] = policy_of(run, models["reference"], batch)[1].logps
+        out["reference_logps"] = compute_policy(run, models["reference"], batch)[1].logps
     return out
 
 
 def advantages(
-    run: MethodRun[GRPOArguments], groups: np.ndarray, made: dict[str, np.ndarray]
+    run: MethodRun[GRPOArguments], groups: np.ndarray, row_arrays: dict[str, np.ndarray]
 ) -> np.ndarray:
     """Return the rewards [p, g] minus the mean of their group, scaled by `scale_rewards`."""
-    del made
-    found = groups - nanmean(groups)
+    del row_arrays
+    group_advantages = groups - nanmean(groups)
     if run.arguments.scale_rewards == "group":
-        found = found / (nanstd(groups) + _SMALL)
+        group_advantages = group_advantages / (nanstd(groups) + _SMALL)
     elif run.arguments.scale_rewards == "batch":
-        found = found / (nanstd(groups.reshape(-1)) + _SMALL)
-    return found
+        group_advantages = group_advantages / (nanstd(groups.reshape(-1)) + _SMALL)
+    return group_advantages
 
 
 def group_rows(
@@ -148,32 +157,32 @@ def group_rows(
     options = run.arguments
     assert isinstance(options, GroupArguments), "the options of a method that compares groups"
     assert isinstance(options, OnlineArguments), "the method samples"
-    made = dict(completions.rows(options.row_length))
+    row_arrays = dict(completions.rows(options.row_length))
     if isinstance(options, GRPOArguments) and options.sampling_mask_replay:
         size = run.learner.config.get_text_config().vocab_size
-        made[SAMPLING_MASKS] = completions.token_masks(options.row_length, size)
+        row_arrays[SAMPLING_MASKS] = completions.token_masks(options.row_length, size)
     if options.mask_truncated_completions:
-        made["weights"] *= np.asarray(completions.ended, np.float32)[:, None]
+        row_arrays["weights"] *= np.asarray(completions.ended, np.float32)[:, None]
     if asks:
-        made |= run.part(Phase).ask(ask, made, weights)
+        row_arrays |= run.part(Phase).ask(ask, row_arrays, weights)
     if scores is None:
-        scores = run.part(Scorer).score(completions, made, weights)
-    known = np.isfinite(scores.total)
+        scores = run.part(Scorer).score(completions, row_arrays, weights)
+    reward_mask = np.isfinite(scores.total)
     count = len(completions)
     groups = scores.total.reshape(-1, scores.per_prompt or options.num_return_sequences)
-    found = advantages(run, groups, made).reshape(-1)
+    flat_advantages = advantages(run, groups, row_arrays).reshape(-1)
     figures = scores.figures()
     figures["frac_reward_zero_std"] = float(np.mean(nanstd(groups) < 1e-8))
-    made |= {
-        "advantages": np.where(known, np.nan_to_num(found), 0).astype(np.float32),
-        "rewards": np.where(known, scores.total, 0).astype(np.float32),
-        "scored": known.astype(np.float32),
+    row_arrays |= {
+        "advantages": np.where(reward_mask, np.nan_to_num(flat_advantages), 0).astype(np.float32),
+        "rewards": np.where(reward_mask, scores.total, 0).astype(np.float32),
+        "scored": reward_mask.astype(np.float32),
         "present": np.ones(count, np.float32),
-        "tokens": np.full(count, made["weights"].sum() / count, np.float32),
+        "tokens": np.full(count, row_arrays["weights"].sum() / count, np.float32),
     }
     if number != HELD_OUT:
-        run.part(EqualRewards).check(made["rewards"], figures["frac_reward_zero_std"] == 1)
-    return made, figures
+        run.part(EqualRewards).check(row_arrays["rewards"], figures["frac_reward_zero_std"] == 1)
+    return row_arrays, figures
 
 
 class EqualRewards:
@@ -196,8 +205,8 @@ class EqualRewards:
             rewards: rewards of the generation, [n].
             equal: whether the rewards of each group are equal.
         """
-        before, self._steps = self._steps, self._steps + self._updates if equal else 0
-        if before < EQUAL_STEPS <= self._steps and jax.process_index() == 0:
+        previous_steps, self._steps = self._steps, self._steps + self._updates if equal else 0
+        if previous_steps < EQUAL_STEPS <= self._steps and jax.process_index() == 0:
             print(_equal_rewards(rewards, self._steps), flush=True)
 
 
@@ -221,7 +230,7 @@ def loss(
     run: MethodRun[GRPOArguments], models: Models, batch: Batch, key: jax.Array | None
 ) -> Loss:
     """Return the loss summed over tokens or completions; see `GRPOArguments.loss_type`."""
-    return policy_loss(run.arguments, batch, *policy_of(run, models.learner, batch, key))
+    return policy_loss(run.arguments, batch, *compute_policy(run, models.learner, batch, key))
 
 
 def policy_loss(
@@ -241,8 +250,8 @@ def policy_loss(
     metrics = row_metrics(batch, policy)
     kl = None
     if arguments.has_reference:
-        apart = (batch["reference_logps"] - policy.logps) * weights
-        kl = jnp.exp(apart) - apart - 1
+        reference_log_ratios = (batch["reference_logps"] - policy.logps) * weights
+        kl = jnp.exp(reference_log_ratios) - reference_log_ratios - 1
         kl = kl * ratios if arguments.use_bias_correction_kl else kl
         metrics["kl"] = Metric.of(jnp.sum(kl * weights), jnp.sum(tokens))
 
@@ -265,10 +274,10 @@ def policy_loss(
     if kl is not None:
         losses = losses + arguments.beta * kl
     sums = jnp.sum(losses * weights, axis=-1)
-    return Loss.of(output, *_whole(arguments, sums, tokens, batch), **metrics)
+    return Loss.of(output, *_reduce_loss(arguments, sums, tokens, batch), **metrics)
 
 
-def _whole(
+def _reduce_loss(
     arguments: GRPOArguments, sums: jax.Array, tokens: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
     """Return the loss and its weight from the sum of each completion's losses and its tokens."""
@@ -286,7 +295,7 @@ def _whole(
 
 
 def correction(
-    arguments: GRPOArguments, own: np.ndarray, sampled: np.ndarray, weights: np.ndarray
+    arguments: GRPOArguments, trainer_logps: np.ndarray, sampled: np.ndarray, weights: np.ndarray
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Return the factor of each token's loss, float32 [n, s], and figures for the log.
 
@@ -297,20 +306,20 @@ def correction(
             with temperature and filters.
         weights: 1 for the tokens of completions.
     """
-    here = weights > 0
-    apart = np.where(here, own - sampled, 0)
+    token_mask = weights > 0
+    log_ratios = np.where(token_mask, trainer_logps - sampled, 0)
     kind, cap = arguments.importance_sampling_correction, arguments.importance_sampling_cap
-    of_sequences = kind.startswith("sequence")
-    if of_sequences:
-        apart = np.broadcast_to(apart.sum(-1, keepdims=True), apart.shape)
-    ratios = np.exp(np.minimum(apart, 80.0))
+    by_sequence = kind.startswith("sequence")
+    if by_sequence:
+        log_ratios = np.broadcast_to(log_ratios.sum(-1, keepdims=True), log_ratios.shape)
+    ratios = np.exp(np.minimum(log_ratios, 80.0))
     if kind.endswith("truncate"):
         factors = np.minimum(ratios, cap)
     else:
         factors = np.where(ratios > cap, 0, ratios)
-    distance = np.abs(own - sampled)[here]
-    seen = factors[:, 0] if of_sequences else factors[here]
-    above = ratios[:, 0] if of_sequences else ratios[here]
+    distance = np.abs(trainer_logps - sampled)[token_mask]
+    seen = factors[:, 0] if by_sequence else factors[token_mask]
+    above = ratios[:, 0] if by_sequence else ratios[token_mask]
     figures = {}
     if distance.size:
         figures = {
@@ -321,7 +330,7 @@ def correction(
             "sampling/importance_sampling_ratio/max": float(seen.max()),
             "sampling/importance_sampling_ratio/above_cap": float((above > cap).mean()),
         }
-    return np.where(here, factors, 1).astype(np.float32), figures
+    return np.where(token_mask, factors, 1).astype(np.float32), figures
 
 
 def require_equal_bits(run: MethodRun[GRPOArguments], figures: dict[str, float]) -> None:
@@ -345,17 +354,17 @@ def require_equal_bits(run: MethodRun[GRPOArguments], figures: dict[str, float])
 
 def nanmean(values: np.ndarray) -> np.ndarray:
     """Return the mean of the finite values along the last axis, which is kept; NaN without any."""
-    here = np.isfinite(values)
-    count = here.sum(-1, keepdims=True)
-    total = np.where(here, values, 0).sum(-1, keepdims=True, dtype=np.float64)
+    finite_mask = np.isfinite(values)
+    count = finite_mask.sum(-1, keepdims=True)
+    total = np.where(finite_mask, values, 0).sum(-1, keepdims=True, dtype=np.float64)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def nanstd(values: np.ndarray) -> np.ndarray:
     """Return the standard deviation of a sample along the last axis, like `nanmean`."""
-    here = np.isfinite(values)
-    count = here.sum(-1, keepdims=True)
-    squares = np.where(here, values - nanmean(values), 0) ** 2
+    finite_mask = np.isfinite(values)
+    count = finite_mask.sum(-1, keepdims=True)
+    squares = np.where(finite_mask, values - nanmean(values), 0) ** 2
     variance = squares.sum(-1, keepdims=True) / np.maximum(count - 1, 1)
     return np.where(count > 1, np.sqrt(variance), np.nan)
 

@@ -22,7 +22,7 @@ from ed_trainers.figures.ranking import (
     Ranking,
     TopDocuments,
     average_precision,
-    ranked,
+    rank_documents,
     reranking_metrics,
     retrieval_metrics,
 )
@@ -82,7 +82,7 @@ class HeldOutOutputs:
 
 
 def vector_metrics(
-    run: MethodRun[Any], found: Iterable[tuple[Prepared, np.ndarray]]
+    run: MethodRun[Any], batch_outputs: Iterable[tuple[Prepared, np.ndarray]]
 ) -> dict[str, float]:
     """Return the metrics of embeddings; empty if the held-out data have no pair.
 
@@ -92,31 +92,33 @@ def vector_metrics(
 
     Args:
         run: the run of the method.
-        found: prepared batches with the embeddings of the texts, [b, c, p, d].
+        batch_outputs: prepared batches with the embeddings of the texts, [b, c, p, d].
     """
     vectors, texts, scores, count = [], [], [], 0
-    for prepared, of_rows in found:
-        here = prepared["present"] > 0
-        vectors.append(of_rows.swapaxes(1, 2)[here])
-        texts += _texts(prepared, here)
-        scores += [prepared[name][here] for name in run.arguments.scores[:1]]
-        count += int(here.sum())
+    for prepared, batch_embeddings in batch_outputs:
+        pair_mask = prepared["present"] > 0
+        vectors.append(batch_embeddings.swapaxes(1, 2)[pair_mask])
+        texts += _texts(prepared, pair_mask)
+        scores += [prepared[name][pair_mask] for name in run.arguments.scores[:1]]
+        count += int(pair_mask.sum())
         if count >= MOST_PAIRS:
             break
     if not count:
         return {}
-    whole = np.concatenate(vectors)  # [pairs, c, d]
+    all_embeddings = np.concatenate(vectors)  # [pairs, c, d]
     if run.arguments.sides[0] == "sentence1":
         return correlations(
-            cosines(whole[:, 0], whole[:, 1]), np.concatenate(scores), prefix="cosine_"
+            cosines(all_embeddings[:, 0], all_embeddings[:, 1]),
+            np.concatenate(scores),
+            prefix="cosine_",
         )
     # The loss of margin_mse compares products of whole vectors.
     dot = run.arguments.loss_type == MARGIN_MSE and not run.arguments.matryoshka_dims
-    return _retrieval(whole, texts, "dot" if dot else "cosine")
+    return _retrieval(all_embeddings, texts, "dot" if dot else "cosine")
 
 
 def score_metrics(
-    run: MethodRun[Any], found: Iterable[tuple[Prepared, np.ndarray]]
+    run: MethodRun[Any], batch_outputs: Iterable[tuple[Prepared, np.ndarray]]
 ) -> dict[str, float]:
     """Return the metrics of a cross-encoder's scores.
 
@@ -126,51 +128,56 @@ def score_metrics(
 
     Args:
         run: the run of the method.
-        found: prepared batches with the scores, [b] or [b, n].
+        batch_outputs: prepared batches with the scores, [b] or [b, n].
     """
     scores, labels, rankings = [], [], list[Ranking]()
-    for prepared, of_rows in found:
-        here = prepared["weights"] > 0
+    for prepared, batch_scores in batch_outputs:
+        row_mask = prepared["weights"] > 0
         if run.arguments.sides:
-            gains = np.eye(1, of_rows.shape[1])[0]
-            rankings += [ranked(row, gains) for row in of_rows[here]]
+            gains = np.eye(1, batch_scores.shape[1])[0]
+            rankings += [rank_documents(row, gains) for row in batch_scores[row_mask]]
         else:
-            scores.append(of_rows[here])
-            labels.append(prepared["labels"][here])
+            scores.append(batch_scores[row_mask])
+            labels.append(prepared["labels"][row_mask])
     if run.arguments.sides:
         return reranking_metrics(rankings) if rankings else {}
     if not scores or not sum(map(len, scores)):
         return {}
-    values, wanted = np.concatenate(scores), np.concatenate(labels)
-    if run.arguments.loss_type == BCE and np.isin(wanted, (0, 1)).all():
-        return {"average_precision": average_precision(values, wanted)} if wanted.any() else {}
-    return correlations(values, wanted)
+    values, all_labels = np.concatenate(scores), np.concatenate(labels)
+    if run.arguments.loss_type == BCE and np.isin(all_labels, (0, 1)).all():
+        return (
+            {"average_precision": average_precision(values, all_labels)} if all_labels.any() else {}
+        )
+    return correlations(values, all_labels)
 
 
-def _texts(prepared: Prepared, here: np.ndarray) -> list[list[bytes]]:
+def _texts(prepared: Prepared, pair_mask: np.ndarray) -> list[list[bytes]]:
     """Return the tokens of the texts of each pair, as keys."""
     ids, segments = prepared["input_ids"], prepared["segment_ids"]  # [b, c, s]
     return [
-        [side[own == pair + 1].tobytes() for side, own in zip(ids[row], segments[row], strict=True)]
-        for row, pair in zip(*np.nonzero(here), strict=True)
+        [
+            side[side_segments == pair + 1].tobytes()
+            for side, side_segments in zip(ids[row], segments[row], strict=True)
+        ]
+        for row, pair in zip(*np.nonzero(pair_mask), strict=True)
     ]
 
 
 def _retrieval(vectors: np.ndarray, texts: list[list[bytes]], similarity: str) -> dict[str, float]:
     documents: dict[bytes, int] = {}
     queries: dict[bytes, int] = {}
-    chosen: list[np.ndarray] = []
-    asked: list[np.ndarray] = []
+    document_vectors: list[np.ndarray] = []
+    query_vectors: list[np.ndarray] = []
     relevant: list[dict[int, float]] = []
-    for row, (anchor, *others) in zip(vectors, texts, strict=True):
-        for vector, text in zip(row[1:], others, strict=True):
-            if documents.setdefault(text, len(documents)) == len(chosen):
-                chosen.append(vector)
-        if queries.setdefault(anchor, len(queries)) == len(asked):
-            asked.append(row[0])
+    for row, (anchor, *candidates) in zip(vectors, texts, strict=True):
+        for vector, text in zip(row[1:], candidates, strict=True):
+            if documents.setdefault(text, len(documents)) == len(document_vectors):
+                document_vectors.append(vector)
+        if queries.setdefault(anchor, len(queries)) == len(query_vectors):
+            query_vectors.append(row[0])
             relevant.append({})
-        relevant[queries[anchor]][documents[others[0]]] = 1.0
-    search = TopDocuments(np.stack(asked), MAP_DEPTH, similarity)
-    for start in range(0, len(chosen), _CHUNK):
-        search.add(np.stack(chosen[start : start + _CHUNK]))
+        relevant[queries[anchor]][documents[candidates[0]]] = 1.0
+    search = TopDocuments(np.stack(query_vectors), MAP_DEPTH, similarity)
+    for start in range(0, len(document_vectors), _CHUNK):
+        search.add(np.stack(document_vectors[start : start + _CHUNK]))
     return retrieval_metrics(search.rankings(relevant))

@@ -44,12 +44,12 @@ class AnswerDocument(NamedTuple):
 
 def prepare(run: MethodRun[KTOArguments], batch: HostBatch) -> Prepared:
     """Add `other_*`: the same prompts, each with the answer to another prompt."""
-    made = prepare_labelled(run, batch)
-    rows = documents_of(made, batch)
+    inputs = prepare_labelled(run, batch)
+    rows = split_documents(inputs, batch)
     answers = [inside[-1].answer for inside in rows if inside]
     # The only document of a batch has no other answer.
-    alone = sum(map(len, rows)) == 1
-    return _with_others(run, made, rows, answers[-1] if answers and not alone else None)
+    is_single = sum(map(len, rows)) == 1
+    return _with_others(run, inputs, rows, answers[-1] if answers and not is_single else None)
 
 
 def held_out(
@@ -61,26 +61,30 @@ def held_out(
     evaluation has one document, the document is not part of the reference point.
     """
     del state
-    before: np.ndarray | None = None
+    previous_answer: np.ndarray | None = None
     for batch in batches:
-        made = prepare_labelled(run, batch)
-        rows = documents_of(made, batch)
-        yield _with_others(run, made, rows, before)
-        before = next((inside[-1].answer for inside in reversed(rows) if inside), before)
+        inputs = prepare_labelled(run, batch)
+        rows = split_documents(inputs, batch)
+        yield _with_others(run, inputs, rows, previous_answer)
+        previous_answer = next(
+            (inside[-1].answer for inside in reversed(rows) if inside), previous_answer
+        )
 
 
 def _with_others(
     run: MethodRun[KTOArguments],
-    made: Prepared,
+    inputs: Prepared,
     rows: list[list[AnswerDocument]],
-    before: np.ndarray | None,
+    previous_answer: np.ndarray | None,
 ) -> Prepared:
     if run.arguments.loss_type != "kto":
-        return made
-    length = made["input_ids"].shape[1]
-    other = next_token_batch(mismatched(rows, length, before))
-    other = run.part(Reference).add_logps(other)
-    return with_arrays(made, TOKENS, **{f"{_OTHER}{name}": array for name, array in other.items()})
+        return inputs
+    length = inputs["input_ids"].shape[1]
+    mismatched_inputs = next_token_batch(build_mismatched_rows(rows, length, previous_answer))
+    mismatched_inputs = run.part(Reference).add_logps(mismatched_inputs)
+    return with_arrays(
+        inputs, TOKENS, **{f"{_OTHER}{name}": array for name, array in mismatched_inputs.items()}
+    )
 
 
 def statistics(
@@ -89,11 +93,15 @@ def statistics(
     """Return the mean log-ratio of prompts with answers to other prompts, `kl`."""
     if run.arguments.loss_type != "kto":
         return {}
-    other = Inputs({n.removeprefix(_OTHER): x for n, x in batch.items() if n.startswith(_OTHER)})
-    _, logps = learner_logps(run, models, other, key)
-    own = Answers.of(logps, other["weights"], other["segment_ids"])
-    ratios = jax.lax.stop_gradient(own.logps) - run.part(Reference).logps(models, other)
-    return {"kl": Metric.of(jnp.sum(own.present * ratios), jnp.sum(own.present))}
+    mismatched_inputs = Inputs(
+        {n.removeprefix(_OTHER): x for n, x in batch.items() if n.startswith(_OTHER)}
+    )
+    _, logps = learner_logps(run, models, mismatched_inputs, key)
+    answers = Answers.of(logps, mismatched_inputs["weights"], mismatched_inputs["segment_ids"])
+    ratios = jax.lax.stop_gradient(answers.logps) - run.part(Reference).logps(
+        models, mismatched_inputs
+    )
+    return {"kl": Metric.of(jnp.sum(answers.present * ratios), jnp.sum(answers.present))}
 
 
 def loss(run: MethodRun[KTOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
@@ -120,28 +128,30 @@ def whole_batches(run: MethodRun[KTOArguments]) -> bool:
     return run.part(Reference).is_computed_ahead or run.arguments.loss_type == "kto"
 
 
-def documents_of(made: Mapping[str, np.ndarray], batch: HostBatch) -> list[list[AnswerDocument]]:
+def split_documents(
+    inputs: Mapping[str, np.ndarray], batch: HostBatch
+) -> list[list[AnswerDocument]]:
     """Return the documents of each row.
 
     Args:
-        made: `input_ids` and `segment_ids` [b, s].
+        inputs: `input_ids` and `segment_ids` [b, s].
         batch: the loader's batch. `labels` mark the answers; without labels, a whole document is
             an answer.
     """
-    ids = made["input_ids"]
+    ids = inputs["input_ids"]
     answered = np.asarray(batch.get("labels", ids)) != -100
     return [
         [
-            AnswerDocument(row[here & ~is_answer], row[here & is_answer])
+            AnswerDocument(row[document_mask & ~is_answer], row[document_mask & is_answer])
             for number in range(1, int(numbers.max(initial=0)) + 1)
-            for here in [numbers == number]
+            for document_mask in [numbers == number]
         ]
-        for row, numbers, is_answer in zip(ids, made["segment_ids"], answered, strict=True)
+        for row, numbers, is_answer in zip(ids, inputs["segment_ids"], answered, strict=True)
     ]
 
 
-def mismatched(
-    rows: list[list[AnswerDocument]], length: int, before: np.ndarray | None
+def build_mismatched_rows(
+    rows: list[list[AnswerDocument]], length: int, previous_answer: np.ndarray | None
 ) -> dict[str, np.ndarray]:
     """Return rows with the same prompts, each followed by the answer of the previous document.
 
@@ -151,7 +161,8 @@ def mismatched(
     Args:
         rows: the documents of each row.
         length: number of positions of a row.
-        before: the answer before the first row. If None, a first row with one document stays empty.
+        previous_answer: the answer before the first row. If None, a first row with one document
+            stays empty.
     """
     shape = (len(rows), length)
     names = ("input_ids", "segment_ids", "position_ids")
@@ -160,7 +171,7 @@ def mismatched(
     for row, inside in enumerate(rows):
         used = 0
         for number, (prompt, _) in enumerate(inside):
-            answer = inside[number - 1].answer if len(inside) > 1 else before
+            answer = inside[number - 1].answer if len(inside) > 1 else previous_answer
             if answer is None:
                 continue
             text = np.concatenate([prompt, answer])[: length - used]
@@ -171,7 +182,7 @@ def mismatched(
             out["position_ids"][row, at] = np.arange(len(text))
             out["labels"][row, at] = np.where(np.arange(len(text)) < len(prompt), -100, text)
         if inside:
-            before = inside[-1].answer
+            previous_answer = inside[-1].answer
     return out
 
 

@@ -40,10 +40,10 @@ class ScoredAnswers(NamedTuple):
     def metrics(self, beta: float) -> dict[str, Metric]:
         """Return the figures of both kinds, with TRL's names; means over the answers of a kind."""
         figures = {}
-        for name, here in (("chosen", self.good), ("rejected", self.bad)):
-            count = jnp.sum(here)
-            figures[f"rewards/{name}"] = Metric.of(jnp.sum(here * beta * self.ratios), count)
-            figures[f"logps/{name}"] = Metric.of(jnp.sum(here * self.logps), count)
+        for name, answer_mask in (("chosen", self.good), ("rejected", self.bad)):
+            count = jnp.sum(answer_mask)
+            figures[f"rewards/{name}"] = Metric.of(jnp.sum(answer_mask * beta * self.ratios), count)
+            figures[f"logps/{name}"] = Metric.of(jnp.sum(answer_mask * self.logps), count)
         return figures
 
 
@@ -62,12 +62,12 @@ def prepare_labelled(run: MethodRun, batch: HostBatch) -> Prepared:
             f"a batch of labelled answers has label, not only {', '.join(sorted(batch))}: use "
             "rows with prompt, completion and label (true or false)"
         )
-    made = next_token_batch(batch)
-    label = np.full(made["input_ids"].shape, -1.0, np.float32)
-    rows, columns = np.nonzero(last_tokens(made["segment_ids"]))
+    inputs = next_token_batch(batch)
+    label = np.full(inputs["input_ids"].shape, -1.0, np.float32)
+    rows, columns = np.nonzero(last_tokens(inputs["segment_ids"]))
     values = np.asarray(batch["label"], np.float32)[rows, columns]
-    label[rows, made["segment_ids"][rows, columns] - 1] = values
-    return run.part(Reference).add_logps(with_arrays(made, label=label))
+    label[rows, inputs["segment_ids"][rows, columns] - 1] = values
+    return run.part(Reference).add_logps(with_arrays(inputs, label=label))
 
 
 def score_answers(
@@ -75,8 +75,8 @@ def score_answers(
 ) -> tuple[CausalLMOutput, ScoredAnswers]:
     """Return the learner's output, and the answers under both models."""
     output, token_logps = learner_logps(run, models, batch, key)
-    own = Answers.of(token_logps, batch["weights"], batch["segment_ids"])
-    ratios = own.logps - run.part(Reference).logps(models, batch)
+    answers = Answers.of(token_logps, batch["weights"], batch["segment_ids"])
+    ratios = answers.logps - run.part(Reference).logps(models, batch)
     label = batch["label"]
-    good, bad = own.present * (label == 1), own.present * (label == 0)
-    return output, ScoredAnswers(own.logps, ratios, good, bad)
+    good, bad = answers.present * (label == 1), answers.present * (label == 0)
+    return output, ScoredAnswers(answers.logps, ratios, good, bad)

@@ -23,7 +23,7 @@ from ed_trainers.losses.masking import MaskTokenizer, Vocabulary, masked_rows
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import token_cross_entropy
-from ed_trainers.numbered import STEP, feed, number_of
+from ed_trainers.numbered import STEP, feed, get_batch_number
 from ed_trainers.options.supervised import MLMArguments
 from ed_trainers.trainer import Trainer
 
@@ -67,14 +67,14 @@ def prepare(run: MethodRun[MLMArguments], batch: HostBatch) -> Prepared:
     Returns:
         The arrays of the model, and `masked_positions`, `targets` and `weights` [b, k].
     """
-    made = sequence_arrays(batch, ("labels", "loss_weights"))
-    weights = np.asarray(batch.get("loss_weights", np.ones(made["input_ids"].shape)), np.float32)
+    arrays = sequence_arrays(batch, ("labels", "loss_weights"))
+    weights = np.asarray(batch.get("loss_weights", np.ones(arrays["input_ids"].shape)), np.float32)
     if "labels" in batch:
         weights = np.where(np.asarray(batch["labels"]) >= 0, weights, np.float32(0))
     options = run.arguments
     rows = masked_rows(
-        made["input_ids"],
-        made["segment_ids"],
+        arrays["input_ids"],
+        arrays["segment_ids"],
         weights,
         run.part(Masking).vocabulary,
         probabilities=(
@@ -82,17 +82,17 @@ def prepare(run: MethodRun[MLMArguments], batch: HostBatch) -> Prepared:
             options.mask_replace_prob,
             options.random_replace_prob,
         ),
-        seed=(options.seed, number_of(batch)),
+        seed=(options.seed, get_batch_number(batch)),
     )
-    made |= {
+    arrays |= {
         "input_ids": rows.input_ids,
         "masked_positions": rows.positions,
         "targets": rows.targets,
         "weights": rows.weights,
     }
-    read = {*made, STEP, "labels", "attention_mask", "loss_weights"}
+    read = {*arrays, STEP, "labels", "attention_mask", "loss_weights"}
     selected = ("masked_positions", "targets", "weights")
-    return Inputs({**made, **further_arrays(batch, read)}, dict.fromkeys(selected, _SELECTED))
+    return Inputs({**arrays, **further_arrays(batch, read)}, dict.fromkeys(selected, _SELECTED))
 
 
 def loss(run: MethodRun[MLMArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
@@ -104,14 +104,14 @@ def loss(run: MethodRun[MLMArguments], models: Models, batch: Batch, key: jax.Ar
     model, arguments = models.learner, run.arguments
     output = forward(model, batch, key)
     assert output.last_hidden_state is not None
-    chosen = jnp.take_along_axis(
+    selected_states = jnp.take_along_axis(
         output.last_hidden_state, batch["masked_positions"][..., None], axis=1
     )
     extra = TokenLoss()
     if key is not None:
         extra = TokenLoss(arguments.label_smoothing_factor, arguments.z_loss_coefficient)
     total = token_cross_entropy(
-        cast(Transforms, model).transform(chosen),
+        cast(Transforms, model).transform(selected_states),
         model.head(),
         batch["targets"],
         batch["weights"],

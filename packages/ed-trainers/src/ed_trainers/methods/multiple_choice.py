@@ -40,11 +40,11 @@ def prepare(run: MethodRun[MultipleChoiceArguments], batch: HostBatch) -> Prepar
             f"the label {labels.max()} is invalid: the choices of a row have the numbers 0 to "
             f"{count - 1}; correct the rows, or set num_choices"
         )
-    made = choice_batch(batch, run.arguments.sides)
-    here = labels >= 0
-    targets = {"targets": np.where(here, labels, 0), "weights": here.astype(np.float32)}
+    choices = choice_batch(batch, run.arguments.sides)
+    label_mask = labels >= 0
+    targets = {"targets": np.where(label_mask, labels, 0), "weights": label_mask.astype(np.float32)}
     axes: dict[str, LogicalAxes] = dict.fromkeys(targets, ("batch",))
-    return Inputs({**made, **targets}, {**made.declared, **axes})
+    return Inputs({**choices, **targets}, {**choices.declared, **axes})
 
 
 def loss(

@@ -23,7 +23,7 @@ from ed_trainers.losses.policy import row_metrics
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.mixture import GeometricMixture
-from ed_trainers.online.phase import Phase, PhaseRows, online_method, policy_of
+from ed_trainers.online.phase import Phase, PhaseRows, compute_policy, online_method
 from ed_trainers.online.self_play import Referee
 from ed_trainers.options.self_play import NashMDArguments
 from ed_trainers.rollout import Weights
@@ -45,19 +45,19 @@ def rows(
     """
     del number
     contest = run.part(Referee).contest(completions, weights, partial(opponent, run))
-    made = {**contest.own, **contest.scored}
-    made |= run.part(Phase).ask(reference_logps, made, weights)
-    known = np.isfinite(contest.wins)
-    made["wins"] = np.where(known, contest.wins, 0).astype(np.float32)
-    made["present"] = known.astype(np.float32)
-    return made, contest.figures
+    row_arrays = {**contest.learner_rows, **contest.scored}
+    row_arrays |= run.part(Phase).ask(reference_logps, row_arrays, weights)
+    win_mask = np.isfinite(contest.wins)
+    row_arrays["wins"] = np.where(win_mask, contest.wins, 0).astype(np.float32)
+    row_arrays["present"] = win_mask.astype(np.float32)
+    return row_arrays, contest.figures
 
 
 def reference_logps(
     run: MethodRun[NashMDArguments], models: Models, batch: Batch
 ) -> dict[str, jax.Array]:
     """Return the log-probabilities of the tokens of rows under the reference."""
-    return {"reference_logps": policy_of(run, models["reference"], batch)[1].logps}
+    return {"reference_logps": compute_policy(run, models["reference"], batch)[1].logps}
 
 
 def loss(
@@ -65,7 +65,7 @@ def loss(
 ) -> Loss:
     """Return the loss summed over the completions. Only its gradient has a meaning."""
     weights, wins = batch["weights"], batch["wins"]
-    output, policy = policy_of(run, models.learner, batch, key)
+    output, policy = compute_policy(run, models.learner, batch, key)
     logps = jnp.sum(weights * policy.logps, axis=-1)
     ratios = jax.lax.stop_gradient(logps) - jnp.sum(weights * batch["reference_logps"], axis=-1)
     score = (wins - 0.5) * logps

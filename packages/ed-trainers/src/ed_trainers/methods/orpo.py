@@ -15,7 +15,7 @@ from jax.nn import log_sigmoid
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.pairs import pair_batch, pair_metrics, paired, sides_of
+from ed_trainers.losses.pairs import get_pair_axes, pair_batch, pair_metrics, split_sides
 from ed_trainers.methods.pairs import COLUMNS, score_pairs
 from ed_trainers.options.preference import ORPOArguments
 from ed_trainers.placement import with_arrays
@@ -28,7 +28,7 @@ def prepare(run: MethodRun[ORPOArguments], batch: HostBatch) -> Prepared:
     unmasked = {name: array for name, array in batch.items() if not name.endswith("labels")}
     text = pair_batch(unmasked)
     return with_arrays(
-        pair_batch(batch), paired(), targets=text["targets"], text_weights=text["weights"]
+        pair_batch(batch), get_pair_axes(), targets=text["targets"], text_weights=text["weights"]
     )
 
 
@@ -45,22 +45,22 @@ def loss(
     beta, count = run.arguments.beta, jnp.sum(present)
 
     text, token_logps = (
-        sides_of(rows)[0] for rows in (pairs.rows["text_weights"], pairs.token_logps)
+        split_sides(rows)[0] for rows in (pairs.rows["text_weights"], pairs.token_logps)
     )
     cross_entropy = -jnp.sum(text * token_logps)
     metrics = pair_metrics(present, (beta * good, beta * bad), (good, bad))
     metrics["log_odds_ratio"] = Metric.of(jnp.sum(present * ratio), count)
     metrics["log_odds_chosen"] = Metric.of(jnp.sum(present * log_odds), count)
-    found = Loss.of(pairs.output, -beta * jnp.sum(present * ratio), count, **metrics)
-    found.sums["nll_loss"] = Metric.of(cross_entropy, jnp.sum(text))
-    return found
+    pair_loss = Loss.of(pairs.output, -beta * jnp.sum(present * ratio), count, **metrics)
+    pair_loss.sums["nll_loss"] = Metric.of(cross_entropy, jnp.sum(text))
+    return pair_loss
 
 
 def _log1mexp(x: jax.Array) -> jax.Array:
     """Return log(1 - exp(x)) of negative numbers, exact near 0 and far from 0."""
     x = jnp.minimum(x, -1e-7)  # an answer with probability 1 has finite odds
-    near = jnp.log(-jnp.expm1(jnp.maximum(x, -0.6931472)))
-    return jnp.where(x > -0.6931472, near, jnp.log1p(-jnp.exp(jnp.minimum(x, -0.6931472))))
+    near_zero = jnp.log(-jnp.expm1(jnp.maximum(x, -0.6931472)))
+    return jnp.where(x > -0.6931472, near_zero, jnp.log1p(-jnp.exp(jnp.minimum(x, -0.6931472))))
 
 
 ORPO = Method[ORPOArguments](prepare=prepare, loss=loss, per_token=False, progress_columns=COLUMNS)

@@ -12,7 +12,7 @@ from ed_infra.outputs import CausalLMOutput
 
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, MethodRun, Models, Prepared
-from ed_trainers.losses.pairs import as_rows, by_side, pair_batch, slots_of
+from ed_trainers.losses.pairs import as_rows, by_side, get_slots, pair_batch
 from ed_trainers.losses.scoring import learner_logps
 from ed_trainers.losses.segments import Answers
 
@@ -49,6 +49,6 @@ def score_pairs(run: MethodRun, models: Models, batch: Batch, key: jax.Array | N
     """Return the log-probabilities of both answers of each pair under the learner."""
     rows = as_rows(batch)
     output, token_logps = learner_logps(run, models, rows, key)
-    chosen, rejected = by_side(Answers.of(token_logps, rows["weights"], slots_of(rows)))
+    chosen, rejected = by_side(Answers.of(token_logps, rows["weights"], get_slots(rows)))
     present = chosen.present * rejected.present
     return ScoredPairs(rows, output, token_logps, chosen, rejected, present)

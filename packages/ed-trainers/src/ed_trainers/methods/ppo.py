@@ -26,11 +26,11 @@ from ed_trainers.losses.ppo import (
     last_of_answers,
     policy_losses,
     value_losses,
-    whitened,
+    whiten_values,
 )
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import Phase, PhaseRows, online_method, policy_of
+from ed_trainers.online.phase import Phase, PhaseRows, compute_policy, online_method
 from ed_trainers.online.scorer import Scorer
 from ed_trainers.options.ppo import PPOArguments
 from ed_trainers.roles.value_head import VALUE_HEAD, value_head
@@ -47,20 +47,20 @@ def rows(
     """
     del number
     arguments = run.arguments
-    made = dict(completions.rows(arguments.row_length))
-    scores = run.part(Scorer).score(completions, made, weights)
+    row_arrays = dict(completions.rows(arguments.row_length))
+    scores = run.part(Scorer).score(completions, row_arrays, weights)
     figures, total = scores.figures(), scores.total
     if arguments.missing_eos_penalty is not None:
         total = total - arguments.missing_eos_penalty * ~np.asarray(completions.ended)
     # A completion without a score is not trained on.
     scored = np.isfinite(total)
-    made["weights"] *= scored[:, None]
-    asked = run.part(Phase).ask(before_updates, made, weights)
+    row_arrays["weights"] *= scored[:, None]
+    model_outputs = run.part(Phase).ask(before_updates, row_arrays, weights)
     aims, means = jax.device_get(
-        aims_of(
+        compute_targets(
             np.where(scored, total, 0).astype(np.float32),
-            made["weights"],
-            *(asked[name] for name in ("logps", "ref_logps", "values")),
+            row_arrays["weights"],
+            *(model_outputs[name] for name in ("logps", "ref_logps", "values")),
             beta=arguments.beta,
             kl_estimator=arguments.kl_estimator,
             gamma=arguments.gamma,
@@ -68,10 +68,14 @@ def rows(
             whiten_rewards=arguments.whiten_rewards,
         )
     )
-    made |= {"old_logps": asked["logps"], "old_values": asked["values"], **aims}
-    made["rewards"] = np.where(scored, scores.total, 0).astype(np.float32)
-    made["scored"] = scored.astype(np.float32)
-    return made, {**figures, **{name: float(value) for name, value in means.items()}}
+    row_arrays |= {
+        "old_logps": model_outputs["logps"],
+        "old_values": model_outputs["values"],
+        **aims,
+    }
+    row_arrays["rewards"] = np.where(scored, scores.total, 0).astype(np.float32)
+    row_arrays["scored"] = scored.astype(np.float32)
+    return row_arrays, {**figures, **{name: float(value) for name, value in means.items()}}
 
 
 def before_updates(
@@ -79,11 +83,11 @@ def before_updates(
 ) -> dict[str, jax.Array]:
     """Return log-probabilities and values of the tokens of completions, each [n, s]."""
     _, policy, values = _policy(run, models.learner, batch, None)
-    asked = {"logps": policy.logps, "values": values, "ref_logps": policy.logps}
+    model_outputs = {"logps": policy.logps, "values": values, "ref_logps": policy.logps}
     if run.arguments.has_reference:
-        _, reference = policy_of(run, models["reference"], batch)
-        asked["ref_logps"] = reference.logps
-    return asked
+        _, reference = compute_policy(run, models["reference"], batch)
+        model_outputs["ref_logps"] = reference.logps
+    return model_outputs
 
 
 def loss(run: MethodRun[PPOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
@@ -114,13 +118,13 @@ def _policy(
     run: MethodRun[PPOArguments], learner: LanguageModel, batch: Batch, key: jax.Array | None
 ) -> tuple[CausalLMOutput, Policy, jax.Array]:
     """Return the output, the figures of each token, and the value before it."""
-    output, policy = policy_of(run, learner, batch, key)
+    output, policy = compute_policy(run, learner, batch, key)
     assert output.last_hidden_state is not None
     return output, policy, value_head(learner)(output.last_hidden_state)
 
 
 @partial(jax.jit, static_argnames=("beta", "kl_estimator", "gamma", "lam", "whiten_rewards"))
-def aims_of(
+def compute_targets(
     scores: jax.Array,
     weights: jax.Array,
     logps: jax.Array,
@@ -148,18 +152,20 @@ def aims_of(
     penalties = -beta * divergence
     rewards = penalties + last_of_answers(weights) * scores[:, None]
     if whiten_rewards:
-        rewards = whitened(rewards, weights, shift_mean=False)
+        rewards = whiten_values(rewards, weights, shift_mean=False)
     advantages = generalized_advantages(rewards, values, weights, gamma=gamma, lam=lam)
     figures = {
         "objective/kl": divergence,
         "objective/entropy": -weights * logps,
         "objective/non_score_reward": penalties,
     }
-    means = {name: jnp.mean(jnp.sum(of_tokens, axis=1)) for name, of_tokens in figures.items()}
+    means = {
+        name: jnp.mean(jnp.sum(token_values, axis=1)) for name, token_values in figures.items()
+    }
     score = jnp.mean(scores)
     return (
         {
-            "advantages": whitened(advantages, weights),
+            "advantages": whiten_values(advantages, weights),
             "returns": weights * (advantages + values),
         },
         {

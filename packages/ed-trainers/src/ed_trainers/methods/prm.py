@@ -40,11 +40,11 @@ def prepare(run: MethodRun[PRMArguments], batch: HostBatch) -> Prepared:
             f"a batch of steps has step_labels, not only {', '.join(sorted(batch))}: use rows "
             "with prompt, completions (a list of steps) and labels (one per step)"
         )
-    made = next_token_batch({name: x for name, x in batch.items() if name != "step_labels"})
+    inputs = next_token_batch({name: x for name, x in batch.items() if name != "step_labels"})
     labels = np.asarray(batch["step_labels"], np.float32)
-    counts = (labels >= 0) & (made["segment_ids"] > 0)
+    counts = (labels >= 0) & (inputs["segment_ids"] > 0)
     return with_arrays(
-        made,
+        inputs,
         targets=np.where(counts, labels, 0).astype(np.int32),
         weights=counts.astype(np.float32),
     )

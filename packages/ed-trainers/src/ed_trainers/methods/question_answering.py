@@ -50,18 +50,18 @@ def prepare(run: MethodRun[QuestionAnsweringArguments], batch: HostBatch) -> Pre
             f"a batch of questions has {' and '.join(POSITIONS)}, not only "
             f"{', '.join(sorted(batch))}: use rows with question, context and answers"
         )
-    made = sequence_arrays(batch)
-    length = made["input_ids"].shape[1]
-    given = {name: np.asarray(batch[name], np.int32) for name in POSITIONS}
-    inside = np.any(made["segment_ids"] > 0, axis=1)
+    arrays = sequence_arrays(batch)
+    length = arrays["input_ids"].shape[1]
+    answer_positions = {name: np.asarray(batch[name], np.int32) for name in POSITIONS}
+    inside = np.any(arrays["segment_ids"] > 0, axis=1)
     numbers: dict[str, np.ndarray] = {}
-    for name, positions in given.items():
+    for name, positions in answer_positions.items():
         numbers[name] = np.clip(positions, 0, length - 1)
-        here = (positions < length) & inside
-        numbers[name.replace("positions", "weights")] = here.astype(np.float32)
-    read = {*made, *numbers, "labels", "attention_mask"}
+        answer_mask = (positions < length) & inside
+        numbers[name.replace("positions", "weights")] = answer_mask.astype(np.float32)
+    read = {*arrays, *numbers, "labels", "attention_mask"}
     axes: dict[str, LogicalAxes] = dict.fromkeys(numbers, ("batch",))
-    return Inputs({**made, **numbers, **further_arrays(batch, read)}, axes)
+    return Inputs({**arrays, **numbers, **further_arrays(batch, read)}, axes)
 
 
 def loss(
@@ -84,12 +84,12 @@ def loss(
         terms.append(class_losses(scores, batch[name], weights))
     (first, rows, _), (last, _, _) = terms
     answer = (batch["start_positions"], batch["end_positions"])
-    found = best_spans(output.start_logits, output.end_logits, batch["segment_ids"])
-    exact = (found[0] == answer[0]) & (found[1] == answer[1])
+    predicted_span = best_spans(output.start_logits, output.end_logits, batch["segment_ids"])
+    exact = (predicted_span[0] == answer[0]) & (predicted_span[1] == answer[1])
     weights = batch["start_weights"]
     metrics = {
         "exact_match": Metric.of(jnp.sum(weights * exact), rows),
-        "f1": Metric.of(jnp.sum(weights * span_f1(found, answer)), rows),
+        "f1": Metric.of(jnp.sum(weights * span_f1(predicted_span, answer)), rows),
     }
     return Loss.of(output, (first + last) / 2, rows, **metrics)
 
@@ -102,20 +102,22 @@ def best_spans(
     place = jnp.arange(s)
     length = place[None, :] - place[:, None]
     allowed = (length >= 0) & (length < LONGEST)
-    here = segment_ids > 0
-    allowed = allowed & here[:, :, None] & here[:, None, :]
+    token_mask = segment_ids > 0
+    allowed = allowed & token_mask[:, :, None] & token_mask[:, None, :]
     scores = jnp.where(allowed, start[:, :, None] + end[:, None, :], -jnp.inf)
     best = jnp.argmax(scores.reshape(-1, s * s), axis=-1)
     return best // s, best % s
 
 
 def span_f1(
-    found: tuple[Int[Array, " b"], Int[Array, " b"]],
+    predicted_span: tuple[Int[Array, " b"], Int[Array, " b"]],
     answer: tuple[Int[Array, " b"], Int[Array, " b"]],
 ) -> Float[Array, " b"]:
     """Return the F1 of the tokens of two spans of each row."""
-    common = jnp.minimum(found[1], answer[1]) - jnp.maximum(found[0], answer[0]) + 1
-    sizes = found[1] - found[0] + answer[1] - answer[0] + 2
+    common = (
+        jnp.minimum(predicted_span[1], answer[1]) - jnp.maximum(predicted_span[0], answer[0]) + 1
+    )
+    sizes = predicted_span[1] - predicted_span[0] + answer[1] - answer[0] + 2
     return 2 * jnp.maximum(common, 0) / jnp.maximum(sizes, 1)
 
 

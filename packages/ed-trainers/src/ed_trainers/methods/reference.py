@@ -21,7 +21,7 @@ from flax import nnx
 
 from ed_trainers.batches import BatchLoader, Dataset
 from ed_trainers.contract import Batch, MethodRun, Models, Prepared, RunData
-from ed_trainers.losses.pairs import slots_of
+from ed_trainers.losses.pairs import get_slots
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.reference_cache import FILE, INPUTS, ReferenceLogps
@@ -75,19 +75,21 @@ class Reference:
                     "or change the option"
                 )
             return
-        own = NAME not in models or models[NAME] is run.learner
+        is_learner = NAME not in models or models[NAME] is run.learner
         if options.sync_ref_model:
-            models[NAME] = self._synchronized(options, models.get(NAME, run.learner))
+            models[NAME] = self._follow_learner(options, models.get(NAME, run.learner))
         elif isinstance(run.arguments, ReferenceArguments) and (
             run.arguments.precompute_ref_log_probs
         ):
-            self._ahead = self._computed(run.arguments, models.pop(NAME, run.learner), own)
-        elif own and has_lora(run.learner):
+            self._ahead = self._precompute_logps(
+                run.arguments, models.pop(NAME, run.learner), is_learner
+            )
+        elif is_learner and has_lora(run.learner):
             models.pop(NAME, None)  # `Models` returns the base under the adapters
         else:
             models.setdefault(NAME, run.learner)
 
-    def _synchronized(self, options: ReferenceOptions, model: LanguageModel) -> LanguageModel:
+    def _follow_learner(self, options: ReferenceOptions, model: LanguageModel) -> LanguageModel:
         run = self._run
         if has_lora(run.learner):
             raise ConfigError(
@@ -105,8 +107,8 @@ class Reference:
         )
         return model
 
-    def _computed(
-        self, arguments: ReferenceArguments, model: LanguageModel, own: bool
+    def _precompute_logps(
+        self, arguments: ReferenceArguments, model: LanguageModel, is_learner: bool
     ) -> ReferenceLogps:
         run = self._run
         assert isinstance(arguments, AnswerArguments), "the options of a method on answers"
@@ -117,7 +119,7 @@ class Reference:
                 "false"
             )
         model = run.placement.frozen(NAME, model)
-        if own and has_lora(model):
+        if is_learner and has_lora(model):
             model = cast(LanguageModel, remove_lora(cast(nnx.Module, model)))
         return ReferenceLogps(
             model,
@@ -140,7 +142,7 @@ class Reference:
         """
         if self._ahead is None:
             return prepared
-        axes = prepared.axes_of("targets")
+        axes = prepared.get_logical_axes("targets")
         shape = prepared["targets"].shape
         names = [name for name in INPUTS if name in prepared]
         rows = {name: prepared[name].reshape(-1, prepared[name].shape[-1]) for name in names}
@@ -161,7 +163,7 @@ class Reference:
             placement=self._run.placement,
             chunk=arguments.lmhead_chunksize,
         )
-        answers = Answers.of(logps, rows["weights"], slots_of(rows))
+        answers = Answers.of(logps, rows["weights"], get_slots(rows))
         return jax.lax.stop_gradient(answers.logps)
 
 

@@ -21,7 +21,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.contract import Batch
-from ed_trainers.losses.pairs import slots_of
+from ed_trainers.losses.pairs import get_slots
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.placement import TOKENS, Placement, pad_rows
@@ -64,17 +64,17 @@ class ReferenceLogps:
         rows: int,
     ):
         self._path, self._placement, self._rows = path, placement, rows
-        graphdef, params, other = model.split_module()
-        self._leaves: tuple[nnx.State, nnx.State] | None = (params, other)
+        graphdef, params, other_variables = model.split_module()
+        self._leaves: tuple[nnx.State, nnx.State] | None = (params, other_variables)
         self._known: dict[bytes, float] = {}
         self._saved = 0
         self._of = _checksum(params)
 
         @jax.jit
-        def score(params: nnx.State, other: nnx.State, batch: Batch) -> jax.Array:
-            reference: LanguageModel = nnx.merge(graphdef, params, other)
+        def score(params: nnx.State, other_variables: nnx.State, batch: Batch) -> jax.Array:
+            reference: LanguageModel = nnx.merge(graphdef, params, other_variables)
             _, logps = target_logps(reference, batch, None, placement=placement, chunk=chunk)
-            return Answers.of(logps, batch["weights"], slots_of(batch)).logps
+            return Answers.of(logps, batch["weights"], get_slots(batch)).logps
 
         self._score = score
         # With several processes the file might exist for some of them only, which would block.
@@ -87,11 +87,11 @@ class ReferenceLogps:
         Raises:
             ConfigError: an answer is unknown, and the reference was released.
         """
-        found = _answers(rows)
-        if any(digest not in self._known for _, _, digest in found):
-            self._learn(rows, found)
+        answer_digests = _answers(rows)
+        if any(digest not in self._known for _, _, digest in answer_digests):
+            self._learn(rows, answer_digests)
         logps = np.zeros(rows["targets"].shape, np.float32)
-        for row, slot, digest in found:
+        for row, slot, digest in answer_digests:
             logps[row, slot] = self._known[digest]
         return logps
 
@@ -101,7 +101,9 @@ class ReferenceLogps:
             self._save()
         self._leaves = None
 
-    def _learn(self, rows: Mapping[str, np.ndarray], found: list[tuple[int, int, bytes]]) -> None:
+    def _learn(
+        self, rows: Mapping[str, np.ndarray], answer_digests: list[tuple[int, int, bytes]]
+    ) -> None:
         if self._leaves is None:
             raise ConfigError(
                 "precompute_ref_log_probs: these answers are not in the data of the run, and the "
@@ -114,7 +116,7 @@ class ReferenceLogps:
             placed = self._placement.place(pad_rows(inputs, self._rows), stacked=False)
             scored.append(jax.device_get(self._score(*self._leaves, placed)))
         values = np.concatenate(scored)
-        for row, slot, digest in found:
+        for row, slot, digest in answer_digests:
             self._known[digest] = float(values[row, slot])
 
     def _load(self) -> None:
@@ -150,19 +152,21 @@ def _answers(rows: Mapping[str, np.ndarray]) -> list[tuple[int, int, bytes]]:
     sequences = [(rows["input_ids"], rows["segment_ids"])]
     if "decoder_input_ids" in rows:
         sequences.append((rows["decoder_input_ids"], rows["decoder_segment_ids"]))
-    found = []
+    answer_digests = []
     for row, weights in enumerate(rows["weights"]):
         last = sequences[-1][1][row]
         for segment in range(1, int(last.max(initial=0)) + 1):
-            what = b"".join(
+            content = b"".join(
                 ids[row][segments[row] == segment].astype("<i4").tobytes()
                 for ids, segments in sequences
             )
             if len(sequences) > 1:  # the last target is no input of the decoder
-                what += rows["targets"][row][last == segment].astype("<i4").tobytes()
-            what += (weights[last == segment] > 0).tobytes()
-            found.append((row, segment - 1, hashlib.blake2b(what, digest_size=16).digest()))
-    return found
+                content += rows["targets"][row][last == segment].astype("<i4").tobytes()
+            content += (weights[last == segment] > 0).tobytes()
+            answer_digests.append(
+                (row, segment - 1, hashlib.blake2b(content, digest_size=16).digest())
+            )
+    return answer_digests
 
 
 def _checksum(params: nnx.State) -> list[float]:

@@ -17,7 +17,7 @@ from ed_infra.outputs import Metric
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.pairs import SIDES, as_rows, pair_batch, paired
+from ed_trainers.losses.pairs import SIDES, as_rows, get_pair_axes, pair_batch
 from ed_trainers.losses.scoring import token_scores
 from ed_trainers.losses.segments import last_tokens, segment_sums
 from ed_trainers.options.preference import RewardArguments
@@ -39,8 +39,8 @@ def prepare(run: MethodRun[RewardArguments], batch: HostBatch) -> Prepared:
     margin = np.zeros_like(last)
     if "margin" in batch:
         margin[:, 0] = np.where(last[:, 0] > 0, np.asarray(batch["margin"], np.float32), 0)
-    kept = pairs.select(name for name in pairs if name not in ("targets", "weights"))
-    return with_arrays(kept, paired(), last=last, margin=margin)
+    pair_inputs = pairs.select(name for name in pairs if name not in ("targets", "weights"))
+    return with_arrays(pair_inputs, get_pair_axes(), last=last, margin=margin)
 
 
 def loss(

@@ -18,7 +18,7 @@ from ed_trainers.losses.policy import clip_metrics, old_logps, row_metrics
 from ed_trainers.methods.grpo import COLUMNS, EqualRewards, group_rows, nanmean, nanstd
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import PhaseRows, online_method, policy_of
+from ed_trainers.online.phase import PhaseRows, compute_policy, online_method
 from ed_trainers.online.scorer import Scorer
 from ed_trainers.options.groups import RLOOArguments
 from ed_trainers.rollout import Weights
@@ -33,41 +33,45 @@ def rows(
 ) -> PhaseRows:
     """Return the rows of `group_rows`; the figures have the divergence of a token, `kl`."""
     asks = run.arguments.updates_per_generation > 1 or run.arguments.has_reference
-    made, figures = group_rows(
+    row_arrays, figures = group_rows(
         run, completions, weights, number, asks=asks, ask=policies, advantages=advantages
     )
-    if "reference_logps" in made:
-        apart = (made["old_logps"] - made.pop("reference_logps")) * made["weights"]
-        figures["kl"] = float(apart.sum() / max(made["weights"].sum(), 1))
-    return made, figures
+    if "reference_logps" in row_arrays:
+        log_ratios = (row_arrays["old_logps"] - row_arrays.pop("reference_logps")) * row_arrays[
+            "weights"
+        ]
+        figures["kl"] = float(log_ratios.sum() / max(row_arrays["weights"].sum(), 1))
+    return row_arrays, figures
 
 
 def policies(run: MethodRun[RLOOArguments], models: Models, batch: Batch) -> dict[str, jax.Array]:
     """Return `old_logps` and, with a reference, `reference_logps` of rows, [n, s]."""
-    out = {"old_logps": policy_of(run, models.learner, batch)[1].logps}
+    out = {"old_logps": compute_policy(run, models.learner, batch)[1].logps}
     if run.arguments.has_reference:
-        out["reference_logps"] = policy_of(run, models["reference"], batch)[1].logps
+        out["reference_logps"] = compute_policy(run, models["reference"], batch)[1].logps
     return out
 
 
 def advantages(
-    run: MethodRun[RLOOArguments], groups: np.ndarray, made: dict[str, np.ndarray]
+    run: MethodRun[RLOOArguments], groups: np.ndarray, row_arrays: dict[str, np.ndarray]
 ) -> np.ndarray:
     """Return the rewards [p, g] minus the mean reward of the others of their group."""
     arguments = run.arguments
     if arguments.reward_clip_range is not None:
         groups = np.clip(groups, *arguments.reward_clip_range)
     if arguments.has_reference:
-        apart = (made["old_logps"] - made["reference_logps"]) * made["weights"]
-        groups = groups - arguments.beta * apart.sum(-1).reshape(groups.shape)
+        log_ratios = (row_arrays["old_logps"] - row_arrays["reference_logps"]) * row_arrays[
+            "weights"
+        ]
+        groups = groups - arguments.beta * log_ratios.sum(-1).reshape(groups.shape)
     count = np.isfinite(groups).sum(-1, keepdims=True)
-    others = np.nansum(groups, axis=-1, keepdims=True) - groups
-    baseline = np.where(count > 1, others / np.maximum(count - 1, 1), np.nan)
-    found = (groups - baseline).reshape(-1)
+    other_sums = np.nansum(groups, axis=-1, keepdims=True) - groups
+    baseline = np.where(count > 1, other_sums / np.maximum(count - 1, 1), np.nan)
+    flat_advantages = (groups - baseline).reshape(-1)
     if arguments.normalize_advantages:
-        scale = nanstd(found) + _SMALL
-        found = (found - nanmean(found)) / scale
-    return found
+        scale = nanstd(flat_advantages) + _SMALL
+        flat_advantages = (flat_advantages - nanmean(flat_advantages)) / scale
+    return flat_advantages
 
 
 def loss(
@@ -75,7 +79,7 @@ def loss(
 ) -> Loss:
     """Return the clipped loss of each completion, summed over the completions."""
     arguments, weights = run.arguments, batch["weights"]
-    output, policy = policy_of(run, models.learner, batch, key)
+    output, policy = compute_policy(run, models.learner, batch, key)
     log_ratios = (policy.logps - old_logps(batch, policy)) * weights
     ratios = jnp.exp(jnp.sum(log_ratios, axis=-1))
     lower, upper = 1 - arguments.epsilon, 1 + arguments.upper

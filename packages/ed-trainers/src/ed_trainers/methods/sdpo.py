@@ -28,8 +28,8 @@ from ed_trainers.losses.scoring import forward
 from ed_trainers.methods import grpo
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import PhaseRows, online_method, policy_of
-from ed_trainers.online.reprompts import reprompted
+from ed_trainers.online.phase import PhaseRows, compute_policy, online_method
+from ed_trainers.online.reprompts import build_reprompts
 from ed_trainers.online.scorer import Scorer
 from ed_trainers.options.sdpo import SDPOArguments
 from ed_trainers.roles.frozen import Following
@@ -86,22 +86,24 @@ def rows(
     `teacher_places` [n, s] are the positions of the teacher's rows that predict the tokens, and
     `distilled` [n] is 1 for the completions with a longer prompt.
     """
-    made, figures = grpo.rows(run, completions, weights, number)
+    row_arrays, figures = grpo.rows(run, completions, weights, number)
     options = run.arguments
     if not options.distills:
-        return made, figures
-    rewards = np.where(made["scored"] > 0, made["rewards"], -np.inf)
+        return row_arrays, figures
+    rewards = np.where(row_arrays["scored"] > 0, row_arrays["rewards"], -np.inf)
     positions = getattr(run.learner.config, "max_position_embeddings", None)
-    found = reprompted(options, completions, rewards, run.tokenizer, positions)
-    own = found.rows()
-    made |= {f"{NAME}_{name}": own[name] for name in _ROWS}
-    places = np.zeros(made["weights"].shape, np.int32)
-    pairs = zip(completions.prompt_ids, found.prompt_ids, completions.completion_ids, strict=True)
+    reprompts = build_reprompts(options, completions, rewards, run.tokenizer, positions)
+    teacher_rows = reprompts.rows()
+    row_arrays |= {f"{NAME}_{name}": teacher_rows[name] for name in _ROWS}
+    places = np.zeros(row_arrays["weights"].shape, np.int32)
+    pairs = zip(
+        completions.prompt_ids, reprompts.prompt_ids, completions.completion_ids, strict=True
+    )
     for row, (prompt, longer, answer) in enumerate(pairs):
         begin = len(prompt) - 1
         places[row, begin : begin + len(answer)] = np.arange(len(answer)) + len(longer) - 1
-    made |= {f"{NAME}_places": places, "distilled": found.distilled.astype(np.float32)}
-    return made, {**figures, **found.figures}
+    row_arrays |= {f"{NAME}_places": places, "distilled": reprompts.distilled.astype(np.float32)}
+    return row_arrays, {**figures, **reprompts.figures}
 
 
 def loss(
@@ -109,32 +111,32 @@ def loss(
 ) -> Loss:
     """Return the weighted sum of the distillation and the policy loss; see `SDPOArguments`."""
     options = run.arguments
-    output, policy = policy_of(run, models.learner, batch, key)
+    output, policy = compute_policy(run, models.learner, batch, key)
     if not options.distills:
         return grpo.policy_loss(options, batch, output, policy)
     weight = options.distillation_weight
     mask = batch["weights"] * batch["distilled"][:, None]
     losses = divergences(run, models, batch, output, policy)
     if options.distillation_is_clip is not None:
-        apart = jax.lax.stop_gradient(policy.logps) - old_logps(batch, policy)
-        ratios = jnp.exp(jnp.clip(apart, -_LARGEST_LOG, _LARGEST_LOG))
+        log_ratios = jax.lax.stop_gradient(policy.logps) - old_logps(batch, policy)
+        ratios = jnp.exp(jnp.clip(log_ratios, -_LARGEST_LOG, _LARGEST_LOG))
         losses = losses * jnp.minimum(ratios, options.distillation_is_clip)
     losses = jnp.where(mask > 0, losses, 0.0) * mask
-    of_rows = jnp.sum(losses, axis=-1) / jnp.maximum(jnp.sum(mask, axis=-1), 1)
-    total, count = jnp.sum(of_rows), jnp.sum(batch["present"])
+    row_losses = jnp.sum(losses, axis=-1) / jnp.maximum(jnp.sum(mask, axis=-1), 1)
+    total, count = jnp.sum(row_losses), jnp.sum(batch["present"])
     figure = Metric.of(jnp.sum(losses), jnp.sum(mask))
     metrics = {"self_distillation/distillation_loss": figure}
     if not options.has_policy_loss:
         return Loss.of(output, total, count, **row_metrics(batch, policy), **metrics)
-    found = grpo.policy_loss(options, batch, output, policy)
-    main = found.sums[MAIN]
+    grpo_loss = grpo.policy_loss(options, batch, output, policy)
+    main = grpo_loss.sums[MAIN]
     sums = {
-        **found.sums,
+        **grpo_loss.sums,
         MAIN: Metric.of((1 - weight) * main.sum, main.weight),
         "distillation": Metric.of(weight * total, count),
     }
     metrics["self_distillation/policy_loss"] = main
-    return Loss(sums, {**found.metrics, **metrics}, found.updates)
+    return Loss(sums, {**grpo_loss.metrics, **metrics}, grpo_loss.updates)
 
 
 def divergences(
@@ -152,15 +154,15 @@ def divergences(
     longer = batch.replace(**{name: batch[f"{NAME}_{name}"] for name in _ROWS})
     places = batch[f"{NAME}_places"]
     if options.distillation_mode == "sampled_token":
-        _, wanted = policy_of(run, teacher, longer)
-        logps = jnp.take_along_axis(jax.lax.stop_gradient(wanted.logps), places, axis=1)
+        _, teacher_output = compute_policy(run, teacher, longer)
+        logps = jnp.take_along_axis(jax.lax.stop_gradient(teacher_output.logps), places, axis=1)
         return jax.lax.stop_gradient(policy.logps - logps) * policy.logps
-    wanted = forward(teacher, longer, None)
+    teacher_output = forward(teacher, longer, None)
     assert output.last_hidden_state is not None
-    assert wanted.last_hidden_state is not None
-    hidden = jnp.take_along_axis(wanted.last_hidden_state, places[..., None], axis=1)
+    assert teacher_output.last_hidden_state is not None
+    hidden = jnp.take_along_axis(teacher_output.last_hidden_state, places[..., None], axis=1)
     targets = batch["targets"]
-    found, _ = token_divergences(
+    position_divergences, _ = token_divergences(
         (output.last_hidden_state, models.learner.head()),
         (hidden, teacher.head()),
         targets,
@@ -170,7 +172,7 @@ def divergences(
         chunk=options.lmhead_chunksize,
         support=options.support,
     )
-    return found
+    return position_divergences
 
 
 SDPO = online_method(

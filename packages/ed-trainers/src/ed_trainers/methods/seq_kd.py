@@ -49,8 +49,8 @@ class TeacherAnswers:
         arguments = self._arguments
         size, width = arguments.total_batch_size, arguments.max_prompt_length
         for start in range(0, len(prompts), size):
-            asked = prompts[start : start + size]
-            filled = [*asked, *[asked[0]] * (size - len(asked))]
+            prompt_batch = prompts[start : start + size]
+            filled = [*prompt_batch, *[prompt_batch[0]] * (size - len(prompt_batch))]
             ids = np.zeros((size, width), np.int32)
             mask = np.zeros((size, width), np.int32)
             for row, prompt in enumerate(filled):
@@ -59,7 +59,7 @@ class TeacherAnswers:
             output = cast(Any, self._teacher).generate(
                 ids, attention_mask=mask, max_new_tokens=arguments.max_completion_length
             )
-            for prompt, sequence in zip(asked, output.sequences.tolist(), strict=False):
+            for prompt, sequence in zip(prompt_batch, output.sequences.tolist(), strict=False):
                 self._answers[prompt] = until_end(sequence[width:], self._teacher)
 
 

@@ -27,10 +27,10 @@ def prepare(run: MethodRun[SequenceClassificationArguments], batch: HostBatch) -
         batch: `input_ids` int [b, s], `segment_ids` or `attention_mask`, `labels` int [b]; a row
             with the label -100 is ignored.
     """
-    made = {**sequence_arrays(batch), **class_targets(batch, run.learner)}
-    read = {*made, "labels", "attention_mask"}
+    arrays = {**sequence_arrays(batch), **class_targets(batch, run.learner)}
+    read = {*arrays, "labels", "attention_mask"}
     axes: dict[str, LogicalAxes] = {"targets": ("batch",), "weights": ("batch",)}
-    return Inputs({**made, **further_arrays(batch, read)}, axes)
+    return Inputs({**arrays, **further_arrays(batch, read)}, axes)
 
 
 def loss(

@@ -18,7 +18,7 @@ from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepare
 from ed_trainers.losses.next_token import next_token_batch, sequence_arrays
 from ed_trainers.losses.spans import Sentinels, SentinelTokenizer, corrupted_rows, target_width
 from ed_trainers.methods.sft import cross_entropy
-from ed_trainers.numbered import feed, number_of
+from ed_trainers.numbered import feed, get_batch_number
 from ed_trainers.options.supervised import SpanCorruptionArguments
 from ed_trainers.trainer import Trainer
 
@@ -51,18 +51,18 @@ def prepare(run: MethodRun[SpanCorruptionArguments], batch: HostBatch) -> Prepar
         The arrays of an encoder-decoder, as `next_token_batch` returns them.
     """
     options, corruption = run.arguments, run.part(Corruption)
-    made = sequence_arrays(batch)
+    sequences = sequence_arrays(batch)
     density, mean_span = options.noise_density, options.mean_noise_span_length
     rows = corrupted_rows(
-        made["input_ids"],
-        made["segment_ids"],
+        sequences["input_ids"],
+        sequences["segment_ids"],
         corruption.sentinels,
         density=density,
         mean_span=mean_span,
         width=options.max_target_length
-        or target_width(made["input_ids"].shape[1], density, mean_span),
+        or target_width(sequences["input_ids"].shape[1], density, mean_span),
         pad=corruption.pad,
-        seed=(options.seed, number_of(batch)),
+        seed=(options.seed, get_batch_number(batch)),
     )
     arrays: dict[str, np.ndarray] = rows._asdict()
     return next_token_batch(arrays, run.learner)

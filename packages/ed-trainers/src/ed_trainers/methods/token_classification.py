@@ -32,9 +32,9 @@ def prepare(run: MethodRun[TokenClassificationArguments], batch: HostBatch) -> P
         batch: `input_ids` int [b, s]; `labels` int [b, s], the class of a word at its first token
             and -100 elsewhere; optionally `segment_ids` and `position_ids`.
     """
-    made = {**sequence_arrays(batch, ("labels",)), **class_targets(batch, run.learner)}
-    read = {*made, "labels", "attention_mask"}
-    return Inputs({**made, **further_arrays(batch, read)}, {"targets": TOKENS, "weights": TOKENS})
+    arrays = {**sequence_arrays(batch, ("labels",)), **class_targets(batch, run.learner)}
+    read = {*arrays, "labels", "attention_mask"}
+    return Inputs({**arrays, **further_arrays(batch, read)}, {"targets": TOKENS, "weights": TOKENS})
 
 
 def loss(

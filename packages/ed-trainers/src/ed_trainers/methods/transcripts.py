@@ -46,7 +46,7 @@ class Transcripts:
                 f"predict_with_generate transcribes recordings, and {type(run.learner).__name__} "
                 "reads none: omit predict_with_generate"
             )
-        self.tokenizer = tokenizer_of(run.tokenizer, "predict_with_generate")
+        self.tokenizer = get_tokenizer(run.tokenizer, "predict_with_generate")
         self.most = options.generation_max_length
 
     def rates(self, batches: Iterable[HostBatch], state: EasyDeLState) -> dict[str, float]:
@@ -90,7 +90,7 @@ class BestLabels:
         del models
         self.tokenizer: Any = None
         if run.tokenizer is not None:
-            self.tokenizer = tokenizer_of(run.tokenizer, "the error rates of an evaluation")
+            self.tokenizer = get_tokenizer(run.tokenizer, "the error rates of an evaluation")
         self._step: Callable[..., tuple[jax.Array, jax.Array]] | None = None
 
     def rates(self, batches: Iterable[HostBatch], state: EasyDeLState) -> dict[str, float]:
@@ -119,8 +119,8 @@ class BestLabels:
             for row, scores, count in zip(batch["labels"], logits, steps, strict=True):
                 labels = np.asarray(row)
                 if (labels >= 0).any():
-                    found = best_labels(scores[:count], blank)
-                    rates.add(self.text(labels[labels >= 0]), self.text(found))
+                    predicted_labels = best_labels(scores[:count], blank)
+                    rates.add(self.text(labels[labels >= 0]), self.text(predicted_labels))
         return rates.rates()
 
     def text(self, labels: Sequence[int] | np.ndarray) -> str:
@@ -128,7 +128,7 @@ class BestLabels:
         return self.tokenizer.decode([int(label) for label in labels], group_tokens=False)
 
 
-def tokenizer_of(processor: object, reason: str) -> Any:
+def get_tokenizer(processor: object, reason: str) -> Any:
     """Return the tokenizer of a processor, or the tokenizer itself.
 
     Raises:

@@ -17,10 +17,10 @@ from ed_infra.outputs import Metric
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, MethodRun, Models
-from ed_trainers.losses.pairs import as_rows, pair_metrics, paired, smoothed
+from ed_trainers.losses.pairs import as_rows, compute_smoothed_losses, get_pair_axes, pair_metrics
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import Phase, PhaseRows, online_method, policy_of
+from ed_trainers.online.phase import Phase, PhaseRows, compute_policy, online_method
 from ed_trainers.online.self_play import Referee
 from ed_trainers.options.self_play import XPOArguments
 from ed_trainers.rollout import Weights
@@ -44,21 +44,21 @@ def rows(
     """
     del number
     contest = run.part(Referee).contest(completions, weights, opponent)
-    sides = contest.own, contest.other
-    made = {name: np.stack([side[name] for side in sides], axis=1) for name in _ROWS}
-    made |= run.part(Phase).ask(reference_logps, made, weights)
-    made["won"] = (contest.wins > 0.5).astype(np.float32)
-    made["lost"] = (contest.wins < 0.5).astype(np.float32)
-    made["present"] = np.ones_like(contest.wins)
-    made |= contest.scored
-    return made, contest.figures
+    sides = contest.learner_rows, contest.opponent_rows
+    row_arrays = {name: np.stack([side[name] for side in sides], axis=1) for name in _ROWS}
+    row_arrays |= run.part(Phase).ask(reference_logps, row_arrays, weights)
+    row_arrays["won"] = (contest.wins > 0.5).astype(np.float32)
+    row_arrays["lost"] = (contest.wins < 0.5).astype(np.float32)
+    row_arrays["present"] = np.ones_like(contest.wins)
+    row_arrays |= contest.scored
+    return row_arrays, contest.figures
 
 
 def reference_logps(
     run: MethodRun[XPOArguments], models: Models, batch: Batch
 ) -> dict[str, jax.Array]:
     """Return the log-probabilities of the tokens of pairs under the reference."""
-    _, policy = policy_of(run, models["reference"], as_rows(batch))
+    _, policy = compute_policy(run, models["reference"], as_rows(batch))
     return {"reference_logps": policy.logps.reshape(batch["targets"].shape)}
 
 
@@ -66,26 +66,28 @@ def loss(run: MethodRun[XPOArguments], models: Models, batch: Batch, key: jax.Ar
     """Return the loss summed over the pairs."""
     arguments, weights = run.arguments, batch["weights"]
     pairs = as_rows(batch.select(_ROWS))
-    output, policy = policy_of(run, models.learner, pairs, key)
+    output, policy = compute_policy(run, models.learner, pairs, key)
     logps = jnp.sum(weights * policy.logps.reshape(weights.shape), axis=-1)
     ratios = logps - jnp.sum(weights * batch["reference_logps"], axis=-1)
 
     def by_winner(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own, other = values[:, 0], values[:, 1]
+        learner_values, opponent_values = values[:, 0], values[:, 1]
         won = batch["won"] > 0
-        return jnp.where(won, own, other), jnp.where(won, other, own)
+        return jnp.where(won, learner_values, opponent_values), jnp.where(
+            won, opponent_values, learner_values
+        )
 
     chosen, rejected = by_winner(ratios)
     difference = chosen - rejected
     if arguments.loss_type == "ipo":
-        of_pairs = (difference - 1 / (2 * arguments.beta)) ** 2
+        preference_losses = (difference - 1 / (2 * arguments.beta)) ** 2
     else:
-        of_pairs = smoothed(arguments.beta * difference, 0.0)
+        preference_losses = compute_smoothed_losses(arguments.beta * difference, 0.0)
     explored = arguments.alpha * logps[:, 1]
     present, decided = batch["present"], batch["won"] + batch["lost"]
     count = jnp.sum(present)
     figures = {
-        "loss/dpo": decided * of_pairs,
+        "loss/dpo": decided * preference_losses,
         "loss/xpo": explored,
         "objective/kl": ratios[:, 0],
         "objective/entropy": -logps[:, 0],
@@ -97,7 +99,7 @@ def loss(run: MethodRun[XPOArguments], models: Models, batch: Batch, key: jax.Ar
     metrics["rewards/won"] = Metric.of(jnp.sum(batch["won"]), jnp.sum(decided))
     rewards = (arguments.beta * chosen, arguments.beta * rejected)
     metrics |= pair_metrics(decided, rewards, by_winner(logps))
-    total = jnp.sum(present * (decided * of_pairs + explored))
+    total = jnp.sum(present * (decided * preference_losses + explored))
     return Loss.of(output, total, count, **metrics)
 
 
@@ -105,7 +107,7 @@ XPO = online_method(
     rows=rows,
     loss=loss,
     token_arrays=("reference_logps",),
-    axes=paired(),
+    axes=get_pair_axes(),
     parts=(Referee, Reference),
     progress_columns=("reward", "rewards/won", "objective/kl", "loss"),
 )

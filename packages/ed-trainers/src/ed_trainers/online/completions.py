@@ -87,7 +87,7 @@ class Completions:
         def some(values: Sequence[Any]) -> list[Any]:
             return [values[number] for number in numbers]
 
-        whole, encode = self.documents, self.encode
+        documents, encode = self.documents, self.encode
         return Completions(
             prompts=some(self.prompts),
             prompt_ids=some(self.prompt_ids),
@@ -97,7 +97,7 @@ class Completions:
             ended=some(self.ended),
             fields={name: some(values) for name, values in self.fields.items()},
             images={name: x[list(numbers)] for name, x in self.images.items()},
-            documents=None if whole is None else lambda: some(whole()),
+            documents=None if documents is None else lambda: some(documents()),
             encode=None if encode is None else lambda row, ask: encode(numbers[row], ask),
             rewards=None if self.rewards is None else self.rewards[list(numbers)],
             given=some(self.given) if self.given else [],
@@ -134,10 +134,10 @@ class Completions:
                 begin = len(prompt) + first
                 rows["labels"][row, begin : begin + count] = -100
         if self.experts:
-            chosen = np.full((*shape, *self.experts[0].shape[1:]), -1, np.int16)
-            for row, own in enumerate(self.experts):
-                chosen[row, : len(own)] = own
-            rows[ROUTED_EXPERTS] = chosen
+            routed_experts = np.full((*shape, *self.experts[0].shape[1:]), -1, np.int16)
+            for row, row_experts in enumerate(self.experts):
+                routed_experts[row, : len(row_experts)] = row_experts
+            rows[ROUTED_EXPERTS] = routed_experts
         if self.images:
             prompts = np.asarray([len(prompt) for prompt in self.prompt_ids])[:, None]
             rows["token_type_ids"] = (np.arange(length) >= prompts).astype(np.int32)
@@ -164,8 +164,8 @@ class Completions:
         for row, document in enumerate(documents):
             ids[row, : len(document)] = document
             segments[row, : len(document)] = 1
-        made = next_token_batch({"input_ids": ids, "segment_ids": segments})
-        return made.select(("input_ids", "segment_ids", "position_ids"))
+        inputs = next_token_batch({"input_ids": ids, "segment_ids": segments})
+        return inputs.select(("input_ids", "segment_ids", "position_ids"))
 
     def _sampled_documents(self) -> list[list[int]]:
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
@@ -184,10 +184,10 @@ class Completions:
         words = -(-vocabulary // 32)
         placed = np.full((len(self), length, words), -1, np.int32)
         for row, (prompt, masks) in enumerate(zip(self.prompt_ids, self.masks, strict=True)):
-            for place, kept in enumerate(masks, len(prompt) - 1):
-                if len(kept):
+            for place, allowed_tokens in enumerate(masks, len(prompt) - 1):
+                if len(allowed_tokens):
                     bits = np.zeros(words * 32, np.uint8)
-                    bits[kept] = 1
+                    bits[allowed_tokens] = 1
                     placed[row, place] = np.packbits(bits, bitorder="little").view(np.int32)
         return placed
 
@@ -199,41 +199,41 @@ class Completions:
             length: s.
         """
         placed = np.zeros((len(self), length), np.float32)
-        for row, (prompt, own) in enumerate(zip(self.prompt_ids, values, strict=True)):
+        for row, (prompt, row_values) in enumerate(zip(self.prompt_ids, values, strict=True)):
             begin = len(prompt) - 1
-            placed[row, begin : begin + len(own)] = own
+            placed[row, begin : begin + len(row_values)] = row_values
         return placed
 
     def figures(self) -> dict[str, float]:
         """Return means and extremes of the lengths for the log, with TRL's names."""
         lengths = np.asarray([len(ids) for ids in self.completion_ids], np.float64)
         ended = np.asarray(self.ended, bool)
-        own = lengths[ended] if ended.any() else np.zeros(1)
+        ended_lengths = lengths[ended] if ended.any() else np.zeros(1)
         return {
             "completions/mean_length": float(lengths.mean()),
             "completions/min_length": float(lengths.min()),
             "completions/max_length": float(lengths.max()),
             "completions/clipped_ratio": float(1 - ended.mean()),
-            "completions/mean_terminated_length": float(own.mean()),
+            "completions/mean_terminated_length": float(ended_lengths.mean()),
         }
 
 
-def images_of(batch: PromptRows) -> Mapping[str, np.ndarray]:
+def get_images(batch: PromptRows) -> Mapping[str, np.ndarray]:
     """Return the arrays of the images of prompts by name; empty for prompts of text."""
     return getattr(batch, "images", {})
 
 
-def rows_of(batch: PromptRows, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
+def get_rows(batch: PromptRows, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
     """Return the fields of each prompt, and `prompt`, the prompt as written."""
-    written: Sequence[PromptContent] = getattr(batch, "prompts", prompt_ids)
+    prompts: Sequence[PromptContent] = getattr(batch, "prompts", prompt_ids)
     fields: Mapping[str, list[Any]] = getattr(batch, "fields", {})
     return [
         {**{name: values[row] for name, values in fields.items()}, "prompt": prompt}
-        for row, prompt in enumerate(written)
+        for row, prompt in enumerate(prompts)
     ]
 
 
-def completions_of(
+def build_completions(
     batch: PromptRows,
     prompt_ids: list[list[int]],
     sampled: Sequence[Sampled],
@@ -249,16 +249,16 @@ def completions_of(
         copies: number of continuations per prompt.
         tokenizer: decodes the continuations; without it, completions are token ids.
     """
-    written: list[PromptContent] = list(getattr(batch, "prompts", prompt_ids))
-    images = images_of(batch)
+    prompts: list[PromptContent] = list(getattr(batch, "prompts", prompt_ids))
+    images = get_images(batch)
     fields: Mapping[str, list[Any]] = getattr(batch, "fields", {})
     decode = getattr(tokenizer, "decode", None)
     completions = [
-        as_written(written[i // copies], list(one.token_ids), decode)
+        as_written(prompts[i // copies], list(one.token_ids), decode)
         for i, one in enumerate(sampled)
     ]
 
-    def repeated(values: Sequence[Any]) -> list[Any]:
+    def repeat_values(values: Sequence[Any]) -> list[Any]:
         return [value for value in values for _ in range(copies)]
 
     encode: Callable[[int, list[PromptContent]], list[list[int]]]
@@ -268,28 +268,36 @@ def completions_of(
         groups = [completions[at : at + copies] for at in range(0, len(completions), copies)]
         return [ids for number, group in enumerate(groups) for ids in encode(number, group)]
 
-    asked: Callable[[int, PromptContent], list[int]] | None = getattr(batch, "with_prompt", None)
+    encode_prompt: Callable[[int, PromptContent], list[int]] | None = getattr(
+        batch, "with_prompt", None
+    )
     return Completions(
-        prompts=repeated(written),
-        prompt_ids=repeated(prompt_ids),
+        prompts=repeat_values(prompts),
+        prompt_ids=repeat_values(prompt_ids),
         completion_ids=[list(one.token_ids) for one in sampled],
         logprobs=[list(one.logprobs) for one in sampled],
         completions=completions,
         ended=[one.ended for one in sampled],
-        fields={name: repeated(values) for name, values in fields.items()},
+        fields={name: repeat_values(values) for name, values in fields.items()},
         images={name: np.repeat(x, copies, axis=0) for name, x in images.items()},
         documents=documents if encode is not None and decode is not None else None,
-        encode=None if asked is None else lambda row, prompt: asked(row // copies, prompt),
-        rewards=_rewards_of(sampled),
+        encode=None
+        if encode_prompt is None
+        else lambda row, prompt: encode_prompt(row // copies, prompt),
+        rewards=_get_rewards(sampled),
         given=[one.given for one in sampled],
         experts=[one.experts for one in sampled if one.experts is not None],
         masks=[one.masks for one in sampled if one.masks is not None],
     )
 
 
-def _rewards_of(sampled: Sequence[Sampled]) -> np.ndarray | None:
-    found = [one.rewards for one in sampled if one.rewards is not None]
-    return np.asarray(found, np.float32) if found and len(found) == len(sampled) else None
+def _get_rewards(sampled: Sequence[Sampled]) -> np.ndarray | None:
+    sample_rewards = [one.rewards for one in sampled if one.rewards is not None]
+    return (
+        np.asarray(sample_rewards, np.float32)
+        if sample_rewards and len(sample_rewards) == len(sampled)
+        else None
+    )
 
 
 def as_written(

@@ -25,8 +25,8 @@ class GeometricMixture(EasyGenerationMixin, nnx.Module):
         coefficient: c, the share of the second: 0 is the first alone, 1 the second.
     """
 
-    def __init__(self, model: LanguageModel, other: LanguageModel, coefficient: float):
-        self.model, self.other = model, other
+    def __init__(self, model: LanguageModel, other_model: LanguageModel, coefficient: float):
+        self.model, self.other = model, other_model
         self.coefficient = coefficient
         self.config: Any = model.config
         self.generation_json: str | None = getattr(model, "generation_json", None)
@@ -41,27 +41,27 @@ class GeometricMixture(EasyGenerationMixin, nnx.Module):
         inputs: Inputs | None = None,
     ) -> dict[str, Any]:
         """Return the arguments of `decode` for a prompt; the caches of both models in a pair."""
-        both = [
-            each.prepare_inputs_for_generation(
+        model_inputs = [
+            model.prepare_inputs_for_generation(
                 input_ids, max_length, pad_token_id, attention_mask=attention_mask, inputs=inputs
             )
-            for each in (self.model, self.other)
+            for model in (self.model, self.other)
         ]
-        caches = tuple(arguments.pop("past_key_values") for arguments in both)
-        return {**both[0], "past_key_values": caches}
+        caches = tuple(arguments.pop("past_key_values") for arguments in model_inputs)
+        return {**model_inputs[0], "past_key_values": caches}
 
     def __call__(
         self, input_ids: jax.Array, *, past_key_values: Any, logits_at: Any, **inputs: Any
     ) -> CausalLMOutput:
         """Logits of the mixture, up to a constant of each token."""
         outputs = [
-            each(input_ids, past_key_values=cache, logits_at=logits_at, **inputs)
-            for each, cache in zip((self.model, self.other), past_key_values, strict=True)
+            model(input_ids, past_key_values=cache, logits_at=logits_at, **inputs)
+            for model, cache in zip((self.model, self.other), past_key_values, strict=True)
         ]
-        own, other = (output.logits for output in outputs)
-        assert own is not None
-        assert other is not None
+        logits, other_logits = (output.logits for output in outputs)
+        assert logits is not None
+        assert other_logits is not None
         return CausalLMOutput(
-            logits=(1 - self.coefficient) * own + self.coefficient * other,
+            logits=(1 - self.coefficient) * logits + self.coefficient * other_logits,
             past_key_values=tuple(output.past_key_values for output in outputs),
         )

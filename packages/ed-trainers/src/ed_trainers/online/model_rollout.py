@@ -18,12 +18,12 @@ class ModelRollout:
     """Completes prompts by `generate` of a model, in batches.
 
     Args:
-        model_of: makes the model, of the learner with its present weights.
+        get_model: makes the model, of the learner with its present weights.
         rows: number of prompts of a batch.
     """
 
-    def __init__(self, model_of: Callable[[LanguageModel], object], rows: int):
-        self._model_of, self._rows = model_of, rows
+    def __init__(self, get_model: Callable[[LanguageModel], object], rows: int):
+        self._model_of, self._rows = get_model, rows
 
     def generate(
         self,
@@ -48,9 +48,9 @@ class ModelRollout:
         ends = _end_tokens(model)
         sampled: list[Sampled] = []
         for start in range(0, len(prompts), self._rows):
-            asked = [list(prompt) for prompt in prompts[start : start + self._rows]]
-            filled = [*asked, *[asked[0]] * (self._rows - len(asked))]
-            places = [start + (n if n < len(asked) else 0) for n in range(self._rows)]
+            prompt_batch = [list(prompt) for prompt in prompts[start : start + self._rows]]
+            filled = [*prompt_batch, *[prompt_batch[0]] * (self._rows - len(prompt_batch))]
+            places = [start + (n if n < len(prompt_batch) else 0) for n in range(self._rows)]
             arrays = {name: x[places] for name, x in (images or {}).items()}
             width = max(map(len, filled))
             ids, mask = np.zeros((2, self._rows, width), np.int32)
@@ -69,12 +69,14 @@ class ModelRollout:
                 **settings,
             )
             assert output.logprobs is not None
-            for row in range(len(asked)):
+            for row in range(len(prompt_batch)):
                 answer = output.sequences[row, width:].tolist()
                 end = next((i for i, token in enumerate(answer) if token in ends), None)
-                kept = slice(len(answer) if end is None else end + 1)
-                logprobs = output.logprobs[row, kept].tolist()
-                sampled.append(Sampled(answer[kept], logprobs, weights.version, end is not None))
+                answer_slice = slice(len(answer) if end is None else end + 1)
+                logprobs = output.logprobs[row, answer_slice].tolist()
+                sampled.append(
+                    Sampled(answer[answer_slice], logprobs, weights.version, end is not None)
+                )
         return sampled
 
 

@@ -33,9 +33,9 @@ from ed_trainers.losses.policy import Policy, Truncation, token_policy
 from ed_trainers.online.completions import (
     Completions,
     PromptRows,
-    completions_of,
-    images_of,
-    rows_of,
+    build_completions,
+    get_images,
+    get_rows,
 )
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.options.base import TrainingArguments
@@ -159,17 +159,17 @@ class Phase(Generic[A]):
         began = time.monotonic()
         completions = self.complete(batch, weights, number)
         seconds = time.monotonic() - began
-        rows, figures = self.rows_of(completions, weights, number)
+        rows, figures = self.get_rows(completions, weights, number)
         tokens = float(sum(map(len, completions.completion_ids)))
-        of_rollout = {
+        rollout_metrics = {
             "rollout_tokens": tokens,
             "rollout_seconds": seconds,
             "rollout_tokens_per_second": tokens / max(seconds, 1e-9),
             **self._figures,
         }
-        return Generation(number, rows, {**completions.figures(), **figures, **of_rollout})
+        return Generation(number, rows, {**completions.figures(), **figures, **rollout_metrics})
 
-    def rows_of(self, completions: Completions, weights: Weights, number: int) -> PhaseRows:
+    def get_rows(self, completions: Completions, weights: Weights, number: int) -> PhaseRows:
         """Return the arrays of the loss, and figures for the log; see `online_method`."""
         return self._rows(self.run, completions, weights, number)
 
@@ -221,7 +221,7 @@ class Phase(Generic[A]):
         else:
             ids = [prompt for prompt in request.prompts for _ in range(request.copies)]
             more: dict[str, Any] = {}
-            if images := images_of(batch):
+            if images := get_images(batch):
                 repeated = {
                     name: np.repeat(x, request.copies, axis=0) for name, x in images.items()
                 }
@@ -234,7 +234,7 @@ class Phase(Generic[A]):
                 "it must return one for each prompt, in their order"
             )
         prompts = [list(prompt) for prompt in request.prompts]
-        return completions_of(batch, prompts, sampled, request.copies, run.tokenizer)
+        return build_completions(batch, prompts, sampled, request.copies, run.tokenizer)
 
     def policy(self, weights: Weights) -> Weights:
         """Return the weights of the model alone, without those of an extension."""
@@ -261,14 +261,16 @@ class Phase(Generic[A]):
             )
         if copies is None:
             copies = options.completions_per_generation // options.loader_batch_size
-        kept = [list(ids)[-options.max_prompt_length :] for ids in batch.input_ids]
-        for row, prompt in enumerate(kept):
+        prompt_ids = [list(ids)[-options.max_prompt_length :] for ids in batch.input_ids]
+        for row, prompt in enumerate(prompt_ids):
             if not prompt:
                 raise ConfigError(
                     f"prompt {row} of the batch is empty: it needs at least one token"
                 )
-        images = images_of(batch)
-        cut = next((n for n, ids in enumerate(batch.input_ids) if len(ids) > len(kept[n])), None)
+        images = get_images(batch)
+        cut = next(
+            (n for n, ids in enumerate(batch.input_ids) if len(ids) > len(prompt_ids[n])), None
+        )
         if images and cut is not None:
             raise ConfigError(
                 f"prompt {cut} of the batch has {len(batch.input_ids[cut])} tokens, and truncation "
@@ -284,10 +286,10 @@ class Phase(Generic[A]):
             "min_p": options.min_p,
         }
         draws = np.random.SeedSequence((run.arguments.seed, number))
-        seeds = draws.generate_state(len(kept) * copies, np.uint32).tolist()
-        return SampleRequest(number, kept, copies, params, seeds, rows_of(batch, kept))
+        seeds = draws.generate_state(len(prompt_ids) * copies, np.uint32).tolist()
+        return SampleRequest(number, prompt_ids, copies, params, seeds, get_rows(batch, prompt_ids))
 
-    def rollout_of(self, make: Callable[[Models], object]) -> Rollout:
+    def build_rollout(self, make: Callable[[Models], object]) -> Rollout:
         """Return a rollout by `generate` of another model than the learner.
 
         Args:
@@ -337,14 +339,14 @@ class Phase(Generic[A]):
     def _program(
         self, question: Question[A], graphdef: nnx.GraphDef
     ) -> Callable[..., dict[str, jax.Array]]:
-        whole = NamedSharding(self.run.placement.config.mesh, PartitionSpec())
+        replicated_sharding = NamedSharding(self.run.placement.config.mesh, PartitionSpec())
         merge = self.run.frozen.merge
 
         def program(state: nnx.State, leaves: tuple[jax.Array, ...], batch: Batch):
             learner = cast(LanguageModel, nnx.merge(graphdef, state))
             return question(self.run, Models(learner, merge(leaves)), batch)
 
-        return jax.jit(program, out_shardings=whole)
+        return jax.jit(program, out_shardings=replicated_sharding)
 
     # --- for the loop and the evaluation ---
 
@@ -367,7 +369,7 @@ class Phase(Generic[A]):
             yield Inputs(rows, self._axes)
 
 
-def policy_of(
+def compute_policy(
     run: MethodRun[A],
     model: LanguageModel,
     rows: Batch,
@@ -448,8 +450,8 @@ class RolloutFeed(Feed):
             weights = self._run.weights()
             if self._ahead is not None:
                 self._issue(self._ahead, number, weights)
-            made = self._phase.generate(super().batch(number), weights, number)
-            self._now = self.checked(made)
+            generation = self._phase.generate(super().batch(number), weights, number)
+            self._now = self.shuffle_rows(generation)
         self._continues = within + 1 < options.updates_per_generation
         self.figures = self._now.figures
         begin = within % options.steps_per_generation * size
@@ -465,15 +467,15 @@ class RolloutFeed(Feed):
         for later in range(number, min(number + rollout.max_staleness + 1, end)):
             rollout.issue(self._phase.request(super().batch(later), later))
 
-    def checked(self, generation: Generation) -> Generation:
+    def shuffle_rows(self, generation: Generation) -> Generation:
         """Return a generation with shuffled rows, if it has the right number of rows."""
         options, arguments = self._options, self._run.arguments
-        wanted = arguments.total_batch_size * options.steps_per_generation
+        expected_rows = arguments.total_batch_size * options.steps_per_generation
         rows = len(next(iter(generation.rows.values())))
-        if rows != wanted:
+        if rows != expected_rows:
             raise ConfigError(
                 f"a generation has {rows} rows, but total_batch_size {arguments.total_batch_size} "
-                f"times steps_per_generation {options.steps_per_generation} is {wanted}: "
+                f"times steps_per_generation {options.steps_per_generation} is {expected_rows}: "
                 f"train_dataset must have {arguments.loader_batch_size} prompts per batch"
             )
         if options.steps_per_generation == 1:
@@ -508,12 +510,12 @@ class RolloutFeed(Feed):
             rows = io.BytesIO(base64.b64decode(saved["rows"]))
             arrays = read_npz(rows, "the generation of the checkpoint")
             self._now = Generation(int(saved["number"]), arrays, dict(saved["figures"]))
-        super().load_state_dict(_of_prompts(state))
+        super().load_state_dict(_select_prompt_state(state))
 
     def difference(self, state: Mapping[str, Any]) -> str:
         """See `Feed.difference`."""
-        return super().difference(_of_prompts(state))
+        return super().difference(_select_prompt_state(state))
 
 
-def _of_prompts(state: Mapping[str, Any]) -> dict[str, Any]:
+def _select_prompt_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in state.items() if name not in (_ROLLOUT, _LEDGER)}

@@ -50,7 +50,7 @@ class Reprompts:
         return self.completions.rows(-(-longest // _LONGER) * _LONGER)
 
 
-def reprompted(
+def build_reprompts(
     options: SDPOArguments,
     completions: Completions,
     rewards: np.ndarray,
@@ -72,7 +72,7 @@ def reprompted(
     count, size = len(completions), options.num_return_sequences
     good = rewards >= options.success_reward_threshold
     feedback = completions.fields.get(FIELD, [None] * count)
-    given = [isinstance(text, str) and bool(text.strip()) for text in feedback]
+    feedback_flags = [isinstance(text, str) and bool(text.strip()) for text in feedback]
     if options.include_environment_feedback and FIELD not in completions.fields:
         raise ConfigError(
             f"include_environment_feedback reads the field {FIELD!r} of the data, and the rows do "
@@ -85,28 +85,32 @@ def reprompted(
     distilled = np.zeros(count, bool)
     for row in range(count):
         start = row // size * size
-        others = [
-            other
-            for other in range(start, min(start + size, count))
-            if good[other] and not (options.dont_reprompt_on_self_success and other == row)
+        successful_rows = [
+            candidate
+            for candidate in range(start, min(start + size, count))
+            if good[candidate] and not (options.dont_reprompt_on_self_success and candidate == row)
         ]
-        solution = others[0] if options.use_successful_as_teacher and others else None
-        reads = options.include_environment_feedback and given[row]
+        solution = (
+            successful_rows[0] if options.use_successful_as_teacher and successful_rows else None
+        )
+        reads = options.include_environment_feedback and feedback_flags[row]
         reads &= solution is None or not options.environment_feedback_only_without_solution
         solved, used = solved + (solution is not None), used + reads
         if solution is None and not reads:
             prompt_ids.append(completions.prompt_ids[row])
             continue
         distilled[row] = True
-        shown = "" if solution is None else _solution(options, completions, solution)
-        told = options.feedback_template.format(feedback_raw=feedback[row]) if reads else ""
-        prompt = _reprompt(options, completions.prompts[row], shown, told)
-        prompt_ids.append(_encoded(completions, row, prompt, tokenizer)[-limit:])
+        solution_text = "" if solution is None else _solution(options, completions, solution)
+        feedback_text = (
+            options.feedback_template.format(feedback_raw=feedback[row]) if reads else ""
+        )
+        prompt = _reprompt(options, completions.prompts[row], solution_text, feedback_text)
+        prompt_ids.append(_encode_prompt(completions, row, prompt, tokenizer)[-limit:])
     groups = good.reshape(-1, size) if count % size == 0 else good[None]
     figures = {
         "success_group_fraction": groups.any(axis=1).mean(),
         "success_sample_fraction": solved / count,
-        "feedback_available_fraction": np.mean(given),
+        "feedback_available_fraction": np.mean(feedback_flags),
         "feedback_used_fraction": used / count,
         "reprompt_sample_fraction": distilled.mean(),
     }
@@ -159,7 +163,7 @@ def _text(content: PromptContent, role: str = "assistant") -> str:
     return str(said)
 
 
-def _encoded(
+def _encode_prompt(
     completions: Completions, row: int, prompt: PromptContent, tokenizer: Any
 ) -> list[int]:
     if completions.encode is not None:

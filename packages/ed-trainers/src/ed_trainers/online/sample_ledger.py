@@ -109,7 +109,7 @@ class SampleLedger:
             CheckpointError: the generation is recorded with other prompts or settings.
         """
         content = {
-            "prompts": [_packed(ids, np.int32) for ids in request.prompts],
+            "prompts": [_pack_values(ids, np.int32) for ids in request.prompts],
             "copies": request.copies,
             "seeds": list(request.seeds),
             "params": dict(request.params),
@@ -131,8 +131,8 @@ class SampleLedger:
         """Record further tokens of an unfinished sample."""
         content = {
             "place": key[1],
-            "tokens": _packed(part.tokens, np.int32),
-            "logprobs": _packed(part.logprobs, np.float32),
+            "tokens": _pack_values(part.tokens, np.int32),
+            "logprobs": _pack_values(part.logprobs, np.float32),
             "version": part.version,
             "ends": part.ends,
             **_packed_records(part),
@@ -147,12 +147,12 @@ class SampleLedger:
         """
         content = {
             "place": key[1],
-            "tokens": _packed(sampled.token_ids, np.int32),
-            "logprobs": _packed(sampled.logprobs, np.float32),
+            "tokens": _pack_values(sampled.token_ids, np.int32),
+            "logprobs": _pack_values(sampled.logprobs, np.float32),
             "versions": [list(run) for run in sampled.versions],
             "given": [list(run) for run in sampled.given],
             "ended": sampled.ended,
-            "rewards": _packed(sampled.rewards or (), np.float32),
+            "rewards": _pack_values(sampled.rewards or (), np.float32),
             **_packed_records(sampled),
         }
         with self._lock:
@@ -164,7 +164,7 @@ class SampleLedger:
         """Record the rewards of a sample, NaN for none; a second record is ignored."""
         with self._lock:
             if key not in self._scored:
-                content = {"place": key[1], "rewards": _packed(rewards, np.float32)}
+                content = {"place": key[1], "rewards": _pack_values(rewards, np.float32)}
                 self._scored[key] = self._append("scored", key[0], content)
 
     def consume(self, number: int, step: int) -> None:
@@ -176,13 +176,14 @@ class SampleLedger:
             CheckpointError: another step consumed the generation.
         """
         with self._lock:
-            before = self._consumed.get(number)
-            if before is None:
+            consumed_step = self._consumed.get(number)
+            if consumed_step is None:
                 self._append("consumed", number, {"step": step})
                 self._consumed[number] = step
-            elif before != step:
+            elif consumed_step != step:
                 raise CheckpointError(
-                    f"generation {number} of {self.path} belongs to step {before}, and this run "
+                    f"generation {number} of {self.path} belongs to step {consumed_step}, and this "
+                    "run "
                     f"trains it at step {step}: the options of the run have changed"
                 )
             self.sync()
@@ -280,7 +281,7 @@ class SampleLedger:
         while at < self._end:
             payload = self._payload(at)
             assert payload is not None, "checked when the ledger was opened"
-            yield _unpacked(payload)
+            yield _unpack_record(payload)
             at += _HEAD.size + len(payload)
 
     # --- the file ---
@@ -303,7 +304,7 @@ class SampleLedger:
         payload = self._payload(at)
         if payload is None:
             raise CheckpointError(f"the record at byte {at} of {self.path} is damaged")
-        return _unpacked(payload)
+        return _unpack_record(payload)
 
     def _payload(self, at: int) -> bytes | None:
         """Return the content of a record; None if the record is incomplete or damaged."""
@@ -324,7 +325,7 @@ class SampleLedger:
             raise ConfigError(f"{self.path} is no ledger of samples: move it away")
         at = len(_MAGIC)
         while (payload := self._payload(at)) is not None:
-            self._index(at, *_unpacked(payload), identity)
+            self._index(at, *_unpack_record(payload), identity)
             at += _HEAD.size + len(payload)
         if len(begin) < len(_MAGIC) or at == len(_MAGIC):  # new, or cut in its first record
             os.ftruncate(self._file, 0)
@@ -382,25 +383,28 @@ def _pack(value: object) -> bytes:
     return packed
 
 
-def _unpacked(payload: bytes) -> tuple[str, int, dict[str, Any]]:
+def _unpack_record(payload: bytes) -> tuple[str, int, dict[str, Any]]:
     kind, number, content = msgpack.unpackb(payload)
     return kind, number, content
 
 
-def _packed(values: Sequence[float] | np.ndarray, kind: type[np.generic]) -> bytes:
+def _pack_values(values: Sequence[float] | np.ndarray, kind: type[np.generic]) -> bytes:
     return np.asarray(values, kind).tobytes()
 
 
 def _packed_records(of: SamplePart | Sampled) -> dict[str, Any]:
     """Return the fields of a record for experts and masks; nothing without them."""
-    found: dict[str, Any] = {}
+    packed_fields: dict[str, Any] = {}
     if of.experts is not None:
-        found["experts"] = [list(of.experts.shape), _packed(of.experts, np.int16)]
+        packed_fields["experts"] = [list(of.experts.shape), _pack_values(of.experts, np.int16)]
     if of.masks is not None:
         counts = [len(mask) for mask in of.masks]
-        kept = np.concatenate([np.zeros(0, np.int32), *of.masks])
-        found["masks"] = [_packed(counts, np.int32), _packed(kept, np.int32)]
-    return found
+        mask_tokens = np.concatenate([np.zeros(0, np.int32), *of.masks])
+        packed_fields["masks"] = [
+            _pack_values(counts, np.int32),
+            _pack_values(mask_tokens, np.int32),
+        ]
+    return packed_fields
 
 
 def _experts(content: Mapping[str, Any]) -> np.ndarray | None:
@@ -415,8 +419,8 @@ def _masks(content: Mapping[str, Any]) -> list[np.ndarray] | None:
     """Return the masks of a record; None without masks."""
     if "masks" not in content:
         return None
-    counts, kept = (np.frombuffer(data, np.int32) for data in content["masks"])
-    return np.split(kept, np.cumsum(counts)[:-1]) if len(counts) else []
+    counts, mask_tokens = (np.frombuffer(data, np.int32) for data in content["masks"])
+    return np.split(mask_tokens, np.cumsum(counts)[:-1]) if len(counts) else []
 
 
 def _ints(data: bytes) -> list[int]:

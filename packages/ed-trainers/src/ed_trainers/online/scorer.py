@@ -40,7 +40,7 @@ class Scores(NamedTuple):
         per_prompt: number of completions of a prompt, if some of them were removed.
     """
 
-    each: np.ndarray
+    rewards: np.ndarray
     total: np.ndarray
     names: tuple[str, ...]
     per_prompt: int | None = None
@@ -48,12 +48,16 @@ class Scores(NamedTuple):
     def figures(self) -> dict[str, float]:
         """Return the mean and the standard deviation of each reward, with TRL's names."""
         out = {}
-        for name, own in zip(self.names, self.each.T, strict=True):
-            here = own[np.isfinite(own)]
-            out[f"rewards/{name}/mean"] = float(here.mean()) if here.size else np.nan
-            out[f"rewards/{name}/std"] = float(here.std(ddof=1)) if here.size > 1 else np.nan
-        here = self.total[np.isfinite(self.total)]
-        out["reward_std"] = float(here.std(ddof=1)) if here.size > 1 else np.nan
+        for name, function_rewards in zip(self.names, self.rewards.T, strict=True):
+            finite_rewards = function_rewards[np.isfinite(function_rewards)]
+            out[f"rewards/{name}/mean"] = (
+                float(finite_rewards.mean()) if finite_rewards.size else np.nan
+            )
+            out[f"rewards/{name}/std"] = (
+                float(finite_rewards.std(ddof=1)) if finite_rewards.size > 1 else np.nan
+            )
+        finite_rewards = self.total[np.isfinite(self.total)]
+        out["reward_std"] = float(finite_rewards.std(ddof=1)) if finite_rewards.size > 1 else np.nan
         return out
 
 
@@ -115,15 +119,15 @@ class Scorer:
         functions = completions.rewards
         parts = [call_once(self._functions, completions) if functions is None else functions]
         if self._has_model:
-            asked = dict(completions.rows_to_score(rows["input_ids"].shape[1]))
-            asked["last"] = last_tokens(asked["segment_ids"])
-            axes = dict.fromkeys(asked, TOKENS)
-            found = self._run.part(Phase).ask(_reward_of, asked, weights, axes)
-            parts.append(found[REWARD.name][:, None])
-        each = np.concatenate(parts, axis=1)
-        total = np.nansum(each * self._weights, axis=1)
-        total = np.where(np.isnan(each).all(axis=1), np.nan, total).astype(np.float32)
-        return Scores(each, total, self._names)
+            score_inputs = dict(completions.rows_to_score(rows["input_ids"].shape[1]))
+            score_inputs["last"] = last_tokens(score_inputs["segment_ids"])
+            axes = dict.fromkeys(score_inputs, TOKENS)
+            model_scores = self._run.part(Phase).ask(_compute_rewards, score_inputs, weights, axes)
+            parts.append(model_scores[REWARD.name][:, None])
+        rewards = np.concatenate(parts, axis=1)
+        total = np.nansum(rewards * self._weights, axis=1)
+        total = np.where(np.isnan(rewards).all(axis=1), np.nan, total).astype(np.float32)
+        return Scores(rewards, total, self._names)
 
 
 def call_once(rewards: Rewards, completions: Completions) -> np.ndarray:
@@ -134,7 +138,7 @@ def call_once(rewards: Rewards, completions: Completions) -> np.ndarray:
     return distributed.from_main(lambda: rewards(completions))
 
 
-def _reward_of(run: MethodRun, models: Models, rows: Batch) -> dict[str, jax.Array]:
+def _compute_rewards(run: MethodRun, models: Models, rows: Batch) -> dict[str, jax.Array]:
     """Return the reward model's score of the last token of each row."""
     del run
     _, scores = token_scores(models[REWARD.name], rows, None, labels=1)
@@ -142,7 +146,9 @@ def _reward_of(run: MethodRun, models: Models, rows: Batch) -> dict[str, jax.Arr
 
 
 def _check_vocabulary(learner: LanguageModel, model: LanguageModel) -> None:
-    sizes = [getattr(each.config, "vocab_size", None) for each in (learner, model)]
+    sizes = [
+        getattr(language_model.config, "vocab_size", None) for language_model in (learner, model)
+    ]
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"the reward model has {sizes[1]} tokens, the learner {sizes[0]}: it reads the "

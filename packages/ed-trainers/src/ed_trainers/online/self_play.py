@@ -39,8 +39,8 @@ class Contest(NamedTuple):
         figures: figures for the log.
     """
 
-    own: dict[str, np.ndarray]
-    other: dict[str, np.ndarray]
+    learner_rows: dict[str, np.ndarray]
+    opponent_rows: dict[str, np.ndarray]
     scored: dict[str, np.ndarray]
     wins: np.ndarray
     figures: dict[str, float]
@@ -67,7 +67,7 @@ class Referee:
         self._scorer = Scorer(run, models) if judge is None else None
 
     def contest(
-        self, own: Completions, weights: Weights, opponent: Callable[[Models], object]
+        self, completions: Completions, weights: Weights, opponent: Callable[[Models], object]
     ) -> Contest:
         """Let an opponent complete the prompts of completions, and decide which ones are better.
 
@@ -78,30 +78,35 @@ class Referee:
         """
         phase = self._run.part(Phase)
         prompts = SimpleNamespace(
-            input_ids=own.prompt_ids, prompts=own.prompts, fields=dict(own.fields)
+            input_ids=completions.prompt_ids,
+            prompts=completions.prompts,
+            fields=dict(completions.fields),
         )
-        others = phase.sample(
+        opponent_completions = phase.sample(
             prompts,  # type: ignore[arg-type] - a PromptBatch
             weights,
             number=_OPPONENT + weights.version,
             copies=1,
-            rollout=phase.rollout_of(opponent),
+            rollout=phase.build_rollout(opponent),
         )
-        rows = dict(own.rows(self._length)), dict(others.rows(self._length))
+        rows = dict(completions.rows(self._length)), dict(opponent_completions.rows(self._length))
         if self._judge is not None:
-            compared = replace(own, fields={**own.fields, "others": others.completions})
+            compared = replace(
+                completions,
+                fields={**completions.fields, "others": opponent_completions.completions},
+            )
             wins = call_once(self._judge, compared)[:, 0]
             return Contest(*rows, {}, wins.astype(np.float32), {})
         first, second = (
-            self._scores(side, of_side, weights)
-            for side, of_side in zip((own, others), rows, strict=True)
+            self._scores(side, side_rows, weights)
+            for side, side_rows in zip((completions, opponent_completions), rows, strict=True)
         )
         margin = first - second
         wins = 1 / (1 + np.exp(-margin))
-        known = np.isfinite(first)
+        reward_mask = np.isfinite(first)
         scored = {
-            "rewards": np.where(known, first, 0).astype(np.float32),
-            "scored": known.astype(np.float32),
+            "rewards": np.where(reward_mask, first, 0).astype(np.float32),
+            "scored": reward_mask.astype(np.float32),
         }
         figures = {
             "objective/model_scores": float(np.nanmean(first)),

@@ -11,7 +11,7 @@ skipped steps.
 from __future__ import annotations
 
 from ed_trainers.optimizers.build import build_optimizer, check_rules, global_norm
-from ed_trainers.optimizers.ema import averaged
+from ed_trainers.optimizers.ema import get_ema_params
 from ed_trainers.optimizers.groups import decays
 from ed_trainers.optimizers.masters import apply_updates, with_masters
 from ed_trainers.optimizers.schedule_free import gradient_point
@@ -21,11 +21,11 @@ from ed_trainers.optimizers.skip import was_skipped
 __all__ = [
     "Schedule",
     "apply_updates",
-    "averaged",
     "build_optimizer",
     "build_schedule",
     "check_rules",
     "decays",
+    "get_ema_params",
     "global_norm",
     "gradient_point",
     "was_skipped",

@@ -59,7 +59,7 @@ def build_optimizer(
         core = with_ema(core, arguments.ema_decay)
     core = with_masters(core) if arguments.master_dtype else in_parameter_dtype(core)
     if arguments.clip_grad is not None:
-        core = _clipped(core, arguments.clip_grad)
+        core = _clip_by_norm(core, arguments.clip_grad)
     if not arguments.skip_bad_steps:
         return core
     interval, sigma = arguments.rolling_interval_length, arguments.sigma_factor
@@ -125,16 +125,20 @@ def _trace(momentum: float | None, *, nesterov: bool = False) -> Direction:
 
 
 def _muon(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
-    own = MuonSettings(**settings)
-    adam = optax.scale_by_adam(own.adam_b1, own.adam_b2, own.adam_eps, mu_dtype=mu_dtype)
-    return _split(per_array(scale_by_muon(own)), adam, matrices)
+    muon_settings = MuonSettings(**settings)
+    adam = optax.scale_by_adam(
+        muon_settings.adam_b1, muon_settings.adam_b2, muon_settings.adam_eps, mu_dtype=mu_dtype
+    )
+    return _split(per_array(scale_by_muon(muon_settings)), adam, matrices)
 
 
 def _mars(settings: dict[str, Any], mu_dtype: str | None) -> Direction:
-    own = MarsSettings(**settings)
-    adam = optax.scale_by_adam(own.adam_b1, own.adam_b2, own.adam_eps, mu_dtype=mu_dtype)
+    mars_settings = MarsSettings(**settings)
+    adam = optax.scale_by_adam(
+        mars_settings.adam_b1, mars_settings.adam_b2, mars_settings.adam_eps, mu_dtype=mu_dtype
+    )
     return _split(
-        per_array(scale_by_mars(own)),
+        per_array(scale_by_mars(mars_settings)),
         adam,
         lambda params: _map_shapes(lambda array: len(array.shape) == 2, params),
     )
@@ -179,7 +183,7 @@ def _split(
     """Apply one transformation to the selected parameters and another to all others."""
 
     def labels(params: optax.Params) -> Any:
-        return jax.tree.map(lambda chosen: "first" if chosen else "second", chooses(params))
+        return jax.tree.map(lambda is_first: "first" if is_first else "second", chooses(params))
 
     return optax.partition({"first": first, "second": second}, labels)
 
@@ -191,14 +195,14 @@ def _map_shapes(function: Callable[[Any], bool], params: optax.Params) -> Any:
 # --- decay and learning rate ---
 
 
-def _add_decay(decay_of: NumbersOf) -> optax.GradientTransformation:
+def _add_decay(get_decays: NumbersOf) -> optax.GradientTransformation:
     """Add `decay * parameter` to the direction, before the learning rate: decoupled decay."""
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
         return jax.tree.map(
-            lambda u, p, decay: u + decay * p if decay else u, updates, params, decay_of(params)
+            lambda u, p, decay: u + decay * p if decay else u, updates, params, get_decays(params)
         ), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -210,7 +214,7 @@ class RateState(NamedTuple):
     count: jax.Array
 
 
-def _by_learning_rate(schedule: Schedule, factors_of: NumbersOf) -> optax.GradientTransformation:
+def _by_learning_rate(schedule: Schedule, get_factors: NumbersOf) -> optax.GradientTransformation:
     """Multiply by minus the learning rate, and by the factor of each parameter's group."""
 
     def init(params: optax.Params) -> RateState:
@@ -221,7 +225,7 @@ def _by_learning_rate(schedule: Schedule, factors_of: NumbersOf) -> optax.Gradie
         updates: optax.Updates, state: RateState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, RateState]:
         rate = schedule(state.count)
-        updates = jax.tree.map(lambda u, f: -rate * f * u, updates, factors_of(params))
+        updates = jax.tree.map(lambda u, f: -rate * f * u, updates, get_factors(params))
         return updates, RateState(state.count + 1)
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
@@ -230,14 +234,16 @@ def _by_learning_rate(schedule: Schedule, factors_of: NumbersOf) -> optax.Gradie
 def _factors(arguments: TrainingArguments, params: optax.Params | None) -> ParamTree:
     """Return the learning rate factor of each parameter; Muon's AdamW has a separate rate."""
     factors = learning_rate_factors(arguments, params)
-    own = arguments.optimizer_kwargs.get("adam_learning_rate")
-    if own is None:
+    adam_rate = arguments.optimizer_kwargs.get("adam_learning_rate")
+    if adam_rate is None:
         return factors
-    ratio = own / arguments.learning_rate
+    ratio = adam_rate / arguments.learning_rate
     return jax.tree.map(lambda f, muon: f if muon else f * ratio, factors, matrices(params))
 
 
-def _clipped(inner: optax.GradientTransformation, largest: float) -> optax.GradientTransformation:
+def _clip_by_norm(
+    inner: optax.GradientTransformation, largest: float
+) -> optax.GradientTransformation:
     """Clip by global norm without a state, so that the option does not change the structure."""
 
     def update(

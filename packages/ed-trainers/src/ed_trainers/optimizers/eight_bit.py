@@ -78,13 +78,13 @@ def _decades(*, signed: bool) -> list[tuple[int, int, float, float]]:
 
     There is one entry for each power of ten; indices are relative to the level 0.
     """
-    found, first = [], 1
+    decades, first = [], 1
     for exponent in range(7):
         count = 2 ** (exponent if signed else exponent + 1)
         scale = 10.0 ** (exponent - 6)
-        found.append((first, count, scale, scale * (0.1 + 0.45 / count)))
+        decades.append((first, count, scale, scale * (0.1 + 0.45 / count)))
         first += count
-    return found
+    return decades
 
 
 def _nearest(x: jax.Array, *, signed: bool) -> jax.Array:
@@ -98,8 +98,8 @@ def _nearest(x: jax.Array, *, signed: bool) -> jax.Array:
     size = jnp.abs(x)
     smaller = jnp.zeros_like(x)
     for first, count, scale, _ in _decades(signed=signed):
-        own = jnp.ceil(size * (count / 0.9 / scale) - count / 9)
-        smaller += jnp.where(size > middles[first - 1], jnp.clip(own, 1, count), 0.0)
+        level_index = jnp.ceil(size * (count / 0.9 / scale) - count / 9)
+        smaller += jnp.where(size > middles[first - 1], jnp.clip(level_index, 1, count), 0.0)
     # Among the negative levels, -1 is missing.
     return jnp.where(x < 0, zero - smaller, zero + smaller + (x > middles[-1]))
 
@@ -128,21 +128,21 @@ def eight_bit(
     """
 
     def pack(state: optax.OptState, shape: tuple[int, ...]) -> optax.OptState:
-        def packed(path: Sequence[object], leaf: jax.Array) -> jax.Array | EightBitArray:
+        def pack_leaf(path: Sequence[object], leaf: jax.Array) -> jax.Array | EightBitArray:
             if leaf.shape != shape:
                 return leaf
-            return quantize(leaf, signed=_signed(path), block_size=block_size)
+            return quantize(leaf, signed=_is_signed(path), block_size=block_size)
 
-        return jax.tree_util.tree_map_with_path(packed, state)
+        return jax.tree_util.tree_map_with_path(pack_leaf, state)
 
     def unpack(state: optax.OptState) -> optax.OptState:
-        def unpacked(path: Sequence[object], leaf: jax.Array | EightBitArray) -> jax.Array:
+        def unpack_leaf(path: Sequence[object], leaf: jax.Array | EightBitArray) -> jax.Array:
             if not isinstance(leaf, EightBitArray):
                 return leaf
-            return dequantize(leaf, signed=_signed(path), block_size=block_size)
+            return dequantize(leaf, signed=_is_signed(path), block_size=block_size)
 
         return jax.tree_util.tree_map_with_path(
-            unpacked, state, is_leaf=lambda node: isinstance(node, EightBitArray)
+            unpack_leaf, state, is_leaf=lambda node: isinstance(node, EightBitArray)
         )
 
     def init(param: jax.Array) -> optax.OptState:
@@ -160,7 +160,7 @@ def eight_bit(
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
 
-def _signed(path: Sequence[object]) -> bool:
+def _is_signed(path: Sequence[object]) -> bool:
     return normalize(path)[-1] != _UNSIGNED
 
 

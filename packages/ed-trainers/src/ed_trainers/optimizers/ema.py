@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ed_trainers.optimizers.masters import state_of
+from ed_trainers.optimizers.masters import find_state
 
 
 class EmaState(NamedTuple):
@@ -47,9 +47,9 @@ def with_ema(inner: optax.GradientTransformation, decay: float) -> optax.Gradien
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
 
-def averaged(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
+def get_ema_params(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
     """Return the mean of the parameters in their dtypes, or the parameters if no mean is kept."""
-    state = state_of(opt_state, EmaState)
+    state = find_state(opt_state, EmaState)
     if state is None:
         return params
     # Copied, as above: the next training step donates both.

@@ -67,9 +67,13 @@ class _Axis(NamedTuple):
 
     def factors(self, scale: float, dtype: str) -> np.ndarray:
         """Return the first factors along the axis, [blocks, ...]."""
-        here = (np.arange(self.length) < np.asarray(self.used)[:, None]).astype(np.float32)
-        made = here[:, :, None] * np.eye(self.length, dtype=np.float32) if self.dense else here
-        return (scale * made).astype(jnp.dtype(dtype))
+        used_mask = (np.arange(self.length) < np.asarray(self.used)[:, None]).astype(np.float32)
+        factor_values = (
+            used_mask[:, :, None] * np.eye(self.length, dtype=np.float32)
+            if self.dense
+            else used_mask
+        )
+        return (scale * factor_values).astype(jnp.dtype(dtype))
 
 
 def scale_by_kron(settings: KronSettings) -> optax.GradientTransformation:
@@ -114,34 +118,38 @@ def scale_by_kron(settings: KronSettings) -> optax.GradientTransformation:
             jax.random.fold_in(jax.random.key(0), count), (rows.length, columns.length)
         )
 
-        def of_block(block, left, right, left_bound, right_bound, m, n):
+        def update_block(block, left, right, left_bound, right_bound, m, n):
             used = jnp.arange(rows.length)[:, None] < m
             used &= jnp.arange(columns.length)[None] < n
-            white = whitened(left, block + noise * used, right)
-            left, left_bound = moved(left, white, n, left_bound, rate, rotates=rotates)
+            white = whiten_block(left, block + noise * used, right)
+            left, left_bound = update_factor(left, white, n, left_bound, rate, rotates=rotates)
             if grad.ndim > 1:
-                right, right_bound = moved(right, white.T, m, right_bound, rate, rotates=rotates)
-            return whitened(left, block, right), left, right, left_bound, right_bound
+                right, right_bound = update_factor(
+                    right, white.T, m, right_bound, rate, rotates=rotates
+                )
+            return whiten_block(left, block, right), left, right, left_bound, right_bound
 
         left, right = state.left.astype(jnp.float32), state.right.astype(jnp.float32)
         if grad.ndim > 1:
-            left, right = _balanced(left, right, count % _BALANCE_EVERY == 0)
+            left, right = _balance_factors(left, right, count % _BALANCE_EVERY == 0)
         blocks = _blocks(direction.reshape(sum(rows.used), sum(columns.used)), rows, columns)
         sizes = np.meshgrid(
             *(np.asarray(axis.used, np.float32) for axis in (rows, columns)), indexing="ij"
         )
-        over_grid = jax.vmap(jax.vmap(of_block))
+        over_grid = jax.vmap(jax.vmap(update_block))
         white, left, right, left_bound, right_bound = over_grid(
             blocks, left, right, state.left_bound, state.right_bound, *map(jnp.asarray, sizes)
         )
-        found = _joined(white, rows, columns).reshape(grad.shape)
-        rms = jnp.sqrt(jnp.mean(jnp.square(found)))
-        found = found * (_LARGEST_RMS / jnp.maximum(rms, _LARGEST_RMS))
+        preconditioned_direction = _join_blocks(white, rows, columns).reshape(grad.shape)
+        rms = jnp.sqrt(jnp.mean(jnp.square(preconditioned_direction)))
+        preconditioned_direction = preconditioned_direction * (
+            _LARGEST_RMS / jnp.maximum(rms, _LARGEST_RMS)
+        )
         if settings.lr_style == "adam":
-            found = found / _ADAM_RMS
+            preconditioned_direction = preconditioned_direction / _ADAM_RMS
         mean, left, right = (x.astype(settings.dtype) for x in (mean, left, right))
         state = KronState(count, mean, left, right, left_bound, right_bound)
-        return found.astype(grad.dtype), state
+        return preconditioned_direction.astype(grad.dtype), state
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
@@ -155,21 +163,21 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(splits, key=lambda sizes: max(sizes) / min(sizes))
 
 
-def whitened(left: jax.Array, block: jax.Array, right: jax.Array) -> jax.Array:
+def whiten_block(left: jax.Array, block: jax.Array, right: jax.Array) -> jax.Array:
     """Return `L'L G R'R` for a block G [m, n]."""
-    return _applied(right, _applied(left, block).T).T
+    return _apply_factor(right, _apply_factor(left, block).T).T
 
 
-def _applied(factor: jax.Array, block: jax.Array) -> jax.Array:
+def _apply_factor(factor: jax.Array, block: jax.Array) -> jax.Array:
     if factor.ndim == 1:
         return jnp.square(factor)[:, None] * block
     return factor.T @ (factor @ block)
 
 
-def moved(
+def update_factor(
     factor: jax.Array,
     white: jax.Array,
-    others: jax.Array,
+    used_columns: jax.Array,
     bound: jax.Array,
     rate: jax.Array,
     *,
@@ -180,7 +188,8 @@ def moved(
     Args:
         factor: the factor [m, m], or its diagonal [m].
         white: the whitened block [m, n].
-        others: number of used columns of the block, the target of the diagonal of `white white'`.
+        used_columns: number of used columns of the block, the target of the diagonal of `white
+            white'`.
         bound: the running bound.
         rate: learning rate of the factors.
         rotates: whether the update is that of `skew`.
@@ -191,19 +200,21 @@ def moved(
     else:
         gram = white @ white.T
         norm = spectral_norm(gram)
-    bound = jnp.maximum(_BOUND_DECAY * bound + (1 - _BOUND_DECAY) * (norm + others), norm + others)
+    bound = jnp.maximum(
+        _BOUND_DECAY * bound + (1 - _BOUND_DECAY) * (norm + used_columns), norm + used_columns
+    )
     step = rate / bound if rotates else rate / (2 * bound)
     if factor.ndim == 1:
-        gain = 1 - step * (gram - others)
+        gain = 1 - step * (gram - used_columns)
         return factor * (gain if rotates else jnp.square(gain)), bound
-    factor = factor - step * (gram @ factor - others * factor)
+    factor = factor - step * (gram @ factor - used_columns * factor)
     if rotates:
-        return _rotated(factor), bound
-    factor = factor - step * (factor @ gram - others * factor)
+        return _rotate_factor(factor), bound
+    factor = factor - step * (factor @ gram - used_columns * factor)
     return (factor + factor.T) / 2, bound
 
 
-def _rotated(factor: jax.Array) -> jax.Array:
+def _rotate_factor(factor: jax.Array) -> jax.Array:
     """Rotate a factor towards a symmetric one: an approximate orthogonal Procrustes step."""
     skew = factor.T - factor
     largest = jnp.max(jnp.abs(skew))
@@ -235,7 +246,9 @@ def spectral_norm(matrix: jax.Array) -> jax.Array:
     return jnp.max(jnp.linalg.norm(vectors, axis=1)) * scale
 
 
-def _balanced(left: jax.Array, right: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _balance_factors(
+    left: jax.Array, right: jax.Array, now: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Give both factors of each block the same largest entry, which does not change the product."""
     first, second = (jnp.max(jnp.abs(x), axis=tuple(range(2, x.ndim))) for x in (left, right))
     ratio = jnp.where(now, jnp.sqrt(second / first), 1.0)
@@ -253,8 +266,8 @@ def _blocks(matrix: jax.Array, rows: _Axis, columns: _Axis) -> jax.Array:
     return padded.reshape(r, rows.length, c, columns.length).transpose(0, 2, 1, 3)
 
 
-def _joined(blocks: jax.Array, rows: _Axis, columns: _Axis) -> jax.Array:
+def _join_blocks(blocks: jax.Array, rows: _Axis, columns: _Axis) -> jax.Array:
     """Return the matrix of blocks; the inverse of `_blocks`."""
     r, c, m, n = blocks.shape
-    whole = blocks.transpose(0, 2, 1, 3).reshape(r * m, c * n)
-    return whole[: sum(rows.used), : sum(columns.used)]
+    matrix = blocks.transpose(0, 2, 1, 3).reshape(r * m, c * n)
+    return matrix[: sum(rows.used), : sum(columns.used)]

@@ -24,7 +24,7 @@ class MasterState(NamedTuple):
     inner: optax.OptState
 
 
-def state_of(opt_state: optax.OptState, kind: type[S]) -> S | None:
+def find_state(opt_state: optax.OptState, kind: type[S]) -> S | None:
     """Return the part of an optimizer's state with the given class, or None."""
     parts = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
     return next((part for part in parts if isinstance(part, kind)), None)
@@ -41,15 +41,17 @@ def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransform
         masters = jax.tree.map(
             lambda p: p.astype(jnp.float32) if _is_low(p) else optax.MaskedNode(), params
         )
-        return MasterState(masters, inner.init(_merged(masters, params)))
+        return MasterState(masters, inner.init(_merge_masters(masters, params)))
 
     def update(
         updates: optax.Updates, state: MasterState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MasterState]:
         updates = jax.tree.map(lambda u: u.astype(jnp.float32), updates)
-        updates, inner_state = inner.update(updates, state.inner, _merged(state.masters, params))
+        updates, inner_state = inner.update(
+            updates, state.inner, _merge_masters(state.masters, params)
+        )
         masters = jax.tree.map(
-            lambda m, u: m if _masked(m) else m + u, state.masters, updates, is_leaf=_masked
+            lambda m, u: m if _is_masked(m) else m + u, state.masters, updates, is_leaf=_is_masked
         )
         return updates, MasterState(masters, inner_state)
 
@@ -71,8 +73,8 @@ def in_parameter_dtype(inner: optax.GradientTransformation) -> optax.GradientTra
 
 def with_float32(params: P, opt_state: optax.OptState) -> P:
     """Return the parameters; those with a master are replaced by it."""
-    state = state_of(opt_state, MasterState)
-    return params if state is None else _merged(state.masters, params)
+    state = find_state(opt_state, MasterState)
+    return params if state is None else _merge_masters(state.masters, params)
 
 
 def apply_updates(
@@ -85,23 +87,23 @@ def apply_updates(
         updates: the updates that the optimizer returned.
         opt_state: the optimizer's state *after* the step.
     """
-    state = state_of(opt_state, MasterState)
+    state = find_state(opt_state, MasterState)
     if state is None:
         return optax.apply_updates(params, updates)
 
     def new(master: Any, param: jax.Array, update: jax.Array) -> jax.Array:
-        return (param + update if _masked(master) else master).astype(param.dtype)
+        return (param + update if _is_masked(master) else master).astype(param.dtype)
 
-    return jax.tree.map(new, state.masters, params, updates, is_leaf=_masked)
+    return jax.tree.map(new, state.masters, params, updates, is_leaf=_is_masked)
 
 
-def _merged(masters: optax.Params, params: P) -> P:
-    return jax.tree.map(lambda m, p: p if _masked(m) else m, masters, params, is_leaf=_masked)
+def _merge_masters(masters: optax.Params, params: P) -> P:
+    return jax.tree.map(lambda m, p: p if _is_masked(m) else m, masters, params, is_leaf=_is_masked)
 
 
 def _is_low(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits < 32
 
 
-def _masked(leaf: object) -> bool:
+def _is_masked(leaf: object) -> bool:
     return isinstance(leaf, optax.MaskedNode)

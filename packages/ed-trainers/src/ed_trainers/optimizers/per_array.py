@@ -53,8 +53,8 @@ def own_shapes(params: optax.Params) -> Any:
 
     def shape(path: Sequence[object], node: object) -> jax.ShapeDtypeStruct:
         leaf = jax.tree.leaves(node)
-        whole = leaf[0].shape if leaf else ()
-        return jax.ShapeDtypeStruct(whole[stacked_axes(path, node) :], "float32")
+        full_shape = leaf[0].shape if leaf else ()
+        return jax.ShapeDtypeStruct(full_shape[stacked_axes(path, node) :], "float32")
 
     return map_parameters(shape, params)
 
@@ -74,7 +74,7 @@ def per_array(inner: optax.GradientTransformation) -> optax.GradientTransformati
         jax.eval_shape(inner.init, jax.ShapeDtypeStruct((2, 2), "float32"))
     )
 
-    def lifted(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    def lift_function(function: Callable[..., Any], count: int) -> Callable[..., Any]:
         for _ in range(count):
             function = jax.vmap(function)
         return function
@@ -84,7 +84,9 @@ def per_array(inner: optax.GradientTransformation) -> optax.GradientTransformati
 
     def init(params: optax.Params) -> optax.OptState:
         leaves, treedef = jax.tree.flatten(params)
-        states = [lifted(inner.init, n)(p) for p, n in zip(leaves, counts(params), strict=True)]
+        states = [
+            lift_function(inner.init, n)(p) for p, n in zip(leaves, counts(params), strict=True)
+        ]
         return _columns(structure, treedef, states)
 
     def update(
@@ -95,12 +97,14 @@ def per_array(inner: optax.GradientTransformation) -> optax.GradientTransformati
         columns = [jax.tree.leaves(column) for column in structure.flatten_up_to(state)]
         leaves = jax.tree.leaves(updates), jax.tree.leaves(params), counts(params)
         results: list[tuple[jax.Array, optax.OptState]] = []
-        for u, p, n, *own in zip(*leaves, *columns, strict=True):
-            given = u, structure.unflatten(own)
+        for u, p, n, *state_leaves in zip(*leaves, *columns, strict=True):
+            inner_arguments = u, structure.unflatten(state_leaves)
             if results:
                 # One array after another, so that temporary arrays of one exist at the same time.
-                given, results[-1] = jax.lax.optimization_barrier((given, results[-1]))
-            results.append(lifted(inner.update, n)(*given, p))
+                inner_arguments, results[-1] = jax.lax.optimization_barrier(
+                    (inner_arguments, results[-1])
+                )
+            results.append(lift_function(inner.update, n)(*inner_arguments, p))
         new = jax.tree.unflatten(treedef, [result[0] for result in results])
         return new, _columns(structure, treedef, [result[1] for result in results])
 

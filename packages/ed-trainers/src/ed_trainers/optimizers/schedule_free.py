@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ed_trainers.optimizers.masters import state_of, with_float32
+from ed_trainers.optimizers.masters import find_state, with_float32
 from ed_trainers.optimizers.schedules import Schedule
 
 P = TypeVar("P")
@@ -83,7 +83,7 @@ def gradient_point(params: P, opt_state: optax.OptState | None) -> P:
     """
     if opt_state is None:
         return params
-    state = state_of(opt_state, ScheduleFreeState)
+    state = find_state(opt_state, ScheduleFreeState)
     if state is None:
         return params
     point = _between(state.b1, state.z, with_float32(params, opt_state))

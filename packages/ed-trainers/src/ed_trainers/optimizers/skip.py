@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ed_trainers.optimizers.masters import state_of
+from ed_trainers.optimizers.masters import find_state
 
 
 class SkipState(NamedTuple):
@@ -70,16 +70,17 @@ def skip_bad_steps(
     ) -> tuple[optax.Updates, SkipState]:
         figures = (jnp.asarray(value, jnp.float32), norm(updates))
         finite = jnp.isfinite(figures[0]) & jnp.isfinite(figures[1])
-        kept = (state.losses, state.norms)
+        histories = (state.losses, state.norms)
         good = finite
         if sigma is not None:
             judged = state.recorded >= max(2, interval // 2)
-            pairs = zip(figures, kept, strict=True)
-            spikes = [_is_spike(x, before, state.recorded, sigma) for x, before in pairs]
+            pairs = zip(figures, histories, strict=True)
+            spikes = [_is_spike(x, history, state.recorded, sigma) for x, history in pairs]
             good = finite & ~(judged & (spikes[0] | spikes[1]))
         at = state.recorded % interval
         losses, norms = (
-            jnp.where(finite, xs.at[at].set(x), xs) for x, xs in zip(figures, kept, strict=True)
+            jnp.where(finite, xs.at[at].set(x), xs)
+            for x, xs in zip(figures, histories, strict=True)
         )
         new, inner_state = inner.update(updates, state.inner, params)
         new = jax.tree.map(lambda u: jnp.where(good, u, jnp.zeros_like(u)), new)
@@ -91,13 +92,13 @@ def skip_bad_steps(
 
 def was_skipped(opt_state: optax.OptState | None) -> jax.Array | None:
     """Return whether the last step was skipped, a scalar; None if steps are never skipped."""
-    state = None if opt_state is None else state_of(opt_state, SkipState)
+    state = None if opt_state is None else find_state(opt_state, SkipState)
     return None if state is None else state.skipped
 
 
-def _is_spike(x: jax.Array, before: jax.Array, recorded: jax.Array, sigma: float) -> jax.Array:
-    real = jnp.arange(before.shape[0]) < recorded
+def _is_spike(x: jax.Array, history: jax.Array, recorded: jax.Array, sigma: float) -> jax.Array:
+    real = jnp.arange(history.shape[0]) < recorded
     count = jnp.maximum(jnp.sum(real), 2)
-    mean = jnp.sum(jnp.where(real, before, 0.0)) / count
-    variance = jnp.sum(jnp.where(real, jnp.square(before - mean), 0.0)) / (count - 1)
+    mean = jnp.sum(jnp.where(real, history, 0.0)) / count
+    variance = jnp.sum(jnp.where(real, jnp.square(history - mean), 0.0)) / (count - 1)
     return x - mean > sigma * jnp.sqrt(variance)

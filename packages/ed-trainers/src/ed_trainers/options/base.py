@@ -427,8 +427,8 @@ class TrainingArguments(Options):
     @field_validator("mirror_address")
     @classmethod
     def _names_a_place(cls, value: str | None) -> str | None:
-        scheme, sign, rest = (value or "").partition("://")
-        if sign and not rest.strip("/"):
+        scheme, sign, bucket_path = (value or "").partition("://")
+        if sign and not bucket_path.strip("/"):
             raise conflict(
                 f"mirror_address {value!r} names no bucket: write {scheme}://BUCKET/PATH"
             )

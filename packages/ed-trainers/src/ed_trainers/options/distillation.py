@@ -45,8 +45,8 @@ class DistillationArguments(NoiseArguments):
     ) -> tuple[int, ...] | None:
         kind = str(info.field_name).removesuffix("_layers")
         if value is not None and not info.data.get(f"{kind}_loss_weight", 1):
-            what = {"hidden_state": "no hidden states are", "attention": "no attention is"}[kind]
-            raise conflict(f"without {kind}_loss_weight {what} compared: set it")
+            subject = {"hidden_state": "no hidden states are", "attention": "no attention is"}[kind]
+            raise conflict(f"without {kind}_loss_weight {subject} compared: set it")
         return value
 
 

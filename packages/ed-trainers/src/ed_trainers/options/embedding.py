@@ -125,7 +125,9 @@ class EmbeddingArguments(NoiseArguments):
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
         reason = f"loss_type is {self.loss_type}"
-        own = () if self.loss_type in WHOLE_STEP else ("temperature",)
-        other = () if self.loss_type == RANKING else ("symmetric",)
-        unused = [name for name in (*own, *other) if name in self.model_fields_set]
+        temperature_names = () if self.loss_type in WHOLE_STEP else ("temperature",)
+        symmetric_names = () if self.loss_type == RANKING else ("symmetric",)
+        unused = [
+            name for name in (*temperature_names, *symmetric_names) if name in self.model_fields_set
+        ]
         return [*super().idle(), *((name, reason) for name in unused)]

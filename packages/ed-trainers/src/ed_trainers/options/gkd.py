@@ -24,7 +24,7 @@ class Support(NamedTuple):
 
     top_k: int
     add_tail: bool
-    of_student: bool = False
+    from_student: bool = False
 
 
 class GKDArguments(AnswerArguments, OnlineArguments, NoiseArguments):

@@ -116,8 +116,12 @@ class GRPOArguments(
     @field_validator("sampling_mask_replay")
     @classmethod
     def _has_filters(cls, value: bool, info: ValidationInfo) -> bool:
-        given = info.data
-        filters = given.get("top_p", 1) < 1 or given.get("top_k", 0) or given.get("min_p", 0)
+        field_values = info.data
+        filters = (
+            field_values.get("top_p", 1) < 1
+            or field_values.get("top_k", 0)
+            or field_values.get("min_p", 0)
+        )
         if value and not filters:
             raise conflict(
                 "sampling_mask_replay repeats the filters of the sampling, and there are none: set "

@@ -231,13 +231,13 @@ def checked_settings(
         ValidationError: a setting is unknown or of the wrong kind, at its key.
     """
     cls = classes[name]
-    known = ", ".join(cls.model_fields) or "none"
+    known_names = ", ".join(cls.model_fields) or "none"
     unknown = [
         problem(
             key,
             value,
             f"unknown setting of {name} {key!r}{did_you_mean(key, cls.model_fields)} "
-            f"(known: {known})",
+            f"(known: {known_names})",
         )
         for key, value in settings.items()
         if key not in cls.model_fields

@@ -27,12 +27,14 @@ def _with_fields(*names: str) -> AfterValidator:
 
     def check(text: str) -> str:
         try:
-            found = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+            template_fields = {
+                name for _, name, _, _ in Formatter().parse(text) if name is not None
+            }
         except ValueError as error:
             raise conflict(f"{text!r} is no template: {error}") from error
-        if found != {*names}:
-            wanted = ", ".join(f"{{{name}}}" for name in names)
-            raise conflict(f"{text!r} must have the fields {wanted}, and no others")
+        if template_fields != {*names}:
+            expected_fields = ", ".join(f"{{{name}}}" for name in names)
+            raise conflict(f"{text!r} must have the fields {expected_fields}, and no others")
         return text
 
     return AfterValidator(check)
@@ -160,7 +162,7 @@ class SDPOArguments(GRPOArguments):
         """The tokens that are compared; None: the vocabulary."""
         if self.distillation_topk is None:
             return None
-        return Support(self.distillation_topk, self.distillation_add_tail, of_student=True)
+        return Support(self.distillation_topk, self.distillation_add_tail, from_student=True)
 
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
@@ -168,15 +170,15 @@ class SDPOArguments(GRPOArguments):
         if not self.has_policy_loss:
             out |= dict.fromkeys(_OF_POLICY, "distillation_weight is 1: there is no policy loss")
         if self.teacher_model_kind != "ema":
-            why = f"the teacher is {self.teacher_model_kind}"
-            out |= {"teacher_update_rate": why, "teacher_sync_steps": why}
+            reason = f"the teacher is {self.teacher_model_kind}"
+            out |= {"teacher_update_rate": reason, "teacher_sync_steps": reason}
         if not self.use_successful_as_teacher:
-            why = "use_successful_as_teacher is false"
+            reason = "use_successful_as_teacher is false"
             names = ("success_reward_threshold", "dont_reprompt_on_self_success")
-            out |= dict.fromkeys((*names, "solution_template"), why)
-            out["remove_thinking_from_demonstration"] = why
+            out |= dict.fromkeys((*names, "solution_template"), reason)
+            out["remove_thinking_from_demonstration"] = reason
         if not self.include_environment_feedback:
-            why = "include_environment_feedback is false"
+            reason = "include_environment_feedback is false"
             names = ("feedback_template", "environment_feedback_only_without_solution")
-            out |= dict.fromkeys(names, why)
+            out |= dict.fromkeys(names, reason)
         return [*out.items()]

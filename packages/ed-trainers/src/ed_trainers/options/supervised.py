@@ -102,7 +102,7 @@ class TranscriptArguments(TrainingArguments):
 
     @field_validator("generation_max_length")
     @classmethod
-    def _of_transcripts(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_generation_length(cls, value: int | None, info: ValidationInfo) -> int | None:
         # An invalid `predict_with_generate` is missing in `data`, and reported on its own.
         if value is not None and info.data.get("predict_with_generate") is False:
             raise conflict("generation_max_length has no effect without predict_with_generate")

@@ -82,14 +82,14 @@ def charts(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
                 continue
             if math.isfinite(value):
                 point = (row["step"], round(row.get("time", begin) - begin, 3), value)
-                of_name = curves.setdefault(key.removeprefix("eval_"), {})
-                of_name.setdefault(label, []).append(point)
+                metric_curves = curves.setdefault(key.removeprefix("eval_"), {})
+                metric_curves.setdefault(label, []).append(point)
     names = sorted(curves, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n))
     return [
         {
             "name": name,
             "lines": [
-                {"label": label, "points": thinned(points)}
+                {"label": label, "points": thin_points(points)}
                 for label, points in curves[name].items()
             ],
         }
@@ -97,17 +97,17 @@ def charts(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
     ]
 
 
-def thinned(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
+def thin_points(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
     """At most `POINTS` points, spikes among them."""
     if len(points) <= POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / POINTS)
-    kept: list[tuple[float, float, float]] = []
+    selected_points: list[tuple[float, float, float]] = []
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
         ends = {min(bucket, key=lambda p: p[2]), max(bucket, key=lambda p: p[2])}
-        kept += sorted(ends)
-    return kept
+        selected_points += sorted(ends)
+    return selected_points
 
 
 def _subtitle(rows: Sequence[MetricRow]) -> str:
@@ -146,19 +146,19 @@ def _evaluation(summary: Mapping[str, Any]) -> str:
 
 
 def _samples(summary: Mapping[str, Any]) -> str:
-    shown = _texts(summary.get("samples") or ())
-    return f"<h2>Samples</h2>{shown}" if shown else ""
+    samples_html = _texts(summary.get("samples") or ())
+    return f"<h2>Samples</h2>{samples_html}" if samples_html else ""
 
 
 def _previews(rows: Sequence[MetricRow]) -> str:
     """Return the samples of the model, the last steps first; earlier steps are folded."""
     previews = [row for row in rows if row.get("samples")][: -PREVIEWS - 1 : -1]
-    shown = [
+    preview_parts = [
         f"<details{' open' if row is previews[0] else ''}><summary>step {row['step']:,}</summary>"
         f"{_texts(row['samples'])}</details>"
         for row in previews
     ]
-    return "<h2>Samples while training</h2>" + "".join(shown) if shown else ""
+    return "<h2>Samples while training</h2>" + "".join(preview_parts) if preview_parts else ""
 
 
 def _texts(samples: Sequence[Mapping[str, Any]]) -> str:
@@ -185,8 +185,8 @@ def _words(name: str) -> str:
 def _number(name: str, value: float) -> str:
     """Format a number with four digits; seconds in a readable unit."""
     if name.endswith("seconds"):
-        name_of, size = next(u for u in _UNITS if value >= 2 * u[1] or u is _UNITS[-1])
-        return f"{value / size:.3g} {name_of}"
+        unit_name, size = next(u for u in _UNITS if value >= 2 * u[1] or u is _UNITS[-1])
+        return f"{value / size:.3g} {unit_name}"
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
@@ -194,7 +194,7 @@ def _number(name: str, value: float) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -98,7 +98,7 @@ def _by_name(name: str, folders: Sequence[str | Path]) -> RewardFunction:
     if ":" in name:
         return user_code.load(name, folders)
     check_name(name)
-    return _added()[name].load()
+    return _list_entry_points()[name].load()
 
 
 def check_name(name: str) -> None:
@@ -107,9 +107,9 @@ def check_name(name: str) -> None:
     Raises:
         ConfigError: neither exists.
     """
-    known = [*RULES, *_added()]
-    if name not in known:
-        raise unknown_name("reward function", name, known)
+    known_names = [*RULES, *_list_entry_points()]
+    if name not in known_names:
+        raise unknown_name("reward function", name, known_names)
 
 
 def wrong_settings(
@@ -121,15 +121,15 @@ def wrong_settings(
     Values are only compared with the types of this package's rules.
     """
     # `**fields` would accept a misspelled setting as a field of a row.
-    known = {
+    parameters = {
         name: p
         for name, p in inspect.signature(function).parameters.items()
         if p.kind in _NAMED and name not in _ASKED
     }
     of = f"setting of the reward function {name!r}"
-    unknown = [setting for setting in settings if setting not in known]
+    unknown = [setting for setting in settings if setting not in parameters]
     for setting in unknown:
-        yield setting, str(unknown_name(of, setting, list(known)))
+        yield setting, str(unknown_name(of, setting, list(parameters)))
     if name not in RULES or unknown:
         return
     types = get_type_hints(function, include_extras=True)
@@ -138,7 +138,7 @@ def wrong_settings(
             TypeAdapter(types[setting]).validate_python(value, strict=True)
         except ValidationError as error:
             yield setting, f"{setting}, {of}, is {value!r}: {error.errors()[0]['msg']}"
-    for setting, parameter in known.items():
+    for setting, parameter in parameters.items():
         if parameter.default is parameter.empty and setting not in settings:
             yield (
                 None,
@@ -146,7 +146,7 @@ def wrong_settings(
             )
 
 
-def _added() -> dict[str, EntryPoint]:
+def _list_entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
@@ -183,12 +183,15 @@ class Rewards:
         """
         import numpy as np  # not needed to check a run file
 
-        given = {**completions.fields, **{name: getattr(completions, name) for name in _ASKED}}
+        available_arguments = {
+            **completions.fields,
+            **{name: getattr(completions, name) for name in _ASKED},
+        }
         out = np.empty((len(completions), len(self.names)), np.float32)
         for column, (name, (_, function)) in enumerate(
             zip(self.names, self._functions, strict=True)
         ):
-            arguments = _arguments(name, function, given)
+            arguments = _arguments(name, function, available_arguments)
             try:
                 values = list(function(**arguments))
             except Exception as error:
@@ -201,21 +204,26 @@ class Rewards:
         return out
 
 
-def _arguments(name: str, function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
+def _arguments(
+    name: str, function: RewardFunction, available_arguments: dict[str, Any]
+) -> dict[str, Any]:
     """Return the keywords that a function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        own = dict(given)
+        keyword_arguments = dict(available_arguments)
     else:
-        own = {p.name: given[p.name] for p in parameters if p.name in given}
+        keyword_arguments = {
+            p.name: available_arguments[p.name] for p in parameters if p.name in available_arguments
+        }
     for p in parameters:
         required = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        if required and p.name not in own:
+        if required and p.name not in keyword_arguments:
             raise ConfigError(
                 f"reward function {name!r} requires {p.name!r}, which the data rows lack "
-                f"(they have {', '.join(given)}): add it to additional_fields of the inform"
+                f"(they have {', '.join(available_arguments)}): add it to additional_fields of the "
+                "inform"
             )
-    return own
+    return keyword_arguments
 
 
 def _numbers(name: str, values: list[Any], completions: Completed) -> list[float]:
@@ -247,9 +255,9 @@ def _numbers(name: str, values: list[Any], completions: Completed) -> list[float
 
 def _rows(completions: Completed, rows: Sequence[int]) -> str:
     """Format some rows with their prompts."""
-    shown = []
+    row_texts = []
     for row in rows[:_SHOWN]:
         prompt = repr(completions.prompts[row])
-        shown.append(f"{row} ({prompt[:_LONGEST]}{'…' if len(prompt) > _LONGEST else ''})")
-    more = len(rows) - len(shown)
-    return f"row {', '.join(shown)}" + (f" and {more} more" if more else "")
+        row_texts.append(f"{row} ({prompt[:_LONGEST]}{'…' if len(prompt) > _LONGEST else ''})")
+    more = len(rows) - len(row_texts)
+    return f"row {', '.join(row_texts)}" + (f" and {more} more" if more else "")

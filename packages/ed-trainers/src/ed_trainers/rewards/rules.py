@@ -55,10 +55,10 @@ def number(
     """
 
     def right(text: str, answer: str) -> bool:
-        own, wanted = last_number(text), last_number(answer)
-        if own is None or wanted is None:
+        predicted_number, expected_number = last_number(text), last_number(answer)
+        if predicted_number is None or expected_number is None:
             return False
-        return abs(own - wanted) <= Fraction(tolerance) * abs(wanted)
+        return abs(predicted_number - expected_number) <= Fraction(tolerance) * abs(expected_number)
 
     return _each(right, completions, fields, field)
 
@@ -93,13 +93,16 @@ def math_answer(
     """
 
     def right(text: str, answer: str) -> bool:
-        own, wanted = stated_answer(text), marked_answer(answer) or answer
-        if own is None:
+        predicted_answer, expected_answer = stated_answer(text), marked_answer(answer) or answer
+        if predicted_answer is None:
             return False
-        left, other = value_of(own), value_of(wanted)
-        if left is not None and other is not None:
-            return left == other
-        return _letters(own) == _letters(wanted)
+        predicted_value, expected_value = (
+            parse_number(predicted_answer),
+            parse_number(expected_answer),
+        )
+        if predicted_value is not None and expected_value is not None:
+            return predicted_value == expected_value
+        return _letters(predicted_answer) == _letters(expected_answer)
 
     return _each(right, completions, fields, field)
 
@@ -140,7 +143,7 @@ def stated_answer(text: str) -> str | None:
     marked = marked_answer(text)
     if marked is not None:
         return marked
-    if value_of(text) is not None:
+    if parse_number(text) is not None:
         return text.strip()
     numbers = _NUMBER.findall(text)
     return numbers[-1] if numbers else None
@@ -148,7 +151,7 @@ def stated_answer(text: str) -> str | None:
 
 def marked_answer(text: str) -> str | None:
     """Return the part of a text that is marked as its answer."""
-    boxed = _boxed(text)
+    boxed = _extract_boxed_answer(text)
     if boxed is not None:
         return boxed
     for opening, closing in (("<answer>", "</answer>"), ("####", "\n")):
@@ -158,13 +161,13 @@ def marked_answer(text: str) -> str | None:
     return named[-1].strip().rstrip(".") if named else None
 
 
-def value_of(text: str) -> Fraction | None:
+def parse_number(text: str) -> Fraction | None:
     r"""Return the number of a text such as `3`, `1,200`, `1/3`, `\frac{1}{3}`, `50\%`, `$2.50`."""
-    plain = _LATEX_FRACTION.sub(r"\1/\2", text)
-    plain = re.sub(r"\\[,;!]|\\left|\\right|[$\s{}]|\\text|\\\$", "", plain).rstrip(".")
-    percent = plain.endswith("%")
-    plain = plain.removesuffix("%").removesuffix("\\")
-    parts = plain.split("/")
+    clean_text = _LATEX_FRACTION.sub(r"\1/\2", text)
+    clean_text = re.sub(r"\\[,;!]|\\left|\\right|[$\s{}]|\\text|\\\$", "", clean_text).rstrip(".")
+    percent = clean_text.endswith("%")
+    clean_text = clean_text.removesuffix("%").removesuffix("\\")
+    parts = clean_text.split("/")
     numbers = [_fraction(part) if _NUMBER.fullmatch(part) else None for part in parts]
     if len(parts) > 2 or None in numbers or (len(parts) == 2 and numbers[1] == 0):
         return None
@@ -172,7 +175,7 @@ def value_of(text: str) -> Fraction | None:
     return value / 100 if percent else value  # type: ignore[operator]
 
 
-def _boxed(text: str) -> str | None:
+def _extract_boxed_answer(text: str) -> str | None:
     r"""Return the content of the last `\boxed{…}`, including nested braces."""
     begin = text.rfind("\\boxed{")
     if begin < 0:
@@ -187,15 +190,15 @@ def _boxed(text: str) -> str | None:
 
 
 def _fraction(text: str) -> Fraction | None:
-    plain = text.replace(",", "")
-    if len(plain) > _DIGITS:
+    digits = text.replace(",", "")
+    if len(digits) > _DIGITS:
         return None
-    return Fraction(plain)
+    return Fraction(digits)
 
 
 def _letters(text: str) -> str:
-    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"\\left|\\right|\\[,;!]|[\s$]", "", plain).rstrip(".").casefold()
+    clean_text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
+    return re.sub(r"\\left|\\right|\\[,;!]|[\s$]", "", clean_text).rstrip(".").casefold()
 
 
 def _each(

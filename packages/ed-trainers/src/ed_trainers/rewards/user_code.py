@@ -22,7 +22,7 @@ from zlib import crc32
 from ed_infra.errors import ConfigError
 
 
-def searched(folders: Iterable[str | Path] = ()) -> tuple[Path, ...]:
+def list_search_folders(folders: Iterable[str | Path] = ()) -> tuple[Path, ...]:
     """Return the folders, then the working directory; absolute, each once."""
     places = [Path(folder).expanduser().absolute() for folder in folders]
     return tuple(dict.fromkeys([*places, Path.cwd()]))
@@ -36,20 +36,20 @@ def is_file_address(address: str) -> bool:
 def find(address: str, folders: Sequence[str | Path] = ()) -> ModuleSpec | None:
     """Return the file of an address, without imports; None if it does not exist."""
     name = address.rpartition(":")[0]
-    places = searched(folders)
+    places = list_search_folders(folders)
     if is_file_address(address):
         paths = (place / Path(name).expanduser() for place in places)
         path = next((path for path in paths if path.is_file()), None)
         # The name is the same in each process, and unlikely to be the name of another module.
         private = None if path is None else f"{path.stem}_{crc32(str(path).encode()):08x}"
         return None if private is None else spec_from_file_location(private, path)
-    top, *rest = name.split(".")
+    top, *submodules = name.split(".")
     importlib.invalidate_caches()
     try:
         spec = find_spec(top) or PathFinder.find_spec(top, list(map(str, places)))
     except ValueError:  # a module without a file, such as a notebook
-        return ModuleSpec(top, None) if not rest else None
-    for part in rest:
+        return ModuleSpec(top, None) if not submodules else None
+    for part in submodules:
         if spec is None or spec.submodule_search_locations is None:
             return None
         top = f"{top}.{part}"
@@ -60,7 +60,7 @@ def find(address: str, folders: Sequence[str | Path] = ()) -> ModuleSpec | None:
 def why_not_found(address: str, folders: Sequence[str | Path] = ()) -> str:
     """Return the message for an address whose file or module does not exist."""
     name = address.rpartition(":")[0]
-    places = ", ".join(map(str, searched(folders)))
+    places = ", ".join(map(str, list_search_folders(folders)))
     if is_file_address(address):
         return (
             f"there is no file {name!r}; searched: {places}. Write path/file.py:function with a "
@@ -83,20 +83,20 @@ def load(address: str, folders: Sequence[str | Path] = ()) -> Callable[..., Any]
     if spec is None:
         raise ConfigError(f"{refused}: {why_not_found(address, folders)}")
     source, attribute = spec.origin or spec.name, address.rpartition(":")[2]
-    beside = [Path(source).parent] if is_file_address(address) else []
-    with _importable([*beside, *searched(folders)]):
+    file_folders = [Path(source).parent] if is_file_address(address) else []
+    with _importable([*file_folders, *list_search_folders(folders)]):
         try:
-            module = _executed(spec) if beside else pkgutil.resolve_name(f"{spec.name}:")
+            module = _import_file(spec) if file_folders else pkgutil.resolve_name(f"{spec.name}:")
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{refused}: running {source} raised {what}") from error
+            error_text = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{refused}: running {source} raised {error_text}") from error
     try:
         return functools.reduce(getattr, attribute.split("."), module)
     except AttributeError as error:
         raise ConfigError(f"{refused}: {source} has no {attribute!r}") from error
 
 
-def _executed(spec: ModuleSpec) -> ModuleType:
+def _import_file(spec: ModuleSpec) -> ModuleType:
     """Import a file under its private name, once."""
     if spec.name not in sys.modules:
         module = module_from_spec(spec)

@@ -30,15 +30,15 @@ class Extension:
     attach: Callable[[LanguageModel, TrainingArguments], LanguageModel]
     detach: Callable[[LanguageModel], LanguageModel]
     split: Callable[[LanguageModel], tuple[nnx.GraphDef, nnx.State, nnx.State]]
-    own: Callable[[Sequence[object]], bool]
+    owns_path: Callable[[Sequence[object]], bool]
     save: Callable[[LanguageModel, Path], None]
 
 
 class PolicyWeights(Weights):
     """Lent weights of an extended module as the weights of the model alone."""
 
-    def __init__(self, whole: Weights, extension: Extension):
-        self._whole, self._extension, self.version = whole, extension, whole.version
+    def __init__(self, weights: Weights, extension: Extension):
+        self._whole, self._extension, self.version = weights, extension, weights.version
         self.graphdef = nnx.graphdef(cast(nnx.Module, self.model))
 
     @property

@@ -48,8 +48,8 @@ class Following:
     ):
         self.name, self.alpha, self.every, self.present = name, alpha, every, present
         params = dict(nnx.to_flat_state(model.split_module()[1]))
-        own = dict(nnx.to_flat_state(learned))
-        for path, variable in own.items():
+        learner_params = dict(nnx.to_flat_state(learned))
+        for path, variable in learner_params.items():
             if path not in params or params[path].shape != variable.shape:
                 there = params[path].shape if path in params else "no trainable parameter"
                 raise ConfigError(
@@ -59,17 +59,17 @@ class Following:
                     f"of layers, omit the {name}, or omit sync_ref_model"
                 )
         #: Paths of the parameters that follow.
-        self.paths = frozenset(own)
-        follows = nnx.from_flat_state([(path, params[path]) for path in own])
+        self.paths = frozenset(learner_params)
+        follows = nnx.from_flat_state([(path, params[path]) for path in learner_params])
         # A step donates the arrays of its state, and the model may be the learner itself.
         self.begin: nnx.State = jax.tree.map(jnp.copy, follows)
         self._treedef = jax.tree.structure(self.begin)
 
-    def state_of(self, leaves: tuple[jax.Array, ...]) -> nnx.State:
+    def build_state(self, leaves: tuple[jax.Array, ...]) -> nnx.State:
         """Return a tree like `begin` with these leaves."""
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def moved(self, now: nnx.State, learned: nnx.State, step: jax.Array) -> nnx.State:
+    def update_reference(self, now: nnx.State, learned: nnx.State, step: jax.Array) -> nnx.State:
         """Return the weights after a step of the learner; traced.
 
         Args:
@@ -77,15 +77,19 @@ class Following:
             learned: the learner's parameters after the step.
             step: number of updates so far.
         """
-        own = flat_arrays(learned)
+        learner_arrays = flat_arrays(learned)
 
-        def mixed() -> nnx.State:
-            both = {name: (own[name], array) for name, array in flat_arrays(now).items()}
-            return from_flat(now, {name: self._mixed(*pair) for name, pair in both.items()})
+        def mix_states() -> nnx.State:
+            array_pairs = {
+                name: (learner_arrays[name], array) for name, array in flat_arrays(now).items()
+            }
+            return from_flat(
+                now, {name: self._mix_arrays(*pair) for name, pair in array_pairs.items()}
+            )
 
-        return jax.lax.cond(step % self.every == 0, mixed, lambda: now)
+        return jax.lax.cond(step % self.every == 0, mix_states, lambda: now)
 
-    def _mixed(self, learner: jax.Array, reference: jax.Array) -> jax.Array:
+    def _mix_arrays(self, learner: jax.Array, reference: jax.Array) -> jax.Array:
         mixture = self.alpha * learner.astype(jnp.float32)
         mixture += (1 - self.alpha) * reference.astype(jnp.float32)
         return mixture.astype(reference.dtype)
@@ -112,10 +116,10 @@ class Frozen:
         self._graphdefs: dict[str, nnx.GraphDef] = {}
         parts: dict[str, tuple[nnx.State, nnx.State]] = {}
         for name, model in (models or {}).items():
-            self._graphdefs[name], params, other = model.split_module()
+            self._graphdefs[name], params, other_variables = model.split_module()
             if following is not None and name == following.name:
                 params = _without(params, following.paths)
-            parts[name] = (params, other)
+            parts[name] = (params, other_variables)
         overwritten: set[int] = set()
         if parts and learner is not None:
             overwritten = _buffers(jax.tree.leaves(learner.split_module()[1:]))
@@ -136,9 +140,11 @@ class Frozen:
     @property
     def leaves(self) -> tuple[jax.Array, ...]:
         """All present arrays of the models, in the order of the argument of `merge`."""
-        return self.joined(self.fixed, None if self.following is None else self.following.present())
+        return self.join_leaves(
+            self.fixed, None if self.following is None else self.following.present()
+        )
 
-    def joined(
+    def join_leaves(
         self, fixed: tuple[jax.Array, ...], reference: nnx.State | None
     ) -> tuple[jax.Array, ...]:
         """Return the argument of `merge` from `fixed` and the weights that follow the learner."""
@@ -149,15 +155,17 @@ class Frozen:
         count = self._treedef.num_leaves
         parts = jax.tree.unflatten(self._treedef, leaves[:count])
         if self.following is not None:
-            parts[self.following.name] += (self.following.state_of(leaves[count:]),)
+            parts[self.following.name] += (self.following.build_state(leaves[count:]),)
         return {
             name: nnx.merge(graphdef, *parts[name]) for name, graphdef in self._graphdefs.items()
         }
 
 
 def _without(params: nnx.State, paths: Container[object]) -> nnx.State:
-    kept = [(path, variable) for path, variable in nnx.to_flat_state(params) if path not in paths]
-    return nnx.from_flat_state(kept)
+    remaining_params = [
+        (path, variable) for path, variable in nnx.to_flat_state(params) if path not in paths
+    ]
+    return nnx.from_flat_state(remaining_params)
 
 
 def _buffers(leaves: list[jax.Array]) -> set[int]:

@@ -61,10 +61,10 @@ def with_value_head(model: LanguageModel, directory: str | Path | None = None) -
     head = ValueHead(model.head().weight.shape[0])
     if directory is not None:
         _read(head, Path(directory) / FILE)
-    whole: Any = copy.copy(model)
-    whole.value_head = head
-    nnx.update(head, nnx.state(whole.shard_model().value_head))
-    return whole
+    extended_model: Any = copy.copy(model)
+    extended_model.value_head = head
+    nnx.update(head, nnx.state(extended_model.shard_model().value_head))
+    return extended_model
 
 
 def value_head(model: LanguageModel) -> ValueHead:
@@ -76,9 +76,9 @@ def without_value_head(model: LanguageModel) -> LanguageModel:
     """Return the causal model without its head; it shares the variables."""
     if not hasattr(model, NAME):
         return model
-    plain: Any = copy.copy(model)
-    del plain.value_head
-    return plain
+    base_model: Any = copy.copy(model)
+    del base_model.value_head
+    return base_model
 
 
 def split_with_head(model: LanguageModel) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
@@ -86,14 +86,14 @@ def split_with_head(model: LanguageModel) -> tuple[nnx.GraphDef, nnx.State, nnx.
 
     `split_module` of a model with adapters would put the head among the frozen variables.
     """
-    graphdef, params, other = model.split_module()
-    rest = nnx.to_flat_state(other)
-    head = [(path, variable) for path, variable in rest if path[0] == NAME]
+    graphdef, params, other_variables = model.split_module()
+    flat_variables = nnx.to_flat_state(other_variables)
+    head = [(path, variable) for path, variable in flat_variables if path[0] == NAME]
     if not head:
-        return graphdef, params, other
-    kept = [(path, variable) for path, variable in rest if path[0] != NAME]
+        return graphdef, params, other_variables
+    remaining_variables = [(path, variable) for path, variable in flat_variables if path[0] != NAME]
     learned = nnx.from_flat_state([*nnx.to_flat_state(params), *head])
-    return graphdef, learned, nnx.from_flat_state(kept)
+    return graphdef, learned, nnx.from_flat_state(remaining_variables)
 
 
 def save_value_head(model: LanguageModel, directory: Path) -> None:
@@ -112,11 +112,11 @@ def _read(head: ValueHead, file: Path) -> None:
             "to start with values of 0"
         )
     saved = load_file(file)
-    weight, wanted = saved[f"{NAME}.weight"].T, head.kernel.shape
-    if weight.shape != wanted:
+    weight, expected_shape = saved[f"{NAME}.weight"].T, head.kernel.shape
+    if weight.shape != expected_shape:
         raise CheckpointError(
             f"{file} is the value head of a model with {weight.shape[0]} features, the model has "
-            f"{wanted[0]}: omit value_head to start with values of 0"
+            f"{expected_shape[0]}: omit value_head to start with values of 0"
         )
     head.kernel.set_value(jnp.asarray(weight))
     head.bias.set_value(jnp.asarray(saved[f"{NAME}.bias"]))
@@ -132,6 +132,6 @@ VALUE_HEAD = Extension(
     attach=_attach,
     detach=without_value_head,
     split=split_with_head,
-    own=lambda path: path[0] == NAME,
+    owns_path=lambda path: path[0] == NAME,
     save=save_value_head,
 )

@@ -11,7 +11,7 @@ import jax
 from ed_infra.errors import ConfigError
 
 from ed_trainers.batches import Dataset, HostBatch, Share, evaluation_batches
-from ed_trainers.contract import MAIN, Batch, MethodRun, logged
+from ed_trainers.contract import MAIN, Batch, MethodRun, build_log_metrics
 from ed_trainers.placement import Placement, pad_rows
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import EvalStep, Leaves, Metrics, Step, build_eval_step, build_statistics_step
@@ -44,14 +44,14 @@ class Evaluator:
         self._method = method
         self._placement = placement
         self._dataset = dataset
-        whole = method.whole_batches
-        self._share = Share(dataset) if whole else Share.of(dataset, placement, rows)
+        whole_batches = method.whole_batches
+        self._share = Share(dataset) if whole_batches else Share.of(dataset, placement, rows)
         self._rows = None if rows is None else rows // self._share.parts
         self._step: EvalStep | None = None
         self._statistics: Step[Metrics] | None = None
 
     def run(self, state: EasyDeLState, show: Show | None = None) -> dict[str, float]:
-        """Return `eval_<name>` for each figure of `logged` and of the method's `measure`.
+        """Return `eval_<name>` for each metric of `build_log_metrics` and the method's `measure`.
 
         A loss per token also has `eval_perplexity`.
 
@@ -78,14 +78,14 @@ class Evaluator:
         if not sums[0] or sums[0][MAIN][1] == 0:
             raise ConfigError("eval_dataset has no token with a weight: pass data with labels")
         terms, metrics = map(_means, sums)
-        means = {f"eval_{name}": value for name, value in logged(terms, metrics).items()}
+        means = {f"eval_{name}": value for name, value in build_log_metrics(terms, metrics).items()}
         if self._method.record.per_token:
             means["eval_perplexity"] = math.exp(min(terms[MAIN], _LARGEST_EXPONENT))
             means["eval_tokens"] = sums[0][MAIN][1]
         measure = self._method.record.measure
         if measure is not None:
-            found = measure(self._method, evaluation_batches(self._dataset)[0], state)
-            means |= {f"eval_{name}": value for name, value in found.items()}
+            method_metrics = measure(self._method, evaluation_batches(self._dataset)[0], state)
+            means |= {f"eval_{name}": value for name, value in method_metrics.items()}
         return means
 
     def _whole_statistics(
@@ -112,24 +112,24 @@ class Evaluator:
             self._statistics = build_statistics_step(state, self._method)
         sums: Sums = {}
         for batch in self._batches(state, show):
-            found = self._statistics(leaves, batch)
-            if not found:
+            batch_statistics = self._statistics(leaves, batch)
+            if not batch_statistics:
                 return {}
-            _add((sums,), (found,))
+            _add((sums,), (batch_statistics,))
         return _means(sums)
 
     def _batches(self, state: EasyDeLState, show: Show | None) -> Iterator[Batch]:
         """Yield placed batches with the same number of rows; the last one is padded."""
         batches, count = evaluation_batches(self._share.dataset)
 
-        def shown() -> Iterator[HostBatch]:
+        def show_progress() -> Iterator[HostBatch]:
             for index, batch in enumerate(batches):
                 if show is not None:
                     show(index, count)
                 yield batch
 
         rows = self._rows
-        for prepared in self._method.held_out(shown(), state):
+        for prepared in self._method.held_out(show_progress(), state):
             height = next(iter(prepared.values())).shape[0]
             rows = rows or height
             for start in range(0, height, rows):
@@ -144,8 +144,8 @@ def _means(sums: Sums) -> dict[str, float]:
 
 def _add(sums: tuple[Sums, ...], metrics: tuple[Metrics, ...]) -> None:
     # `metrics` is empty before the first batch.
-    for of, found in zip(sums, metrics, strict=False):
-        _add_metrics(of, found)
+    for of, batch_metrics in zip(sums, metrics, strict=False):
+        _add_metrics(of, batch_metrics)
 
 
 def _add_metrics(sums: Sums, metrics: Metrics) -> None:

@@ -28,7 +28,7 @@ from ed_models.tasks.encoder_items import (
     encoder_names,
     used_items,
 )
-from ed_models.tasks.item_kinds import items_of
+from ed_models.tasks.item_kinds import build_encoder_items
 from flax import nnx
 from jaxtyping import Float
 
@@ -55,10 +55,10 @@ class ByteCache:
 
     def get(self, key: bytes) -> np.ndarray | None:
         """Return an array; None if the cache does not hold the array."""
-        found = self._kept.get(key)
-        if found is not None:
+        array = self._kept.get(key)
+        if array is not None:
             self._kept.move_to_end(key)
-        return found
+        return array
 
     def put(self, key: bytes, array: np.ndarray) -> None:
         """Keep a new array. An array of more bytes than the cache may hold is not kept."""
@@ -107,7 +107,7 @@ class ImageFeatures:
                 "processes would encode different images. Omit the option"
             )
         config: Any = model.config
-        items = items_of(model, config.get_text_config().max_position_embeddings)
+        items = build_encoder_items(model, config.get_text_config().max_position_embeddings)
         assert items is not None, "the model reads images"
         self._items, self._token = items, cast(int, config.image_token_id)
         # The numbers of patches determine the positions of tokens.
@@ -118,8 +118,8 @@ class ImageFeatures:
         read, shape = self._read(state)
         self._dtype = np.dtype(shape.dtype)
         _check_frozen(read, state)
-        for role, other in frozen.items():
-            _check_same(role, other, read)
+        for role, frozen_model in frozen.items():
+            _check_same(role, frozen_model, read)
 
     def __call__(self, batch: Inputs[np.ndarray]) -> Inputs[np.ndarray]:
         """Return a batch with `image_features` [b, n, d] instead of the arrays of images.
@@ -146,16 +146,16 @@ class ImageFeatures:
         for row, parts in zip(values, rows, strict=True):
             if parts:
                 row[: sum(map(len, parts))] = np.concatenate(parts)
-        kept = {name: array for name, array in batch.items() if name not in self._dropped}
-        kept[IMAGE_FEATURES] = values.reshape(*lead, size, -1)
-        axes = (*batch.axes_of("input_ids")[:-1], None, None)
-        return Inputs(kept, {**batch.declared, IMAGE_FEATURES: axes})
+        arrays = {name: array for name, array in batch.items() if name not in self._dropped}
+        arrays[IMAGE_FEATURES] = values.reshape(*lead, size, -1)
+        axes = (*batch.get_logical_axes("input_ids")[:-1], None, None)
+        return Inputs(arrays, {**batch.declared, IMAGE_FEATURES: axes})
 
     def _rows(self, tokens: np.ndarray, images: ItemArrays) -> list[list[ImageArray]]:
         """Return the features of each image of each row. New images are encoded."""
         counts = np.sum(tokens == self._token, axis=1)
         rows: list[list[tuple[bytes, int]]] = []
-        found: dict[bytes, np.ndarray] = {}
+        features_by_key: dict[bytes, np.ndarray] = {}
         coming: dict[bytes, jax.Array] = {}
         state: nnx.State | None = None
         for number, count in enumerate(counts.tolist()):
@@ -164,22 +164,22 @@ class ImageFeatures:
             for arrays, length in used_items(self._items, row, count, self._token):
                 key = content_key(arrays, length)
                 rows[-1].append((key, length))
-                if key in found or key in coming:
+                if key in features_by_key or key in coming:
                     continue
-                known = self._cache.get(key)
-                if known is not None:
-                    found[key] = known
+                cached_features = self._cache.get(key)
+                if cached_features is not None:
+                    features_by_key[key] = cached_features
                     continue
                 state = self._weights().state if state is None else state
-                inputs = batch_of_one(self._items.padded(arrays))
+                inputs = batch_of_one(self._items.pad_item(arrays))
                 coming[key] = self._encode(state, inputs)
         lengths = {key: length for row in rows for key, length in row}
         for key, values in coming.items():
             # A copy, because a part of an array would keep the memory of the padding.
-            found[key] = np.asarray(values)[: lengths[key]].copy()
-            self._cache.put(key, found[key])
+            features_by_key[key] = np.asarray(values)[: lengths[key]].copy()
+            self._cache.put(key, features_by_key[key])
         self.encoded += len(coming)
-        return [[found[key] for key, _ in row] for row in rows]
+        return [[features_by_key[key] for key, _ in row] for row in rows]
 
     def _embeddings(self, state: nnx.State, inputs: Inputs) -> jax.Array:
         model: LanguageModel = nnx.merge(self._graphdef, state)
@@ -189,7 +189,7 @@ class ImageFeatures:
         """Return the arrays of the model that the encoder reads, and its abstract output."""
         full = nnx.merge_state(state.graphstate, state.graphother)
         placed, treedef = jax.tree_util.tree_flatten_with_path(full)
-        inputs = batch_of_one(self._items.padded(self._items.examples()[0]))
+        inputs = batch_of_one(self._items.pad_item(self._items.examples()[0]))
 
         def embeddings(leaves: list[jax.Array]) -> jax.Array:
             return self._embeddings(jax.tree.unflatten(treedef, leaves), inputs)
@@ -207,18 +207,19 @@ def _check_frozen(read: Mapping[Path, jax.Array], state: EasyDeLState) -> None:
     moving |= {normalize(path) for path, _ in nnx.to_flat_state(state.graphstate)}
     changed = sorted(".".join(map(str, path)) for path in read if path in moving)
     if changed:
-        shown = ", ".join(changed[:_SHOWN]) + (", ..." if len(changed) > _SHOWN else "")
+        name_list = ", ".join(changed[:_SHOWN]) + (", ..." if len(changed) > _SHOWN else "")
         raise ConfigError(
             f"{OPTION} keeps outputs of the vision encoder, and training changes {len(changed)} of "
-            f"its {len(read)} parameters ({shown}), so the kept outputs would be out of date: "
+            f"its {len(read)} parameters ({name_list}), so the kept outputs would be out of date: "
             "freeze the vision tower and the projector by trainable_rules, omit them from the "
             "targets of adapters, or omit the option"
         )
     adapters = {normalize(path) for path, variable in flat if isinstance(variable, nnx.LoRAParam)}
-    if own := sorted(".".join(map(str, path)) for path in read if path in adapters):
+    if adapter_names := sorted(".".join(map(str, path)) for path in read if path in adapters):
         raise ConfigError(
             f"{OPTION} keeps outputs of the vision encoder, and the encoder has adapters that are "
-            f"not trained ({own[0]}), which a reference without adapters would read, too: merge "
+            f"not trained ({adapter_names[0]}), which a reference without adapters would read, "
+            "too: merge "
             "these adapters into the model, or omit the option"
         )
 
@@ -228,10 +229,14 @@ def _check_same(role: str, model: LanguageModel, read: Mapping[Path, jax.Array])
     if IMAGE_FEATURES not in model.input_names:
         return
     placed = jax.tree_util.tree_flatten_with_path(nnx.state(cast(nnx.Module, model)))[0]
-    own = {normalize(path): array for path, array in placed}
+    model_arrays = {normalize(path): array for path, array in placed}
     for path, array in read.items():
-        other = own.get(path)
-        if other is None or other.shape != array.shape or not bool(jnp.array_equal(other, array)):
+        model_array = model_arrays.get(path)
+        if (
+            model_array is None
+            or model_array.shape != array.shape
+            or not bool(jnp.array_equal(model_array, array))
+        ):
             raise ConfigError(
                 f"{OPTION} keeps outputs of the vision encoder of the trained model, and the "
                 f"encoder of the frozen model {role!r} differs in {'.'.join(map(str, path))}: use "

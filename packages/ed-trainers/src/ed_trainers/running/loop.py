@@ -27,7 +27,7 @@ from ed_trainers.figures.meter import Meter
 from ed_trainers.figures.metrics import RECORD, MetricsLog
 from ed_trainers.figures.profile import ProfileWindow
 from ed_trainers.figures.progress import Progress
-from ed_trainers.figures.sinks import sinks_of
+from ed_trainers.figures.sinks import build_sinks
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches, pad_rows
 from ed_trainers.probes import Probe
@@ -37,7 +37,7 @@ from ed_trainers.running.stopping import Divergence, StopRequest
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
 from ed_trainers.stored import disk
-from ed_trainers.stored.arrays import size_of
+from ed_trainers.stored.arrays import get_size
 from ed_trainers.stored.saved import model_facts
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
@@ -118,8 +118,8 @@ class TrainingLoop:
             # Before the record of the metrics is opened, which is copied too.
             fetch = partial(self._mirror.fetch, self.checkpoints.directory)
             from_main(fetch if self.arguments.resume_if_possible else self._mirror.check_unused)
-        others = sinks_of(self.arguments, self._say) if first else ()
-        self.log = MetricsLog(directory / RECORD, others, active=first, say=self._say)
+        sinks = build_sinks(self.arguments, self._say) if first else ()
+        self.log = MetricsLog(directory / RECORD, sinks, active=first, say=self._say)
         self.meter = Meter()
         self._profile = ProfileWindow(self.arguments, self._say)
         # Results that are still on the device: (step, report, figures of its batch).
@@ -189,7 +189,7 @@ class TrainingLoop:
         tx = state.tx or build_optimizer(self.arguments, schedule)
         # The frozen weights are not in a checkpoint: the ones that are there stay.
         template = state.abstract(tx).replace(graphother=state.graphother)
-        restored = self._restored(template)
+        restored = self._restore_newest(template)
         if restored is not None:
             _, state, saved = restored
             self.job.feed.load_state_dict(saved["loader"])
@@ -212,17 +212,19 @@ class TrainingLoop:
         )
         return state
 
-    def _restored(self, template: EasyDeLState) -> tuple[int, EasyDeLState, dict[str, Any]] | None:
+    def _restore_newest(
+        self, template: EasyDeLState
+    ) -> tuple[int, EasyDeLState, dict[str, Any]] | None:
         """Return the newest state of a copy in memory or of a checkpoint, with its run."""
         difference, steps = self.job.feed.difference, self.checkpoints.steps()
         if self._memory is not None:
-            found = self._memory.restore_newest(template, after=max(steps, default=-1))
-            if found is not None:
-                step, _, saved = found
-                where = f"the copy of step {step}"
-                compare_runs(saved, self._run_facts(), where, difference, step)
+            memory_copy = self._memory.restore_newest(template, after_step=max(steps, default=-1))
+            if memory_copy is not None:
+                step, _, saved = memory_copy
+                location = f"the copy of step {step}"
+                compare_runs(saved, self._run_facts(), location, difference, step)
                 self._say(f"step {step} was read from the memory of the hosts")
-                return found
+                return memory_copy
         if not steps:
             return None
         return self.checkpoints.restore_newest(
@@ -232,8 +234,14 @@ class TrainingLoop:
     def _is_of_this_launch(self, saved: Mapping[str, Any]) -> bool:
         """Whether a checkpoint belongs to this elastic launch, whose folders in memory are
         neighbors."""
-        before, now = saved["arguments"].get("memory_directory"), self.arguments.memory_directory
-        return None not in (before, now) and Path(before).parent == Path(now or "").parent
+        saved_directory, now = (
+            saved["arguments"].get("memory_directory"),
+            self.arguments.memory_directory,
+        )
+        return (
+            None not in (saved_directory, now)
+            and Path(saved_directory).parent == Path(now or "").parent
+        )
 
     def _run_facts(self) -> dict[str, Any]:
         facts = describe_run(
@@ -245,7 +253,9 @@ class TrainingLoop:
             param_dtype=self._param_dtype,
             settings=self.job.settings,
         )
-        return facts | {"meter": self.meter.saved(stopped=self._stopped_by is not None)}
+        return facts | {
+            "meter": self.meter.get_checkpoint_values(stopped=self._stopped_by is not None)
+        }
 
     # --- the steps ---
 
@@ -344,22 +354,24 @@ class TrainingLoop:
             self._finish(*pending)
 
     def _finish(
-        self, step: int, report: Mapping[str, jax.Array], of_batch: Mapping[str, float]
+        self, step: int, report: Mapping[str, jax.Array], batch_metrics: Mapping[str, float]
     ) -> None:
         """Wait for a step's report, and show and log it."""
         figures = {name: float(value) for name, value in jax.device_get(dict(report)).items()}
         tokens = int(figures.pop("tokens"))
         self._divergence.check(step, figures, self.checkpoints.steps)
-        self.meter.stepped(tokens)
+        self.meter.record_step(tokens)
         rate = self.meter.tokens_per_second
         assert self.progress is not None
         shows = step % self.arguments.report_steps == 0 or step in (1, self.total)
-        shown = {**figures, **of_batch, "tokens_per_second": rate or 0.0} if shows else None
-        self.progress.step(step, shown)
+        shown_metrics = (
+            {**figures, **batch_metrics, "tokens_per_second": rate or 0.0} if shows else None
+        )
+        self.progress.step(step, shown_metrics)
         if step % self.arguments.log_steps and step not in (1, self.total):
             return
         del figures["weight"]
-        row = {"step": step, "loss": figures.pop("loss"), **figures, **of_batch}
+        row = {"step": step, "loss": figures.pop("loss"), **figures, **batch_metrics}
         self._write(row | {"tokens": tokens, "time": time.time()} | self.meter.row())
 
     def _write(self, row: Mapping[str, Any]) -> None:
@@ -386,7 +398,7 @@ class TrainingLoop:
 
     def _shown_state(self) -> EasyDeLState:
         """The state whose model is evaluated: the running mean, where there is one."""
-        return self._state().averaged() if self.arguments.use_ema else self._state()
+        return self._state().get_ema_state() if self.arguments.use_ema else self._state()
 
     def _evaluation_is_due(self) -> bool:
         if self.job.evaluator is None:
@@ -407,7 +419,7 @@ class TrainingLoop:
         seconds = time.monotonic() - began
         self._write({"step": self.step, **metrics, "eval_seconds": seconds, "time": time.time()})
         self.progress.step(self.step)
-        self.progress.evaluated(self.step, metrics)
+        self.progress.print_evaluation(self.step, metrics)
         self.job.notify("on_evaluate", metrics)
 
     def _save_is_due(self) -> bool:
@@ -461,15 +473,17 @@ class TrainingLoop:
     def _save_model(self, target: Path, which: str, checkpoint: Path | None) -> str | None:
         """Write the trained model; return why it could not be, where the disk is full."""
         try:
-            written = self.job.save_model(target)
+            saved_path = self.job.save_model(target)
         except Exception as error:
             if not disk.is_full(error):
                 raise
-            room = disk.room(target, size_of(jax.tree.leaves(self._state().graphstate)))
-            again = f"; {checkpoint} is intact: run the same command again" if checkpoint else ""
-            return f"the model could not be written to {target}: {room}{again}"
-        what = "the model" if written == target else "the adapter of the model"
-        self._say(f"trained {self.step} steps; {what}{which} is in {written}")
+            room = disk.room(target, get_size(jax.tree.leaves(self._state().graphstate)))
+            retry_advice = (
+                f"; {checkpoint} is intact: run the same command again" if checkpoint else ""
+            )
+            return f"the model could not be written to {target}: {room}{retry_advice}"
+        saved_part = "the model" if saved_path == target else "the adapter of the model"
+        self._say(f"trained {self.step} steps; {saved_part}{which} is in {saved_path}")
         return None
 
     def _settle(self, best: int | None) -> str:
@@ -481,7 +495,7 @@ class TrainingLoop:
             if best != self.step:
                 state = self.checkpoints.restore(best, state)
         if self.arguments.use_ema:
-            state = state.averaged()
+            state = state.get_ema_state()
         self._leaves = tuple(jax.tree.leaves(state))
         return which
 

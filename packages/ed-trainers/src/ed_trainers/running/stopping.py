@@ -79,8 +79,8 @@ class StopRequest:
 
         `reason` shares the request with the other processes.
         """
-        asked, self._save = self._save, False
-        return asked
+        is_requested, self._save = self._save, False
+        return is_requested
 
     def ask(self, reason: str) -> None:
         """Request a stop, for example from a callback."""
@@ -98,8 +98,8 @@ class StopRequest:
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
-            own = np.asarray([self._reason is not None, self._save])
-            stops, saves = np.moveaxis(multihost_utils.process_allgather(own), -1, 0)
+            local_flags = np.asarray([self._reason is not None, self._save])
+            stops, saves = np.moveaxis(multihost_utils.process_allgather(local_flags), -1, 0)
             self._save = bool(saves.any())
             if stops.any() and self._reason is None:
                 self._reason = "another process"
@@ -122,13 +122,13 @@ class Divergence:
         self._skipped = 0
 
     def check(
-        self, step: int, figures: Mapping[str, float], kept: Callable[[], Sequence[int]]
+        self, step: int, figures: Mapping[str, float], get_steps: Callable[[], Sequence[int]]
     ) -> None:
         """Check a step.
 
         Args:
             figures: `loss`, `grad_norm`, and `skipped` if the optimizer skips bad steps.
-            kept: returns the steps of the checkpoints in rising order, for the message.
+            get_steps: returns the steps of the checkpoints in rising order, for the message.
 
         Raises:
             TrainingDiverged: a figure is not finite and the step was not skipped, or too many
@@ -141,11 +141,11 @@ class Divergence:
         if not skipped and math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"]):
             return
         many = f", {self._longest} steps in a row were skipped" if skipped else ""
-        steps = kept()
-        where = "there is no checkpoint"
+        steps = get_steps()
+        checkpoint_note = "there is no checkpoint"
         if steps:
-            where = f"the checkpoint of step {steps[-1]} is intact"
+            checkpoint_note = f"the checkpoint of step {steps[-1]} is intact"
         raise TrainingDiverged(
             f"step {step}: loss {figures['loss']}, gradient norm {figures['grad_norm']}{many}; "
-            f"{where}. Lower learning_rate, add warmup_steps, or set clip_grad"
+            f"{checkpoint_note}. Lower learning_rate, add warmup_steps, or set clip_grad"
         )

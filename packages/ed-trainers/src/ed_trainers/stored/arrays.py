@@ -22,7 +22,7 @@ from ed_infra.parameter_names import canonical, is_stacked, normalize
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from ed_trainers.stored.library_log import hushed
+from ed_trainers.stored.library_log import hush_logger
 
 T = TypeVar("T")
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
@@ -72,7 +72,7 @@ def from_flat(template: T, arrays: Mapping[str, jax.Array]) -> T:
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def size_of(arrays: Iterable[jax.Array]) -> int:
+def get_size(arrays: Iterable[jax.Array]) -> int:
     """Return the size of arrays in bytes; copies on several devices count once."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
 
@@ -83,33 +83,34 @@ def stored_arrays(directory: Path) -> dict[str, StoredArray]:
     Raises:
         CheckpointError: the directory has no arrays.
     """
-    with hushed(), ocp.StandardCheckpointer() as checkpointer:
+    with hush_logger(), ocp.StandardCheckpointer() as checkpointer:
         metadata: Any = checkpointer.metadata(directory).item_metadata
     if metadata is None:
         raise CheckpointError(f"{directory} holds no arrays of a checkpoint")
     return dict(metadata.tree)
 
 
-def read_arrays(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
+def read_arrays(directory: Path, abstract_arrays: Wanted) -> dict[str, jax.Array]:
     """Read arrays in the requested shapes, dtypes and shardings.
 
     Args:
         directory: directory that orbax wrote.
-        wanted: names in the storage of the reader; see `check_fit` for the possible differences.
+        abstract_arrays: names in the storage of the reader; see `check_fit` for the possible
+            differences.
     """
-    plan = _plan(wanted, stored_arrays(directory))
+    plan = _plan(abstract_arrays, stored_arrays(directory))
     args = ocp.args.PyTreeRestore(
         item=plan.reads,
         restore_args=ocp.checkpoint_utils.construct_restore_args(plan.reads),
         partial_restore=True,  # the other arrays are not read
     )
-    with hushed(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with hush_logger(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         raw = dict(checkpointer.restore(directory, args=args))
     # The last reader of an array frees it, so that both storages never exist completely.
     last = {piece.stored: name for name, pieces in plan.pieces.items() for piece in pieces}
     arrays = {}
     for name, pieces in plan.pieces.items():
-        arrays[name] = _assembled(wanted[name], pieces, raw)
+        arrays[name] = _assemble_array(abstract_arrays[name], pieces, raw)
         for stored in {piece.stored for piece in pieces}:
             if last[stored] == name:
                 del raw[stored]
@@ -117,7 +118,11 @@ def read_arrays(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
 
 
 def check_fit(
-    wanted: Wanted, saved: Mapping[str, StoredArray], where: str, *, dtypes: bool = False
+    abstract_arrays: Wanted,
+    saved: Mapping[str, StoredArray],
+    location: str,
+    *,
+    dtypes: bool = False,
 ) -> None:
     """Compare names and shapes, and optionally dtypes, of requested and saved arrays.
 
@@ -127,15 +132,15 @@ def check_fit(
     Raises:
         CheckpointError: the message names the first differences.
     """
-    plan = _plan(wanted, saved)
+    plan = _plan(abstract_arrays, saved)
     problems = [f"{name} is missing" for name in plan.missing]
     problems += [f"{name} is not in the model" for name in plan.unused]
     for name, pieces in plan.pieces.items():
-        leaf, stacked = wanted[name], is_stacked(name.split("/"))
+        leaf, stacked = abstract_arrays[name], is_stacked(name.split("/"))
         for piece in pieces[:1]:
             there = saved[piece.stored]
-            own = tuple(there.shape[1:] if piece.entry is not None else there.shape)
-            if own != tuple(leaf.shape[1:] if stacked else leaf.shape):
+            stored_shape = tuple(there.shape[1:] if piece.entry is not None else there.shape)
+            if stored_shape != tuple(leaf.shape[1:] if stacked else leaf.shape):
                 shapes = f"{tuple(there.shape)}, the model requires {tuple(leaf.shape)}"
                 problems.append(f"{name} has shape {shapes}")
             elif dtypes and there.dtype != leaf.dtype and not plan.through_masters(name):
@@ -143,7 +148,7 @@ def check_fit(
     if problems:
         listing = "; ".join(problems[:3])
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{where} does not fit this model and optimizer: {listing}{more}")
+        raise CheckpointError(f"{location} does not fit this model and optimizer: {listing}{more}")
 
 
 @dataclass(frozen=True)
@@ -169,14 +174,14 @@ class _Plan:
         return all(one in self.mastered for one in canonical(name.split("/")))
 
 
-def _plan(wanted: Wanted, saved: Mapping[str, StoredArray]) -> _Plan:
+def _plan(abstract_arrays: Wanted, saved: Mapping[str, StoredArray]) -> _Plan:
     there: dict[str, _Piece] = {}
     for name in saved:
         path = name.split("/")
         entries = range(len(canonical(path))) if is_stacked(path) else [None]
         for one, entry in zip(canonical(path), entries, strict=True):
             there[one] = _Piece(name, entry)
-    here = _masters(one for name in wanted for one in canonical(name.split("/")))
+    target_masters = _masters(one for name in abstract_arrays for one in canonical(name.split("/")))
     masters = _masters(there)
 
     def source(one: str) -> str:
@@ -184,10 +189,10 @@ def _plan(wanted: Wanted, saved: Mapping[str, StoredArray]) -> _Plan:
         of = _MASTER.fullmatch(one)
         if of is not None and one not in there:
             return _PARAMETERS + of["parameter"]
-        return one if one in here else masters.get(one, one)
+        return one if one in target_masters else masters.get(one, one)
 
     pieces, missing, reads, used, mastered = {}, [], {}, set(), set()
-    for name, leaf in wanted.items():
+    for name, leaf in abstract_arrays.items():
         path = name.split("/")
         sources = {one: source(one) for one in canonical(path)}
         if any(origin not in there for origin in sources.values()):
@@ -195,15 +200,17 @@ def _plan(wanted: Wanted, saved: Mapping[str, StoredArray]) -> _Plan:
             continue
         used.update(sources.values())
         mastered |= {
-            one for one in sources if sources[one] != one or (one in here) != (one in masters)
+            one
+            for one in sources
+            if sources[one] != one or (one in target_masters) != (one in masters)
         }
         pieces[name] = [there[origin] for origin in sources.values()]
         for piece in pieces[name]:
-            sharding = _restacked(leaf.sharding, is_stacked(path), piece.entry is not None)
-            known = reads.get(piece.stored, leaf)
+            sharding = _restack_sharding(leaf.sharding, is_stacked(path), piece.entry is not None)
+            previous_leaf = reads.get(piece.stored, leaf)
             reads[piece.stored] = jax.ShapeDtypeStruct(
                 tuple(saved[piece.stored].shape),
-                jnp.promote_types(known.dtype, leaf.dtype),
+                jnp.promote_types(previous_leaf.dtype, leaf.dtype),
                 sharding=sharding,
             )
     # A float32 run reads the masters, and not the rounded parameters.
@@ -218,7 +225,7 @@ def _masters(names: Iterable[str]) -> dict[str, str]:
     return {_PARAMETERS + match["parameter"]: match[0] for match in matches}
 
 
-def _restacked(sharding: Any, stacked: bool, stored_stacked: bool) -> Any:
+def _restack_sharding(sharding: Any, stacked: bool, stored_stacked: bool) -> Any:
     """Return the sharding of a stored array, derived from the sharding of the requested array."""
     if stacked == stored_stacked or not isinstance(sharding, NamedSharding):
         return sharding
@@ -227,12 +234,12 @@ def _restacked(sharding: Any, stacked: bool, stored_stacked: bool) -> Any:
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
-def _assembled(
+def _assemble_array(
     leaf: jax.ShapeDtypeStruct, pieces: list[_Piece], raw: Mapping[str, jax.Array]
 ) -> jax.Array:
     stored = [raw[piece.stored] for piece in pieces]
-    whole = len({piece.stored for piece in pieces}) == 1 and stored[0].shape == leaf.shape
-    if whole and [piece.entry for piece in pieces] in ([None], list(range(len(pieces)))):
+    same_layout = len({piece.stored for piece in pieces}) == 1 and stored[0].shape == leaf.shape
+    if same_layout and [piece.entry for piece in pieces] in ([None], list(range(len(pieces)))):
         same = stored[0].dtype == leaf.dtype and stored[0].sharding == leaf.sharding
         return stored[0] if same else _cast(leaf.sharding, leaf.dtype)(stored[0])
     layers = [

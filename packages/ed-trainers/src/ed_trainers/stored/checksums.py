@@ -58,25 +58,25 @@ def damage(directory: Path, *, part: int = 0, of: int = 1) -> str | None:
         A description of the first changed file; None if no file changed.
     """
     try:
-        wanted = _read(directory)
+        expected_files = _read(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{FILE} cannot be read: {error}"
     # Files of the directory itself come last: `add_checksums` does not change the shares of the
     # others.
-    names = sorted(wanted, key=lambda name: ("/" not in name, name))[part::of]
+    names = sorted(expected_files, key=lambda name: ("/" not in name, name))[part::of]
     for name in names:
         file = directory / name
         if not file.is_file():
             return f"{name} is missing"
-        if (size := file.stat().st_size) != wanted[name][0]:
-            return f"{name} has {size} bytes and was written with {wanted[name][0]}"
+        if (size := file.stat().st_size) != expected_files[name][0]:
+            return f"{name} has {size} bytes and was written with {expected_files[name][0]}"
     try:
         sums = _each(directory, names)
     except OSError as error:  # an unreadable sector
         return str(error)
     for name, (_, crc) in zip(names, sums, strict=True):
-        if crc != wanted[name][1]:
-            return f"{name} has the checksum {crc} and was written with {wanted[name][1]}"
+        if crc != expected_files[name][1]:
+            return f"{name} has the checksum {crc} and was written with {expected_files[name][1]}"
     return None
 
 

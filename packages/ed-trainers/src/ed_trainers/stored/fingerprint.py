@@ -18,7 +18,7 @@ from ed_infra.errors import CheckpointError
 from ed_infra.parameter_names import canonical, is_stacked
 from jax.sharding import Sharding
 
-from ed_trainers.placement import replicated
+from ed_trainers.placement import replicate_sharding
 
 #: `dtype[shape] sum` of each array, by canonical name.
 Fingerprint = dict[str, str]
@@ -34,35 +34,35 @@ def fingerprint(arrays: Mapping[str, jax.Array]) -> Fingerprint:
         arrays: arrays by name; the parts of a storage path are joined by `/`.
     """
     sums = {
-        name: _summing(replicated(leaf.sharding), is_stacked(name.split("/")))(leaf)
+        name: _summing(replicate_sharding(leaf.sharding), is_stacked(name.split("/")))(leaf)
         for name, leaf in arrays.items()
     }
     result: Fingerprint = {}
     for name, total in jax.device_get(sums).items():
         leaf, path = arrays[name], name.split("/")
         shape = leaf.shape[1:] if is_stacked(path) else leaf.shape
-        for one, own in zip(canonical(path), total.reshape(-1), strict=True):
-            result[one] = f"{leaf.dtype}{list(shape)} {int(own):08x}"
+        for one, checksum in zip(canonical(path), total.reshape(-1), strict=True):
+            result[one] = f"{leaf.dtype}{list(shape)} {int(checksum):08x}"
     return result
 
 
-def check_same(before: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
+def check_same(saved_fingerprint: Mapping[str, str], now: Mapping[str, str], location: str) -> None:
     """Compare the frozen weights of a run with the frozen weights of a checkpoint.
 
     Raises:
         CheckpointError: the message names the first differences.
     """
-    differences = [f"{name} is missing" for name in before if name not in now]
-    differences += [f"{name} is new" for name in now if name not in before]
+    differences = [f"{name} is missing" for name in saved_fingerprint if name not in now]
+    differences += [f"{name} is new" for name in now if name not in saved_fingerprint]
     differences += [
-        f"{name} was {before[name]} and is {now[name]}"
-        for name in before
-        if name in now and before[name] != now[name]
+        f"{name} was {saved_fingerprint[name]} and is {now[name]}"
+        for name in saved_fingerprint
+        if name in now and saved_fingerprint[name] != now[name]
     ]
     if differences:
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointError(
-            f"{where} contains only trained parameters, over frozen weights that are not these "
+            f"{location} contains only trained parameters, over frozen weights that are not these "
             f"({'; '.join(differences[:3])}{more}): load the weights that the run began with, in "
             "the same dtype and quantization, or use another save_directory"
         )
@@ -82,11 +82,11 @@ def _sum(leaf: jax.Array, *, stacked: bool) -> jax.Array:
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
         place = place + index * jnp.uint32(_PLACES[(axis - first) % len(_PLACES)])
     # Bijective steps: two values at one index never have the same hash.
-    hashed = (bits + _mixed(place)) * jnp.uint32(0x9E3779B1)
-    return jnp.sum(_mixed(hashed), axis=tuple(range(first, bits.ndim)), dtype=jnp.uint32)
+    hashed = (bits + _mix_bits(place)) * jnp.uint32(0x9E3779B1)
+    return jnp.sum(_mix_bits(hashed), axis=tuple(range(first, bits.ndim)), dtype=jnp.uint32)
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def _mix_bits(x: jax.Array) -> jax.Array:
     # `lowbias32` of Wellons' hash-prospector, which is bijective.
     x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)

@@ -58,7 +58,7 @@ class Hush(logging.Filter):
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def hush_logger() -> Iterator[None]:
     """Remove these records from orbax's logger inside the block."""
     hush = Hush()
     LOGGER.addFilter(hush)

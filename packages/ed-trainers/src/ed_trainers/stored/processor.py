@@ -32,6 +32,6 @@ def with_length(tokenizer: Saveable, model: LanguageModel) -> Saveable:
     longest = longest_sequence(model.config)
     if longest is None or getattr(tokenizer, "model_max_length", 0) <= longest:
         return tokenizer
-    told = copy.copy(tokenizer)
-    told.model_max_length = longest  # type: ignore[attr-defined]
-    return told
+    limited_tokenizer = copy.copy(tokenizer)
+    limited_tokenizer.model_max_length = longest  # type: ignore[attr-defined]
+    return limited_tokenizer

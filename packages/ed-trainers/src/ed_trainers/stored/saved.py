@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from ed_infra.errors import CheckpointError
 
 from ed_trainers.stored import checksums, disk
-from ed_trainers.stored.arrays import Wanted, check_fit, read_arrays, size_of, stored_arrays
+from ed_trainers.stored.arrays import Wanted, check_fit, get_size, read_arrays, stored_arrays
 
 #: Version of the directory layout; a reader refuses later versions.
 FORMAT = 2
@@ -49,7 +49,7 @@ def save(directory: Path, arrays: Mapping[str, jax.Array], facts: Mapping[str, A
         if first:
             shutil.rmtree(directory, ignore_errors=True)
         if disk.is_full(error):
-            room = disk.room(directory, size_of(arrays.values()))
+            room = disk.room(directory, get_size(arrays.values()))
             raise CheckpointError(f"{directory} could not be written: {room}") from error
         raise
 
@@ -68,12 +68,13 @@ def saved_facts(directory: Path) -> dict[str, Any]:
     return facts
 
 
-def load(directory: Path, wanted: Wanted | None = None) -> dict[str, jax.Array]:
+def load(directory: Path, abstract_arrays: Wanted | None = None) -> dict[str, jax.Array]:
     """Read the files of `save` after a check of the checksums.
 
     Args:
         directory: the directory.
-        wanted: shapes, dtypes and shardings by name; None = as written, on the default device.
+        abstract_arrays: shapes, dtypes and shardings by name; None = as written, on the default
+            device.
 
     Raises:
         CheckpointError: a file changed since it was written, or the arrays do not match.
@@ -83,14 +84,14 @@ def load(directory: Path, wanted: Wanted | None = None) -> dict[str, jax.Array]:
     if wrong is not None:
         raise CheckpointError(f"{directory} is damaged: {wrong}; restore it from a copy")
     there = stored_arrays(directory / _ARRAYS)
-    if wanted is None:
+    if abstract_arrays is None:
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        wanted = {
+        abstract_arrays = {
             name: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype, sharding=default)
             for name, leaf in there.items()
         }
-    check_fit(wanted, there, str(directory))
-    return read_arrays(directory / _ARRAYS, wanted)
+    check_fit(abstract_arrays, there, str(directory))
+    return read_arrays(directory / _ARRAYS, abstract_arrays)
 
 
 def model_facts(model: object) -> dict[str, Any] | None:
@@ -102,15 +103,16 @@ def model_facts(model: object) -> dict[str, Any] | None:
     return {"class": type(model).__name__, "config": json.loads(config.to_json_string())}
 
 
-def check_format(facts: Mapping[str, Any], where: str) -> None:
+def check_format(facts: Mapping[str, Any], location: str) -> None:
     """Refuse formats that this version cannot read.
 
     Raises:
         CheckpointError: another format.
     """
-    written = facts.get("format", 1)
-    if written != FORMAT:
+    saved_format = facts.get("format", 1)
+    if saved_format != FORMAT:
         raise CheckpointError(
-            f"{where} is in format {written}, this version of ed-trainers reads format {FORMAT}: "
+            f"{location} is in format {saved_format}, this version of ed-trainers reads format "
+            f"{FORMAT}: "
             f"use the version that wrote it, or another save_directory"
         )

@@ -62,9 +62,9 @@ def _unpacked_rows(run: RunConfig) -> Iterator[Problem]:
 def _pages(run: RunConfig) -> Iterator[Problem]:
     size = run.esurge.page_size if run.esurge is not None else 1
     if size & (size - 1):
-        near = 1 << size.bit_length()
+        next_power = 1 << size.bit_length()
         message = (
             f"{size} is not a power of two, so kernels of accelerators cannot read the pages: use "
-            f"{near // 2} or {near}"
+            f"{next_power // 2} or {next_power}"
         )
         yield Problem(("esurge", "page_size"), message)

@@ -56,10 +56,10 @@ def model(run: RunConfig) -> Iterator[Problem]:
         return
     tokenizer = section.tokenizer_section
     if tokenizer.name_or_path is not None:
-        here = ("model", "tokenizer")
+        path = ("model", "tokenizer")
         if not isinstance(section.tokenizer, str):
-            here += ("name_or_path",)
-        yield from _model_directory(here, tokenizer.name_or_path, _TOKENIZER_FILES)
+            path += ("name_or_path",)
+        yield from _model_directory(path, tokenizer.name_or_path, _TOKENIZER_FILES)
     if tokenizer.chat_template is not None:
         try:
             read_chat_template(tokenizer.chat_template)
@@ -67,27 +67,27 @@ def model(run: RunConfig) -> Iterator[Problem]:
             yield Problem(("model", "tokenizer", "chat_template"), str(error))
     if section.name_or_path is None:
         return
-    here = ("model", "name_or_path")
-    yield from _model_directory(here, section.name_or_path, ("config.json",))
+    path = ("model", "name_or_path")
+    yield from _model_directory(path, section.name_or_path, ("config.json",))
     yield from _kept_codes(run, section.name_or_path)
-    config, known = run.known_model, architectures.model_types()
-    if config is not None and config.get("model_type") not in known:
-        problem = unknown_name("model type", config.get("model_type"), known)
-        yield Problem(here, f"in its config.json: {problem}")
+    config, model_types = run.known_model, architectures.model_types()
+    if config is not None and config.get("model_type") not in model_types:
+        problem = unknown_name("model type", config.get("model_type"), model_types)
+        yield Problem(path, f"in its config.json: {problem}")
 
 
 def other_model(run: RunConfig, section: str) -> Iterator[Problem]:
     """Check the directory of the model of a role, such as the reference model."""
-    chosen = run.sections[section]
-    assert chosen is None or isinstance(chosen, OtherModelSection)
-    yield from _other_model(section, chosen)
+    other_section = run.sections[section]
+    assert other_section is None or isinstance(other_section, OtherModelSection)
+    yield from _other_model(section, other_section)
 
 
 def adapter(run: RunConfig) -> Iterator[Problem]:
     """Check the directory of the adapters; hub ids are checked when loading."""
     if run.lora is not None and run.lora.name_or_path is not None:
-        here = ("lora", "name_or_path")
-        yield from _model_directory(here, run.lora.name_or_path, ("adapter_config.json",))
+        path = ("lora", "name_or_path")
+        yield from _model_directory(path, run.lora.name_or_path, ("adapter_config.json",))
 
 
 def data(run: RunConfig) -> Iterator[Problem]:
@@ -159,22 +159,22 @@ def reward_functions(run: RunConfig) -> Iterator[Problem]:
         entries = [(("trainer", "reward_functions", i), entry) for i, entry in functions]
     if isinstance(trainer, SelfPlayArguments) and trainer.judge is not None:
         entries.append((("trainer", "judge"), trainer.judge))
-    for here, entry in entries:
+    for path, entry in entries:
         name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
         if ":" in name:
             spec = user_code.find(name, (run.folder,))
             missing = user_code.why_not_found(name, (run.folder,))
             messages = [missing] if spec is None else _without_attribute(spec, name)
-            yield from (Problem(here, message) for message in messages)
+            yield from (Problem(path, message) for message in messages)
             continue
         try:
             check_name(name)
         except ConfigError as error:
-            yield Problem(here, str(error))
+            yield Problem(path, str(error))
             continue
         if name in RULES:
             for setting, message in wrong_settings(name, RULES[name], settings):
-                yield Problem((*here, name, *([setting] if setting else [])), message)
+                yield Problem((*path, name, *([setting] if setting else [])), message)
 
 
 def local_tasks(run: RunConfig) -> Iterator[Problem]:
@@ -225,9 +225,9 @@ def _local_devices(backend: str | None) -> int | None:
     ):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         files = len(glob.glob("/dev/nvidia[0-9]*"))
-        found = files if visible is None else len([v for v in visible.split(",") if v.strip()])
-        if found:
-            return found
+        gpus = files if visible is None else len([v for v in visible.split(",") if v.strip()])
+        if gpus:
+            return gpus
     tpus = len(glob.glob("/dev/accel*")) if find_spec("libtpu") is not None else 0
     if first in ("", "tpu") and tpus:
         return tpus
@@ -255,11 +255,11 @@ def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
             probe.bind((options.host, options.port))
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            of_host = isinstance(error, (socket.gaierror, UnicodeError))
+            is_host_error = isinstance(error, (socket.gaierror, UnicodeError))
             yield Problem(
-                ("host",) if of_host or "port" not in options.model_fields_set else ("port",),
+                ("host",) if is_host_error or "port" not in options.model_fields_set else ("port",),
                 f"cannot listen on {options.host}:{options.port} ({reason}): choose another "
-                + ("host" if of_host else "port, or 0"),
+                + ("host" if is_host_error else "port, or 0"),
             )
     for key in ("ssl_keyfile", "ssl_certfile", "api_key_file", "mcp_config"):
         file = getattr(options, key)
@@ -341,8 +341,8 @@ def _inform(inform: Inform) -> Iterator[tuple[str, str]]:
 
 def _without_place(address: str) -> str:
     """Return why an address such as `s3://` names nothing, or an empty string."""
-    scheme, sign, rest = address.partition("://")
-    if sign and scheme != "file" and not rest.strip("/"):
+    scheme, sign, bucket_path = address.partition("://")
+    if sign and scheme != "file" and not bucket_path.strip("/"):
         return f"{address!r} names no bucket: write {scheme}://BUCKET/PATH"
     return ""
 
@@ -377,12 +377,12 @@ def _without_attribute(spec: ModuleSpec, address: str) -> Iterator[str]:
 
 def _spec(module: str) -> ModuleSpec | None:
     """Find a module without importing its packages."""
-    top, *rest = module.split(".")
+    top, *submodules = module.split(".")
     try:
         spec = find_spec(top)
     except ValueError:
         return None
-    for part in rest:
+    for part in submodules:
         if spec is None or spec.submodule_search_locations is None:
             return None
         top = f"{top}.{part}"

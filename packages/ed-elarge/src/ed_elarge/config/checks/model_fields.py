@@ -26,10 +26,10 @@ def model_config(run: RunConfig) -> Iterator[Problem]:
     model = run.model
     if model is None or model.config is None:
         return
-    here = ("model", "config")
-    problems = architectures.check(model.config, {*FIELDS, *FIELD_ALIASES}, here)
+    config_path = ("model", "config")
+    problems = architectures.check(model.config, {*FIELDS, *FIELD_ALIASES}, config_path)
     yield from problems
-    yield from _execution_fields(model.config, here)
+    yield from _execution_fields(model.config, config_path)
     size = model.config.get("vocab_size")
     train = model.tokenizer_section.train
     if train is not None and size is not None and not problems and size < train.vocab_size:
@@ -37,7 +37,7 @@ def model_config(run: RunConfig) -> Iterator[Problem]:
             f"{size} is less than tokenizer.train.vocab_size ({train.vocab_size}): raise it, or "
             "omit it"
         )
-        yield Problem((*here, "vocab_size"), message)
+        yield Problem((*config_path, "vocab_size"), message)
 
 
 def tokenizer(run: RunConfig) -> Iterator[Problem]:
@@ -45,38 +45,39 @@ def tokenizer(run: RunConfig) -> Iterator[Problem]:
     model, mixture = run.model, run.mixture
     if model is None:
         return
-    given = model.tokenizer_section
-    is_missing = given.name_or_path is None and given.train is None
+    tokenizer_section = model.tokenizer_section
+    is_missing = tokenizer_section.name_or_path is None and tokenizer_section.train is None
     if model.config is not None and is_missing and run.has_text and run.has_valid_task:
         message = (
             "no tokenizer is set, and a new model has none: set tokenizer: PATH or tokenizer: "
             "{train: {vocab_size: N}}"
         )
         yield Problem(("model", *_missing_tokenizer(run)), message, True)
-    if given.train is not None and not run.has_text and run.has_valid_task:
+    if tokenizer_section.train is not None and not run.has_text and run.has_valid_task:
         message = f"a model for {run.task.value!r} reads no text: omit the tokenizer"
         yield Problem(("model", "tokenizer", "train"), message, True)
     if model.tokenizer_section.train is not None and "mixture" not in run.written:
         message = "training a tokenizer needs the texts of the section 'mixture', which is missing"
         yield Problem(("model", "tokenizer", "train"), message, True)
-    other = mixture.tokenization.tokenizer if mixture is not None else None
-    if other is not None and other not in (
+    data_tokenizer = mixture.tokenization.tokenizer if mixture is not None else None
+    if data_tokenizer is not None and data_tokenizer not in (
         model.tokenizer_section.name_or_path,
         model.name_or_path,
     ):
         yield Problem(
             ("mixture", "tokenization", "tokenizer"),
-            f"{other!r} is not the model's tokenizer, so the model cannot read its token ids: omit "
+            f"{data_tokenizer!r} is not the model's tokenizer, so the model cannot read its token "
+            "ids: omit "
             "the key, or set model.tokenizer",
         )
 
 
 def _missing_tokenizer(run: RunConfig) -> ValuePath:
     """Return the key that a user wrote without a tokenizer, or the configuration."""
-    written = run.written.get("model") or {}
-    if "tokenizer" not in written:
+    model_values = run.written.get("model") or {}
+    if "tokenizer" not in model_values:
         return ("config",)
-    inner = written["tokenizer"]
+    inner = model_values["tokenizer"]
     return ("tokenizer", *(("train",) if isinstance(inner, Mapping) and "train" in inner else ()))
 
 
@@ -100,19 +101,19 @@ def base_config(run: RunConfig) -> Iterator[Problem]:
     section = run.base_config
     if section is None:
         return
-    here = ("base_config", "values")
-    yield from _execution_fields(section.values, here)
+    values_path = ("base_config", "values")
+    yield from _execution_fields(section.values, values_path)
     config = run.known_model or {}
     model_type = config.get("model_type")
-    known = architectures.keys(model_type) | set(config)
+    known_keys = architectures.keys(model_type) | set(config)
     values = {str(key): value for key, value in section.values.items()}
     wrong = architectures.check_values(values, str(model_type))
     for key in values:
-        if canonical_field(key) not in FIELDS and key not in known:
-            hint = did_you_mean(key, [*FIELDS, *FIELD_ALIASES, *known])
-            yield Problem((*here, key), f"unknown key {key!r}{hint}", True)
+        if canonical_field(key) not in FIELDS and key not in known_keys:
+            hint = did_you_mean(key, [*FIELDS, *FIELD_ALIASES, *known_keys])
+            yield Problem((*values_path, key), f"unknown key {key!r}{hint}", True)
         elif key in wrong:
-            yield Problem((*here, key), wrong[key])
+            yield Problem((*values_path, key), wrong[key])
     for operation, settings in section.operation_configs.items():
         path = ("base_config", "operation_configs", operation)
         unknown = list(_execution_field("operation_configs", {operation: {}}, path))
@@ -125,18 +126,18 @@ def base_config(run: RunConfig) -> Iterator[Problem]:
 
 def quantization_fields(run: RunConfig) -> Iterator[Problem]:
     """Reject configuration fields for quantization: the section `quantization` replaces them."""
-    written: list[tuple[ValuePath, Mapping[str, Any] | None]] = [
+    sources: list[tuple[ValuePath, Mapping[str, Any] | None]] = [
         (("base_config", "values"), run.base_config.values if run.base_config else None),
         (("model", "config"), run.model.config if run.model else None),
     ]
-    for here, values in written:
+    for path, values in sources:
         for key, value in (values or {}).items():
             if canonical_field(key) in ("bits", "quantization_config") and value is not None:
                 message = (
                     f"{key} quantizes no weights here: write quantization: {{model: "
                     "{quantization_method: nf4}}, and remove this key"
                 )
-                yield Problem((*here, key), message, True)
+                yield Problem((*path, key), message, True)
 
 
 def conflicting_fields(run: RunConfig) -> Iterator[Problem]:
@@ -146,8 +147,8 @@ def conflicting_fields(run: RunConfig) -> Iterator[Problem]:
         if not isinstance(section, SetsConfig):
             continue
         for field, (path, value) in section.config_fields().items():
-            other_path, other = first.setdefault(field, ((name, *path), value))
-            if other_path != (name, *path) and _as_list(other) != _as_list(value):
+            other_path, first_value = first.setdefault(field, ((name, *path), value))
+            if other_path != (name, *path) and _as_list(first_value) != _as_list(value):
                 message = f"differs from {'.'.join(map(str, other_path))}: keep one of them"
                 yield Problem((name, *path), message)
 
@@ -169,18 +170,19 @@ def mesh_axes(run: RunConfig) -> Iterator[Problem]:
     names_path, names = fields.get("sharding_axis_names", ((), AXIS_NAMES))
     if not isinstance(names, (list, tuple)):
         return  # another check reports the type
-    own = {field: value for field, (_, value) in fields.items()}
+    config_values = {field: value for field, (_, value) in fields.items()}
     config = (run.model.config if run.model is not None else None) or {}
-    placed = own.get("partition_axis") or config.get("partition_axis")
-    known = set(AXIS_NAMES) | _strings(placed)
+    placed = config_values.get("partition_axis") or config.get("partition_axis")
+    known_axes = set(AXIS_NAMES) | _strings(placed)
     if not all(isinstance(name, str) for name in names):
         return  # another check reports the types
-    unknown = [i for i, name in enumerate(names) if name not in known]
+    unknown = [i for i, name in enumerate(names) if name not in known_axes]
     for i in unknown:
         name = names[i]
         yield Problem(
             (*names_path, i),
-            f"unknown mesh axis {name!r}{did_you_mean(str(name), known)}: no dimension is split "
+            f"unknown mesh axis {name!r}{did_you_mean(str(name), known_axes)}: no dimension is "
+            "split "
             "over it unless sharding.partition_axis assigns one",
         )
     for field in ("sequence_axis_name", "kv_cache_sharding_sequence_axis_name"):
@@ -196,9 +198,9 @@ def mesh_sizes(run: RunConfig) -> Iterator[Problem]:
     if run.sharding is None or run.base_config is None:
         return
     config = (run.model.config if run.model is not None else None) or {}
-    given = {canonical_field(str(key)): (("model", "config", key), config[key]) for key in config}
-    given |= run.config_fields()
-    names_path, names = given.get("sharding_axis_names", (None, run.sharding.axis_names))
+    fields = {canonical_field(str(key)): (("model", "config", key), config[key]) for key in config}
+    fields |= run.config_fields()
+    names_path, names = fields.get("sharding_axis_names", (None, run.sharding.axis_names))
     if not isinstance(names, (list, tuple)):
         return  # another check reports the type
     sections = {
@@ -206,7 +208,7 @@ def mesh_sizes(run: RunConfig) -> Iterator[Problem]:
         "sharding_dcn_axis_dims": run.sharding.dcn_axis_dims,
     }
     for field, default in sections.items():
-        path, sizes = given.get(field, (names_path, default))
+        path, sizes = fields.get(field, (names_path, default))
         if path is None or not isinstance(sizes, (list, tuple)) or len(sizes) == len(names):
             continue
         yield Problem(

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterator
 
 from ed_data.checks import (
-    unsupported,
+    find_unsupported_keys,
     without_recordings,
     without_tokens,
     without_transcripts,
@@ -41,11 +41,11 @@ def task(run: RunConfig) -> Iterator[Problem]:
     """Check that the method trains models for the task of `model.task`."""
     if run.model is None or run.trainer is None or run.is_broken("trainer"):
         return
-    chosen = run.model.task
+    model_task = run.model.task
     # A causal language model without its head is the base of every other task.
-    if chosen not in (None, TaskType.AUTO_BIND, TaskType.CAUSAL_LM, *run.tasks):
-        known = ", ".join(repr(task.value) for task in run.tasks)
-        message = f"{run.method} trains no model for {chosen.value!r} (it trains: {known})"
+    if model_task not in (None, TaskType.AUTO_BIND, TaskType.CAUSAL_LM, *run.tasks):
+        task_names = ", ".join(repr(task.value) for task in run.tasks)
+        message = f"{run.method} trains no model for {model_task.value!r} (it trains: {task_names})"
         yield Problem(("model", "task"), message)
 
 
@@ -75,7 +75,7 @@ def data_of_task(run: RunConfig) -> Iterator[Problem]:
     """Reject keys of the data that the task of the method does not support."""
     if run.mixture is None or run.trainer is None or run.takes_prompts or not run.has_valid_task:
         return
-    for path, message in unsupported(run.mixture, run.schema):
+    for path, message in find_unsupported_keys(run.mixture, run.schema):
         yield Problem(("mixture", *path), message)
 
 
@@ -104,18 +104,18 @@ def sequence_length(run: RunConfig) -> Iterator[Problem]:
     length, source = run.sequence_length
     if not source:
         return
-    of_trainer = trainer.max_length if trainer is not None else None
-    of_texts = mixture.tokenization.max_length
-    if of_trainer is not None and of_trainer != length:
+    trainer_length = trainer.max_length if trainer is not None else None
+    text_length = mixture.tokenization.max_length
+    if trainer_length is not None and trainer_length != length:
         yield Problem(
             ("trainer", "max_length"),
-            f"{of_trainer} differs from {source} ({length}), which sets the sequence length of "
+            f"{trainer_length} differs from {source} ({length}), which sets the sequence length of "
             "packed rows: keep one of them",
         )
-    if of_texts is not None and length is not None and of_texts > length:
+    if text_length is not None and length is not None and text_length > length:
         yield Problem(
             ("mixture", "tokenization", "max_length"),
-            f"{of_texts} is more than {source} ({length}): a text cannot be longer than a "
+            f"{text_length} is more than {source} ({length}): a text cannot be longer than a "
             "sequence; lower it, or omit it",
         )
     limit = run.known_positions
@@ -201,7 +201,7 @@ def other_models(run: RunConfig) -> Iterator[Problem]:
         section = role.section
         if section in run.written and name not in reads and run.actions:
             listing = (
-                ", ".join(ROLES[other].section for other in reads if other in ROLES)
+                ", ".join(ROLES[role_name].section for role_name in reads if role_name in ROLES)
                 or "no other model"
             )
             message = f"{run.method} does not read {section} (it reads {listing}): omit the section"
@@ -255,12 +255,12 @@ def evaluates(run: RunConfig, action: Action) -> Iterator[Problem]:
     if run.is_broken("eval") or not run.has_valid_task:
         return
     options = action.options.over(run.eval) if run.eval is not None else EvalSection()
-    own = [task.label for task in options.local_tasks]
-    if own and (not options.tasks or set(own) & set(options.tasks)):
+    local_labels = [task.label for task in options.local_tasks]
+    if local_labels and (not options.tasks or set(local_labels) & set(options.tasks)):
         if run.task not in local_tasks.EVALUATED and _has_task(run):
-            known = ", ".join(repr(task.value) for task in local_tasks.EVALUATED)
+            task_names = ", ".join(repr(task.value) for task in local_tasks.EVALUATED)
             message = (
-                f"local_tasks evaluate models for {known}, and the model is for "
+                f"local_tasks evaluate models for {task_names}, and the model is for "
                 f"{run.task.value!r}: set model.task, or omit the action {action.name}"
             )
             yield Problem((), message, True)
@@ -292,8 +292,8 @@ def benchmarks(run: RunConfig) -> Iterator[Problem]:
     trainer = run.trainer
     if trainer is None or run.eval is None:
         return
-    own = {task.label for task in run.eval.local_tasks}
-    local = bool(trainer.benchmarks) and own.issuperset(trainer.benchmarks)
+    local_labels = {task.label for task in run.eval.local_tasks}
+    local = bool(trainer.benchmarks) and local_labels.issuperset(trainer.benchmarks)
     for option in ("generation_interval", "benchmark_interval"):
         set_here = getattr(trainer, option) is not None
         possible = run.task in GENERATING or (local and option == "benchmark_interval")
@@ -312,7 +312,7 @@ def action_tasks(run: RunConfig, action: Action) -> Iterator[Problem]:
         return
     merged = action.options.over(run.eval)
     try:
-        local_tasks.chosen(merged.local_tasks, merged.tasks)
+        local_tasks.select_tasks(merged.local_tasks, merged.tasks)
     except ConfigError as error:
         yield Problem((), str(error), True)
         return
@@ -327,12 +327,12 @@ def _tasks(
     run: RunConfig, options: EvalSection, path: ValuePath, run_here: bool
 ) -> Iterator[Problem]:
     reported = False
-    own = [local.label for local in options.local_tasks]
+    local_labels = [local.label for local in options.local_tasks]
     for i, task in enumerate(options.tasks):
-        if task in own:
+        if task in local_labels:
             continue
-        if own and did_you_mean(task, own) and not options.include_path:
-            message = f"unknown task {task!r}{did_you_mean(task, own)}"
+        if local_labels and did_you_mean(task, local_labels) and not options.include_path:
+            message = f"unknown task {task!r}{did_you_mean(task, local_labels)}"
             yield Problem((*path, i), message)
         elif task in heldout_tasks.NAMES:
             if run_here and not run.is_broken("mixture") and not run.has_held_out and not reported:
@@ -349,5 +349,5 @@ def _tasks(
 
 
 def _resembles_heldout_task(task: str) -> bool:
-    near = difflib.get_close_matches(task.lower(), heldout_tasks.NAMES, n=1, cutoff=0.85)
-    return task.lower().startswith("heldout") or bool(near)
+    close_matches = difflib.get_close_matches(task.lower(), heldout_tasks.NAMES, n=1, cutoff=0.85)
+    return task.lower().startswith("heldout") or bool(close_matches)

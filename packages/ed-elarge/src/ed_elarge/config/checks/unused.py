@@ -37,8 +37,8 @@ _GREEDY = "temperature 0 always selects the likeliest token"
 
 def model(options: ModelSection, run: RunConfig) -> Unused:
     if options.config is not None and options.tokenizer_section.train is not None:
-        why = "this run creates the model and the tokenizer, and loads nothing"
-        yield "extra_kwargs.trust_remote_code extra_kwargs.revision", why
+        reason = "this run creates the model and the tokenizer, and loads nothing"
+        yield "extra_kwargs.trust_remote_code extra_kwargs.revision", reason
     if run.trainer is not None and options.task == TaskType.CAUSAL_LM not in run.tasks:
         yield "task", f"{run.method} trains a model for {run.tasks[0].value!r}"
 
@@ -50,8 +50,8 @@ def mixture(options: Mixture, run: RunConfig) -> Unused:
 
 def trainer(options: TrainingArguments, run: RunConfig) -> Unused:
     if run.mixture is not None and not run.has_held_out:
-        why = "no texts are held out: set mixture.eval_fraction or mixture.eval_informs"
-        yield "evaluation_steps eval_batch_size", why
+        reason = "no texts are held out: set mixture.eval_fraction or mixture.eval_informs"
+        yield "evaluation_steps eval_batch_size", reason
     if options.save_steps is None and options.save_best_k is None:
         yield "save_total_limit", "save_steps is not set: the run saves one checkpoint, at its end"
     yield from idle_options(options)
@@ -85,8 +85,8 @@ _OF_HARNESS = (
 
 
 def evaluation(options: EvalSection, run: RunConfig) -> Unused:
-    own = {task.label for task in options.local_tasks}
-    if own and own.issuperset(options.tasks):
+    local_labels = {task.label for task in options.local_tasks}
+    if local_labels and local_labels.issuperset(options.tasks):
         yield _OF_HARNESS, "only lm-evaluation-harness reads the key, and all tasks are local"
     if options.temperature == 0:
         yield "top_p", _GREEDY
@@ -104,26 +104,26 @@ def warnings(
 ) -> Iterator[Problem]:
     """Yield a warning for each key without effect; paths start at the section or action."""
     reported = set[ValuePath]()
-    for keys, why in find(options, run) if find is not None else ():
+    for keys, reason in find(options, run) if find is not None else ():
         paths = [keys] if isinstance(keys, tuple) else [tuple(k.split(".")) for k in keys.split()]
         for path in paths:
             if path not in reported and _is_set(options, path):
                 reported.add(path)
-                yield _warning(path, why)
+                yield _warning(path, reason)
 
 
 def _is_set(options: pydantic.BaseModel, path: ValuePath) -> bool:
     """Return whether a key has a value other than its default."""
-    name, *rest = path
+    name, *inner_path = path
     value = getattr(options, name)
-    if isinstance(value, pydantic.BaseModel) and rest:
-        return _is_set(value, tuple(rest))
-    return bool(rest) or value != type(options).model_fields[name].get_default(
+    if isinstance(value, pydantic.BaseModel) and inner_path:
+        return _is_set(value, tuple(inner_path))
+    return bool(inner_path) or value != type(options).model_fields[name].get_default(
         call_default_factory=True
     )
 
 
-def of_other_kinds(
+def find_other_kinds(
     value: Mapping[str, Any], kind: str, classes: Mapping[str, type[pydantic.BaseModel]]
 ) -> dict[str, list[str]]:
     """Return key -> kinds that have the key, for the keys that the chosen kind lacks."""
@@ -132,27 +132,31 @@ def of_other_kinds(
         return key in cls.model_fields or key in getattr(cls, "ALIASES", {})
 
     lacking = (key for key in value if not has(classes[kind], key))
-    found = {key: [name for name, cls in classes.items() if has(cls, key)] for key in lacking}
-    return {key: names for key, names in found.items() if names}
+    kinds_by_key = {
+        key: [name for name, cls in classes.items() if has(cls, key)] for key in lacking
+    }
+    return {key: names for key, names in kinds_by_key.items() if names}
 
 
 def replaced_names(value: Mapping[str, Any], cls: type[pydantic.BaseModel]) -> dict[str, str]:
     """Return key -> the method's own name of its option, for keys that this name replaces."""
     aliases = getattr(cls, "ALIASES", {})
     return {
-        name: own
-        for own, name in OWN_NAMES.items()
-        if own in value and name in value and aliases.get(own) == name
+        name: own_name
+        for own_name, name in OWN_NAMES.items()
+        if own_name in value and name in value and aliases.get(own_name) == name
     }
 
 
-def of_other_methods(run: RunConfig) -> Iterator[Problem]:
+def find_other_method_keys(run: RunConfig) -> Iterator[Problem]:
     """Yield the keys of the trainer that only other methods read."""
-    written = run.written.get("trainer")
-    if run.trainer is not None and isinstance(written, Mapping):
-        for key, own in replaced_names(written, ARGUMENTS[run.method]).items():
-            yield _warning(("trainer", key), f"{own} sets this option of {run.method}: keep {own}")
-        for key, methods in of_other_kinds(written, run.method, ARGUMENTS).items():
+    trainer_values = run.written.get("trainer")
+    if run.trainer is not None and isinstance(trainer_values, Mapping):
+        for key, own_name in replaced_names(trainer_values, ARGUMENTS[run.method]).items():
+            yield _warning(
+                ("trainer", key), f"{own_name} sets this option of {run.method}: keep {own_name}"
+            )
+        for key, methods in find_other_kinds(trainer_values, run.method, ARGUMENTS).items():
             listed = ", ".join(methods)
             yield _warning(("trainer", key), f"{run.method} does not read the key ({listed} do)")
 
@@ -172,10 +176,10 @@ def without_effect(run: RunConfig) -> Iterator[Problem]:
     config = (run.model.config if run.model is not None else None) or {}
     paths = {canonical_field(key): ("model", "config", key) for key in config}
     paths |= {name: path for name, (path, _) in run.config_fields().items()}
-    for (name, *rest), _, remark in find_remarks(run.execution_fields()):
+    for (name, *inner_path), _, remark in find_remarks(run.execution_fields()):
         if name in paths:
-            yield Problem((*paths[name], *rest), remark, not rest)
+            yield Problem((*paths[name], *inner_path), remark, not inner_path)
 
 
-def _warning(path: ValuePath, why: str) -> Problem:
-    return Problem(path, f"has no effect: {why}", True)
+def _warning(path: ValuePath, reason: str) -> Problem:
+    return Problem(path, f"has no effect: {reason}", True)

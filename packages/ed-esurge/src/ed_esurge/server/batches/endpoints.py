@@ -10,7 +10,7 @@ from starlette.responses import FileResponse, JSONResponse
 from ed_esurge.server.batches.uploads import check_form, receive
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.auth import get_owner
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import Metadata, RequestBody
 from ed_esurge.server.routing import LISTING, READING, REFUSALS, Endpoint
@@ -122,7 +122,7 @@ async def upload(server: ServedModels, request: Request) -> JSONResponse:
         APIError: 400, the form is invalid; 413, the file is too large, or the files of the key are;
             429, the key has too many files; 503, the file cannot be written.
     """
-    store, owner, limits = _store(server), owner_of(request.scope), server.state.limits
+    store, owner, limits = _store(server), get_owner(request.scope), server.state.limits
     check_form(request)
     store.check_room(owner)
     with refused_when_full():
@@ -142,10 +142,10 @@ async def upload(server: ServedModels, request: Request) -> JSONResponse:
 
 async def files(server: ServedModels, request: Request) -> JSONResponse:
     """Return the files of the key, newest first."""
-    known = _store(server).files(owner_of(request.scope))
+    owner_files = _store(server).files(get_owner(request.scope))
     purpose = request.query_params.get("purpose")
-    wanted = [one for one in known if purpose in (None, one["purpose"])]
-    page, more = _page(wanted, request)
+    matching_files = [one for one in owner_files if purpose in (None, one["purpose"])]
+    page, more = _page(matching_files, request)
     return JSONResponse({"object": "list", "data": page, "has_more": more})
 
 
@@ -156,8 +156,8 @@ async def file(server: ServedModels, request: Request) -> JSONResponse:
 
 async def content(server: ServedModels, request: Request) -> FileResponse:
     """Return the content of a file. Raises APIError: 404."""
-    known = _file(server, request)
-    path = _store(server).content(known["id"])
+    file_record = _file(server, request)
+    path = _store(server).content(file_record["id"])
     headers = {"X-Content-Type-Options": "nosniff"}
     return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
@@ -166,12 +166,12 @@ async def delete(server: ServedModels, request: Request) -> JSONResponse:
     """Delete a file. Raises APIError: 404; 409, an unfinished batch reads the file."""
     name = request.path_params["file_id"]
     with refused_when_full():
-        _store(server).delete_file(name, owner_of(request.scope))
+        _store(server).delete_file(name, get_owner(request.scope))
     return JSONResponse({"id": name, "object": "file", "deleted": True})
 
 
 def _file(server: ServedModels, request: Request) -> JsonFields:
-    return _store(server).file(request.path_params["file_id"], owner_of(request.scope))
+    return _store(server).file(request.path_params["file_id"], get_owner(request.scope))
 
 
 async def create(server: ServedModels, body: BatchRequest, request: Request) -> JSONResponse:
@@ -183,7 +183,7 @@ async def create(server: ServedModels, body: BatchRequest, request: Request) -> 
     """
     with refused_when_full():
         batch = _store(server).add_batch(
-            body.input_file_id, body.endpoint, body.metadata, owner_of(request.scope)
+            body.input_file_id, body.endpoint, body.metadata, get_owner(request.scope)
         )
     server.batch_added.set()
     return JSONResponse(public(batch))
@@ -191,7 +191,7 @@ async def create(server: ServedModels, body: BatchRequest, request: Request) -> 
 
 async def batches(server: ServedModels, request: Request) -> JSONResponse:
     """Return the batches of the key, newest first."""
-    page, more = _page(_store(server).batches(owner_of(request.scope)), request)
+    page, more = _page(_store(server).batches(get_owner(request.scope)), request)
     ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return JSONResponse(
         {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1], "has_more": more}
@@ -209,26 +209,26 @@ async def cancel(server: ServedModels, request: Request) -> JSONResponse:
     Raises:
         APIError: 404; 409, the batch has ended.
     """
-    known = _batch(server, request)
-    if known["status"] not in OPEN:
-        raise APIError(f"the batch is {known['status']} and cannot be cancelled", status=409)
-    if known["status"] != "cancelling":
+    batch_record = _batch(server, request)
+    if batch_record["status"] not in OPEN:
+        raise APIError(f"the batch is {batch_record['status']} and cannot be cancelled", status=409)
+    if batch_record["status"] != "cancelling":
         with refused_when_full():
-            _store(server).change(known, "cancelling")
-    return JSONResponse(public(known))
+            _store(server).change(batch_record, "cancelling")
+    return JSONResponse(public(batch_record))
 
 
 def _batch(server: ServedModels, request: Request) -> JsonFields:
-    return _store(server).batch(request.path_params["batch_id"], owner_of(request.scope))
+    return _store(server).batch(request.path_params["batch_id"], get_owner(request.scope))
 
 
 def _page(all_of_them: list[JsonFields], request: Request) -> tuple[list[JsonFields], bool]:
-    """Return the page of a list for `after` and `limit`, and whether more pages follow."""
-    limit, after = request.query_params.get("limit", "20"), request.query_params.get("after")
+    """Return the page of a list for `after_id` and `limit`, and whether more pages follow."""
+    limit, after_id = request.query_params.get("limit", "20"), request.query_params.get("after")
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:6]) <= 10_000):
         raise APIError("limit must be 1 to 10000", param="limit", code="invalid_value")
     ids = [one["id"] for one in all_of_them]
-    start = ids.index(after) + 1 if after in ids else 0
+    start = ids.index(after_id) + 1 if after_id in ids else 0
     end = start + int(limit[:6])
     return [public(one) for one in all_of_them[start:end]], end < len(ids)
 

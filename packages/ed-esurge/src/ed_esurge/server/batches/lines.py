@@ -19,7 +19,7 @@ from ed_esurge.server.http.admission import OVERLOADED, RESERVATION, Reservation
 from ed_esurge.server.http.auth import OWNER
 from ed_esurge.server.http.body import BODY_BYTES, LONG_BODY, aside, parsed_json
 from ed_esurge.server.http.errors import APIError, from_validation
-from ed_esurge.server.http.fields import validated
+from ed_esurge.server.http.fields import validate_body
 from ed_esurge.server.http.json_parts import JsonPieces, to_bytes
 from ed_esurge.server.routing import Endpoint, dispatch
 
@@ -81,7 +81,7 @@ async def answer_line(
     """
     entry: dict[str, Any] = {"id": name, "custom_id": None, "response": None, "error": None}
     try:
-        line = await aside(lambda: BatchLine.model_validate(_parsed(server, raw)), len(raw))
+        line = await aside(lambda: BatchLine.model_validate(_parse_line(server, raw)), len(raw))
         entry["custom_id"] = line.custom_id
         _check(line, endpoints, seen)
     except ValidationError as error:
@@ -105,15 +105,15 @@ def line_pieces(entry: dict[str, Any], *, ascii_only: bool = True) -> list[bytes
         return [to_bytes(json.dumps(entry, ensure_ascii=ascii_only)) + b"\n"]
     start = json.dumps({**entry, "response": None}, ensure_ascii=ascii_only)
     head = json.dumps({**response, "body": None}, ensure_ascii=ascii_only)
-    before, _, after = start.partition('"response": null')
-    opened = f'{before}"response": {head.removesuffix("null}")}'
-    return [to_bytes(opened), *body.pieces, to_bytes(f"}}{after}\n")]
+    prefix, _, suffix = start.partition('"response": null')
+    opened = f'{prefix}"response": {head.removesuffix("null}")}'
+    return [to_bytes(opened), *body.pieces, to_bytes(f"}}{suffix}\n")]
 
 
 def expired_line(raw: bytes, name: str) -> dict[str, Any]:
     """Return the entry of a line that was not answered before its batch expired."""
     message = "this request could not be executed before the completion window expired"
-    return _unanswered(raw, name, "batch_expired", message)
+    return _build_error_entry(raw, name, "batch_expired", message)
 
 
 def interrupted_line(raw: bytes, name: str) -> dict[str, Any]:
@@ -122,10 +122,10 @@ def interrupted_line(raw: bytes, name: str) -> dict[str, Any]:
         "the process of the server died while it answered this request, and the server does not "
         "retry such a request: send the request in another batch if it was not the cause"
     )
-    return _unanswered(raw, name, "server_died", message)
+    return _build_error_entry(raw, name, "server_died", message)
 
 
-def _unanswered(raw: bytes, name: str, code: str, message: str) -> dict[str, Any]:
+def _build_error_entry(raw: bytes, name: str, code: str, message: str) -> dict[str, Any]:
     try:
         custom_id = BatchLine.model_validate(parsed_json(raw)).custom_id
     except ValueError:  # the line is invalid and has no id
@@ -134,7 +134,7 @@ def _unanswered(raw: bytes, name: str, code: str, message: str) -> dict[str, Any
     return {"id": name, "custom_id": custom_id, "response": None, "error": error}
 
 
-def succeeded(entry: dict[str, Any]) -> bool:
+def is_successful(entry: dict[str, Any]) -> bool:
     """Return whether a line was answered with status 200."""
     return entry["response"] is not None and entry["response"]["status_code"] == 200
 
@@ -184,13 +184,13 @@ async def _answer(
         await asyncio.sleep(wait)
         wait = min(2 * wait, MAX_RETRY_SECONDS)
     pieces = response.pieces if isinstance(response, JsonPieces) else [bytes(response.body)]
-    known: dict[str, Any] = {"status_code": response.status_code}
+    fields: dict[str, Any] = {"status_code": response.status_code}
     if sum(map(len, pieces)) < LONG_BODY:
         reservation.close()
         answer = json.loads(b"".join(pieces))
-        return {**known, "request_id": answer.get("id", name), "body": answer}
+        return {**fields, "request_id": answer.get("id", name), "body": answer}
     label = response.headers.get("x-request-id", name)
-    return {**known, "request_id": label, "body": AnswerPieces(pieces, reservation)}
+    return {**fields, "request_id": label, "body": AnswerPieces(pieces, reservation)}
 
 
 async def _respond(
@@ -219,7 +219,7 @@ async def _respond(
     assert kind is not None, "every endpoint of batches has a body"
     try:
         ignored = server.state.unknown_fields.request()
-        request = await aside(lambda: validated(kind, body, ignored), len(raw))
+        request = await aside(lambda: validate_body(kind, body, ignored), len(raw))
         server.state.unknown_fields.log(ignored, endpoint.path)
         return await dispatch(server, endpoint, request, Request(scope, never_disconnects))
     except APIError as error:
@@ -231,7 +231,7 @@ async def _respond(
         return APIError("the server failed on this request", status=500).response()
 
 
-def _parsed(server: ServedModels, raw: bytes) -> Any:
+def _parse_line(server: ServedModels, raw: bytes) -> Any:
     most = server.state.limits.max_body_bytes
     if len(raw) > most:
         raise APIError(

@@ -26,9 +26,9 @@ from ed_esurge.server.batches.lines import (
     answer_line,
     expired_line,
     interrupted_line,
+    is_successful,
     line_pieces,
     release,
-    succeeded,
 )
 from ed_esurge.server.batches.turns import LineSlots
 from ed_esurge.server.generation.served_models import ServedModels
@@ -114,7 +114,7 @@ class _Worker:
 
     def _waiting_owners(self) -> list[str]:
         """Return the owners of unfinished batches that wait for a turn, longest wait first."""
-        owners = {batch["owner"]: None for batch in self.store.unfinished()}
+        owners = {batch["owner"]: None for batch in self.store.list_unfinished()}
         waiting = [owner for owner in owners if owner not in self.since]
         return sorted(waiting, key=lambda owner: self.ended.get(owner, 0.0))
 
@@ -128,7 +128,7 @@ class _Worker:
         """Answer the batches of an owner. An error of a batch or of the disk does not end this."""
         wait = RETRY_SECONDS
         while not self.is_over(owner):
-            mine = (batch for batch in self.store.unfinished() if batch["owner"] == owner)
+            mine = (batch for batch in self.store.list_unfinished() if batch["owner"] == owner)
             batch = next(mine, None)
             if batch is None:
                 return
@@ -221,11 +221,11 @@ class _BatchRun:
             ("completed", self._ok, batch["output_file_id"]),
             ("failed", self._failed, batch["error_file_id"]),
         ):
-            written = part if file is None else store.content(file)
-            numbers = await asyncio.to_thread(_recorded, written)
+            result_path = part if file is None else store.content(file)
+            numbers = await asyncio.to_thread(_read_line_numbers, result_path)
             counts[key] = len(numbers)
             self._done |= numbers
-        marks = store.started(batch)
+        marks = store.get_marks_path(batch)
         self._interrupted = await asyncio.to_thread(_open_marks, marks, store.session) - self._done
         if batch["status"] == "validating":
             store.change(batch, "in_progress")
@@ -297,7 +297,7 @@ class _BatchRun:
                 release(entry)
 
         async with asyncio.TaskGroup() as group:
-            for number, raw in _numbered(path):
+            for number, raw in _number_lines(path):
                 if number in self._done:
                     await asyncio.sleep(0)
                     with suppress(ValueError, KeyError, TypeError):
@@ -315,7 +315,7 @@ class _BatchRun:
 
     async def _record(self, entry: JsonFields, files: dict[bool, IO[bytes]]) -> None:
         """Write the answer to a line, unless the storage of the owner is full."""
-        pieces, good = line_pieces(entry), succeeded(entry)
+        pieces, good = line_pieces(entry), is_successful(entry)
         size = sum(map(len, pieces))
         async with self._writing:
             if self._is_full or not self._store.add_output(self._batch, size):
@@ -365,7 +365,7 @@ class _BatchRun:
         return entry
 
 
-def _recorded(path: Path) -> set[int]:
+def _read_line_numbers(path: Path) -> set[int]:
     """Return the numbers of the lines in a result file, and remove an incomplete last line."""
     numbers: set[int] = set()
     if not path.exists():
@@ -386,9 +386,9 @@ def _open_marks(path: Path, session: str) -> set[int]:
     marks: dict[int, bool] = {}
     if path.exists():
         for line in path.read_text("ascii", "replace").splitlines(keepends=True):
-            found = re.fullmatch(r"(\w+) ([+-])(\d+)\n", line)
-            if found is not None:
-                marks[int(found[3])] = found[2] == "+" and found[1] != session
+            match = re.fullmatch(r"(\w+) ([+-])(\d+)\n", line)
+            if match is not None:
+                marks[int(match[3])] = match[2] == "+" and match[1] != session
     return {number for number, is_open in marks.items() if is_open}
 
 
@@ -404,15 +404,15 @@ def _append(file: IO[bytes], line: bytes | list[bytes]) -> None:
     size = os.fstat(file.fileno()).st_size
     try:
         for piece in [line] if isinstance(line, bytes) else line:
-            rest = memoryview(piece)
-            while rest:
-                rest = rest[file.write(rest) :]
+            remaining_bytes = memoryview(piece)
+            while remaining_bytes:
+                remaining_bytes = remaining_bytes[file.write(remaining_bytes) :]
     except OSError:
         os.truncate(file.fileno(), size)
         raise
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+def _number_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the non-empty lines, numbered from 1."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -421,4 +421,4 @@ def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _count(path: Path) -> int:
-    return sum(1 for _ in _numbered(path))
+    return sum(1 for _ in _number_lines(path))

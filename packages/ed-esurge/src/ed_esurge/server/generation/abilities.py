@@ -82,7 +82,7 @@ EMBEDS_TOKENS = EndpointAbility(
 TRANSCRIBES = EndpointAbility("reads audio", lambda model: hasattr(model.engine, "transcribe"))
 
 
-def route_of(model: Model) -> str:
+def describe_route(model: Model) -> str:
     """Return the advice for a request to an endpoint that the model does not serve."""
     if model.task in SPEECH_TASKS:
         return "it reads audio, send files to /v1/audio/transcriptions"
@@ -92,23 +92,23 @@ def route_of(model: Model) -> str:
     return "it generates tokens, send the texts to /v1/completions or /v1/chat/completions"
 
 
-def require(model: Model, ability: EndpointAbility, why: str | None = None) -> None:
+def require(model: Model, ability: EndpointAbility, reason: str | None = None) -> None:
     """Check that a model has an ability.
 
     Args:
-        why: why the model cannot answer, and what to do; by default, the route of the model.
+        reason: why the model cannot answer, and what to do; by default, the route of the model.
 
     Raises:
         APIError: 400 `unsupported_task`, which names the models of the server with the ability.
     """
     if not ability.has(model):
-        raise unsupported_task(model, ability, why)
+        raise unsupported_task(model, ability, reason)
 
 
-def unsupported_task(model: Model, ability: EndpointAbility, why: str | None = None) -> APIError:
+def unsupported_task(model: Model, ability: EndpointAbility, reason: str | None = None) -> APIError:
     """Return the error of `require`."""
-    others: Sequence[Model] = model.state.all_models()
-    able = [repr(other.names[0]) for other in others if ability.has(other)]
+    models: Sequence[Model] = model.state.all_models()
+    able = [repr(candidate.names[0]) for candidate in models if ability.has(candidate)]
     if not able:
         choice = f"no model of this server {ability.verb}"
     elif len(able) == 1:
@@ -118,7 +118,8 @@ def unsupported_task(model: Model, ability: EndpointAbility, why: str | None = N
         choice = f"a model of this server that {ability.verb} is one of "
         choice += ", ".join(able[:MOST_NAMED]) + more
     return APIError(
-        f"the model {model.name!r} has the task {model.task.value!r}: {why or route_of(model)}; "
+        f"the model {model.name!r} has the task {model.task.value!r}: "
+        f"{reason or describe_route(model)}; "
         f"{choice}",
         param="model",
         code="unsupported_task",

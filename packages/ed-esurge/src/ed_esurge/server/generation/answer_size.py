@@ -103,8 +103,8 @@ class AnswerSize:
             APIError: 400, the answer would be too large.
         """
         if requested is None:
-            spare = self.most - cost.prompt
-            room = max(1, min(room, spare // (cost.choices * cost.token)))
+            remaining_bytes = self.most - cost.prompt
+            room = max(1, min(room, remaining_bytes // (cost.choices * cost.token)))
         self.check(
             cost.bytes(room),
             param,

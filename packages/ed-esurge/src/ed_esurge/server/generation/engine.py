@@ -146,7 +146,7 @@ class ServedEngine(Protocol):
         """Return the loaded adapters."""
         ...
 
-    def compile_structured(self, wanted: StructuredOutputs) -> Future[Any]:
+    def compile_structured(self, structured_outputs: StructuredOutputs) -> Future[Any]:
         """Compile the grammar of a structured output.
 
         For an invalid grammar, the call or its result raises ConfigError.

@@ -27,8 +27,8 @@ from ed_esurge.server.generation.media import (
     IMAGE,
     RECORDING,
     ProcessedMedium,
-    expanded,
-    located,
+    build_encoder_inputs,
+    expand_placeholders,
     media_parts,
 )
 from ed_esurge.server.generation.requests import ChatMessage, ImagePart
@@ -119,10 +119,10 @@ class ChatImages:
                 cannot be downloaded.
         """
         parts: list[tuple[str, ImagePart]] = []
-        for where, medium in media_parts(messages):
+        for part_path, medium in media_parts(messages):
             if not isinstance(medium, ImagePart):
-                RECORDING.refuse("this model does not accept audio: send text only", where)
-            parts.append((where, medium))
+                RECORDING.refuse("this model does not accept audio: send text only", part_path)
+            parts.append((part_path, medium))
         if not parts:
             return []
         path, first = parts[0]
@@ -147,10 +147,10 @@ class ChatImages:
             IMAGE.refuse("is missing", f"{path}.image_url")
         url, param = part.image_url.url, part.content_field(path)
         if url[:5].lower() == "data:":
-            return ImageSource(_decoded(url, param), param)
-        return ImageSource(await self._downloaded(url, param), param)
+            return ImageSource(_decode_data_url(url, param), param)
+        return ImageSource(await self._download_image(url, param), param)
 
-    async def _downloaded(self, url: str, param: str) -> bytes:
+    async def _download_image(self, url: str, param: str) -> bytes:
         try:
             address = httpx.URL(url)
         except (httpx.InvalidURL, TypeError):
@@ -187,7 +187,7 @@ class ChatImages:
         """Request a URL from an address that was checked, so a later answer of the name server
         cannot change the address."""
         port = address.port or {"http": 80, "https": 443}[address.scheme]
-        numbers = await numbers_of(address.host, port)
+        numbers = await resolve_host(address.host, port)
         for number in numbers:
             if not (is_public(number) or number in self._domains):
                 IMAGE.refuse(
@@ -203,7 +203,7 @@ class ChatImages:
         ) as answer:
             yield answer
 
-    def expanded(
+    def expand_placeholders(
         self, text: str, sources: Sequence[ImageSource], group: JobGroup | None = None
     ) -> tuple[str, list[ProcessedMedium]]:
         """Process the images, and replace the text of each image by the tokens of its features.
@@ -219,10 +219,10 @@ class ChatImages:
         """
         processor = self._processor
         assert processor is not None, "`sources` has checked the processor"
-        process = partial(self._processed, processor, alone=len(sources) == 1, group=group)
-        return expanded(text, processor.image_token, sources, process, IMAGE)
+        process = partial(self._process_image, processor, is_single=len(sources) == 1, group=group)
+        return expand_placeholders(text, processor.image_token, sources, process, IMAGE)
 
-    def located(
+    def build_encoder_inputs(
         self, tokens: Sequence[int], images: Sequence[ProcessedMedium]
     ) -> tuple[EncoderInput, ...]:
         """Return the encoder inputs of the images in a prompt.
@@ -235,14 +235,14 @@ class ChatImages:
             APIError: 400, the tokens of an image are not those of its features.
         """
         assert self._token is not None, "`sources` has checked the processor"
-        return located(tokens, images, self._token, self._of_image, IMAGE)
+        return build_encoder_inputs(tokens, images, self._token, self._of_image, IMAGE)
 
-    def _processed(
+    def _process_image(
         self,
         processor: ImageTextProcessor,
         source: ImageSource,
         *,
-        alone: bool,
+        is_single: bool,
         group: JobGroup | None,
     ) -> ProcessedMedium:
         data = source.data
@@ -254,9 +254,9 @@ class ChatImages:
         except PictureError as error:
             IMAGE.refuse(str(error), source.param)
         images: list[Any] = [image]
-        own = getattr(processor, "image_processor", None)
-        _check_shape(image, own, source.param)
-        if not alone and COUNTS in (getattr(own, "model_input_names", None) or ()):
+        image_processor = getattr(processor, "image_processor", None)
+        _check_shape(image, image_processor, source.param)
+        if not is_single and COUNTS in (getattr(image_processor, "model_input_names", None) or ()):
             images = [[image, image.resize((2, 2))]]
         assert self._token is not None, "`sources` has checked the processor"
         try:
@@ -266,7 +266,7 @@ class ChatImages:
             IMAGE.refuse(f"the image cannot be processed: {error}", source.param)
         count = text.count(processor.tokenizer.convert_ids_to_tokens(self._token))
         arrays = {name: output[name] for name in self._names if name in output}
-        tiles = tiles_of(_packed(processor, arrays))
+        tiles = split_tiles(_pack_patches(processor, arrays))
         if not count or count % len(tiles):
             IMAGE.refuse(
                 f"the processor returned {len(tiles)} tiles of {count} features", source.param
@@ -274,14 +274,14 @@ class ChatImages:
         return ProcessedMedium(tiles, text, count // len(tiles), source.param)
 
 
-async def numbers_of(host: str, port: int) -> list[str]:
+async def resolve_host(host: str, port: int) -> list[str]:
     """Return the IP addresses of a host."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(entry[4][0]) for entry in found]
+    address_infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in address_infos]
 
 
-def _packed(processor: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+def _pack_patches(processor: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arrays of one image; as packed patches if a token ends each row of its features,
     which is so for models with the tower of Pixtral."""
     pixels = np.asarray(arrays["pixel_values"])
@@ -296,11 +296,11 @@ def _packed(processor: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
     if getattr(processor, "image_break_token_id", None) is None:
         return arrays
     form = PatchForm(processor.patch_size, 3, processor.spatial_merge_size)
-    patches, grid = form.packed(np.asarray(arrays["pixel_values"])[0], arrays[SIZES][0])
+    patches, grid = form.pack_image(np.asarray(arrays["pixel_values"])[0], arrays[SIZES][0])
     return {"pixel_values": patches, GRID: grid[None]}
 
 
-def tiles_of(arrays: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
+def split_tiles(arrays: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
     """Return the arrays of each tile of one image, in the output of an image processor.
 
     The arrays are [t, c, h, w] or [1, t, c, h, w] and the like, for t tiles. Packed patches [p, f]
@@ -314,10 +314,13 @@ def tiles_of(arrays: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
         pixels, size = (np.asarray(arrays[name])[0] for name in ("pixel_values", SIZES))
         return [{"pixel_values": pixels.astype(np.float32), SIZES: size.astype(np.int32)}]
     nested = np.ndim(arrays["pixel_values"]) == 5
-    found = {name: np.asarray(x)[0] if nested else np.asarray(x) for name, x in arrays.items()}
-    found["pixel_values"] = found["pixel_values"].astype(np.float32)
+    tile_arrays = {
+        name: np.asarray(x)[0] if nested else np.asarray(x) for name, x in arrays.items()
+    }
+    tile_arrays["pixel_values"] = tile_arrays["pixel_values"].astype(np.float32)
     return [
-        {name: x[tile] for name, x in found.items()} for tile in range(len(found["pixel_values"]))
+        {name: x[tile] for name, x in tile_arrays.items()}
+        for tile in range(len(tile_arrays["pixel_values"]))
     ]
 
 
@@ -329,14 +332,14 @@ def _image_token(processor: ImageTextProcessor) -> int | None:
     return processor.tokenizer.convert_tokens_to_ids(processor.image_token)
 
 
-def _decoded(url: str, param: str) -> bytes:
+def _decode_data_url(url: str, param: str) -> bytes:
     """Return the bytes of a `data:` URL."""
     head, _, data = url.partition(",")
     if not head.lower().endswith(";base64"):
         IMAGE.refuse(
             "a data: URL of an image must contain base64: data:image/png;base64,...", param
         )
-    return IMAGE.decoded(data, MAX_IMAGE_BYTES, param)
+    return IMAGE.decode_base64(data, MAX_IMAGE_BYTES, param)
 
 
 def _check_shape(image: PIL.Image.Image, processor: Any, param: str) -> None:

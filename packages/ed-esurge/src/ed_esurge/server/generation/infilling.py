@@ -69,8 +69,8 @@ def find_token(tokenizer: InfillTokens, name: str) -> int | None:
     `get_vocab` would copy the complete vocabulary.
     """
     token = tokenizer.convert_tokens_to_ids(name)
-    known = isinstance(token, int) and tokenizer.convert_ids_to_tokens(token) == name
-    return token if known else None
+    is_in_vocabulary = isinstance(token, int) and tokenizer.convert_ids_to_tokens(token) == name
+    return token if is_in_vocabulary else None
 
 
 def infill_tokens(tokenizer: InfillTokens) -> InfillFormat | None:
@@ -80,12 +80,12 @@ def infill_tokens(tokenizer: InfillTokens) -> InfillFormat | None:
         return all(find_token(tokenizer, name) is not None for name in names if name)
 
     best = None
-    for known in INFILL_FORMATS.values():
-        needed = [known.prefix, known.suffix, known.middle]
+    for infill_format in INFILL_FORMATS.values():
+        needed = [infill_format.prefix, infill_format.suffix, infill_format.middle]
         if has(needed):
-            if has([known.repository, known.file]):
-                return known
-            best = best or InfillFormat(*needed, suffix_first=known.suffix_first)
+            if has([infill_format.repository, infill_format.file]):
+                return infill_format
+            best = best or InfillFormat(*needed, suffix_first=infill_format.suffix_first)
     return best
 
 
@@ -105,7 +105,7 @@ class InfillPrompts:
         self.form = infill_tokens(tokenizer)
         self._encoder = ChatTemplate(tokenizer, "")
 
-    def build(self, before: str, after: str, files: Sequence[tuple[str, str]]) -> list[int]:
+    def build(self, prefix: str, suffix: str, files: Sequence[tuple[str, str]]) -> list[int]:
         """Return the tokens of a prompt. The texts never become special tokens.
 
         Args:
@@ -116,19 +116,22 @@ class InfillPrompts:
         assert form is not None, "the caller has checked the form"
 
         def token(name: str) -> list[int]:
-            known = find_token(self._tokenizer, name) if name else None
-            return [] if known is None else [known]
+            token_id = find_token(self._tokenizer, name) if name else None
+            return [] if token_id is None else [token_id]
 
-        first = [*token(form.prefix), *text(before)]
-        second = [*token(form.suffix), *text(after)]
+        first = [*token(form.prefix), *text(prefix)]
+        second = [*token(form.suffix), *text(suffix)]
         parts = [*second, *first] if form.suffix_first else [*first, *second]
-        others: list[int] = []
+        repository_tokens: list[int] = []
         if files and form.file:
-            others = [*token(form.repository), *text("repository\n" if form.repository else "")]
+            repository_tokens = [
+                *token(form.repository),
+                *text("repository\n" if form.repository else ""),
+            ]
             for name, content in files:
-                others += [*token(form.file), *text(f"{name}\n{content}\n")]
-            others += token(form.file)
+                repository_tokens += [*token(form.file), *text(f"{name}\n{content}\n")]
+            repository_tokens += token(form.file)
         start = getattr(self._tokenizer, "bos_token_id", None)
         add = getattr(self._tokenizer, "add_bos_token", False)
         begin = [start] if isinstance(start, int) and add else []
-        return [*begin, *others, *parts, *token(form.middle)]
+        return [*begin, *repository_tokens, *parts, *token(form.middle)]

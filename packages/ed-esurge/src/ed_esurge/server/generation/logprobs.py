@@ -25,8 +25,8 @@ def _byte_of_letter() -> dict[str, int]:
     """Return the inverse of GPT-2's table, which maps each byte to a printable letter."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    table.update({chr(256 + place): byte for place, byte in enumerate(others)})
+    unprintable_bytes = [byte for byte in range(256) if byte not in set(printable)]
+    table.update({chr(256 + place): byte for place, byte in enumerate(unprintable_bytes)})
     return table
 
 
@@ -43,7 +43,7 @@ class TokenTexts:
         self._tokenizer, self._as_ids = tokenizer, as_ids
         added = tokenizer.added_tokens_decoder
         self._added = set(added)
-        self._special = {token for token, what in added.items() if what.special}
+        self._special = {token for token, added_token in added.items() if added_token.special}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
         self._bytes: dict[int, bytes] = {}
@@ -53,28 +53,28 @@ class TokenTexts:
         """Return whether decoding omits the token."""
         return token in self._special
 
-    def bytes_of(self, token: int) -> bytes:
+    def get_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes of the token."""
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._encoded(token)
-        return found
+        token_bytes = self._bytes.get(token)
+        if token_bytes is None:
+            token_bytes = self._bytes[token] = self._encode_token(token)
+        return token_bytes
 
-    def text_of(self, token: int) -> str:
+    def get_text(self, token: int) -> str:
         """Return the text of the token, or `bytes:\\x..` for incomplete characters."""
         if self._as_ids:
             return f"token_id:{token}"
-        found = self._texts.get(token)
-        if found is None:
-            raw = self.bytes_of(token)
+        text = self._texts.get(token)
+        if text is None:
+            raw = self.get_bytes(token)
             try:
-                found = raw.decode()
+                text = raw.decode()
             except UnicodeDecodeError:
-                found = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-            self._texts[token] = found
-        return found
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            self._texts[token] = text
+        return text
 
-    def _encoded(self, token: int) -> bytes:
+    def _encode_token(self, token: int) -> bytes:
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:  # the vocabulary of the model can be larger than the tokenizer's
             return b""
@@ -93,7 +93,7 @@ class TokenTexts:
 def _alternatives(position: PositionLogprobs, count: int) -> list[tuple[int, float]]:
     """Return the `count` most probable candidates of one position, best first."""
     ranked = sorted(position.items(), key=lambda item: -item[1].logprob)[:count]
-    return [(token, max(found.logprob, FLOOR)) for token, found in ranked]
+    return [(token, max(entry.logprob, FLOOR)) for token, entry in ranked]
 
 
 def chat_logprobs(
@@ -116,15 +116,15 @@ def _chat_entries(
 ) -> Iterator[dict[str, Any]]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": texts.text_of(token),
+            "token": texts.get_text(token),
             "logprob": logprob,
-            "bytes": list(texts.bytes_of(token)),
+            "bytes": list(texts.get_bytes(token)),
         }
 
     for token, position in zip(tokens, logprobs, strict=True):
-        chosen = entry(token, max(position[token].logprob, FLOOR))
-        chosen["top_logprobs"] = [entry(*pair) for pair in _alternatives(position, top)]
-        yield chosen
+        token_entry = entry(token, max(position[token].logprob, FLOOR))
+        token_entry["top_logprobs"] = [entry(*pair) for pair in _alternatives(position, top)]
+        yield token_entry
 
 
 def token_probabilities(
@@ -135,8 +135,8 @@ def token_probabilities(
     for token, position, entry in zip(tokens, logprobs, entries, strict=True):
         entry["id"] = token
         best = _alternatives(position, top)
-        for (other, _), alternative in zip(best, entry["top_logprobs"], strict=True):
-            alternative["id"] = other
+        for (alternative_token, _), alternative in zip(best, entry["top_logprobs"], strict=True):
+            alternative["id"] = alternative_token
         yield entry
 
 
@@ -150,19 +150,19 @@ def prompt_logprobs(
     """
 
     def entries(position: PositionLogprobs) -> dict[str, Any]:
-        chosen = next(iter(position))
+        prompt_token = next(iter(position))
         return {
             str(token): {
                 "logprob": max(one.logprob, FLOOR),
                 "rank": one.rank,
-                "decoded_token": texts.text_of(token),
+                "decoded_token": texts.get_text(token),
             }
             for token, one in position.items()
-            if token == chosen or (one.rank or 0) <= count
+            if token == prompt_token or (one.rank or 0) <= count
         }
 
-    known = positions or ()
-    return JsonItems(lambda: (None if one is None else entries(one) for one in known))
+    position_logprobs = positions or ()
+    return JsonItems(lambda: (None if one is None else entries(one) for one in position_logprobs))
 
 
 class CompletionLogprobs:
@@ -186,8 +186,8 @@ class CompletionLogprobs:
         """Return the part for the prompt. A special token that is not in the text has width 0."""
         part = self._empty()
         for token, position in zip(tokens, logprobs, strict=True):
-            shown = self._texts.text_of(token)
-            hidden = self._texts.is_special(token) and not text.startswith(shown, self._offset)
+            token_text = self._texts.get_text(token)
+            hidden = self._texts.is_special(token) and not text.startswith(token_text, self._offset)
             self._append(part, token, position, width=0 if hidden else None)
         self._offset = len(text)
         self._utf8.reset()
@@ -214,18 +214,18 @@ class CompletionLogprobs:
         position: PositionLogprobs | None,
         width: int | None,
     ) -> None:
-        part["tokens"].append(self._texts.text_of(token))
+        part["tokens"].append(self._texts.get_text(token))
         part["text_offset"].append(self._offset)
         if position is None:  # the first token of a prompt has no log-probability
             part["token_logprobs"].append(None)
             part["top_logprobs"].append(None)
         else:
-            chosen = max(position[token].logprob, FLOOR)
-            part["token_logprobs"].append(chosen)
-            pairs = [*_alternatives(position, self._top), (token, chosen)]
-            part["top_logprobs"].append({self._texts.text_of(t): value for t, value in pairs})
+            token_logprob = max(position[token].logprob, FLOOR)
+            part["token_logprobs"].append(token_logprob)
+            pairs = [*_alternatives(position, self._top), (token, token_logprob)]
+            part["top_logprobs"].append({self._texts.get_text(t): value for t, value in pairs})
         if width is None:
-            width = len(self._utf8.decode(self._texts.bytes_of(token)))
+            width = len(self._utf8.decode(self._texts.get_bytes(token)))
         self._offset += width
 
 

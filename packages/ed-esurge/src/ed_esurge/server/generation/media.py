@@ -64,7 +64,7 @@ class MediumKind(NamedTuple):
         """Raise `APIError` 400 for a medium of more than `most` bytes."""
         self.refuse(f"the {self.noun} is larger than {most} bytes, the limit of this server", param)
 
-    def decoded(self, text: str, most: int, param: str) -> bytes:
+    def decode_base64(self, text: str, most: int, param: str) -> bytes:
         """Return the bytes of base64 text.
 
         Raises:
@@ -90,7 +90,7 @@ def media_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePar
                 yield part.field or f"messages[{index}].content[{place}]", part
 
 
-def expanded(
+def expand_placeholders(
     text: str,
     placeholder: str,
     sources: Sequence[MediumT],
@@ -107,20 +107,20 @@ def expanded(
     Raises:
         APIError: 400, a medium is invalid, or the template has no placeholder for it.
     """
-    first, *others = text.split(placeholder)
-    if len(others) != len(sources):
+    first, *segments = text.split(placeholder)
+    if len(segments) != len(sources):
         kind.refuse(
             f"the chat template of this model does not support {kind.noun}s in this conversation",
             sources[0].param,
         )
     parts, media = [first], list[ProcessedMedium]()
-    for source, following in zip(sources, others, strict=True):
+    for source, following in zip(sources, segments, strict=True):
         media.append(process(source))
         parts += [media[-1].text, following]
     return "".join(parts), media
 
 
-def located(
+def build_encoder_inputs(
     tokens: Sequence[int],
     media: Sequence[ProcessedMedium],
     token: int,
@@ -139,15 +139,15 @@ def located(
     Raises:
         APIError: 400, the tokens of a medium are not those of its features.
     """
-    places = iter([place for place, each in enumerate(tokens) if each == token])
+    places = iter([place for place, token_id in enumerate(tokens) if token_id == token])
     inputs = []
     for medium in media:
         for arrays in medium.tiles:
-            own = list(islice(places, medium.length))
-            between = set(tokens[own[0] : own[-1] + 1]) if own else set()
-            if len(own) != medium.length or not between <= {*allowed}:
+            tile_places = list(islice(places, medium.length))
+            between = set(tokens[tile_places[0] : tile_places[-1] + 1]) if tile_places else set()
+            if len(tile_places) != medium.length or not between <= {*allowed}:
                 kind.refuse(
                     f"the tokenizer does not keep the tokens of this {kind.noun}", medium.param
                 )
-            inputs.append(EncoderInput.at(arrays, own))
+            inputs.append(EncoderInput.at(arrays, tile_places))
     return tuple(inputs)

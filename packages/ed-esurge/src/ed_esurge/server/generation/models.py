@@ -112,7 +112,7 @@ class ServerState:
         return request.scope.get(RESERVATION) or Reservation(self.budget)
 
 
-def certified(certificate: Mapping[str, Any] | None) -> dict[str, Any]:
+def build_certificate_fields(certificate: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the part of an entry of `/v1/models` with the certificate of a model."""
     return {} if certificate is None else {"certificate": dict(certificate)}
 
@@ -232,7 +232,7 @@ class ServedModel:
             "root": self.names[0],
             "parent": None,
             "max_model_len": self.prompts.max_model_len,
-            **certified(getattr(self.engine, "certificate", None)),
+            **build_certificate_fields(getattr(self.engine, "certificate", None)),
         }
 
     async def sampling_params(
@@ -374,7 +374,7 @@ class ServedModel:
             len(prompt), params.n, span, max_tokens=params.max_tokens, adapter=self.lora_name
         )
         request_id = f"{label}-{uuid.uuid4().hex}"
-        with self._translated(timer):
+        with self._translate_errors(timer):
             deltas = self.engine.generate(prompt, params, request_id, **options)
             finished = False
             async with aclosing(deltas) as stream:
@@ -406,7 +406,7 @@ class ServedModel:
         return tracing.request(request_id, self.name, len(prompt), params)
 
     @contextmanager
-    def _translated(self, timer: RequestTimer) -> Iterator[None]:
+    def _translate_errors(self, timer: RequestTimer) -> Iterator[None]:
         """Convert errors of the engine to errors of the API, and end the metrics of the request."""
         try:
             yield
@@ -438,10 +438,10 @@ class ServedModel:
         name: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> np.ndarray:
-        """Return the pooled vectors of prompts, [n, d] float32; see `pooled`."""
-        return np.stack(await self.pooled(prompts, params, name, **options))
+        """Return the pooled vectors of prompts, [n, d] float32; see `pool_prompts`."""
+        return np.stack(await self.pool_prompts(prompts, params, name, **options))
 
-    async def pooled(
+    async def pool_prompts(
         self,
         prompts: Sequence[CheckedPrompt],
         params: PoolingParams | Sequence[PoolingParams],
@@ -462,12 +462,12 @@ class ServedModel:
         options = options or self._options()
         name = f"{name or new_id('embd', None)}-{uuid.uuid4().hex}"
 
-        each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
+        prompt_params = [params] * len(prompts) if isinstance(params, PoolingParams) else params
 
         async def one(place: int, prompt: CheckedPrompt, params: PoolingParams) -> np.ndarray:
             span = self._span(f"{name}-{place}", prompt, params)
             timer = self.metrics.request(len(prompt), span=span, adapter=self.lora_name)
-            with self._translated(timer):
+            with self._translate_errors(timer):
                 output = await self.engine.embed(prompt, params, f"{name}-{place}", **options)
                 timer.observe(output)
                 self._check_ended(output)
@@ -478,18 +478,18 @@ class ServedModel:
         self.check_running()
         try:
             async with asyncio.TaskGroup() as group:
-                items = zip(range(len(prompts)), prompts, each, strict=True)
+                items = zip(range(len(prompts)), prompts, prompt_params, strict=True)
                 jobs = [group.create_task(one(*item)) for item in items]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [job.result() for job in jobs]
 
 
-def new_id(kind: str, wanted: str | None) -> str:
+def new_id(kind: str, label: str | None) -> str:
     """Return the id of an answer in the format of its API: `chatcmpl-…`, `resp_…`, `msg_…`.
 
     Args:
-        wanted: label of the client, which replaces the random part.
+        label: label of the client, which replaces the random part.
     """
     separator = "_" if kind in ("msg", "resp") else "-"
-    return f"{kind}{separator}{wanted or uuid.uuid4().hex}"
+    return f"{kind}{separator}{label or uuid.uuid4().hex}"

@@ -39,7 +39,7 @@ from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.reply_formats import Parser
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest, GenerationRequest
 from ed_esurge.server.generation.structured import NamedTool, compile_one, required_calls
-from ed_esurge.server.http.body import size_of
+from ed_esurge.server.http.body import get_size
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.streaming import OPENAI_STREAM, StreamFormat, merge
 from ed_esurge.server.library.definitions import ModelDefinition
@@ -152,7 +152,7 @@ class RunningGeneration:
         self,
         stream: bool,
         events: Callable[[], AsyncGenerator[str]],
-        whole: Callable[[], Any],
+        build_response: Callable[[], Any],
         form: StreamFormat = OPENAI_STREAM,
         *,
         size: Callable[[], int] | None = None,
@@ -161,13 +161,15 @@ class RunningGeneration:
 
         Args:
             events: returns the events of the stream.
-            whole: returns a coroutine for the body.
+            build_response: returns a coroutine for the body.
             form: format of the stream.
             size: returns the estimated bytes of the body; None = those of this generation.
         """
         if stream:
             return await self.lifetime.respond(events(), self.headers, form)
-        return await self.lifetime.answer(whole(), self.headers, size or (lambda: self.size.bytes))
+        return await self.lifetime.answer(
+            build_response(), self.headers, size or (lambda: self.size.bytes)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,7 @@ class ChatGeneration:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     blocks: BlockTracker = field(default_factory=BlockTracker)
     last: ReplyPiece | None = None
-    plain: bool = False
+    is_text_only: bool = False
     stores: bool = False
     answer_tokens: list[int] = field(default_factory=list)
     answer_logprobs: list[PositionLogprobs] = field(default_factory=list)
@@ -234,7 +236,7 @@ class ChatGeneration:
         kind: str,
         *,
         tokens: Sequence[int] = (),
-        plain: EncodedPrompt | None = None,
+        raw_prompt: EncodedPrompt | None = None,
         context: int | None = None,
         own_options: bool = False,
         stores: bool = False,
@@ -258,7 +260,7 @@ class ChatGeneration:
         model.check_generations(body.n)
         model.formats.check(body)
         check_template(model, body)
-        prompt = plain or await model.prompts.chat(body, size_of(request))
+        prompt = raw_prompt or await model.prompts.chat(body, get_size(request))
         if tokens:
             prompt = prompt.after(tokens)
         requested = body.max_completion_tokens or body.max_tokens
@@ -281,11 +283,11 @@ class ChatGeneration:
         budget = body.thinking_token_budget
         if budget is not None and budget >= 0:
             more["thinking_budget"] = model.formats.thinking_budget(budget, ending)
-        if body.stop and plain is None and not body.use_beam_search:
+        if body.stop and raw_prompt is None and not body.use_beam_search:
             more["thought_texts"] = model.formats.thought_texts(body, ending)
-        ends = () if plain is not None else model.formats.ends_of_thoughts(ending)
-        wanted = _structured_outputs(body, model.formats.call_starts(body))
-        structured = await compile_one(model.engine, wanted, ends)
+        ends = () if raw_prompt is not None else model.formats.ends_of_thoughts(ending)
+        requested_outputs = _structured_outputs(body, model.formats.call_starts(body))
+        structured = await compile_one(model.engine, requested_outputs, ends)
         if structured is not None:
             more["structured_outputs"] = structured
         params = await model.sampling_params(
@@ -297,7 +299,7 @@ class ChatGeneration:
         )
         task = PromptTask(checked, params, encoder_inputs=prompt.encoder_inputs)
         generation = RunningGeneration(model, body, request, [task], kind, size=size, stores=stores)
-        return cls(body, generation, ending, plain=plain is not None, stores=stores)
+        return cls(body, generation, ending, plain=raw_prompt is not None, stores=stores)
 
     @property
     def model(self) -> ServedModel:
@@ -315,7 +317,7 @@ class ChatGeneration:
     async def pieces(self) -> AsyncGenerator[list[ReplyPiece]]:
         """Yield the new pieces after each step of the engine. Closing it aborts the request."""
         formats = self.model.formats
-        make = None if self.plain else formats.parsers(self.body, self.ending)
+        make = None if self.is_text_only else formats.parsers(self.body, self.ending)
         async with aclosing(self.generation.outputs()) as items:
             async for _, delta in items:
                 yield self._read(delta, make)
@@ -353,19 +355,19 @@ class ChatGeneration:
 
     async def choices(self) -> list[FinishedChoice]:
         """Return all choices when they are complete."""
-        known: dict[int, FinishedChoice] = {}
+        choices_by_index: dict[int, FinishedChoice] = {}
         async with aclosing(self.pieces()) as items:
             async for pieces in items:
                 for piece in pieces:
-                    choice = known.get(piece.index)
+                    choice = choices_by_index.get(piece.index)
                     if choice is None:
                         choice = FinishedChoice(piece.index, Reply(), piece.out, "")
-                        known[piece.index] = choice
+                        choices_by_index[piece.index] = choice
                     else:
                         choice.out.add(piece.out)
                     choice.reply.add(piece.events)
                     choice.finish = piece.finish or choice.finish
-        return [known[index] for index in sorted(known)]
+        return [choices_by_index[index] for index in sorted(choices_by_index)]
 
     async def changes(self) -> AsyncGenerator[list[tuple[Change, str | None]]]:
         """Yield the changes of the reply's blocks after each step of the engine.
@@ -410,11 +412,11 @@ def with_defaults(
     if "max_completion_tokens" in body.model_fields_set:
         values.pop("max_tokens", None)
     first = list(definition.messages)
-    own = body.messages[0].role in ("system", "developer")
-    if definition.system is not None and not own:
+    has_system_message = body.messages[0].role in ("system", "developer")
+    if definition.system is not None and not has_system_message:
         first.insert(0, {"role": "system", "content": definition.system})
     messages = [ChatMessage.model_validate(message) for message in first]
-    start = 1 if own else 0
+    start = 1 if has_system_message else 0
     messages = [*body.messages[:start], *messages, *body.messages[start:]]
     return body.model_copy(update={**values, "messages": messages})
 
@@ -438,14 +440,14 @@ def _structured_outputs(
     Args:
         call_starts: texts that begin calls, which the model may write instead of the answer.
     """
-    wanted = body.outputs()
+    outputs = body.outputs()
     calls = required_calls(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     text = body.response_format.schema_text if body.response_format is not None else None
     if calls is not None:  # a reply of calls has no content that response_format could constrain
-        wanted["tool_choice"] = calls
+        outputs["tool_choice"] = calls
     elif text is not None:
-        wanted["response_format"] = StructuredOutputs(json_schema=text, calls=call_starts)
-    return wanted
+        outputs["response_format"] = StructuredOutputs(json_schema=text, calls=call_starts)
+    return outputs
 
 
 def finish_reason(reason: str | None) -> str:

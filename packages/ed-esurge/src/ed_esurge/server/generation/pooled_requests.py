@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from ed_esurge.server.generation.requests import ChatMessages, as_prompts
 from ed_esurge.server.generation.text_pairs import PairSide
 from ed_esurge.server.http.errors import InvalidField
-from ed_esurge.server.http.fields import ClientText, RequestBody, unsupported
+from ed_esurge.server.http.fields import ClientText, RequestBody, reject_field
 from ed_esurge.server.http.json_parts import JsonItems, JsonText
 
 PoolingName = Literal["last", "mean"]
@@ -44,10 +44,10 @@ class PooledRequest(RequestBody):
     truncation_side: PairSide | None = None
     """The side that loses tokens; null = that of the tokenizer. Special tokens are kept."""
     padding: Annotated[
-        None, unsupported("the attention mask makes padding unnecessary, omit it", "do_not_pad")
+        None, reject_field("the attention mask makes padding unnecessary, omit it", "do_not_pad")
     ] = None
     mm_processor_kwargs: Annotated[
-        None, unsupported("the models of this endpoint read text, omit the field", {})
+        None, reject_field("the models of this endpoint read text, omit the field", {})
     ] = None
 
 
@@ -80,10 +80,10 @@ class TextRequest(PooledRequest):
     itself."""
     add_generation_prompt: bool = False
     continue_final_message: bool = False
-    chat_template: Annotated[None, unsupported(f"a chat template; {_TEMPLATE}")] = None
+    chat_template: Annotated[None, reject_field(f"a chat template; {_TEMPLATE}")] = None
     chat_template_kwargs: dict[str, Any] | None = None
     media_io_kwargs: Annotated[
-        None, unsupported("the models of this endpoint read text, omit the field", {})
+        None, reject_field("the models of this endpoint read text, omit the field", {})
     ] = None
 
     @model_validator(mode="after")
@@ -137,7 +137,7 @@ class EncodingFields(RequestBody):
                 )
         return self
 
-    def encoded(self, vectors: np.ndarray) -> JsonItems | JsonText:
+    def encode_vectors(self, vectors: np.ndarray) -> JsonItems | JsonText:
         """Return numbers as lists, or as base64 of their bytes, created while they are written."""
         if self.encoding_format == "float":
             if vectors.ndim == 1:

@@ -25,7 +25,7 @@ FIELD = "prompt_embeds"
 ACCEPTED = ("F32", "F16", "BF16")
 
 
-async def embedded(engine: Any, items: list[str]) -> list[EncodedPrompt]:
+async def read_prompt_embeds(engine: Any, items: list[str]) -> list[EncodedPrompt]:
     """Return the prompts of the field.
 
     Args:
@@ -50,14 +50,14 @@ async def embedded(engine: Any, items: list[str]) -> list[EncodedPrompt]:
 
 
 def _prompt(engine: Any, item: str, place: int) -> EncodedPrompt:
-    embeds = tensor_of(item, place)
+    embeds = decode_tensor(item, place)
     try:
         return EncodedPrompt(*engine.embedded_prompt(embeds))
     except ConfigError as error:
         _refuse(str(error), place)
 
 
-def tensor_of(item: str, place: int) -> np.ndarray:
+def decode_tensor(item: str, place: int) -> np.ndarray:
     """Return the tensor of a file. The copies of the file are not larger than the request.
 
     Args:

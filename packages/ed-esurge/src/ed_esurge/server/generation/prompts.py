@@ -92,7 +92,7 @@ class PromptEncoder:
         vocab_size: size of the model's vocabulary.
         media: reader of the images or recordings in conversations.
         chat_template: Jinja text that replaces the template of the tokenizer.
-        apart: whether the model is an encoder-decoder, see `ed_esurge.engine.intake.fit`.
+        encoder_decoder: whether the model is an encoder-decoder, see `ed_esurge.engine.intake.fit`.
         oai_like_processor: whether templates that support OpenAI's list of content parts receive
             such a list; False = content is always text.
     """
@@ -107,12 +107,12 @@ class PromptEncoder:
         media: ChatImages | ChatRecordings,
         chat_template: str | None = None,
         oai_like_processor: bool = True,
-        apart: bool = False,
+        encoder_decoder: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.media: Any = media
         self.config = config
-        self.max_model_len, self._apart = max_model_len, apart
+        self.max_model_len, self._encoder_decoder = max_model_len, encoder_decoder
         self.vocab_size = vocab_size
         # A longer text always has more tokens than `max_model_len`.
         longest = max(map(len, tokenizer.get_vocab()), default=1)
@@ -159,7 +159,7 @@ class PromptEncoder:
 
         return await self._aside(work, sum(map(len, texts)) + len(texts))
 
-    async def tokens_of(
+    async def encode_prompts(
         self,
         prompts: Sequence[str | list[int]],
         *,
@@ -184,8 +184,10 @@ class PromptEncoder:
         side = self.truncation_side(side)
         limit = self.max_model_len if most is None or most < 1 else min(most, self.max_model_len)
         if most is None:
-            whole = await self.encode(texts, add_special_tokens=add_special_tokens, param=param)
-            encoded = iter([(tokens, 0) for tokens in whole])
+            token_lists = await self.encode(
+                texts, add_special_tokens=add_special_tokens, param=param
+            )
+            encoded = iter([(tokens, 0) for tokens in token_lists])
         else:
             self._check_texts(texts, param, cut=True)
 
@@ -213,7 +215,7 @@ class PromptEncoder:
         """Return the side of truncated texts that loses tokens: by default the tokenizer's."""
         return side or getattr(self.tokenizer, "truncation_side", "right")
 
-    async def pairs_of(
+    async def encode_pairs(
         self,
         pairs: Sequence[tuple[str, str]],
         *,
@@ -253,8 +255,8 @@ class PromptEncoder:
 
     async def infill(
         self,
-        before: str,
-        after: str,
+        prefix: str,
+        suffix: str,
         *,
         files: Sequence[tuple[str, str]] = (),
         param: str,
@@ -276,10 +278,10 @@ class PromptEncoder:
                 param=param,
                 code="unsupported_value",
             )
-        texts = [before, after, *(part for file in files for part in file)]
+        texts = [prefix, suffix, *(part for file in files for part in file)]
         self._check_texts(texts, param)
         self._check_length(sum(map(len, texts)), param)
-        build = partial(self.gaps.build, before, after, files)
+        build = partial(self.gaps.build, prefix, suffix, files)
         return await self._aside(build, sum(map(len, texts)))
 
     async def first_tokens(self, texts: Sequence[str], count: int) -> list[str]:
@@ -334,7 +336,7 @@ class PromptEncoder:
     def check(
         self,
         tokens: list[int],
-        wanted: int | None,
+        max_tokens: int | None,
         *,
         param: str,
         last: int | None = None,
@@ -344,7 +346,7 @@ class PromptEncoder:
 
         Args:
             tokens: token ids of the prompt.
-            wanted: the requested number of tokens to generate; None = as many as fit.
+            max_tokens: the requested number of tokens to generate; None = as many as fit.
             param: the field of the prompt, for errors.
             last: maximum number of prompt tokens, counted from the end; -1 = as many as fit.
             context: maximum number of tokens of prompt and completion, if it is below the model's.
@@ -356,19 +358,19 @@ class PromptEncoder:
         count = len(tokens)
         longest = min(context or self.max_model_len, self.max_model_len)
         if last is not None:
-            room = 0 if self._apart else wanted or 1
+            room = 0 if self._encoder_decoder else max_tokens or 1
             tokens = tokens[-(last if last > 0 else longest - room) :]
-        limits: dict[str, Any] = {"max_model_len": longest, "apart": self._apart}
-        limits["vocab_size"] = self.vocab_size
+        limits: dict[str, Any] = {"max_model_len": longest, "vocab_size": self.vocab_size}
+        limits["encoder_decoder"] = self._encoder_decoder
         try:
-            checked = check_prompt(tokens, wanted, self.config, **limits)
+            checked = check_prompt(tokens, max_tokens, self.config, **limits)
             return replace(checked, removed=count - len(checked))
         except TokenIdError as error:
             raise invalid_token(error, param) from None
         except ContextLengthError as error:
             count, requested = error.prompt_tokens, error.max_tokens or 0
             room = error.max_model_len - count
-            if self._apart and room >= 0:
+            if self._encoder_decoder and room >= 0:
                 room = error.max_model_len - DECODER_PREFIX
                 raise APIError(
                     f"the request has {requested} tokens in the completion, and this model "
@@ -429,8 +431,8 @@ class PromptEncoder:
         Raises:
             APIError: 400, the template reads none of them.
         """
-        known = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        read = {name: value for name, value in known.items() if name in self.template_text}
+        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        read = {name: value for name, value in variables.items() if name in self.template_text}
         if not read and not hint and effort != "none":
             raise APIError(
                 f"this model's chat template does not support a reasoning effort ({effort!r}): "
@@ -491,7 +493,7 @@ class PromptEncoder:
 
         def locate() -> EncodedPrompt:
             tokens = template.encode(text, marks)
-            located = self.media.located(tokens, media) if media else ()
+            located = self.media.build_encoder_inputs(tokens, media) if media else ()
             return EncodedPrompt(tokens, located)
 
         return await self._aside(locate, max(weight, len(text)))
@@ -508,7 +510,7 @@ class PromptEncoder:
             return await run_cancellable(self._template_threads, render)
         return await self._aside(partial(render, None), weight)
 
-    async def text_of(self, request: ChatRequest) -> str:
+    async def get_text(self, request: ChatRequest) -> str:
         """Return the text of a chat request after the template.
 
         Raises:
@@ -518,7 +520,7 @@ class PromptEncoder:
         render = self.renderer.prepare(messages, **self._arguments(request))
         untrusted = request.chat_template is not None
         template, text, marks = await self._render(render, untrusted, LONG_TEXT)
-        return await self._aside(partial(template.plain, text, marks), len(text))
+        return await self._aside(partial(template.remove_marks, text, marks), len(text))
 
 
 def invalid_token(error: TokenIdError, param: str) -> APIError:

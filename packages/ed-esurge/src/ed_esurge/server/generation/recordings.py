@@ -24,12 +24,12 @@ from ed_esurge.server.generation.media import (
     IMAGE,
     RECORDING,
     ProcessedMedium,
-    expanded,
-    located,
+    build_encoder_inputs,
+    expand_placeholders,
     media_parts,
 )
 from ed_esurge.server.generation.requests import AudioPart, ChatMessage
-from ed_esurge.speech.audio import decoded
+from ed_esurge.speech.audio import decode_audio
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.errors import AudioError, AudioTooLongError
 from ed_esurge.speech.riff import WavFile
@@ -81,7 +81,7 @@ class ChatRecordings:
             APIError: 400, the model does not accept images, there are too many recordings, or the
                 base64 text of a recording is invalid or too long.
         """
-        found: list[RecordingSource] = []
+        recordings: list[RecordingSource] = []
         for path, part in media_parts(messages):
             if not isinstance(part, AudioPart):
                 IMAGE.refuse("this model does not accept images: send text and audio only", path)
@@ -94,13 +94,15 @@ class ChatRecordings:
                     "preprocessor_config.json",
                     param,
                 )
-            if len(found) == MAX_RECORDINGS:
+            if len(recordings) == MAX_RECORDINGS:
                 RECORDING.refuse(f"a request has at most {MAX_RECORDINGS} recordings", param)
-            data = RECORDING.decoded(part.input_audio.data, MAX_RECORDING_BYTES, f"{param}.data")
-            found.append(RecordingSource(data, part.input_audio.format, param))
-        return found
+            data = RECORDING.decode_base64(
+                part.input_audio.data, MAX_RECORDING_BYTES, f"{param}.data"
+            )
+            recordings.append(RecordingSource(data, part.input_audio.format, param))
+        return recordings
 
-    def expanded(
+    def expand_placeholders(
         self, text: str, sources: Sequence[RecordingSource], group: JobGroup | None = None
     ) -> tuple[str, list[ProcessedMedium]]:
         """Process the recordings, and replace the token of each recording by those of its features.
@@ -114,24 +116,30 @@ class ChatRecordings:
         Raises:
             APIError: 400, a recording is invalid, or the template has no placeholder for it.
         """
-        return expanded(text, self._text, sources, partial(self._processed, group=group), RECORDING)
+        return expand_placeholders(
+            text, self._text, sources, partial(self._process_recording, group=group), RECORDING
+        )
 
-    def located(
+    def build_encoder_inputs(
         self, tokens: Sequence[int], recordings: Sequence[ProcessedMedium]
     ) -> tuple[EncoderInput, ...]:
-        """Return the encoder inputs of the recordings in a prompt; see `media.located`."""
-        return located(tokens, recordings, self._form.token, {self._form.token}, RECORDING)
+        """Return the encoder inputs of a prompt's recordings; see `media.build_encoder_inputs`."""
+        return build_encoder_inputs(
+            tokens, recordings, self._form.token, {self._form.token}, RECORDING
+        )
 
-    def _processed(self, source: RecordingSource, group: JobGroup | None) -> ProcessedMedium:
+    def _process_recording(
+        self, source: RecordingSource, group: JobGroup | None
+    ) -> ProcessedMedium:
         """Return the parts of a recording in the form that the model reads."""
         bins, frames = self._form.shape
         rate, samples = int(self._extract.sampling_rate), frames * int(self._extract.hop_length)
-        parts = self._most if self._form.whole else 1
+        parts = self._most if self._form.includes_padding else 1
         seconds = parts * samples / rate
         if (source.kind == "wav") != (WavFile.read(source.data) is not None):
             RECORDING.refuse(f"the data is no {source.kind} file: set the format", source.param)
         try:
-            sound = decoded(source.data, rate, seconds, self._decoder, group)
+            sound = decode_audio(source.data, rate, seconds, self._decoder, group)
         except AudioTooLongError:
             RECORDING.refuse(
                 f"the recording is longer than {seconds:g} seconds, the limit", source.param
@@ -152,7 +160,7 @@ class ChatRecordings:
             {"input_features": np.ascontiguousarray(part)} for part in cut
         ]
         length = self._form.length
-        if not self._form.whole:
+        if not self._form.includes_padding:
             count = -(-len(sound) // int(self._extract.hop_length))
             length = self._form.features(count)
             items[0][SOUND] = (np.arange(frames) < count).astype(np.int32)

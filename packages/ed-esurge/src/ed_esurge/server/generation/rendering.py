@@ -91,10 +91,11 @@ class ConversationRenderer:
             )
         # Reject the arguments of `apply_chat_template` that are not variables of the template.
         variables = variables or {}
-        taken = sorted(variables.keys() & _RESERVED)
-        if taken:
+        reserved_names = sorted(variables.keys() & _RESERVED)
+        if reserved_names:
             raise APIError(
-                f"{taken[0]!r} is not a variable of the template; use its own request field",
+                f"{reserved_names[0]!r} is not a variable of the template; use its own request "
+                "field",
                 param="chat_template_kwargs",
             )
 
@@ -126,8 +127,8 @@ class ConversationRenderer:
                     with RENDER_TIMER.limit(characters):
                         text, marks = template.render(texts, **offered, **options)
                 else:
-                    given = {**offered, **options}
-                    text, marks = self._render_apart(chat_template, texts, given, group)
+                    render_options = {**offered, **options}
+                    text, marks = self._render_apart(chat_template, texts, render_options, group)
             except APIError:
                 raise
             except TemplateTimeError as error:

@@ -219,5 +219,5 @@ class ReplyFormats:
         markers = "".join(
             text for form in (calls, self.reasoning) if form is not None for text in form.markers
         )
-        asked = body.skip_special_tokens is not False
-        return asked and any(special in markers for special in self._special)
+        skips_special = body.skip_special_tokens is not False
+        return skips_special and any(special in markers for special in self._special)

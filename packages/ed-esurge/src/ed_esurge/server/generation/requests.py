@@ -1,7 +1,7 @@
 """Request models of the OpenAI endpoints.
 
 A known field without an implementation is accepted if it cannot change the answer (`user`,
-`metadata`, `store`, ...). An `unsupported` field is an error that suggests an alternative. Unknown
+`metadata`, `store`, ...). An `reject_field` field is an error that suggests an alternative. Unknown
 keys follow the option `unknown_fields` of the server. Fields marked *extension* are vLLM's.
 """
 
@@ -31,9 +31,9 @@ from ed_esurge.server.http.fields import (
     Metadata,
     RequestBody,
     TokenIds,
+    check_part_types,
     few,
-    parts_of,
-    unsupported,
+    reject_field,
 )
 from ed_esurge.server.http.sampling_fields import LlamaSamplers, Stops
 
@@ -46,44 +46,44 @@ class OtherSamplers(RequestBody):
     length_penalty: Annotated[float, Field(ge=-100, le=100)] = 1.0
     """Exponent of the length in the score of a beam."""
     early_stopping: Annotated[
-        None, unsupported("a beam search that stops early; request fewer tokens", False)
+        None, reject_field("a beam search that stops early; request fewer tokens", False)
     ] = None
     logits_processors: Annotated[
-        None, unsupported("code of clients; send logit_bias, allowed_token_ids or bad_words", [])
+        None, reject_field("code of clients; send logit_bias, allowed_token_ids or bad_words", [])
     ] = None
     custom_logit_processor: Annotated[
-        None, unsupported("code of clients; send logit_bias, allowed_token_ids or bad_words")
+        None, reject_field("code of clients; send logit_bias, allowed_token_ids or bad_words")
     ] = None
     repetition_detection: Annotated[
-        None, unsupported("repetition_detection; send repetition_penalty")
+        None, reject_field("repetition_detection; send repetition_penalty")
     ] = None
-    kv_transfer_params: Annotated[None, unsupported("transfers of pages between servers", {})] = (
+    kv_transfer_params: Annotated[None, reject_field("transfers of pages between servers", {})] = (
         None
     )
-    vllm_xargs: Annotated[None, unsupported("vllm_xargs; send the fields of this API", {})] = None
-    guided_whitespace_pattern: Annotated[None, unsupported("send guided_grammar")] = None
-    tfs_z: Annotated[None, unsupported("tail-free sampling; send min_p", 1, 1.0)] = None
-    top_a: Annotated[None, unsupported("top-a; send min_p", 0, 0.0)] = None
-    dynatemp_range: Annotated[None, unsupported("dynamic temperatures", 0, 0.0)] = None
+    vllm_xargs: Annotated[None, reject_field("vllm_xargs; send the fields of this API", {})] = None
+    guided_whitespace_pattern: Annotated[None, reject_field("send guided_grammar")] = None
+    tfs_z: Annotated[None, reject_field("tail-free sampling; send min_p", 1, 1.0)] = None
+    top_a: Annotated[None, reject_field("top-a; send min_p", 0, 0.0)] = None
+    dynatemp_range: Annotated[None, reject_field("dynamic temperatures", 0, 0.0)] = None
     repeat_last_n: Annotated[
-        None, unsupported("the penalties read all tokens; send repeat_last_n -1", -1)
+        None, reject_field("the penalties read all tokens; send repeat_last_n -1", -1)
     ] = None
     samplers: Annotated[
-        None, unsupported("the order of the samplers is fixed; omit unused samplers")
+        None, reject_field("the order of the samplers is fixed; omit unused samplers")
     ] = None
-    repeat_penalty: Annotated[None, unsupported("send repetition_penalty", 1, 1.0)] = None
+    repeat_penalty: Annotated[None, reject_field("send repetition_penalty", 1, 1.0)] = None
 
 
 class OtherTemplates(RequestBody):
     """Fields of vLLM's chat requests about the chat template."""
 
     prompt_embeds: Annotated[
-        None, unsupported("embeddings in a conversation; use /v1/completions", [])
+        None, reject_field("embeddings in a conversation; use /v1/completions", [])
     ] = None
-    mm_processor_kwargs: Annotated[None, unsupported("options of the processor", {})] = None
-    echo: Annotated[None, unsupported("echo of a conversation; use /v1/completions", False)] = None
-    add_special_tokens: Annotated[None, unsupported("the chat template adds them", False)] = None
-    best_of: Annotated[None, unsupported("best_of of a conversation; send n", 1)] = None
+    mm_processor_kwargs: Annotated[None, reject_field("options of the processor", {})] = None
+    echo: Annotated[None, reject_field("echo of a conversation; use /v1/completions", False)] = None
+    add_special_tokens: Annotated[None, reject_field("the chat template adds them", False)] = None
+    best_of: Annotated[None, reject_field("best_of of a conversation; send n", 1)] = None
 
 
 #: Amount of thinking, in the terms of OpenAI and Anthropic.
@@ -260,11 +260,11 @@ class CompletionRequest(GenerationRequest):
     best_of: Annotated[int | None, Field(ge=1, le=128)] = None
     add_special_tokens: bool = True  # extension
     thinking_token_budget: Annotated[
-        None, unsupported("a completion has no thoughts; use /v1/chat/completions", -1)
+        None, reject_field("a completion has no thoughts; use /v1/chat/completions", -1)
     ] = None
     suffix: Annotated[
         None,
-        unsupported(
+        reject_field(
             "a causal language model continues a text and cannot fill in before a suffix; "
             "put the text that follows into the prompt, or drop `suffix`",
             "",
@@ -274,11 +274,11 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         if not self.prompt and not self.prompt_embeds:
-            given = "prompt" in self.model_fields_set
+            is_present = "prompt" in self.model_fields_set
             raise InvalidField(
                 "is missing or empty: send text, token ids, or prompt_embeds",
                 "prompt",
-                code=None if given else "missing_required_parameter",
+                code=None if is_present else "missing_required_parameter",
             )
         if self.prompt_embeds:
             for name in ("echo", "truncate_prompt_tokens", "use_beam_search", "prompt_logprobs"):
@@ -402,15 +402,15 @@ class ChatMessage(History):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | ContentParts | None,
-        parts_of("text", "refusal", "image_url", "input_audio"),
+        check_part_types("text", "refusal", "image_url", "input_audio"),
         few(MAX_PARTS),
     ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, few(MAX_TOOL_CALLS)] = None
     tool_call_id: Annotated[str | None, Field(max_length=256)] = None
     reasoning_content: str | None = None  # extension
-    function_call: Annotated[None, unsupported("function calls; send tool_calls")] = None
-    audio: Annotated[None, unsupported("audio")] = None
+    function_call: Annotated[None, reject_field("function calls; send tool_calls")] = None
+    audio: Annotated[None, reject_field("audio")] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -482,19 +482,19 @@ class ChatRequest(GenerationRequest, OtherTemplates):
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool = True
-    functions: Annotated[None, unsupported("functions; send tools", [])] = None
-    function_call: Annotated[None, unsupported("functions; send tool_choice", "none", "auto")] = (
+    functions: Annotated[None, reject_field("functions; send tools", [])] = None
+    function_call: Annotated[None, reject_field("functions; send tool_choice", "none", "auto")] = (
         None
     )
     response_format: ResponseFormat | None = None
-    modalities: Annotated[None, unsupported("this model answers with text only", ["text"])] = None
-    audio: Annotated[None, unsupported("audio output")] = None
+    modalities: Annotated[None, reject_field("this model answers with text only", ["text"])] = None
+    audio: Annotated[None, reject_field("audio output")] = None
     reasoning_effort: Effort | None = None
-    moderation: Annotated[None, unsupported("moderation")] = None
+    moderation: Annotated[None, reject_field("moderation")] = None
     verbosity: Annotated[
-        None, unsupported("verbosity; ask for a length in a message", "medium")
+        None, reject_field("verbosity; ask for a length in a message", "medium")
     ] = None
-    web_search_options: Annotated[None, unsupported("web search")] = None
+    web_search_options: Annotated[None, reject_field("web search")] = None
     # A hint about the expected answer that only affects the speed.
     prediction: object = None
 
@@ -512,17 +512,17 @@ class ChatRequest(GenerationRequest, OtherTemplates):
 
     @model_validator(mode="before")
     @classmethod
-    def _allowed(cls, data: object) -> object:
+    def _filter_allowed_tools(cls, data: object) -> object:
         return with_allowed_tools(data)
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidField("requires logprobs: true", "top_logprobs")
-        both = self.max_tokens, self.max_completion_tokens
-        if None not in both and both[0] != both[1]:
+        limits = self.max_tokens, self.max_completion_tokens
+        if None not in limits and limits[0] != limits[1]:
             raise InvalidField(
-                f"{both[0]} differs from max_completion_tokens {both[1]}: send one of both",
+                f"{limits[0]} differs from max_completion_tokens {limits[1]}: send one of both",
                 "max_tokens",
             )
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
@@ -557,14 +557,14 @@ class TokenizeRequest(RequestBody):
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     parse_special: Annotated[
-        None, unsupported("special tokens in a text are always read", True)
+        None, reject_field("special tokens in a text are always read", True)
     ] = None
-    with_pieces: Annotated[None, unsupported("pieces; send return_token_strs", False)] = None
+    with_pieces: Annotated[None, reject_field("pieces; send return_token_strs", False)] = None
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
-        given = [self.prompt, self.messages, self.content]
-        if given.count(None) != 2:
+        inputs = [self.prompt, self.messages, self.content]
+        if inputs.count(None) != 2:
             raise InvalidField("send either `prompt` or `messages`", "prompt")
         return self
 

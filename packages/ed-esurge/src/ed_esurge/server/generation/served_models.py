@@ -11,7 +11,7 @@ from typing import Any
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError, did_you_mean
 
 from ed_esurge.certificates import certificate_summary
-from ed_esurge.server.generation.models import ServedModel, ServerState, certified
+from ed_esurge.server.generation.models import ServedModel, ServerState, build_certificate_fields
 from ed_esurge.server.http.errors import APIError, hide_paths
 from ed_esurge.server.library.checkpoint_files import CheckpointCache
 from ed_esurge.server.library.definitions import DefinitionStore, ModelDefinition
@@ -103,13 +103,13 @@ class ServedModels:
         """
         definition = self.definition(name)
         base = name if definition is None else definition.source
-        async with self._loaded(base, owner) as model:
+        async with self._load_model(base, owner) as model:
             if definition is not None and name is not None:
                 model.name, model.definition = name, definition
             yield model
 
     @asynccontextmanager
-    async def _loaded(self, name: str | None, owner: str) -> AsyncGenerator[ServedModel]:
+    async def _load_model(self, name: str | None, owner: str) -> AsyncGenerator[ServedModel]:
         directory = self.directory
         if name is None or directory is None or self._always(name, owner):
             model = self.find(name, owner)
@@ -152,11 +152,11 @@ class ServedModels:
         Raises:
             APIError: 404, a source of the model does not exist.
         """
-        known = self.definitions
-        if known is None or name is None or name not in known:
+        definitions = self.definitions
+        if definitions is None or name is None or name not in definitions:
             return None
         try:
-            return known.resolve(name, self.has_weights)
+            return definitions.resolve(name, self.has_weights)
         except ConfigError as error:
             raise APIError(str(error), status=404, param="model", code="model_not_found") from None
 
@@ -182,8 +182,8 @@ class ServedModels:
         return names
 
     def _unknown(self, name: str, owner: str) -> APIError:
-        known = self.known_names(owner)
-        hint = did_you_mean(name, known) or f"; this server has {', '.join(known)}"
+        model_names = self.known_names(owner)
+        hint = did_you_mean(name, model_names) or f"; this server has {', '.join(model_names)}"
         return APIError(
             f"the model {name[:160]!r} does not exist{hint}",
             status=404,
@@ -227,9 +227,9 @@ class ServedModels:
             for adapter in model.adapters(owner).values():
                 root = adapter.source or adapter.name
                 cards.append({**model.card(adapter.name), "root": root, "parent": model.name})
-        known = {card["id"] for card in cards}
+        listed_names = {card["id"] for card in cards}
         for name in self.known_names(owner):
-            if name not in known:
+            if name not in listed_names:
                 try:
                     cards.append(self._card_on_demand(name))
                 except (EasyDeLError, OSError, ValueError) as error:
@@ -253,5 +253,5 @@ class ServedModels:
             raise CheckpointError(f"the folder of {name} contains no model: copy it again")
         length = self.directory.length(files)
         times = {"created": int(files.modified)}
-        known = {**times, "root": name, "parent": None, "max_model_len": length}
-        return {**card, **known, **certified(certificate_summary(files.path))}
+        fields = {**times, "root": name, "parent": None, "max_model_len": length}
+        return {**card, **fields, **build_certificate_fields(certificate_summary(files.path))}

@@ -23,7 +23,7 @@ from ed_esurge.server.http.fields import (
     RequestBody,
     SchemaOrText,
     few,
-    unsupported,
+    reject_field,
 )
 
 MAX_TOOLS, MAX_TOOL_CALLS = 128, 128
@@ -162,16 +162,18 @@ def with_allowed_tools(data: object) -> object:
         place = ".".join(map(str, ("tool_choice", *problem["loc"])))
         raise InvalidField(problem["msg"], place) from None
     offered = data.get("tools")
-    known = {
+    tools_by_name = {
         tool["function"].get("name"): tool
         for tool in (offered if isinstance(offered, list) else ())
         if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
     }
     names = [one.function.name for one in allowed.tools]
     for name in names:
-        if name not in known:
-            raise InvalidField(f"{name!r} is not among the tools: {[*known]}", "tool_choice")
-    return {**data, "tools": [known[name] for name in names], "tool_choice": allowed.mode}
+        if name not in tools_by_name:
+            raise InvalidField(
+                f"{name!r} is not among the tools: {[*tools_by_name]}", "tool_choice"
+            )
+    return {**data, "tools": [tools_by_name[name] for name in names], "tool_choice": allowed.mode}
 
 
 MAX_CALLS = 64
@@ -236,23 +238,25 @@ class StructuredOutputsField(RequestBody):
     choice: _ChoiceTexts | None = None
     grammar: _GrammarText | None = None
     json_object: bool | None = None
-    structural_tag: Annotated[None, unsupported("structural_tag; send json, regex or grammar")] = (
+    structural_tag: Annotated[None, reject_field("structural_tag; send json, regex or grammar")] = (
         None
     )
     disable_any_whitespace: Annotated[
-        None, unsupported("white space is the model's choice", False)
+        None, reject_field("white space is the model's choice", False)
     ] = None
     disable_additional_properties: Annotated[
-        None, unsupported("write additionalProperties: false into the schema", False)
+        None, reject_field("write additionalProperties: false into the schema", False)
     ] = None
-    whitespace_pattern: Annotated[None, unsupported("whitespace_pattern; send grammar")] = None
+    whitespace_pattern: Annotated[None, reject_field("whitespace_pattern; send grammar")] = None
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputsField:
-        given = [*self.outputs()]
-        if len(given) != 1:
-            known = "json, regex, choice, grammar and json_object"
-            raise InvalidField(f"requires exactly one of {known}, got {', '.join(given) or 'none'}")
+        field_names = [*self.outputs()]
+        if len(field_names) != 1:
+            allowed_names = "json, regex, choice, grammar and json_object"
+            raise InvalidField(
+                f"requires exactly one of {allowed_names}, got {', '.join(field_names) or 'none'}"
+            )
         return self
 
     def outputs(self) -> dict[str, StructuredOutputs]:
@@ -289,8 +293,8 @@ class Guided(RequestBody):
         """Return the structured outputs by the names of their fields."""
         result: dict[str, StructuredOutputs] = {}
         if self.structured_outputs is not None:
-            for name, wanted in self.structured_outputs.outputs().items():
-                result[f"structured_outputs.{name}"] = wanted
+            for name, output in self.structured_outputs.outputs().items():
+                result[f"structured_outputs.{name}"] = output
         for name in ("guided_json", "json_schema"):
             if (schema := getattr(self, name)) is not None:
                 result[name] = StructuredOutputs(json_schema=json.dumps(schema))
@@ -317,11 +321,13 @@ def required_calls(
     shared: dict[str, Any] = {}
     options = []
     for number, tool in enumerate(tools):
-        arguments = _moved(tool.function.schema_of_arguments, f"t{number}_")
+        arguments = _prefix_references(tool.function.schema_of_arguments, f"t{number}_")
         for key in ("$defs", "definitions"):
             definitions = arguments.pop(key, None)
             if isinstance(definitions, Mapping):
-                shared |= {f"t{number}_{name}": each for name, each in definitions.items()}
+                shared |= {
+                    f"t{number}_{name}": definition for name, definition in definitions.items()
+                }
         properties = {"name": {"const": tool.function.name}, "arguments": arguments}
         options.append(
             {
@@ -336,16 +342,20 @@ def required_calls(
     return StructuredOutputs(json_schema=json.dumps({**calls, "$defs": shared}))
 
 
-def _moved(schema: object, prefix: str) -> Any:
+def _prefix_references(schema: object, prefix: str) -> Any:
     """Return a schema whose references to definitions have a prefix, for use in another schema."""
     if isinstance(schema, Mapping):
-        moved = {key: _moved(value, prefix) for key, value in schema.items()}
+        moved = {key: _prefix_references(value, prefix) for key, value in schema.items()}
         reference = schema.get("$ref")
         for place in ("#/$defs/", "#/definitions/"):
             if isinstance(reference, str) and reference.startswith(place):
                 moved["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(place)}"
         return moved
-    return [_moved(item, prefix) for item in schema] if isinstance(schema, list) else schema
+    return (
+        [_prefix_references(item, prefix) for item in schema]
+        if isinstance(schema, list)
+        else schema
+    )
 
 
 def _in_tools(message: str) -> str:
@@ -359,27 +369,29 @@ def _in_tools(message: str) -> str:
 
 
 async def compile_one(
-    engine: ServedEngine, wanted: Mapping[str, StructuredOutputs], after: tuple[str, ...] = ()
+    engine: ServedEngine,
+    requested_outputs: Mapping[str, StructuredOutputs],
+    end_texts: tuple[str, ...] = (),
 ) -> StructuredOutputs | None:
     """Return the requested structured output after the compilation of its grammar.
 
     Args:
         wanted: the structured outputs of a request by field.
-        after: texts that end the thoughts of the answer; see `StructuredOutputs.after`.
+        end_texts: texts that end the thoughts of the answer; see `StructuredOutputs.end_texts`.
 
     Raises:
         APIError: 400, there are two structured outputs, or the grammar is invalid; 503, too many
             grammars are queued.
     """
-    if not wanted:
+    if not requested_outputs:
         return None
-    (field, output), *others = wanted.items()
-    if others:
+    (field, output), *extra_outputs = requested_outputs.items()
+    if extra_outputs:
         raise APIError(
             f"contradicts {field}: an answer can follow only one grammar, so omit one of the two",
-            param=others[0][0],
+            param=extra_outputs[0][0],
         )
-    output = output.replace(after=after)
+    output = output.replace(after=end_texts)
     try:
         compiled = await asyncio.to_thread(engine.compile_structured, output)
         await asyncio.wrap_future(compiled)

@@ -34,7 +34,7 @@ def encode_pair(
     """
     encoded = tokenizer(first, second)
     ids, types = encoded["input_ids"], encoded.get("token_type_ids") or []
-    kept = list(range(len(ids)))
+    remaining_places = list(range(len(ids)))
     if most is not None or (limit is not None and len(ids) > limit):
         texts = [_places(encoded, text) for text in (0, 1)]
         counts = [len(texts[0]), min(len(texts[1]), len(ids) if most is None else most)]
@@ -42,9 +42,9 @@ def encode_pair(
             special = len(ids) - len(texts[0]) - len(texts[1])
             counts = _longest_first(counts[0], counts[1], limit - special)
         removed = {*texts[0][counts[0] :], *texts[1][counts[1] :]}
-        kept = [place for place in kept if place not in removed]
-    start = next((new for new, old in enumerate(kept) if types and types[old]), None)
-    return [ids[place] for place in kept], start, len(ids) - len(kept)
+        remaining_places = [place for place in remaining_places if place not in removed]
+    start = next((new for new, old in enumerate(remaining_places) if types and types[old]), None)
+    return [ids[place] for place in remaining_places], start, len(ids) - len(remaining_places)
 
 
 def encode_text(
@@ -82,8 +82,8 @@ def encode_text(
             param="truncate_prompt_tokens",
             code="invalid_value",
         )
-    kept = ids[begin : begin + room] if side == "right" else ids[end - room : end]
-    return [*ids[:begin], *kept, *ids[end:]], len(ids) - limit
+    remaining_ids = ids[begin : begin + room] if side == "right" else ids[end - room : end]
+    return [*ids[:begin], *remaining_ids, *ids[end:]], len(ids) - limit
 
 
 def first_tokens(tokenizer: Any, text: str, count: int) -> str:
@@ -93,7 +93,7 @@ def first_tokens(tokenizer: Any, text: str, count: int) -> str:
         APIError: 400, the tokenizer does not support truncation.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise _unsupported()
+        raise _build_truncation_error()
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     offsets = encoded["offset_mapping"]
     return text if len(offsets) <= count else text[: offsets[count - 1][1]]
@@ -102,7 +102,7 @@ def first_tokens(tokenizer: Any, text: str, count: int) -> str:
 def _places(encoded: Any, text: int) -> list[int]:
     """Return the indices of the tokens of the first (0) or the second (1) text."""
     if not getattr(encoded, "is_fast", False):
-        raise _unsupported()
+        raise _build_truncation_error()
     return [place for place, owner in enumerate(encoded.sequence_ids(0)) if owner == text]
 
 
@@ -124,7 +124,7 @@ def _longest_first(first: int, second: int, limit: int) -> list[int]:
     return [long, short] if first > second else [short, long]
 
 
-def _unsupported() -> APIError:
+def _build_truncation_error() -> APIError:
     return APIError(
         "the tokenizer of this model cannot truncate texts: send shorter texts",
         code="unsupported_value",

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ed_esurge.server.http.auth import SAFE, owner_of
+from ed_esurge.server.http.auth import SAFE, get_owner
 from ed_esurge.server.http.errors import APIError
 
 RESERVATION = "ed_esurge.reservation"
@@ -33,18 +33,18 @@ class Budget:
         self.most, self.used, self.released = most, 0, 0
         self.by_client: Counter[str] = Counter()
 
-    def reserve(self, client: str, own: int, count: int) -> None:
+    def reserve(self, client: str, reserved_bytes: int, count: int) -> None:
         """Reserve bytes for a request.
 
         Args:
-            own: bytes that the request has already reserved.
+            reserved_bytes: bytes that the request has already reserved.
 
         Raises:
             APIError: 503, the remaining budget is too small.
         """
-        held = self.by_client[client]
-        others = held - own
-        if self.used + count > self.most or (others and held + count > self.most // 2):
+        client_bytes = self.by_client[client]
+        other_bytes = client_bytes - reserved_bytes
+        if self.used + count > self.most or (other_bytes and client_bytes + count > self.most // 2):
             raise APIError(
                 f"the server holds {self.used} bytes of requests and answers, and its limit is "
                 f"{self.most} (max_bytes_in_flight; half of that for one client): try again later",
@@ -76,7 +76,7 @@ class Reservation:
             APIError: see `Budget.reserve`.
         """
         if size > self._bytes:
-            self._client = self._client or client_of(scope)
+            self._client = self._client or get_client(scope)
             self._budget.reserve(self._client, self._bytes, size - self._bytes)
             self._bytes = size
 
@@ -114,10 +114,10 @@ def return_free_memory() -> None:
             trim(0)
 
 
-def client_of(scope: Scope) -> str:
+def get_client(scope: Scope) -> str:
     """Return the client of a request: the digest of its key, or its address without a key."""
     address = scope.get("client") or ("",)
-    return owner_of(scope) or str(address[0])
+    return get_owner(scope) or str(address[0])
 
 
 #: Bytes of ended requests after which the C library returns its free memory to the system.

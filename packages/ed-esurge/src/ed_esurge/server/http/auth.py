@@ -80,7 +80,7 @@ class _Account:
     def __init__(self, key: ApiKey, share: int | None) -> None:
         self.key, self.digest = key, bytes.fromhex(key.sha256)
         self.role = "admin" if key.admin else "key"
-        limits = [each for each in (key.max_concurrent_requests, share) if each is not None]
+        limits = [limit for limit in (key.max_concurrent_requests, share) if limit is not None]
         self._most = min(limits, default=None)
         self.inside = {True: 0, False: 0}  # by whether the method is safe
         self._times: deque[float] = deque()
@@ -144,8 +144,8 @@ class BearerAuth:
         max_requests: int,
     ) -> None:
         self.app = app
-        several = sum(not key.admin for key in keys) > 1
-        share = max(1, max_requests // 2) if several else None
+        has_several_keys = sum(not key.admin for key in keys) > 1
+        share = max(1, max_requests // 2) if has_several_keys else None
         self._accounts = [_Account(key, None if key.admin else share) for key in keys]
         self._open_paths = frozenset(open_paths)
         self._needed = not all(key.admin for key in keys)
@@ -191,7 +191,7 @@ class BearerAuth:
         return matches[0] if matches else None
 
 
-def owner_of(scope: Scope) -> str:
+def get_owner(scope: Scope) -> str:
     """Return the owner of a request: the digest of its key, or empty without a key."""
     return scope.get(OWNER, "")
 

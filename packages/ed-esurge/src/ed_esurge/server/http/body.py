@@ -15,7 +15,7 @@ from starlette.requests import Request
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.admission import RESERVATION, Reservation
 from ed_esurge.server.http.errors import APIError, is_ollama
-from ed_esurge.server.http.fields import IgnoredKeys, validated
+from ed_esurge.server.http.fields import IgnoredKeys, validate_body
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ BODY_BYTES = "ed_esurge.body_bytes"
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="ed-esurge-body")
 
 
-def size_of(request: Request) -> int:
+def get_size(request: Request) -> int:
     """Return the length of a request's body in bytes."""
     return request.scope.get(BODY_BYTES, 0)
 
@@ -85,7 +85,7 @@ async def read(
     parts = [chunk async for chunk in chunks(request, limits.max_body_bytes, limits.body_timeout)]
     raw = b"".join(parts)
     request.scope[BODY_BYTES] = len(raw)
-    return await aside(lambda: validated(kind, _parsed(raw), ignored), len(raw))
+    return await aside(lambda: validate_body(kind, _parse_body(raw), ignored), len(raw))
 
 
 def _is_plain_curl(request: Request, content_type: str) -> bool:
@@ -169,15 +169,15 @@ def _check_structure(raw: bytes) -> None:
         items += between.count(b",")
         if keys > MAX_KEYS or items > MAX_ITEMS:
             break
-    rest = raw[at:]
-    keys, items = keys + sum(map(rest.count, _OPENING)), items + rest.count(b",")
+    tail = raw[at:]
+    keys, items = keys + sum(map(tail.count, _OPENING)), items + tail.count(b",")
     if keys > MAX_KEYS:
         raise ValueError(f"more than {MAX_KEYS} keys, lists and objects")
     if items > MAX_ITEMS:
         raise ValueError(f"more than {MAX_ITEMS} values")
 
 
-def _parsed(raw: bytes) -> Any:
+def _parse_body(raw: bytes) -> Any:
     try:
         value = parsed_json(raw)
     except ValueError as error:

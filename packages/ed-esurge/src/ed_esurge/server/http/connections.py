@@ -139,11 +139,11 @@ class WriteWatch:
             return False
         if self._begin is None:
             self._begin = now, read
-        since, before = self._begin
+        since, previous_read = self._begin
         if now - since < self._seconds:
             return False
         self._begin = now, read
-        return read - before < LOWEST_RATE * (now - since)
+        return read - previous_read < LOWEST_RATE * (now - since)
 
 
 def count_waiting(transport: asyncio.WriteTransport) -> int:

@@ -40,36 +40,36 @@ def in_body(
         body: the parsed JSON that was validated.
         missing: the last part is a field that the body lacks.
     """
-    known, _ = _matched(tuple(location), body, missing)
-    return known
+    parts, _ = _match_location(tuple(location), body, missing)
+    return parts
 
 
-def _matched(
-    location: tuple[_LocationPart, ...], here: object, missing: bool
+def _match_location(
+    location: tuple[_LocationPart, ...], node: object, missing: bool
 ) -> tuple[list[_LocationPart], bool]:
     """Return the longest list of parts that is a path of the body, and whether it has the last
     part."""
     if not location:
         return [], False
-    head, rest = location[0], location[1:]
-    if missing and not rest:
+    head, tail = location[0], location[1:]
+    if missing and not tail:
         return [head], True
-    skipped = _matched(rest, here, missing)
-    if isinstance(here, Mapping):
-        head = next((name for name in _SPELLED.get(head, ()) if name in here), head)
-        if head not in here:
+    skipped = _match_location(tail, node, missing)
+    if isinstance(node, Mapping):
+        head = next((name for name in _SPELLED.get(head, ()) if name in node), head)
+        if head not in node:
             return skipped
-        inner = here[head]
-    elif isinstance(here, list) and isinstance(head, int) and head < len(here):
-        inner = here[head]
+        inner = node[head]
+    elif isinstance(node, list) and isinstance(head, int) and head < len(node):
+        inner = node[head]
     else:
         return skipped
-    parts, last = _matched(rest, inner, missing)
-    taken = [head, *parts], last or not rest
-    return max(taken, skipped, key=lambda found: (len(found[0]), found[1]))
+    parts, last = _match_location(tail, inner, missing)
+    candidate = [head, *parts], last or not tail
+    return max(candidate, skipped, key=lambda match: (len(match[0]), match[1]))
 
 
-def spelled(parts: Sequence[_LocationPart]) -> str:
+def format_path(parts: Sequence[_LocationPart]) -> str:
     """Write parts as a path: `messages[0].role`."""
     path = ""
     for part in parts:
@@ -77,7 +77,7 @@ def spelled(parts: Sequence[_LocationPart]) -> str:
     return path
 
 
-def joined(path: str | None, field: str) -> str:
+def append_field(path: str | None, field: str) -> str:
     """Append a field, or a position in brackets, to a path."""
     if path is None:
         return field
@@ -112,10 +112,10 @@ class APIError(Exception):
         code: str | None = None,
         type: str | None = None,
     ) -> None:
-        self.message = _printable(shortened(message, MAX_MESSAGE))
+        self.message = _printable(shorten_text(message, MAX_MESSAGE))
         super().__init__(self.message)
         self.status = status
-        self.param = None if param is None else _printable(shortened(param, MAX_PARAM))
+        self.param = None if param is None else _printable(shorten_text(param, MAX_PARAM))
         self.code = code
         self.type = type or ("invalid_request_error" if status < 500 else "server_error")
 
@@ -203,7 +203,7 @@ def is_ollama(path: str) -> bool:
 
 
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
+def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the fields of errors of the block from the chat request to the API of the client."""
     try:
         yield
@@ -227,7 +227,7 @@ class InvalidField(ValueError):
         self.field, self.code = field, code
 
 
-def shortened(text: str, most: int) -> str:
+def shorten_text(text: str, most: int) -> str:
     """Return a text with at most `most` characters: remove the middle of a longer text."""
     if len(text) <= most:
         return text
@@ -273,14 +273,14 @@ def from_validation(errors: Sequence[Any], body: object = None) -> APIError:
     """
     lines: dict[str, None] = {}
     param = code = None
-    for error in _of_best_branches(errors[:MAX_EXAMINED], body):
+    for error in _select_best_branches(errors[:MAX_EXAMINED], body):
         if error["type"] == "json_invalid":
             reason = error.get("ctx", {}).get("error", error["msg"])
             return APIError(f"the request body is not valid JSON: {reason}", code="invalid_json")
         path = _path(error, body)
         refusal = error.get("ctx", {}).get("error")
         if isinstance(refusal, InvalidField) and refusal.field is not None:
-            path = joined(path, refusal.field)
+            path = append_field(path, refusal.field)
         if path is None and error["type"] in ("model_attributes_type", "model_type"):
             return APIError(
                 "the request body is not a JSON object sent with Content-Type: application/json",
@@ -294,17 +294,17 @@ def from_validation(errors: Sequence[Any], body: object = None) -> APIError:
             if isinstance(refusal, InvalidField) and refusal.code is not None:
                 code = refusal.code
         message = _message(error)
-        given = error.get("input")
-        if error["type"] != "missing" and isinstance(given, str | int | float | bool):
-            message = f"{message} (given {_quoted(given)})"
-        line = f"{shortened(path, MAX_PARAM)}: {message}" if path else message
-        lines[shortened(line, MAX_PROBLEM)] = None
-    shown = [*lines][:MAX_PROBLEMS]
-    more = " (and more)" if len(lines) > len(shown) or len(errors) > MAX_EXAMINED else ""
-    return APIError("; ".join(shown) + more, param=param, code=code)
+        input_value = error.get("input")
+        if error["type"] != "missing" and isinstance(input_value, str | int | float | bool):
+            message = f"{message} (given {_quote_value(input_value)})"
+        line = f"{shorten_text(path, MAX_PARAM)}: {message}" if path else message
+        lines[shorten_text(line, MAX_PROBLEM)] = None
+    problem_lines = [*lines][:MAX_PROBLEMS]
+    more = " (and more)" if len(lines) > len(problem_lines) or len(errors) > MAX_EXAMINED else ""
+    return APIError("; ".join(problem_lines) + more, param=param, code=code)
 
 
-def _quoted(value: str | int | float | bool) -> str:
+def _quote_value(value: str | int | float | bool) -> str:
     """Return the beginning of a value. Python does not convert very long integers to text."""
     if isinstance(value, str):
         return f"{value[:80]!r:.80}"
@@ -320,7 +320,7 @@ def _path(error: Mapping[str, Any], body: object) -> str | None:
         parts = in_body(parts, body, missing=error["type"] == "missing")
     if error["type"] in _OF_TAGS:
         parts = [*parts, "type"]
-    return spelled(parts) or None
+    return format_path(parts) or None
 
 
 # Errors of a union whose members are distinguished by the field `type`.
@@ -348,7 +348,7 @@ def _message(error: Mapping[str, Any]) -> str:
             return str(error["msg"]).removeprefix("Value error, ")
 
 
-def _of_best_branches(errors: Sequence[Any], body: object) -> list[Any]:
+def _select_best_branches(errors: Sequence[Any], body: object) -> list[Any]:
     """Return the errors of the matching member of each union.
 
     Every member of a union reports a type error for a value of another member. A problem deeper in
@@ -396,11 +396,13 @@ async def _gone(_: Request, __: Exception) -> Response:
 
 async def _url(request: Request, error: Any) -> Response:
     message = f"invalid URL ({request.method} {request.url.path})"
-    known = APIError(message, status=error.status_code, code="unknown_url")
-    return _with_headers(known, error)
+    api_error = APIError(message, status=error.status_code, code="unknown_url")
+    return _with_headers(api_error, error)
 
 
-async def _unexpected(_: Request, __: Exception) -> Response:  # uvicorn logs the traceback
+async def _handle_unexpected_error(
+    _: Request, __: Exception
+) -> Response:  # uvicorn logs the traceback
     response = APIError(
         "the server failed on this request; see the traceback in its log",
         status=500,
@@ -419,5 +421,5 @@ HANDLERS: Mapping[Any, Callable[[Request, Any], Awaitable[Response]]] = {
     ClientDisconnect: _gone,
     404: _url,
     405: _url,
-    Exception: _unexpected,
+    Exception: _handle_unexpected_error,
 }

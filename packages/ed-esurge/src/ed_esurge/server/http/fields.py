@@ -84,9 +84,11 @@ class IgnoredKeys:
 
 def _printable(text: str) -> str:
     """Return a text for headers and the log: ASCII without control characters."""
-    shown = text[:MAX_CHARACTERS].encode("ascii", "backslashreplace").decode()
-    plain = "".join(char if " " <= char <= "~" else "?" for char in shown)[:MAX_CHARACTERS]
-    return plain + "..." if len(text) > MAX_CHARACTERS else plain
+    escaped_text = text[:MAX_CHARACTERS].encode("ascii", "backslashreplace").decode()
+    ascii_text = "".join(char if " " <= char <= "~" else "?" for char in escaped_text)[
+        :MAX_CHARACTERS
+    ]
+    return ascii_text + "..." if len(text) > MAX_CHARACTERS else ascii_text
 
 
 class UnknownFieldsPolicy:
@@ -98,8 +100,8 @@ class UnknownFieldsPolicy:
 
     def __init__(self, policy: str = "warn") -> None:
         if policy not in get_args(UnknownFields):
-            known = ", ".join(get_args(UnknownFields))
-            raise ConfigError(f"unknown_fields={policy!r} is unknown: choose one of {known}")
+            policies = ", ".join(get_args(UnknownFields))
+            raise ConfigError(f"unknown_fields={policy!r} is unknown: choose one of {policies}")
         self.policy: UnknownFields = cast(UnknownFields, policy)
         self._logged: set[str] = set()
 
@@ -169,7 +171,7 @@ class History(RequestBody):
 _BodyT = TypeVar("_BodyT", bound=Options)
 
 
-def validated(kind: type[_BodyT], body: object, ignored: IgnoredKeys | None = None) -> _BodyT:
+def validate_body(kind: type[_BodyT], body: object, ignored: IgnoredKeys | None = None) -> _BodyT:
     """Return a parsed body as a request model.
 
     Args:
@@ -206,23 +208,23 @@ ClientData = Annotated[dict[str, Any], few(64)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
-def unsupported(why: str, *harmless: object, code: str | None = None) -> PlainValidator:
+def reject_field(reason: str, *harmless: object, code: str | None = None) -> PlainValidator:
     """Return the check of a field that must be `None` or one of `harmless`.
 
     Args:
-        why: reason for the error message.
+        reason: reason for the error message.
         code: code of the error, if clients know one.
     """
 
     def check(value: object) -> object:
         if value is None or value in harmless:
             return None
-        raise InvalidField(f"not supported by this server: {why}", code=code)
+        raise InvalidField(f"not supported by this server: {reason}", code=code)
 
     return PlainValidator(check)
 
 
-def parts_of(*kinds: str) -> BeforeValidator:
+def check_part_types(*kinds: str) -> BeforeValidator:
     """Return a check of the types of a message's parts, whose error names the part."""
 
     def check(value: object) -> object:
@@ -246,9 +248,9 @@ def _schema(value: object) -> object:
     items = characters = 0
     todo: list[tuple[object, int]] = [(value, 1)]
     while todo:
-        here, depth = todo.pop()
+        node, depth = todo.pop()
         items += 1
-        characters += len(here) if isinstance(here, str) else 0
+        characters += len(node) if isinstance(node, str) else 0
         if depth > MAX_SCHEMA_DEPTH:
             raise InvalidField(
                 f"is deeper than {MAX_SCHEMA_DEPTH} levels, the limit of this server"
@@ -258,18 +260,18 @@ def _schema(value: object) -> object:
                 f"is larger than the limit of this server: {MAX_SCHEMA_ITEMS} items, "
                 f"{MAX_SCHEMA_CHARACTERS} characters"
             )
-        if isinstance(here, Mapping):
-            characters += sum(map(len, here))
-            todo += [(item, depth + 1) for item in here.values()]
-        elif isinstance(here, list):
-            todo += [(item, depth + 1) for item in here]
+        if isinstance(node, Mapping):
+            characters += sum(map(len, node))
+            todo += [(item, depth + 1) for item in node.values()]
+        elif isinstance(node, list):
+            todo += [(item, depth + 1) for item in node]
     return value
 
 
 JsonSchema = Annotated[dict[str, Any], BeforeValidator(_schema)]
 
 
-def _parsed(value: object) -> object:
+def _parse_schema(value: object) -> object:
     """Parse a schema that is JSON text."""
     if not isinstance(value, str):
         return value
@@ -284,4 +286,4 @@ def _parsed(value: object) -> object:
 
 
 #: A schema, or its JSON text; the limits of `JsonSchema` hold for both.
-SchemaOrText = Annotated[dict[str, Any], BeforeValidator(_schema), BeforeValidator(_parsed)]
+SchemaOrText = Annotated[dict[str, Any], BeforeValidator(_schema), BeforeValidator(_parse_schema)]

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.body import BODY_BYTES, aside, chunks
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.fields import IgnoredKeys, validated
+from ed_esurge.server.http.fields import IgnoredKeys, validate_body
 
 _OptionsT = TypeVar("_OptionsT", bound=Options)
 
@@ -206,7 +206,7 @@ async def read_audio(
                 inner[entry[2]] = values[0]
         elif name != "file":
             body[name.removesuffix("[]")] = values if name.endswith("[]") else values[0]
-    return validated(kind, body, ignored)
+    return validate_body(kind, body, ignored)
 
 
 def _invalid(reason: str) -> APIError:

@@ -91,8 +91,8 @@ def json_parts(value: object) -> Iterator[str]:
 def _list_parts(items: Iterator[Any], group: int) -> Iterator[str]:
     opening = "["
     if group:
-        while some := list(islice(items, group)):
-            yield f"{opening}{encode(some)[1:-1]}"
+        while batch := list(islice(items, group)):
+            yield f"{opening}{encode(batch)[1:-1]}"
             opening = ","
     else:
         for item in items:

@@ -83,12 +83,14 @@ class RequestLifetime:
             APIError: 408 after the time limit, 503 when the server stops.
         """
         task = asyncio.ensure_future(work)
-        gone = asyncio.create_task(_disconnected(self._receive))
+        gone = asyncio.create_task(_wait_for_disconnect(self._receive))
         stopped = asyncio.create_task(self._stopping.wait())
         try:
-            left = self._deadline - asyncio.get_running_loop().time()
+            remaining_seconds = self._deadline - asyncio.get_running_loop().time()
             waiting = {task, gone, stopped}
-            await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                waiting, timeout=remaining_seconds, return_when=asyncio.FIRST_COMPLETED
+            )
             if task.done():
                 return task.result()
             if gone.done():
@@ -106,8 +108,8 @@ class RequestLifetime:
                 code="request_timeout",
             )
         finally:
-            for each in (task, gone, stopped):
-                each.cancel()
+            for future in (task, gone, stopped):
+                future.cancel()
             await asyncio.gather(task, gone, stopped, return_exceptions=True)
 
     async def respond(
@@ -151,7 +153,7 @@ class RequestLifetime:
         return client_gone() if pieces is None else JsonPieces(pieces, headers)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -110,8 +110,8 @@ class CheckpointFiles:
         file = self.path / "chat_template.jinja"
         if file.is_file():
             return file.read_text("utf-8")
-        known = _json(self.path / "tokenizer_config.json").get("chat_template")
-        return known if isinstance(known, str) else ""
+        template = _json(self.path / "tokenizer_config.json").get("chat_template")
+        return template if isinstance(template, str) else ""
 
     def check(self) -> None:
         """Read every file that lists of models need.
@@ -231,10 +231,10 @@ def size_name(count: int) -> str:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        known = json.loads(file.read_text("utf-8"))
+        fields = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return known if isinstance(known, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
@@ -261,10 +261,10 @@ def _header(file: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} is no safetensors file: its header has {length} bytes")
         text = opened.read(length)
     try:
-        known = json.loads(text)
-        if isinstance(known, dict):
-            known.pop("__metadata__", None)
-        tensors = _HEADER.validate_python(known)
+        header = json.loads(text)
+        if isinstance(header, dict):
+            header.pop("__metadata__", None)
+        tensors = _HEADER.validate_python(header)
     except (ValueError, RecursionError) as error:
         reason = type(error).__name__
         raise CheckpointError(f"{file} is no safetensors file ({reason} in its header)") from None
@@ -272,4 +272,4 @@ def _header(file: Path) -> dict[str, Any]:
         first, end = tensor.data_offsets
         if not first <= end <= size - length or math.prod(tensor.shape) >= MAX_NUMBER:
             raise CheckpointError(f"{file} is no safetensors file: a tensor is outside of the file")
-    return known
+    return header

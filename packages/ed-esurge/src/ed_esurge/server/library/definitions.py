@@ -75,12 +75,12 @@ class DefinitionStore:
         self._known: dict[str, ModelDefinition] = {}
         for file in sorted(folder.glob(f"*{SUFFIX}"))[:MAX_DEFINITIONS]:
             try:
-                known = ModelDefinition.model_validate_json(file.read_bytes())
+                definition = ModelDefinition.model_validate_json(file.read_bytes())
             except (OSError, ValidationError) as error:
                 raise ConfigError(
                     f"the model definition {file} cannot be read: {error}; remove the file"
                 ) from None
-            self._known[unquote(file.name.removesuffix(SUFFIX))] = known
+            self._known[unquote(file.name.removesuffix(SUFFIX))] = definition
 
     def __contains__(self, name: str) -> bool:
         return name in self._known

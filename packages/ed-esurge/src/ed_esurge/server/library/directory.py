@@ -144,10 +144,14 @@ class ModelDirectory(Generic[ServedT]):
             changed = self.folder.stat().st_mtime_ns
         except OSError:
             return []
-        known = self._names
-        if known is None or known[0] != changed or time.monotonic() > known[1]:
-            known = self._names = changed, time.monotonic() + NAMES_SECONDS, self._find_names()
-        return [*known[2]]
+        cache_entry = self._names
+        if cache_entry is None or cache_entry[0] != changed or time.monotonic() > cache_entry[1]:
+            cache_entry = self._names = (
+                changed,
+                time.monotonic() + NAMES_SECONDS,
+                self._find_names(),
+            )
+        return [*cache_entry[2]]
 
     def _find_names(self) -> list[str]:
         paths = _folders(self.folder)
@@ -157,12 +161,12 @@ class ModelDirectory(Generic[ServedT]):
             if not CheckpointFiles.is_checkpoint(path)
             for inner in _folders(path)
         ]
-        found = [
+        names = [
             path.relative_to(self.folder).as_posix()
             for path in (*paths, *deeper)
             if CheckpointFiles.is_checkpoint(path)
         ]
-        return found[:MAX_MODELS]
+        return names[:MAX_MODELS]
 
     @asynccontextmanager
     async def lease(self, name: str) -> AsyncGenerator[tuple[ServedT, float]]:
@@ -178,15 +182,15 @@ class ModelDirectory(Generic[ServedT]):
         try:
             while name not in self.loaded:
                 # The load continues if the request is cancelled.
-                await asyncio.shield(self._load_of(name))
+                await asyncio.shield(self._get_load_task(name))
         finally:
             self._waiting[name] -= 1
             self._changed.set()
-        known = self.loaded[name]
-        with known.model.activity.using():
-            yield known.model, time.monotonic() - start if waited else 0.0
+        loaded_model = self.loaded[name]
+        with loaded_model.model.activity.using():
+            yield loaded_model.model, time.monotonic() - start if waited else 0.0
 
-    def _load_of(self, name: str) -> asyncio.Task[None]:
+    def _get_load_task(self, name: str) -> asyncio.Task[None]:
         if name not in self._loads:
             task = asyncio.create_task(self._load_in_turn(name))
             self._loads[name] = task
@@ -219,10 +223,11 @@ class ModelDirectory(Generic[ServedT]):
     async def _make_room(self, name: str, needed: int) -> None:
         if self.memory is None:
             return
-        own = self.loaded[name].size if name in self.loaded else 0
-        if needed + own > self.memory:
+        loaded_size = self.loaded[name].size if name in self.loaded else 0
+        if needed + loaded_size > self.memory:
             raise ConfigError(
-                f"the model {name!r} needs {(needed + own) / 2**30:.2f} GiB, and the limit of the "
+                f"the model {name!r} needs {(needed + loaded_size) / 2**30:.2f} GiB, and the limit "
+                "of the "
                 f"server's models (--model-memory) is {self.memory / 2**30:.2f} GiB: raise the "
                 "limit, or lower cpu_cache_gib, max_num_seqs or max_model_len"
             )

@@ -33,7 +33,7 @@ class ModelLoading:
     max_model_len: int | None = None
 
 
-def memory_of(engine: Any) -> int:
+def measure_memory(engine: Any) -> int:
     """Return the bytes of an engine's weights and pages; 0 for an engine without arrays."""
     bare = getattr(engine, "engine", engine)
     measure = getattr(bare, "memory_bytes", None)

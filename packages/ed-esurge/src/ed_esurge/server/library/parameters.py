@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.fields import unsupported
+from ed_esurge.server.http.fields import reject_field
 from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS, LlamaSamplers, Stops
 
 #: Ollama's defaults, which differ from those of OpenAI.
@@ -53,9 +53,9 @@ class SamplingOptions(LlamaSamplers):
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repeat_last_n: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     """Number of the last tokens that penalties read: -1 = all, 0 = no penalties."""
-    tfs_z: Annotated[None, unsupported("tail-free sampling; send min_p", 1, 1.0)] = None
+    tfs_z: Annotated[None, reject_field("tail-free sampling; send min_p", 1, 1.0)] = None
     penalize_newline: Annotated[
-        None, unsupported("exceptions of penalties; send logit_bias", True)
+        None, reject_field("exceptions of penalties; send logit_bias", True)
     ] = None
 
     def values(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ async def apply_template(model: ServedModel, body: ChatRequest, request: Request
     """
     model.formats.check(body)
     check_template(model, body)
-    return JSONResponse({"prompt": await model.prompts.text_of(body)})
+    return JSONResponse({"prompt": await model.prompts.get_text(body)})
 
 
 ENDPOINTS = (

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.errors import InvalidField
-from ed_esurge.server.llama_cpp.generated import GeneratedAnswer, LlamaRequest, generated
+from ed_esurge.server.llama_cpp.generated import GeneratedAnswer, LlamaRequest, generate_response
 from ed_esurge.server.routing import post
 
 MAX_PIECES = 2**20
@@ -58,7 +58,7 @@ async def complete(model: ServedModel, body: LlamaCompletionRequest, request: Re
         else:
             model.prompts.check_ids(piece, "prompt")
             tokens += piece
-    return await generated(model, body, request, tokens, "completion", message="prompt")
+    return await generate_response(model, body, request, tokens, "completion", message="prompt")
 
 
 ENDPOINTS = (

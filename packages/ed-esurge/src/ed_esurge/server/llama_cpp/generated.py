@@ -18,8 +18,8 @@ from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration
 from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.requests import MAX_BIASES, MAX_LOGPROBS, ChatRequest
-from ed_esurge.server.http.errors import APIError, InvalidField, renamed
-from ed_esurge.server.http.fields import JsonSchema, few, unsupported, validated
+from ed_esurge.server.http.errors import APIError, InvalidField, rename_fields
+from ed_esurge.server.http.fields import JsonSchema, few, reject_field, validate_body
 from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
 from ed_esurge.server.http.streaming import StreamFormat, encode
@@ -59,13 +59,13 @@ def _biases(value: object) -> object:
     pairs = [*value.items()] if isinstance(value, Mapping) else value
     if not isinstance(pairs, list):
         return value
-    found = {}
+    biases = {}
     for place, pair in enumerate(pairs):
         if not (isinstance(pair, list | tuple) and len(pair) == 2):
             raise InvalidField(f"item {place} is not a pair of a token id and a number")
         token, bias = pair
-        found[str(token)] = -100 if bias is False else bias
-    return found
+        biases[str(token)] = -100 if bias is False else bias
+    return biases
 
 
 FieldName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -91,20 +91,20 @@ class LlamaRequest(SamplingOptions):
     cache_prompt: bool | None = None
     return_tokens: bool | None = None
     samplers: Annotated[
-        None, unsupported("the order of the samplers is fixed; omit unused samplers", [])
+        None, reject_field("the order of the samplers is fixed; omit unused samplers", [])
     ] = None
-    lora: Annotated[None, unsupported("adapters of one request; select one by `model`", [])] = None
-    t_max_predict_ms: Annotated[None, unsupported("a limit of time; send n_predict", 0, -1)] = None
+    lora: Annotated[None, reject_field("adapters of one request; select one by `model`", [])] = None
+    t_max_predict_ms: Annotated[None, reject_field("a limit of time; send n_predict", 0, -1)] = None
     post_sampling_probs: Annotated[
-        None, unsupported("probabilities after the samplers; n_probs has those before", False)
+        None, reject_field("probabilities after the samplers; n_probs has those before", False)
     ] = None
     response_fields: Annotated[list[FieldName] | None, few(64)] = None
     """Names of the fields of the answer; `a/b` is the field b of a. None = all."""
-    n_cmpl: Annotated[None, unsupported("several answers; use /v1/completions with n", 1)] = None
+    n_cmpl: Annotated[None, reject_field("several answers; use /v1/completions with n", 1)] = None
 
     def settings(self) -> dict[str, Any]:
         """Return all options, with the defaults of those that the request omits."""
-        others = {
+        request_options = {
             "n_predict": -1,
             "seed": -1,
             "stop": [],
@@ -115,7 +115,7 @@ class LlamaRequest(SamplingOptions):
         values = {name: value for name, value in self.values().items() if name in _OPTIONS}
         if "num_predict" in values:
             values["n_predict"] = values.pop("num_predict")
-        return {**default_settings(), **others, **values}
+        return {**default_settings(), **request_options, **values}
 
     def chat(self) -> dict[str, Any]:
         """Return the fields of a chat request for these fields."""
@@ -178,7 +178,7 @@ class GeneratedAnswer(AnswerBody):
     timings: Timings | None = None
 
 
-async def generated(
+async def generate_response(
     model: ServedModel,
     body: LlamaRequest,
     request: Request,
@@ -196,14 +196,14 @@ async def generated(
     Raises:
         APIError: 400, the prompt is too long, or an option does not fit the model.
     """
-    with renamed({**NAMES, "messages": message}):
+    with rename_fields({**NAMES, "messages": message}):
         fields = {"messages": [{"role": "user", "content": ""}], **body.chat()}
         turn = await ChatGeneration.begin(
             model,
-            validated(ChatRequest, fields),
+            validate_body(ChatRequest, fields),
             request,
             kind,
-            plain=EncodedPrompt([*tokens]),
+            raw_prompt=EncodedPrompt([*tokens]),
             context=body.num_ctx,
             own_options=True,
         )
@@ -219,13 +219,15 @@ async def generated(
             "id_slot": body.id_slot if body.id_slot is not None and body.id_slot >= 0 else 0,
         }
 
-    async def whole() -> dict[str, Any]:
+    async def build_response() -> dict[str, Any]:
         (choice,) = await turn.choices()
-        known = _head(turn, choice.out, choice.reply.content)
+        head_fields = _head(turn, choice.out, choice.reply.content)
         if turn.body.logprobs:
-            known["completion_probabilities"] = JsonItems(lambda: _probabilities(turn, choice.out))
+            head_fields["completion_probabilities"] = JsonItems(
+                lambda: _probabilities(turn, choice.out)
+            )
         facts = request_facts(choice.reply.content)
-        return _select({**known, **facts, **_last(turn, choice.out)}, body.response_fields)
+        return _select({**head_fields, **facts, **_last(turn, choice.out)}, body.response_fields)
 
     async def events() -> AsyncGenerator[str]:
         has_new_line = False
@@ -233,18 +235,20 @@ async def generated(
             async for pieces in items:
                 for piece in pieces:
                     text = "".join(getattr(event, "text", "") for event in piece.events)
-                    known = _head(turn, piece.out, text)
+                    head_fields = _head(turn, piece.out, text)
                     has_new_line = has_new_line or "\n" in text
                     if turn.body.logprobs:
-                        known["completion_probabilities"] = [*_probabilities(turn, piece.out)]
-                    yield _event({**known, "stop": False})
+                        head_fields["completion_probabilities"] = [*_probabilities(turn, piece.out)]
+                    yield _event({**head_fields, "stop": False})
                     if piece.finish is not None:
                         end = {"index": 0, "content": "", "tokens": []}
                         facts = request_facts("\n" if has_new_line else "")
                         last = {**end, **facts, **_last(turn, piece.out)}
                         yield _event(_select(last, body.response_fields))
 
-    return await turn.generation.answer(body.stream, events, whole, StreamFormat(_error_event))
+    return await turn.generation.answer(
+        body.stream, events, build_response, StreamFormat(_error_event)
+    )
 
 
 def _select(answer: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:

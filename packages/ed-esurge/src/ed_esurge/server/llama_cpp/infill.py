@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.fields import RequestBody, few
-from ed_esurge.server.llama_cpp.generated import GeneratedAnswer, LlamaRequest, generated
+from ed_esurge.server.llama_cpp.generated import GeneratedAnswer, LlamaRequest, generate_response
 from ed_esurge.server.routing import post
 
 MAX_EXTRA = 1024
@@ -47,7 +47,7 @@ async def infill(model: ServedModel, body: InfillRequest, request: Request) -> R
     if body.prompt:
         (begun,) = await model.prompts.encode([body.prompt], add_special_tokens=False)
         tokens += begun
-    return await generated(model, body, request, tokens, "infill", message="input_prefix")
+    return await generate_response(model, body, request, tokens, "infill", message="input_prefix")
 
 
 ENDPOINTS = (

@@ -9,7 +9,7 @@ from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import check_template
 from ed_esurge.server.generation.requests import ChatRequest
-from ed_esurge.server.http.body import size_of
+from ed_esurge.server.http.body import get_size
 from ed_esurge.server.responses.endpoint import ResponseTokenCount
 from ed_esurge.server.routing import post
 
@@ -22,7 +22,7 @@ async def count(model: ServedModel, body: ChatRequest, request: Request) -> Resp
     """
     model.formats.check(body)
     check_template(model, body)
-    prompt = await model.prompts.chat(body, size_of(request))
+    prompt = await model.prompts.chat(body, get_size(request))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
 

@@ -11,7 +11,7 @@ from ed_esurge.server.generation.abilities import SPEECH_TASKS
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.auth import get_owner
 from ed_esurge.server.llama_cpp.generated import default_settings
 from ed_esurge.server.operations.health import server_version
 from ed_esurge.server.routing import READING, Endpoint
@@ -40,7 +40,7 @@ async def props(server: ServedModels, request: Request) -> JSONResponse:
         APIError: 404, the model does not exist.
     """
     name = request.query_params.get("model")
-    async with server.using(name, owner_of(request.scope)) as model:
+    async with server.using(name, get_owner(request.scope)) as model:
         return JSONResponse(_properties(model))
 
 

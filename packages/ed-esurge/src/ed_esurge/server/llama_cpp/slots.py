@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse
 
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.auth import get_owner
 from ed_esurge.server.routing import READING, Endpoint
 
 
@@ -34,7 +34,7 @@ async def slots(server: ServedModels, request: Request) -> JSONResponse:
         APIError: 404, the model does not exist.
     """
     name = request.query_params.get("model")
-    async with server.using(name, owner_of(request.scope)) as model:
+    async with server.using(name, get_owner(request.scope)) as model:
         stats = model.engine.replica_stats()
         running = int(sum(one["num_requests_running"] for one in stats))
         count = model.engine.config.max_num_seqs * len(stats)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ed_esurge.server.generation.requests import MAX_PARTS, ImagePart, ImageURL
 from ed_esurge.server.http.errors import InvalidField
-from ed_esurge.server.http.fields import History, few, parts_of, unsupported
+from ed_esurge.server.http.fields import History, check_part_types, few, reject_field
 
 #: First words of system blocks that a client changes with every request, such as Claude Code's
 #: attribution. Such a block would end the cached prefix of the conversation, so it is omitted.
@@ -149,7 +149,7 @@ class BlocksSource(History):
     type: Literal["content"]
     content: Annotated[
         str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]],
-        parts_of("text", "image"),
+        check_part_types("text", "image"),
         few(MAX_PARTS),
     ]
 
@@ -158,9 +158,9 @@ class StoredFileSource(History):
     """A document that is no text, which this server cannot read."""
 
     type: Literal["base64", "url", "file"]
-    data: Annotated[None, unsupported("PDF documents; send the text of the document")] = None
-    url: Annotated[None, unsupported("documents of an address; send their text")] = None
-    file_id: Annotated[None, unsupported("documents of a file; send their text")] = None
+    data: Annotated[None, reject_field("PDF documents; send the text of the document")] = None
+    url: Annotated[None, reject_field("documents of an address; send their text")] = None
+    file_id: Annotated[None, reject_field("documents of a file; send their text")] = None
 
 
 class DocumentBlock(ContentBlock):
@@ -223,7 +223,7 @@ class ToolResult(ContentBlock):
     tool_use_id: Annotated[str, Field(max_length=256)]
     content: Annotated[
         str | Annotated[list[ResultBlock], Field(fail_fast=True)] | None,
-        parts_of(*_READABLE, *get_args(SkippedType)),
+        check_part_types(*_READABLE, *get_args(SkippedType)),
         few(MAX_PARTS),
     ] = None
     is_error: bool | None = None
@@ -264,7 +264,7 @@ AnyBlock = Annotated[
 ]
 ContentBlocks = Annotated[
     str | Annotated[list[AnyBlock], Field(fail_fast=True)],
-    parts_of(
+    check_part_types(
         *_READABLE,
         *("tool_use", "mcp_tool_use", "tool_result", "mcp_tool_result", "thinking", "compaction"),
         *get_args(SkippedType),

@@ -15,8 +15,8 @@ from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, ReplyPiece, truncation
-from ed_esurge.server.http.body import aside, size_of
-from ed_esurge.server.http.errors import APIError, renamed
+from ed_esurge.server.http.body import aside, get_size
+from ed_esurge.server.http.errors import APIError, rename_fields
 from ed_esurge.server.http.streaming import StreamFormat, named_event
 from ed_esurge.server.messages.request import NAMES, CountRequest, MessagesRequest
 from ed_esurge.server.routing import post
@@ -89,15 +89,18 @@ async def message(model: ServedModel, body: MessagesRequest, request: Request) -
     Raises:
         APIError: see `ChatGeneration.begin`.
     """
-    with renamed(NAMES):
-        chat = await aside(body.chat, size_of(request))
+    with rename_fields(NAMES):
+        chat = await aside(body.chat, get_size(request))
         turn = await ChatGeneration.begin(model, chat, request, "msg")
     return await turn.generation.answer(
-        body.stream, lambda: _events(turn), lambda: _whole(turn), StreamFormat(_error_event)
+        body.stream,
+        lambda: _events(turn),
+        lambda: _build_response(turn),
+        StreamFormat(_error_event),
     )
 
 
-async def _whole(turn: ChatGeneration) -> dict[str, Any]:
+async def _build_response(turn: ChatGeneration) -> dict[str, Any]:
     await turn.finish()
     content = [_block(block) for block in turn.blocks.whole]
     return {**_head(turn), "content": content, **_stop(turn.last), "usage": _usage(turn)}
@@ -109,10 +112,10 @@ async def count_tokens(model: ServedModel, body: CountRequest, request: Request)
     Raises:
         APIError: the chat template rejects the conversation.
     """
-    with renamed(NAMES):
-        chat = await aside(body.chat, size_of(request))
+    with rename_fields(NAMES):
+        chat = await aside(body.chat, get_size(request))
         model.formats.check(chat)
-        prompt = await model.prompts.chat(chat, size_of(request))
+        prompt = await model.prompts.chat(chat, get_size(request))
     return JSONResponse({"input_tokens": len(prompt.tokens)})
 
 
@@ -123,9 +126,9 @@ def _head(turn: ChatGeneration) -> dict[str, Any]:
 
 def _stop(last: ReplyPiece | None) -> dict[str, Any]:
     """Return the fields that report why a reply ended; null before its end."""
-    found = last.out.stop_reason if last is not None and last.finish == "stop" else None
-    if isinstance(found, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": found}
+    stop_reason = last.out.stop_reason if last is not None and last.finish == "stop" else None
+    if isinstance(stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     reason = None if last is None else REASONS.get(last.finish or "")
     return {"stop_reason": reason, "stop_sequence": None}
 
@@ -147,7 +150,7 @@ def _block(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     if block.kind == "thoughts":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    arguments = read_arguments(block.text) if block.whole else {}
+    arguments = read_arguments(block.text) if block.is_complete else {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
@@ -160,10 +163,12 @@ _DELTAS = {
 
 def _event(change: Change) -> str:
     block, index = change.block, {"index": change.block.index}
-    if change.what == "closes":
+    if change.kind == "closes":
         return named_event("content_block_stop", {"type": "content_block_stop", **index})
-    if change.what == "opens":
-        empty = _block(Block(block.index, block.kind, "", block.call_id, block.name, whole=False))
+    if change.kind == "opens":
+        empty = _block(
+            Block(block.index, block.kind, "", block.call_id, block.name, is_complete=False)
+        )
         fields = {"type": "content_block_start", **index, "content_block": empty}
         return named_event("content_block_start", fields)
     kind, key = _DELTAS[block.kind]

@@ -26,8 +26,8 @@ from ed_esurge.server.http.fields import (
     RequestBody,
     few,
     omit_tool,
-    unsupported,
-    validated,
+    reject_field,
+    validate_body,
 )
 from ed_esurge.server.messages.blocks import (
     ContentBlocks,
@@ -82,8 +82,8 @@ class AnthropicMessage(History):
             message["tool_calls"] = calls
         if thoughts:
             message["reasoning_content"] = "".join(thoughts)
-        alone = bool(results) and not (parts or calls or thoughts)
-        return results if alone else [*results, message]
+        has_only_results = bool(results) and not (parts or calls or thoughts)
+        return results if has_only_results else [*results, message]
 
 
 class AnthropicTool(RequestBody):
@@ -214,18 +214,18 @@ class CountRequest(RequestBody):
     # Fields about caching and speed, which have no effect.
     cache_control: dict[str, Any] | None = None
     speed: Literal["standard", "fast"] | None = None
-    container: Annotated[None, unsupported("containers")] = None
+    container: Annotated[None, reject_field("containers")] = None
     context_management: ContextManagement | None = None
-    compaction: Annotated[None, unsupported("compaction; shorten the messages")] = None
+    compaction: Annotated[None, reject_field("compaction; shorten the messages")] = None
     mcp_servers: Annotated[
-        None, unsupported("mcp_servers; call them in the client, and send tools", [])
+        None, reject_field("mcp_servers; call them in the client, and send tools", [])
     ] = None
     fallbacks: Annotated[
-        None, unsupported("fallbacks; send another request for the other model", [])
+        None, reject_field("fallbacks; send another request for the other model", [])
     ] = None
     # After this code, the client sends complete conversations.
     thread: Annotated[
-        None, unsupported("threads; send all messages", code="thread_unsupported_request")
+        None, reject_field("threads; send all messages", code="thread_unsupported_request")
     ] = None
 
     @model_validator(mode="after")
@@ -263,17 +263,17 @@ class CountRequest(RequestBody):
             fields["tools"] = [tool.for_chat() for tool in functions]
         choice = self.tool_choice
         if choice is not None:
-            plain = {"auto": "auto", "none": "none", "any": "required"}
+            choice_names = {"auto": "auto", "none": "none", "any": "required"}
             named = {"type": "function", "function": {"name": choice.name or ""}}
-            fields["tool_choice"] = plain.get(choice.type, named)
+            fields["tool_choice"] = choice_names.get(choice.type, named)
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if self.thinking is not None:
             enabled = self.thinking.type != "disabled"
             fields["chat_template_kwargs"] = {"enable_thinking": enabled}
             fields["include_reasoning"] = self.thinking.display != "omitted"
-        wanted = self.output_config or OutputConfig()
-        fields["reasoning_effort"] = wanted.effort
-        form = wanted.format or self.output_format
+        output_config = self.output_config or OutputConfig()
+        fields["reasoning_effort"] = output_config.effort
+        form = output_config.format or self.output_format
         if form is not None:
             schema = {"name": "answer", "schema": form.json_schema}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -285,7 +285,7 @@ class CountRequest(RequestBody):
         Raises:
             APIError: 400, fields contradict each other.
         """
-        return validated(ChatRequest, self.for_chat()).with_effort_as_hint()
+        return validate_body(ChatRequest, self.for_chat()).with_effort_as_hint()
 
 
 class MessagesRequest(CountRequest):

@@ -15,7 +15,7 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration
 from ed_esurge.server.generation.structured import Tools
-from ed_esurge.server.http.errors import renamed
+from ed_esurge.server.http.errors import rename_fields
 from ed_esurge.server.ollama.keep_alive import keep
 from ed_esurge.server.ollama.replies import (
     LINES,
@@ -65,14 +65,14 @@ async def chat(model: ServedModel, body: OllamaChatRequest, request: Request) ->
         reason = "unload" if body.keep_alive == 0 else "load"
         empty = {"message": _message(ReplyLine()), "done": True, "done_reason": reason}
         return JSONResponse({**head(model), **empty, **watch.durations()})
-    with renamed(NAMES):
+    with rename_fields(NAMES):
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        asked = body.chat(model, chat_messages(body.messages), tools=tools)
+        chat_request = body.chat(model, chat_messages(body.messages), tools=tools)
         more: Any = {"context": body.sampling(model).get("num_ctx"), "own_options": True}
         more["stores"] = True
-        turn = await ChatGeneration.begin(model, asked, request, "ollama", **more)
+        turn = await ChatGeneration.begin(model, chat_request, request, "ollama", **more)
 
-    async def whole() -> dict[str, Any]:
+    async def build_response() -> dict[str, Any]:
         reply = await whole_reply(turn)
         logprobs = {"logprobs": reply.logprobs} if body.logprobs else {}
         last = watch.last(turn, reply.finish)
@@ -89,7 +89,7 @@ async def chat(model: ServedModel, body: OllamaChatRequest, request: Request) ->
                     last = {"message": _message(ReplyLine()), **watch.last(turn, line.finish)}
                     yield json_line({**head(model), **last})
 
-    return await turn.generation.answer(body.stream, events, whole, LINES)
+    return await turn.generation.answer(body.stream, events, build_response, LINES)
 
 
 def _message(line: ReplyLine) -> dict[str, Any]:

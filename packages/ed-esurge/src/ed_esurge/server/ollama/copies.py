@@ -9,7 +9,7 @@ from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.library.definitions import ModelDefinition
-from ed_esurge.server.ollama.create import NewModel, add, store_of
+from ed_esurge.server.ollama.create import NewModel, add, get_definition_store
 from ed_esurge.server.ollama.requests import ModelReference
 from ed_esurge.server.routing import REFUSALS, Endpoint
 
@@ -27,16 +27,16 @@ async def copy(server: ServedModels, body: CopyRequest, request: Request) -> Res
     Raises:
         APIError: see `create.create`.
     """
-    definitions = store_of(server)
+    definitions = get_definition_store(server)
     if server.has_weights(body.destination) or server.has_adapter(body.destination):
         raise APIError(
             f"{body.destination!r} is the name of a model with weights: choose another name",
             param="destination",
         )
-    known = definitions.known.get(body.source)
-    if known is None and not server.has_weights(body.source):
+    definition = definitions.known.get(body.source)
+    if definition is None and not server.has_weights(body.source):
         server.find(body.source, "")  # raises the error
-    add(definitions, body.destination, known or ModelDefinition(source=body.source), server)
+    add(definitions, body.destination, definition or ModelDefinition(source=body.source), server)
     return Response(status_code=200)
 
 

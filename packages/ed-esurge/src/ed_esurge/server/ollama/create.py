@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.errors import APIError, renamed
-from ed_esurge.server.http.fields import RequestBody, few, unsupported
+from ed_esurge.server.http.errors import APIError, rename_fields
+from ed_esurge.server.http.fields import RequestBody, few, reject_field
 from ed_esurge.server.http.streaming import RequestLifetime
 from ed_esurge.server.library.definitions import DefinitionStore, ModelDefinition, ModelName
 from ed_esurge.server.library.parameters import SamplingOptions, chat_fields
@@ -28,7 +28,7 @@ MAX_FIRST_MESSAGES = 256
 NewModel = Annotated[ModelName, BeforeValidator(lambda name: str(name).removesuffix(":latest"))]
 
 
-def _listed(value: object) -> object:
+def _wrap_in_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
@@ -43,19 +43,19 @@ class CreateRequest(RequestBody):
     system: Annotated[str | None, Field(max_length=2**18)] = None
     messages: Annotated[list[OllamaMessage], few(MAX_FIRST_MESSAGES)] = Field(default_factory=list)
     parameters: SamplingOptions = Field(default_factory=SamplingOptions)
-    license: Annotated[list[str], BeforeValidator(_listed), few(MAX_LICENSES)] = Field(
+    license: Annotated[list[str], BeforeValidator(_wrap_in_list), few(MAX_LICENSES)] = Field(
         default_factory=list
     )
     stream: bool = True
     template: Annotated[
-        None, unsupported("templates of Go; start the server with chat_template", "")
+        None, reject_field("templates of Go; start the server with chat_template", "")
     ] = None
-    files: Annotated[None, unsupported("uploads; put the model into --model-dir", {})] = None
+    files: Annotated[None, reject_field("uploads; put the model into --model-dir", {})] = None
     adapters: Annotated[
-        None, unsupported("uploads; load an adapter with /v1/load_lora_adapter", {})
+        None, reject_field("uploads; load an adapter with /v1/load_lora_adapter", {})
     ] = None
     quantize: Annotated[
-        None, unsupported("quantization of one model; start the server with --quantization", "")
+        None, reject_field("quantization of one model; start the server with --quantization", "")
     ] = None
 
 
@@ -72,7 +72,7 @@ async def create(server: ServedModels, body: CreateRequest, request: Request) ->
         APIError: 400, the source is missing, the name belongs to a model with weights, or the
             server has no directory of models; 404, the source does not exist.
     """
-    definitions = store_of(server)
+    definitions = get_definition_store(server)
     if body.source is None:
         raise APIError("is missing: name the model that answers", param="from")
     if server.has_weights(body.model) or server.has_adapter(body.model):
@@ -82,7 +82,7 @@ async def create(server: ServedModels, body: CreateRequest, request: Request) ->
         )
     if not server.has_weights(body.source) and body.source not in definitions:
         server.find(body.source, "")  # raises the error
-    with renamed({"repeat_last_n": "parameters.repeat_last_n"}):
+    with rename_fields({"repeat_last_n": "parameters.repeat_last_n"}):
         chat_fields(body.parameters.values())  # checks the combination
     definition = ModelDefinition(
         source=body.source,
@@ -112,19 +112,19 @@ def add(
     Raises:
         APIError: 400, the sources form a circle, or a limit is exceeded.
     """
-    before = definitions.known.get(name)
+    previous_definition = definitions.known.get(name)
     try:
         definitions.add(name, definition)
         definitions.resolve(name, server.has_weights)
     except ConfigError as error:
-        if before is not None:
-            definitions.add(name, before)
+        if previous_definition is not None:
+            definitions.add(name, previous_definition)
         elif name in definitions:
             definitions.remove(name)
         raise APIError(str(error)) from None
 
 
-def store_of(server: ServedModels) -> DefinitionStore:
+def get_definition_store(server: ServedModels) -> DefinitionStore:
     """Return the derived models. Raises APIError: 400, the server has no directory of models."""
     if server.definitions is None:
         raise APIError(

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
-from ed_esurge.server.ollama.create import store_of
+from ed_esurge.server.ollama.create import get_definition_store
 from ed_esurge.server.ollama.requests import ModelReference
 from ed_esurge.server.routing import REFUSALS, Endpoint
 
@@ -36,7 +36,7 @@ async def delete(server: ServedModels, body: DeleteRequest, request: Request) ->
             status=403,
             param="model",
         )
-    definitions = store_of(server)
+    definitions = get_definition_store(server)
     if body.model not in definitions:
         server.find(body.model, "")  # raises the error
     definitions.remove(body.model)

@@ -14,16 +14,16 @@ from ed_esurge.server.generation.answer_size import NUMBER_BYTES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.requests import MAX_PROMPTS
-from ed_esurge.server.http.fields import RequestBody, few, validated
+from ed_esurge.server.http.fields import RequestBody, few, validate_body
 from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.ollama.keep_alive import KeepAlive, keep
 from ed_esurge.server.ollama.replies import Stopwatch
 from ed_esurge.server.ollama.requests import ModelReference
-from ed_esurge.server.openai.embeddings import EmbeddingRequest, EncodedTexts, shortened
+from ed_esurge.server.openai.embeddings import EmbeddingRequest, EncodedTexts, truncate_vectors
 from ed_esurge.server.routing import post
 
 
-def _listed(value: object) -> object:
+def _wrap_in_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
@@ -31,7 +31,7 @@ class EmbedRequest(RequestBody):
     """Body of `POST /api/embed`."""
 
     model: ModelReference
-    input: Annotated[list[str], BeforeValidator(_listed), few(MAX_PROMPTS)]
+    input: Annotated[list[str], BeforeValidator(_wrap_in_list), few(MAX_PROMPTS)]
     truncate: bool = True
     """Whether a text that is too long loses its end; false = such a text is an error."""
     dimensions: Annotated[int | None, Field(ge=1, lt=2**31)] = None
@@ -74,7 +74,7 @@ async def embed(model: ServedModel, body: EmbedRequest, request: Request) -> Res
     keep(model, body.keep_alive, request)
     sizes: list[int] = []
 
-    async def whole() -> dict[str, Any]:
+    async def build_response() -> dict[str, Any]:
         vectors: np.ndarray = np.zeros((0, 0), np.float32)
         count = 0
         if body.input:
@@ -89,7 +89,7 @@ async def embed(model: ServedModel, body: EmbedRequest, request: Request) -> Res
             "prompt_eval_count": count,
         }
 
-    return await model.lifetime(request).answer(whole(), {}, lambda: sum(sizes))
+    return await model.lifetime(request).answer(build_response(), {}, lambda: sum(sizes))
 
 
 async def embeddings(model: ServedModel, body: EmbeddingsRequest, request: Request) -> Response:
@@ -101,13 +101,13 @@ async def embeddings(model: ServedModel, body: EmbeddingsRequest, request: Reque
     require(model, EMBEDS)
     keep(model, body.keep_alive, request)
 
-    async def whole() -> dict[str, Any]:
+    async def build_response() -> dict[str, Any]:
         if not body.prompt:
             return {"embedding": []}
         vectors, _ = await _vectors(model, request, [body.prompt], True, None)
         return {"embedding": vectors[0].tolist()}
 
-    return await model.lifetime(request).answer(whole(), {})
+    return await model.lifetime(request).answer(build_response(), {})
 
 
 async def _vectors(
@@ -119,13 +119,13 @@ async def _vectors(
 ) -> tuple[np.ndarray, int]:
     """Return normalized vectors, [n, d], and the number of prompt tokens."""
     fields = {"input": texts, "truncate_prompt_tokens": -1 if truncate else None}
-    asked = validated(EmbeddingRequest, fields)
-    encoded = await EncodedTexts.of(model, asked)
-    params = await encoded.embedding_params(asked, normalize=True)
+    embedding_request = validate_body(EmbeddingRequest, fields)
+    encoded = await EncodedTexts.of(model, embedding_request)
+    params = await encoded.embedding_params(embedding_request, normalize=True)
     model.pooled_size(request, encoded.prompts)
-    vectors = await model.vectors(encoded.prompts, params, **model.queue_options(asked))
+    vectors = await model.vectors(encoded.prompts, params, **model.queue_options(embedding_request))
     if dimensions is not None:
-        vectors = shortened(vectors, dimensions, normalize=True)
+        vectors = truncate_vectors(vectors, dimensions, normalize=True)
     return vectors, sum(len(prompt) for prompt in encoded.prompts)
 
 

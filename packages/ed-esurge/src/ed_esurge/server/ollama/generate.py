@@ -14,8 +14,8 @@ from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration
 from ed_esurge.server.generation.prompts import EncodedPrompt
-from ed_esurge.server.http.errors import APIError, renamed
-from ed_esurge.server.http.fields import TokenIds, few, unsupported
+from ed_esurge.server.http.errors import APIError, rename_fields
+from ed_esurge.server.http.fields import TokenIds, few, reject_field
 from ed_esurge.server.ollama.keep_alive import keep
 from ed_esurge.server.ollama.replies import (
     LINES,
@@ -47,11 +47,11 @@ class GenerateRequest(OllamaRequest):
     context: Annotated[TokenIds, few(MAX_CONTEXT)] = Field(default_factory=list)
     """Token ids of an earlier answer, before the prompt."""
     template: Annotated[
-        None, unsupported("templates of Go; start the server with chat_template", "")
+        None, reject_field("templates of Go; start the server with chat_template", "")
     ] = None
-    width: Annotated[None, unsupported(_DRAWS, 0)] = None
-    height: Annotated[None, unsupported(_DRAWS, 0)] = None
-    steps: Annotated[None, unsupported(_DRAWS, 0)] = None
+    width: Annotated[None, reject_field(_DRAWS, 0)] = None
+    height: Annotated[None, reject_field(_DRAWS, 0)] = None
+    steps: Annotated[None, reject_field(_DRAWS, 0)] = None
 
 
 class GenerateAnswer(TimedAnswer):
@@ -75,19 +75,19 @@ async def generate(model: ServedModel, body: GenerateRequest, request: Request) 
         reason = "unload" if body.keep_alive == 0 else "load"
         empty = {"response": "", "done": True, "done_reason": reason}
         return JSONResponse({**head(model), **empty, **watch.durations()})
-    with renamed({**NAMES, "messages": "prompt"}):
+    with rename_fields({**NAMES, "messages": "prompt"}):
         turn = await _begin(model, body, request)
     tokens = list(turn.tokens)
 
     def fields(line: ReplyLine) -> dict[str, Any]:
-        known: dict[str, Any] = {"response": line.content}
+        reply_fields: dict[str, Any] = {"response": line.content}
         if line.thinking:
-            known["thinking"] = line.thinking
+            reply_fields["thinking"] = line.thinking
         if line.logprobs:
-            known["logprobs"] = line.logprobs
-        return known
+            reply_fields["logprobs"] = line.logprobs
+        return reply_fields
 
-    async def whole() -> dict[str, Any]:
+    async def build_response() -> dict[str, Any]:
         reply = await whole_reply(turn)
         last = {**watch.last(turn, reply.finish), "context": [*tokens, *turn.answer_tokens]}
         return {**head(model), **fields(reply), **last}
@@ -102,16 +102,16 @@ async def generate(model: ServedModel, body: GenerateRequest, request: Request) 
                     last["context"] = [*tokens, *turn.answer_tokens]
                     yield json_line({**head(model), "response": "", **last})
 
-    return await turn.generation.answer(body.stream, events, whole, LINES)
+    return await turn.generation.answer(body.stream, events, build_response, LINES)
 
 
 async def _begin(model: ServedModel, body: GenerateRequest, request: Request) -> ChatGeneration:
     """Return the running request: a filled gap, a continued text, or an answered message."""
     prompts = model.prompts
     messages = [{"role": "user", "content": with_images(body.prompt, body.images)}]
-    plain: EncodedPrompt | None = None
+    raw_prompt: EncodedPrompt | None = None
     if body.suffix:
-        plain = EncodedPrompt(await prompts.infill(body.prompt, body.suffix, param="suffix"))
+        raw_prompt = EncodedPrompt(await prompts.infill(body.prompt, body.suffix, param="suffix"))
     elif body.raw or not prompts.has_template:
         if body.images:
             raise APIError(
@@ -125,7 +125,7 @@ async def _begin(model: ServedModel, body: GenerateRequest, request: Request) ->
             )
         special = not body.context
         (tokens,) = await prompts.encode([body.prompt], add_special_tokens=special)
-        plain = EncodedPrompt(tokens)
+        raw_prompt = EncodedPrompt(tokens)
     if body.system is not None:
         messages.insert(0, {"role": "system", "content": body.system})
     prompts.check_ids(body.context, "context")
@@ -135,7 +135,7 @@ async def _begin(model: ServedModel, body: GenerateRequest, request: Request) ->
         request,
         "ollama",
         tokens=body.context,
-        plain=plain,
+        raw_prompt=raw_prompt,
         context=body.sampling(model).get("num_ctx"),
         own_options=True,
         stores=True,

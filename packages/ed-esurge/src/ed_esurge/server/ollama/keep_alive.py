@@ -20,7 +20,7 @@ MAX_SECONDS = 10**9
 _PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
 
 
-def seconds_of(value: object) -> object:
+def parse_duration(value: object) -> object:
     """Return a duration in seconds: a number, or Go's notation `1h30m`. Negative = infinity.
 
     Raises:
@@ -45,7 +45,7 @@ def seconds_of(value: object) -> object:
 
 
 KeepAlive = Annotated[
-    Annotated[float, Field(allow_inf_nan=True)] | None, BeforeValidator(seconds_of)
+    Annotated[float, Field(allow_inf_nan=True)] | None, BeforeValidator(parse_duration)
 ]
 
 

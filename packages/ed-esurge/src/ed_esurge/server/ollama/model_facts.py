@@ -17,7 +17,7 @@ from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.library.checkpoint_files import CheckpointFiles, size_name
 from ed_esurge.server.library.definitions import ModelDefinition
-from ed_esurge.server.library.loading import memory_of
+from ed_esurge.server.library.loading import measure_memory
 
 
 class ModelDetails(AnswerBody):
@@ -64,7 +64,7 @@ class ListedModel:
         if model is None and files is None:
             model = server.find(base, owner)  # an adapter, or the error
         if files is None and model is not None and model.lora_name is None:
-            files = _files_of(server, model)
+            files = _get_checkpoint_files(server, model)
         return cls(name, model, files, definition)
 
     @property
@@ -72,7 +72,7 @@ class ListedModel:
         """Bytes of the files; without known files, bytes in memory."""
         if self.files is not None:
             return self.files.size
-        return 0 if self.model is None else memory_of(self.model.engine)
+        return 0 if self.model is None else measure_memory(self.model.engine)
 
     @property
     def modified(self) -> float:
@@ -105,13 +105,13 @@ class ListedModel:
         }
 
 
-def _files_of(server: ServedModels, model: ServedModel) -> CheckpointFiles | None:
+def _get_checkpoint_files(server: ServedModels, model: ServedModel) -> CheckpointFiles | None:
     """Return the checkpoint of a model that was loaded at the start, if its files are known."""
     directory = getattr(model.engine, "directory", None)
     return None if directory is None else server.checkpoints.get(Path(directory))
 
 
-def listed(server: ServedModels, owner: str) -> list[ListedModel]:
+def list_models(server: ServedModels, owner: str) -> list[ListedModel]:
     """Return the facts about every name that a key may use. A derived model without its source,
     and a model with damaged files, are omitted."""
     models = []

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse
 
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.auth import owner_of
-from ed_esurge.server.library.loading import memory_of, on_accelerator
+from ed_esurge.server.http.auth import get_owner
+from ed_esurge.server.library.loading import measure_memory, on_accelerator
 from ed_esurge.server.ollama.model_facts import ListedModel, ModelDetails
 from ed_esurge.server.ollama.replies import timestamp
 from ed_esurge.server.routing import Endpoint
@@ -45,9 +45,9 @@ async def ps(server: ServedModels, request: Request) -> JSONResponse:
     """Return the models in memory."""
     running = []
     for model in server.models:
-        facts = ListedModel.of(server, model.names[0], owner_of(request.scope))
-        size = memory_of(model.engine)
-        left = model.activity.expires_in
+        facts = ListedModel.of(server, model.names[0], get_owner(request.scope))
+        size = measure_memory(model.engine)
+        remaining_seconds = model.activity.expires_in
         running.append(
             {
                 "name": model.names[0],
@@ -56,7 +56,9 @@ async def ps(server: ServedModels, request: Request) -> JSONResponse:
                 "size_vram": size if on_accelerator(model.engine) else 0,
                 "digest": facts.digest,
                 "details": facts.details(),
-                "expires_at": timestamp(time.time() + (FOREVER if math.isinf(left) else left)),
+                "expires_at": timestamp(
+                    time.time() + (FOREVER if math.isinf(remaining_seconds) else remaining_seconds)
+                ),
                 "context_length": model.prompts.max_model_len,
             }
         )

@@ -88,14 +88,14 @@ async def reply_lines(turn: ChatGeneration) -> AsyncGenerator[ReplyLine]:
                     line.finish = "length" if piece.finish == "length" else "stop"
                 for change in changes:
                     block = change.block
-                    if change.what == "opens" and block.continues:
+                    if change.kind == "opens" and block.continues:
                         line.content += "\n" if block.kind == "text" else ""
                         line.thinking += "\n" if block.kind == "thoughts" else ""
-                    if change.what == "grows" and block.kind == "text":
+                    if change.kind == "grows" and block.kind == "text":
                         append_text(line, "content", change.text)
-                    elif change.what == "grows" and block.kind == "thoughts":
+                    elif change.kind == "grows" and block.kind == "thoughts":
                         append_text(line, "thinking", change.text)
-                    elif change.what == "closes" and block.kind == "call":
+                    elif change.kind == "closes" and block.kind == "call":
                         line.calls += _call(block)
                 if turn.body.logprobs and piece.out.token_ids:
                     line.logprobs += _logprobs(turn, piece.out.token_ids, piece.out.logprobs or [])
@@ -105,16 +105,16 @@ async def reply_lines(turn: ChatGeneration) -> AsyncGenerator[ReplyLine]:
 
 async def whole_reply(turn: ChatGeneration) -> ReplyLine:
     """Return the complete reply."""
-    whole = ReplyLine()
+    reply = ReplyLine()
     async with aclosing(reply_lines(turn)) as lines:
         async for line in lines:
-            whole.add(line)
-    return whole
+            reply.add(line)
+    return reply
 
 
 def _call(block: Block) -> list[dict[str, Any]]:
     """Return a complete call; none for a call that was cut off, or is no call."""
-    if block.broken or not block.whole:
+    if block.broken or not block.is_complete:
         return []
     function = {"name": block.name, "arguments": read_arguments(block.text)}
     return [{"id": block.call_id, "function": function}]
@@ -154,7 +154,10 @@ class Stopwatch:
     def durations(self) -> dict[str, int]:
         """Return the total duration and the duration of loading, in nanoseconds."""
         total = time.monotonic() - self._start + self._load
-        return {"total_duration": _whole(total), "load_duration": _whole(self._load)}
+        return {
+            "total_duration": _convert_to_nanoseconds(total),
+            "load_duration": _convert_to_nanoseconds(self._load),
+        }
 
     def last(self, turn: ChatGeneration, reason: str | None) -> dict[str, Any]:
         """Return the fields of the last line."""
@@ -167,9 +170,9 @@ class Stopwatch:
             "done_reason": reason,
             **self.durations(),
             "prompt_eval_count": counts.prompt_tokens,
-            "prompt_eval_duration": _whole(_between(begun, first)),
+            "prompt_eval_duration": _convert_to_nanoseconds(_between(begun, first)),
             "eval_count": counts.completion_tokens,
-            "eval_duration": _whole(_between(first, ended)),
+            "eval_duration": _convert_to_nanoseconds(_between(first, ended)),
         }
 
 
@@ -177,7 +180,7 @@ def _between(start: float | None, end: float | None) -> float:
     return 0.0 if start is None or end is None else end - start
 
 
-def _whole(seconds: float) -> int:
+def _convert_to_nanoseconds(seconds: float) -> int:
     return round(seconds * NANOSECONDS)
 
 

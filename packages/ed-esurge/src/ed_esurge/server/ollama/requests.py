@@ -18,7 +18,7 @@ from ed_esurge.server.http.fields import (
     JsonSchema,
     RequestBody,
     few,
-    validated,
+    validate_body,
 )
 from ed_esurge.server.library.parameters import DEFAULTS, SamplingOptions, chat_fields
 from ed_esurge.server.ollama.keep_alive import KeepAlive
@@ -99,7 +99,7 @@ class OllamaRequest(RequestBody):
             efforts = {True: "medium", False: "none"}
             effort = self.think if isinstance(self.think, str) else efforts[self.think]
             fields["reasoning_effort"] = effort
-        return validated(ChatRequest, fields)
+        return validate_body(ChatRequest, fields)
 
 
 class FunctionOfCall(History):

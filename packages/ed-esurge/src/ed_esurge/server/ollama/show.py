@@ -13,7 +13,7 @@ from ed_esurge.server.generation.abilities import EMBEDS, GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.auth import get_owner
 from ed_esurge.server.http.body import in_thread
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
@@ -65,7 +65,7 @@ async def show(server: ServedModels, body: ShowRequest, request: Request) -> JSO
     Raises:
         APIError: 400, the files of the model are damaged; 404, the model does not exist.
     """
-    owner = owner_of(request.scope)
+    owner = get_owner(request.scope)
 
     def work() -> dict[str, Any]:
         facts = ListedModel.of(server, body.model, owner)
@@ -130,31 +130,33 @@ def _capabilities(facts: ListedModel) -> list[str]:
     """Return what a model can do. Without loading, the files decide."""
     model = facts.model
     if model is not None:
-        return _of_model(model)
+        return _list_model_capabilities(model)
     files = facts.files
     assert files is not None, "a model has files, or is in memory"
-    known = files.config.get("architectures")
-    architectures = " ".join(map(str, known)) if isinstance(known, list) else ""
+    architecture_names = files.config.get("architectures")
+    architectures = (
+        " ".join(map(str, architecture_names)) if isinstance(architecture_names, list) else ""
+    )
     if "ForCausalLM" not in architectures and "ForConditionalGeneration" not in architectures:
         return ["embedding"]
     return ["completion", "tools"] if files.chat_template else ["completion"]
 
 
-def _of_model(model: ServedModel) -> list[str]:
-    known: list[str] = []
+def _list_model_capabilities(model: ServedModel) -> list[str]:
+    capabilities: list[str] = []
     if GENERATES.has(model):
-        known.append("completion")
+        capabilities.append("completion")
         if model.prompts.has_template and model.formats.enabled:
-            known.append("tools")
+            capabilities.append("tools")
         if "pixel_values" in getattr(model.engine, "input_names", ()):
-            known.append("vision")
+            capabilities.append("vision")
         if model.formats.reasoning is not None:
-            known.append("thinking")
+            capabilities.append("thinking")
         if model.prompts.gaps.form is not None:
-            known.append("insert")
+            capabilities.append("insert")
     elif EMBEDS.has(model):
-        known.append("embedding")
-    return known
+        capabilities.append("embedding")
+    return capabilities
 
 
 ENDPOINTS = (

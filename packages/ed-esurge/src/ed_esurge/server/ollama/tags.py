@@ -7,9 +7,9 @@ from starlette.responses import JSONResponse
 
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.auth import get_owner
 from ed_esurge.server.http.body import in_thread
-from ed_esurge.server.ollama.model_facts import ModelDetails, listed
+from ed_esurge.server.ollama.model_facts import ModelDetails, list_models
 from ed_esurge.server.ollama.replies import timestamp
 from ed_esurge.server.routing import Endpoint
 
@@ -33,7 +33,7 @@ class ModelTags(AnswerBody):
 
 async def tags(server: ServedModels, request: Request) -> JSONResponse:
     """Return the models that the key may use."""
-    owner = owner_of(request.scope)
+    owner = get_owner(request.scope)
 
     def work() -> list[dict[str, object]]:
         return [
@@ -45,7 +45,7 @@ async def tags(server: ServedModels, request: Request) -> JSONResponse:
                 "digest": one.digest,
                 "details": one.details(),
             }
-            for one in listed(server, owner)
+            for one in list_models(server, owner)
         ]
 
     return JSONResponse({"models": await in_thread(work)})

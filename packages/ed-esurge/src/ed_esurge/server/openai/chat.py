@@ -43,10 +43,12 @@ async def chat(model: ServedModel, body: ChatRequest, request: Request) -> Respo
         APIError: see `ChatGeneration.begin`.
     """
     turn = await ChatGeneration.begin(model, body, request, "chatcmpl")
-    return await turn.generation.answer(body.stream, lambda: _events(turn), lambda: _whole(turn))
+    return await turn.generation.answer(
+        body.stream, lambda: _events(turn), lambda: _build_response(turn)
+    )
 
 
-async def _whole(turn: ChatGeneration) -> dict[str, Any]:
+async def _build_response(turn: ChatGeneration) -> dict[str, Any]:
     model, body = turn.model, turn.body
     choices = await turn.choices()
     completion = {
@@ -163,14 +165,16 @@ async def _events(turn: ChatGeneration) -> AsyncGenerator[str]:
                     begun.add(piece.index)
                     events.append(chunks.choice(piece.index, ROLE, None, None, prompt))
                     prompt = ""
-                shown = _logprobs(model, body, out) if out.token_ids else None
+                logprobs = _logprobs(model, body, out) if out.token_ids else None
                 ids = f',"token_ids":{encode(out.token_ids)}' if body.return_token_ids else ""
                 deltas = _deltas(piece.events)
-                if not deltas and (shown is not None or (ids and out.token_ids)):
+                if not deltas and (logprobs is not None or (ids and out.token_ids)):
                     deltas = ['{"content":""}']
                 for delta in deltas:
-                    events.append(chunks.choice(piece.index, f'"delta":{delta}{ids}', shown, None))
-                    shown, ids = None, ""
+                    events.append(
+                        chunks.choice(piece.index, f'"delta":{delta}{ids}', logprobs, None)
+                    )
+                    logprobs, ids = None, ""
                 if piece.finish is not None:
                     events.append(chunks.choice(piece.index, '"delta":{}', None, piece.finish))
             if events:

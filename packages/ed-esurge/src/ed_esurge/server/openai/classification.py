@@ -60,16 +60,16 @@ async def classify(model: ServedModel, body: ClassificationRequest, request: Req
     Raises:
         APIError: 400, the model is not a classifier, or a text is too long.
     """
-    labels = labels_of(model, "/classify requires the task 'sequence-classification'")
+    labels = get_labels(model, "/classify requires the task 'sequence-classification'")
     request_id = new_id("classify", body.request_id)
     texts = await EncodedTexts.of(model, body, embeds=False)
     options = model.queue_options(body)
     size = model.pooled_size(request, texts.prompts)
 
-    async def whole() -> dict[str, Any]:
+    async def build_response() -> dict[str, Any]:
         params = PoolingParams(normalize=False)
         logits = await model.vectors(texts.prompts, params, request_id, **options)
-        scores = activated(labels, logits, body.use_activation)
+        scores = apply_activation(labels, logits, body.use_activation)
 
         def data() -> Iterator[dict[str, Any]]:
             for index, row in enumerate(scores):
@@ -90,21 +90,21 @@ async def classify(model: ServedModel, body: ClassificationRequest, request: Req
         }
 
     headers = answer_headers(request_id, texts.truncated)
-    return await model.lifetime(request).answer(whole(), headers, lambda: size.bytes)
+    return await model.lifetime(request).answer(build_response(), headers, lambda: size.bytes)
 
 
-def labels_of(model: ServedModel, why: str) -> LabelSet:
+def get_labels(model: ServedModel, reason: str) -> LabelSet:
     """Return the labels of a classifier.
 
     Raises:
-        APIError: 400, the model is not a classifier; `why` names the constraint.
+        APIError: 400, the model is not a classifier; `reason` names the constraint.
     """
     if model.labels is None:
-        raise unsupported_task(model, CLASSIFIES, why)
+        raise unsupported_task(model, CLASSIFIES, reason)
     return model.labels
 
 
-def activated(labels: LabelSet, logits: np.ndarray, use_activation: bool) -> np.ndarray:
+def apply_activation(labels: LabelSet, logits: np.ndarray, use_activation: bool) -> np.ndarray:
     """Return the probabilities of logits, or the logits."""
     return labels.probabilities(logits) if use_activation else logits
 

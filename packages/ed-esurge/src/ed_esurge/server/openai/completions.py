@@ -31,7 +31,7 @@ from ed_esurge.server.generation.pipeline import (
     finish_reason,
     openai_usage,
 )
-from ed_esurge.server.generation.prompt_embeds import embedded
+from ed_esurge.server.generation.prompt_embeds import read_prompt_embeds
 from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.requests import CompletionRequest
 from ed_esurge.server.generation.structured import compile_one
@@ -57,7 +57,7 @@ async def complete(model: ServedModel, body: CompletionRequest, request: Request
     _check_size(size, body, tasks)
     generation = RunningGeneration(model, body, request, tasks, "cmpl", size=size, numbered=True)
     completions = _Completions(body, generation)
-    return await generation.answer(body.stream, completions.events, completions.whole)
+    return await generation.answer(body.stream, completions.events, completions.build_response)
 
 
 async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask]:
@@ -68,7 +68,7 @@ async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask
     special = body.add_special_tokens
     encoded = iter(await prompts.encode(texts, add_special_tokens=special, cut=cut))
     # The engine also samples one token of a request that only scores (max_tokens 0).
-    wanted = None if body.max_tokens is None else max(body.max_tokens, 1)
+    max_tokens = None if body.max_tokens is None else max(body.max_tokens, 1)
     best_of, logprobs = body.best_of or body.n, body.logprobs
     if best_of > body.n and logprobs is None:
         logprobs = 0  # `_best` compares the log-probabilities
@@ -78,16 +78,20 @@ async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask
     first: SamplingParams | None = None
     params: dict[int, SamplingParams] = {}
     tasks = []
-    embeds = await embedded(model.engine, body.prompt_embeds) if body.prompt_embeds else []
+    embeds = (
+        await read_prompt_embeds(model.engine, body.prompt_embeds) if body.prompt_embeds else []
+    )
     for prompt in (*embeds, *body.prompt):
         if isinstance(prompt, EncodedPrompt):
-            whole, param, items = prompt.tokens, "prompt_embeds", prompt.encoder_inputs
+            prompt_tokens, param, items = prompt.tokens, "prompt_embeds", prompt.encoder_inputs
         else:
-            whole = next(encoded) if isinstance(prompt, str) else prompt
+            prompt_tokens = next(encoded) if isinstance(prompt, str) else prompt
             param, items = "prompt", ()
-        checked = prompts.check(whole, wanted, param=param, last=body.truncate_prompt_tokens)
+        checked = prompts.check(
+            prompt_tokens, max_tokens, param=param, last=body.truncate_prompt_tokens
+        )
         tokens, limit = checked.token_ids, checked.max_tokens
-        if wanted is None:
+        if max_tokens is None:
             limit = min(limit, DEFAULT_MAX_TOKENS)
         if limit not in params:
             if first is None:
@@ -103,7 +107,7 @@ async def _tasks(model: ServedModel, body: CompletionRequest) -> list[PromptTask
             params[limit] = first.model_copy(update={"max_tokens": limit})
         echo = None
         if body.echo:
-            unchanged = isinstance(prompt, str) and tokens == whole
+            unchanged = isinstance(prompt, str) and tokens == prompt_tokens
             echo = str(prompt) if unchanged else await prompts.decode(tokens)
         tasks.append(PromptTask(checked, params[limit], echo, items))
     return tasks
@@ -115,9 +119,9 @@ def _check_size(size: AnswerSize, body: CompletionRequest, tasks: list[PromptTas
     Raises:
         APIError: 400, the answer would be too large; 503, too many bytes are in flight.
     """
-    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
-    scored = score_count(max((top for top in asked if top is not None), default=None))
-    repeated = sum(map(score_count, asked)) * SCORE_TEXT_BYTES
+    requested_counts = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    scored = score_count(max((top for top in requested_counts if top is not None), default=None))
+    repeated = sum(map(score_count, requested_counts)) * SCORE_TEXT_BYTES
     repeated += ID_BYTES * (body.return_token_ids + body.echo)
     # `best_of` compares log-probabilities that the client did not request.
     new = score_count(tasks[0].params.logprobs) * (SCORE_BYTES + SCORE_TEXT_BYTES) + TOKEN_BYTES
@@ -135,7 +139,7 @@ def _check_size(size: AnswerSize, body: CompletionRequest, tasks: list[PromptTas
     size.add(prompts)
 
 
-def _shown(task: PromptTask) -> list[int] | None:
+def _get_prompt_ids(task: PromptTask) -> list[int] | None:
     """Return the token ids of a prompt for the client; None for embeddings."""
     return None if task.encoder_inputs else task.tokens
 
@@ -150,27 +154,27 @@ class _Completions:
         self.body, self.generation = body, generation
         self._scores_only = body.max_tokens == 0
 
-    async def whole(self) -> dict[str, Any]:
+    async def build_response(self) -> dict[str, Any]:
         """Return the complete answer."""
         generation = self.generation
         outputs: list[RequestOutput | None] = [None] * len(generation.tasks)
         async with aclosing(generation.outputs()) as deltas:
             async for index, delta in deltas:
-                known = outputs[index]
-                if known is None:
+                merged_output = outputs[index]
+                if merged_output is None:
                     outputs[index] = delta
                 else:
-                    known.add(delta)
-        found = [
+                    merged_output.add(delta)
+        completions = [
             (task, output, completion)
             for task, output in zip(generation.tasks, outputs, strict=True)
             if output is not None
             for completion in self._best(output)
         ]
-        finishes = [self._finish(completion) for _, _, completion in found]
+        finishes = [self._finish(completion) for _, _, completion in completions]
 
         def choices() -> Iterator[dict[str, Any]]:
-            for index, (parts, finish) in enumerate(zip(found, finishes, strict=True)):
+            for index, (parts, finish) in enumerate(zip(completions, finishes, strict=True)):
                 yield self._choice(*parts, index, finish)
 
         return {
@@ -225,7 +229,7 @@ class _Completions:
                 self.generation.model.texts, output.prompt_logprobs, body.prompt_logprobs
             )
         if body.return_token_ids:
-            choice["prompt_token_ids"] = _shown(task)
+            choice["prompt_token_ids"] = _get_prompt_ids(task)
             choice["token_ids"] = [] if scores_only else completion.token_ids
         return choice
 
@@ -264,19 +268,19 @@ class _Completions:
                         writers[index] = self._writer()
                     writer = writers[index]
                     if first and task.echo is not None:
-                        shown = await self._prompt_scores(writer, task, scores.get(place) or [])
+                        logprobs = await self._prompt_scores(writer, task, scores.get(place) or [])
                         payload = f'"text":{encode(task.echo)}'
-                        events.append(chunks.written_choice(index, payload, shown, None))
+                        events.append(chunks.written_choice(index, payload, logprobs, None))
                     finish = out.finish_reason and finish_reason(out.finish_reason)
                     if self._scores_only:
                         events.append(chunks.choice(index, f'"text":""{ids}', None, "length"))
                         continue
-                    shown = None
+                    logprobs = None
                     if writer is not None and out.token_ids:
-                        shown = writer.completion(out.token_ids, out.logprobs or [])
-                    if out.text or finish or ids or shown is not None:
+                        logprobs = writer.completion(out.token_ids, out.logprobs or [])
+                    if out.text or finish or ids or logprobs is not None:
                         payload = f'"text":{encode(out.text)}{ids}'
-                        events.append(chunks.choice(index, payload, shown, finish))
+                        events.append(chunks.choice(index, payload, logprobs, finish))
                 if events:
                     yield "".join(events)
         if body.include_usage:
@@ -300,7 +304,7 @@ class _Completions:
         if not self.body.return_token_ids:
             return ""
         ids = f',"token_ids":{encode([] if self._scores_only else out.token_ids)}'
-        return f'{ids},"prompt_token_ids":{encode(_shown(task))}' if first else ids
+        return f'{ids},"prompt_token_ids":{encode(_get_prompt_ids(task))}' if first else ids
 
 
 ENDPOINTS = (

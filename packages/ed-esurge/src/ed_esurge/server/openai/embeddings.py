@@ -90,18 +90,22 @@ async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) ->
     options = model.queue_options(body)
     size = model.pooled_size(request, texts.prompts)
 
-    async def whole() -> dict[str, Any]:
+    async def build_response() -> dict[str, Any]:
         vectors = await model.vectors(texts.prompts, params, request_id, **options)
         size.raise_to(vectors.size * NUMBER_BYTES)
         if body.dimensions is not None:
-            vectors = shortened(vectors, body.dimensions, normalize=body.normalize)
+            vectors = truncate_vectors(vectors, body.dimensions, normalize=body.normalize)
         return {
             "id": request_id,
             "object": "list",
             "created": int(time.time()),
             "data": JsonItems(
                 lambda: (
-                    {"object": "embedding", "index": index, "embedding": body.encoded(vector)}
+                    {
+                        "object": "embedding",
+                        "index": index,
+                        "embedding": body.encode_vectors(vector),
+                    }
                     for index, vector in enumerate(vectors)
                 ),
                 group=0,
@@ -111,7 +115,7 @@ async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) ->
         }
 
     headers = answer_headers(request_id, texts.truncated)
-    return await model.lifetime(request).answer(whole(), headers, lambda: size.bytes)
+    return await model.lifetime(request).answer(build_response(), headers, lambda: size.bytes)
 
 
 @dataclass(frozen=True)
@@ -161,21 +165,23 @@ class EncodedTexts:
                     param="messages",
                     code="unsupported_value",
                 )
-            some = await model.prompts.tokens_of([encoded.tokens], param="messages", **limits)
-            return cls(model, *some, "", [False])
-        prefix, given = "", body.input or []
+            encoded_prompts = await model.prompts.encode_prompts(
+                [encoded.tokens], param="messages", **limits
+            )
+            return cls(model, *encoded_prompts, "", [False])
+        prefix, texts = "", body.input or []
         if embeds and isinstance(body, VectorRequest):
             try:
                 prefix = model.embedding_settings.prompt(body.prompt_name)
             except ConfigError as error:
                 raise APIError(str(error), param="prompt_name", code="invalid_value") from None
-        some = await model.prompts.tokens_of(
-            [prefix + text if isinstance(text, str) else text for text in given],
+        encoded_prompts = await model.prompts.encode_prompts(
+            [prefix + text if isinstance(text, str) else text for text in texts],
             add_special_tokens=body.add_special_tokens is not False,
             param="input",
             **limits,
         )
-        return cls(model, *some, prefix, [isinstance(text, str) for text in given])
+        return cls(model, *encoded_prompts, prefix, [isinstance(text, str) for text in texts])
 
     async def embedding_params(
         self, body: VectorRequest, *, normalize: bool
@@ -201,14 +207,17 @@ async def prompt_lengths(
         prompt: text of the prompt of the checkpoint.
         prompts: the encoded texts.
         with_prompt: whether each text starts with the prompt.
-        side: the side that lost tokens; see `PromptEncoder.tokens_of`.
+        side: the side that lost tokens; see `PromptEncoder.encode_prompts`.
     """
     if model.embedding_settings.include_prompt or not prompt:
         return [0] * len(prompts)
     count = await model.prompts.prefix_length(prompt)
-    left = model.prompts.truncation_side(side) == "left"
+    truncates_left = model.prompts.truncation_side(side) == "left"
     pairs = zip(prompts, with_prompt, strict=True)
-    return [max(0, count - encoded.removed * left) if starts else 0 for encoded, starts in pairs]
+    return [
+        max(0, count - encoded.removed * truncates_left) if starts else 0
+        for encoded, starts in pairs
+    ]
 
 
 def token_counts(prompts: list[CheckedPrompt], truncated: int) -> dict[str, int]:
@@ -217,7 +226,7 @@ def token_counts(prompts: list[CheckedPrompt], truncated: int) -> dict[str, int]
     return {"prompt_tokens": count, "total_tokens": count, **truncation(truncated)}
 
 
-def shortened(vectors: np.ndarray, count: int, *, normalize: bool) -> np.ndarray:
+def truncate_vectors(vectors: np.ndarray, count: int, *, normalize: bool) -> np.ndarray:
     """Return the first `count` elements of each vector.
 
     Raises:

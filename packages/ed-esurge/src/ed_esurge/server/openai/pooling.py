@@ -16,15 +16,15 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.http.errors import APIError, InvalidField
-from ed_esurge.server.http.fields import unsupported
+from ed_esurge.server.http.fields import reject_field
 from ed_esurge.server.http.json_parts import JsonItems
-from ed_esurge.server.openai.classification import activated, labels_of
+from ed_esurge.server.openai.classification import apply_activation, get_labels
 from ed_esurge.server.openai.embeddings import (
     EmbeddingUsage,
     EncodedTexts,
     VectorRequest,
-    shortened,
     token_counts,
+    truncate_vectors,
 )
 from ed_esurge.server.routing import post
 
@@ -53,7 +53,7 @@ class PoolingRequest(VectorRequest):
     normalize: bool = True
     """Whether vectors have length 1, or labels have probabilities instead of logits; vLLM's name is
     `use_activation`."""
-    data: Annotated[None, unsupported("plugins; send input or messages")] = None
+    data: Annotated[None, reject_field("plugins; send input or messages")] = None
 
 
 class Pooled(AnswerBody):
@@ -88,24 +88,24 @@ async def pool(model: ServedModel, body: PoolingRequest, request: Request) -> Re
     request_id = new_id("pooling", body.request_id)
     labels = None
     if task == "classify":
-        labels = labels_of(model, "the pooling task 'classify' requires a classifier")
+        labels = get_labels(model, "the pooling task 'classify' requires a classifier")
     else:
         require(model, EMBEDS if task == "embed" else EMBEDS_TOKENS)
     texts = await EncodedTexts.of(model, body, embeds=labels is None)
     params = await texts.embedding_params(body, normalize=body.normalize and labels is None)
     if task == "token_embed":
-        params = [each.replace(task="token_embed") for each in params]
+        params = [prompt_params.replace(task="token_embed") for prompt_params in params]
     options = model.queue_options(body)
     size = model.pooled_size(request, texts.prompts, each_token=task == "token_embed")
 
-    async def whole() -> dict[str, Any]:
-        rows = await model.pooled(texts.prompts, params, request_id, **options)
+    async def build_response() -> dict[str, Any]:
+        rows = await model.pool_prompts(texts.prompts, params, request_id, **options)
         size.raise_to(sum(row.size for row in rows) * NUMBER_BYTES)
         vectors: list[np.ndarray] | np.ndarray = rows
         if labels is not None:
-            vectors = activated(labels, np.stack(rows), body.normalize)
+            vectors = apply_activation(labels, np.stack(rows), body.normalize)
         elif body.dimensions is not None:
-            vectors = shortened(np.stack(rows), body.dimensions, normalize=body.normalize)
+            vectors = truncate_vectors(np.stack(rows), body.dimensions, normalize=body.normalize)
         return {
             "id": request_id,
             "object": "list",
@@ -113,7 +113,7 @@ async def pool(model: ServedModel, body: PoolingRequest, request: Request) -> Re
             "model": model.name,
             "data": JsonItems(
                 lambda: (
-                    {"index": index, "object": "pooling", "data": body.encoded(vector)}
+                    {"index": index, "object": "pooling", "data": body.encode_vectors(vector)}
                     for index, vector in enumerate(vectors)
                 ),
                 group=0,
@@ -122,7 +122,7 @@ async def pool(model: ServedModel, body: PoolingRequest, request: Request) -> Re
         }
 
     headers = answer_headers(request_id, texts.truncated)
-    return await model.lifetime(request).answer(whole(), headers, lambda: size.bytes)
+    return await model.lifetime(request).answer(build_response(), headers, lambda: size.bytes)
 
 
 def _check_options(body: PoolingRequest, task: PoolingTask) -> None:

@@ -34,13 +34,13 @@ from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.generation.pooled_requests import PooledRequest, PoolingName
 from ed_esurge.server.generation.requests import MAX_PROMPTS
 from ed_esurge.server.http.errors import APIError, InvalidField
-from ed_esurge.server.http.fields import few, unsupported
+from ed_esurge.server.http.fields import few, reject_field
 from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.openai.embeddings import EmbeddingUsage, prompt_lengths, token_counts
 from ed_esurge.server.routing import post
 
 
-def _listed(value: object) -> object:
+def _wrap_in_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
@@ -52,13 +52,13 @@ def _document(value: object) -> str | dict[str, Any]:
     raise InvalidField("must be a string, or an object with a string `text`")
 
 
-Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_listed), few(MAX_PROMPTS)]
+Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_wrap_in_list), few(MAX_PROMPTS)]
 RankedInput = Annotated[
     str | dict[str, Any],
     PlainValidator(_document, json_schema_input_type=str | dict[str, Any]),
 ]
 RankedInputs = Annotated[
-    list[RankedInput], Field(min_length=1), BeforeValidator(_listed), few(MAX_PROMPTS)
+    list[RankedInput], Field(min_length=1), BeforeValidator(_wrap_in_list), few(MAX_PROMPTS)
 ]
 
 
@@ -77,8 +77,8 @@ class ScoringRequest(PooledRequest):
     """Number of tokens of each document that are read; 0 or null = all."""
     use_activation: bool = True
     """Whether a cross-encoder applies its activation; false = the logit."""
-    instruction: Annotated[None, unsupported(_NO_TEMPLATE, "")] = None
-    chat_template_kwargs: Annotated[None, unsupported(_NO_TEMPLATE, {})] = None
+    instruction: Annotated[None, reject_field(_NO_TEMPLATE, "")] = None
+    chat_template_kwargs: Annotated[None, reject_field(_NO_TEMPLATE, {})] = None
 
     # Extension.
     pooling: PoolingName = "last"
@@ -120,9 +120,9 @@ class RerankRequest(ScoringRequest):
     top_n: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     """Number of documents to return, best first; 0 or null = all."""
     return_documents: bool = True
-    rank_fields: Annotated[Any, unsupported("only the field `text` is read", ["text"])] = None
+    rank_fields: Annotated[Any, reject_field("only the field `text` is read", ["text"])] = None
     max_chunks_per_doc: Annotated[
-        Any, unsupported("a document is one chunk, use max_tokens_per_doc", 1)
+        Any, reject_field("a document is one chunk, use max_tokens_per_doc", 1)
     ] = None
 
 
@@ -211,7 +211,7 @@ async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Res
     scorer = await _scorer(model, texts)
     size = model.pooled_size(request, scorer.prompts)
 
-    async def whole() -> dict[str, Any]:
+    async def build_response() -> dict[str, Any]:
         scores = await scorer.scores()
         return {
             "id": request_id,
@@ -228,7 +228,7 @@ async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Res
         }
 
     headers = answer_headers(request_id, scorer.truncated)
-    return await model.lifetime(request).answer(whole(), headers, lambda: size.bytes)
+    return await model.lifetime(request).answer(build_response(), headers, lambda: size.bytes)
 
 
 async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> Response:
@@ -237,7 +237,9 @@ async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> R
     Raises:
         APIError: 400, the model is a classifier with several labels, or a text is too long.
     """
-    documents = [each if isinstance(each, str) else each["text"] for each in body.documents]
+    documents = [
+        document if isinstance(document, str) else document["text"] for document in body.documents
+    ]
     settings = model.embedding_settings
     prompts = (
         settings.first_prompt("query"),
@@ -249,7 +251,7 @@ async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> R
     scorer = await _scorer(model, texts)
     size = model.pooled_size(request, scorer.prompts)
 
-    async def whole() -> dict[str, Any]:
+    async def build_response() -> dict[str, Any]:
         scores = await scorer.scores()
         order = np.argsort(-scores, kind="stable").tolist()
 
@@ -257,8 +259,10 @@ async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> R
             for index in order[: body.top_n or len(order)]:
                 result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
                 if body.return_documents:
-                    each = body.documents[index]
-                    result["document"] = {"text": each} if isinstance(each, str) else each
+                    document = body.documents[index]
+                    result["document"] = (
+                        {"text": document} if isinstance(document, str) else document
+                    )
                 yield result
 
         usage = token_counts(scorer.prompts, scorer.truncated)
@@ -274,7 +278,7 @@ async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> R
         }
 
     headers = answer_headers(request_id, scorer.truncated)
-    return await model.lifetime(request).answer(whole(), headers, lambda: size.bytes)
+    return await model.lifetime(request).answer(build_response(), headers, lambda: size.bytes)
 
 
 @dataclass(frozen=True)
@@ -296,12 +300,13 @@ class _Texts:
     body: ScoringRequest
     request_id: str
 
-    async def cut(self, model: ServedModel) -> tuple[list[str], list[str]]:
+    async def truncate_texts(self, model: ServedModel) -> tuple[list[str], list[str]]:
         """Return the first and the second texts, up to the limits of their tokens."""
         limits = self.body.max_tokens_per_query, self.body.max_tokens_per_doc
         pairs = zip((self.first, self.second), limits, strict=True)
         first, second = [
-            await model.prompts.first_tokens(some, most) if most else some for some, most in pairs
+            await model.prompts.first_tokens(texts, most) if most else texts
+            for texts, most in pairs
         ]
         return first, second
 
@@ -372,7 +377,7 @@ class _CrossEncoder:
         if body.max_tokens_per_query:
             queries = await model.prompts.first_tokens(queries, body.max_tokens_per_query)
         first = queries * len(texts.second) if len(queries) == 1 else queries
-        encoded = await model.prompts.pairs_of(
+        encoded = await model.prompts.encode_pairs(
             list(zip(first, texts.second, strict=True)),
             longest=body.truncate_prompt_tokens,
             most=body.max_tokens_per_doc or None,
@@ -411,10 +416,10 @@ class _BiEncoder:
         prompts: list[CheckedPrompt] = []
         params: list[PoolingParams] = []
         truncated = 0
-        cut = await texts.cut(model)
-        for name, prefix, some in zip(texts.names, texts.prefixes, cut, strict=True):
-            encoded, removed = await model.prompts.tokens_of(
-                [prefix + text for text in some],
+        cut = await texts.truncate_texts(model)
+        for name, prefix, side_texts in zip(texts.names, texts.prefixes, cut, strict=True):
+            encoded, removed = await model.prompts.encode_prompts(
+                [prefix + text for text in side_texts],
                 most=body.truncate_prompt_tokens,
                 side=body.truncation_side,
                 param=name,

@@ -21,8 +21,8 @@ from ed_esurge.server.generation.answers import (
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.requests import DetokenizeRequest, TokenizeRequest
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.auth import owner_of
-from ed_esurge.server.http.body import in_thread, size_of
+from ed_esurge.server.http.auth import get_owner
+from ed_esurge.server.http.body import get_size, in_thread
 from ed_esurge.server.http.json_parts import JsonItems, JsonPieces, write_json
 from ed_esurge.server.routing import READING, Endpoint, post
 
@@ -34,7 +34,7 @@ async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) 
         prompt = await prompts.conversation(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
-            size=size_of(request),
+            size=get_size(request),
         )
         tokens = prompt.tokens
     else:
@@ -52,7 +52,7 @@ async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) 
     size.add(count)
     if body.return_token_strs:
         answer["token_strs"] = JsonItems(
-            lambda: (model.texts.text_of(token) for token in tokens), 2**12
+            lambda: (model.texts.get_text(token) for token in tokens), 2**12
         )
     answer["tokens"] = JsonItems(lambda: tokens, 2**12)
     return JsonPieces(await write_json(answer, count))
@@ -72,12 +72,12 @@ async def info(server: ServedModels, request: Request) -> JSONResponse:
         APIError: 404, the model does not exist.
     """
     name = request.query_params.get("model")
-    async with server.using(name, owner_of(request.scope)) as model:
+    async with server.using(name, get_owner(request.scope)) as model:
         prompts = model.prompts
-    known = _plain(getattr(prompts.tokenizer, "init_kwargs", {}))
+    settings = _convert_to_json(getattr(prompts.tokenizer, "init_kwargs", {}))
     return JSONResponse(
         {
-            **{name: value for name, value in known.items() if not _names_a_place(name)},
+            **{name: value for name, value in settings.items() if not _names_a_place(name)},
             "tokenizer_class": type(prompts.tokenizer).__name__,
             "chat_template": prompts.template_text or None,
         }
@@ -89,12 +89,12 @@ def _names_a_place(option: str) -> bool:
     return option.endswith(("_file", "_path", "_dir", "_object"))
 
 
-def _plain(value: object) -> Any:
+def _convert_to_json(value: object) -> Any:
     """Return a value as JSON: added tokens as objects, other values as text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _convert_to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_convert_to_json(item) for item in value]
     if isinstance(value, AddedToken):
         names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
         return {name: getattr(value, name) for name in names}
@@ -103,7 +103,7 @@ def _plain(value: object) -> Any:
 
 async def names(server: ServedModels, request: Request) -> JSONResponse:
     """Return the models, and the adapters that the key may use, for the clients of both APIs."""
-    owner = owner_of(request.scope)
+    owner = get_owner(request.scope)
     data = [_for_both_apis(card) for card in await in_thread(lambda: server.cards(owner))]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
     return JSONResponse({"object": "list", "data": data, **ends, "has_more": False})
@@ -128,7 +128,7 @@ async def one(server: ServedModels, request: Request) -> JSONResponse:
     Raises:
         APIError: 404.
     """
-    name, owner = request.path_params["model"], owner_of(request.scope)
+    name, owner = request.path_params["model"], get_owner(request.scope)
     cards = {card["id"]: card for card in await in_thread(lambda: server.cards(owner))}
     if name not in cards:
         server.find(name, owner)  # raises the error

@@ -15,9 +15,9 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.generation.speech import heard, speech_engine
-from ed_esurge.server.http.admission import client_of
+from ed_esurge.server.http.admission import get_client
 from ed_esurge.server.http.errors import APIError, client_gone
-from ed_esurge.server.http.fields import RequestBody, few, unsupported
+from ed_esurge.server.http.fields import RequestBody, few, reject_field
 from ed_esurge.server.http.streaming import encode
 from ed_esurge.server.openai.transcripts import subtitles, verbose
 from ed_esurge.server.routing import post
@@ -30,7 +30,7 @@ _SPEAKERS = "the model does not distinguish speakers, omit the field"
 TIMED = ("verbose_json", "srt", "vtt")
 
 
-def _listed(value: object) -> object:
+def _wrap_in_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
@@ -58,17 +58,17 @@ class TranscriptionRequest(AudioRequest):
     """Code of the language, such as `en`. null: the model detects the language."""
     stream: bool = False
     timestamp_granularities: Annotated[
-        list[Literal["segment", "word"]], few(2), BeforeValidator(_listed)
+        list[Literal["segment", "word"]], few(2), BeforeValidator(_wrap_in_list)
     ] = Field(default_factory=list)
     """What has times in the format verbose_json. Words require Whisper with `alignment_heads`."""
     chunking_strategy: Annotated[
-        None, unsupported("the model cuts the recording itself, omit the field", "auto")
+        None, reject_field("the model cuts the recording itself, omit the field", "auto")
     ] = None
     include: Annotated[
-        None, unsupported("transcripts have no log-probabilities of tokens, omit the field")
+        None, reject_field("transcripts have no log-probabilities of tokens, omit the field")
     ] = None
-    known_speaker_names: Annotated[None, unsupported(_SPEAKERS)] = None
-    known_speaker_references: Annotated[None, unsupported(_SPEAKERS)] = None
+    known_speaker_names: Annotated[None, reject_field(_SPEAKERS)] = None
+    known_speaker_references: Annotated[None, reject_field(_SPEAKERS)] = None
 
 
 class TranslationRequest(AudioRequest):
@@ -167,7 +167,7 @@ async def _answer(
     label = new_id("transcription", None)
     headers = answer_headers(label, 0)
     lifetime = model.lifetime(request)
-    pieces = heard(model, engine, body.file, options, label, client_of(request.scope))
+    pieces = heard(model, engine, body.file, options, label, get_client(request.scope))
     if stream:
         events = _events(pieces, TextDeltas(engine.transcriber))
         return await lifetime.respond(events, headers)

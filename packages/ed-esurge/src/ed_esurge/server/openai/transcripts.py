@@ -61,7 +61,7 @@ def subtitles(segments: Sequence[Any], form: Literal["srt", "vtt"]) -> str:
 
 def clock(seconds: float, mark: str) -> str:
     """Return a time as `hours:minutes:seconds` and milliseconds."""
-    milliseconds = round(seconds * 1000)
-    minutes, rest = divmod(milliseconds, 60_000)
+    whole_seconds, milliseconds = divmod(round(seconds * 1000), 1000)
+    minutes, whole_seconds = divmod(whole_seconds, 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours:02}:{minutes:02}:{rest // 1000:02}{mark}{rest % 1000:03}"
+    return f"{hours:02}:{minutes:02}:{whole_seconds:02}{mark}{milliseconds:03}"

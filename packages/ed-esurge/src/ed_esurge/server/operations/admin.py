@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ed_esurge.server.generation.answers import Sleeping
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.auth import get_owner
 from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.operations.directories import inside
@@ -34,7 +34,7 @@ async def sleep(server: ServedModels, request: Request) -> JSONResponse:
         APIError: 400, `level` is neither 1 nor 2; 403, sleep mode is disabled; 404, the model does
             not exist; 409, the engine does not support the level; 503, the engine does not run.
     """
-    models = _asked(server, request, ("level", "model"))
+    models = _get_requested_models(server, request, ("level", "model"))
     level = LEVELS.get(request.query_params.get("level", "1"))
     if level is None:
         raise APIError(
@@ -53,7 +53,7 @@ async def wake_up(server: ServedModels, request: Request) -> JSONResponse:
     Raises:
         APIError: see `sleep`; 409, the weights were dropped.
     """
-    models = _asked(server, request, ("model",))
+    models = _get_requested_models(server, request, ("model",))
     for model in models:
         await _done(model.engine.wake_up())
     return _state(models)
@@ -61,7 +61,7 @@ async def wake_up(server: ServedModels, request: Request) -> JSONResponse:
 
 async def is_sleeping(server: ServedModels, request: Request) -> JSONResponse:
     """Return whether the models sleep; query parameter: `model`. Raises APIError: see `sleep`."""
-    return _state(_asked(server, request, ("model",)))
+    return _state(_get_requested_models(server, request, ("model",)))
 
 
 async def reset_prefix_cache(server: ServedModels, request: Request) -> Response:
@@ -80,22 +80,24 @@ async def reset_prefix_cache(server: ServedModels, request: Request) -> Response
     return Response()
 
 
-def _asked(server: ServedModels, request: Request, known: Sequence[str]) -> list[ServedModel]:
+def _get_requested_models(
+    server: ServedModels, request: Request, parameters: Sequence[str]
+) -> list[ServedModel]:
     if not server.state.enable_sleep_mode:
         raise APIError(
             "sleep mode is disabled: start the server with enable_sleep_mode",
             status=403,
             code="sleep_off",
         )
-    _check_query(request, known)
+    _check_query(request, parameters)
     return _models(server, request)
 
 
-def _check_query(request: Request, known: Sequence[str]) -> None:
+def _check_query(request: Request, parameters: Sequence[str]) -> None:
     for name in request.query_params:
-        if name not in known:
+        if name not in parameters:
             raise APIError(
-                f"the parameter {name!r:.50} is unknown: use {', '.join(known)}",
+                f"the parameter {name!r:.50} is unknown: use {', '.join(parameters)}",
                 param=name[:50],
                 code="unknown_parameter",
             )
@@ -103,7 +105,7 @@ def _check_query(request: Request, known: Sequence[str]) -> None:
 
 def _models(server: ServedModels, request: Request) -> list[ServedModel]:
     name = request.query_params.get("model")
-    return [*server.models] if name is None else [server.find(name, owner_of(request.scope))]
+    return [*server.models] if name is None else [server.find(name, get_owner(request.scope))]
 
 
 async def _done(work: Awaitable[None]) -> None:
@@ -199,11 +201,12 @@ def _check_name(model: ServedModel, name: str) -> None:
     """
     if name in model.names or model.state.is_model(name):
         raise APIError(f"{name!r} is the name of the model: choose another name", param="lora_name")
-    for other in model.state.all_models():
-        adapters = (one.name for one in other.engine.list_lora_adapters())
-        if other.engine is not model.engine and name in adapters:
+    for other_model in model.state.all_models():
+        adapters = (one.name for one in other_model.engine.list_lora_adapters())
+        if other_model.engine is not model.engine and name in adapters:
             raise APIError(
-                f"{name!r} is an adapter of the model {other.names[0]!r}: choose another name",
+                f"{name!r} is an adapter of the model {other_model.names[0]!r}: choose another "
+                "name",
                 param="lora_name",
             )
 
@@ -244,22 +247,22 @@ async def _unload_alone(model: ServedModel, name: str) -> None:
             raise engine_unavailable(hide_paths(error)) from error
 
 
-def _owners(model: ServedModel, wanted: str | None) -> frozenset[str] | None:
+def _owners(model: ServedModel, owner: str | None) -> frozenset[str] | None:
     """Return the digests of the keys that may use an adapter, including administrators' keys.
 
     Args:
-        wanted: name or SHA-256 of the keys; None = every key.
+        owner: name or SHA-256 of the keys; None = every key.
 
     Raises:
         APIError: 400, the server has no such key.
     """
-    if wanted is None:
+    if owner is None:
         return None
     keys = model.state.keys
-    owners = {key.sha256 for key in keys if wanted in (key.name, key.sha256)}
+    owners = {key.sha256 for key in keys if owner in (key.name, key.sha256)}
     if not owners:
         raise APIError(
-            f"the owner {wanted!r} is neither the name nor the sha256 of an API key of this "
+            f"the owner {owner!r} is neither the name nor the sha256 of an API key of this "
             "server: use a key of its api_key_file, or omit owner",
             param="owner",
             code="invalid_value",

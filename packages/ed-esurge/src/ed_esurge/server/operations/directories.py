@@ -7,12 +7,12 @@ from pathlib import Path
 from ed_esurge.server.http.errors import APIError
 
 
-def inside(directory: Path, wanted: str, kind: str, param: str) -> Path:
+def inside(directory: Path, client_path: str, kind: str, param: str) -> Path:
     """Return the resolved path of a directory inside a directory of the server.
 
     Args:
         directory: the directory of the server.
-        wanted: the path of the client, relative to `directory`.
+        client_path: the path of the client, relative to `directory`.
         kind: what the directory contains, for the errors.
         param: name of the field with the path.
 
@@ -21,7 +21,7 @@ def inside(directory: Path, wanted: str, kind: str, param: str) -> Path:
     """
     root = directory.resolve()
     try:
-        path = (root / wanted).resolve()
+        path = (root / client_path).resolve()
         within = path.is_relative_to(root) and path != root
         there = within and path.is_dir()
         # The files may be links too.
@@ -32,13 +32,13 @@ def inside(directory: Path, wanted: str, kind: str, param: str) -> Path:
         within = there = strays = False
     if not within or strays:
         raise APIError(
-            f"{wanted!r:.200} is not inside the {kind} directory of this server: send a path "
+            f"{client_path!r:.200} is not inside the {kind} directory of this server: send a path "
             "relative to this directory",
             status=403,
             param=param,
         )
     if not there:
         raise APIError(
-            f"the {kind} directory {wanted!r:.200} does not exist", status=404, param=param
+            f"the {kind} directory {client_path!r:.200} does not exist", status=404, param=param
         )
     return path

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.playground.assembly import assembled
+from ed_esurge.server.playground.assembly import assemble_page
 from ed_esurge.server.routing import Endpoint
 
 
@@ -22,7 +22,7 @@ from ed_esurge.server.routing import Endpoint
 def page() -> str:
     """Return the page."""
     folder = files(__name__)
-    return assembled(folder.joinpath("page.html").read_text("utf-8"), folder)
+    return assemble_page(folder.joinpath("page.html").read_text("utf-8"), folder)
 
 
 @functools.cache

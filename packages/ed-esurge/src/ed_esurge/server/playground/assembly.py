@@ -18,7 +18,7 @@ _EXPORT = re.compile(
 _OTHER = re.compile(r"^(?:import|export)\b.*", re.MULTILINE)
 
 
-def assembled(text: str, folder: Traversable) -> str:
+def assemble_page(text: str, folder: Traversable) -> str:
     """Return a page with the style sheets and the script that its placeholders name.
 
     Args:
@@ -29,8 +29,8 @@ def assembled(text: str, folder: Traversable) -> str:
         ValueError: a module imports a name that is not exported, or two modules import each other.
     """
 
-    def content(found: re.Match[str]) -> str:
-        name = found[1]
+    def content(match: re.Match[str]) -> str:
+        name = match[1]
         return _script(folder, name) if name.endswith(".js") else _read(folder, name)
 
     return re.sub(r"\{\{([\w./-]+)\}\}", content, text)
@@ -53,20 +53,22 @@ def _script(folder: Traversable, main: str) -> str:
         active.append(path)
         text = _read(folder, path)
 
-        def imported(found: re.Match[str]) -> str:
-            source = normpath(join(dirname(path), found[2]))
+        def replace_import(match: re.Match[str]) -> str:
+            source = normpath(join(dirname(path), match[2]))
             add(source)
-            names = [name.strip() for name in found[1].split(",") if name.strip()]
+            names = [name.strip() for name in match[1].split(",") if name.strip()]
             absent = [name for name in names if name not in exports[source]]
             if absent:
                 raise ValueError(f"{path} imports {absent}, which {source} does not export")
             return f"const {{ {', '.join(names)} }} = {_variable(source)};\n"
 
-        text = _IMPORT.sub(imported, text)
-        exports[path] = [found[1] for found in _EXPORT.finditer(text)]
+        text = _IMPORT.sub(replace_import, text)
+        exports[path] = [match[1] for match in _EXPORT.finditer(text)]
         text = _EXPORT.sub("", text)
-        if (other := _OTHER.search(text)) is not None:
-            raise ValueError(f"{path}: {other[0]!r} must import names or export a declaration")
+        if (stray_statement := _OTHER.search(text)) is not None:
+            raise ValueError(
+                f"{path}: {stray_statement[0]!r} must import names or export a declaration"
+            )
         names = ", ".join(exports[path])
         parts.append(f"// {path}\nconst {_variable(path)} = (() => {{\n{text}")
         parts.append(f"return {{ {names} }};\n}})();\n")

@@ -20,9 +20,9 @@ from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.admission import RESERVATION
-from ed_esurge.server.http.auth import owner_of
+from ed_esurge.server.http.auth import get_owner
 from ed_esurge.server.http.body import aside
-from ed_esurge.server.http.errors import APIError, renamed
+from ed_esurge.server.http.errors import APIError, rename_fields
 from ed_esurge.server.http.json_parts import LONG_ANSWER, JsonPieces, write_json
 from ed_esurge.server.http.streaming import (
     RequestLifetime,
@@ -114,18 +114,20 @@ async def create(model: ServedModel, body: ResponseRequest, request: Request) ->
             otherwise see `ChatGeneration.begin`.
     """
     if body.background:
-        return await _detached(model, body, request)
+        return await _start_background_response(model, body, request)
     run = await ResponseRun.begin(model, body, request)
     return await run.turn.generation.answer(
         body.stream,
         lambda: _stream(run),
-        run.whole,
+        run.build_response,
         StreamFormat(_error_event),
         size=lambda: run.size,
     )
 
 
-async def _detached(model: ServedModel, body: ResponseRequest, request: Request) -> Response:
+async def _start_background_response(
+    model: ServedModel, body: ResponseRequest, request: Request
+) -> Response:
     """Begin a response that does not depend on the connection."""
     state = model.state
     # The bytes of the request and the response are in flight until the work ends.
@@ -216,7 +218,7 @@ def _error_event(error: APIError) -> str:
 
 async def count(model: ServedModel, body: PromptFields, request: Request) -> Response:
     """Return the number of tokens of a response's prompt. Raises APIError: see `create`."""
-    with renamed(NAMES):
+    with rename_fields(NAMES):
         conversation = ResponsePrompt(model, body, request)
         chat = await conversation.chat(execute=False)
         model.formats.check(chat)
@@ -241,26 +243,28 @@ async def retrieve(server: ServedModels, request: Request) -> Response:
     Raises:
         APIError: 400, the response has no stored stream; 404.
     """
-    name, owner = request.path_params["response_id"], owner_of(request.scope)
+    name, owner = request.path_params["response_id"], get_owner(request.scope)
     stored = server.state.responses.get(name, owner)
     if request.query_params.get("stream") != "true":
-        return await _stored(stored)
+        return await _build_stored_response(stored)
     if stored.answer is None:
         raise APIError(
             "only responses with background: true have a stream that can be read again",
             param="stream",
         )
-    after = _number(request.query_params, "starting_after", -1, 0, 2**31)
+    starting_after = _number(request.query_params, "starting_after", -1, 0, 2**31)
     state = server.state
     lifetime = RequestLifetime(request, state.stopping, state.limits.request_timeout)
-    if after >= stored.answer.count - stored.answer.ended:
-        raise APIError(f"the stream has no event after {after}", param="starting_after")
-    return await lifetime.respond(stored.answer.follow(after), {}, StreamFormat(_error_event))
+    if starting_after >= stored.answer.count - stored.answer.ended:
+        raise APIError(f"the stream has no event after {starting_after}", param="starting_after")
+    return await lifetime.respond(
+        stored.answer.follow(starting_after), {}, StreamFormat(_error_event)
+    )
 
 
 async def delete(server: ServedModels, request: Request) -> Response:
     """Delete a stored response. A response in progress is cancelled. Raises APIError: 404."""
-    name, owner = request.path_params["response_id"], owner_of(request.scope)
+    name, owner = request.path_params["response_id"], get_owner(request.scope)
     answer = server.state.responses.get(name, owner).answer
     if answer is not None:
         await answer.cancel()
@@ -274,15 +278,15 @@ async def cancel(server: ServedModels, request: Request) -> Response:
     Raises:
         APIError: 400, the response is not a background response; 404.
     """
-    name, owner = request.path_params["response_id"], owner_of(request.scope)
+    name, owner = request.path_params["response_id"], get_owner(request.scope)
     stored = server.state.responses.get(name, owner)
     if stored.answer is None:
         raise APIError("only responses with background: true can be cancelled", param="response_id")
     await stored.answer.cancel()
-    return await _stored(server.state.responses.get(name, owner))
+    return await _build_stored_response(server.state.responses.get(name, owner))
 
 
-async def _stored(stored: StoredResponse) -> Response:
+async def _build_stored_response(stored: StoredResponse) -> Response:
     """Return the answer with a stored response."""
     if stored.live is None:
         return JsonPieces(stored.text)
@@ -295,7 +299,7 @@ async def input_items(server: ServedModels, request: Request) -> Response:
     Raises:
         APIError: 400, an option of the query is invalid; 404.
     """
-    name, owner = request.path_params["response_id"], owner_of(request.scope)
+    name, owner = request.path_params["response_id"], get_owner(request.scope)
     query = request.query_params
     text = server.state.responses.get(name, owner).items
     items: list[dict[str, Any]] = await aside(partial(from_json, text), len(text))
@@ -304,12 +308,12 @@ async def input_items(server: ServedModels, request: Request) -> Response:
         raise APIError(f"{order!r:.40} is not asc or desc", param="order")
     if order == "desc":
         items = items[::-1]
-    after = query.get("after")
-    if after is not None:
+    after_id = query.get("after")
+    if after_id is not None:
         ids = [item["id"] for item in items]
-        if after not in ids:
-            raise APIError(f"no input item has the id {after!r:.80}", param="after")
-        items = items[ids.index(after) + 1 :]
+        if after_id not in ids:
+            raise APIError(f"no input item has the id {after_id!r:.80}", param="after")
+        items = items[ids.index(after_id) + 1 :]
     size = _number(query, "limit", PAGE, 1, MAX_PAGE)
     page = items[:size]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)

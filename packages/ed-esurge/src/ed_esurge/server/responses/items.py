@@ -21,7 +21,7 @@ from ed_esurge.server.generation.requests import (
     InputAudio,
 )
 from ed_esurge.server.http.errors import InvalidField
-from ed_esurge.server.http.fields import History, few, parts_of, unsupported
+from ed_esurge.server.http.fields import History, check_part_types, few, reject_field
 from ed_esurge.server.responses.tools import OfferedTools
 
 Id = Annotated[str, Field(max_length=256)]
@@ -50,7 +50,7 @@ def _tag(part: object) -> str:
 
 
 ResponseParts = Annotated[
-    list[ResponsePart], Field(fail_fast=True), parts_of(*get_args(PartType)), few(MAX_PARTS)
+    list[ResponsePart], Field(fail_fast=True), check_part_types(*get_args(PartType)), few(MAX_PARTS)
 ]
 
 
@@ -60,7 +60,7 @@ class ImageInput(History):
     type: Literal["input_image"]
     image_url: str | None = None
     detail: str | None = None
-    file_id: Annotated[None, unsupported("files of images; send image_url")] = None
+    file_id: Annotated[None, reject_field("files of images; send image_url")] = None
 
     def for_chat(self, field: str | None, *, optional: bool = False) -> ImagePart:
         """Return the part of a chat message.
@@ -92,8 +92,8 @@ class FileInput(History):
     filename: Annotated[str | None, Field(max_length=1024)] = None
     file_data: str | None = None
     detail: str | None = None
-    file_id: Annotated[None, unsupported("stored files; send file_data")] = None
-    file_url: Annotated[None, unsupported("addresses of files; send file_data")] = None
+    file_id: Annotated[None, reject_field("stored files; send file_data")] = None
+    file_url: Annotated[None, reject_field("addresses of files; send file_data")] = None
 
     @model_validator(mode="after")
     def _readable(self) -> FileInput:
@@ -132,7 +132,7 @@ MessagePart = Annotated[
 #: The output of a call: text, or parts.
 CallOutput = Annotated[
     str | Annotated[list[MessagePart], Field(fail_fast=True)],
-    parts_of(*_IN_OUTPUTS),
+    check_part_types(*_IN_OUTPUTS),
     few(MAX_PARTS),
 ]
 
@@ -144,7 +144,7 @@ class MessageItem(History):
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[
         str | Annotated[list[MessagePart], Field(fail_fast=True)],
-        parts_of(*_IN_MESSAGES),
+        check_part_types(*_IN_MESSAGES),
         few(MAX_PARTS),
     ]
     id: Id | None = None
@@ -171,11 +171,11 @@ class MessageItem(History):
         if isinstance(self.content, str):
             return self.content
         if all(isinstance(part, ResponsePart | FileInput) for part in self.content):
-            return text_of(self.content)
+            return get_text(self.content)
         parts: list[Any] = []
         for place, part in enumerate(self.content):
             if isinstance(part, ResponsePart | FileInput):
-                parts.append({"type": "text", "text": text_of([part])})
+                parts.append({"type": "text", "text": get_text([part])})
                 continue
             medium = part.for_chat(None if field is None else f"{field}.content[{place}]")
             parts.append(medium.model_dump(exclude_none=True) if field is None else medium)
@@ -375,7 +375,7 @@ Items = Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
 Input = Annotated[str | Items, BeforeValidator(_items), few(MAX_MESSAGES)]
 
 
-def text_of(content: str | Sequence[MessagePart]) -> str:
+def get_text(content: str | Sequence[MessagePart]) -> str:
     """Return the text of a message's content."""
     if isinstance(content, str):
         return content
@@ -386,7 +386,7 @@ def text_of(content: str | Sequence[MessagePart]) -> str:
     )
 
 
-def messages_of(
+def build_messages(
     items: str | Sequence[InputItem],
     field: str | None = None,
     offered: OfferedTools | None = None,
@@ -413,13 +413,13 @@ def messages_of(
             images = []
         match item:
             case MessageItem(role="assistant"):
-                _of_assistant(messages)["content"] += text_of(item.content)
+                _get_assistant_message(messages)["content"] += get_text(item.content)
             case MessageItem():
                 at = None if field is None else f"{field}[{place}]"
                 messages.append({"role": item.role, "content": item.for_chat(at)})
             case ReasoningItem():
-                said = text_of(item.content or item.summary)
-                message = _of_assistant(messages)
+                said = get_text(item.content or item.summary)
+                message = _get_assistant_message(messages)
                 message["reasoning_content"] = message.get("reasoning_content", "") + said
             case CallItem():
                 name = offered.find_name(item.namespace, item.name)
@@ -430,7 +430,7 @@ def messages_of(
             case ClientCallItem():
                 _call(messages, item.call_id, item.name, item.arguments)
             case ResultItem() | CustomResultItem():
-                messages.append(_result(item.call_id, text_of(item.output)))
+                messages.append(_result(item.call_id, get_text(item.output)))
                 at = None if field is None else f"{field}[{place}]"
                 images += _convert_images(item.output, at)
             case ClientResultItem():
@@ -469,7 +469,7 @@ def omit_images(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def denied(request: ApprovalRequestItem, reason: str | None) -> list[dict[str, Any]]:
+def build_denial(request: ApprovalRequestItem, reason: str | None) -> list[dict[str, Any]]:
     """Return the messages about a call that the user rejected."""
     messages: list[dict[str, Any]] = []
     _call(messages, request.id, request.name, request.arguments)
@@ -510,14 +510,14 @@ def _object_text(arguments: str) -> str:
 def _call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
     function = {"name": name, "arguments": arguments}
     call = {"id": call_id, "type": "function", "function": function}
-    _of_assistant(messages).setdefault("tool_calls", []).append(call)
+    _get_assistant_message(messages).setdefault("tool_calls", []).append(call)
 
 
 def _result(call_id: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-def _of_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _get_assistant_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the assistant's message at the end; append an empty message if necessary."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})

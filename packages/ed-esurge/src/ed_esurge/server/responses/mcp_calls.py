@@ -13,7 +13,7 @@ from ed_esurge.server.responses.items import (
     ApprovalItem,
     ApprovalRequestItem,
     McpListItem,
-    denied,
+    build_denial,
 )
 from ed_esurge.server.responses.request import PromptFields
 from ed_esurge.server.responses.tools import McpTool
@@ -64,9 +64,10 @@ class McpCalls:
                 continue
             label = tool.server_label
             if label not in self._servers.servers:
-                known = ", ".join(sorted(self._servers.servers)) or "none"
+                labels = ", ".join(sorted(self._servers.servers)) or "none"
                 raise APIError(
-                    f"this server has no MCP server {label!r:.80}: the operator configured {known} "
+                    f"this server has no MCP server {label!r:.80}: the operator configured "
+                    f"{labels} "
                     "(--mcp-config)",
                     param="tools",
                     code="unknown_mcp_server",
@@ -116,7 +117,7 @@ class McpCalls:
                     param="input",
                 )
             if not answer.approve:
-                self.messages += denied(request, answer.reason)
+                self.messages += build_denial(request, answer.reason)
                 continue
             tool = self._tools.get(request.name)
             if tool is None or tool.server_label != request.server_label:
@@ -149,8 +150,8 @@ class McpCalls:
     def request(self, name: str, arguments: str, block_id: str) -> dict[str, Any]:
         """Return the item that requests the approval of a call."""
         label = self._tools[name].server_label
-        known = {"server_label": label, "name": name, "arguments": arguments}
-        return {"id": f"mcpr_{block_id}", "type": "mcp_approval_request", **known}
+        fields = {"server_label": label, "name": name, "arguments": arguments}
+        return {"id": f"mcpr_{block_id}", "type": "mcp_approval_request", **fields}
 
     def requires_approval(self, name: str) -> bool:
         """Return whether a call requires an approval, by the operator or by the request."""

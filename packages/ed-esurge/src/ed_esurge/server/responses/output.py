@@ -11,7 +11,7 @@ from ed_esurge.outputs import PositionLogprobs
 from ed_esurge.replies.blocks import Block, Change
 from ed_esurge.server.generation.logprobs import TokenTexts, chat_logprobs
 from ed_esurge.server.http.streaming import named_event, write_named_event
-from ed_esurge.server.responses.tools import CustomTool, OfferedTools, input_of
+from ed_esurge.server.responses.tools import CustomTool, OfferedTools, parse_custom_input
 
 EventFields = dict[str, Any]
 
@@ -38,17 +38,17 @@ class TokenPlaces:
             if self._hides and self._texts.is_special(token):
                 continue
             start = self._at
-            self._at += len(self._utf8.decode(self._texts.bytes_of(token)))
+            self._at += len(self._utf8.decode(self._texts.get_bytes(token)))
             self._waiting.append((start, self._at, entry))
 
     def take(self, start: int, end: int) -> list[dict[str, Any]]:
         """Remove and return the tokens of a part of the text. Earlier tokens are dropped."""
-        taken = []
+        entries = []
         while self._waiting and self._waiting[0][0] < end:
             first, last, entry = self._waiting.popleft()
             if last > start or first >= start:
-                taken.append(entry)
-        return taken
+                entries.append(entry)
+        return entries
 
 
 class OutputItems:
@@ -66,7 +66,7 @@ class OutputItems:
 
     def input(self, block: Block) -> str:
         """Return the input of a custom tool's call."""
-        return block.text if self._raw else input_of(block.text)
+        return block.text if self._raw else parse_custom_input(block.text)
 
     def is_custom(self, block: Block) -> bool:
         """Return whether a block is a call of a custom tool."""
@@ -83,25 +83,25 @@ class OutputItems:
         """Return the content of a message or of thoughts."""
         if block.kind == "thoughts":
             return {"type": "reasoning_text", "text": block.text}
-        known = self.logprobs.get(block.index, [])
-        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": known}
+        logprobs = self.logprobs.get(block.index, [])
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
     def item(self, block: Block, status: str) -> dict[str, Any]:
         """Return a block as an item of the output."""
         open_ = status == "in_progress"
         if self.is_custom(block):
             text = "" if open_ else self.input(block)
-            known = {**self.describe_call(block), "input": text, "status": status}
-            return {"type": "custom_tool_call", "id": f"ctc_{block.id}", **known}
+            fields = {**self.describe_call(block), "input": text, "status": status}
+            return {"type": "custom_tool_call", "id": f"ctc_{block.id}", **fields}
         if block.kind == "call":
-            known = {**self.describe_call(block), "arguments": block.text}
-            return {"type": "function_call", "id": f"fc_{block.id}", **known, "status": status}
+            fields = {**self.describe_call(block), "arguments": block.text}
+            return {"type": "function_call", "id": f"fc_{block.id}", **fields, "status": status}
         content = [] if open_ else [self.part(block)]
         if block.kind == "thoughts":
-            known = {"id": f"rs_{block.id}", "summary": [], "content": content}
-            return {"type": "reasoning", **known, "status": status}
-        known = {"id": f"msg_{block.id}", "role": "assistant", "content": content}
-        return {"type": "message", **known, "status": status}
+            fields = {"id": f"rs_{block.id}", "summary": [], "content": content}
+            return {"type": "reasoning", **fields, "status": status}
+        fields = {"id": f"msg_{block.id}", "role": "assistant", "content": content}
+        return {"type": "message", **fields, "status": status}
 
     def events(
         self, change: Change, finish: str | None, new: list[dict[str, Any]]
@@ -117,7 +117,7 @@ class OutputItems:
         opened = self.item(block, "in_progress")
         place = {"item_id": opened["id"], "output_index": index}
         inner = {**place, "content_index": 0}
-        if change.what == "opens":
+        if change.kind == "opens":
             added = event("response.output_item.added", output_index=index, item=opened)
             if block.kind == "call":
                 return [added]
@@ -131,11 +131,11 @@ class OutputItems:
         }[block.kind]
         if custom:
             kind = "response.custom_tool_call_input"
-        if change.what == "grows":
+        if change.kind == "grows":
             if custom:  # the input is complete when its JSON text is
                 return []
             return [event(f"{kind}.delta", **at, delta=change.text)]
-        closed = self.item(block, status_of(block, finish))
+        closed = self.item(block, get_status(block, finish))
         if custom:
             text = self.input(block)
             done = [
@@ -154,9 +154,9 @@ class OutputItems:
         return [*done, event("response.output_item.done", output_index=index, item=closed)]
 
 
-def status_of(block: Block, finish: str | None) -> str:
+def get_status(block: Block, finish: str | None) -> str:
     """Return the status of a closed block. The last block of a truncated reply is incomplete."""
-    cut = finish == "length" or not block.whole or block.broken
+    cut = finish == "length" or not block.is_complete or block.broken
     return "incomplete" if cut else "completed"
 
 

@@ -19,10 +19,10 @@ from ed_esurge.server.http.fields import (
     Metadata,
     RequestBody,
     few,
-    unsupported,
-    validated,
+    reject_field,
+    validate_body,
 )
-from ed_esurge.server.responses.items import Id, Input, messages_of, stored_form
+from ed_esurge.server.responses.items import Id, Input, build_messages, stored_form
 from ed_esurge.server.responses.tools import (
     AllowedTools,
     AnyToolType,
@@ -82,7 +82,7 @@ class TextOptions(RequestBody):
 
     format: TextFormat = TextFormat()
     verbosity: Annotated[
-        None, unsupported("verbosity; ask for a length in a message", "medium")
+        None, reject_field("verbosity; ask for a length in a message", "medium")
     ] = None
 
 
@@ -115,7 +115,7 @@ class PromptFields(RequestBody):
     """`auto` removes the oldest turns of a conversation that does not fit."""
     chat_template_kwargs: dict[str, Any] | None = None  # extension
 
-    conversation: Annotated[None, unsupported("conversation; use previous_response_id")] = None
+    conversation: Annotated[None, reject_field("conversation; use previous_response_id")] = None
 
     @model_validator(mode="after")
     def _consistent(self) -> PromptFields:
@@ -165,19 +165,19 @@ class PromptFields(RequestBody):
         return {}
 
     def chat(
-        self, before: Sequence[dict[str, Any]], mcp_tools: Sequence[dict[str, Any]] = ()
+        self, previous_messages: Sequence[dict[str, Any]], mcp_tools: Sequence[dict[str, Any]] = ()
     ) -> ChatRequest:
         """Return the equivalent chat request.
 
         Args:
-            before: messages of the previous responses.
+            previous_messages: messages of the previous responses.
             mcp_tools: the tools of MCP servers, as tools of a chat request.
 
         Raises:
             APIError: 400, fields contradict each other.
         """
         system = [] if self.instructions is None else [_system(self.instructions)]
-        messages = [*before, *messages_of(self.input, "input", self.offered)]
+        messages = [*previous_messages, *build_messages(self.input, "input", self.offered)]
         if not messages:
             kinds = ", ".join(
                 sorted({item.type for item in self.input if not isinstance(item, str)})
@@ -202,12 +202,12 @@ class PromptFields(RequestBody):
             "reasoning_effort": self.reasoning.effort,
             **self.chat_fields(),
         }
-        request = validated(ChatRequest, fields).with_effort_as_hint()
+        request = validate_body(ChatRequest, fields).with_effort_as_hint()
         raw = self.raw_tool
-        wanted = raw.format.outputs() if raw is not None else None
+        outputs = raw.format.outputs() if raw is not None else None
         for tool in request.tools:
-            if raw is not None and wanted is not None and tool.function.name == raw.name:
-                tool.function.constrain_reply(wanted)
+            if raw is not None and outputs is not None and tool.function.name == raw.name:
+                tool.function.constrain_reply(outputs)
         return request
 
 
@@ -229,10 +229,10 @@ class ResponseRequest(PromptFields):
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
 
-    context_management: Annotated[None, unsupported("context_management", [])] = None
-    image: Annotated[None, unsupported("images; this model answers with text only")] = None
-    moderation: Annotated[None, unsupported("moderation")] = None
-    prompt: Annotated[None, unsupported("stored prompts; send instructions")] = None
+    context_management: Annotated[None, reject_field("context_management", [])] = None
+    image: Annotated[None, reject_field("images; this model answers with text only")] = None
+    moderation: Annotated[None, reject_field("moderation")] = None
+    prompt: Annotated[None, reject_field("stored prompts; send instructions")] = None
     include: Annotated[list[Includable] | None, few(16)] = None
     """Only log-probabilities have an effect: the items of thoughts contain the thoughts, and the
     output has no items of the other kinds."""

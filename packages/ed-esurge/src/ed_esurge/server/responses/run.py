@@ -18,18 +18,18 @@ from ed_esurge.server.detached import DetachedAnswer
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, truncation
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
-from ed_esurge.server.http.body import aside, parsed_json, size_of
-from ed_esurge.server.http.errors import APIError, renamed
+from ed_esurge.server.http.body import aside, get_size, parsed_json
+from ed_esurge.server.http.errors import APIError, rename_fields
 from ed_esurge.server.http.json_parts import encode, to_bytes, write_json
 from ed_esurge.server.mcp_servers import MAX_ROUNDS
-from ed_esurge.server.responses.items import InputItem, Items, messages_of, omit_images
+from ed_esurge.server.responses.items import InputItem, Items, build_messages, omit_images
 from ed_esurge.server.responses.mcp_calls import McpCalls
 from ed_esurge.server.responses.output import (
     EventFields,
     OutputItems,
     TokenPlaces,
     event,
-    status_of,
+    get_status,
 )
 from ed_esurge.server.responses.request import NAMES, PromptFields, ResponseRequest
 from ed_esurge.server.responses.tools import AllowedTools, FunctionTool, NamedFunction
@@ -44,28 +44,28 @@ class ResponsePrompt:
     """The prompt of a response: the previous messages, the tools, and the chat request.
 
     Attributes:
-        before: messages of the previous responses, as JSON texts of lists.
+        previous_messages: messages of the previous responses, as JSON texts of lists.
         mcp: the MCP tools of the response.
         size: bytes of the request and the previous messages.
     """
 
     def __init__(self, model: ServedModel, body: PromptFields, request: Request) -> None:
         self._model, self._body = model, body
-        self.size = size_of(request)
+        self.size = get_size(request)
         self.before: tuple[bytes, ...] = ()
         self._facts: bytes | None = None
         if body.previous_response_id is not None:
-            known: StoredResponse = model.state.responses.get(
+            previous_response: StoredResponse = model.state.responses.get(
                 body.previous_response_id, model.owner, param="previous_response_id"
             )
-            if known.status in ("queued", "in_progress"):
+            if previous_response.status in ("queued", "in_progress"):
                 raise APIError(
                     "the previous response is not finished: wait for its end, or cancel it",
                     param="previous_response_id",
                     code="response_not_finished",
                 )
-            self.before, self._facts = known.messages, known.facts
-            self.size += known.conversation_bytes
+            self.before, self._facts = previous_response.messages, previous_response.facts
+            self.size += previous_response.conversation_bytes
             self._check_size(request)
         most = body.max_tool_calls if isinstance(body, ResponseRequest) else None
         self.mcp = McpCalls(model.state.mcp, model.owner, most)
@@ -85,7 +85,7 @@ class ResponsePrompt:
                 param="previous_response_id",
                 code="conversation_too_long",
             )
-        state.reservation(request).add(request.scope, self.size - size_of(request))
+        state.reservation(request).add(request.scope, self.size - get_size(request))
 
     def _read_before(self) -> list[dict[str, Any]]:
         """Return the messages of the previous responses.
@@ -118,13 +118,13 @@ class ResponsePrompt:
         if execute:
             await mcp.approve(body, facts)
         earlier = await aside(self._read_before, self.size) if self.before else []
-        before = [*earlier, *mcp.messages]
-        chat = await aside(partial(body.chat, before, mcp.chat_tools), self.size)
+        previous_messages = [*earlier, *mcp.messages]
+        chat = await aside(partial(body.chat, previous_messages, mcp.chat_tools), self.size)
         if mcp.approved:
-            chat = extended(chat, messages_of(_ITEMS.validate_python(mcp.approved)))
-        return chat if body.truncation == "disabled" else await self._fitted(chat)
+            chat = append_messages(chat, build_messages(_ITEMS.validate_python(mcp.approved)))
+        return chat if body.truncation == "disabled" else await self._truncate_chat(chat)
 
-    async def _fitted(self, chat: ChatRequest) -> ChatRequest:
+    async def _truncate_chat(self, chat: ChatRequest) -> ChatRequest:
         """Return a chat request without its oldest turns, if they do not fit the context.
 
         A turn begins with a message of the user. Instructions and the last turn remain.
@@ -135,8 +135,10 @@ class ResponsePrompt:
         prompts = self._model.prompts
 
         async def without(start: int) -> ChatRequest | None:
-            kept = [*messages[:system], *messages[start:]] if start > system else messages
-            shorter = chat.model_copy(update={"messages": kept})
+            remaining_messages = (
+                [*messages[:system], *messages[start:]] if start > system else messages
+            )
+            shorter = chat.model_copy(update={"messages": remaining_messages})
             try:
                 prompt = await prompts.chat(shorter, self.size)
                 prompts.check(prompt.tokens, shorter.max_completion_tokens, param="messages")
@@ -146,8 +148,8 @@ class ResponsePrompt:
                 return None
             return shorter
 
-        whole = await without(system)
-        if whole is not None or not starts:
+        full_chat = await without(system)
+        if full_chat is not None or not starts:
             return chat
         low, high = 0, len(starts) - 1  # the first start whose turns fit
         while low < high:
@@ -159,7 +161,7 @@ class ResponsePrompt:
         return await without(starts[low]) or chat
 
 
-def extended(chat: ChatRequest, messages: list[dict[str, Any]]) -> ChatRequest:
+def append_messages(chat: ChatRequest, messages: list[dict[str, Any]]) -> ChatRequest:
     """Return a chat request with more messages."""
     more = [ChatMessage.model_validate(message) for message in messages]
     return chat.model_copy(update={"messages": [*chat.messages, *more]})
@@ -196,7 +198,7 @@ class ResponseRun:
         cls, model: ServedModel, body: ResponseRequest, request: Request
     ) -> ResponseRun:
         """Check a request and create its prompt. Raises APIError: see `ChatGeneration.begin`."""
-        with renamed(NAMES):
+        with rename_fields(NAMES):
             conversation = ResponsePrompt(model, body, request)
             chat = await conversation.chat()
             turn = await ChatGeneration.begin(model, chat, request, "resp", stores=True)
@@ -215,7 +217,7 @@ class ResponseRun:
                     new = [
                         event("response.created", response=first),
                         event("response.in_progress", response=first),
-                        *self._listed(),
+                        *self._build_first_events(),
                         *new,
                     ]
                 if new:
@@ -223,14 +225,14 @@ class ResponseRun:
         await self._end()
         yield [event(f"response.{self.fields['status']}", response=self.fields)]
 
-    async def whole(self) -> dict[str, Any]:
+    async def build_response(self) -> dict[str, Any]:
         """Return the complete response."""
         async with aclosing(self.events()) as items:
             async for _ in items:
                 pass
         return self.fields
 
-    def _listed(self) -> list[EventFields]:
+    def _build_first_events(self) -> list[EventFields]:
         """Return the events of the items that exist before the first token."""
         events = []
         for index, item in enumerate(self._first_items()):
@@ -254,10 +256,10 @@ class ResponseRun:
         output += self._first_items()
         first = len(output)
         for number in range(1, MAX_ROUNDS + 1):
-            shown = OutputItems(
+            output_items = OutputItems(
                 self._body.offered, raw=self._body.raw_tool is not None, first=first
             )
-            async with aclosing(self._changes(shown)) as items:
+            async with aclosing(self._changes(output_items)) as items:
                 async for new in items:
                     yield new
             start = len(output)
@@ -267,10 +269,10 @@ class ResponseRun:
             calls: list[Block] = []
             waits = finish == "length"
             for block in blocks:
-                status = status_of(block, finish if block is last else None)
+                status = get_status(block, finish if block is last else None)
                 if block.kind != "call" or not self._mcp.owns(block.name):
                     waits = waits or block.kind == "call"
-                    output.append(shown.item(block, status))
+                    output.append(output_items.item(block, status))
                 elif self._mcp.requires_approval(block.name):
                     waits = True
                     output.append(self._mcp.request(block.name, block.text, block.id))
@@ -305,7 +307,7 @@ class ResponseRun:
 
     async def _next_round(self, items: list[dict[str, Any]]) -> bool:
         """Begin the generation after the results of calls. Return False without room for tokens."""
-        chat = extended(self._chat, self._convert(_ITEMS.validate_python(items)))
+        chat = append_messages(self._chat, self._convert(_ITEMS.validate_python(items)))
         changes: dict[str, Any] = {"tool_choice": "none" if self._mcp.exhausted else None}
         if self._body.max_output_tokens is not None:
             used = sum(turn.generation.completion_tokens for turn in self._turns)
@@ -314,7 +316,7 @@ class ResponseRun:
                 self._stop = "max_output_tokens"
                 return False
         self._chat = chat.model_copy(update=changes)
-        with renamed(NAMES):
+        with rename_fields(NAMES):
             self.turn = await ChatGeneration.begin(
                 self._model, self._chat, self._request, "resp", stores=True
             )
@@ -325,7 +327,7 @@ class ResponseRun:
     def _finish(self) -> str | None:
         return self.turn.last.finish if self.turn.last is not None else None
 
-    async def _changes(self, shown: OutputItems) -> AsyncGenerator[list[EventFields]]:
+    async def _changes(self, output_items: OutputItems) -> AsyncGenerator[list[EventFields]]:
         """Yield the events of one round of generation."""
         turn, body = self.turn, self._body
         places = None
@@ -341,22 +343,22 @@ class ResponseRun:
                 events: list[EventFields] = []
                 for change, finish in changes:
                     new: list[dict[str, Any]] = []
-                    grows = change.what == "grows" and change.block.kind == "text"
+                    grows = change.kind == "grows" and change.block.kind == "text"
                     if places is not None and grows:
                         new = places.take(change.end - len(change.text), change.end)
-                        shown.logprobs.setdefault(change.block.index, []).extend(new)
+                        output_items.logprobs.setdefault(change.block.index, []).extend(new)
                     block = change.block
                     if block.kind == "call" and self._mcp.owns(block.name):
-                        events += self._mcp_events(change, shown)
+                        events += self._mcp_events(change, output_items)
                     else:
-                        events += shown.events(change, finish, new)
+                        events += output_items.events(change, finish, new)
                 yield events
 
-    def _mcp_events(self, change: Change, shown: OutputItems) -> list[EventFields]:
+    def _mcp_events(self, change: Change, output_items: OutputItems) -> list[EventFields]:
         """Return the events of a call to an MCP server, up to its arguments."""
-        block, index = change.block, shown.first + change.block.index
+        block, index = change.block, output_items.first + change.block.index
         if self._mcp.requires_approval(block.name):
-            if change.what != "closes" or block.broken:
+            if change.kind != "closes" or block.broken:
                 return []
             item = self._mcp.request(block.name, block.text, block.id)
             return [
@@ -365,12 +367,12 @@ class ResponseRun:
             ]
         item = self._mcp.item(block.name, block.text, block.id)
         place = {"item_id": item["id"], "output_index": index}
-        if change.what == "opens":
+        if change.kind == "opens":
             return [
                 event("response.output_item.added", output_index=index, item=item),
                 event("response.mcp_call.in_progress", **place),
             ]
-        if change.what == "grows":
+        if change.kind == "grows":
             return [event("response.mcp_call_arguments.delta", **place, delta=change.text)]
         return [event("response.mcp_call_arguments.done", **place, arguments=block.text)]
 
@@ -392,13 +394,13 @@ class ResponseRun:
 
     def _new_messages(self) -> list[dict[str, Any]]:
         """Return the messages of the request and the response, without instructions."""
-        sent = [
+        completed_items = [
             one
             for one in self.fields["output"]
             if one.get("status", "completed") == "completed"
             or one["type"] not in ("function_call", "custom_tool_call")
         ]
-        items = _ITEMS.validate_python(sent) if sent else []
+        items = _ITEMS.validate_python(completed_items) if completed_items else []
         new = [*self._convert(self._body.input), *self._convert(items)]
         if not self._model.prompts.media.accepts_images:
             new = [omit_images(message) for message in new]
@@ -406,7 +408,7 @@ class ResponseRun:
 
     def _convert(self, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
         """Return the chat messages of items."""
-        return messages_of(items, offered=self._body.offered)
+        return build_messages(items, offered=self._body.offered)
 
     @property
     def size(self) -> int:

@@ -21,7 +21,7 @@ from ed_esurge.server.http.fields import (
     RequestBody,
     few,
     omit_tool,
-    unsupported,
+    reject_field,
 )
 
 ToolNames = Annotated[list[str], few(MAX_TOOLS)]
@@ -51,8 +51,8 @@ class CustomFormat(RequestBody):
 
     @model_validator(mode="after")
     def _consistent(self) -> CustomFormat:
-        given = self.syntax is not None and self.definition is not None
-        if (self.type == "grammar") != given:
+        has_grammar = self.syntax is not None and self.definition is not None
+        if (self.type == "grammar") != has_grammar:
             raise InvalidField("requires the type grammar, and vice versa", "definition")
         return self
 
@@ -93,21 +93,21 @@ class CustomTool(RequestBody):
         return {"type": "function", "function": function}
 
 
-def input_of(arguments: str) -> str:
+def parse_custom_input(arguments: str) -> str:
     """Return the input of a custom tool's call; incomplete arguments are returned unchanged."""
     try:
         value = json.loads(arguments)
     except ValueError:
         return arguments
-    found = value.get("input") if isinstance(value, dict) else None
-    return found if isinstance(found, str) else arguments
+    input_text = value.get("input") if isinstance(value, dict) else None
+    return input_text if isinstance(input_text, str) else arguments
 
 
 class ToolFilter(RequestBody):
     """Names of tools of an MCP server."""
 
     tool_names: ToolNames | None = None
-    read_only: Annotated[None, unsupported("read_only; send tool_names")] = None
+    read_only: Annotated[None, reject_field("read_only; send tool_names")] = None
 
 
 class ApprovalRules(RequestBody):
@@ -126,14 +126,14 @@ class McpTool(RequestBody):
     allowed_tools: ToolNames | ToolFilter | None = None
     require_approval: Literal["always", "never"] | ApprovalRules | None = None
     server_url: Annotated[
-        None, unsupported("the operator configures the servers; send server_label")
+        None, reject_field("the operator configures the servers; send server_label")
     ] = None
-    connector_id: Annotated[None, unsupported("connectors; send server_label")] = None
+    connector_id: Annotated[None, reject_field("connectors; send server_label")] = None
     authorization: Annotated[
-        None, unsupported("credentials of clients; the operator configures the servers")
+        None, reject_field("credentials of clients; the operator configures the servers")
     ] = None
     headers: Annotated[
-        None, unsupported("headers of clients; the operator configures the servers", {})
+        None, reject_field("headers of clients; the operator configures the servers", {})
     ] = None
 
     def allows(self, name: str) -> bool:

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_layers.attention import Mechanism, attend
-from ed_layers.attention.blocks.self_attention import _CacheT, kv_heads_of
+from ed_layers.attention.blocks.self_attention import _CacheT, get_num_kv_heads
 from ed_layers.attention.blocks.settings import ScoreRule
 from ed_layers.cache import HybridCache, LayerCacheSpec
 from ed_layers.cache.storage import Layer
@@ -59,7 +59,7 @@ class CrossAttention(nnx.Module):
     ):
         config = parts.config
         d, h = config.hidden_size, heads or config.num_attention_heads
-        g = heads or kv_heads_of(config)
+        g = heads or get_num_kv_heads(config)
         self.head_dim = k = head_dim or getattr(config, "head_dim", None) or d // h
         self.q_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
         t, axes = encoder_size or d, ("embed", "kv_heads")
@@ -81,8 +81,8 @@ class CrossAttention(nnx.Module):
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: _CacheT, layer: Layer
     ) -> tuple[Float[Array, "b s d"], _CacheT]:
         """Return the output of the attention [b, s, d], and the cache."""
-        q = self.q_proj(ctx.named(x, "normed_input"), ctx)
-        q = ctx.named(q.reshape(*x.shape[:2], -1, self.head_dim), "attn_query")
+        q = self.q_proj(ctx.name_activation(x, "normed_input"), ctx)
+        q = ctx.name_activation(q.reshape(*x.shape[:2], -1, self.head_dim), "attn_query")
         keys = values = mask_info = None
         if ctx.encoded is not None:
             keys, values = self.keys_values(ctx.encoded, ctx)
@@ -107,8 +107,8 @@ class CrossAttention(nnx.Module):
             dropout_key=None if ctx.key is None else jax.random.fold_in(ctx.key, 1),
             mechanism=self.mechanism,
         )
-        out = ctx.named(out, "attn_output").reshape(*x.shape[:2], -1)
-        return ctx.named(self.o_proj(out, ctx), "attn_dense"), cache
+        out = ctx.name_activation(out, "attn_output").reshape(*x.shape[:2], -1)
+        return ctx.name_activation(self.o_proj(out, ctx), "attn_dense"), cache
 
     @staticmethod
     def mask(ctx: Ctx, segment_ids: Int[Array, "b t"] | None) -> MaskInfo:

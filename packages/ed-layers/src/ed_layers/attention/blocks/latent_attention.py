@@ -89,27 +89,27 @@ class LatentAttention(nnx.Module):
         config = parts.config
         d, h, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
         rank, q_rank = config.kv_lora_rank, config.q_lora_rank
-        plain, turned, v = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        nope_dim, turned, v = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         if q_rank is None:
-            self.q_proj = parts.linear(d, h * (plain + turned), axes=("embed", "heads"))
+            self.q_proj = parts.linear(d, h * (nope_dim + turned), axes=("embed", "heads"))
         else:
             self.q_a_proj = parts.linear(d, q_rank, axes=("embed", None), bias=bias)
             self.q_a_layernorm = parts.norm(q_rank, eps=norm_eps)
             # "embed" lets fsdp shard these matrices, which are as large as any other.
-            self.q_b_proj = parts.linear(q_rank, h * (plain + turned), axes=("embed", "heads"))
+            self.q_b_proj = parts.linear(q_rank, h * (nope_dim + turned), axes=("embed", "heads"))
         self.kv_a_proj_with_mqa = parts.linear(d, rank + turned, axes=("embed", None), bias=bias)
         self.kv_a_layernorm = parts.norm(rank, eps=norm_eps)
-        self.kv_b_proj = parts.linear(rank, h * (plain + v), axes=("embed", "heads"))
+        self.kv_b_proj = parts.linear(rank, h * (nope_dim + v), axes=("embed", "heads"))
         # `expansion` reads this matrix without a latent, so no format may quantize latents.
         self.kv_b_proj.absorbed = True
         self.o_proj = parts.linear(h * v, d, axes=("heads", "embed"), bias=bias)
-        self.heads, self.rank, self.plain, self.turned = h, rank, plain, turned
+        self.heads, self.rank, self.plain, self.turned = h, rank, nope_dim, turned
         self.interleaved = interleaved
         self.q_scale = math.sqrt(d / q_rank) if scaled else 1.0
         self.kv_scale = math.sqrt(d / rank) if scaled else 1.0
         rope_parameters = getattr(config, "rope_parameters", None) or {}
-        self.scale = (plain + turned) ** -0.5 * yarn_factor(rope_parameters)
-        used = {"value_dim": v != plain + turned, "bias": indexer is not None}
+        self.scale = (nope_dim + turned) ** -0.5 * yarn_factor(rope_parameters)
+        used = {"value_dim": v != nope_dim + turned, "bias": indexer is not None}
         self.mechanism = Mechanism.resolve(
             config,
             features=frozenset(name for name, value in used.items() if value),
@@ -126,20 +126,22 @@ class LatentAttention(nnx.Module):
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the attention [b, s, d], and the cache."""
-        x = ctx.named(x, "normed_input")
-        compressed = self.compressed(x, ctx)
+        x = ctx.name_activation(x, "normed_input")
+        compressed = self.compress_queries(x, ctx)
         q, latents = self.queries(compressed, ctx), self.latents(x, ctx)
-        chosen: Chosen = None
+        selection: Chosen = None
         if hasattr(self, "indexer"):
-            chosen, cache = self.indexer(x, compressed, ctx, cache, layer)
+            selection, cache = self.indexer(x, compressed, ctx, cache, layer)
         if cache is None and not fixed_order.active():
-            out = self.expanded(q, latents, ctx, chosen)
+            out = self.attend_to_heads(q, latents, ctx, selection)
         else:
-            out, cache = self.absorbed(q, latents, ctx, chosen, cache, layer)
-        out = ctx.named(out, "attn_output")
-        return ctx.named(self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"), cache
+            out, cache = self.attend_to_latents(q, latents, ctx, selection, cache, layer)
+        out = ctx.name_activation(out, "attn_output")
+        return ctx.name_activation(
+            self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"
+        ), cache
 
-    def compressed(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s a"]:
+    def compress_queries(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s a"]:
         """Return the input of the query projection."""
         return self.q_a_layernorm(self.q_a_proj(x, ctx)) if hasattr(self, "q_a_proj") else x
 
@@ -147,13 +149,13 @@ class LatentAttention(nnx.Module):
         """Return the queries of all heads; their last p elements are rotated."""
         project = self.q_b_proj if hasattr(self, "q_b_proj") else self.q_proj
         q = project(x, ctx).reshape(*x.shape[:2], self.heads, -1)
-        q = ctx.named(q, "attn_query") * self.q_scale
+        q = ctx.name_activation(q, "attn_query") * self.q_scale
         return self.turn(q, self.plain, ctx)
 
     def latents(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s 1 l+p"]:
         """Return the latent and the rotated key of each token, which a cache stores."""
-        both = ctx.named(self.kv_a_proj_with_mqa(x, ctx), "attn_key_value")
-        latent, key = jnp.split(both, [self.rank], axis=-1)
+        latent_and_key = ctx.name_activation(self.kv_a_proj_with_mqa(x, ctx), "attn_key_value")
+        latent, key = jnp.split(latent_and_key, [self.rank], axis=-1)
         latent = self.kv_a_layernorm(latent) * self.kv_scale
         return self.turn(jnp.concatenate([latent, key], axis=-1)[:, :, None], self.rank, ctx)
 
@@ -163,47 +165,47 @@ class LatentAttention(nnx.Module):
         turning = apply_rotary(turning, ctx.rope[ALL_LAYERS], interleaved=self.interleaved)
         return jnp.concatenate([still, turning], axis=-1)
 
-    def expanded(
+    def attend_to_heads(
         self,
         q: Float[Array, "b s h n+p"],
         latents: Float[Array, "b s 1 l+p"],
         ctx: Ctx,
-        chosen: Chosen,
+        selection: Chosen,
     ) -> Float[Array, "b s h v"]:
         """Attend to the keys and values of all heads."""
         latent, turned = jnp.split(latents[:, :, 0], [self.rank], axis=-1)
-        both = self.kv_b_proj(latent, ctx).reshape(*latent.shape[:2], self.heads, -1)
-        k, v = jnp.split(both, [self.plain], axis=-1)
-        k, v = ctx.named(k, "attn_key"), ctx.named(v, "attn_value")
+        keys_values = self.kv_b_proj(latent, ctx).reshape(*latent.shape[:2], self.heads, -1)
+        k, v = jnp.split(keys_values, [self.plain], axis=-1)
+        k, v = ctx.name_activation(k, "attn_key"), ctx.name_activation(v, "attn_value")
         turned = jnp.broadcast_to(turned[:, :, None], (*k.shape[:-1], self.turned))
         k = jnp.concatenate([k, turned], axis=-1)
-        return self.attend(q, k, v, ctx, chosen, None, 0)[0]
+        return self.attend(q, k, v, ctx, selection, None, 0)[0]
 
-    def absorbed(
+    def attend_to_latents(
         self,
         q: Float[Array, "b s h n+p"],
         latents: Float[Array, "b s 1 l+p"],
         ctx: Ctx,
-        chosen: Chosen,
+        selection: Chosen,
         cache: Any,
         layer: Layer,
     ) -> tuple[Float[Array, "b s h v"], Any]:
         """Attend to latents, of a cache if there is one."""
-        of_keys, of_values = jnp.split(self.expansion(q.dtype), [self.plain], axis=-1)
+        key_expansion, value_expansion = jnp.split(self.expansion(q.dtype), [self.plain], axis=-1)
         precision = self.kv_b_proj.precision
-        plain, turned = jnp.split(q, [self.plain], axis=-1)
-        plain = _by_heads(plain, of_keys.transpose(1, 2, 0), precision)
-        q = jnp.concatenate([plain, turned], axis=-1)
-        if isinstance(chosen, Places):
-            stored, cache = self.stored(latents, ctx, cache, layer)
-            out = attend_to_places(by_token(q), chosen, stored, self.scale, self.rank)
+        q_nope, turned = jnp.split(q, [self.plain], axis=-1)
+        q_nope = _by_heads(q_nope, key_expansion.transpose(1, 2, 0), precision)
+        q = jnp.concatenate([q_nope, turned], axis=-1)
+        if isinstance(selection, Places):
+            stored, cache = self.store_latents(latents, ctx, cache, layer)
+            out = attend_to_places(by_token(q), selection, stored, self.scale, self.rank)
             out = out.reshape(*q.shape[:-1], self.rank)
         else:
             values = latents[..., : self.rank]
-            out, cache = self.attend(q, latents, values, ctx, chosen, cache, layer)
-        return _by_heads(out, of_values.transpose(1, 0, 2), precision), cache
+            out, cache = self.attend(q, latents, values, ctx, selection, cache, layer)
+        return _by_heads(out, value_expansion.transpose(1, 0, 2), precision), cache
 
-    def stored(
+    def store_latents(
         self, latents: Float[Array, "b s 1 l+p"], ctx: Ctx, cache: Any, layer: Layer
     ) -> tuple[Vectors, Any]:
         """Return the latents that the tokens read, and the cache with the new latents."""
@@ -211,11 +213,11 @@ class LatentAttention(nnx.Module):
         if ctx.ragged is not None:
             cache, pages = cache.update(layer, kv, ragged=ctx.ragged, group=group)
             return in_pages(pages, ctx.ragged, dtype), cache
-        held = latents[:, :, 0]
+        stored_latents = latents[:, :, 0]
         if cache is not None:
-            cache, found = cache.update(layer, kv, mask_info=ctx.mask_info, group=group)
-            held = decode(found.k, dtype)[:, 0]
-        return in_rows(held, latents.shape[1]), cache
+            cache, stored_layer = cache.update(layer, kv, mask_info=ctx.mask_info, group=group)
+            stored_latents = decode(stored_layer.k, dtype)[:, 0]
+        return in_rows(stored_latents, latents.shape[1]), cache
 
     def expansion(self, dtype: DTypeLike) -> Float[Array, "l h n+v"]:
         """Return the matrix of `kv_b_proj` by heads. For a layer that replaced `kv_b_proj`
@@ -231,12 +233,12 @@ class LatentAttention(nnx.Module):
         k: jax.Array,
         v: jax.Array,
         ctx: Ctx,
-        chosen: Chosen,
+        selection: Chosen,
         cache: Any,
         layer: Layer,
     ) -> tuple[jax.Array, Any]:
         """Call `ed_layers.attention.attend` with the settings of this layer."""
-        assert not isinstance(chosen, Places), "`absorbed` reads places"
+        assert not isinstance(selection, Places), "`absorbed` reads places"
         return attend(
             q,
             k,
@@ -247,7 +249,7 @@ class LatentAttention(nnx.Module):
             ragged=ctx.ragged,
             group=self.latent_spec.group,
             scale=self.scale,
-            bias=chosen,
+            bias=selection,
             dropout_key=ctx.key,
             mechanism=self.mechanism,
         )

@@ -84,7 +84,7 @@ class SelfAttention(nnx.Module):
         if is_bidirectional(config):
             mask = replace(mask, causal=False)
         d, h = config.hidden_size, heads or config.num_attention_heads
-        g = kv_heads or kv_heads_of(config)
+        g = kv_heads or get_num_kv_heads(config)
         self.head_dim = k = head_dim or getattr(config, "head_dim", None) or d // h
         self.q_proj = parts.linear(d, h * k, axes=("embed", "heads"), bias=bias)
         key_bias = bias if key_bias is None else key_bias
@@ -131,15 +131,17 @@ class SelfAttention(nnx.Module):
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: _CacheT, layer: Layer
     ) -> tuple[Float[Array, "b s d"], _CacheT]:
         """Return the output of the attention [b, s, d], and the cache."""
-        x = ctx.named(x, "normed_input")
-        q, k, v = self.rotated(x, ctx)
-        out, cache = self.attended(q, k, v, ctx, cache, layer)
+        x = ctx.name_activation(x, "normed_input")
+        q, k, v = self.compute_qkv(x, ctx)
+        out, cache = self.attend(q, k, v, ctx, cache, layer)
         if self.gated:
             out = out * jax.nn.sigmoid(self.g_proj(x, ctx)).reshape(out.shape)
-        out = ctx.named(out, "attn_output")
-        return ctx.named(self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"), cache
+        out = ctx.name_activation(out, "attn_output")
+        return ctx.name_activation(
+            self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"
+        ), cache
 
-    def attended(
+    def attend(
         self,
         q: Float[Array, "b s h k"],
         k: Float[Array, "b s g k"] | None,
@@ -185,19 +187,23 @@ class SelfAttention(nnx.Module):
         self, ctx: Ctx, form: Disentangled
     ) -> tuple[Float[Array, "n h k"] | None, Float[Array, "n h k"] | None]:
         """Return queries and keys of the table of relative positions; None without their term."""
-        table = table_of(ctx)
-        made: dict[str, Float[Array, "n h k"]] = {}
+        table = get_bucket_table(ctx)
+        projected_tables: dict[str, Float[Array, "n h k"]] = {}
         for term in form.terms:
-            own = self.q_proj if term == "p2c" else self.k_proj
-            project_table = own if form.shared else getattr(self, OWN_PROJECTIONS[term])
-            made[term] = project_table(table).reshape(table.shape[0], -1, self.head_dim)
-        return made.get("p2c"), made.get("c2p")
+            content_projection = self.q_proj if term == "p2c" else self.k_proj
+            project_table = (
+                content_projection if form.shared else getattr(self, OWN_PROJECTIONS[term])
+            )
+            projected_tables[term] = project_table(table).reshape(table.shape[0], -1, self.head_dim)
+        return projected_tables.get("p2c"), projected_tables.get("c2p")
 
     def scoring(self, ctx: Ctx) -> Scoring:
         """Return the settings of the score function, without dropout."""
         position, scale, relative = self.position, self.scores.scale, None
         if isinstance(position, RelativeBuckets):
-            relative = RelativeBias(table_of(ctx), position.max_distance, causal=self.mask.causal)
+            relative = RelativeBias(
+                get_bucket_table(ctx), position.max_distance, causal=self.mask.causal
+            )
         return Scoring(
             scale=self.head_dim**-0.5 if scale is None else scale,
             window=self.mask.window,
@@ -209,11 +215,11 @@ class SelfAttention(nnx.Module):
             softmax_dtype=self.mechanism.softmax_dtype,
         )
 
-    def rotated(
+    def compute_qkv(
         self, x: Float[Array, "b s d"], ctx: Ctx
     ) -> tuple[Float[Array, "b s h k"], Float[Array, "b s g k"], Float[Array, "b s g k"]]:
         """Return queries, keys and values by head, with norms and rotary positions."""
-        q, k, v = self.projected(x, ctx)
+        q, k, v = self.project_qkv(x, ctx)
         if isinstance(self.position, Rotary):
             table, interleaved = ctx.rope[self.position.kind], self.position.interleaved
             q = apply_rotary(q, table, interleaved=interleaved)
@@ -222,7 +228,7 @@ class SelfAttention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def projected(
+    def project_qkv(
         self, x: Float[Array, "b s d"], ctx: Ctx
     ) -> tuple[Float[Array, "b s h k"], Float[Array, "b s g k"], Float[Array, "b s g k"]]:
         """Return queries, keys and values by head, normalized if the family has such norms."""
@@ -232,13 +238,13 @@ class SelfAttention(nnx.Module):
         if self.clip is not None:
             q, k, v = (jnp.clip(y, -self.clip, self.clip) for y in (q, k, v))
         q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in (q, k, v))
-        q, k = ctx.named(q, "attn_query"), ctx.named(k, "attn_key")
+        q, k = ctx.name_activation(q, "attn_query"), ctx.name_activation(k, "attn_key")
         if self.norm_heads in ("each", "own") and not self.norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, ctx.named(v, "attn_value")
+        return q, k, ctx.name_activation(v, "attn_value")
 
 
-def table_of(ctx: Ctx) -> Float[Array, "n _"]:
+def get_bucket_table(ctx: Ctx) -> Float[Array, "n _"]:
     """Return the table of relative position buckets.
 
     Raises:
@@ -271,6 +277,6 @@ def is_bidirectional(config: Any) -> bool:
     return both_ways or not getattr(config, "is_causal", True)
 
 
-def kv_heads_of(config: Any) -> int:
+def get_num_kv_heads(config: Any) -> int:
     """Return the number of key heads; without groups, the number of query heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers import fixed_order, sums
-from ed_layers.attention.scoring import padded
+from ed_layers.attention.scoring import pad_axis
 from ed_layers.cache import LayerCacheSpec
 from ed_layers.cache.codes import Codes, decode
 from ed_layers.cache.protocol import Pages
@@ -76,7 +76,7 @@ def in_pages(pages: Pages, ragged: RaggedBatch, dtype: DTypeLike) -> Vectors:
     """Return the vectors in the pages of a flat batch."""
     table = pages_of_tokens(pages, ragged)
     return Vectors(
-        partial(tokens_of, pages, dtype=dtype), table, table.shape[1] * page_size_of(pages)
+        partial(read_tokens, pages, dtype=dtype), table, table.shape[1] * get_page_size(pages)
     )
 
 
@@ -135,13 +135,13 @@ class Indexer(nnx.Module):
             return self.places(q[0], weights[0], stored, seen), cache
         keys = new[:, :, 0]
         if cache is not None:
-            cache, held = cache.update(layer, (new, None), mask_info=mask, group=group)
-            keys, mask = decode(held.k, new.dtype)[:, 0], held.mask_info
+            cache, stored_layer = cache.update(layer, (new, None), mask_info=mask, group=group)
+            keys, mask = decode(stored_layer.k, new.dtype)[:, 0], stored_layer.mask_info
         if self.is_short(keys.shape[1]):
             return None, cache
         assert mask is not None, "only a flat batch has no mask"
         q, weights = self.queries(x, compressed, ctx)
-        seen = mask.allowed()
+        seen = mask.get_mask()
         if not fixed_order.active():
             return self.bias(q, weights, keys, seen), cache
         stored = in_rows(keys, x.shape[1])
@@ -180,7 +180,7 @@ class Indexer(nnx.Module):
 
         def block(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             q, weights, seen = part
-            scores = jnp.where(seen, scores_of(q, weights, keys), -jnp.inf)
+            scores = jnp.where(seen, compute_scores(q, weights, keys), -jnp.inf)
             best = jax.lax.top_k(scores, self.kept)[1]
             rows, queries = jnp.indices(best.shape[:2], sparse=True)
             low = jnp.full(scores.shape, -1e30, jnp.float32)
@@ -189,11 +189,11 @@ class Indexer(nnx.Module):
         if s <= size:
             return block((q, weights, seen))[:, None]
 
-        def cut(x: jax.Array) -> jax.Array:
-            x = padded(x, 1, -s % size)
+        def split_blocks(x: jax.Array) -> jax.Array:
+            x = pad_axis(x, 1, -s % size)
             return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
-        blocks = jax.lax.map(block, (cut(q), cut(weights), cut(seen)))
+        blocks = jax.lax.map(block, (split_blocks(q), split_blocks(weights), split_blocks(seen)))
         return jnp.moveaxis(blocks, 0, 1).reshape(q.shape[0], 1, -1, keys.shape[1])[:, :, :s]
 
     def places(
@@ -208,8 +208,8 @@ class Indexer(nnx.Module):
 
         def token(part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
             q, weights, row, seen = part
-            each = jax.nn.relu(products(q, stored.read(row, slots))) * weights[:, None]
-            scores = jnp.where(seen, sums.over_axis(each, 0), -jnp.inf)
+            head_scores = jax.nn.relu(products(q, stored.read(row, slots))) * weights[:, None]
+            scores = jnp.where(seen, sums.over_axis(head_scores, 0), -jnp.inf)
             scores = jnp.pad(scores, (0, missing), constant_values=-jnp.inf)
             best, at = jax.lax.top_k(scores, self.kept)
             if not fixed_order.active():
@@ -220,12 +220,12 @@ class Indexer(nnx.Module):
         return Places(*by_tokens(token, (q, weights, stored.rows, seen)))
 
 
-def scores_of(
+def compute_scores(
     q: Float[Array, "b s i k"], weights: Float[Array, "b s i"], keys: Float[Array, "b t k"]
 ) -> Float[Array, "b s t"]:
     """Return the weighted sum of the scores of all index heads for each key, float32."""
-    each = jnp.einsum("bsik,btk->bsit", q, keys, preferred_element_type=jnp.float32)
-    return jnp.einsum("bsit,bsi->bst", jax.nn.relu(each), weights)
+    head_scores = jnp.einsum("bsik,btk->bsit", q, keys, preferred_element_type=jnp.float32)
+    return jnp.einsum("bsit,bsi->bst", jax.nn.relu(head_scores), weights)
 
 
 def attend_to_places(
@@ -276,12 +276,12 @@ def pages_of_tokens(pages: Pages, ragged: RaggedBatch) -> Int[Array, "T pages"]:
     return table[jnp.clip(ragged.seq_of_token, 0, table.shape[0] - 1)]
 
 
-def page_size_of(pages: Pages) -> int:
+def get_page_size(pages: Pages) -> int:
     """Return the number of tokens in a page; a pool has shape [.., P, page_size, g, 1, k]."""
     return pages.pool.shape[-4]
 
 
-def tokens_of(
+def read_tokens(
     pages: Pages, row: Int[Array, " pages"], slots: Int[Array, " n"], dtype: DTypeLike
 ) -> Float[Array, "n k"]:
     """Return the stored latents of some tokens of a sequence.
@@ -290,7 +290,7 @@ def tokens_of(
         row: pages of the sequence.
         slots: positions in the sequence.
     """
-    page, offset = jnp.divmod(slots, page_size_of(pages))
+    page, offset = jnp.divmod(slots, get_page_size(pages))
     at = (*pages.at, row[page])
     if not isinstance(pages.pool, Codes):
         return pages.pool[(*at, offset, 0, 0)].astype(dtype)

@@ -19,9 +19,14 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_layers.attention.blocks.self_attention import SelfAttention, bidirectional, table_of
+from ed_layers.attention.blocks.self_attention import SelfAttention, bidirectional, get_bucket_table
 from ed_layers.attention.blocks.settings import MaskRule, RelativeBuckets, ScoreRule
-from ed_layers.attention.scoring import RelativeBias, heads_of, kept, padded
+from ed_layers.attention.scoring import (
+    RelativeBias,
+    compute_dropout_mask,
+    get_head_indices,
+    pad_axis,
+)
 from ed_layers.context import Ctx
 from ed_layers.parts import Parts
 from ed_layers.projections.linear import project
@@ -76,17 +81,19 @@ class SummaryAttention(SelfAttention):
         mask_info = bidirectional(ctx.mask_info, cache)
         if x.shape[1] < self.size:  # no segment has a block
             return super().__call__(x, ctx, cache, layer)
-        x = ctx.named(x, "normed_input")
+        x = ctx.name_activation(x, "normed_input")
         blocks = Blocks.of(mask_info, self.size)
-        q, k, v = self.rotated(x, ctx)
+        q, k, v = self.compute_qkv(x, ctx)
         summaries = self.summary_norm(blocks.sums(x))
-        both = project((self.k_proj, self.v_proj), summaries, ctx)
-        far_k, far_v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in both)
-        out = self.weighted(q, (k, far_k), (v, far_v), mask_info, blocks, ctx)
-        out = ctx.named(out, "attn_output")
-        return ctx.named(self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"), cache
+        far_projections = project((self.k_proj, self.v_proj), summaries, ctx)
+        far_k, far_v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in far_projections)
+        out = self.attend_to_summaries(q, (k, far_k), (v, far_v), mask_info, blocks, ctx)
+        out = ctx.name_activation(out, "attn_output")
+        return ctx.name_activation(
+            self.o_proj(out.reshape(*x.shape[:2], -1), ctx), "attn_dense"
+        ), cache
 
-    def weighted(
+    def attend_to_summaries(
         self,
         q: Float[Array, "b s h k"],
         keys: tuple[Float[Array, "b s g k"], Float[Array, "b m g k"]],
@@ -105,14 +112,14 @@ class SummaryAttention(SelfAttention):
                 x.astype(self.mechanism.dtype) for x in (q, k, v, far_k, far_v)
             )
         q, k, v = windows(q, w), with_neighbours(k, w), with_neighbours(v, w)
-        near = jnp.einsum("bnxhk,bnyhk->bnhxy", q, k, preferred_element_type=dtype)
+        near_scores = jnp.einsum("bnxhk,bnyhk->bnhxy", q, k, preferred_element_type=dtype)
         far = jnp.einsum("bnxhk,bmhk->bnhxm", q, far_k, preferred_element_type=dtype)
         bias, far_bias = self.biases(ctx, blocks, h)
-        scores = jnp.concatenate([near * scale + bias, far * scale + far_bias], axis=-1)
+        scores = jnp.concatenate([near_scores * scale + bias, far * scale + far_bias], axis=-1)
         sees = visible(mask_info, blocks, w)[:, :, None]
         scores = jnp.where(sees, scores, jnp.finfo(dtype).min)
         weights = jnp.where(sees, jax.nn.softmax(scores, axis=-1), 0)
-        weights = dropped(weights, ctx.key, self.mechanism.dropout).astype(v.dtype)
+        weights = drop_weights(weights, ctx.key, self.mechanism.dropout).astype(v.dtype)
         out = jnp.einsum("bnhxy,bnyhk->bnxhk", weights[..., : 3 * w], v)
         out = out + jnp.einsum("bnhxm,bmhk->bnxhk", weights[..., 3 * w :], far_v)
         return out.reshape(b, -1, h, out.shape[-1])[:, :s].astype(out_dtype)
@@ -130,12 +137,12 @@ class SummaryAttention(SelfAttention):
                 "this layer reads summaries of blocks, but the context has no table of them: the "
                 "body must set Ctx.summary_buckets"
             )
-        w, of_heads = self.window, heads_of(heads, 1)
-        tokens = RelativeBias(table_of(ctx), self.max_distance, causal=False)
-        near = tokens.bias(of_heads, jnp.arange(w)[None], jnp.arange(-w, 2 * w)[None])
+        w, head_indices = self.window, get_head_indices(heads, 1)
+        tokens = RelativeBias(get_bucket_table(ctx), self.max_distance, causal=False)
+        near_bias = tokens.bias(head_indices, jnp.arange(w)[None], jnp.arange(-w, 2 * w)[None])
         summaries = RelativeBias(ctx.summary_buckets, self.max_distance, causal=False)
-        far = summaries.bias(of_heads, blocks.of_token, blocks.index)[:, :, 0]
-        return near[:, None, :, 0], windows(far.swapaxes(1, 2), w).swapaxes(2, 3)
+        far = summaries.bias(head_indices, blocks.block_numbers, blocks.index)[:, :, 0]
+        return near_bias[:, None, :, 0], windows(far.swapaxes(1, 2), w).swapaxes(2, 3)
 
 
 def visible(mask_info: MaskInfo, blocks: Blocks, window: int) -> Bool[Array, "b n w y"]:
@@ -143,12 +150,12 @@ def visible(mask_info: MaskInfo, blocks: Blocks, window: int) -> Bool[Array, "b 
     mine = windows(mask_info.q_segment_ids, window)[..., None]
     theirs = with_neighbours(mask_info.kv_segment_ids, window)[:, :, None]
     ahead = jnp.arange(-window, 2 * window) - jnp.arange(window)[:, None]
-    near = (mine == theirs) & (jnp.abs(ahead) < window)
+    near_mask = (mine == theirs) & (jnp.abs(ahead) < window)
     far = mine == blocks.segment_ids[:, None, None]
-    return jnp.concatenate([near, far], axis=-1) & (mine != 0)
+    return jnp.concatenate([near_mask, far], axis=-1) & (mine != 0)
 
 
-def dropped(
+def drop_weights(
     weights: Float[Array, "b n h w y"], key: jax.Array | None, rate: float
 ) -> Float[Array, "b n h w y"]:
     """Apply dropout to the weights; a `key` of None leaves them unchanged."""
@@ -156,7 +163,7 @@ def dropped(
         return weights
     places = jnp.meshgrid(*(jnp.arange(n) for n in weights.shape), indexing="ij", sparse=True)
     row, window, head, query, position = places
-    stays = kept(key, rate, row, head, window * weights.shape[3] + query, position)
+    stays = compute_dropout_mask(key, rate, row, head, window * weights.shape[3] + query, position)
     return jnp.where(stays, weights / (1 - rate), 0)
 
 
@@ -173,7 +180,7 @@ class Blocks:
     """
 
     slot: Int[Array, "b s"]
-    of_token: Int[Array, "b s"]
+    block_numbers: Int[Array, "b s"]
     index: Int[Array, "b m"]
     segment_ids: Int[Array, "b m"]
 
@@ -184,18 +191,20 @@ class Blocks:
         b, s = segments.shape
         m = s // size
         ends = (segments != 0) & (index % size == size - 1)
-        before = jnp.cumsum(ends, axis=1, dtype=jnp.int32) - ends  # complete blocks before a token
-        at = jnp.arange(b)[:, None], jnp.where(ends, before, m)
+        complete_blocks = (
+            jnp.cumsum(ends, axis=1, dtype=jnp.int32) - ends
+        )  # complete blocks before a token
+        at = jnp.arange(b)[:, None], jnp.where(ends, complete_blocks, m)
         empty = jnp.zeros((b, m + 1), jnp.int32)
         owner = empty.at[at].set(segments, mode="drop").at[:, m].set(0)
         number = empty.at[at].set(index // size, mode="drop")
         # The tokens that remain at the end of a segment belong to its last complete block.
-        remains = jnp.take_along_axis(owner, before, axis=1) != segments
-        slot = jnp.where(remains, before - 1, before)
-        found = jnp.take_along_axis(owner, jnp.maximum(slot, 0), axis=1)
-        slot = jnp.where((slot >= 0) & (found == segments) & (segments != 0), slot, m)
-        of_token = jnp.take_along_axis(number, slot, axis=1)
-        return cls(slot, of_token, number[:, :m], owner[:, :m])
+        remains = jnp.take_along_axis(owner, complete_blocks, axis=1) != segments
+        slot = jnp.where(remains, complete_blocks - 1, complete_blocks)
+        slot_segments = jnp.take_along_axis(owner, jnp.maximum(slot, 0), axis=1)
+        slot = jnp.where((slot >= 0) & (slot_segments == segments) & (segments != 0), slot, m)
+        block_numbers = jnp.take_along_axis(number, slot, axis=1)
+        return cls(slot, block_numbers, number[:, :m], owner[:, :m])
 
     def sums(self, x: Float[Array, "b s d"]) -> Float[Array, "b m d"]:
         """Return the sum of the hidden states of each block."""
@@ -207,7 +216,7 @@ class Blocks:
 
 def windows(x: Array, size: int) -> Array:
     """Return [b, n, w, ...] of x, [b, s, ...], padded with zeros."""
-    x = padded(x, 1, -x.shape[1] % size)
+    x = pad_axis(x, 1, -x.shape[1] % size)
     return x.reshape(x.shape[0], -1, size, *x.shape[2:])
 
 

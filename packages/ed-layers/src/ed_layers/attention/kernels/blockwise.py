@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 from ed_layers.attention.kernel import Kernel, Projected
 from ed_layers.attention.kernels.online import BlockMask, Recipe, attention_of_blocks, row_blocks
 from ed_layers.attention.kernels.softmax import share_beside
-from ed_layers.attention.scoring import padded, split_heads
-from ed_layers.devices import platform_of
+from ed_layers.attention.scoring import pad_axis, split_heads
+from ed_layers.devices import get_platform
 
 # Tokens of a block on a CPU. Forward and backward of 8 rows of 256 tokens need 13.8 ms with blocks
 # of 64 tokens and 20.0 ms with blocks of 128. From 2048 tokens on, both sizes are equally fast.
@@ -32,12 +32,12 @@ def blockwise_attention(call: Projected) -> Float[Array, "b s h d"]:
     """Compute attention over blocks; lengths are padded to whole blocks, and padding is masked."""
     q, k, v, scoring = call.q, call.k, call.v, call.scoring
     s, h, t, groups = *q.shape[1:3], *k.shape[1:3]
-    block_q, block_k = call.settings.blocks(s, t, block_of(call))
+    block_q, block_k = call.settings.blocks(s, t, get_block_size(call))
     q_blocks, k_blocks, v_blocks = to_blocks(q, k, v, block_q, block_k)
     bias = scoring.bias
     if bias is not None:
         bias = split_heads(bias, groups, h // groups)
-        bias = padded(padded(bias, 3, -s % block_q), 4, -t % block_k)
+        bias = pad_axis(pad_axis(bias, 3, -s % block_q), 4, -t % block_k)
     recipe = Recipe.of(scoring, causal=call.mask_info.causal)
     mask = BlockMask.of(call.mask_info, scoring, block_q, block_k)
     out, lse = attention_of_blocks(  # type: ignore[misc]
@@ -48,9 +48,9 @@ def blockwise_attention(call: Projected) -> Float[Array, "b s h d"]:
     return from_blocks(out.astype(q.dtype), s)
 
 
-def block_of(call: Projected) -> int:
+def get_block_size(call: Projected) -> int:
     """Return the default number of tokens of a block."""
-    platform = platform_of(call.config)
+    platform = get_platform(call.config)
     if platform != "gpu":
         return CPU_BLOCK if platform == "cpu" else 128
     block, rows = GPU_BLOCK, call.q.shape[0] * call.q.shape[2]

@@ -25,9 +25,9 @@ from ed_layers.attention.kernel import Cached, Kernel
 from ed_layers.attention.kernels.slots import KeyValueSlots, at_least_two_blocks, attention_to_slots
 from ed_layers.attention.kernels.softmax import Bound
 from ed_layers.attention.kernels.visibility import slots_seen
-from ed_layers.attention.scoring import heads_of, padded, split_heads
-from ed_layers.cache.sharded import first_slot, specs_of
-from ed_layers.devices import platform_of
+from ed_layers.attention.scoring import get_head_indices, pad_axis, split_heads
+from ed_layers.cache.sharded import first_slot, get_partition_specs
+from ed_layers.devices import get_platform
 
 NAME = "autoregressive_decodeattn"
 
@@ -43,7 +43,7 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
     q, stored, scoring = call.q, call.stored, call.scoring
     b, s, h, k_dim = q.shape
     groups = stored.keys.shape[-3]
-    splits = 1 if platform_of(call.config) == "cpu" else SPLITS
+    splits = 1 if get_platform(call.config) == "cpu" else SPLITS
     block_q, block_k = call.settings.blocks(s, stored.keys.shape[-2])
     grouped = q.reshape(b, s, groups, h // groups, k_dim).transpose(0, 2, 3, 1, 4)
     bias = None if scoring.bias is None else split_heads(scoring.bias, groups, h // groups)
@@ -64,7 +64,7 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
             assert stored.sharding is not None
             first = first_slot(stored.sharding, slots.count)
 
-        def of_queries(q: jax.Array, info: MaskInfo, bias: jax.Array | None) -> jax.Array:
+        def attend_queries(q: jax.Array, info: MaskInfo, bias: jax.Array | None) -> jax.Array:
             bounds: tuple[Bound, Bound] = (0, slots.count)
             if stored.ordered and info.causal:
                 bounds = slots_seen(info, window, chunk, slots.count, first)
@@ -73,11 +73,11 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
                 part = part.merged_over(axes)
             return (part if sinks is None else part.beside(sinks)).out
 
-        return by_query_blocks(of_queries, q, info, bias, block_q)
+        return by_query_blocks(attend_queries, q, info, bias, block_q)
 
     arguments = (
         *(grouped, stored.keys, stored.values, stored.mask_info, bias, sinks),
-        heads_of(groups, h // groups),
+        get_head_indices(groups, h // groups),
         (scoring.window, scoring.chunk, scoring.relative and scoring.relative.table),
         stored.at,
     )
@@ -89,26 +89,28 @@ def decode_attention(call: Cached) -> Float[Array, "b s h d"]:
 
 
 def by_query_blocks(
-    of_queries: OfQueries, q: jax.Array, info: MaskInfo, bias: jax.Array | None, size: int
+    attend_queries: OfQueries, q: jax.Array, info: MaskInfo, bias: jax.Array | None, size: int
 ) -> jax.Array:
     """Process a prompt in blocks of queries, each of which visits only its visible slots."""
     s = q.shape[3]
     if s <= size:
-        return of_queries(q, info, bias)
+        return attend_queries(q, info, bias)
     count = -(-s // size)
 
-    def cut(x: jax.Array, axis: int) -> jax.Array:
-        x = padded(x, axis, -s % size)
+    def split_blocks(x: jax.Array, axis: int) -> jax.Array:
+        x = pad_axis(x, axis, -s % size)
         shape = (*x.shape[:axis], count, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(x.reshape(shape), axis, 0)
 
     def block(parts: tuple[jax.Array, dict[str, jax.Array | None], jax.Array | None]) -> jax.Array:
         q_x, rows, bias_x = parts
-        return of_queries(q_x, replace(info, **rows), bias_x)
+        return attend_queries(q_x, replace(info, **rows), bias_x)
 
     rows = {"q_segment_ids": info.q_segment_ids, "q_index": info.q_index, "ahead": info.ahead}
-    cut_rows = {name: None if x is None else cut(x, 1) for name, x in rows.items()}
-    out = jax.lax.map(block, (cut(q, 3), cut_rows, None if bias is None else cut(bias, 3)))
+    cut_rows = {name: None if x is None else split_blocks(x, 1) for name, x in rows.items()}
+    out = jax.lax.map(
+        block, (split_blocks(q, 3), cut_rows, None if bias is None else split_blocks(bias, 3))
+    )
     out = jnp.moveaxis(out, 0, 3)
     return out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :s]
 
@@ -141,16 +143,16 @@ def where_slots_lie(
 
     def body(q, keys, values, info, bias, sinks, numbers, traced, at) -> jax.Array:
         arrays = iter(traced)
-        own = tuple(next(arrays) if isinstance(x, jax.Array) else x for x in limits)
-        return local(q, keys, values, info, bias, sinks, numbers, own, at, axes=axes)
+        local_limits = tuple(next(arrays) if isinstance(x, jax.Array) else x for x in limits)
+        return local(q, keys, values, info, bias, sinks, numbers, local_limits, at, axes=axes)
 
     return jax.shard_map(
         body,
         mesh=sharding.mesh,
         in_specs=(
             P(rows, heads),
-            specs_of(keys, sharding, lead=lead),
-            specs_of(values, sharding, lead=lead),
+            get_partition_specs(keys, sharding, lead=lead),
+            get_partition_specs(values, sharding, lead=lead),
             info_specs,
             bias_spec,
             None if sinks is None else P(heads),

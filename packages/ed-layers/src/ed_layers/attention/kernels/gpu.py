@@ -23,8 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.attention.kernel import FULL_SCORES_LIMIT, Kernel, Projected, reasons
 from ed_layers.attention.kernels.blockwise import blockwise_attention
-from ed_layers.attention.scoring import WindowLimit, limit_of, padded, static
-from ed_layers.devices import compute_capability_of, over_devices
+from ed_layers.attention.scoring import WindowLimit, get_static_limit, pad_axis, static
+from ed_layers.devices import get_compute_capability, over_devices
 
 #: Maximum size of a mask array on a device; a larger mask would need too much memory.
 MASK_LIMIT = 2**28
@@ -41,7 +41,7 @@ def has_tokamax() -> bool:
 def refusals_of_cudnn(call: Projected) -> list[str]:
     """Return the reasons why cuDNN does not support a call, besides `lacks`."""
     width = max(call.q.shape[-1], call.v.shape[-1])
-    widest = 256 if compute_capability_of(call.config) >= (9, 0) else 128
+    widest = 256 if get_compute_capability(call.config) >= (9, 0) else 128
     unfit = width % 8 != 0 or width > widest
     reason = f"a head dim of {width} (it has multiples of 8 up to {widest})"
     return reasons({reason: unfit}) + refusals_of_dtype(call)
@@ -75,47 +75,51 @@ def gpu_attention(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]
     # A function with a custom backward pass must receive all traced values as arguments.
     traced = tuple(None if static(x) else x for x in (call.scoring.window, call.scoring.chunk))
 
-    def call_of(
+    def build_call(
         q, k, v, mask_info, limits: tuple[WindowLimit | None, WindowLimit | None]
     ) -> Projected:
         window, chunk = (
-            own if limit is None else limit
-            for own, limit in zip((call.scoring.window, call.scoring.chunk), limits, strict=True)
+            static_limit if limit is None else limit
+            for static_limit, limit in zip(
+                (call.scoring.window, call.scoring.chunk), limits, strict=True
+            )
         )
         scoring = replace(call.scoring, window=window, chunk=chunk)
         return replace(call, q=q, k=k, v=v, mask_info=mask_info, scoring=scoring)
 
     def native(q, k, v, mask_info, limits):
         def one_device(q, k, v, mask_info, _):
-            return on_rows(kernel, call_of(q, k, v, mask_info, limits))
+            return on_rows(kernel, build_call(q, k, v, mask_info, limits))
 
         return over_devices(one_device, call.config, q, k, v, mask_info)
 
     def lean(*arrays):
-        return blockwise_attention(call_of(*arrays))
+        return blockwise_attention(build_call(*arrays))
 
-    asked = "triton" if call.config is None else call.config.flash_attention_backward_pass_impl
-    if asked == "xla" or call.scoring.soft_cap is not None:
-        native = with_backward_of(lean, native)
+    backward_impl = (
+        "triton" if call.config is None else call.config.flash_attention_backward_pass_impl
+    )
+    if backward_impl == "xla" or call.scoring.soft_cap is not None:
+        native = replace_backward(lean, native)
     return native(call.q, call.k, call.v, call.mask_info, traced)
 
 
-def with_backward_of(
+def replace_backward(
     backward: Callable[..., jax.Array], forward: Callable[..., jax.Array]
 ) -> Callable[..., jax.Array]:
     """Return `forward(q, k, v, *rest)` with the gradients of `backward(q, k, v, *rest)`."""
 
     @jax.custom_vjp
-    def attention(q, k, v, *rest):
-        return forward(q, k, v, *rest)
+    def attention(q, k, v, *extra_arguments):
+        return forward(q, k, v, *extra_arguments)
 
-    def save(q, k, v, *rest):
-        return forward(q, k, v, *rest), (q, k, v, rest)
+    def save(q, k, v, *extra_arguments):
+        return forward(q, k, v, *extra_arguments), (q, k, v, extra_arguments)
 
     def pull(saved, d_out):
-        *qkv, rest = saved
-        _, of = jax.vjp(lambda *qkv: backward(*qkv, *rest), *qkv)
-        return (*of(d_out), *(None for _ in rest))
+        *qkv, extra_arguments = saved
+        _, of = jax.vjp(lambda *qkv: backward(*qkv, *extra_arguments), *qkv)
+        return (*of(d_out), *(None for _ in extra_arguments))
 
     attention.defvjp(save, pull)
     return attention
@@ -128,13 +132,13 @@ def on_rows(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
     if s % 2 or t % 2:  # jax refuses to differentiate odd lengths by cuDNN: one more is padding
         more = {"q_segment_ids": s % 2, "q_index": s % 2, "kv_segment_ids": t % 2}
         more["kv_index"] = t % 2
-        ids = {name: padded(getattr(mask_info, name), 1, n) for name, n in more.items()}
-        q, k, v = padded(q, 1, s % 2), padded(k, 1, t % 2), padded(v, 1, t % 2)
+        ids = {name: pad_axis(getattr(mask_info, name), 1, n) for name, n in more.items()}
+        q, k, v = pad_axis(q, 1, s % 2), pad_axis(k, 1, t % 2), pad_axis(v, 1, t % 2)
         even = replace(call, q=q, k=k, v=v, mask_info=replace(mask_info, **ids))
         return on_rows(kernel, even)[:, :s]
 
     def by_mask(q, k, v):
-        mask = mask_info.allowed(window=scoring.window, chunk=scoring.chunk)
+        mask = mask_info.get_mask(window=scoring.window, chunk=scoring.chunk)
         out = kernel(q, k, v, mask=mask[:, None])
         return jnp.where(jnp.any(mask, axis=2)[:, :, None, None], out, 0)
 
@@ -142,10 +146,10 @@ def on_rows(kernel: RowKernel, call: Projected) -> Float[Array, "b s h d"]:
         return blockwise_attention(replace(call, q=q, k=k, v=v))
 
     otherwise = by_mask if b * s * t <= MASK_LIMIT else by_blocks
-    window = limit_of(scoring.window)
+    window = get_static_limit(scoring.window)
     # Neither library supports a bidirectional window.
-    plain = static(scoring.window) and (window is None or mask_info.causal)
-    if not (plain and mask_info.in_order and scoring.chunk is None):
+    supports_window = static(scoring.window) and (window is None or mask_info.causal)
+    if not (supports_window and mask_info.in_order and scoring.chunk is None):
         return otherwise(q, k, v)
     single, lengths = one_segment(mask_info.q_segment_ids)
 
@@ -201,7 +205,7 @@ def equally_wide(q, k, v) -> tuple[jax.Array, jax.Array, jax.Array, int]:
     """Return q, k and v with the wider of their head dims, padded with zeros, and v's own width."""
     d = v.shape[-1]
     width = max(q.shape[-1], d)
-    q, k, v = (padded(x, -1, width - x.shape[-1]) for x in (q, k, v))
+    q, k, v = (pad_axis(x, -1, width - x.shape[-1]) for x in (q, k, v))
     return q, k, v, d
 
 

@@ -20,7 +20,7 @@ from ed_layers.attention.kernels.paged import NAMES
 from ed_layers.attention.kernels.softmax import share_beside
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache.codes import Codes, Numbers
-from ed_layers.devices import AxisNames, axes_of, mesh_of, over_devices
+from ed_layers.devices import AxisNames, get_mesh, get_mesh_axes, over_devices
 from ed_layers.native import attention as native
 from ed_layers.native.library import in_use
 
@@ -33,16 +33,16 @@ LACKS_STORED = LACKS | {"dropout"}
 def refusals(call: Call, stored: Numbers | None = None) -> list[str]:
     """Return the reasons why the library does not support a call, besides `LACKS`."""
     dtype, softmax = call.q.dtype, jnp.dtype(call.scoring.softmax_dtype)
-    mesh = mesh_of(call.config)
-    several = mesh is not None and mesh.size > 1
+    mesh = get_mesh(call.config)
+    is_distributed = mesh is not None and mesh.size > 1
     rounded = call.scoring.alibi and call.scoring.alibi.dtype
     return reasons(
         {
             f"{dtype} (it has float32 and bfloat16)": dtype not in NUMBERS,
             f"a softmax in {softmax} (it has float32)": softmax != jnp.float32,
             f"ALiBi rounded to {rounded} (it has bfloat16)": rounded not in (None, "bfloat16"),
-            "a mesh of several devices": several and not fixed_order.active(),
-            "a quantized cache on several devices": several and isinstance(stored, Codes),
+            "a mesh of several devices": is_distributed and not fixed_order.active(),
+            "a quantized cache on several devices": is_distributed and isinstance(stored, Codes),
         }
     )
 
@@ -69,36 +69,36 @@ def refusals_of_pages(call: Paged) -> list[str]:
 
 def refusals_of_storage(*stored: Numbers) -> list[str]:
     """Return the unsupported storage formats."""
-    known = (*NUMBERS, jnp.int8, jnp.float8_e4m3fn)
-    return reasons({f"a cache of {x.dtype}": x.dtype not in known for x in stored})
+    supported_dtypes = (*NUMBERS, jnp.int8, jnp.float8_e4m3fn)
+    return reasons({f"a cache of {x.dtype}": x.dtype not in supported_dtypes for x in stored})
 
 
 def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
     """Compute attention of prompts and training; the library has a backward pass."""
     scoring = call.scoring
-    rule = rule_of(scoring, causal=call.mask_info.causal)
-    limits, seed = limits_of(scoring), seed_of(scoring)
+    rule = build_rule(scoring, causal=call.mask_info.causal)
+    limits, seed = get_limits(scoring), get_seed(scoring)
 
-    def of_device(q, k, v, mask, heads):
+    def attend_on_device(q, k, v, mask, heads):
         biases, sinks = heads
         out, lse = native.attention(rule, q, k, v, biases, mask, limits, seed)  # type: ignore[misc]
         if sinks is not None:
             out = (out * share_beside(sinks, lse)[..., None]).astype(out.dtype)
             if rule.fixed:  # caches include the sink in the sum, which has other bits
                 exact = jax.lax.stop_gradient((q, k, v, sinks.astype(jnp.float32), biases))
-                out = fixed_order.with_gradient_of(of_slots(*exact, mask), out)
+                out = fixed_order.replace_gradient(attend_to_slots(*exact, mask), out)
         return out
 
-    def of_slots(q, k, v, sinks, biases, mask):
+    def attend_to_slots(q, k, v, sinks, biases, mask):
         k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
         return native.attention_to_slots(
-            *(rule, q, k, v, (native.no_scale(), native.no_scale()), layer_of(())),
+            *(rule, q, k, v, (native.no_scale(), native.no_scale()), get_layer_index(())),
             *(mask, limits, sinks, biases),
         )
 
-    heads = (biases_of(scoring), scoring.sinks)
+    heads = (get_biases(scoring), scoring.sinks)
     return over_devices(
-        of_device, call.config, call.q, call.k, call.v, mask_of(call.mask_info), heads
+        attend_on_device, call.config, call.q, call.k, call.v, build_mask(call.mask_info), heads
     )
 
 
@@ -106,23 +106,23 @@ def cache_attention(call: Cached) -> Float[Array, "b s h d"]:
     """Compute attention to the slots of a contiguous cache."""
     stored, scoring = call.stored, call.scoring
     (keys, key_scale), (values, value_scale) = (arrays(x) for x in (stored.keys, stored.values))
-    rule = rule_of(scoring, causal=stored.mask_info.causal)
+    rule = build_rule(scoring, causal=stored.mask_info.causal)
     kernel = partial(native.attention_to_slots, rule)
     batch, heads = row_axes(call), head_axes(call, stored.keys.shape[-3])
-    of_q, of_rows = P(batch, None, heads), P(batch)
-    of_cache = P(*(None,) * (keys.ndim - 4), batch, heads)
-    mask = tuple(mask_of(stored.mask_info))
-    specs = (of_q, of_cache, of_cache, P(), P(), of_rows, P(), P(heads), P(heads))
-    return on_mesh(kernel, call, specs, of_q)(
+    q_spec, row_spec = P(batch, None, heads), P(batch)
+    cache_spec = P(*(None,) * (keys.ndim - 4), batch, heads)
+    mask = tuple(build_mask(stored.mask_info))
+    specs = (q_spec, cache_spec, cache_spec, P(), P(), row_spec, P(), P(heads), P(heads))
+    return on_mesh(kernel, call, specs, q_spec)(
         call.q,
         keys,
         values,
         (key_scale, value_scale),
-        layer_of(stored.at),
+        get_layer_index(stored.at),
         mask,
-        limits_of(scoring),
-        sinks_of(scoring),
-        biases_of(scoring),
+        get_limits(scoring),
+        get_sinks(scoring),
+        get_biases(scoring),
     )
 
 
@@ -132,20 +132,20 @@ def page_attention(call: Paged) -> Float[Array, "T h d"]:
     pool, pool_scale = arrays(call.pages.pool)
     table = ragged.page_table[call.pages.group]
     batch = (ragged.cu_q_lens, ragged.kv_lens, ragged.num_seqs.reshape(1), table)
-    rule = rule_of(scoring, causal=True)
+    rule = build_rule(scoring, causal=True)
     kernel = partial(native.attention_to_pages, rule, value_dim=call.value_dim)
     heads = head_axes(call, pool.shape[-3])
-    of_q, of_pool = P(None, heads), P(*(None,) * (pool.ndim - 3), heads)
-    specs = (of_q, of_pool, P(), P(), P(), P(), P(heads), P(heads))
-    return on_mesh(kernel, call, specs, of_q)(
+    q_spec, pool_spec = P(None, heads), P(*(None,) * (pool.ndim - 3), heads)
+    specs = (q_spec, pool_spec, P(), P(), P(), P(), P(heads), P(heads))
+    return on_mesh(kernel, call, specs, q_spec)(
         call.q,
         pool,
         pool_scale,
-        layer_of(call.pages.at),
+        get_layer_index(call.pages.at),
         tuple(x.astype(jnp.int32) for x in batch),
-        limits_of(scoring),
-        sinks_of(scoring),
-        biases_of(scoring),
+        get_limits(scoring),
+        get_sinks(scoring),
+        get_biases(scoring),
     )
 
 
@@ -153,7 +153,7 @@ def on_mesh(
     kernel: Callable[..., jax.Array], call: Call, arguments: tuple[P, ...], result: P
 ) -> Callable[..., jax.Array]:
     """Return a kernel that each device of a mesh runs on its rows and heads."""
-    mesh = mesh_of(call.config)
+    mesh = get_mesh(call.config)
     if mesh is None or mesh.size == 1:
         return kernel
     return jax.shard_map(kernel, mesh=mesh, in_specs=arguments, out_specs=result, check_vma=False)
@@ -163,23 +163,23 @@ def row_axes(call: Call) -> AxisNames | None:
     """Return the mesh axes that split the rows of a batch."""
     if call.config is None:
         return None
-    return axes_of(call.config, ("batch",), call.q.shape[:1], "decode")[0]
+    return get_mesh_axes(call.config, ("batch",), call.q.shape[:1], "decode")[0]
 
 
 def head_axes(call: Call, groups: int) -> AxisNames | None:
     """Return the mesh axes that split the heads of queries, and also those of keys."""
     if call.config is None:
         return None
-    return axes_of(call.config, (None, "heads"), (1, groups), "decode")[1]
+    return get_mesh_axes(call.config, (None, "heads"), (1, groups), "decode")[1]
 
 
-def mask_of(info: MaskInfo) -> native.Mask:
+def build_mask(info: MaskInfo) -> native.Mask:
     """Return the mask in the library's format."""
     ids = (info.q_segment_ids, info.q_index, info.kv_segment_ids, info.kv_index)
     return [x.astype(jnp.int32) for x in ids]
 
 
-def rule_of(scoring: Scoring, *, causal: bool) -> native.AttentionRule:
+def build_rule(scoring: Scoring, *, causal: bool) -> native.AttentionRule:
     """Return the static settings of a call."""
     alibi = scoring.alibi
     return native.AttentionRule(
@@ -193,18 +193,18 @@ def rule_of(scoring: Scoring, *, causal: bool) -> native.AttentionRule:
     )
 
 
-def limits_of(scoring: Scoring) -> Int[Array, " 2"]:
+def get_limits(scoring: Scoring) -> Int[Array, " 2"]:
     """Return window and chunk; 0 = no limit."""
     limits = (scoring.window, scoring.chunk)
     return jnp.stack([jnp.asarray(0 if x is None else x, jnp.int32) for x in limits])
 
 
-def sinks_of(scoring: Scoring) -> Float[Array, " h"]:
+def get_sinks(scoring: Scoring) -> Float[Array, " h"]:
     """Return the sinks; an empty array if the model has none."""
     return jnp.asarray(() if scoring.sinks is None else scoring.sinks, jnp.float32)
 
 
-def biases_of(scoring: Scoring) -> native.DistanceBiases:
+def get_biases(scoring: Scoring) -> native.DistanceBiases:
     """Return the biases by distance; empty arrays if the model has none."""
     relative, alibi = scoring.relative, scoring.alibi
     return native.DistanceBiases(
@@ -213,14 +213,14 @@ def biases_of(scoring: Scoring) -> native.DistanceBiases:
     )
 
 
-def seed_of(scoring: Scoring) -> Int[Array, " n"]:
+def get_seed(scoring: Scoring) -> Int[Array, " n"]:
     """Return the seed of dropout; an empty array without dropout."""
     if scoring.dropout_key is None or scoring.dropout == 0:
         return jnp.zeros((0,), jnp.int32)
-    return jax.lax.bitcast_convert_type(dropout.seed_of(scoring.dropout_key), jnp.int32)
+    return jax.lax.bitcast_convert_type(dropout.get_seed(scoring.dropout_key), jnp.int32)
 
 
-def layer_of(at: tuple[int | jax.Array, ...]) -> Int[Array, " 1"]:
+def get_layer_index(at: tuple[int | jax.Array, ...]) -> Int[Array, " 1"]:
     """Return the index of the layer in a stack."""
     return jnp.asarray(at[0] if at else 0, jnp.int32).reshape(1)
 

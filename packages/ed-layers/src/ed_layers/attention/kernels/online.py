@@ -28,9 +28,9 @@ from ed_layers.attention.scoring import (
     RelativeBias,
     Scoring,
     WindowLimit,
-    heads_of,
-    kept,
-    padded,
+    compute_dropout_mask,
+    get_head_indices,
+    pad_axis,
 )
 
 T = TypeVar("T")
@@ -100,16 +100,16 @@ class BlockMask:
             ahead=None if mask_info.ahead is None else row_blocks(mask_info.ahead, block_q),
         )
 
-    def allowed(self, i: jax.Array, j: jax.Array, *, causal: bool) -> jax.Array:
+    def get_mask(self, i: jax.Array, j: jax.Array, *, causal: bool) -> jax.Array:
         """Return the allowed pairs of one block, [b, 1, 1, x, y]."""
         ids = self.q_segments[i], self.k_segments[j], self.q_index[i], self.k_index[j]
         info = MaskInfo(*ids, causal, ahead=None if self.ahead is None else self.ahead[i])
-        return info.allowed(window=self.window, chunk=self.chunk)[:, None, None]
+        return info.get_mask(window=self.window, chunk=self.chunk)[:, None, None]
 
     def heads(self, groups: int, repeat: int) -> Int[Array, "g r"]:
         """Return the numbers of the heads."""
         if self.places is None:
-            return heads_of(groups, repeat)
+            return get_head_indices(groups, repeat)
         return self.places[1].reshape(groups, repeat)
 
     def spans(self, *, causal: bool) -> tuple[jax.Array, jax.Array]:
@@ -120,11 +120,11 @@ class BlockMask:
 
 def row_blocks(x: jax.Array, block: int) -> jax.Array:
     """Reshape [b, n, ...] to [n / block, b, block, ...], padded with zeros (segment 0)."""
-    x = padded(x, 1, -x.shape[1] % block)
+    x = pad_axis(x, 1, -x.shape[1] % block)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
 
-def scores_of(
+def compute_scores(
     recipe: Recipe,
     mask: BlockMask,
     bias: jax.Array | None,
@@ -147,7 +147,7 @@ def scores_of(
         if by_distance is not None:
             heads = mask.heads(groups, repeat)
             scores = scores + by_distance.bias(heads, mask.q_index[i], mask.k_index[j])
-    return jnp.where(mask.allowed(i, j, causal=recipe.causal), scores, -jnp.inf), slope
+    return jnp.where(mask.get_mask(i, j, causal=recipe.causal), scores, -jnp.inf), slope
 
 
 def bias_block(bias: jax.Array, i: jax.Array, j: jax.Array, x: int, y: int) -> jax.Array:
@@ -157,7 +157,9 @@ def bias_block(bias: jax.Array, i: jax.Array, j: jax.Array, x: int, y: int) -> j
     return jax.lax.dynamic_slice(bias, at, (*bias.shape[:3], x, y))
 
 
-def kept_of(recipe: Recipe, mask: BlockMask, i: jax.Array, j: jax.Array, shape: tuple[int, ...]):
+def compute_dropout_factors(
+    recipe: Recipe, mask: BlockMask, i: jax.Array, j: jax.Array, shape: tuple[int, ...]
+):
     """Return the dropout factor of each weight of a block [b, g, r, x, y]: 0 or 1 / (1 - rate)."""
     b, groups, repeat, x, y = shape
     if mask.places is None:
@@ -169,7 +171,7 @@ def kept_of(recipe: Recipe, mask: BlockMask, i: jax.Array, j: jax.Array, shape: 
     rows, heads = rows[:, None, None, None, None], heads.reshape(1, groups, repeat, 1, 1)
     queries = queries[:, None]
     assert mask.key is not None
-    stays = kept(mask.key, recipe.dropout, rows, heads, queries, keys)
+    stays = compute_dropout_mask(mask.key, recipe.dropout, rows, heads, queries, keys)
     return stays.astype(recipe.softmax_dtype) / (1 - recipe.dropout)
 
 
@@ -189,10 +191,10 @@ def attention_of_blocks(
         The output [i, b, g, r, x, d] in the softmax dtype, and the log-sum-exp of the scores
         [i, b, g, r, x, 1]. For a query without visible keys, these are 0 and -inf.
     """
-    return forward(recipe, q, k, v, bias, mask, normalised, relative)
+    return forward(recipe, q, k, v, bias, mask, get_output_and_lse, relative)
 
 
-def normalised(part: PartialAttention) -> tuple[jax.Array, jax.Array]:
+def get_output_and_lse(part: PartialAttention) -> tuple[jax.Array, jax.Array]:
     """Return the output of a Part, and its log-sum-exp."""
     return part.out, part.lse
 
@@ -222,7 +224,7 @@ def forward(
         def key_block(j: jax.Array):
             def weighted_sum(weights: jax.Array) -> jax.Array:
                 if mask.key is not None:
-                    weights = weights * kept_of(recipe, mask, i, j, weights.shape)
+                    weights = weights * compute_dropout_factors(recipe, mask, i, j, weights.shape)
                 return jnp.einsum(
                     "bgrxy,bgyk->bgrxk",
                     weights.astype(v.dtype),
@@ -230,7 +232,7 @@ def forward(
                     preferred_element_type=recipe.softmax_dtype,
                 )
 
-            scores, _ = scores_of(recipe, mask, bias, relative, i, j, q_i, k[j])
+            scores, _ = compute_scores(recipe, mask, bias, relative, i, j, q_i, k[j])
             return scores, weighted_sum
 
         start = PartialAttention.empty(q_i.shape[:-1], v.shape[-1], recipe.softmax_dtype)
@@ -244,7 +246,7 @@ def forward(
 
 def forward_and_save(recipe: Recipe, q, k, v, bias, relative, mask: BlockMask):
     # Named here, so a remat policy that keeps these arrays does not run the forward pass again.
-    results = forward(recipe, q, k, v, bias, mask, normalised, relative)
+    results = forward(recipe, q, k, v, bias, mask, get_output_and_lse, relative)
     out, lse = checkpoint_name(results, "attn_output")
     return (out, lse), (q, k, v, bias, relative, mask, out, lse)
 
@@ -285,12 +287,12 @@ def backward(
 
         def key_block(j, grads):
             d_q_i, d_k, d_v, d_bias, d_relative = grads
-            scores, slope = scores_of(recipe, mask, bias, relative, i, j, q_i, k[j])
+            scores, slope = compute_scores(recipe, mask, bias, relative, i, j, q_i, k[j])
             weights = jnp.exp(scores - lse_i)
             d_weights = jnp.einsum("bgrxk,bgyk->bgrxy", d_out_i, v[j])
             dropped = weights
             if mask.key is not None:
-                factor = kept_of(recipe, mask, i, j, weights.shape)
+                factor = compute_dropout_factors(recipe, mask, i, j, weights.shape)
                 dropped, d_weights = weights * factor, d_weights * factor
             d_scores = weights * (d_weights - shared_i)
             d_v = d_v.at[j].add(jnp.einsum("bgrxy,bgrxk->bgyk", dropped, d_out_i))
@@ -299,8 +301,8 @@ def backward(
             if relative is not None:
                 heads, index = mask.heads(*q_i.shape[1:3]), (mask.q_index[i], mask.k_index[j])
                 _, pull = jax.vjp(lambda x: x.bias(heads, *index), relative)
-                (found,) = pull(d_scores.astype(relative.table.dtype))
-                d_relative = jax.tree.map(jnp.add, d_relative, found)
+                (block_gradient,) = pull(d_scores.astype(relative.table.dtype))
+                d_relative = jax.tree.map(jnp.add, d_relative, block_gradient)
             d_scores = d_scores * slope * recipe.scale
             d_k = d_k.at[j].add(jnp.einsum("bgrxy,bgrxk->bgyk", d_scores, q_i))
             d_q_i = d_q_i + jnp.einsum("bgrxy,bgyk->bgrxk", d_scores, k[j])

@@ -21,11 +21,11 @@ from jaxtyping import Array, Float
 from ed_layers.attention.kernel import Kernel, Paged
 from ed_layers.attention.kernels.softmax import PartialAttention, over_blocks
 from ed_layers.attention.kernels.visibility import visible
-from ed_layers.attention.scoring import heads_of
+from ed_layers.attention.scoring import get_head_indices
 from ed_layers.cache.codes import Codes, decode
 from ed_layers.cache.ragged import RaggedBatch
-from ed_layers.devices import AxisNames, axes_of, platform_of
-from ed_layers.projections.matmul import batched
+from ed_layers.devices import AxisNames, get_mesh_axes, get_platform
+from ed_layers.projections.matmul import batch_matmul
 
 # Keys per block, and queries per block of a prefill. On a GPU each turn of a loop launches a dozen
 # kernels and waits for their end, so blocks are large.
@@ -54,7 +54,7 @@ def head_axes(call: Paged) -> AxisNames | None:
     if call.config is None or call.config.mesh.size == 1:
         return None
     heads = (call.q.shape[0], call.pages.pool.shape[-3])
-    return axes_of(call.config, (None, "heads"), heads, "decode")[1]
+    return get_mesh_axes(call.config, (None, "heads"), heads, "decode")[1]
 
 
 class PageBlocks(NamedTuple):
@@ -66,12 +66,12 @@ class PageBlocks(NamedTuple):
 
     pages: int
     queries: int
-    whole: bool = False
+    single_block: bool = False
 
     @classmethod
     def of(cls, call: Paged, seqs: int, width: int, page_size: int) -> PageBlocks:
         """Return the sizes for a page table [seqs, width]."""
-        gpu, longest = platform_of(call.config) == "gpu", width * page_size
+        gpu, longest = get_platform(call.config) == "gpu", width * page_size
         if gpu and longest <= 2 * GPU_KEY_BLOCK and seqs * longest <= GPU_STEP_KEYS:
             return cls(width, GPU_QUERY_BLOCK, whole=True)
         keys, queries = KEY_BLOCK, QUERY_BLOCK
@@ -134,20 +134,22 @@ class PageReader:
 
         def block(j: jax.Array):
             k, v = self.keys_values(rows, j, q.dtype)
-            scores = batched(joined, k.swapaxes(1, 2), transposed=True, dtype=scoring.softmax_dtype)
+            scores = batch_matmul(
+                joined, k.swapaxes(1, 2), transposed=True, dtype=scoring.softmax_dtype
+            )
             scores = scores.reshape(m, groups, repeat, x, self.block)
             scores, _ = scoring.cap(scores)
             at = jnp.broadcast_to(j * self.block + jnp.arange(self.block), (m, self.block))
             info = MaskInfo(valid.astype(jnp.int32), jnp.ones_like(at), position, at, ahead=ahead)
             if scoring.by_distance:
-                bias = scoring.distance_bias(heads_of(groups, repeat), position, at)
+                bias = scoring.distance_bias(get_head_indices(groups, repeat), position, at)
                 scores = scores + bias.astype(scores.dtype)
-            allowed = info.allowed(window=scoring.window, chunk=scoring.chunk)
+            allowed = info.get_mask(window=scoring.window, chunk=scoring.chunk)
             scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)
 
             def weighted_sum(weights: jax.Array) -> jax.Array:
                 weights = weights.astype(v.dtype).reshape(m, groups, repeat * x, self.block)
-                out = batched(weights, v.swapaxes(1, 2), dtype=scoring.softmax_dtype)
+                out = batch_matmul(weights, v.swapaxes(1, 2), dtype=scoring.softmax_dtype)
                 return out.reshape(m, groups, repeat, x, -1)
 
             return scores, weighted_sum
@@ -157,7 +159,7 @@ class PageReader:
         start = PartialAttention.empty(
             (m, groups, repeat, x), self.value_dim, scoring.softmax_dtype
         )
-        if self.blocks.whole:
+        if self.blocks.single_block:
             part = start.and_block(*block(jnp.int32(0)))
         else:
             part = over_blocks(first_block, last_block, start, block)
@@ -212,9 +214,9 @@ def prefill_each(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> 
             queries = (q_x[None], row, position[None], valid[None])
             result = reader.attend(*queries, first, last, ahead)[0]
             # The rows after a short block belong to the next sequence.
-            before = jax.lax.dynamic_slice_in_dim(out, at, width, 0)
-            kept = jnp.where(valid[:, None, None, None], result, before)
-            return jax.lax.dynamic_update_slice_in_dim(out, kept, at, 0)
+            previous_rows = jax.lax.dynamic_slice_in_dim(out, at, width, 0)
+            new_rows = jnp.where(valid[:, None, None, None], result, previous_rows)
+            return jax.lax.dynamic_update_slice_in_dim(out, new_rows, at, 0)
 
         blocks = jnp.where(q_len > 1, (q_len + width - 1) // width, 0)
         return jax.lax.fori_loop(0, blocks, block, out)

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from ed_layers.attention.kernel import Kernel, Paged, reasons
 from ed_layers.attention.kernels.paged import NAMES, head_axes, paged_attention
 from ed_layers.cache.ragged import RaggedBatch
-from ed_layers.devices import mesh_of
+from ed_layers.devices import get_mesh
 
 #: Default number of queries and of keys of a block, and the smallest that Triton multiplies.
 BLOCK, LEAST = 64, 16
@@ -90,13 +90,13 @@ def prompt_attention(call: Paged, *, interpret: bool = False) -> Float[Array, "T
         repeat=call.q.shape[1] // pages.pool.shape[-3],
         scale=scoring.scale,
         soft_cap=scoring.soft_cap,
-        precision=None if interpret else precision_of(call.q.dtype),
+        precision=None if interpret else get_precision(call.q.dtype),
     )
     limits = [0 if x is None else x for x in (scoring.window, scoring.chunk)]
     # The axes of the pool behind its layers: pages, slots, kv heads, keys and values, numbers.
     pool = pages.pool if pages.at else pages.pool[None]
     arrays = {
-        "blocks": blocks_of(ragged, call.q.shape[0], shape.queries),
+        "blocks": build_query_blocks(ragged, call.q.shape[0], shape.queries),
         "table": ragged.page_table[pages.group].astype(jnp.int32),
         "numbers": jnp.stack([jnp.asarray(x, jnp.int32) for x in (*limits, *(pages.at or (0,)))]),
         "q": call.q,
@@ -107,30 +107,30 @@ def prompt_attention(call: Paged, *, interpret: bool = False) -> Float[Array, "T
     if scoring.sinks is not None:
         arrays["sinks"] = scoring.sinks.astype(jnp.float32)
     kernel = partial(run_kernel, shape, pool.shape[2], interpret)
-    mesh, heads = mesh_of(call.config), head_axes(call)
+    mesh, heads = get_mesh(call.config), head_axes(call)
     if mesh is not None and heads is not None:
-        own = {"q": P(None, heads), "pool": P(*[None] * 3, heads), "sinks": P(heads)}
-        specs = ({name: own.get(name, P()) for name in arrays},)
+        head_specs = {"q": P(None, heads), "pool": P(*[None] * 3, heads), "sinks": P(heads)}
+        specs = ({name: head_specs.get(name, P()) for name in arrays},)
         kernel = jax.shard_map(
             kernel, mesh=mesh, in_specs=specs, out_specs=P(None, heads), check_vma=False
         )
     return jnp.where(ragged.real()[:, None, None], kernel(arrays), 0)
 
 
-def precision_of(dtype: DTypeLike) -> jax.lax.DotAlgorithmPreset | None:
+def get_precision(dtype: DTypeLike) -> jax.lax.DotAlgorithmPreset | None:
     """Return the precision of products; None = that of jax's products by default.
 
     Where jax computes float32 products in float32, three products of tensor cores replace one of
     the slow float32 units; the result is as exact.
     """
-    chosen = jax.config.values["jax_default_matmul_precision"]
-    exact = chosen in ("highest", "float32")
+    matmul_precision = jax.config.values["jax_default_matmul_precision"]
+    exact = matmul_precision in ("highest", "float32")
     if exact and jnp.dtype(dtype) == jnp.float32:
         return jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     return None
 
 
-def blocks_of(ragged: RaggedBatch, tokens: int, size: int) -> Int[Array, "b 5"]:
+def build_query_blocks(ragged: RaggedBatch, tokens: int, size: int) -> Int[Array, "b 5"]:
     """Return the blocks of queries of a step: the first flat token, the number of tokens, the
     position of the first token, the sequence, and the length of the sequence. Unused blocks have no
     tokens."""
@@ -194,7 +194,7 @@ def attend_block(
     size = jnp.maximum(chunk, 1)
     queries = jnp.arange(shape.queries)
     real, position = queries < count, place + queries
-    columns, value_columns = (columns_of(x) for x in (shape.dim, shape.value_dim))
+    columns, value_columns = (get_columns(x) for x in (shape.dim, shape.value_dim))
 
     def load(array: Any, rows: jax.Array, at: Any, cells: jax.Array, width: int) -> jax.Array:
         """Return [rows, cells]; zeros where a row or a column is not in use."""
@@ -228,9 +228,9 @@ def attend_block(
         scores = dot(x, k, trans_b=True).astype(jnp.float32) * shape.scale
         if shape.soft_cap is not None:
             scores = shape.soft_cap * jnp.tanh(scores / shape.soft_cap)
-        apart = position[:, None] - keys[None]
+        distance = position[:, None] - keys[None]
         allowed = real[:, None] & stored[None] & (keys[None] <= last[:, None])
-        allowed &= (window <= 0) | (apart < window)
+        allowed &= (window <= 0) | (distance < window)
         chunks = jax.lax.div(position, size)[:, None] == jax.lax.div(keys, size)[None]
         allowed &= (chunk <= 0) | chunks
         scores = jnp.where(allowed, scores, -jnp.inf)
@@ -260,7 +260,7 @@ def attend_block(
     triton.store(to, result.astype(out.dtype), mask=mask)
 
 
-def columns_of(width: int) -> Int[Array, " K"]:
+def get_columns(width: int) -> Int[Array, " K"]:
     """Return the indices of columns, whose number is a power of two that Triton multiplies."""
     return jnp.arange(max(LEAST, 1 << (width - 1).bit_length()))
 

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 
 from ed_layers.attention.kernel import Kernel, Paged, Settings, reasons
 from ed_layers.attention.kernels.paged import NAMES, head_axes
-from ed_layers.attention.scoring import limit_of, static
-from ed_layers.devices import mesh_of, ways
+from ed_layers.attention.scoring import get_static_limit, static
+from ed_layers.devices import get_mesh, ways
 
 #: The head dim of the kernel: the size of a row of a TPU's memory.
 HEAD_DIM = 128
@@ -37,7 +37,7 @@ def refusals(call: Paged) -> list[str]:
     q, pool = call.q, call.pages.pool
     if not isinstance(pool, jax.Array):
         return ["quantized pages"]
-    mesh, parts = mesh_of(call.config), 1
+    mesh, parts = get_mesh(call.config), 1
     if mesh is not None:
         parts = ways(mesh, head_axes(call))
     heads, groups = q.shape[1] // parts, pool.shape[-3] // parts
@@ -46,24 +46,26 @@ def refusals(call: Paged) -> list[str]:
             "a traced window": not static(call.scoring.window),
             f"a head dim of {q.shape[-1]} (it has {HEAD_DIM})": q.shape[-1] != HEAD_DIM,
             f"pages in {pool.dtype}, queries in {q.dtype}": pool.dtype != q.dtype,
-            f"{heads} query and {groups} kv heads in {q.dtype}": not tiled(heads, groups, q.dtype),
+            f"{heads} query and {groups} kv heads in {q.dtype}": not fills_tiles(
+                heads, groups, q.dtype
+            ),
         }
     )
 
 
-def tiled(heads: int, groups: int, dtype: jnp.dtype) -> bool:
+def fills_tiles(heads: int, groups: int, dtype: jnp.dtype) -> bool:
     """Return whether the heads of one device fill the tiles of the kernel in a TPU's memory."""
     packed = 4 // dtype.itemsize  # numbers in a word
 
-    def whole(n: int) -> bool:
+    def is_aligned(n: int) -> bool:
         return n % packed == 0 and (n // packed in (1, 2, 4, 8) or n // packed % 8 == 0)
 
     keys_values = 2 * groups
     if keys_values % (8 * packed) == 0:
         keys_values = 8 * packed
     queries = keys_values // 2 * (heads // groups)
-    fits = queries == heads or queries % 8 == 0 or not whole(queries)
-    return whole(2 * groups) and fits
+    fits = queries == heads or queries % 8 == 0 or not is_aligned(queries)
+    return is_aligned(2 * groups) and fits
 
 
 def ragged_page_attention(call: Paged) -> Float[Array, "T h k"]:
@@ -81,12 +83,12 @@ def ragged_page_attention(call: Paged) -> Float[Array, "T h k"]:
     kernel = partial(
         ragged_paged_attention,
         sm_scale=scoring.scale,
-        sliding_window=limit_of(scoring.window),
+        sliding_window=get_static_limit(scoring.window),
         soft_cap=scoring.soft_cap,
         num_kv_pages_per_block=pages_per_block,
         num_queries_per_block=queries_per_block,
     )
-    mesh, heads = mesh_of(call.config), head_axes(call)
+    mesh, heads = get_mesh(call.config), head_axes(call)
     # Also on one device: the kernel derives the type of the TPU from the mesh.
     if mesh is not None:
         specs = (P(None, heads), P(None, None, heads), *[P()] * 4)
@@ -105,7 +107,7 @@ def page_blocks(settings: Settings, pool: jax.Array, pages: int) -> tuple[int | 
         pool: [P, page, 2g, k].
         pages: p.
     """
-    if settings.own:
+    if settings.is_explicit:
         block_q, block_k = settings.block_q or BLOCKS[0], settings.block_k or BLOCKS[1]
     elif jax.default_backend() == "tpu":
         return None, None

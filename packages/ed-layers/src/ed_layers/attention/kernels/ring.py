@@ -45,9 +45,9 @@ def ring_attention(call: Projected) -> Float[Array, "b s h d"]:
         return blockwise_attention(call)
     scoring, s = call.scoring, call.q.shape[1]
     k, v = repeated_for(ways(plan.mesh, plan.heads), call.k, call.v)
-    bias = None if scoring.bias is None else plan.padded(scoring.bias, 2, 3)
-    q, k, v = (plan.padded(x, 1) for x in (call.q, k, v))
-    mask_info = jax.tree.map(lambda x: plan.padded(x, 1), call.mask_info)
+    bias = None if scoring.bias is None else plan.pad_axes(scoring.bias, 2, 3)
+    q, k, v = (plan.pad_axes(x, 1) for x in (call.q, k, v))
+    mask_info = jax.tree.map(lambda x: plan.pad_axes(x, 1), call.mask_info)
     limits = scoring.window, scoring.chunk, scoring.dropout_key if scoring.dropout > 0 else None
     out, lse = attention_on_ring(plan, q, k, v, bias, mask_info, limits)
     if scoring.sinks is not None:
@@ -81,19 +81,19 @@ def forward(
 
 def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: RingLimits):
     """Run one round of the ring on one device."""
-    here = Here(plan, q, k, bias, mask_info, limits)
-    q_blocks, hand = here.query_blocks(q), here.hand(k, v)
+    shard = Here(plan, q, k, bias, mask_info, limits)
+    q_blocks, hand = shard.query_blocks(q), shard.hand(k, v)
 
     def step(device, carry):
         hand, part = carry
         k_j, v_j, *_ = hand
-        bias_j, mask = here.bias_of(device), here.mask(device, hand)
+        bias_j, mask = shard.get_bias(device), shard.mask(device, hand)
         part_j = online.forward(plan.recipe, q_blocks, k_j, v_j, bias_j, mask, lambda part: part)
         return plan.pass_on(hand), part.merged(part_j)
 
     start = PartialAttention.empty(q_blocks.shape[:-1], v.shape[-1], plan.total_dtype)
     _, part = plan.steps(step, (hand, start))
-    return here.tokens(part.out.astype(plan.out_dtype)), here.tokens(part.lse)[..., 0]
+    return shard.tokens(part.out.astype(plan.out_dtype)), shard.tokens(part.lse)[..., 0]
 
 
 def forward_and_save(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: RingLimits):
@@ -115,35 +115,35 @@ attention_on_ring.defvjp(forward_and_save, backward_of_call)
 
 def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out, d_lse):
     """Run the second round on one device, and return the gradients of q, k, v and bias."""
-    here = Here(plan, q, k, bias, mask_info, limits)
+    shard = Here(plan, q, k, bias, mask_info, limits)
     out, d_out = out.astype(plan.total_dtype), d_out.astype(plan.total_dtype)
     # The term that all weights of a query share: the mean of the softmax, and d_lse.
     shared = jnp.sum(d_out * out, axis=-1) - d_lse
-    of_queries = (d_out, lse[..., None], shared[..., None])
+    query_terms = (d_out, lse[..., None], shared[..., None])
     d_out, lse, shared = (
-        here.query_blocks(x.astype(plan.recipe.softmax_dtype)) for x in of_queries
+        shard.query_blocks(x.astype(plan.recipe.softmax_dtype)) for x in query_terms
     )
-    q_blocks = here.query_blocks(q)
-    hand = here.hand(k, v)
+    q_blocks = shard.query_blocks(q)
+    hand = shard.hand(k, v)
     zeros = [jnp.zeros(x.shape, plan.total_dtype) for x in (q_blocks, *hand[:2])]
-    d_bias = None if here.bias is None else jnp.zeros(here.bias.shape, plan.total_dtype)
+    d_bias = None if shard.bias is None else jnp.zeros(shard.bias.shape, plan.total_dtype)
 
     def step(device, carry):
         hand, d_q, d_k, d_v, d_bias = carry
         k_j, v_j, *_ = hand
-        bias_j, mask = here.bias_of(device), here.mask(device, hand)
+        bias_j, mask = shard.get_bias(device), shard.mask(device, hand)
         d_q_j, d_k_j, d_v_j, d_bias_j, _ = online.backward(
             plan.recipe, q_blocks, k_j, v_j, bias_j, mask, lse, shared, d_out
         )
         if d_bias is not None:
-            d_bias = d_bias.at[..., here.columns(device)].add(d_bias_j, mode="drop")
+            d_bias = d_bias.at[..., shard.columns(device)].add(d_bias_j, mode="drop")
         d_k, d_v = plan.pass_on((d_k + d_k_j, d_v + d_v_j))
         return plan.pass_on(hand), d_q + d_q_j, d_k, d_v, d_bias
 
     # After n steps, each device has its own keys again, with their gradients.
     _, d_q, d_k, d_v, d_bias = plan.steps(step, (hand, *zeros, d_bias))
-    d_k, d_v = (here.keys.join(x.transpose(0, 1, 3, 2, 4)) for x in (d_k, d_v))
-    return here.tokens(d_q), d_k, d_v, None if d_bias is None else here.whole_bias(d_bias, bias)
+    d_k, d_v = (shard.keys.join(x.transpose(0, 1, 3, 2, 4)) for x in (d_k, d_v))
+    return shard.tokens(d_q), d_k, d_v, None if d_bias is None else shard.whole_bias(d_bias, bias)
 
 
 class Here:
@@ -160,21 +160,21 @@ class Here:
         self.rows_and_heads = plan.rows_and_heads(q.shape[0], q.shape[2])
         self.mask_info, self.limits = mask_info, limits
         ids = jnp.stack([mask_info.q_segment_ids, mask_info.q_index], axis=2)
-        self.q_ids = self.queries.cut(ids)
+        self.q_ids = self.queries.split_blocks(ids)
         self.bias = None if bias is None else self.bias_rows(bias)
 
     def hand(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the traveling arrays: [j, b, g, y, k], [j, b, g, y, d], and ids [j, b, y, 2]."""
         ids = jnp.stack([self.mask_info.kv_segment_ids, self.mask_info.kv_index], axis=2)
-        k, v = (self.keys.cut(x).transpose(0, 1, 3, 2, 4) for x in (k, v))
-        return k, v, self.keys.cut(ids)
+        k, v = (self.keys.split_blocks(x).transpose(0, 1, 3, 2, 4) for x in (k, v))
+        return k, v, self.keys.split_blocks(ids)
 
     def mask(self, device: jax.Array, hand: tuple[jax.Array, ...]) -> BlockMask:
         """Return the mask for the visiting keys of a device."""
         ids, (window, chunk, key), places = hand[2], self.limits, None
         if key is not None or self.plan.recipe.alibi is not None:
-            own = self.queries.places(jax.lax.axis_index(self.plan.sequence))
-            places = (*self.rows_and_heads, own, self.keys.places(device))
+            query_places = self.queries.places(jax.lax.axis_index(self.plan.sequence))
+            places = (*self.rows_and_heads, query_places, self.keys.places(device))
         q_ids = self.q_ids
         return BlockMask(
             *(q_ids[..., 0], q_ids[..., 1], ids[..., 0], ids[..., 1]),
@@ -184,7 +184,7 @@ class Here:
     def query_blocks(self, x: jax.Array) -> jax.Array:
         """[b, L, h, k] to [i, b, g, r, x, k]."""
         x = x.reshape(*x.shape[:2], self.groups, self.repeat, x.shape[-1])
-        return self.queries.cut(x).transpose(0, 1, 3, 4, 2, 5)
+        return self.queries.split_blocks(x).transpose(0, 1, 3, 4, 2, 5)
 
     def tokens(self, blocks: jax.Array) -> jax.Array:
         """[i, b, g, r, x, d] to [b, L, h, d]."""
@@ -193,7 +193,7 @@ class Here:
 
     def bias_rows(self, bias: jax.Array) -> jax.Array:
         """[b or 1, h or 1, L, t] to [b or 1, g or 1, r or 1, i * x, t]."""
-        blocks = self.queries.cut(bias.swapaxes(1, 2)).swapaxes(0, 1)
+        blocks = self.queries.split_blocks(bias.swapaxes(1, 2)).swapaxes(0, 1)
         rows = blocks.reshape(len(bias), -1, *bias.shape[1::2]).swapaxes(1, 2)
         return split_heads(rows, self.groups, self.repeat)
 
@@ -207,7 +207,7 @@ class Here:
         """Return the bias columns of a device's keys, [j * y]; columns past the end are padding."""
         return self.keys.places(device).ravel()
 
-    def bias_of(self, device: jax.Array) -> jax.Array | None:
+    def get_bias(self, device: jax.Array) -> jax.Array | None:
         """Return the bias of the visiting keys, [b or 1, g or 1, r or 1, i * x, j * y]."""
         if self.bias is None:
             return None

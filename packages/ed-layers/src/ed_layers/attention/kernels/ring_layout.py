@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from ed_layers.attention.kernel import Projected
 from ed_layers.attention.kernels.online import Recipe, row_blocks
-from ed_layers.attention.scoring import padded
-from ed_layers.devices import AxisNames, axes_of, sequence_axes, ways
+from ed_layers.attention.scoring import pad_axis
+from ed_layers.devices import AxisNames, get_mesh_axes, sequence_axes, ways
 
 T = TypeVar("T")
 Pairs = list[tuple[int, int]]
@@ -66,12 +66,12 @@ class Plan:
         if config is None or sequence is None:
             return None
         shape = (call.q.shape[0], ways(config.mesh, sequence), call.q.shape[2])
-        batch, _, heads = axes_of(config, ("batch", "sequence", "heads"), shape)
+        batch, _, heads = get_mesh_axes(config, ("batch", "sequence", "heads"), shape)
         bias = P()
         if scoring.bias is not None:
             one_row, one_head = (size == 1 for size in scoring.bias.shape[:2])
             bias = P(None if one_row else batch, None if one_head else heads, sequence)
-        plain = scoring.sinks is None
+        has_no_sinks = scoring.sinks is None
         return cls(
             recipe=Recipe.of(scoring, causal=call.mask_info.causal),
             mesh=config.mesh,
@@ -83,7 +83,7 @@ class Plan:
             scan=config.scan_ring_attention,
             block_q=call.settings.block_q or 128,
             block_k=call.settings.block_k or 128,
-            out_dtype=call.q.dtype if plain else jnp.dtype(scoring.softmax_dtype),
+            out_dtype=call.q.dtype if has_no_sinks else jnp.dtype(scoring.softmax_dtype),
         )
 
     @property
@@ -96,10 +96,10 @@ class Plan:
         """Dtype in which the steps are added up."""
         return jnp.promote_types(self.recipe.softmax_dtype, jnp.float32)
 
-    def padded(self, x: jax.Array, *axes: int) -> jax.Array:
+    def pad_axes(self, x: jax.Array, *axes: int) -> jax.Array:
         """With lengths that divide by the ring along `axes`; zeros are padding (segment 0)."""
         for axis in axes:
-            x = padded(x, axis, -x.shape[axis] % self.n)
+            x = pad_axis(x, axis, -x.shape[axis] % self.n)
         return x
 
     def pass_on(self, tree: T) -> T:
@@ -112,11 +112,13 @@ class Plan:
 
         In the unrolled loop, the compiler removes the last `pass_on`, because its result is unused.
         """
-        own = jax.lax.axis_index(self.sequence)
+        device_index = jax.lax.axis_index(self.sequence)
         if self.scan:
-            return jax.lax.fori_loop(0, self.n, lambda i, x: step((own - i) % self.n, x), carry)
+            return jax.lax.fori_loop(
+                0, self.n, lambda i, x: step((device_index - i) % self.n, x), carry
+            )
         for i in range(self.n):
-            carry = step((own - i) % self.n, carry)
+            carry = step((device_index - i) % self.n, carry)
         return carry
 
     def on_mesh(self, function: Callable[..., Any], ins: str, outs: str) -> Callable[..., Any]:
@@ -148,8 +150,10 @@ class Plan:
 
     def sum_of_bias(self, x: jax.Array) -> jax.Array:
         """Add up the gradient of a bias over the devices that share it."""
-        for own, axes in zip((*self.bias, None, None), (self.batch, self.heads), strict=False):
-            if own is None and axes is not None:
+        for bias_axes, axes in zip(
+            (*self.bias, None, None), (self.batch, self.heads), strict=False
+        ):
+            if bias_axes is None and axes is not None:
                 x = jax.lax.psum(x, axes)
         return x
 
@@ -164,7 +168,7 @@ class Side:
 
     plan: Plan
     length: int
-    wanted: int
+    max_block: int
 
     @property
     def parts(self) -> int:
@@ -178,10 +182,10 @@ class Side:
 
     @property
     def block(self) -> int:
-        """Positions of a block: chunks are cut into equal blocks of at most `wanted` positions."""
-        return -(-self.chunk // -(-self.chunk // self.wanted))
+        """Positions of a block: chunks consist of equal blocks of at most `max_block` positions."""
+        return -(-self.chunk // -(-self.chunk // self.max_block))
 
-    def cut(self, x: jax.Array) -> jax.Array:
+    def split_blocks(self, x: jax.Array) -> jax.Array:
         """[b, L, ...] to [i, b, x, ...]."""
         if self.plan.zigzag:
             x = jnp.pad(x, ((0, 0), (0, self.length % 2), *[(0, 0)] * (x.ndim - 2)))
@@ -190,7 +194,7 @@ class Side:
         return jnp.concatenate([row_blocks(chunk, self.block) for chunk in chunks])
 
     def join(self, blocks: jax.Array) -> jax.Array:
-        """The inverse of `cut`."""
+        """The inverse of `split_blocks`."""
         chunks = jnp.split(blocks, self.parts)
         flat = [jnp.moveaxis(c, 0, 1).reshape(c.shape[1], -1, *c.shape[3:]) for c in chunks]
         x = jnp.concatenate([c[:, : self.chunk] for c in flat], axis=1)
@@ -200,7 +204,7 @@ class Side:
 
     def places(self, device: int | jax.Array) -> jax.Array:
         """Positions in the whole sequence of a device's blocks, [i, x]; n * L for padding."""
-        chunks = chunks_of(device, self.plan.n) if self.plan.zigzag else (device,)
+        chunks = get_chunks(device, self.plan.n) if self.plan.zigzag else (device,)
         inside = jnp.arange(-(-self.chunk // self.block) * self.block)
         places = []
         for number in chunks:
@@ -217,7 +221,7 @@ def home(chunk: int, n: int) -> int:
     return chunk if chunk < n else 2 * n - 1 - chunk
 
 
-def chunks_of(device: int | jax.Array, n: int) -> tuple[int | jax.Array, int | jax.Array]:
+def get_chunks(device: int | jax.Array, n: int) -> tuple[int | jax.Array, int | jax.Array]:
     """The chunks that a device holds in zig-zag order, the early one first."""
     return device, 2 * n - 1 - device
 
@@ -248,9 +252,9 @@ def enter(x: jax.Array, axes: AxisNames, n: int) -> jax.Array:
 
 def leave(x: jax.Array, axes: AxisNames, n: int) -> jax.Array:
     """The inverse of `enter`."""
-    early, late = jnp.split(x, 2, axis=1)
+    early_chunk, late_chunk = jnp.split(x, 2, axis=1)
     ordered = jax.lax.axis_index(axes) % 2 == 0
     even, odd = ([(to, start) for start, to in pairs] for pairs in routes(n))
-    first = jax.lax.ppermute(jnp.where(ordered, early, late), axes, even)
-    second = jax.lax.ppermute(jnp.where(ordered, late, early), axes, odd)
+    first = jax.lax.ppermute(jnp.where(ordered, early_chunk, late_chunk), axes, even)
+    second = jax.lax.ppermute(jnp.where(ordered, late_chunk, early_chunk), axes, odd)
     return jnp.concatenate([first, second], axis=1)

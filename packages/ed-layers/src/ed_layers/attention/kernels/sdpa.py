@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ed_layers.attention.kernel import Kernel, Projected
-from ed_layers.attention.scoring import padded
-from ed_layers.devices import platform_of
+from ed_layers.attention.scoring import pad_axis
+from ed_layers.devices import get_platform
 
 
 def sdpa_attention(call: Projected) -> Float[Array, "b s h d"]:
@@ -23,11 +23,11 @@ def sdpa_attention(call: Projected) -> Float[Array, "b s h d"]:
     """
     scoring, d = call.scoring, call.v.shape[-1]
     width = max(call.q.shape[-1], d)
-    q, k, v = (padded(x, -1, width - x.shape[-1]) for x in (call.q, call.k, call.v))
-    if q.dtype == jnp.float16 and platform_of(call.config) != "gpu":
+    q, k, v = (pad_axis(x, -1, width - x.shape[-1]) for x in (call.q, call.k, call.v))
+    if q.dtype == jnp.float16 and get_platform(call.config) != "gpu":
         # jax requests float16 products with float32 sums, which only GPUs support.
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    mask = call.mask_info.allowed(window=scoring.window, chunk=scoring.chunk)[:, None]
+    mask = call.mask_info.get_mask(window=scoring.window, chunk=scoring.chunk)[:, None]
     bias = scoring.bias
     if bias is not None:
         mask = mask & (bias > -jnp.inf)

@@ -20,7 +20,7 @@ from ed_layers.attention.kernels.softmax import Bound, PartialAttention, over_bl
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache.codes import Codes, Numbers, decode, map_slots
 from ed_layers.cache.storage import Layer
-from ed_layers.projections.matmul import batched
+from ed_layers.projections.matmul import batch_matmul
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def attention_to_slots(
     def block(j: jax.Array):
         # The last block starts earlier to stay inside the buffer; slots read twice are masked.
         first = jnp.minimum(j * size, count - size)
-        scores = scores_of(q, slots.read(slots.keys, first), dtype, by_sum) * scoring.scale
+        scores = compute_scores(q, slots.read(slots.keys, first), dtype, by_sum) * scoring.scale
         scores, _ = scoring.cap(scores)
         if bias is not None:
             cut = jax.lax.dynamic_slice_in_dim(bias, first, size, axis=-1)
@@ -121,7 +121,9 @@ def attention_to_slots(
             index = jax.lax.dynamic_slice_in_dim(info.kv_index, first, size, axis=1)
             cut = scoring.distance_bias(heads, info.q_index, index)
             scores = scores + cut.reshape(*cut.shape[:-1], slots.splits, slots.block).astype(dtype)
-        allowed = allowed_of(info, first, size, scoring) & (first + jnp.arange(size) >= j * size)
+        allowed = get_block_mask(info, first, size, scoring) & (
+            first + jnp.arange(size) >= j * size
+        )
         allowed = allowed.reshape(allowed.shape[0], 1, 1, q.shape[3], slots.splits, slots.block)
         scores = jnp.where(jnp.broadcast_to(allowed, (*lead, slots.block)), scores, -jnp.inf)
 
@@ -136,14 +138,14 @@ def attention_to_slots(
     return part.merged_along(-2)
 
 
-def scores_of(q: jax.Array, k: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
+def compute_scores(q: jax.Array, k: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
     """Return q·k of one block, [b, g, r, s, p, y]."""
     keys, scale = scale_apart(k, q.dtype)
 
     def matmul(q: jax.Array, k: jax.Array) -> jax.Array:
         b, groups, repeat, s, _ = q.shape
         joined, rows = (x.reshape(b, groups, -1, x.shape[-1]) for x in (q, k))
-        scores = batched(joined, rows, transposed=True, dtype=dtype)
+        scores = batch_matmul(joined, rows, transposed=True, dtype=dtype)
         return scores.reshape(b, groups, repeat, s, *k.shape[2:4])
 
     def multiply_and_sum(q: jax.Array, k: jax.Array) -> jax.Array:
@@ -164,7 +166,7 @@ def combine(weights: jax.Array, v: Numbers, dtype: DTypeLike, by_sum: bool) -> j
     def matmul(weights: jax.Array, v: jax.Array) -> jax.Array:
         b, groups, repeat, s, splits, _ = weights.shape
         joined = weights.astype(dtype).reshape(b, groups, repeat * s, splits, -1)
-        sums = batched(joined.swapaxes(2, 3), v, dtype=weights.dtype)
+        sums = batch_matmul(joined.swapaxes(2, 3), v, dtype=weights.dtype)
         return sums.swapaxes(2, 3).reshape(b, groups, repeat, s, splits, -1)
 
     def multiply_and_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
@@ -185,11 +187,11 @@ def scale_apart(x: Numbers, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | No
     return x.values.astype(dtype), x.scale[:, :, None, None, :, 0]
 
 
-def allowed_of(info: MaskInfo, first: jax.Array, size: int, scoring: Scoring) -> jax.Array:
+def get_block_mask(info: MaskInfo, first: jax.Array, size: int, scoring: Scoring) -> jax.Array:
     """Return the allowed pairs of queries and slots of a block, [b, s, size]."""
     segments, index = (
         jax.lax.dynamic_slice_in_dim(x, first, size, axis=1)
         for x in (info.kv_segment_ids, info.kv_index)
     )
     block = replace(info, kv_segment_ids=segments, kv_index=index)
-    return block.allowed(window=scoring.window, chunk=scoring.chunk)
+    return block.get_mask(window=scoring.window, chunk=scoring.chunk)

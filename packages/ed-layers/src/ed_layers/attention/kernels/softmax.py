@@ -58,10 +58,10 @@ class PartialAttention(NamedTuple):
         decay = jnp.exp(self.top - finite(top))
         return self.total * decay, self.acc * decay
 
-    def merged(self, other: PartialAttention) -> PartialAttention:
+    def merge(self, part: PartialAttention) -> PartialAttention:
         """Return attention to the keys of both parts."""
-        top = jnp.maximum(self.top, other.top)
-        (total, acc), (total_j, acc_j) = self.below(top), other.below(top)
+        top = jnp.maximum(self.top, part.top)
+        (total, acc), (total_j, acc_j) = self.below(top), part.below(top)
         return PartialAttention(top, total + total_j, acc + acc_j)
 
     def merged_along(self, axis: int) -> PartialAttention:

@@ -20,7 +20,7 @@ from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
 
 from ed_layers.attention.kernel import FULL_SCORES_LIMIT, Kernel, Projected, Settings, reasons
-from ed_layers.attention.scoring import WindowLimit, limit_of, padded, static
+from ed_layers.attention.scoring import WindowLimit, get_static_limit, pad_axis, static
 from ed_layers.devices import over_devices
 
 #: Lanes of a TPU register: blocks of keys are multiples of it.
@@ -46,7 +46,7 @@ def splash_attention(call: Projected, *, interpret: bool = False) -> Float[Array
         call: the call.
         interpret: interpret the kernel on any device, for tests.
     """
-    window, soft_cap = limit_of(call.scoring.window), call.scoring.soft_cap
+    window, soft_cap = get_static_limit(call.scoring.window), call.scoring.soft_cap
     kernel = partial(on_one_device, window=window, soft_cap=soft_cap, interpret=interpret)
     return in_whole_blocks(kernel, call, call.scoring.sinks)
 
@@ -61,10 +61,10 @@ def in_whole_blocks(
         heads: an array with the heads as first axis.
     """
     length = call.q.shape[1]
-    block_q, block_k, whole = tpu_blocks(call.settings, length)
-    segments = segments_of(call.mask_info, call.scoring.chunk)
+    block_q, block_k, padded_length = tpu_blocks(call.settings, length)
+    segments = get_chunk_segments(call.mask_info, call.scoring.chunk)
     arrays = (call.q * call.scoring.scale, call.k, call.v, segments)
-    q, k, v, ids = (padded(x, 1, whole - length) for x in arrays)
+    q, k, v, ids = (pad_axis(x, 1, padded_length - length) for x in arrays)
     kernel = partial(kernel, block_q=block_q, block_k=block_k, causal=call.mask_info.causal)
     out = over_devices(kernel, call.config, q.astype(k.dtype), k, v, ids, heads)
     return jnp.where(segments[:, :, None, None] > 0, out[:, :length], 0)
@@ -125,11 +125,11 @@ def tpu_blocks(settings: Settings, s: int) -> tuple[int, int, int]:
         min(-(-(size or LANES) // LANES) * LANES, longest)
         for size in (settings.block_q, settings.block_k)
     )
-    both = math.lcm(block_q, block_k)
-    return block_q, block_k, -(-s // both) * both
+    block_multiple = math.lcm(block_q, block_k)
+    return block_q, block_k, -(-s // block_multiple) * block_multiple
 
 
-def segments_of(mask_info: MaskInfo, chunk: WindowLimit | None) -> Int[Array, "b s"]:
+def get_chunk_segments(mask_info: MaskInfo, chunk: WindowLimit | None) -> Int[Array, "b s"]:
     """Return segment ids in which each chunk is a segment, numbered by its start position + 1."""
     segments = mask_info.q_segment_ids
     if chunk is None:

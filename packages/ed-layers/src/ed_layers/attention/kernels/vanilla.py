@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.attention.kernel import Cached, Kernel, Projected
-from ed_layers.attention.scoring import Scoring, heads_of, kept, split_heads
-from ed_layers.projections.matmul import batched
+from ed_layers.attention.scoring import Scoring, compute_dropout_mask, get_head_indices, split_heads
+from ed_layers.projections.matmul import batch_matmul
 
 KVOrder = Literal["btgk", "bgtk"]
 
@@ -64,7 +64,7 @@ def by_matrix(
     if scoring.dropout > 0 and scoring.dropout_key is not None:
         heads = jnp.arange(h).reshape(groups, -1, 1, 1)
         rows, queries, keys = (jnp.arange(n) for n in (b, s, weights.shape[-1]))
-        stays = kept(
+        stays = compute_dropout_mask(
             scoring.dropout_key,
             scoring.dropout,
             rows[:, None, None, None, None],
@@ -98,10 +98,10 @@ def softmax_weights(
     if scoring.bias is not None:
         scores = scores + split_heads(scoring.bias, groups, h // groups).astype(dtype)
     if scoring.by_distance:
-        heads = heads_of(groups, h // groups)
+        heads = get_head_indices(groups, h // groups)
         bias = scoring.distance_bias(heads, mask_info.q_index, mask_info.kv_index)
         scores = scores + bias.astype(dtype)
-    allowed = mask_info.allowed(window=scoring.window, chunk=scoring.chunk)[:, None, None]
+    allowed = mask_info.get_mask(window=scoring.window, chunk=scoring.chunk)[:, None, None]
     scores = jnp.where(allowed, scores, -jnp.inf)
 
     top = jnp.max(scores, axis=-1, keepdims=True)
@@ -126,7 +126,7 @@ def score(
         b, s, groups, repeat, _ = q.shape
         q, k = q.transpose(0, 2, 3, 1, 4), slots_last(k, kv_order)
         joined = q.reshape(b, groups, repeat * s, -1)
-        scores = batched(joined, k, transposed=True, dtype=dtype)
+        scores = batch_matmul(joined, k, transposed=True, dtype=dtype)
         return scores.reshape(b, groups, repeat, s, -1)
 
     def by_sum(q: jax.Array, k: jax.Array) -> jax.Array:
@@ -144,7 +144,7 @@ def combine(weights: jax.Array, v: jax.Array, kv_order: KVOrder, one_by_sum: boo
     def by_matmul(weights: jax.Array, v: jax.Array) -> jax.Array:
         b, groups, repeat, s, _ = weights.shape
         joined, v = weights.reshape(b, groups, repeat * s, -1), slots_last(v, kv_order)
-        out = batched(joined, v, dtype=jnp.promote_types(v.dtype, jnp.float32))
+        out = batch_matmul(joined, v, dtype=jnp.promote_types(v.dtype, jnp.float32))
         out = out.astype(weights.dtype)
         return out.reshape(b, groups, repeat, s, -1).transpose(0, 3, 1, 2, 4)
 

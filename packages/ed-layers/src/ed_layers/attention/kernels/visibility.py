@@ -37,14 +37,14 @@ def visible(
     if window is not None:
         width = jnp.minimum(jnp.asarray(window), BIG // 2)  # the sum below must not overflow
         first = jnp.where(width > 0, jnp.maximum(first, low - width + 1), first)
-        near = jnp.minimum(high, BIG // 2) + width - 1
-        last = jnp.where(width > 0, jnp.minimum(last, near), last)
+        window_end = jnp.minimum(high, BIG // 2) + width - 1
+        last = jnp.where(width > 0, jnp.minimum(last, window_end), last)
     if chunk is not None:
         size = jnp.maximum(jnp.asarray(chunk), 1)
         limited = jnp.asarray(chunk) > 0
         first = jnp.where(limited, jnp.maximum(first, low // size * size), first)
-        own = high - high % size + (size - 1)
-        last = jnp.where(limited, jnp.minimum(last, own), last)
+        chunk_end = high - high % size + (size - 1)
+        last = jnp.where(limited, jnp.minimum(last, chunk_end), last)
     return first, last
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from ed_infra.errors import CheckpointError
 
-from ed_models.checkpoints.gguf.blocks import values_of
+from ed_models.checkpoints.gguf.blocks import read_tensor_values
 from ed_models.checkpoints.gguf.header import GgufHeader
-from ed_models.checkpoints.gguf.layouts import NAMES, named
+from ed_models.checkpoints.gguf.layouts import NAMES, build_module_rules
 from ed_models.weights.rules import Rule
 
 #: Field of a configuration -> key of the metadata, after the name of the architecture.
@@ -86,22 +86,22 @@ class Architecture:
     @property
     def keys(self) -> Mapping[str, str]:
         """Field of the configuration -> key of the metadata."""
-        both = {**FIELDS, **self.fields}
-        return {name: key for name, key in both.items() if key is not None}
+        field_keys = {**FIELDS, **self.fields}
+        return {name: key for name, key in field_keys.items() if key is not None}
 
     def all_rules(self) -> tuple[Rule, ...]:
         """Return the rules of a model with a head."""
-        return (*self.rules, *named({**NAMES, **self.names}))
+        return (*self.rules, *build_module_rules({**NAMES, **self.names}))
 
 
 def with_bodies(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return rules, and those of bodies without a head, whose names lack the first part."""
 
-    def shortened(rule: Rule) -> Rule:
+    def shorten_names(rule: Rule) -> Rule:
         names = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
         return rule._replace(ours=tuple(name.removeprefix("model.") for name in names))
 
-    return (*rules, *map(shortened, rules))
+    return (*rules, *map(shorten_names, rules))
 
 
 class FileReading:
@@ -120,7 +120,7 @@ class FileReading:
         values: Callable[[str], np.ndarray] | None = None,
     ):
         self.header, self.architecture = header, architecture
-        self.values = values or partial(values_of, header)
+        self.values = values or partial(read_tensor_values, header)
 
     def get(self, key: str, default: object = None) -> Any:
         """Return a value of the architecture; `default` if it is absent.

@@ -67,18 +67,18 @@ def read_slice(data: np.ndarray, tensor: Location, index: Slices) -> np.ndarray:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    block = _block_of(tensor.format)
+    block = _find_block_format(tensor.format)
     columns = tensor.shape[-1]
     *at, along = index
     which, inside = covering(along, columns, block.elements)
     blocks = raw_blocks(data, tensor)[(*at, which)]
-    *kept, count, _ = blocks.shape
+    *leading_sizes, count, _ = blocks.shape
     if not blocks.size:
-        return np.zeros((*kept, len(range(columns)[along])), np.float32)
+        return np.zeros((*leading_sizes, len(range(columns)[along])), np.float32)
     flat: Any = np.ascontiguousarray(blocks).reshape(-1, count * block.bytes)
     with np.errstate(all="ignore"):  # a damaged scale gives NaN, which the loader reports
         values = dequantize(flat, GGMLQuantizationType[tensor.format])
-    return values.reshape(*kept, count * block.elements)[..., inside]
+    return values.reshape(*leading_sizes, count * block.elements)[..., inside]
 
 
 def raw_blocks(data: np.ndarray, tensor: Location) -> np.ndarray:
@@ -87,24 +87,26 @@ def raw_blocks(data: np.ndarray, tensor: Location) -> np.ndarray:
     Args:
         data, tensor: see `read_slice`; the format has blocks.
     """
-    block = _block_of(tensor.format)
+    block = _find_block_format(tensor.format)
     *rows, columns = tensor.shape
     raw = data[tensor.start : tensor.stop]
     return raw.reshape(*rows, columns // block.elements, block.bytes)
 
 
-def _block_of(form: str) -> Any:
+def _find_block_format(form: str) -> Any:
     return next(block for block in formats().values() if block.name == form)
 
 
-def mapped(file: Path) -> np.ndarray:
+def map_file(file: Path) -> np.ndarray:
     """Map a file into memory; uint8 [bytes]."""
     with file.open("rb") as stream:
         return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
 
-def values_of(header: GgufHeader, name: str) -> np.ndarray:
+def read_tensor_values(header: GgufHeader, name: str) -> np.ndarray:
     """Return the values of a small tensor."""
     location = header.tensors[name]
     check_format(name, location.format)
-    return read_slice(mapped(header.file_of(name)), location, (slice(None),) * len(location.shape))
+    return read_slice(
+        map_file(header.get_file(name)), location, (slice(None),) * len(location.shape)
+    )

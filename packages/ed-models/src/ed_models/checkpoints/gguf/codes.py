@@ -143,13 +143,13 @@ def common_form(formats: Collection[str]) -> CodeForm | None:
     return CodeForm(small, min(form.group for form in forms), zero)
 
 
-def part_of_blocks(blocks: _Blocks, name: str, wanted: CodeForm, part: str) -> np.ndarray:
+def part_of_blocks(blocks: _Blocks, name: str, code_form: CodeForm, part: str) -> np.ndarray:
     """Return one array of the codes in the blocks of rows [.., columns].
 
     Args:
         blocks: the blocks of the rows.
         name: their format, a key of `BLOCKS`.
-        wanted: the arrays, see `common_form`.
+        code_form: the arrays, see `common_form`.
         part: `codes`, `scale` or `zero`.
 
     Returns:
@@ -160,22 +160,22 @@ def part_of_blocks(blocks: _Blocks, name: str, wanted: CodeForm, part: str) -> n
     lead = blocks.shape[:-2]
     scale, offset = (None if x is None else x.reshape(*lead, -1) for x in form.scales(blocks))
     assert scale is not None
-    negative = form.zero != 0 and not wanted.small  # int8 has codes below 0
+    negative = form.zero != 0 and not code_form.small  # int8 has codes below 0
     zero, flat = np.full_like(scale, 0 if negative else form.zero), None
     if offset is not None:
         scale, zero, flat = _with_zeros(scale, offset)
     if part != "codes":
-        values = np.repeat(scale if part == "scale" else zero, form.group // wanted.group, -1)
-        return values if part == "scale" else values.astype(wanted.zero)
+        values = np.repeat(scale if part == "scale" else zero, form.group // code_form.group, -1)
+        return values if part == "scale" else values.astype(code_form.zero)
     codes = form.codes(blocks).reshape(*lead, -1, form.group)
     if flat is not None:
         codes = np.where(flat[..., None], codes.dtype.type(0), codes)
     if negative:
         codes = codes.view(np.int8) - np.int8(form.zero)
     codes = codes.reshape(*lead, -1)
-    if wanted.small:
+    if code_form.small:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
-    return codes.view(np.uint8 if wanted.small else np.int8)
+    return codes.view(np.uint8 if code_form.small else np.int8)
 
 
 def _with_zeros(scale: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -136,14 +136,14 @@ def _write_phi3(writing: FileWriting) -> None:
 
 
 def _read_gemma3(reading: FileReading) -> dict[str, Any]:
-    found: dict[str, Any] = period(6)(reading)
+    settings: dict[str, Any] = period(6)(reading)
     size = reading.get("attention.key_length", 256)
     layers, heads = reading.need("block_count"), reading.need("attention.head_count")
     scalar = reading.need("embedding_length") // heads if layers == 62 else size  # llama.cpp: 27B
-    own = read_rope(reading, size)
+    global_rope = read_rope(reading, size)
     local = {"rope_type": "default", "rope_theta": reading.get("rope.freq_base_swa", 10_000.0)}
-    rope = {"full_attention": own, "sliding_attention": local}
-    return {**found, "query_pre_attn_scalar": scalar, "rope_parameters": rope}
+    rope = {"full_attention": global_rope, "sliding_attention": local}
+    return {**settings, "query_pre_attn_scalar": scalar, "rope_parameters": rope}
 
 
 def _write_gemma3(writing: FileWriting) -> None:

@@ -1,8 +1,8 @@
 """A GGUF file as a directory in Hugging Face layout.
 
 The directory contains config.json and the files of the tokenizer, written from the metadata. The
-weights stay in the GGUF file: `weights_of` returns it. So everything that reads a checkpoint reads
-a GGUF file too. The directories of a process are temporary.
+weights stay in the GGUF file: `find_gguf_file` returns it. So everything that reads a checkpoint
+reads a GGUF file too. The directories of a process are temporary.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from ed_infra.errors import CheckpointError
 
 from ed_models.checkpoints.gguf.files import read_parts
-from ed_models.checkpoints.gguf.settings import TOKENS, settings_of
+from ed_models.checkpoints.gguf.settings import TOKENS, build_settings
 from ed_models.checkpoints.gguf.vocabulary import write_tokenizer
 
 ENDING = ".gguf"
-_made: dict[tuple[Path, int, int], Path] = {}
+_directories: dict[tuple[Path, int, int], Path] = {}
 _weights: dict[Path, Path] = {}
 
 
-def weights_of(directory: Path) -> Path | None:
+def find_gguf_file(directory: Path) -> Path | None:
     """Return the GGUF file with the weights of a directory; None if it is an ordinary one."""
     return _weights.get(directory)
 
@@ -41,12 +41,12 @@ def as_directory(file: Path) -> Path:
     file = file.absolute()
     status = file.stat()
     key = file, status.st_mtime_ns, status.st_size
-    if key not in _made:
+    if key not in _directories:
         header = read_parts(file)
         directory = Path(tempfile.mkdtemp(prefix=f"{file.stem[:64]}-"))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
         try:
-            settings = settings_of(header)
+            settings = build_settings(header)
             _write(directory / "config.json", settings)
             ends = {name: settings[name] for name in TOKENS if name in settings}
             _write(directory / "generation_config.json", ends)
@@ -58,8 +58,8 @@ def as_directory(file: Path) -> Path:
             raise CheckpointError(
                 f"{file}: the metadata is damaged ({error!r}): download or convert the model again"
             ) from error
-        _made[key], _weights[directory] = directory, file
-    return _made[key]
+        _directories[key], _weights[directory] = directory, file
+    return _directories[key]
 
 
 def file_in(directory: Path, name: str | None = None) -> Path | None:

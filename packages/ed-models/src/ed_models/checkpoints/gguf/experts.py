@@ -13,7 +13,7 @@ from ed_models.checkpoints.gguf.architecture import (
     FileWriting,
 )
 from ed_models.checkpoints.gguf.decoders import BIASES
-from ed_models.checkpoints.gguf.layouts import LATENT, PAIRS, named, values
+from ed_models.checkpoints.gguf.layouts import LATENT, PAIRS, build_module_rules, values
 from ed_models.weights.rules import ignore
 
 _LOCAL: Mapping[str, str | None] = {
@@ -74,7 +74,7 @@ def _read_latent(reading: FileReading) -> dict[str, Any]:
     rotated = reading.need("rope.dimension_count")
     key = reading.get("attention.key_length_mla") or reading.need("attention.key_length")
     outs = reading.get("attention.value_length_mla") or reading.need("attention.value_length")
-    found = {
+    settings = {
         "num_key_value_heads": reading.need("attention.head_count"),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": key - rotated,
@@ -84,9 +84,9 @@ def _read_latent(reading: FileReading) -> dict[str, Any]:
     }
     log = reading.get("rope.scaling.yarn_log_multiplier")
     if log is None:
-        return found
+        return settings
     scale = round(log * 10, 6)  # llama.cpp assumes that both are equal
-    return {**found, "rope_parameters": {"mscale": scale, "mscale_all_dim": scale}}
+    return {**settings, "rope_parameters": {"mscale": scale, "mscale_all_dim": scale}}
 
 
 def _read_v2(reading: FileReading) -> dict[str, Any]:
@@ -188,9 +188,9 @@ def _write_phimoe(writing: FileWriting) -> None:
 
 def _read_routed(reading: FileReading) -> dict[str, Any]:
     """Read a model whose further layers predict more tokens; the model has only the other ones."""
-    further = reading.get("nextn_predict_layers") or 0
+    mtp_layers = reading.get("nextn_predict_layers") or 0
     return {
-        "num_hidden_layers": reading.need("block_count") - further,
+        "num_hidden_layers": reading.need("block_count") - mtp_layers,
         "norm_topk_prob": bool(reading.get("expert_weights_norm", False)),
     }
 
@@ -336,7 +336,7 @@ ROWS: tuple[Architecture, ...] = (
         },
         rules=(
             *PAIRS,
-            *named(
+            *build_module_rules(
                 {f"L.residual_mlp.{part}_proj": f"B.ffn_{part}" for part in ("gate", "up", "down")}
             ),
         ),

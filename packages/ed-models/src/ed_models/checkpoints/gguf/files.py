@@ -18,7 +18,7 @@ import numpy as np
 from ed_infra.errors import CheckpointError
 
 from ed_models.checkpoints.gguf.architecture import Architecture, with_bodies
-from ed_models.checkpoints.gguf.blocks import PLAIN, check_format, mapped, read_slice
+from ed_models.checkpoints.gguf.blocks import PLAIN, check_format, map_file, read_slice
 from ed_models.checkpoints.gguf.header import GgufHeader, Location, read_header
 from ed_models.checkpoints.gguf.rope import TENSORS as ROPE_TENSORS
 from ed_models.checkpoints.gguf.table import row_of_file, rules_of_file
@@ -61,26 +61,26 @@ class GgufFiles(JoinedFiles):
             raise CheckpointError(f"{directory} is a GGUF file and has no variant {variant!r}")
         header = read_parts(Path(directory))
         row, _ = row_of_file(header)
-        tensors, data = {}, cache(mapped)
+        tensors, data = {}, cache(map_file)
         for name, location in header.tensors.items():
             if name not in ROPE_TENSORS:
                 check_format(name, location.format)
-                tensors[name] = _computed(header, name, location, row, data)
+                tensors[name] = _build_tensor(header, name, location, row, data)
         return cls(row, header, tensors)
 
     def rules(self, rules: Sequence[Rule], config: Any) -> Sequence[Rule]:
         """Return the rules of the architecture; those of the model's class for other parameters."""
-        own = rules_of_file(self.row, self.header)
-        return (*with_bodies(own), *rules, *map(ignore, _HEAD))
+        file_rules = rules_of_file(self.row, self.header)
+        return (*with_bodies(file_rules), *rules, *map(ignore, _HEAD))
 
     def changes(self, name: str) -> bool:
         """Return whether the values of Hugging Face differ from those of a tensor."""
         return _change(name, self.row) is not None
 
-    def shaped(self, wanted: Mapping[str, Shape], config: Any) -> GgufFiles:
+    def reshape_tensors(self, shapes: Mapping[str, Shape], config: Any) -> GgufFiles:
         """Return the files with the dimensions that the rules expect."""
         changed = {}
-        for name, shape in wanted.items():
+        for name, shape in shapes.items():
             tensor = self._computed.get(name)
             if tensor is None:
                 continue
@@ -88,7 +88,7 @@ class GgufFiles(JoinedFiles):
             if stored == shape or math.prod(stored) != math.prod(shape):
                 continue
             if stored == self.row.reshaped(name, shape, config) or _equal_sizes(stored, shape):
-                changed[name] = _reshaped(tensor, shape)
+                changed[name] = _reshape_tensor(tensor, shape)
         return GgufFiles(self.row, self.header, {**self._computed, **changed})
 
 
@@ -127,14 +127,14 @@ def read_parts(file: Path) -> GgufHeader:
     return replace(parts[0], tensors=tensors, files=files)
 
 
-def _computed(
+def _build_tensor(
     header: GgufHeader,
     name: str,
     location: Location,
     row: Architecture,
     data: Callable[[Path], np.ndarray],
 ) -> Computed:
-    file = header.file_of(name)
+    file = header.get_file(name)
     form = location.format if location.format in PLAIN else "F32"
     change = _change(name, row)
     form = "F32" if change is not None else form
@@ -156,7 +156,7 @@ def _change(name: str, row: Architecture) -> Callable[[np.ndarray], np.ndarray] 
     return None
 
 
-def _reshaped(tensor: Computed, shape: Shape) -> Computed:
+def _reshape_tensor(tensor: Computed, shape: Shape) -> Computed:
     """Return a tensor with other dimensions; the last one is that of the file, or all is read."""
     entry = replace(tensor.entry, shape=shape)
 
@@ -165,16 +165,16 @@ def _reshaped(tensor: Computed, shape: Shape) -> Computed:
 
     def rows(index: Index) -> np.ndarray:
         """Read only the matrices of the file that the rows of the index touch."""
-        first, *rest = index
+        first, *other_index = index
         size = shape[0] // tensor.entry.shape[0]
-        wanted = range(shape[0])[first] if isinstance(first, slice) else range(first, first + 1)
-        if not wanted:
+        row_range = range(shape[0])[first] if isinstance(first, slice) else range(first, first + 1)
+        if not row_range:
             return read(index)
-        low, high = wanted[0] // size, wanted[-1] // size + 1
+        low, high = row_range[0] // size, row_range[-1] // size + 1
         part = tensor.read((slice(low, high),)).reshape(-1, *shape[1:])
-        start = wanted.start - low * size
-        at = slice(start, wanted.stop - low * size, wanted.step)
-        return part[(at if isinstance(first, slice) else start, *rest)]
+        start = row_range.start - low * size
+        at = slice(start, row_range.stop - low * size, row_range.step)
+        return part[(at if isinstance(first, slice) else start, *other_index)]
 
     is_split = len(tensor.entry.shape) == len(shape) + 1
     return Computed(entry, rows if is_split else read)

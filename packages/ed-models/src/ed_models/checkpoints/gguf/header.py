@@ -86,7 +86,7 @@ class GgufHeader:
     tensors: Mapping[str, Location]
     files: Mapping[str, Path] = field(default_factory=dict)
 
-    def file_of(self, tensor: str) -> Path:
+    def get_file(self, tensor: str) -> Path:
         """Return the file that contains a tensor."""
         return self.files.get(tensor, self.file)
 
@@ -123,9 +123,9 @@ class _Cursor:
         self.at, self.size = 0, len(content)
         self.end = min(self.size, _MAX_HEADER)
 
-    def wrong(self, what: str) -> CheckpointError:
+    def wrong(self, problem: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.file}: {what} (byte {self.at} of {self.size}); the file is damaged or cut "
+            f"{self.file}: {problem} (byte {self.at} of {self.size}); the file is damaged or cut "
             "short: download or convert the model again"
         )
 
@@ -136,9 +136,10 @@ class _Cursor:
         version = self.number("<I")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-            other = " (big-endian)" if swapped in VERSIONS else ""
+            byte_order = " (big-endian)" if swapped in VERSIONS else ""
             raise CheckpointError(
-                f"{self.file} is a GGUF file of version {min(version, swapped)}{other}; versions "
+                f"{self.file} is a GGUF file of version {min(version, swapped)}{byte_order}; "
+                "versions "
                 f"{' and '.join(map(str, VERSIONS))}, little-endian, are read: convert the model "
                 "with a current llama.cpp"
             )
@@ -162,17 +163,17 @@ class _Cursor:
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.bytes(struct.calcsize(form)))[0]
 
-    def count(self, what: str, most: int, least: int) -> int:
+    def count(self, label: str, most: int, least: int) -> int:
         """Read a number of things that need at least `least` bytes each."""
         count = self.number("<Q")
         if count > min(most, self.size // least):
-            raise self.wrong(f"{count} {what}, and {min(most, self.size // least)} are possible")
+            raise self.wrong(f"{count} {label}, and {min(most, self.size // least)} are possible")
         return count
 
-    def string(self, what: str, most: int | None = None) -> str:
+    def string(self, label: str, most: int | None = None) -> str:
         length = self.number("<Q")
         if most is not None and length > most:
-            raise self.wrong(f"a {what} of {length} bytes, and {most} are allowed")
+            raise self.wrong(f"a {label} of {length} bytes, and {most} are allowed")
         return self.bytes(length).decode(errors="replace")
 
     def value(self, key: str) -> GGUFValue:
@@ -214,32 +215,32 @@ class _Cursor:
         return value
 
     def tensors(self, count: int, alignment: int) -> dict[str, Location]:
-        known = formats()
-        found: dict[str, tuple[BlockFormat, tuple[int, ...], int]] = {}
+        block_formats = formats()
+        entries: dict[str, tuple[BlockFormat, tuple[int, ...], int]] = {}
         for _ in range(count):
             name = self.string("tensor name", _MAX_NAME)
-            if name in found:
+            if name in entries:
                 raise self.wrong(f"the tensor {name!r} is there twice")
             dimensions = self.number("<I")
             if dimensions > _MAX_DIMENSIONS:
                 raise self.wrong(f"{name!r} has {dimensions} dimensions")
             sizes = [self.number("<Q") for _ in range(dimensions)]
             kind, offset = self.number("<I"), self.number("<Q")
-            if kind not in known:
+            if kind not in block_formats:
                 raise CheckpointError(
                     f"{self.file}: tensor {name!r} has the format {kind}, which the installed "
                     "gguf package does not know: update gguf, or convert the model again"
                 )
-            form = known[kind]
+            form = block_formats[kind]
             if (sizes[0] if sizes else 1) % form.elements:
                 raise self.wrong(
                     f"{name!r} has rows of {sizes[0] if sizes else 1} elements, no multiple of "
                     f"{form.elements} ({form.name})"
                 )
-            found[name] = form, tuple(reversed(sizes)), offset
+            entries[name] = form, tuple(reversed(sizes)), offset
         start = -(-self.at // alignment) * alignment
         located: dict[str, Location] = {}
-        for name, (form, shape, offset) in found.items():
+        for name, (form, shape, offset) in entries.items():
             length = math.prod(shape) // form.elements * form.bytes
             first = start + offset
             if offset % alignment or first + length > self.size:

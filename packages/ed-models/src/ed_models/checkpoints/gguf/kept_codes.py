@@ -18,16 +18,16 @@ from ed_infra.errors import ConfigError
 from ed_infra.rules import Rules
 from ed_infra.specs import KEPT_CODES, EasyDeLQuantizationConfig
 from ed_layers.projections.embed import Embed
-from ed_layers.quantization.model import MATRICES, QuantizationRules, matrix_of, rules_of
+from ed_layers.quantization.model import MATRICES, QuantizationRules, get_matrix, to_rules
 from flax import nnx
 
-from ed_models.checkpoints.gguf.blocks import mapped, raw_blocks
+from ed_models.checkpoints.gguf.blocks import map_file, raw_blocks
 from ed_models.checkpoints.gguf.codes import CodeForm, common_form, part_of_blocks
 from ed_models.checkpoints.gguf.files import GgufFiles
 from ed_models.checkpoints.gguf.header import GgufHeader
-from ed_models.checkpoints.quantized_tensors import patterns_of
+from ed_models.checkpoints.quantized_tensors import build_patterns
 from ed_models.checkpoints.tensor_files import Computed, Index, TensorEntry, TensorFiles
-from ed_models.checkpoints.weight_map import WeightMap, filled, window_of
+from ed_models.checkpoints.weight_map import WeightMap, fill_window, get_index_ranges
 from ed_models.weights.blocks import Piece, Shape
 
 StoredRules = Rules[EasyDeLQuantizationConfig | None]
@@ -71,7 +71,7 @@ class _Matrix:
             data: path of a file -> its bytes.
         """
         location = header.tensors[self.pieces[0].hf]
-        file = header.file_of(self.pieces[0].hf)
+        file = header.get_file(self.pieces[0].hf)
         kinds = {"codes": "U8" if self.form.small else "I8", "scale": "F32"}
         if self.form.zero is not None:
             kinds["zero"] = "U8" if self.form.zero == "uint8" else "F32"
@@ -94,23 +94,23 @@ class _Matrix:
         entry: TensorEntry,
         index: Index,
     ) -> np.ndarray:
-        rest = (slice(None),) * (len(entry.shape) - len(index))
+        trailing_slices = (slice(None),) * (len(entry.shape) - len(index))
         ranges = [slice(i, i + 1) if isinstance(i, int) else i for i in index]
-        window = window_of([*ranges, *rest], entry.shape)
+        window = get_index_ranges([*ranges, *trailing_slices], entry.shape)
         out = np.empty([len(positions) for positions in window], entry.dtype)
 
         def read(tensor: str, source: Index) -> np.ndarray:
             *rows, along = source
             location = header.tensors[tensor]
-            blocks = raw_blocks(data(header.file_of(tensor)), location)[tuple(rows)]
+            blocks = raw_blocks(data(header.get_file(tensor)), location)[tuple(rows)]
             blocks = np.ascontiguousarray(blocks)
             return part_of_blocks(blocks, location.format, self.form, part)[..., along]
 
-        for _ in filled(self._pieces_of(part), window, read, out):
+        for _ in fill_window(self._get_pieces(part), window, read, out):
             pass
         return out[tuple(0 if isinstance(i, int) else slice(None) for i in index)]
 
-    def _pieces_of(self, part: str) -> Iterator[Piece]:
+    def _get_pieces(self, part: str) -> Iterator[Piece]:
         """Yield the blocks of an array: fewer entries along the axis of the groups."""
         for piece in self.pieces:
             ours, theirs = list(piece.our_region), list(piece.hf_region)
@@ -144,26 +144,26 @@ class KeptCodes:
             graphdef, state: the model without quantized matrices and without values.
             weights: its tensors.
         """
-        found: dict[str, _Matrix] = {}
+        matrices: dict[str, _Matrix] = {}
         for name, is_table in _matrices(graphdef, state).items():
             match = self.rules.match(name.rpartition(".")[0])
             if match is None or match[1] is None:
                 continue
-            matrix = _matrix_of(self.gguf, files, weights, name, is_table, match[1])
+            matrix = _build_matrix(self.gguf, files, weights, name, is_table, match[1])
             if matrix is not None:
-                found[name] = matrix
+                matrices[name] = matrix
         self.rules.check_used()
-        _drop_mixed(found, weights)
-        if not found:
+        _drop_mixed(matrices, weights)
+        if not matrices:
             return files, None
-        hidden = {piece.hf for matrix in found.values() for piece in matrix.pieces}
-        header, data = self.gguf.header, cache(mapped)
-        computed = dict(t for matrix in found.values() for t in matrix.tensors(header, data))
+        hidden = {piece.hf for matrix in matrices.values() for piece in matrix.pieces}
+        header, data = self.gguf.header, cache(map_file)
+        computed = dict(t for matrix in matrices.values() for t in matrix.tensors(header, data))
         modules: dict[EasyDeLQuantizationConfig, list[str]] = {}
-        for name, matrix in found.items():
+        for name, matrix in matrices.items():
             modules.setdefault(matrix.stored, []).append(name.rpartition(".")[0])
-        pairs = [(p, spec) for spec, names in modules.items() for p in patterns_of(names)]
-        return files.renamed(dict.fromkeys(hidden)).joined(computed), rules_of(pairs)
+        pairs = [(p, spec) for spec, names in modules.items() for p in build_patterns(names)]
+        return files.rename_tensors(dict.fromkeys(hidden)).add_tensors(computed), to_rules(pairs)
 
 
 def kept_codes(files: TensorFiles, rules: QuantizationRules | None) -> KeptCodes | None:
@@ -174,7 +174,7 @@ def kept_codes(files: TensorFiles, rules: QuantizationRules | None) -> KeptCodes
     """
     if rules is None:
         return None
-    pairs = rules_of(rules)
+    pairs = to_rules(rules)
     formats: set[str] = set()
     pairs.map(lambda spec: None if spec is None else formats.add(spec.dtype))
     if formats.isdisjoint(KEPT_CODES):
@@ -200,27 +200,29 @@ def _matrices(graphdef: nnx.GraphDef, state: nnx.State) -> dict[str, bool]:
         name: isinstance(module, Embed)
         for path, module in nnx.iter_modules(model)
         if isinstance(module, tuple(MATRICES))
-        for name in parameter_names.canonical((*path, matrix_of(module)[0]))
+        for name in parameter_names.canonical((*path, get_matrix(module)[0]))
     }
 
 
-def _drop_mixed(found: dict[str, _Matrix], weights: WeightMap) -> None:
+def _drop_mixed(matrices: dict[str, _Matrix], weights: WeightMap) -> None:
     """Remove matrices that share a tensor with a parameter that is not found."""
     while True:
-        plain = {
+        dense_tensors = {
             piece.hf
             for name, pieces in weights.by_ours.items()
-            if name not in found
+            if name not in matrices
             for piece in pieces
         }
-        mixed = [n for n, m in found.items() if any(piece.hf in plain for piece in m.pieces)]
+        mixed = [
+            n for n, m in matrices.items() if any(piece.hf in dense_tensors for piece in m.pieces)
+        ]
         if not mixed:
             return
         for name in mixed:
-            del found[name]
+            del matrices[name]
 
 
-def _matrix_of(
+def _build_matrix(
     gguf: GgufFiles,
     files: TensorFiles,
     weights: WeightMap,
@@ -235,14 +237,14 @@ def _matrix_of(
         tensor = header.tensors.get(piece.hf)
         if tensor is None or files.get(piece.hf) != gguf[piece.hf] or gguf.changes(piece.hf):
             return None
-        kept = [d for d, region in enumerate(piece.our_region) if isinstance(region, range)]
-        along = kept[piece.perm.index(len(tensor.shape) - 1)]
-        whole = range(shape[axis])
+        kept_axes = [d for d, region in enumerate(piece.our_region) if isinstance(region, range)]
+        along = kept_axes[piece.perm.index(len(tensor.shape) - 1)]
+        full_range = range(shape[axis])
         if (
             tensor.shape != weights.hf_shapes[piece.hf]
             or along != len(shape) + axis
-            or piece.our_region[along] != whole
-            or piece.hf_region[-1] != whole
+            or piece.our_region[along] != full_range
+            or piece.hf_region[-1] != full_range
         ):
             return None
     form = common_form({header.tensors[piece.hf].format for piece in pieces})

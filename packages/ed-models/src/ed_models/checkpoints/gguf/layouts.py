@@ -58,7 +58,7 @@ NORMED_LAST: Mapping[str, str] = {
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 
-def named(names: Mapping[str, str]) -> tuple[Rule, ...]:
+def build_module_rules(names: Mapping[str, str]) -> tuple[Rule, ...]:
     """Return the rules of modules with weights in torch's layout, and of norms and embeddings."""
     rules: list[Rule] = []
     for ours, theirs in names.items():
@@ -78,23 +78,23 @@ def values(names: Mapping[str, str]) -> tuple[Rule, ...]:
 
 
 def _full(name: str) -> str:
-    first, dot, rest = name.partition(".")
-    return {"L": LAYER, "B": BLOCK}.get(first, first) + dot + rest
+    first, dot, suffix = name.partition(".")
+    return {"L": LAYER, "B": BLOCK}.get(first, first) + dot + suffix
 
 
-def joined(path: str, parts: Iterable[str], whole: str) -> tuple[Rule, Rule]:
+def build_fused_rules(path: str, parts: Iterable[str], fused_name: str) -> tuple[Rule, Rule]:
     """Return the rules of linear layers whose outputs are concatenated in one tensor."""
-    path, whole = _full(path), _full(whole)
+    path, fused_name = _full(path), _full(fused_name)
     return (
-        Rule(tuple(f"{path}.{p}.kernel" for p in parts), f"{whole}.weight", split(-2)),
-        Rule(tuple(f"{path}.{p}.bias" for p in parts), f"{whole}.bias", split(-1, equal)),
+        Rule(tuple(f"{path}.{p}.kernel" for p in parts), f"{fused_name}.weight", split(-2)),
+        Rule(tuple(f"{path}.{p}.bias" for p in parts), f"{fused_name}.bias", split(-1, equal)),
     )
 
 
 #: Queries, keys and values in one tensor.
-JOINED_QKV = joined("L.self_attn", _QKV, "B.attn_qkv")
+JOINED_QKV = build_fused_rules("L.self_attn", _QKV, "B.attn_qkv")
 #: Gate and input of the feed-forward in one tensor.
-JOINED_GATE = joined("L.mlp", ("gate_proj", "up_proj"), "B.ffn_up")
+JOINED_GATE = build_fused_rules("L.mlp", ("gate_proj", "up_proj"), "B.ffn_up")
 #: Gate and input of each expert in one tensor.
 JOINED_EXPERTS = (
     Rule(
@@ -171,7 +171,7 @@ def split_latents(ours: Mapping[str, Shape], hf: Callable[..., str], config: Any
 
 #: Multi-head latent attention (DeepSeek-V2).
 LATENT: tuple[Rule, ...] = (
-    *named(
+    *build_module_rules(
         {
             f"L.self_attn.{ours}": f"B.{theirs}"
             for ours, theirs in {
@@ -186,6 +186,6 @@ LATENT: tuple[Rule, ...] = (
     Rule(f"{LAYER}.self_attn.kv_b_proj.kernel", f"{BLOCK}.attn_{{part}}.weight", split_latents),
 )
 #: Latent keys and values in one tensor, as older files have them.
-JOINED_LATENT = named({"L.self_attn.kv_b_proj": "B.attn_kv_b"})
+JOINED_LATENT = build_module_rules({"L.self_attn.kv_b_proj": "B.attn_kv_b"})
 #: A convolution over time: ours [width, 1, channels], theirs [channels, 1, width].
 CONVOLUTION = permute(2, 1, 0)

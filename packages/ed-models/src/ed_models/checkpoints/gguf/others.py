@@ -10,8 +10,8 @@ from ed_models.checkpoints.gguf.layouts import (
     BLOCK,
     CONVOLUTION,
     LAYER,
-    joined,
-    named,
+    build_fused_rules,
+    build_module_rules,
     values,
 )
 from ed_models.weights.rules import Rule, equal, split
@@ -34,7 +34,7 @@ _STATE: Mapping[str, str | None] = {
 }
 _MIXER = "L.mixer"
 _MAMBA = (
-    *joined(_MIXER, ("in_proj", "z_proj"), "B.ssm_in"),
+    *build_fused_rules(_MIXER, ("in_proj", "z_proj"), "B.ssm_in"),
     Rule(f"{LAYER}.mixer.conv1d.kernel", f"{BLOCK}.ssm_conv1d.weight", CONVOLUTION),
     *values(
         {
@@ -43,7 +43,7 @@ _MAMBA = (
             "L.mixer.D": "B.ssm_d",
         }
     ),
-    *named(
+    *build_module_rules(
         {
             "L.norm": "B.attn_norm",
             "L.mixer.x_proj": "B.ssm_x",
@@ -53,7 +53,7 @@ _MAMBA = (
     ),
 )
 _MAMBA2 = (
-    *joined(_MIXER, ("z_proj", "in_proj", "bc_proj", "dt_proj"), "B.ssm_in"),
+    *build_fused_rules(_MIXER, ("z_proj", "in_proj", "bc_proj", "dt_proj"), "B.ssm_in"),
     Rule(
         tuple(f"{LAYER}.mixer.{name}.kernel" for name in ("conv1d", "bc_conv1d")),
         f"{BLOCK}.ssm_conv1d.weight",
@@ -71,7 +71,7 @@ _MAMBA2 = (
             "L.mixer.D": "B.ssm_d",
         }
     ),
-    *named(
+    *build_module_rules(
         {
             "L.mixer.norm": "B.ssm_norm",  # in front: a pattern for a layer also matches a path
             "L.norm": "B.attn_norm",
@@ -81,7 +81,7 @@ _MAMBA2 = (
 )
 
 _SHORT_CONVOLUTION = (
-    *joined("L.conv", ("b_proj", "c_proj", "x_proj"), "B.shortconv.in_proj"),
+    *build_fused_rules("L.conv", ("b_proj", "c_proj", "x_proj"), "B.shortconv.in_proj"),
     Rule(f"{LAYER}.conv.conv1d.kernel", f"{BLOCK}.shortconv.conv.weight", CONVOLUTION),
 )
 
@@ -183,13 +183,13 @@ _T5 = tuple(
     rule
     for side, short in _SIDES
     for rule in (
-        *named(
+        *build_module_rules(
             {
                 f"model.{side}.layers.{{i}}.{ours}": f"{short}.blk.{{i}}.{theirs}"
                 for ours, theirs in _T5_NAMES.items()
             }
         ),
-        *named({f"model.{side}.norm": f"{short}.output_norm"}),
+        *build_module_rules({f"model.{side}.norm": f"{short}.output_norm"}),
         *values({f"model.{side}.relative_attention_bias": f"{short}.blk.0.attn_rel_b.weight"}),
         *values(
             {
@@ -353,7 +353,7 @@ ROWS: tuple[Architecture, ...] = (
         "nomic-bert",
         "nomic_bert",
         names=_ENCODER,
-        rules=joined("L.self_attn", ("q_proj", "k_proj", "v_proj"), "B.attn_qkv"),
+        rules=build_fused_rules("L.self_attn", ("q_proj", "k_proj", "v_proj"), "B.attn_qkv"),
         fields=_ENCODER_FIELDS,
         constants={"architectures": ["NomicBertModel"]},
         read=_read_encoder,

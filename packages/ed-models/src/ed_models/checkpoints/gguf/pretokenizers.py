@@ -17,7 +17,7 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SLASHED = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _cased(end: str) -> str:
+def _build_case_pattern(end: str) -> str:
     """Words that start with capital letters, or consist of them."""
     start = r"[^\r\n\p{L}\p{N}]?"
     return f"{start}{_UPPER}*{_LOWER}+{end}|{start}{_UPPER}+{_LOWER}*{end}"
@@ -30,8 +30,8 @@ QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
     r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-TEKKEN = _cased("") + rf"|\p{{N}}|{_SLASHED}"
-GPT4O = _cased(f"{_CONTRACTIONS}?") + rf"|\p{{N}}{{1,3}}|{_SLASHED}"
+TEKKEN = _build_case_pattern("") + rf"|\p{{N}}|{_SLASHED}"
+GPT4O = _build_case_pattern(f"{_CONTRACTIONS}?") + rf"|\p{{N}}{{1,3}}|{_SLASHED}"
 _IDEOGRAPHS = "[一-龥\u3040-\u309f\u30a0-\u30ff]+"
 DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
@@ -114,7 +114,7 @@ SYNONYMS: Mapping[str, str] = {
 }
 
 
-def steps_of(division: Division) -> list[dict[str, Any]]:
+def build_pretokenizer_steps(division: Division) -> list[dict[str, Any]]:
     """Return the pre-tokenizers of a division, as tokenizer.json has them."""
     steps: list[dict[str, Any]] = []
     if division.digits:
@@ -139,7 +139,7 @@ def steps_of(division: Division) -> list[dict[str, Any]]:
     return steps
 
 
-def name_of(pre_tokenizer: Any, *, ignore_merges: bool) -> str | None:
+def find_division_name(pre_tokenizer: Any, *, ignore_merges: bool) -> str | None:
     """Return the name of the division of a tokenizer; None if llama.cpp has no name for it.
 
     Args:
@@ -148,11 +148,11 @@ def name_of(pre_tokenizer: Any, *, ignore_merges: bool) -> str | None:
     """
     entry = pre_tokenizer if isinstance(pre_tokenizer, dict) else {}
     steps = entry.get("pretokenizers") if entry.get("type") == "Sequence" else [entry]
-    given = [_essence(step) for step in steps or []]
+    essences = [_essence(step) for step in steps or []]
     matches = [
         name
         for name, division in DIVISIONS.items()
-        if [_essence(step) for step in steps_of(division)] == given
+        if [_essence(step) for step in build_pretokenizer_steps(division)] == essences
     ]
     exact = [name for name in matches if DIVISIONS[name].ignore_merges == ignore_merges]
     return next(iter(exact or matches), None)

@@ -17,7 +17,7 @@ from ed_infra.errors import CheckpointError
 from ed_models.checkpoints.gguf.architecture import Architecture, FileWriting
 from ed_models.checkpoints.gguf.header import GgufHeader
 from ed_models.checkpoints.gguf.rope import llama3_divisors, longrope_factor
-from ed_models.checkpoints.gguf.settings import settings_of
+from ed_models.checkpoints.gguf.settings import build_settings
 
 #: Fields without an effect on the numbers of a model.
 _WITHOUT_EFFECT = frozenset(
@@ -70,13 +70,13 @@ def check_represented(
     Raises:
         CheckpointError: a value of the configuration is not in the file.
     """
-    stored = type(config).from_dict(settings_of(header, writing.tensors.__getitem__, row))
-    own = _numbers_of(config)
-    read = _numbers_of(stored)
+    stored = type(config).from_dict(build_settings(header, writing.tensors.__getitem__, row))
+    model_values = _collect_values(config)
+    read = _collect_values(stored)
     differing = [
-        f"{name} is {own.get(name)!r}, and a file represents {read.get(name)!r}"
+        f"{name} is {model_values.get(name)!r}, and a file represents {read.get(name)!r}"
         for name in sorted(read)  # other names are attributes that the model does not read
-        if not _equal(own.get(name), read.get(name))
+        if not _equal(model_values.get(name), read.get(name))
     ]
     differing += writing.unlike
     differing += [
@@ -93,7 +93,7 @@ def check_represented(
         )
 
 
-def _numbers_of(config: EasyDeLBaseConfig) -> dict[str, Any]:
+def _collect_values(config: EasyDeLBaseConfig) -> dict[str, Any]:
     values = {
         name: value
         for name, value in config.to_dict().items()
@@ -151,14 +151,19 @@ def _rope(rope: Mapping[str, Any], context: int | None, head_dim: int) -> dict[s
     }
 
 
-def _equal(own: object, read: Any) -> bool:
-    if isinstance(own, Mapping) and isinstance(read, Mapping):
-        names = (own.keys() | read.keys()) - {"type", "max_position_embeddings"}
-        return all(_equal(own.get(name), read.get(name)) for name in names)
-    if isinstance(own, bool) or isinstance(read, bool) or own is None or read is None:
-        return own == read or not (own or read)
-    if isinstance(own, int | float) and isinstance(read, int | float):
-        return math.isclose(own, read, rel_tol=1e-6, abs_tol=1e-12)
-    if isinstance(own, list | tuple) and isinstance(read, list | tuple):
-        return len(own) == len(read) and all(map(_equal, own, read))
-    return own == read
+def _equal(model_value: object, read: Any) -> bool:
+    if isinstance(model_value, Mapping) and isinstance(read, Mapping):
+        names = (model_value.keys() | read.keys()) - {"type", "max_position_embeddings"}
+        return all(_equal(model_value.get(name), read.get(name)) for name in names)
+    if (
+        isinstance(model_value, bool)
+        or isinstance(read, bool)
+        or model_value is None
+        or read is None
+    ):
+        return model_value == read or not (model_value or read)
+    if isinstance(model_value, int | float) and isinstance(read, int | float):
+        return math.isclose(model_value, read, rel_tol=1e-6, abs_tol=1e-12)
+    if isinstance(model_value, list | tuple) and isinstance(read, list | tuple):
+        return len(model_value) == len(read) and all(map(_equal, model_value, read))
+    return model_value == read

@@ -44,7 +44,7 @@ def read_rope(reading: FileReading, head_dim: int) -> dict[str, Any]:
     original = reading.get("rope.scaling.original_context_length")
     if reading.has(FREQUENCIES):
         context = reading.get("context_length")
-        return rope | _of_divisors(np.asarray(reading.values(FREQUENCIES)), rope, context)
+        return rope | _read_divisors(np.asarray(reading.values(FREQUENCIES)), rope, context)
     if reading.has(LONG):
         rope |= {
             "rope_type": "longrope",
@@ -61,8 +61,8 @@ def read_rope(reading: FileReading, head_dim: int) -> dict[str, Any]:
     if kind in ("linear", "yarn") and factor:
         rope |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        found = {name: reading.get(key) for name, key in _YARN.items()}
-        rope |= {name: value for name, value in found.items() if value is not None}
+        yarn_values = {name: reading.get(key) for name, key in _YARN.items()}
+        rope |= {name: value for name, value in yarn_values.items() if value is not None}
         if original:
             rope["original_max_position_embeddings"] = original
     return rope
@@ -116,7 +116,7 @@ def llama3_divisors(rope: Mapping[str, Any], rotated: int) -> np.ndarray:
     return np.where(lengths < original / high, 1.0, divisors).astype(np.float32)
 
 
-def _of_divisors(
+def _read_divisors(
     divisors: np.ndarray, rope: Mapping[str, Any], context: int | None
 ) -> dict[str, Any]:
     """Return Llama 3's parameters if they give these divisors, otherwise the divisors."""

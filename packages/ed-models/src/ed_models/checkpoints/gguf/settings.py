@@ -22,7 +22,7 @@ TOKENS = {
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
-def settings_of(
+def build_settings(
     header: GgufHeader,
     values: Callable[[str], np.ndarray] | None = None,
     row: Architecture | None = None,
@@ -37,8 +37,8 @@ def settings_of(
     Raises:
         CheckpointError: the architecture is not supported, or the metadata is incomplete.
     """
-    found, reading = row_of_file(header, values)
-    row = found if row is None else row
+    file_row, reading = row_of_file(header, values)
+    row = file_row if row is None else row
     layers = reading.get("block_count")
     if not isinstance(layers, int) or not 0 < layers <= len(header.tensors):
         raise CheckpointError(
@@ -64,9 +64,9 @@ def settings_of(
             settings |= {"head_dim": size} if size != by_default else {}
     settings["dtype"] = _dtype(header)
     settings |= row.constants
-    further = dict(row.read(reading))
-    rope = further.pop("rope_parameters", {})
-    settings |= further
+    extra_settings = dict(row.read(reading))
+    rope = extra_settings.pop("rope_parameters", {})
+    settings |= extra_settings
     if "full_attention" in rope:
         settings["rope_parameters"] = rope
     elif rope:

@@ -43,10 +43,11 @@ def row_of_file(
     for row in ROWS:
         if row.name == name and row.when(reading):
             return row, reading
-    known = sorted({row.name for row in ROWS})
+    architectures = sorted({row.name for row in ROWS})
     raise CheckpointError(
         f"{header.file} has the architecture {name!r}, which is not read"
-        f"{did_you_mean(name, known)} (known: {', '.join(known)}): use the checkpoint in Hugging "
+        f"{did_you_mean(name, architectures)} (known: {', '.join(architectures)}): use the "
+        "checkpoint in Hugging "
         "Face layout"
     )
 
@@ -61,10 +62,11 @@ def row_of_model(config: Any) -> Architecture:
     for row in ROWS:
         if row.model_type == model_type and row.suits(config):
             return row
-    known = sorted({row.model_type for row in ROWS})
+    model_types = sorted({row.model_type for row in ROWS})
     raise CheckpointError(
         f"models of type {model_type!r} are not written as GGUF files"
-        f"{did_you_mean(model_type, known)} (known: {', '.join(known)}): use save_pretrained"
+        f"{did_you_mean(model_type, model_types)} (known: {', '.join(model_types)}): use "
+        "save_pretrained"
     )
 
 

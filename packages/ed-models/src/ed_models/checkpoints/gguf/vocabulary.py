@@ -15,7 +15,7 @@ from typing import Any
 from ed_infra.errors import CheckpointError, did_you_mean
 
 from ed_models.checkpoints.gguf.header import GGUFValue, numbers, text, texts
-from ed_models.checkpoints.gguf.pretokenizers import DIVISIONS, SYNONYMS, steps_of
+from ed_models.checkpoints.gguf.pretokenizers import DIVISIONS, SYNONYMS, build_pretokenizer_steps
 
 KEY = "tokenizer.ggml"
 #: Key of a whole tokenizer.json.
@@ -70,7 +70,7 @@ class TokenTable:
             return None
         return self.tokens[number]
 
-    def added(self) -> list[dict[str, Any]]:
+    def list_added_tokens(self) -> list[dict[str, Any]]:
         """Return the tokens that are found before a text is divided."""
         kinds = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
         count = sum(kind in kinds for kind in self.types)
@@ -97,27 +97,27 @@ class TokenTable:
         """Return the post-processor that adds special tokens around a text."""
         start = self.special("cls_token") or self.special("bos_token")
         end = self.special("sep_token") or self.special("eos_token")
-        before = start if self.flag("add_bos_token", default=bos) else None
-        after = end if self.flag("add_eos_token", default=eos) else None
-        if not (before or after):
+        bos_token = start if self.flag("add_bos_token", default=bos) else None
+        eos_token = end if self.flag("add_eos_token", default=eos) else None
+        if not (bos_token or eos_token):
             return None
 
         def around(kind: str, first: str | None) -> list[dict[str, Any]]:
-            of_type = 0 if kind == "A" else 1
+            type_id = 0 if kind == "A" else 1
             return [
-                *([{"SpecialToken": {"id": first, "type_id": of_type}}] if first else []),
-                {"Sequence": {"id": kind, "type_id": of_type}},
-                *([{"SpecialToken": {"id": after, "type_id": of_type}}] if after else []),
+                *([{"SpecialToken": {"id": first, "type_id": type_id}}] if first else []),
+                {"Sequence": {"id": kind, "type_id": type_id}},
+                *([{"SpecialToken": {"id": eos_token, "type_id": type_id}}] if eos_token else []),
             ]
 
-        second = None if self.special("cls_token") else before
+        second = None if self.special("cls_token") else bos_token
         return {
             "type": "TemplateProcessing",
-            "single": around("A", before),
-            "pair": [*around("A", before), *around("B", second)],
+            "single": around("A", bos_token),
+            "pair": [*around("A", bos_token), *around("B", second)],
             "special_tokens": {
                 token: {"id": token, "ids": [self.ids[token]], "tokens": [token]}
-                for token in (before, after)
+                for token in (bos_token, eos_token)
                 if token is not None
             },
         }
@@ -130,11 +130,11 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, GGUFValue]) -> None:
         CheckpointError: the vocabulary is damaged or of an unknown kind.
     """
     kind = text(metadata, f"{KEY}.model")
-    whole = text(metadata, WHOLE)
-    if (kind is None or kind == "none") and whole is None:
+    tokenizer_json = text(metadata, WHOLE)
+    if (kind is None or kind == "none") and tokenizer_json is None:
         return
     vocabulary = TokenTable(metadata)
-    content = whole or json.dumps(_content(vocabulary, str(kind)), ensure_ascii=False)
+    content = tokenizer_json or json.dumps(_content(vocabulary, str(kind)), ensure_ascii=False)
     (directory / "tokenizer.json").write_text(content, encoding="utf-8")
     special = {name: vocabulary.special(name) for name in SPECIAL}
     settings: dict[str, Any] = {name: token for name, token in special.items() if token is not None}
@@ -161,7 +161,7 @@ def _content(vocabulary: TokenTable, kind: str) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": vocabulary.added(),
+        "added_tokens": vocabulary.list_added_tokens(),
         **_KINDS[kind](vocabulary),
     }
 
@@ -177,7 +177,7 @@ def _bytes(vocabulary: TokenTable) -> dict[str, Any]:
             "checkpoint in Hugging Face layout"
         )
     division = DIVISIONS[name]
-    steps = steps_of(division)
+    steps = build_pretokenizer_steps(division)
     return {
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
@@ -202,18 +202,18 @@ def _merges(vocabulary: TokenTable) -> Iterator[list[str]]:
     """Return the merges whose parts and result are tokens."""
     for merge in texts(vocabulary.metadata, f"{KEY}.merges"):
         at = merge.find(" ", 1)
-        left, right = merge[:at], merge[at + 1 :]
+        first_token, right = merge[:at], merge[at + 1 :]
         if at < 0 or not right:
             raise CheckpointError(f"{KEY}.merges contains {merge[:40]!r}, which is no merge")
-        if {left, right, left + right} <= vocabulary.ids.keys():
-            yield [left, right]
+        if {first_token, right, first_token + right} <= vocabulary.ids.keys():
+            yield [first_token, right]
 
 
 def _pieces(vocabulary: TokenTable, merges: list[list[str]] | None = None) -> dict[str, Any]:
     """Pieces of SentencePiece, merged by their scores, or by merges in order."""
     prefix = vocabulary.flag("add_space_prefix", default=True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    before = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
+    normalizers = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -222,7 +222,7 @@ def _pieces(vocabulary: TokenTable, merges: list[list[str]] | None = None) -> di
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
-        "normalizer": {"type": "Sequence", "normalizers": [*before, replace]},
+        "normalizer": {"type": "Sequence", "normalizers": [*normalizers, replace]},
         "pre_tokenizer": None,
         "post_processor": vocabulary.ends(bos=True, eos=False),
         "decoder": {"type": "Sequence", "decoders": decoders},
@@ -276,9 +276,9 @@ def merges_of_scores(vocabulary: TokenTable) -> list[list[str]]:
                 f"the {len(usable)} tokens of {KEY} have more than {most} merges, or merges of "
                 f"more than {longest} characters: the file is damaged"
             )
-    found = sorted((-usable[token], vocabulary.ids[token], cut) for token, cut in _cuts(usable))
+    merges = sorted((-usable[token], vocabulary.ids[token], cut) for token, cut in _cuts(usable))
     tokens = vocabulary.tokens
-    return [[tokens[number][:cut], tokens[number][cut:]] for _, number, cut in found]
+    return [[tokens[number][:cut], tokens[number][cut:]] for _, number, cut in merges]
 
 
 def _cuts(usable: Mapping[str, float]) -> Iterator[tuple[str, int]]:
@@ -296,7 +296,7 @@ def _unknown(vocabulary: TokenTable) -> str | None:
 
 def _words(vocabulary: TokenTable) -> dict[str, Any]:
     """WordPiece: llama.cpp marks the start of a word instead of its continuation."""
-    specials = {entry["content"] for entry in vocabulary.added()}
+    specials = {entry["content"] for entry in vocabulary.list_added_tokens()}
     vocab = {
         token
         if token in specials or (token.startswith("[") and token.endswith("]"))

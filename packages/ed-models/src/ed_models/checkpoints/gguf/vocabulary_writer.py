@@ -15,7 +15,7 @@ from typing import Any
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
 
-from ed_models.checkpoints.gguf.pretokenizers import name_of
+from ed_models.checkpoints.gguf.pretokenizers import find_division_name
 from ed_models.checkpoints.gguf.vocabulary import (
     BYTE,
     CONTROL,
@@ -53,8 +53,8 @@ def tokenizer_metadata(directory: Path, vocab_size: int) -> dict[str, Any]:
     if path.stat().st_size > _LIMIT:
         raise CheckpointError(f"{path} is larger than {_LIMIT} bytes; that is no tokenizer")
     try:
-        whole = path.read_text(encoding="utf-8")
-        content = json.loads(whole)
+        tokenizer_json = path.read_text(encoding="utf-8")
+        content = json.loads(tokenizer_json)
         settings = _settings(directory)
         kind = str(content["model"].get("type") or "BPE")
         metadata = _KINDS.get(kind, _unknown_kind)(content)
@@ -73,7 +73,7 @@ def tokenizer_metadata(directory: Path, vocab_size: int) -> dict[str, Any]:
     added = _around(content.get("post_processor"))
     metadata[f"{KEY}.add_bos_token"] = added[0]
     metadata[f"{KEY}.add_eos_token"] = added[1]
-    metadata[WHOLE] = whole
+    metadata[WHOLE] = tokenizer_json
     template = _template(directory, settings)
     if template:
         metadata[TEMPLATE] = template
@@ -113,7 +113,7 @@ def _add(metadata: dict[str, Any], content: Mapping[str, Any], vocab_size: int) 
             types[number] = CONTROL if token.get("special") else USER_DEFINED
 
 
-def _listed(vocab: Mapping[str, int]) -> list[str]:
+def _list_tokens(vocab: Mapping[str, int]) -> list[str]:
     tokens = [f"[PAD{number}]" for number in range(max(vocab.values(), default=-1) + 1)]
     if len(tokens) > 2 * len(vocab) + 1024:
         raise CheckpointError(f"a token has the id {len(tokens) - 1}, and {len(vocab)} tokens")
@@ -122,13 +122,15 @@ def _listed(vocab: Mapping[str, int]) -> list[str]:
     return tokens
 
 
-def _merged(content: Mapping[str, Any]) -> dict[str, Any]:
+def _build_bpe_metadata(content: Mapping[str, Any]) -> dict[str, Any]:
     model = content["model"]
-    tokens = _listed(model["vocab"])
+    tokens = _list_tokens(model["vocab"])
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     if model.get("byte_fallback"):
         return _pieces(content, tokens, merges)
-    name = name_of(content.get("pre_tokenizer"), ignore_merges=bool(model.get("ignore_merges")))
+    name = find_division_name(
+        content.get("pre_tokenizer"), ignore_merges=bool(model.get("ignore_merges"))
+    )
     if name is None:
         once(
             logger,
@@ -136,12 +138,12 @@ def _merged(content: Mapping[str, Any]) -> dict[str, Any]:
             "'default', with which llama.cpp divides some texts in another way. This package reads "
             "the tokenizer unchanged",
         )
-    known = set(model["vocab"])
+    vocabulary = set(model["vocab"])
     return {
         f"{KEY}.model": "gpt2",
         f"{KEY}.pre": name or "default",
         f"{KEY}.tokens": tokens,
-        f"{KEY}.token_type": [NORMAL if token in known else UNUSED for token in tokens],
+        f"{KEY}.token_type": [NORMAL if token in vocabulary else UNUSED for token in tokens],
         f"{KEY}.merges": merges,
     }
 
@@ -189,12 +191,12 @@ def _words(content: Mapping[str, Any]) -> dict[str, Any]:
     model, special = content["model"], {t["content"] for t in content.get("added_tokens") or ()}
     prefix = model.get("continuing_subword_prefix") or "##"
 
-    def marked(token: str) -> str:
+    def mark_token(token: str) -> str:
         if token in special or (token.startswith("[") and token.endswith("]")):
             return token
         return token.removeprefix(prefix) if token.startswith(prefix) else SPACE + token
 
-    tokens = [marked(token) for token in _listed(model["vocab"])]
+    tokens = [mark_token(token) for token in _list_tokens(model["vocab"])]
     normalizer = content.get("normalizer") or {}
     return {
         f"{KEY}.model": "bert",
@@ -249,7 +251,7 @@ def _around(processor: object) -> tuple[bool, bool]:
 
 #: Kind of the model of tokenizer.json -> function that returns the metadata.
 _KINDS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "BPE": _merged,
+    "BPE": _build_bpe_metadata,
     "WordPiece": _words,
     "Unigram": _unigram,
 }

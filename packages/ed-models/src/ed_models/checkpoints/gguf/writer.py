@@ -143,7 +143,7 @@ def write_file(
         for tensor, stored, kind in tensors:
             source = tensor if tensor in weights.hf_shapes else EMBEDDING
             values = np.asarray(weights.save(source, read), np.float32)
-            values = np.ascontiguousarray(_stored(values, tensor, row).reshape(stored))
+            values = np.ascontiguousarray(_convert_values(values, tensor, row).reshape(stored))
             writer.write_tensor_data(quantize(values, GGMLQuantizationType[kind]))
         writer.close()
         Path(staging).chmod(0o644)
@@ -154,14 +154,14 @@ def write_file(
 
 def _format(tensor: str, shape: Shape, form: FileType) -> str:
     matrix = any(part in tensor for part in _KEPT_AS_MATRIX)
-    plain = any(part in tensor for part in _FLOAT32) and not matrix
-    if len(shape) < 2 or plain or tensor.endswith("norm.weight"):
+    is_float32 = any(part in tensor for part in _FLOAT32) and not matrix
+    if len(shape) < 2 or is_float32 or tensor.endswith("norm.weight"):
         return "F32"
     kind = form.outer if tensor.startswith(_OUTER) else form.matrices
     return "F16" if kind.startswith("Q") and shape[-1] % 32 else kind
 
 
-def _stored(values: np.ndarray, tensor: str, row: Architecture) -> np.ndarray:
+def _convert_values(values: np.ndarray, tensor: str, row: Architecture) -> np.ndarray:
     """Return the values of a file; `files._change` is the inverse."""
     if row.shifted and tensor.endswith("norm.weight"):
         return values + np.float32(1)

@@ -21,10 +21,10 @@ from ed_models.checkpoints.packing.packed import (
     WORD,
     Packed,
     Slices,
-    codes_of,
     covering,
+    dequantize_groups,
     expect,
-    grouped,
+    unpack_codes,
 )
 from ed_models.checkpoints.tensor_files import TensorFiles
 
@@ -48,14 +48,14 @@ def awq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
             f"{LAYOUT}: version={version!r} with bits={bits!r} is not read: AutoAWQ's 'gemm' with "
             f"{BITS} bits is; use a checkpoint with that layout"
         )
-    wanted = settings.get("group_size", settings.get("q_group_size", -1))
-    if not isinstance(wanted, int) or wanted == 0 or wanted < -1:
-        raise CheckpointError(f"{LAYOUT}: group_size is {wanted!r}; -1 means one group")
+    group_size = settings.get("group_size", settings.get("q_group_size", -1))
+    if not isinstance(group_size, int) or group_size == 0 or group_size < -1:
+        raise CheckpointError(f"{LAYOUT}: group_size is {group_size!r}; -1 means one group")
     for codes in [name for name in files if name.endswith(".qweight")]:
         layer = codes.removesuffix("qweight")
         scales, zeros = f"{layer}scales", f"{layer}qzeros"
         inputs, words = expect(files, LAYOUT, codes, (None, None), ["I32"]).shape
-        size = inputs if wanted == -1 else wanted
+        size = inputs if group_size == -1 else group_size
         count = math.ceil(inputs / size)
         expect(files, LAYOUT, zeros, (count, words), ["I32"])
         expect(files, LAYOUT, scales, (count, words * PER), FLOATS)
@@ -71,10 +71,10 @@ def _read(files: TensorFiles, layer: str, size: int, index: Slices) -> np.ndarra
     which, inside = covering(rows, words * PER, PER)
 
     def codes(part: str, at: slice) -> np.ndarray:
-        stored = codes_of(files.read(f"{layer}{part}", (at, which)), BITS, 1)
+        stored = unpack_codes(files.read(f"{layer}{part}", (at, which)), BITS, 1)
         in_order = stored.reshape(len(stored), stored.shape[1] // PER, PER)[..., PLACES]
         return in_order.reshape(stored.shape)[:, inside].T
 
     scales = files.read(f"{layer}scales", (slice(None), rows)).T
     group = np.arange(inputs)[along] // size
-    return grouped(codes("qweight", along), group, codes("qzeros", slice(None)), scales)
+    return dequantize_groups(codes("qweight", along), group, codes("qzeros", slice(None)), scales)

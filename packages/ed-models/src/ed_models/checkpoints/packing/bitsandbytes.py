@@ -126,10 +126,10 @@ def _read4(files: TensorFiles, name: str, state: _State, index: Slices) -> np.nd
     """
     shape, block = state.shape, state.block
     row = math.prod(shape[1:])
-    wanted = range(shape[0])[index[0]]
-    if not wanted:
+    row_range = range(shape[0])[index[0]]
+    if not row_range:
         return np.empty((0, *shape[1:]), np.float32)[(slice(None), *index[1:])]
-    start, stop = wanted[0] * row, (wanted[-1] + 1) * row
+    start, stop = row_range[0] * row, (row_range[-1] + 1) * row
     blocks = range(start // block, -(-stop // block))
     data = files.read(name).reshape(-1).view(np.uint8)
     data = data[blocks.start * block // 2 : blocks.stop * block // 2]
@@ -137,11 +137,11 @@ def _read4(files: TensorFiles, name: str, state: _State, index: Slices) -> np.nd
     codes = np.arange(256)
     values = np.stack([table[codes >> 4], table[codes & 15]], axis=-1)[data].reshape(-1)
     scales = _scales(files, name, state, blocks)
-    whole = len(values) // block
-    values[: whole * block].reshape(whole, block)[...] *= scales[:whole, None]
-    values[whole * block :] *= scales[whole:]  # the last block may be shorter
+    full_blocks = len(values) // block
+    values[: full_blocks * block].reshape(full_blocks, block)[...] *= scales[:full_blocks, None]
+    values[full_blocks * block :] *= scales[full_blocks:]  # the last block may be shorter
     rows = values[start - blocks.start * block :][: stop - start].reshape(-1, *shape[1:])
-    return rows[(slice(None, None, wanted.step), *index[1:])]
+    return rows[(slice(None, None, row_range.step), *index[1:])]
 
 
 def _scales(files: TensorFiles, name: str, state: _State, blocks: range) -> np.ndarray:

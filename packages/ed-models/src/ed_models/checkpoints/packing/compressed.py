@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 from ed_infra.errors import CheckpointError
 
-from ed_models.checkpoints.packing.float8 import grid_of, read_blocks
+from ed_models.checkpoints.packing.float8 import compute_grid, read_blocks
 from ed_models.checkpoints.packing.packed import (
     FLOAT8,
     FLOATS,
     WORD,
     Packed,
     Slices,
-    codes_of,
     covering,
+    dequantize_groups,
     expect,
-    grouped,
-    groups_of,
+    read_groups,
+    unpack_codes,
 )
 from ed_models.checkpoints.tensor_files import TensorFiles
 
@@ -46,7 +46,7 @@ def compressed_tensors(files: TensorFiles, settings: Mapping[str, Any]) -> Itera
     Raises:
         CheckpointError: another format, or tensors that do not fit each other.
     """
-    groups = _checked(settings)
+    groups = _read_groups(settings)
     for scale in [name for name in files if name.endswith(".weight_scale")]:
         layer = scale.removesuffix("weight_scale")
         if f"{layer}weight_packed" in files:
@@ -60,7 +60,7 @@ def compressed_tensors(files: TensorFiles, settings: Mapping[str, Any]) -> Itera
             expect(files, LAYOUT, scale, (None, None), FLOATS)
 
 
-def _checked(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _read_groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the groups of layers of the settings; unsupported settings raise CheckpointError."""
     groups = settings.get("config_groups") or {}
     if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
@@ -100,13 +100,15 @@ def _matrix(files: TensorFiles, layer: str, groups: list[Mapping[str, Any]]) -> 
         )
     if zero in files:
         expect(files, LAYOUT, zero, grid, ["I8", *FLOAT8, *FLOATS])
-    own = zero if zero in files else None
+    zero_name = zero if zero in files else None
     entry = replace(entry, format="F32")
     parts = (scale, *({zero, order} & files.keys()))
     if order in files:
         expect(files, LAYOUT, order, (shape[-1],), ["I32", "I64"])
-        return Packed(name, entry, parts, partial(_read_ordered, files, name, scale, own, order))
-    return Packed(name, entry, parts, partial(read_blocks, files, name, scale, own, block))
+        return Packed(
+            name, entry, parts, partial(_read_ordered, files, name, scale, zero_name, order)
+        )
+    return Packed(name, entry, parts, partial(read_blocks, files, name, scale, zero_name, block))
 
 
 def _block(
@@ -123,7 +125,7 @@ def _block(
     for group in groups:
         match (group.get("weights") or {}).get("block_structure"):
             case [int(down), int(along)] if min(down, along) > 0:
-                if grid_of(shape, (down, along)) == grid:
+                if compute_grid(shape, (down, along)) == grid:
                     return down, along
     return None
 
@@ -134,8 +136,8 @@ def _read_ordered(
     """Float32 values of a slice [o, i] of a tensor whose groups are in any order."""
     rows, along = index
     zeros = None if zero is None else files.read(zero, (rows,))
-    group = groups_of(files, order, files[scale].shape[-1], along)
-    return grouped(files.read(name, index), group, zeros, files.read(scale, (rows,)))
+    group = read_groups(files, order, files[scale].shape[-1], along)
+    return dequantize_groups(files.read(name, index), group, zeros, files.read(scale, (rows,)))
 
 
 def _integers(files: TensorFiles, layer: str) -> Packed:
@@ -177,14 +179,14 @@ def _read_integers(
     )
     per, count = WORD // bits, files[scale].shape[-1]
     which, inside = covering(along, shape[1], per)
-    values = codes_of(files.read(codes, (rows, which)), bits, 1)[:, inside]
+    values = unpack_codes(files.read(codes, (rows, which)), bits, 1)[:, inside]
     scales = files.read(scale, (rows,))
     zeros = np.full_like(scales, 2 ** (bits - 1))
     if zero in files:
         which, inside = covering(rows, shape[0], per)
-        zeros = codes_of(files.read(zero, (which,)), bits, 0)[inside]
+        zeros = unpack_codes(files.read(zero, (which,)), bits, 0)[inside]
     if order in files:
-        group = groups_of(files, order, count, along)
+        group = read_groups(files, order, count, along)
     else:
         group = np.arange(shape[1])[along] // (shape[1] // count)
-    return grouped(values, group, zeros, scales)
+    return dequantize_groups(values, group, zeros, scales)

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from ed_infra.errors import CheckpointError
 
-from ed_models.checkpoints.packing.packed import Packed, Slices, grouped
+from ed_models.checkpoints.packing.packed import Packed, Slices, dequantize_groups
 from ed_models.checkpoints.tensor_files import TensorFiles
 
 
@@ -34,12 +34,12 @@ def float8(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
         if name not in files:
             raise CheckpointError(f"{scale} is a scale of {name}, which is not in the checkpoint")
         shape, grid = files[name].shape, files[scale].shape
-        fits = grid == grid_of(shape, block) if block else math.prod(grid) == 1
+        fits = grid == compute_grid(shape, block) if block else math.prod(grid) == 1
         if not fits:
             raise CheckpointError(
                 f"{scale} is {list(grid)}, but {name} {list(shape)} has blocks of "
                 f"{block or 'any size'} (weight_block_size), so there should be "
-                f"{list(grid_of(shape, block)) if block else 'one scale'}"
+                f"{list(compute_grid(shape, block)) if block else 'one scale'}"
             )
         read = partial(read_blocks, files, name, scale, None, block or shape[-2:])
         yield Packed(name, replace(files[name], format="F32"), (scale,), read)
@@ -60,21 +60,21 @@ def read_blocks(
     index: Slices,
 ) -> np.ndarray:
     """Float32 values of a slice of one tensor whose blocks have scales, and perhaps zero points."""
-    *before, down, along = index
+    *leading_index, down, along = index
     shape = files[name].shape
-    grid = grid_of(shape, block)
+    grid = compute_grid(shape, block)
     rows = np.arange(shape[-2])[down] // block[0]
 
-    def of_rows(values: np.ndarray) -> np.ndarray:
-        return values.reshape(grid)[tuple(before)][..., rows, :]
+    def select_scale_rows(values: np.ndarray) -> np.ndarray:
+        return values.reshape(grid)[tuple(leading_index)][..., rows, :]
 
-    zeros = None if zero is None else of_rows(files.read(zero))
-    scales = of_rows(exponents(files.read(scale)))
+    zeros = None if zero is None else select_scale_rows(files.read(zero))
+    scales = select_scale_rows(exponents(files.read(scale)))
     columns = np.arange(shape[-1])[along] // block[1]
-    return grouped(files.read(name, index), columns, zeros, scales)
+    return dequantize_groups(files.read(name, index), columns, zeros, scales)
 
 
-def grid_of(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+def compute_grid(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
     """How many scales a tensor [.., o, i] has along each dimension."""
     sides = (-(-n // b) for n, b in zip(shape[-2:], block, strict=True))
     return (*shape[:-2], *sides)

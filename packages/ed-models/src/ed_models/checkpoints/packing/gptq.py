@@ -28,11 +28,11 @@ from ed_models.checkpoints.packing.packed import (
     WORD,
     Packed,
     Slices,
-    codes_of,
     covering,
+    dequantize_groups,
     expect,
-    grouped,
-    groups_of,
+    read_groups,
+    unpack_codes,
 )
 from ed_models.checkpoints.tensor_files import TensorFiles
 
@@ -121,16 +121,16 @@ def _read(
     words, o = files[f"{layer}qweight"].shape
     count = files[f"{layer}scales"].shape[0]
     which, inside = covering(along, words * per, per)
-    codes = codes_of(files.read(f"{layer}qweight", (which, rows)), bits, 0)[inside]
+    codes = unpack_codes(files.read(f"{layer}qweight", (which, rows)), bits, 0)[inside]
     which, inside = covering(rows, o, per)
-    stored = codes_of(files.read(f"{layer}qzeros", (slice(None), which)), bits, 1)[:, inside]
+    stored = unpack_codes(files.read(f"{layer}qzeros", (slice(None), which)), bits, 1)[:, inside]
     if symmetric and stored.size and (stored == 2 ** (bits - 1)).all():
         added = 0
     zeros = (stored + np.uint8(added)) & np.uint8(2**bits - 1)
     scales = files.read(f"{layer}scales", (slice(None), rows))
     order = f"{layer}g_idx"
     if order in files:
-        group = groups_of(files, order, count, along)
+        group = read_groups(files, order, count, along)
     else:
         group = np.arange(words * per)[along] // size
-    return grouped(codes.T, group, zeros.T, scales.T)
+    return dequantize_groups(codes.T, group, zeros.T, scales.T)

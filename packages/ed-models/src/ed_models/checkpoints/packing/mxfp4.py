@@ -37,9 +37,9 @@ def mxfp4(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
         scales = f"{name}_scales"
         shape = files[blocks].shape
         if scales not in files or files[scales].shape != shape[:-1] or shape[-1] * 2 != MX_BLOCK:
-            what = list(files[scales].shape) if scales in files else "not there"
+            scale_shape = list(files[scales].shape) if scales in files else "not there"
             raise CheckpointError(
-                f"{blocks} is {list(shape)} and {scales} {what}: MXFP4 has blocks "
+                f"{blocks} is {list(shape)} and {scales} {scale_shape}: MXFP4 has blocks "
                 f"[.., {MX_BLOCK // 2}] and a scale for each"
             )
         *lead, o, count, _ = shape
@@ -49,14 +49,14 @@ def mxfp4(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
 
 def read_mxfp4(files: TensorFiles, blocks: str, scales: str, index: Slices) -> np.ndarray:
     """Values of a slice [.., i, o] of one tensor, bfloat16."""
-    *before, along, rows = index
+    *leading_index, along, rows = index
     which, inside = covering(along, files[scales].shape[-1] * MX_BLOCK, MX_BLOCK)
-    at = (*before, rows, which)
-    values = numbers_of(files.read(blocks, at), files.read(scales, at))
+    at = (*leading_index, rows, which)
+    values = decode_mxfp4(files.read(blocks, at), files.read(scales, at))
     return values[..., inside].swapaxes(-1, -2)
 
 
-def numbers_of(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Numbers of MXFP4, bfloat16 [.., n * 32], which holds them exactly.
 
     Args:

@@ -40,9 +40,9 @@ class Packed:
 
     def at(self, index: Index) -> np.ndarray:
         """Its values at an index."""
-        rest = len(self.entry.shape) - len(index)
+        missing_dims = len(self.entry.shape) - len(index)
         slices = [slice(i, i + 1) if isinstance(i, int) else i for i in index]
-        values = self.read((*slices, *(slice(None),) * rest))
+        values = self.read((*slices, *(slice(None),) * missing_dims))
         return values[tuple(0 if isinstance(i, int) else slice(None) for i in index)]
 
 
@@ -65,18 +65,20 @@ def expect(
     """
     entry = files.get(name)
     sizes = ", ".join("any" if n is None else str(n) for n in shape)
-    wanted = f"{' or '.join(formats)} [{sizes}]"
+    expected_form = f"{' or '.join(formats)} [{sizes}]"
     if entry is None:
         raise CheckpointError(
-            f"{layout}: {name} is not in the checkpoint, and should be {wanted}; the checkpoint is "
+            f"{layout}: {name} is not in the checkpoint, and should be {expected_form}; the "
+            "checkpoint is "
             "not whole: download or save it again"
         )
     fits = len(entry.shape) == len(shape) and all(
-        n in (None, own) for n, own in zip(shape, entry.shape, strict=True)
+        n in (None, size) for n, size in zip(shape, entry.shape, strict=True)
     )
     if entry.format not in formats or not fits:
         raise CheckpointError(
-            f"{layout}: {name} is {entry.format} {list(entry.shape)}, and should be {wanted}; the "
+            f"{layout}: {name} is {entry.format} {list(entry.shape)}, and should be "
+            f"{expected_form}; the "
             "checkpoint is damaged, or its quantization_config is of another one"
         )
     return entry
@@ -84,24 +86,26 @@ def expect(
 
 def covering(part: slice, size: int, unit: int) -> tuple[slice, slice]:
     """Return the units that contain the requested positions, and the positions inside them."""
-    wanted = range(size)[part]
-    first, last = (wanted[0] // unit, wanted[-1] // unit + 1) if wanted else (0, 0)
+    positions = range(size)[part]
+    first, last = (positions[0] // unit, positions[-1] // unit + 1) if positions else (0, 0)
     start = first * unit
-    return slice(first, last), slice(wanted.start - start, wanted.stop - start, wanted.step)
+    return slice(first, last), slice(
+        positions.start - start, positions.stop - start, positions.step
+    )
 
 
-def codes_of(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
+def unpack_codes(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
     """Unsigned codes of words, uint8; the lowest bits of a word come first along `axis`."""
     per = WORD // bits
     words = np.moveaxis(words, axis, -1).view(np.uint32)
     out = np.empty((*words.shape, per), np.uint8)
     for place in range(per):
         out[..., place] = (words >> np.uint32(bits * place)) & np.uint32(2**bits - 1)
-    *rest, count = words.shape
-    return np.moveaxis(out.reshape(*rest, count * per), -1, axis)
+    *leading_sizes, count = words.shape
+    return np.moveaxis(out.reshape(*leading_sizes, count * per), -1, axis)
 
 
-def grouped(
+def dequantize_groups(
     codes: np.ndarray, group: np.ndarray, zeros: np.ndarray | None, scales: np.ndarray
 ) -> np.ndarray:
     """Float32 values of codes [.., o, i].
@@ -115,16 +119,16 @@ def grouped(
     values = np.empty_like(codes, np.float32)  # with the order that the codes have in memory
     for k in np.unique(group):
         (at,) = np.nonzero(group == k)
-        here = slice(at[0], at[-1] + 1) if at[-1] - at[0] < len(at) else at
-        part = codes[..., here].astype(np.float32)
+        columns = slice(at[0], at[-1] + 1) if at[-1] - at[0] < len(at) else at
+        part = codes[..., columns].astype(np.float32)
         if zeros is not None:
             part -= zeros[..., k, None].astype(np.float32)
         part *= scales[..., k, None].astype(np.float32)
-        values[..., here] = part
+        values[..., columns] = part
     return values
 
 
-def groups_of(files: TensorFiles, name: str, count: int, part: slice) -> np.ndarray:
+def read_groups(files: TensorFiles, name: str, count: int, part: slice) -> np.ndarray:
     """Return the group of each entry of a slice along i; `name` [i] contains the groups.
 
     Raises:
