@@ -1,12 +1,7 @@
-"""Print figures of the source code: files, lines, types, names, and imports of a model family.
-
-uv run python -m tools.figures            a table with a row for each package
-uv run python -m tools.figures --names    also the public names with several meanings
-"""
+"""Figures of source files: lines, annotations, public names, and modules that an import loads."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import re
@@ -19,11 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.bench.measure import table
-from tools.workspace import packages
-
+IGNORED = "type: ignore"
 FAMILY = "ed_models.families.llama"
 HEADER = ["", "files", "lines", "code", "median", "p90", "< 60", ": Any", "type: ignore", "llama"]
+_DEFINED = re.compile(r"^(?:class )?([A-Z]\w*)(?=[(:]| =)", re.MULTILINE)
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -52,21 +46,26 @@ class Source:
         return cls(
             lines=len(text.splitlines()),
             code=len(code_lines(text)),
-            any=len(re.findall(r": Any\b", text)),
-            ignored=text.count("type: ignore"),
+            any=count_any(text),
+            ignored=text.count(IGNORED),
         )
+
+
+def count_any(text: str) -> int:
+    """Return the number of annotations `: Any`."""
+    return len(re.findall(r": Any\b", text))
 
 
 def code_lines(text: str) -> set[int]:
     """Return the numbers of the lines with code."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    found = {
+    lines = {
         line
         for token in tokens
         if token.type not in _NO_CODE
         for line in range(token.start[0], token.end[0] + 1)
     }
-    return found - docstring_lines(text)
+    return lines - docstring_lines(text)
 
 
 def docstring_lines(text: str) -> set[int]:
@@ -83,13 +82,13 @@ def docstring_lines(text: str) -> set[int]:
 
 def definitions(text: str) -> dict[str, str]:
     """Return the public classes and type aliases of a module: name -> definition."""
-    found = {}
+    names = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef):
-            found[node.name] = ast.unparse(node)
+            names[node.name] = ast.unparse(node)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = ast.unparse(node.value)
-    return {name: text for name, text in found.items() if re.match(r"[A-Z]\w*[a-z]", name)}
+            names[node.targets[0].id] = ast.unparse(node.value)
+    return {name: text for name, text in names.items() if re.match(r"[A-Z]\w*[a-z]", name)}
 
 
 def several_meanings(modules: dict[str, str]) -> dict[str, list[str]]:
@@ -98,10 +97,12 @@ def several_meanings(modules: dict[str, str]) -> dict[str, list[str]]:
     Args:
         modules: Name of each module -> its text.
     """
+    counts = Counter(name for text in modules.values() for name in set(_DEFINED.findall(text)))
     places: dict[str, dict[str, str]] = defaultdict(dict)
     for module, text in modules.items():
-        for name, definition in definitions(text).items():
-            places[name][module] = definition
+        if any(counts[name] > 1 for name in _DEFINED.findall(text)):
+            for name, definition in definitions(text).items():
+                places[name][module] = definition
     return {name: sorted(of) for name, of in sorted(places.items()) if len({*of.values()}) > 1}
 
 
@@ -142,36 +143,3 @@ def texts(folder: Path) -> dict[str, str]:
         ".".join(file.relative_to(folder).with_suffix("").parts): file.read_text(encoding="utf-8")
         for file in files
     }
-
-
-def main() -> None:
-    """Print the table and the number of names with several meanings."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.figures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--names", action="store_true", help="list the names")
-    options = parser.parse_args()
-    by_package = {package: texts(package.folder / "src") for package in packages()}
-    imported = imported_by(FAMILY)
-    rows, everything = [], []
-    for package, modules in by_package.items():
-        sources = [Source.of(text) for text in modules.values()]
-        everything += sources
-        rows.append(row(package.name, sources, sum(imported[name] for name in package.modules)))
-    rows.append(row("all", everything, sum(int(cells[-1]) for cells in rows)))
-    print(table(HEADER, rows))
-    print(
-        f"\nThe last column is the number of modules that `import {FAMILY}` loads,\n"
-        "without `__init__.py` files."
-    )
-    own = {m: text for of in by_package.values() for m, text in of.items() if m.startswith("ed_")}
-    names = several_meanings(own)
-    print(f"{len(names)} public names have definitions that differ between modules.")
-    for name, modules in names.items() if options.names else ():
-        print(f"  {name}: {', '.join(modules)}")
-
-
-if __name__ == "__main__":
-    main()

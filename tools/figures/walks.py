@@ -1,0 +1,208 @@
+"""The files that a row, a forward pass and a request execute: the route of a reader.
+
+Each walk runs once to import and compile, and once traced. A file counts if a function that is
+defined in it with `def` runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import re
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ed_esurge.server.app import Engines
+    from ed_models.families.llama import LlamaForCausalLM
+
+Walk = Callable[[], object]
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+VISION = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 8,
+    "patch_size": 4,
+}
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def trace_walk(name: str) -> dict[str, list[str]]:
+    """Return the functions that a walk executes, by file, in the order of their first call."""
+    walk = WALKS[name]()
+    walk()
+    files: dict[str, dict[str, None]] = defaultdict(dict)
+    with trace_calls(files):
+        walk()
+    return {file: list(functions) for file, functions in files.items()}
+
+
+@contextmanager
+def trace_calls(files: Mapping[str, dict[str, None]]) -> Iterator[None]:
+    """Add the functions of this project that all threads call to their files."""
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        file = re.split(r"/(?:src|site-packages)/", code.co_filename)[-1]
+        if event == "call" and file.startswith("ed_") and not code.co_name.startswith("<"):
+            files[file].setdefault(code.co_qualname)
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def create_llama(**changes: object) -> LlamaForCausalLM:
+    """Return a Llama of a few thousand parameters."""
+    from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM.create(LlamaConfig(**{**TEXT, **changes}))
+
+
+def walk_forward() -> Walk:
+    """One forward pass of a tiny Llama."""
+    import jax.numpy as jnp
+
+    model = create_llama()
+    return lambda: model(jnp.arange(16).reshape(1, 16))
+
+
+def walk_row() -> Walk:
+    """The first batch of a mixture of preference rows."""
+    from ed_data.build import build_loader
+    from ed_data.config import Mixture
+    from ed_data.schema import PREFERENCE
+    from ed_esurge.testing import byte_tokenizer
+
+    folder = Path(tempfile.mkdtemp())
+    row = json.dumps({"prompt": "hi", "chosen": "good", "rejected": "bad"})
+    (folder / "pairs.jsonl").write_text(f"{row}\n" * 8)
+    informs = [{"type": "json", "data_files": str(folder / "pairs.jsonl")}]
+
+    def walk() -> None:
+        cache = tempfile.mkdtemp(dir=folder)
+        mixture = Mixture.model_validate({"informs": informs, "cache_dir": cache})
+        loader = build_loader(
+            mixture, byte_tokenizer(), batch_size=2, seq_length=32, schema=PREFERENCE
+        )
+        loader.batch_at(0)
+        loader.close()
+
+    return walk
+
+
+def walk_chat() -> Walk:
+    """A chat request through the application to a scripted engine."""
+    from ed_esurge.testing import ScriptedEngine
+
+    return post_chat(ScriptedEngine(), "hello")
+
+
+def post_chat(engine: Engines, content: object) -> Walk:
+    """Return a walk that sends one chat request to an application with this engine."""
+    import httpx
+    from ed_esurge.server.app import create_app
+
+    app = create_app(engine)
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(app.router.lifespan_context(app).__aenter__())
+    transport = httpx.ASGITransport(app=app)
+    client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+    def walk() -> None:
+        response = loop.run_until_complete(client.post("/v1/chat/completions", json=body))
+        assert response.status_code == 200, response.text
+
+    return walk
+
+
+def walk_engine() -> Walk:
+    """Four tokens of a tiny Llama from `eSurge.generate`."""
+    from ed_esurge import SamplingParams, eSurge
+
+    serving = eSurge(
+        create_llama(num_hidden_layers=1),
+        max_model_len=32,
+        max_num_seqs=1,
+        page_size=8,
+        max_num_batched_tokens=16,
+    )
+    prompts = iter(([1, 2, 3, 4], [1, 2, 3, 5]))
+    sampling = SamplingParams(max_tokens=4, temperature=0)
+    return lambda: serving.generate([next(prompts)], sampling)
+
+
+def walk_image() -> Walk:
+    """A chat request with an image, through the application and the engine, to tokens."""
+    from ed_esurge import eSurge
+    from ed_esurge.engine.async_engine import AsyncEngine
+    from ed_esurge.testing import byte_tokenizer
+    from ed_models.families.llava import LlavaConfig, LlavaForConditionalGeneration
+    from PIL import Image
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    tokenizer = byte_tokenizer(TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    sizes = {"shortest_edge": 8}
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size=sizes, crop_size={"height": 8, "width": 8}),
+        tokenizer=tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="full",
+        image_token="<image>",
+        num_additional_image_tokens=0,
+        chat_template=tokenizer.chat_template,
+    )
+    text = {"model_type": "llama", **TEXT, "vocab_size": len(tokenizer)}
+    config = LlavaConfig(
+        text_config=text,
+        vision_config=VISION,
+        image_token_index=image_token,
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+    )
+    model = LlavaForConditionalGeneration.create(config)
+    engine = eSurge(model, tokenizer, processor=processor, max_model_len=64, max_num_seqs=1)
+    data = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(data, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "hi"}]
+    return post_chat(AsyncEngine(engine), parts)
+
+
+WALKS: dict[str, Callable[[], Walk]] = {
+    "chat": walk_chat,
+    "engine": walk_engine,
+    "forward": walk_forward,
+    "image": walk_image,
+    "row": walk_row,
+}
