@@ -19,9 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ed_models.checkpoints import hub
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
 
 from tools.bench.measure import Run, Timed, cores
 
@@ -44,6 +41,8 @@ def write_gguf(checkpoint: Path, path: Path, dtype: str) -> None:
     Raises:
         ValueError: The vocabulary is too small for the tokenizer.
     """
+    from ed_models.checkpoints import hub  # imports transformers, which a start measures
+
     model: Any = hub.from_pretrained(checkpoint, sharding_axis_dims=(1, 1, 1, 1, 1))
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(Path(folder), model.config.vocab_size)
@@ -63,6 +62,9 @@ def quantize(source: Path, path: Path, dtype: str, llama_bin: Path) -> None:
 
 def save_tokenizer(folder: Path, vocab: int) -> None:
     """Write a tokenizer of `vocab` tokens: special tokens, the bytes, and words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
     words = vocab - len(SPECIAL) - 256
     if words < 0:
         raise ValueError(
