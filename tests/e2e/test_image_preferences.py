@@ -244,7 +244,7 @@ def test_grpo_with_images_has_the_loss_of_torch(folder: Path) -> None:
     graphdef, params, other = weights.model.split_module()
     frozen = trainer.method.frozen
     models = Models(nnx.merge(graphdef, params, other), frozen.merge(frozen.leaves))
-    loss = trainer.loss(models, trainer.prepare(rows), None).checked()
+    loss = trainer.loss(models, trainer.prepare(rows), None).validate_terms()
     own = build_log_metrics(
         *({n: float(m.value) for n, m in x.items()} for x in (loss.sums, loss.metrics))
     )

@@ -123,7 +123,7 @@ def difference(subject: Subject, folder: Path) -> float:
     """
     path = subject.model.save_gguf(folder / "model.gguf", dtype="f32")
     own = hub.from_pretrained(path, task=subject.task, sharding_axis_dims=ONE)
-    logits = np.asarray(subject.output(forward(own, **subject.whole())))
+    logits = np.asarray(subject.output(forward(own, **subject.build_full_inputs())))
     found, _ = llama_cpp_logits(path, subject.ids)
     return float(np.abs(found - logits).max() / np.abs(logits).max())
 
@@ -180,7 +180,7 @@ def compare(subject: Subject, wide: Path, name: str) -> tuple[float, int]:
     quantized, decoded = (wide, wide) if name == "F32" else in_format(wide, name)
     found, tokens = llama_cpp_logits(decoded, subject.ids, NEW_TOKENS)
     own = hub.from_pretrained(quantized, task=subject.task, sharding_axis_dims=ONE)
-    logits = np.asarray(subject.output(forward(own, **subject.whole())))
+    logits = np.asarray(subject.output(forward(own, **subject.build_full_inputs())))
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     made = own.generate(subject.ids, **options, eos_token_id=None)
     equal = np.asarray(made.sequences)[:, subject.ids.shape[1] :] == tokens

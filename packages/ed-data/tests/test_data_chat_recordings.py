@@ -31,7 +31,7 @@ class Form(NamedTuple):
     token: int
     shape: tuple[int, int] = (16, 50)
     length: int = FEATURES
-    whole: bool = True
+    includes_padding: bool = True
 
     def features(self, frames: int) -> int:
         return (frames + 1) // 2 // 2
@@ -175,7 +175,7 @@ def test_recordings_without_padding_have_the_features_of_transformers(
     from transformers import Qwen2AudioProcessor
 
     token = processor.tokenizer.convert_tokens_to_ids("[AUDIO]")
-    form = Form(token, (16, 100), 25, whole=False)
+    form = Form(token, (16, 100), 25, includes_padding=False)
     rows = [chat(0), chat(1)]
     batch = loader_of(mixture, jsonl, processor, rows, form=form).batch_at(0)
     self = SimpleNamespace(

@@ -73,7 +73,7 @@ def test_compressed_file_that_expands_is_an_error_with_its_name(tmp_path, monkey
         path.write_bytes(PACK[pack](ROWS[form] * 2**10))
         rows = [*source.records(0)]
         assert len(rows) >= 2**10
-        assert [*source.records(0, start=rows[9].after)] == rows[10:]
+        assert [*source.records(0, start=rows[9].next_spot)] == rows[10:]
 
 
 def test_expanding_page_is_an_error_with_its_column(tmp_path, monkeypatch):

@@ -425,4 +425,4 @@ def test_reading_resumes_at_any_row(tmp_path, name):
     assert [record.row for record in whole] == rows
     for number, record in enumerate(whole):
         assert list(source.records(0, start=record.at)) == whole[number:]
-        assert list(source.records(0, start=record.after)) == whole[number + 1 :]
+        assert list(source.records(0, start=record.next_spot)) == whole[number + 1 :]

@@ -160,7 +160,7 @@ def encoder(tokenizer):
 def test_damaged_images_name_their_row(encoder):
     for name, data in damaged().items():
         with pytest.raises(DataError, match=r"^row 7: the image cannot be decoded"):
-            pytest.fail(f"{name}: {encoder.processed(RowImage(data, 'row 7'))}")
+            pytest.fail(f"{name}: {encoder.process_image(RowImage(data, 'row 7'))}")
 
 
 @pytest.mark.parametrize("name", unusual())
@@ -169,7 +169,7 @@ def test_unusual_image_has_the_pixels_of_transformers(encoder, name):
 
     loaded = load_image(Image.open(io.BytesIO(unusual()[name])))
     expected = encoder.processor.image_processor(images=[loaded], return_tensors="np")
-    got = encoder.processed(RowImage(unusual()[name], "row 7"))
+    got = encoder.process_image(RowImage(unusual()[name], "row 7"))
     assert np.array_equal(got["pixel_values"], expected["pixel_values"])
 
 
@@ -177,10 +177,10 @@ def test_limits_of_images_are_checked_before_decoding(encoder, monkeypatch):
     image = RowImage(unusual()["gray"], "row 7")
     monkeypatch.setattr("ed_data.tokens.images.MAX_PIXELS", 1199)
     with pytest.raises(DataError, match=r"row 7: .* 40 x 30 pixels, and the limit is 1199 pixels"):
-        encoder.processed(image)
+        encoder.process_image(image)
     monkeypatch.setattr("ed_data.tokens.images.MAX_BYTES", 10)
     with pytest.raises(DataError, match=r"row 7: .* more than 10 bytes"):
-        encoder.processed(image)
+        encoder.process_image(image)
 
 
 @pytest.mark.nightly
@@ -202,7 +202,7 @@ def test_damaged_images_can_be_skipped_and_need_no_memory(mixture, jsonl, encode
         assert (batch["segment_ids"] > 0).any(axis=1).all()
         for image in (RowImage(data, "row 7") for data in damaged().values()):
             with pytest.raises(DataError):
-                encoder.processed(image)
+                encoder.process_image(image)
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     assert peaks[-1] - peaks[1] < 16 * 1024, peaks  # kibibytes
 

@@ -75,7 +75,7 @@ def prompt(model, seed: int, *images: tuple[int, int, int], names: tuple[int, ..
         name = names[number] if names else seed * 10 + number
         size = rows * SIDE * form.merge, columns * SIDE * form.merge
         pixels.append(np.random.default_rng(name).normal(size=(3, *size)).astype(np.float32))
-        patches, grid = form.packed(pixels[-1], np.array(size))
+        patches, grid = form.pack_image(pixels[-1], np.array(size))
         places = [start + at for at, token in enumerate(own) if token == IMAGE]
         arrays = {"pixel_values": patches, "image_grid_thw": grid}
         items.append(EncoderInput.at(arrays, places))

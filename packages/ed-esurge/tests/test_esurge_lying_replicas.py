@@ -361,9 +361,9 @@ FACTS = {
 @pytest.mark.parametrize("name", FACTS)
 def test_replica_of_another_model_is_rejected(served, prompts, expected, name):
     front, _ = served
-    change = {"facts": {**front.facts.plain(), name: FACTS[name]}}
+    change = {"facts": {**front.facts.to_dict(), name: FACTS[name]}}
     assert not lie_in(served, prompts, expected, lambda c, m: None, change).requests
-    assert front.facts.vocab_size > 0 and EngineFacts.read(front.facts.plain()) == front.facts
+    assert front.facts.vocab_size > 0 and EngineFacts.read(front.facts.to_dict()) == front.facts
 
 
 def test_replica_cannot_claim_to_sleep_for_the_server(served, prompts, expected):

@@ -114,7 +114,9 @@ def test_programs_for_the_first_answer_are_stored_until_faster_ones_are_compiled
     early = eSurge(model, compile_in_background=True, **SMALL)
     expected = answers(early)
     early.terminate()
-    assert len(early.loop.runner.functions._kept.stored(early.loop.runner.buckets.shapes)) <= 1
+    assert (
+        len(early.loop.runner.functions._kept.filter_stored(early.loop.runner.buckets.shapes)) <= 1
+    )
     later = eSurge(model, compile_in_background=True, **SMALL)
     assert later.loop.runner.num_traces == 0
     assert answers(later) == expected

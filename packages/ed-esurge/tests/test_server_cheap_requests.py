@@ -298,7 +298,7 @@ def test_blocks_continue_earlier_blocks_of_their_kind(letters):
         changes += tracker.take(events[letter])
     changes += tracker.end()
     for change in changes:
-        if change.what == "opens":
+        if change.kind == "opens":
             earlier = [one for one in tracker.whole if one.index < change.block.index]
             kinds = [one.kind for one in earlier if one.text or one.kind == "call"]
             expected = change.block.kind in kinds and kinds[-1] != change.block.kind

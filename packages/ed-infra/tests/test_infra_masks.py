@@ -49,7 +49,7 @@ def test_allowed_mask_matches_reference(causal: bool, limits: dict):
 
 def test_limits_may_be_traced_and_zero_is_none():
     info = MaskInfo.from_segments(SEGMENTS)
-    allowed = jax.jit(lambda info, w, c: info.allowed(w, c))
+    allowed = jax.jit(lambda info, w, c: info.get_mask(w, c))
     np.testing.assert_array_equal(allowed(info, 2, 0), by_hand(SEGMENTS, window=2))
     np.testing.assert_array_equal(allowed(info, 0, 2), by_hand(SEGMENTS, chunk=2))
     np.testing.assert_array_equal(allowed(info, 0, 0), by_hand(SEGMENTS))

@@ -165,7 +165,7 @@ def our_outcome(trainer: Any, batch: Any) -> Outcome:
     def gradient(params: Any, leaves: Any, prepared: Any) -> Any:
         def objective(params: Any) -> Any:
             models = Models(nnx.merge(graphdef, params, other), frozen.merge(leaves))
-            loss = trainer.loss(models, prepared, None).checked()
+            loss = trainer.loss(models, prepared, None).validate_terms()
             return sum(metric.value for metric in loss.sums.values()), loss
 
         return jax.value_and_grad(objective, has_aux=True)(params)

@@ -105,7 +105,7 @@ class RowOptions:
         seq_length: maximum number of tokens of a row.
         strategy: packing strategy, or None for one document (or piece of a document) per row.
         max_length: number of tokens at which documents are truncated; None truncates nothing.
-        cut: what happens to a longer document: its end (`right`) or its beginning (`cut_left`) is
+        cut: what happens to a longer document: its end (`right`) or its beginning (`left`) is
             removed, or the document is dropped (`drop`).
         shuffle_rows: number of rows that are shuffled together; None keeps their order.
         seed: seed of the row order.

@@ -102,7 +102,7 @@ class RecordingEncoder:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of everything that the tokens and spectrograms depend on."""
-        form = [self._form.token, *self._form.shape, self._form.length, self._form.whole]
+        form = [self._form.token, *self._form.shape, self._form.length, self._form.includes_padding]
         text = json.dumps([self._extract.to_dict(), form], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -118,7 +118,7 @@ class RecordingEncoder:
         samples = header(audio).samples_at(self._rate)
         parts = -(-samples // self._samples)
         features = parts * self._form.length
-        if not self._form.whole:
+        if not self._form.includes_padding:
             features = self._form.features(-(-samples // self._hop)) if parts == 1 else 0
         if not features:
             most = self._samples / self._rate
@@ -162,7 +162,7 @@ class RecordingEncoder:
                 batch[row, filled : filled + len(spectrograms)] = spectrograms
                 sound[row, filled, : -(-len(samples) // self._hop)] = 1
                 filled += len(spectrograms)
-        return {"input_features": batch, **({} if self._form.whole else {SOUND: sound})}
+        return {"input_features": batch, **({} if self._form.includes_padding else {SOUND: sound})}
 
     def check(self, audio: RowAudio) -> None:
         """Decode a recording, whose tokens follow from its header alone.

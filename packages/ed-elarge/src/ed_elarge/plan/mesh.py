@@ -134,7 +134,7 @@ def build_mesh(run: RunConfig, devices: int, dims: Sequence[int] | None = None) 
     sizes = dict(zip(names, dims, strict=True))
     axis = fields["partition_axis"].on(names, sizes)
     if fields["sequence_axis_name"] != FIELDS["sequence_axis_name"].default:
-        axis = axis.renamed(axis.sequence_parallel_axis, fields["sequence_axis_name"])
+        axis = axis.rename_axis(axis.sequence_parallel_axis, fields["sequence_axis_name"])
     bound = {
         axis.fully_sharded_data_parallel_axis: "fsdp_is_ep_bound",
         axis.sequence_parallel_axis: "sp_is_ep_bound",

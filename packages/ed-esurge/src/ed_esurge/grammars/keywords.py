@@ -351,7 +351,7 @@ def _simplify_dependencies(schema: dict[str, Any]) -> dict[str, Any]:
 def _simplify_condition(
     schema: dict[str, Any], root: object, rewrite: Callable[[object], Any]
 ) -> dict[str, Any]:
-    """Replace `if`, `then_schema` and `else`."""
+    """Replace `if`, `then` and `else`."""
     parts = {key: schema[key] for key in ("if", "then", "else") if key in schema}
     if not parts:
         return schema

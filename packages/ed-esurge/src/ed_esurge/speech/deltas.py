@@ -25,7 +25,7 @@ class TextDeltas:
             text = f" {segment.text.strip()}"
         else:
             self._tokens += self._transcriber.decoder.words(segment.tokens)
-            text = self._transcriber.text_of(self._tokens)
+            text = self._transcriber.get_text(self._tokens)
             if text.endswith("\ufffd"):
                 return ""
             self._tokens = []

@@ -196,7 +196,7 @@ def _backward(network, precision, choice, residuals, g):
 
     dparams = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), learned)
     start = jnp.zeros_like(rows), jnp.zeros(shares.shape, jnp.float32), dparams
-    with choice.again():
+    with choice.restore():
         dx, dshares, dparams = jax.lax.fori_loop(0, plan.used, step, start)
     dx = jnp.where(plan.chosen[..., None], dx[plan.place], 0).astype(jnp.float32).sum(axis=1)
     dweights = jnp.where(plan.chosen, dshares[plan.place], 0.0)

@@ -126,7 +126,7 @@ def merge_lora(model: M, *, dequantize: bool = False) -> M:
             "instead "
             f"of {now:.1f}), or keep the adapter separate"
         )
-    return _every(model, lambda layer, _key: layer.merged(), keep_copies)
+    return _every(model, lambda layer, _key: layer.merge_adapter(), keep_copies)
 
 
 def quantized_bases(model: object) -> list[QArray]:

@@ -126,7 +126,9 @@ class DebertaV2Layer(EncoderLayer):
     def __call__(self, x, ctx, cache, layer):
         out, cache, report = super().__call__(x, ctx, cache, layer)
         if hasattr(self, "conv"):
-            conv_out = ctx.dropped(self.conv(x, ctx.mask_info.q_segment_ids), self.dropout, "conv")
+            conv_out = ctx.apply_dropout(
+                self.conv(x, ctx.mask_info.q_segment_ids), self.dropout, "conv"
+            )
             out = self.conv_norm(out + activation(self.conv_act)(conv_out))
         return out, cache, report
 

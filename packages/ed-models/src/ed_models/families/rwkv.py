@@ -50,7 +50,7 @@ class RwkvBlock(nnx.Module):
         rows = Rows.of(ctx, (x.shape[0], x.shape[1]), cache)
         states = rows.states(cache, layer, spec)
         added, first = self.attention(self.ln1(x), states, rows)
-        x = ctx.named(x + added, "residual")
+        x = ctx.name_activation(x + added, "residual")
         added, second = self.feed_forward(self.ln2(x), states, rows)
         return x + added, rows.store(cache, layer, {**first, **second}, spec), LayerReport()
 

@@ -71,7 +71,7 @@ def commit_tokens(
     tokens: Int[Array, "b j"],
     count: Int[Array, " b"],
 ) -> ContiguousCache:
-    """Return the cache with the first `count` of the tokens between `old_cache` and `after`."""
+    """Return the cache with the first `count` of the tokens between `old_cache` and `new_cache`."""
     if old_cache.can_rewind:
         assert old_cache.tokens is not None
         return new_cache.rewind(old_cache.tokens + count)
@@ -163,7 +163,7 @@ def assisted_program(
             return steps + 1, append_tokens(rows, new_tokens, count), done, cache, helper_cache
 
         rows = rows.push(draws.choose(process(logits, choice, rows), choice, rows))
-        start = (jnp.int32(0), rows, rows.ended(), cache, helper_cache)
+        start = (jnp.int32(0), rows, rows.find_ended_rows(), cache, helper_cache)
         steps, rows, _, cache, helper_cache = jax.lax.while_loop(has_unfinished_rows, step, start)
         # Rows end at their own pace: bring the first new token of each to one place.
         longest = jnp.max(rows.new)

@@ -66,7 +66,7 @@ class Group:
 
     Attributes:
         running, ended: its beams.
-        has_ended: which of `find_ended_rows` are beams, [b, k].
+        has_ended: which of `ended` are beams, [b, k].
         hopeful: rows in which a running beam may still beat an ended one, [b].
         going: whether the group continues.
     """

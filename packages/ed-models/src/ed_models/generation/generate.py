@@ -281,7 +281,7 @@ def _build_beam_output(
         sequences_scores=scores,
         beam_indices=parents[:, :n],
         steps=steps,
-        **{name: on_host(x)[: steps + 1] for name, x in search_result.kept.items()},
+        **{name: on_host(x)[: steps + 1] for name, x in search_result.records.items()},
     )
 
 

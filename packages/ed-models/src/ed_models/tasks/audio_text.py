@@ -25,8 +25,8 @@ class RecordingForm(NamedTuple):
         shape: numbers of mel bins and frames of the part of a recording that the tower reads at
             once.
         length: number of features of a part.
-        whole: whether a shorter recording has the features of its padding, too. Otherwise a
-            recording has one part.
+        includes_padding: whether a shorter recording has the features of its padding, too.
+            Otherwise a recording has one part.
     """
 
     token: int

@@ -41,7 +41,7 @@ def rows(
     lengths = np.asarray([len(ids) for ids in completions.completion_ids])
     best_indices = best(run.arguments, scores.total, lengths)
     remaining_scores = scores._replace(
-        each=scores.rewards[best_indices], total=scores.total[best_indices], per_prompt=remain
+        rewards=scores.rewards[best_indices], total=scores.total[best_indices], per_prompt=remain
     )
     row_arrays, figures = grpo.rows(
         run, completions.select(best_indices.tolist()), weights, number, remaining_scores

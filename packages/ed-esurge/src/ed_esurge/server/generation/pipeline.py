@@ -299,7 +299,7 @@ class ChatGeneration:
         )
         task = PromptTask(checked, params, encoder_inputs=prompt.encoder_inputs)
         generation = RunningGeneration(model, body, request, [task], kind, size=size, stores=stores)
-        return cls(body, generation, ending, plain=raw_prompt is not None, stores=stores)
+        return cls(body, generation, ending, is_text_only=raw_prompt is not None, stores=stores)
 
     @property
     def model(self) -> ServedModel:

@@ -488,7 +488,7 @@ class PromptEncoder:
         template, text, marks = await self._render(render, chat_template is not None, weight)
         media: list[ProcessedMedium] = []
         if sources:
-            expand = partial(self.media.expanded, text, sources)
+            expand = partial(self.media.expand_placeholders, text, sources)
             text, media = await run_cancellable(self._media_threads, expand)
 
         def locate() -> EncodedPrompt:

@@ -1,7 +1,7 @@
 """Request models of the OpenAI endpoints.
 
 A known field without an implementation is accepted if it cannot change the answer (`user`,
-`metadata`, `store`, ...). An `reject_field` field is an error that suggests an alternative. Unknown
+`metadata`, `store`, ...). A `reject_field` field is an error that suggests an alternative. Unknown
 keys follow the option `unknown_fields` of the server. Fields marked *extension* are vLLM's.
 """
 

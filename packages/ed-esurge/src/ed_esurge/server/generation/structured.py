@@ -377,7 +377,7 @@ async def compile_one(
 
     Args:
         wanted: the structured outputs of a request by field.
-        end_texts: texts that end the thoughts of the answer; see `StructuredOutputs.end_texts`.
+        end_texts: texts that end the thoughts of the answer; see `StructuredOutputs.after`.
 
     Raises:
         APIError: 400, there are two structured outputs, or the grammar is invalid; 503, too many

@@ -73,7 +73,7 @@ class PageBlocks(NamedTuple):
         """Return the sizes for a page table [seqs, width]."""
         gpu, longest = get_platform(call.config) == "gpu", width * page_size
         if gpu and longest <= 2 * GPU_KEY_BLOCK and seqs * longest <= GPU_STEP_KEYS:
-            return cls(width, GPU_QUERY_BLOCK, whole=True)
+            return cls(width, GPU_QUERY_BLOCK, single_block=True)
         keys, queries = KEY_BLOCK, QUERY_BLOCK
         if gpu:
             keys, queries = min(GPU_KEY_BLOCK, GPU_STEP_KEYS // seqs), GPU_QUERY_BLOCK

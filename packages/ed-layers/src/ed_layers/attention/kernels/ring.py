@@ -89,7 +89,7 @@ def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: RingLim
         k_j, v_j, *_ = hand
         bias_j, mask = shard.get_bias(device), shard.mask(device, hand)
         part_j = online.forward(plan.recipe, q_blocks, k_j, v_j, bias_j, mask, lambda part: part)
-        return plan.pass_on(hand), part.merged(part_j)
+        return plan.pass_on(hand), part.merge(part_j)
 
     start = PartialAttention.empty(q_blocks.shape[:-1], v.shape[-1], plan.total_dtype)
     _, part = plan.steps(step, (hand, start))
