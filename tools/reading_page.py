@@ -51,10 +51,14 @@ def measure_stop(path: str, names: str) -> int:
     """Return the sum of the lines of the names of a stop.
 
     Raises:
-        KeyError: the file does not define a name.
+        ValueError: the file does not define a name.
     """
-    sizes = measure_definitions(locate_file(path))
-    return sum(sizes[name] for name in re.findall(r"`([\w.]+)`", names))
+    sizes, listed = measure_definitions(locate_file(path)), re.findall(r"`([\w.]+)`", names)
+    if missing := [name for name in listed if name not in sizes]:
+        raise ValueError(
+            f"docs/reading.md: {path} does not define {', '.join(missing)}: write the new name"
+        )
+    return sum(sizes[name] for name in listed)
 
 
 def build_page(text: str) -> str:

@@ -77,7 +77,7 @@ def test_reading_page_with_a_missing_function_or_a_wrong_number_is_found() -> No
     lines = reading_page.measure_stop("ed_models/families/llama.py", "`LlamaModel`")
     assert f"`LlamaModel` ({lines} lines)" in reading_page.build_page(route)
     assert f"{lines} lines: about" in reading_page.build_page(route)
-    with pytest.raises(KeyError, match="LostModel"):
+    with pytest.raises(ValueError, match="does not define LostModel"):
         reading_page.build_page(route.replace("LlamaModel", "LostModel"))
 
 
