@@ -110,8 +110,8 @@ void quantize_row_as(const Gemm& p, const Element* x, int64_t row) {
   }
 }
 
-// Write the codes, scales and sums of one row, as `rounded` of ed_layers.quantization.qarray
-// computes them.
+// Write the codes, scales and sums of one row, as `quantize_activations` of
+// ed_layers.quantization.qarray computes them.
 void quantize_row(const Gemm& p, int64_t row) {
   p.x_is_bfloat16 ? quantize_row_as(p, static_cast<const uint16_t*>(p.x), row)
                   : quantize_row_as(p, static_cast<const float*>(p.x), row);
