@@ -208,12 +208,6 @@ class Phase(Generic[A]):
                 f"{run.name} needs a rollout that completes prompts: pass rollout=, such as "
                 "ed_elarge.engine.rollout.EngineRollout(engine)"
             )
-        rollout = rollout or run.rollout
-        if rollout is None:
-            raise ConfigError(
-                f"{run.name} needs a rollout that completes prompts: pass rollout=, such as "
-                "ed_elarge.engine.rollout.EngineRollout(engine)"
-            )
         request = self.request(batch, number, copies)
         assert isinstance(batch, PromptRows), "checked by request"
         if isinstance(rollout, AheadRollout) and number != HELD_OUT:
