@@ -10,6 +10,7 @@ import jax
 import optax
 import pytest
 from ed_infra.errors import ConfigError
+from ed_infra.options import Options
 from ed_trainers.arguments import (
     ARGUMENTS,
     METHODS,
@@ -252,3 +253,10 @@ def test_reading_options_imports_no_jax():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_options_of_a_method_have_at_most_two_bases_and_four_files(method):
+    classes = [cls for cls in ARGUMENTS[method].__mro__ if issubclass(cls, Options)]
+    assert max(len(cls.__bases__) for cls in classes) <= 2
+    assert len({cls.__module__ for cls in classes}) <= 4, "one of them is ed_infra.options"

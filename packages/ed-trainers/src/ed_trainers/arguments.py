@@ -1,8 +1,14 @@
 """The table of methods. Imports neither jax nor flax.
 
 A package adds a method with one file and one entry point of the group `easydel.methods`, which
-names a `MethodEntry`. A method of this package has its functions in `ed_trainers.methods`, its
-options in `ed_trainers.options`, and an entry in this file.
+names a `MethodEntry`. A method of this package is two files: its functions are in
+`ed_trainers.methods`, and its options in the file of its family in `ed_trainers.options`. An entry
+of this file names both.
+
+A role is a frozen model that a method reads, with one entry in `ROLES`. Its name is the key of
+`frozen=` of a trainer and of `models[...]` in a loss, and with the suffix `_model` the section of a
+run file. The learner, the policy, has no entry. Further trained variables, such as a value head,
+are an `Extension` of a method.
 """
 
 from __future__ import annotations
@@ -11,26 +17,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Literal
+from typing import NamedTuple
 
 from ed_infra import lazy
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
-from ed_infra.options import Positive
 
-from ed_trainers.options.base import NoiseArguments, TrainingArguments
-from ed_trainers.options.classification import (
-    MultipleChoiceArguments,
-    QuestionAnsweringArguments,
-    SequenceClassificationArguments,
-    TokenClassificationArguments,
-)
-from ed_trainers.options.cross_encoder import CrossEncoderArguments
-from ed_trainers.options.distillation import DistillationArguments, SeqKDArguments
-from ed_trainers.options.embedding import EmbeddingArguments
-from ed_trainers.options.gkd import (
+from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.distillation import (
+    DistillationArguments,
     GKDArguments,
     OnPolicyDistillationArguments,
+    SeqKDArguments,
     SparseDistillationArguments,
 )
 from ed_trainers.options.groups import (
@@ -39,9 +37,10 @@ from ed_trainers.options.groups import (
     GSPOArguments,
     RLOOArguments,
     RLVRArguments,
+    SDPOArguments,
 )
+from ed_trainers.options.online import NashMDArguments, PPOArguments, XPOArguments
 from ed_trainers.options.optimizers import DECAYING, OPTIMIZERS
-from ed_trainers.options.ppo import PPOArguments
 from ed_trainers.options.preference import (
     BCOArguments,
     CPOArguments,
@@ -52,17 +51,19 @@ from ed_trainers.options.preference import (
     RewardArguments,
     SimPOArguments,
 )
-from ed_trainers.options.roles import REFERENCE, REWARD, ROLES, TEACHER, Role
-from ed_trainers.options.sdpo import SDPOArguments
-from ed_trainers.options.self_play import NashMDArguments, XPOArguments
 from ed_trainers.options.supervised import (
     ContrastiveArguments,
+    CrossEncoderArguments,
     CTCArguments,
+    EmbeddingArguments,
     ImageClassificationArguments,
     MLMArguments,
-    NextTokenArguments,
+    MultipleChoiceArguments,
+    QuestionAnsweringArguments,
+    SequenceClassificationArguments,
+    SFTArguments,
     SpanCorruptionArguments,
-    TranscriptArguments,
+    TokenClassificationArguments,
 )
 
 __all__ = [
@@ -85,11 +86,31 @@ __all__ = [
 GROUP = "easydel.methods"
 
 
-class SFTArguments(NextTokenArguments, NoiseArguments, TranscriptArguments):
-    """Supervised fine-tuning, and pre-training: the cross-entropy of the labels."""
+class Role(NamedTuple):
+    """A frozen model that a method reads.
 
-    trainer_type: Literal["sft"] = "sft"
-    learning_rate: Positive = 2e-5
+    Attributes:
+        name: the name of the role.
+        required: whether the method needs the model.
+        task: the task of the model.
+    """
+
+    name: str
+    required: bool = False
+    task: TaskType = TaskType.CAUSAL_LM
+
+    @property
+    def section(self) -> str:
+        """The section of a run file that names the model."""
+        return f"{self.name}_model"
+
+
+REFERENCE = Role("reference")
+TEACHER = Role("teacher", required=True)
+REWARD = Role("reward", task=TaskType.SEQUENCE_CLASSIFICATION)
+
+#: Roles by name; each one is a section of run files.
+ROLES = {role.name: role for role in (REFERENCE, TEACHER, REWARD)}
 
 
 @dataclass(frozen=True)

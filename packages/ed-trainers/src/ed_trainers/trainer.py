@@ -17,7 +17,7 @@ from ed_models.checkpoints.model_card import write_card
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_trainers.arguments import MethodEntry
+from ed_trainers.arguments import REWARD, MethodEntry
 from ed_trainers.batches import Dataset, Feed, HostBatch, Share
 from ed_trainers.callbacks import Callback
 from ed_trainers.checkpoints.run_lock import RunLock
@@ -25,7 +25,6 @@ from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepare
 from ed_trainers.figures.metrics import RECORD
 from ed_trainers.optimizers import check_rules
 from ed_trainers.options.base import TrainingArguments
-from ed_trainers.options.roles import REWARD
 from ed_trainers.placement import Placement, place_model
 from ed_trainers.probes import Benchmark, build_probes
 from ed_trainers.report import PAGE, write_report

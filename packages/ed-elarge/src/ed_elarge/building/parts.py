@@ -18,7 +18,7 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger
 from ed_trainers.arguments import ROLES, Role
-from ed_trainers.options.classification import ClassifierArguments
+from ed_trainers.options.supervised import ClassifierArguments
 
 from ed_elarge.building import images, speech
 from ed_elarge.building.dtypes import list_dtypes, trains_adapters_only

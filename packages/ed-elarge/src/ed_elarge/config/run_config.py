@@ -24,7 +24,7 @@ from ed_infra.options import Options
 from ed_models.checkpoints.text_halves import text_settings
 from ed_trainers.arguments import METHODS, MethodEntry, TrainingArguments
 from ed_trainers.options.base import RowKind
-from ed_trainers.options.classification import ClassifierArguments
+from ed_trainers.options.supervised import ClassifierArguments
 
 from ed_elarge.config import architectures
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat

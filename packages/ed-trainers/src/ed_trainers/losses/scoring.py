@@ -17,7 +17,6 @@ from ed_models.protocol import LanguageModel
 from ed_trainers.contract import Batch, MethodRun, Models
 from ed_trainers.losses.neftune import noisy_embeddings
 from ed_trainers.losses.token_loss import token_logprobs
-from ed_trainers.options.base import NoiseArguments
 from ed_trainers.options.preference import AnswerArguments
 from ed_trainers.placement import Placement
 
@@ -141,12 +140,11 @@ def learner_logps(
     """
     options = run.arguments
     assert isinstance(options, AnswerArguments), "the options of a method on answers"
-    noise = options.neftune_noise_alpha if isinstance(options, NoiseArguments) else None
     return target_logps(
         models.learner,
         rows,
         key,
         placement=run.placement,
         chunk=options.lmhead_chunksize,
-        noise=noise,
+        noise=options.neftune_noise_alpha,
     )

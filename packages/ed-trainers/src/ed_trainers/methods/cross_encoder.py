@@ -28,7 +28,7 @@ from ed_trainers.losses.classes import class_losses, outputs_of_texts
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.losses.pairs import as_rows
 from ed_trainers.methods.held_out import HeldOutOutputs, score_metrics
-from ed_trainers.options.cross_encoder import BCE, CONTRASTIVE, CrossEncoderArguments
+from ed_trainers.options.supervised import BCE, CONTRASTIVE, CrossEncoderArguments
 from ed_trainers.state import EasyDeLState
 from ed_trainers.trainer import Trainer
 

@@ -29,7 +29,7 @@ from ed_trainers.losses.scoring import build_noise_inputs
 from ed_trainers.losses.segments import last_tokens
 from ed_trainers.losses.similarity import cosent_loss, margin_losses, ranking_losses, unit
 from ed_trainers.methods.held_out import HeldOutOutputs, vector_metrics
-from ed_trainers.options.embedding import (
+from ed_trainers.options.supervised import (
     COSENT,
     COSINE,
     MARGIN_MSE,

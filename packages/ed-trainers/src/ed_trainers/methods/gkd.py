@@ -27,7 +27,7 @@ from ed_trainers.contract import Batch, Loss, MethodRun, Models
 from ed_trainers.losses.divergence import compare_models
 from ed_trainers.online.completions import Completions, PromptContent, PromptRows
 from ed_trainers.online.phase import HELD_OUT, Phase, PhaseRows, online_method
-from ed_trainers.options.gkd import GKDArguments
+from ed_trainers.options.distillation import GKDArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
 

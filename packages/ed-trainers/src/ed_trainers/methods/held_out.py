@@ -26,8 +26,7 @@ from ed_trainers.figures.ranking import (
     reranking_metrics,
     retrieval_metrics,
 )
-from ed_trainers.options.cross_encoder import BCE
-from ed_trainers.options.embedding import MARGIN_MSE
+from ed_trainers.options.supervised import BCE, MARGIN_MSE
 from ed_trainers.placement import pad_rows
 from ed_trainers.state import EasyDeLState
 

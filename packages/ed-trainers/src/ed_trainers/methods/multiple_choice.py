@@ -17,7 +17,7 @@ from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.choices import choice_batch
 from ed_trainers.losses.classes import class_losses, outputs_of_texts
-from ed_trainers.options.classification import MultipleChoiceArguments
+from ed_trainers.options.supervised import MultipleChoiceArguments
 from ed_trainers.trainer import Trainer
 
 

@@ -25,7 +25,7 @@ from ed_trainers.online.completions import Completions
 from ed_trainers.online.mixture import GeometricMixture
 from ed_trainers.online.phase import Phase, PhaseRows, compute_policy, online_method
 from ed_trainers.online.self_play import Referee
-from ed_trainers.options.self_play import NashMDArguments
+from ed_trainers.options.online import NashMDArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
 

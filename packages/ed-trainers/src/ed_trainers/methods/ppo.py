@@ -32,7 +32,7 @@ from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import Phase, PhaseRows, compute_policy, online_method
 from ed_trainers.online.scorer import Scorer
-from ed_trainers.options.ppo import PPOArguments
+from ed_trainers.options.online import PPOArguments
 from ed_trainers.roles.value_head import VALUE_HEAD, value_head
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer

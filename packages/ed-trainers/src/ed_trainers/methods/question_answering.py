@@ -22,7 +22,7 @@ from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.classes import class_losses, outputs_of_texts
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
-from ed_trainers.options.classification import QuestionAnsweringArguments
+from ed_trainers.options.supervised import QuestionAnsweringArguments
 from ed_trainers.trainer import Trainer
 
 POSITIONS = ("start_positions", "end_positions")

@@ -111,7 +111,6 @@ class Reference:
         self, arguments: ReferenceArguments, model: LanguageModel, is_learner: bool
     ) -> ReferenceLogps:
         run = self._run
-        assert isinstance(arguments, AnswerArguments), "the options of a method on answers"
         if "pixel_values" in run.learner.input_names:
             raise ConfigError(
                 "precompute_ref_log_probs stores log-probabilities by the tokens of an answer, and "

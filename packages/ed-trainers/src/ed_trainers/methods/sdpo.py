@@ -31,7 +31,7 @@ from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import PhaseRows, compute_policy, online_method
 from ed_trainers.online.reprompts import build_reprompts
 from ed_trainers.online.scorer import Scorer
-from ed_trainers.options.sdpo import SDPOArguments
+from ed_trainers.options.groups import SDPOArguments
 from ed_trainers.roles.frozen import Following
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer

@@ -15,7 +15,7 @@ from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.classes import class_losses, class_targets, outputs_of_texts
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
-from ed_trainers.options.classification import SequenceClassificationArguments
+from ed_trainers.options.supervised import SequenceClassificationArguments
 from ed_trainers.trainer import Trainer
 
 

@@ -19,7 +19,7 @@ from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepare
 from ed_trainers.losses.classes import class_losses, class_targets
 from ed_trainers.losses.entities import EntityTags, entity_metrics
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
-from ed_trainers.options.classification import TokenClassificationArguments
+from ed_trainers.options.supervised import TokenClassificationArguments
 from ed_trainers.placement import TOKENS
 from ed_trainers.trainer import Trainer
 

@@ -19,7 +19,7 @@ from ed_trainers.batches import HostBatch
 from ed_trainers.contract import MethodRun
 from ed_trainers.figures.word_errors import ErrorRates
 from ed_trainers.losses.speech import reads_sound
-from ed_trainers.options.supervised import TranscriptArguments
+from ed_trainers.options.supervised import SFTArguments
 from ed_trainers.rollout import until_end
 from ed_trainers.state import EasyDeLState
 
@@ -38,7 +38,7 @@ class Transcripts:
     def __init__(self, run: MethodRun[Any], models: dict[str, LanguageModel]):
         del models
         options = run.arguments
-        self.active = isinstance(options, TranscriptArguments) and options.predict_with_generate
+        self.active = isinstance(options, SFTArguments) and options.predict_with_generate
         if not self.active:
             return
         if not reads_sound(run.learner):

@@ -22,7 +22,7 @@ from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import Phase, PhaseRows, compute_policy, online_method
 from ed_trainers.online.self_play import Referee
-from ed_trainers.options.self_play import XPOArguments
+from ed_trainers.options.online import XPOArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
 

@@ -40,7 +40,6 @@ from ed_trainers.online.completions import (
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.online import OnlineArguments
-from ed_trainers.options.preference import AnswerArguments
 from ed_trainers.placement import TOKENS, pad_rows
 from ed_trainers.roles.extension import Extension, PolicyWeights
 from ed_trainers.rollout import AheadRollout, Rollout, SampleRequest, Weights
@@ -137,7 +136,6 @@ class Phase(Generic[A]):
     ):
         del models
         assert isinstance(run.arguments, OnlineArguments), "the options of a method that samples"
-        assert isinstance(run.arguments, AnswerArguments), "which has the size of chunks"
         self.run, self.options, self.chunk = run, run.arguments, run.arguments.lmhead_chunksize
         self._rows, self._complete, self._axes = rows, complete, axes
         self._programs: dict[Question[A], Callable[..., dict[str, jax.Array]]] = {}

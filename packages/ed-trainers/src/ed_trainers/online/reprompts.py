@@ -15,7 +15,7 @@ from ed_infra.errors import ConfigError
 
 from ed_trainers.contract import Prepared
 from ed_trainers.online.completions import Completions, PromptContent
-from ed_trainers.options.sdpo import SDPOArguments
+from ed_trainers.options.groups import SDPOArguments
 
 #: The field of the data with feedback.
 FIELD = "privileged_context"

@@ -15,6 +15,7 @@ from ed_infra import distributed
 from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel
 
+from ed_trainers.arguments import REWARD
 from ed_trainers.contract import Batch, MethodRun, Models
 from ed_trainers.losses.scoring import token_scores
 from ed_trainers.losses.segments import last_tokens
@@ -22,7 +23,6 @@ from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import Phase
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.online import RewardedArguments
-from ed_trainers.options.roles import REWARD
 from ed_trainers.placement import TOKENS
 from ed_trainers.rewards import Rewards
 from ed_trainers.rollout import AheadRollout, Weights

@@ -20,8 +20,7 @@ from ed_trainers.contract import MethodRun, Models
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import Phase
 from ed_trainers.online.scorer import Scorer, call_once
-from ed_trainers.options.online import OnlineArguments
-from ed_trainers.options.self_play import SelfPlayArguments
+from ed_trainers.options.online import OnlineArguments, SelfPlayArguments
 from ed_trainers.rewards import Rewards
 from ed_trainers.rollout import Weights
 

@@ -1,16 +1,18 @@
 """Options of the methods that train on sampled completions. Free of jax.
 
-Names are EasyDeL's if EasyDeL has the option, otherwise TRL's; other spellings are aliases.
+`ed_trainers.options.groups` has the methods that compare several completions of a prompt. Names are
+EasyDeL's if EasyDeL has the option, otherwise TRL's; other spellings are aliases. Defaults of
+`ppo`, `xpo` and `nash_md` are TRL's.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from ed_infra.options import Count, Fraction, NotNegative, Positive, Whole
+from ed_infra.options import Count, Fraction, NotNegative, Positive, Whole, choice
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from ed_trainers.options.base import TrainingArguments, conflict
+from ed_trainers.options.base import StrictFlag, SyncArguments, TrainingArguments, conflict
 
 
 class OnlineArguments(TrainingArguments):
@@ -22,6 +24,9 @@ class OnlineArguments(TrainingArguments):
     }
     #: Option that sets `rows_per_prompt`, for messages.
     ROWS_OPTION: ClassVar[str] = "num_return_sequences"
+    DEFAULT_LENGTH = 1024
+
+    learning_rate: Positive = 1e-6
 
     max_prompt_length: Count = 512
     """Maximum number of prompt tokens; longer prompts keep their last tokens."""
@@ -40,6 +45,8 @@ class OnlineArguments(TrainingArguments):
     """Number of optimizer steps over which the completions of a generation are distributed."""
     num_iterations: Count = 1
     """Number of times that the completions of a generation are used for training."""
+    lmhead_chunksize: Count | None = None
+    """Number of tokens whose logits exist at the same time; None: chosen by the loss."""
 
     @property
     def completions_per_row(self) -> int:
@@ -94,11 +101,11 @@ RewardName = str | dict[str, dict[str, Any]]
 RewardNames = Annotated[tuple[RewardName, ...], BeforeValidator(_one_or_many)]
 
 
-class RewardedArguments(TrainingArguments):
+class RewardedArguments(OnlineArguments, SyncArguments):
     """Options of the methods with rewards of completions."""
 
     ALIASES: ClassVar[dict[str, str]] = {
-        **TrainingArguments.ALIASES,
+        **OnlineArguments.ALIASES,
         "reward_funcs": "reward_functions",
         "kl_coef": "beta",
     }
@@ -157,3 +164,105 @@ class RewardedArguments(TrainingArguments):
                 "per function, and one more for a reward model"
             )
         return value
+
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+class PPOArguments(RewardedArguments):
+    """Proximal policy optimization (Schulman et al., arXiv:1707.06347) with a value head."""
+
+    ALIASES: ClassVar[dict[str, str]] = {
+        **RewardedArguments.ALIASES,
+        "num_ppo_epochs": "num_iterations",
+        "num_mini_batches": "steps_per_generation",
+        "response_length": "max_completion_length",
+    }
+
+    trainer_type: Literal["ppo"] = "ppo"
+    num_iterations: Count = 4
+    """Number of times that the completions of a generation are used for training."""
+    beta: NotNegative = 0.05
+    """Weight of the divergence from the reference, which is subtracted from the reward of each
+    token; 0: no reference."""
+    kl_estimator: Annotated[str, choice("kl_estimator", KL_ESTIMATORS)] = "k1"
+    """Estimator of the divergence of a token (Schulman, joschu.net/blog/kl-approx.html): `k1` is
+    the log-ratio, `k2` half its square; `k3` is unbiased and never negative."""
+    cliprange: Positive = 0.2
+    """Clipping range of the probability ratio around 1."""
+    vf_coef: NotNegative = 0.1
+    """Weight of the loss of the values."""
+    cliprange_value: Positive = 0.2
+    """Clipping range of a value around its value at the time of sampling."""
+    gamma: Fraction = 1.0
+    """Discount factor per token."""
+    lam: Fraction = 0.95
+    """Lambda of generalized advantage estimation (arXiv:1506.02438): 1 uses whole returns, 0 single
+    steps."""
+    whiten_rewards: StrictFlag = False
+    """Scale the token rewards of a generation to unit variance. Advantages are always scaled."""
+    value_head: str | None = None
+    """Directory of a model that `ppo` saved, for the initial value head. None: initial values of
+    0."""
+    missing_eos_penalty: NotNegative | None = None
+    """Subtracted from the score of a completion that reached the maximum length."""
+
+    def idle(self) -> list[tuple[str, str]]:
+        """See `TrainingArguments.idle`."""
+        if self.has_reference or "kl_estimator" not in self.model_fields_set:
+            return super().idle()
+        return [*super().idle(), ("kl_estimator", "beta is 0: nothing is taken off")]
+
+
+XPO_LOSSES = ("sigmoid", "ipo")
+
+
+class SelfPlayArguments(RewardedArguments):
+    """Options of `xpo` and `nash_md`."""
+
+    beta: Positive = 0.1
+    """Weight of log-ratios to the reference: a higher value keeps the model nearer to the
+    reference."""
+    judge: str | None = None
+    """Function that compares two completions of each prompt, instead of scores:
+    `path/file.py:function` or `module:function`, found and called like reward functions. It
+    receives `completions` of the learner and `others` of the other policy, and returns for each
+    prompt the probability that the learner's completion is better."""
+    missing_eos_penalty: NotNegative | None = None
+    """Subtracted from the score of a completion that reached the maximum length."""
+
+    @field_validator("judge")
+    @classmethod
+    def _no_scores(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("reward_functions"):
+            raise conflict("judge compares completions, reward_functions score them: set one")
+        return value
+
+    @field_validator("missing_eos_penalty")
+    @classmethod
+    def _is_taken_off(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("judge") is not None:
+            raise conflict(
+                "missing_eos_penalty is subtracted from scores, and a judge returns no scores"
+            )
+        return value
+
+
+class XPOArguments(SelfPlayArguments):
+    """Exploratory preference optimization (Xie et al., arXiv:2405.21046)."""
+
+    trainer_type: Literal["xpo"] = "xpo"
+    alpha: NotNegative = 1e-5
+    """Weight of the exploration term, which lowers the probability of the reference's
+    completions."""
+    loss_type: Annotated[str, choice("loss_type", XPO_LOSSES)] = "sigmoid"
+    """The loss of a pair, as in `dpo`."""
+
+
+class NashMDArguments(SelfPlayArguments):
+    """Nash learning from human feedback by mirror descent (Munos et al., arXiv:2312.00886)."""
+
+    trainer_type: Literal["nash_md"] = "nash_md"
+    mixture_coef: Fraction = 0.5
+    """Weight of the reference in the geometric mixture that the learner competes with: 0 is the
+    learner, 1 the reference."""

@@ -1,4 +1,4 @@
-"""Options of the methods that compare or label answers. Free of jax.
+"""Options of the methods that compare or label given answers. Free of jax.
 
 Names and defaults are EasyDeL's if EasyDeL has the option, otherwise TRL's.
 """
@@ -10,33 +10,14 @@ from typing import Annotated, ClassVar, Literal
 from ed_infra.options import Count, NotNegative, Positive, choice
 from pydantic import Field, ValidationInfo, field_validator
 
-from ed_trainers.options.base import NoiseArguments, StrictFlag, TrainingArguments, conflict
+from ed_trainers.options.base import (
+    Mixup,
+    NoiseArguments,
+    StrictFlag,
+    SyncArguments,
+    conflict,
+)
 from ed_trainers.options.optimizers import Steps
-
-#: Weight of the learner in a mixture.
-Mixup = Annotated[float, Field(gt=0, le=1)]
-
-
-class SyncArguments(TrainingArguments):
-    """TR-DPO (Gorbatovski et al., arXiv:2404.09656)."""
-
-    sync_ref_model: StrictFlag = False
-    """Update the reference from the learner. The weights of the reference are then part of the
-    checkpoints. Not for models with adapters, whose reference is the base model."""
-    ref_model_mixup_alpha: Mixup = 0.6
-    """Weight of the learner in each update of the reference; the rest is the weight of the old
-    reference. 1 copies the learner."""
-    ref_model_sync_steps: Steps = 512
-    """Steps between two updates of the reference."""
-
-    def idle(self) -> list[tuple[str, str]]:
-        """See `TrainingArguments.idle`."""
-        if self.sync_ref_model:
-            return super().idle()
-        names = ("ref_model_mixup_alpha", "ref_model_sync_steps")
-        idle = [name for name in names if name in self.model_fields_set]
-        return [*super().idle(), *((name, "sync_ref_model is false") for name in idle)]
-
 
 #: Losses of `dpo`; `DPO_ALIASES` has shorter spellings.
 DPO_LOSSES = (
@@ -62,8 +43,8 @@ CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
-class AnswerArguments(TrainingArguments):
-    """Options of methods that compute log-probabilities of answers."""
+class AnswerArguments(NoiseArguments):
+    """Options of methods that compute log-probabilities of given answers."""
 
     DEFAULT_LENGTH = 1024
     learning_rate: Positive = 1e-6
@@ -71,7 +52,7 @@ class AnswerArguments(TrainingArguments):
     """Number of tokens whose logits exist at the same time; None: chosen by the loss."""
 
 
-class ReferenceArguments(TrainingArguments):
+class ReferenceArguments(AnswerArguments, SyncArguments):
     """Options of methods that compare given answers with those of a reference."""
 
     beta: Positive = 0.1
@@ -102,7 +83,7 @@ class ReferenceArguments(TrainingArguments):
         return "reference_free"
 
 
-class DPOArguments(AnswerArguments, NoiseArguments, ReferenceArguments, SyncArguments):
+class DPOArguments(ReferenceArguments):
     """Direct preference optimization (Rafailov et al., arXiv:2305.18290) and related losses."""
 
     DEFAULT_LENGTH = 512
@@ -160,7 +141,7 @@ class DPOArguments(AnswerArguments, NoiseArguments, ReferenceArguments, SyncArgu
         return self.label_smoothing
 
 
-class ORPOArguments(AnswerArguments, NoiseArguments):
+class ORPOArguments(AnswerArguments):
     """Odds-ratio preference optimization (Hong et al., arXiv:2403.07691): no reference."""
 
     ALIASES: ClassVar[dict[str, str]] = {**AnswerArguments.ALIASES, "lambda_orpo": "beta"}
@@ -171,7 +152,7 @@ class ORPOArguments(AnswerArguments, NoiseArguments):
     paper."""
 
 
-class ContrastArguments(TrainingArguments):
+class ContrastArguments(AnswerArguments):
     """Options of `cpo` and `simpo`."""
 
     beta: Positive = 0.1
@@ -182,7 +163,7 @@ class ContrastArguments(TrainingArguments):
     """Assumed share of pairs with wrong labels."""
 
 
-class CPOArguments(AnswerArguments, ContrastArguments, NoiseArguments):
+class CPOArguments(ContrastArguments):
     """Contrastive preference optimization (Xu et al., arXiv:2401.08417): no reference."""
 
     trainer_type: Literal["cpo"] = "cpo"
@@ -205,7 +186,7 @@ class CPOArguments(AnswerArguments, ContrastArguments, NoiseArguments):
         return [("simpo_gamma", f"loss_type {self.loss_type} has no target margin")]
 
 
-class SimPOArguments(AnswerArguments, ContrastArguments, NoiseArguments):
+class SimPOArguments(ContrastArguments):
     """Simple preference optimization (Meng et al., arXiv:2405.14734): no reference."""
 
     ALIASES: ClassVar[dict[str, str]] = {**AnswerArguments.ALIASES, "gamma": "simpo_gamma"}
@@ -218,7 +199,7 @@ class SimPOArguments(AnswerArguments, ContrastArguments, NoiseArguments):
 KTO_LOSSES = ("kto", "apo_zero_unpaired")
 
 
-class LabelledArguments(TrainingArguments):
+class LabelledArguments(ReferenceArguments):
     """Options of `kto` and `bco`."""
 
     desirable_weight: NotNegative = 1.0
@@ -227,9 +208,7 @@ class LabelledArguments(TrainingArguments):
     """Factor on the loss of bad answers."""
 
 
-class KTOArguments(
-    AnswerArguments, LabelledArguments, ReferenceArguments, SyncArguments, NoiseArguments
-):
+class KTOArguments(LabelledArguments):
     """Kahneman-Tversky optimization (Ethayarajh et al., arXiv:2402.01306)."""
 
     trainer_type: Literal["kto"] = "kto"
@@ -237,9 +216,7 @@ class KTOArguments(
     """The loss; `apo_zero_unpaired` (arXiv:2408.06266) does not estimate the divergence."""
 
 
-class BCOArguments(
-    AnswerArguments, LabelledArguments, ReferenceArguments, SyncArguments, NoiseArguments
-):
+class BCOArguments(LabelledArguments):
     """Binary classifier optimization (Jung et al., arXiv:2404.04656)."""
 
     trainer_type: Literal["bco"] = "bco"

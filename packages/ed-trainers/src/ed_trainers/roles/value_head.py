@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from safetensors.numpy import load_file, save_file
 
 from ed_trainers.options.base import TrainingArguments
-from ed_trainers.options.ppo import PPOArguments
+from ed_trainers.options.online import PPOArguments
 from ed_trainers.roles.extension import Extension
 
 NAME = "value_head"

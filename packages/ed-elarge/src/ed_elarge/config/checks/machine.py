@@ -22,8 +22,7 @@ from ed_data.config import FILE_TYPES, Inform
 from ed_infra.chats import read_chat_template
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 from ed_infra.specs import KEPT_CODES
-from ed_trainers.options.online import RewardedArguments, RewardName
-from ed_trainers.options.self_play import SelfPlayArguments
+from ed_trainers.options.online import RewardedArguments, RewardName, SelfPlayArguments
 from ed_trainers.rewards import check_name, user_code, wrong_settings
 from ed_trainers.rewards.rules import RULES
 
