@@ -34,7 +34,7 @@ class Scores(NamedTuple):
     """The rewards of completions, float32.
 
     Attributes:
-        each: [n, k]; NaN where a function does not apply.
+        rewards: [n, k]; NaN where a function does not apply.
         total: [n], weighted; NaN where no function applies.
         names: names of the k rewards.
         per_prompt: number of completions of a prompt, if some of them were removed.
