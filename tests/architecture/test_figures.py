@@ -80,7 +80,7 @@ def test_unclear_names_are_participles_adjectives_and_relations() -> None:
     ("walk", "ceiling"),
     [
         *[("row", 36), ("forward", 44), ("chat", 36), ("engine", 28), ("image", 43)],
-        *[("dpo", 12), ("grpo", 14)],
+        *[("dpo", 11), ("grpo", 14)],
     ],
 )
 def test_walk_executes_no_more_files(walk: str, ceiling: int) -> None:
