@@ -16,6 +16,7 @@ from tools.figures.sources import (
     HEADER,
     Source,
     imported_by,
+    list_server_declarations,
     row,
     several_meanings,
     texts,
@@ -60,6 +61,8 @@ def print_sources(lists_names: bool) -> None:
     modules = {name: text for files in by_package.values() for name, text in files.items()}
     repeated = several_meanings({m: t for m, t in modules.items() if m.startswith("ed_")})
     print(f"{len(repeated)} public names have definitions that differ between modules.")
+    options = list_server_declarations(modules)
+    print(f"{max(map(len, options.values()))} places at most declare an option of the server.")
     names = count_names(modules.values())
     print(f"{names.function_rate:.1f} of 1,000 functions are no verbs.")
     print(f"{names.variable_rate:.1f} of 1,000 variables are no nouns.")

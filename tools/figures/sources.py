@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,17 @@ _DEFINED = re.compile(r"^(?:class )?([A-Z]\w*)(?=[(:]| =)", re.MULTILINE)
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+
+
+#: Options of the server whose names also are fields of requests, machines and tokenizers.
+OTHER_MEANINGS = {"chat_template", "host", "keep_alive", "limits", "port"}
+#: Place with the name of an option of the server -> what it declares.
+OTHER_DECLARATIONS = {
+    "ed_esurge.command.bench_serve:flag": "the model of the requests of a load test",
+    "ed_esurge.command.run_batch:flag": "the model of the requests of a file",
+    "ed_esurge.server.generation.prompts:__init__": "an argument of a class without a server",
+    "ed_esurge.server.generation.reply_formats:__init__": "an argument of a class without a server",
 }
 
 
@@ -104,6 +115,54 @@ def several_meanings(modules: dict[str, str]) -> dict[str, list[str]]:
             for name, definition in definitions(text).items():
                 places[name][module] = definition
     return {name: sorted(of) for name, of in sorted(places.items()) if len({*of.values()}) > 1}
+
+
+def list_declarations(modules: dict[str, str], names: Collection[str]) -> dict[str, list[str]]:
+    """Return name -> the places that declare an option with this name.
+
+    A declaration is a field of a class, a flag of a parser, or a parameter with a default.
+
+    Args:
+        modules: Name of each module -> its text.
+        names: Names of options.
+    """
+    places: dict[str, list[str]] = {name: [] for name in names}
+    for module, text in modules.items():
+        for node in ast.walk(ast.parse(text)):
+            for name in _list_declared_names(node):
+                if name in places:
+                    places[name].append(f"{module}:{getattr(node, 'name', 'flag')}")
+    return places
+
+
+def list_server_declarations(modules: dict[str, str]) -> dict[str, list[str]]:
+    """Return option of the server -> the places that declare it, without `OTHER_DECLARATIONS`."""
+    from ed_esurge.server.options import ServerOptions
+
+    names = ServerOptions.model_fields.keys() - OTHER_MEANINGS
+    declarations = list_declarations(modules, names)
+    return {
+        name: [place for place in places if place not in OTHER_DECLARATIONS]
+        for name, places in declarations.items()
+    }
+
+
+def _list_declared_names(node: ast.AST) -> list[str]:
+    match node:
+        case ast.ClassDef():
+            fields = (field for field in node.body if isinstance(field, ast.AnnAssign))
+            return [ast.unparse(field.target) for field in fields]
+        case ast.Call(func=ast.Attribute(attr="add_argument" | "Option")):
+            words = (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+            flags = (word for word in words if isinstance(word, str) and word.startswith("--"))
+            return [flag.partition("/")[0][2:].replace("-", "_") for flag in flags]
+        case ast.FunctionDef(args=arguments) | ast.AsyncFunctionDef(args=arguments):
+            positional = [*arguments.posonlyargs, *arguments.args]
+            optional = positional[len(positional) - len(arguments.defaults) :]
+            keyword = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+            optional += [argument for argument, default in keyword if default is not None]
+            return [argument.arg for argument in optional]
+    return []
 
 
 def imported_by(module: str) -> Counter[str]:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import ed_esurge.server
+import httpx
 import pytest
 from ed_elarge import eLargeModel
+from ed_elarge.building.serving import list_models
+from ed_elarge.config.action_options import ServeOptions
+from ed_elarge.config.reference import meanings
 from ed_elarge.evaluation import harness
 from ed_elarge.evaluation.harness import add_plain_names
+from ed_esurge.server.options import ServerOptions
+from ed_infra.errors import ConfigError
 from maximal_run_file import dry_run
 
 TEXT = """
@@ -69,6 +76,112 @@ def test_server_knows_the_name_of_the_run_file(
     assert passed["served_model_name"] == names
     eLargeModel({"model": {"name_or_path": written}}).serve(served_model_name="mine")
     assert passed["served_model_name"] == "mine"
+
+
+def test_keys_of_the_action_are_the_options_of_the_server() -> None:
+    """The flags are compared in `test_each_server_option_is_a_flag`."""
+    assert ServeOptions.model_fields.keys() == ServerOptions.model_fields.keys()
+    assert all(meanings(ServeOptions)[name] for name in ServerOptions.model_fields)
+
+
+RUN = """
+model: {{name_or_path: {model}}}
+actions:
+  - serve: {{port: 0, {keys}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("trust_request_chat_template: true, also: [tiny], model_directory: .", ""),
+        ("lora_modules: {a: .}, data_parallel_size: 2", ""),
+        ("lora_modules: [a=.], keep_alive: 30s", ""),
+        ("model_directory: absent", "no such folder: absent"),
+        ("lora_modules: {a: absent}", "no such folder: absent"),
+        ("lora_modules: {a: .}, also: [tiny]", "lora_modules requires one model"),
+        ("also: [tiny], served_model_name: a", "served_model_name requires one model"),
+        ("model_memory: 1", "model_memory requires model_directory"),
+        ("trust_request_chat_templates: true", "did you mean 'trust_request_chat_template'"),
+    ],
+)
+def test_run_file_sets_options_of_models(
+    keys: str, message: str, quickstart_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(quickstart_model)
+    code, error = dry_run(RUN.format(model=quickstart_model, keys=keys))
+    assert (code, message in error) == (2 if message else 0, True), error
+
+
+def test_models_of_one_server_share_the_memory(quickstart_model: Path) -> None:
+    run = {
+        "model": {"name_or_path": str(quickstart_model), "tokenizer": str(quickstart_model)},
+        "loader": {"dtype": "bfloat16"},
+        "esurge": {"gpu_memory_utilization": 0.8, "max_model_len": 64},
+    }
+    elm = eLargeModel(run)
+    models = list_models(elm, ServeOptions(also=["org/other", "third"]), "first")
+    assert list(models) == ["first", "org/other", "third"]
+    shares = [model.config.esurge for model in models.values()]
+    assert [round(one.hbm_utilization, 6) for one in shares] == [0.266667, 0.533333, 0.8]
+    assert [one.max_model_len for one in shares] == [64] * 3
+    other = models["third"].config
+    assert other.model is not None
+    assert (other.model.name_or_path, other.model.tokenizer) == ("third", None)
+    assert other.loader.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="two models have the same name"):
+        list_models(elm, ServeOptions(also=["first"]), "first")
+    (model,) = list_models(elm, ServeOptions(lora_modules={"a": "x", "b": "y"}), "m").values()
+    assert model.config.esurge.max_loras == 2
+    assert list_models(elm, ServeOptions(), "m") == {"m": elm}
+
+
+SMALL = {"max_model_len": 64, "page_size": 8, "compile_runner": False, "silent_mode": True}
+
+
+def serve_and_complete(
+    model: Path, names: list[str], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> list[str]:
+    """Serve a run, and return the name of the model in the answer for each name."""
+    answers = []
+
+    def serve_meanwhile(engine: Any, host: str, port: int, **values: Any) -> None:
+        with ed_esurge.server.background(engine, host, port, **values) as url:
+            for name in names:
+                body = {"prompt": "The", "max_tokens": 2, "model": name}
+                answer = httpx.post(f"{url}/completions", json=body, timeout=120).json()
+                answers.append(answer.get("model", answer))
+
+    monkeypatch.setattr(ed_esurge.server, "serve", serve_meanwhile)
+    run = {"model": {"name_or_path": str(model)}, "esurge": SMALL}
+    eLargeModel(run).serve(port=0, **options)
+    return answers
+
+
+@pytest.mark.nightly
+def test_run_serves_further_models_and_a_directory(
+    quickstart_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("other", "models/third"):
+        shutil.copytree(quickstart_model, tmp_path / folder)
+    names = ["model", "other", "third"]
+    options = {"also": [str(tmp_path / "other")], "model_directory": str(tmp_path / "models")}
+    assert serve_and_complete(quickstart_model, names, monkeypatch, **options) == names
+
+
+@pytest.mark.nightly
+def test_run_serves_an_adapter_by_its_name(
+    quickstart_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ed_models import AutoEasyDeLModelForCausalLM
+    from ed_models.adapters.peft import save_adapter
+
+    model = AutoEasyDeLModelForCausalLM.from_pretrained(str(quickstart_model))
+    adapted = model.apply_lora_to_layers(4, ".*q_proj.*")
+    save_adapter(adapted, tmp_path / "adapter", base=str(quickstart_model))
+    modules = {"mine": str(tmp_path / "adapter")}
+    answers = serve_and_complete(quickstart_model, ["mine"], monkeypatch, lora_modules=modules)
+    assert answers == ["mine"]
 
 
 def test_results_have_the_names_of_metrics_without_their_filter() -> None:

@@ -60,6 +60,8 @@ class eLargeModel(Setters):
         self._built: dict[str, Any] = {}
         self._run: RunConfig | None = None
         self.watchers: tuple[Callback, ...] = ()
+        #: Whether the section `esurge` describes several models, so that a key may lack an effect.
+        self.shares_options = False
         if isinstance(config, (str, Path)):
             self._document = nodes.read(config)
             self._run = self._check()
@@ -180,6 +182,20 @@ class eLargeModel(Setters):
         if name not in self._built:
             self._built[name] = make()
         return self._built[name]
+
+    def with_engine_options(self, changes: Mapping[str, object]) -> Self:
+        """Return the same model with other options of the engine, and release an earlier engine.
+
+        Args:
+            changes: Keys of the section `esurge`.
+        """
+        run = self.config
+        engine = run.esurge.replace(**changes).model_dump(mode="json", exclude_unset=True)
+        document = Document(run.document.name, value={**run.written, "esurge": engine})
+        other = type(self).from_run(normalize(document))
+        self._built.pop("engine", None)
+        other._built = dict(self._built)
+        return other
 
     def build_tokenizer(self) -> PreTrainedTokenizerBase:
         """Load or train the tokenizer."""
@@ -365,27 +381,28 @@ class eLargeModel(Setters):
     def serve(self, **options: Any) -> None:
         """Serve the OpenAI-compatible API until interrupted, with options of the `serve` action."""
         from ed_esurge.server import read_keys, serve
+        from ed_esurge.server.launch import load_adapters
+        from ed_esurge.server.options import ListenOptions
 
-        values = _options(ServeOptions, options).model_dump(exclude={"require_api_key"})
+        checked = _options(ServeOptions, options)
+        values = {name: getattr(checked, name) for name in ListenOptions.model_fields}
+        if checked.api_key_file is not None:  # an invalid file is an error before the model loads
+            values["api_key"] = [*read_keys(checked.api_key_file), *(checked.api_key or ())]
+            values["api_key_file"] = None
         path = Path(getattr(self.config.model, "name_or_path", None) or self.config.directory)
-        file = values.pop("api_key_file")
-        values["api_key"] = [key.get_secret_value() for key in values["api_key"] or ()]
-        admin = values["admin_api_key"]
-        values["admin_api_key"] = None if admin is None else admin.get_secret_value()
-        if values.pop("enable_cors") and not values["cors_origins"]:
-            values["cors_origins"] = ["*"]
-        values["api_key"] += read_keys(file) if file is not None else []
-        values["served_model_name"] = values["served_model_name"] or self._model_names(path)
-        address, size = (values.pop("host"), values.pop("port")), values.pop("data_parallel_size")
-        if size == 1:
-            serve(self.part("engine"), *address, **values)
-            return
-        replicated = pkgutil.resolve_name("ed_elarge.building.replicas:replicated_engine")
-        name = values["served_model_name"]
-        with replicated(self, name if isinstance(name, str) else name[0], size) as engine:
-            serve(engine, *address, **values)
+        names = checked.served_model_name or self._model_names(path)
+        if not checked.also:  # several models have the names of their mapping
+            values["served_model_name"] = list(names) if len(names) > 1 else names[0]
+        serving = pkgutil.resolve_name("ed_elarge.building.serving:running_engines")
+        if checked.model_directory is not None:
+            build_directory = pkgutil.resolve_name("ed_elarge.building.serving:build_directory")
+            values["model_directory"] = build_directory(self, checked)
+        address = values.pop("host"), values.pop("port")
+        with serving(self, checked, names[0]) as engines:
+            load_adapters(engines, checked.lora_modules)
+            serve(engines, *address, **values)
 
-    def _model_names(self, path: Path) -> str | list[str]:
+    def _model_names(self, path: Path) -> list[str]:
         """Return the names of the model in requests: the last part of its path, and the name of
         the run file. An absolute path is no name: it would tell clients the folders of the host."""
         names = [path.name or "model"]
@@ -396,7 +413,7 @@ class eLargeModel(Setters):
             and not Path(model_name).expanduser().is_absolute()
         ):
             names.append(model_name)
-        return names[0] if len(names) == 1 else names
+        return names
 
 
 def _options(cls: type[OptionsT], keys: Mapping[str, Any]) -> OptionsT:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from ed_infra.options import Options, Whole
-from pydantic import AfterValidator, Field, model_validator
+from ed_infra.options import Count, Options, Whole
+from pydantic import AfterValidator, AwareDatetime, Field, model_validator
 
 # Tokens and pages are counted in 32 bits on the device.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
@@ -31,6 +32,29 @@ def _check_address(address: str) -> str:
 Address = Annotated[str, AfterValidator(_check_address)]
 #: Policy of the HTTP server for unknown request fields.
 UnknownFields = Literal["ignore", "warn", "refuse"]
+
+
+class ApiKey(Options):
+    """The digest of a key, and its limits."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """Hexadecimal digest of the key: `printf %s KEY | sha256sum`."""
+    name: Annotated[str, Field(max_length=256)] = ""
+    """Name of the owner, for readers of the file."""
+    expires: AwareDatetime | None = None
+    """Time after which the key is rejected, with a time zone (`2030-01-01T00:00:00Z`)."""
+    max_concurrent_requests: Count | None = None
+    """Maximum number of concurrent requests (429)."""
+    requests_per_minute: Count | None = None
+    """Maximum number of requests in 60 seconds (429)."""
+    admin: bool = False
+    """Whether the key may call the administrative routes: sleep, adapters, resetting the prefix
+    cache."""
+
+    @classmethod
+    def of(cls, key: str, *, admin: bool = False) -> ApiKey:
+        """Return a key without limits."""
+        return cls(sha256=hashlib.sha256(key.encode()).hexdigest(), admin=admin)
 
 
 class ServerLimits(Options):
@@ -302,6 +326,23 @@ class EngineConfig(Options):
     detokenizer_endpoint: Address | None = None
     """Address of a server with the route `/detokenize` that decodes the tokens of outputs, with two
     requests per token. None: the process of the engine decodes them."""
+
+    def share_memory(self, place: int, count: int) -> dict[str, float]:
+        """Return the options of one of several engines on the same devices.
+
+        On an accelerator, each engine uses the memory that remains below its `hbm_utilization`.
+
+        Args:
+            place: number of the engine in the order of loading, from 1.
+            count: number of engines.
+        """
+        shares = {
+            "hbm_utilization": self.hbm_utilization * place / count,
+            "cpu_cache_gib": self.cpu_cache_gib / count,
+        }
+        if self.kv_offloading_size is not None:
+            shares["kv_offloading_size"] = self.kv_offloading_size / count
+        return shares
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineConfig:

@@ -72,7 +72,7 @@ def _speech_engine(elm: eLargeModel, model: CausalLM) -> SpeechEngine:
     from ed_models.speech import Transcriber
 
     options = elm.config.esurge
-    for name in unused_options(options):
+    for name in () if elm.shares_options else unused_options(options):
         with elm.config.blame("esurge", name):
             raise ConfigError(
                 "the option has no effect on a model that transcribes audio: omit the option"

@@ -16,6 +16,7 @@ from ed_esurge.processes.replicated_engine import ReplicatedEngine
 from ed_infra.errors import ConfigError
 
 from ed_elarge.building.engines import get_processor
+from ed_elarge.config.action_options import ServeOptions
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
 from ed_elarge.model import eLargeModel
@@ -25,27 +26,35 @@ REPLICA = "replica"
 
 
 @contextmanager
-def replicated_engine(elm: eLargeModel, name: str, size: int) -> Iterator[ReplicatedEngine]:
+def replicated_engine(
+    elm: eLargeModel, name: str, options: ServeOptions
+) -> Iterator[ReplicatedEngine]:
     """Start the replicas of the model of a run for the block.
 
     Args:
         name: Name of the model.
-        size: Number of replicas.
+        options: The number of replicas, and the address at which they connect.
 
     Raises:
         ConfigError: The model is in memory, so other processes cannot load it.
         EasyDeLError: A replica cannot start.
     """
+    size, local = options.data_parallel_size, options.data_parallel_size_local
     if elm.has_built("model"):
         raise ConfigError(
             f"data_parallel_size {size} loads the model in {size} processes, and this model is in "
             "memory: save the model, and serve it with a run file of its own"
         )
     run = elm.config
-    secret = os.environ.get(SECRET) or secrets.token_hex(32)
-    hub = ReplicaHub(
-        "127.0.0.1:0", secret.encode(), ("elarge", "join", "--as", REPLICA), "ed_elarge"
-    )
+    secret = os.environ.get(SECRET)
+    if local is not None and local < size and not secret:
+        raise ConfigError(
+            f"{SECRET} is not set: set it to the same random value on this host and on the hosts "
+            "of the other replicas"
+        )
+    secret = secret or secrets.token_hex(32)
+    address = f"{options.data_parallel_address}:{options.data_parallel_rpc_port}"
+    hub = ReplicaHub(address, secret.encode(), ("elarge", "join", "--as", REPLICA), "ed_elarge")
     file = str(Path(run.document.name).absolute())
     engine = ReplicatedEngine(
         name,
@@ -56,7 +65,7 @@ def replicated_engine(elm: eLargeModel, name: str, size: int) -> Iterator[Replic
         lambda facts: get_processor(elm, facts.input_names),
     )
     try:
-        hub.start(engine, size)
+        hub.start(engine, size if local is None else local)
         yield engine
     finally:
         hub.close()

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import SkipJsonSchema
 
 from ed_elarge.config.table import ACTIONS, SECTIONS, canonical_action
 
@@ -137,6 +138,7 @@ def describe_type(annotation: Any) -> str:
     if origin is Literal:
         return " \\| ".join(yaml_text(part) for part in parts)
     if origin in (typing.Union, types.UnionType):
+        parts = tuple(part for part in parts if SkipJsonSchema() not in typing.get_args(part))
         return " \\| ".join(dict.fromkeys(describe_type(part) for part in parts))
     if origin in (list, tuple, set, frozenset):
         return f"list of {describe_type(parts[0])}"
@@ -164,6 +166,8 @@ _KNOWN: dict[tuple[object, ...], str] = {}
 
 
 def _known_names(field: FieldInfo) -> str:
+    if typing.get_origin(field.annotation) is Literal:
+        return ""  # its type lists them
     try:
         annotated: Any = Annotated
         TypeAdapter(annotated[(field.annotation, *field.metadata)]).validate_python("?")

@@ -6,8 +6,9 @@ import argparse
 import ast
 import inspect
 import json
+import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -16,7 +17,14 @@ from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.options import Options
 from pydantic import ValidationError
 
+from ed_esurge.server.options import ServerOptions
+
 OptionsT = TypeVar("OptionsT", bound=Options)
+
+#: Field of `ServerOptions` -> short names of its flag, which are vLLM's.
+SHORT_FLAGS = {"data_parallel_size": ("-dp",)}
+#: A name of a field in a message: with an underscore, or in backticks.
+_FIELD = re.compile(r"`\w+`|\w+_\w+")
 
 
 def add_options(parser: argparse.ArgumentParser, table: type[Options], title: str) -> None:
@@ -27,13 +35,85 @@ def add_options(parser: argparse.ArgumentParser, table: type[Options], title: st
     group = parser.add_argument_group(title)
     docs = read_attribute_docs(table)
     for name, field in table.model_fields.items():
-        flag, default = f"--{name.replace('_', '-')}", field.get_default(call_default_factory=True)
+        flag, default = format_flag(name), field.get_default(call_default_factory=True)
         text = f"{docs.get(name, '')} (default: {format_default(default)})".replace("%", "%%")
         if field.annotation is bool:
             action: Any = argparse.BooleanOptionalAction
             group.add_argument(flag, help=text, action=action, default=None)
         else:
             group.add_argument(flag, help=text, metavar=metavar(field.annotation))
+
+
+def add_server_options(parser: argparse.ArgumentParser, omitted: Collection[str]) -> None:
+    """Add a flag for each field of `ServerOptions`, with the type of the field and its aliases.
+
+    A field with several values accepts them as separate words: `--also MODEL MODEL`.
+
+    Args:
+        omitted: fields without a flag.
+    """
+    group = parser.add_argument_group("server")
+    docs = read_attribute_docs(ServerOptions)
+    for name, field in ServerOptions.model_fields.items():
+        if name in omitted:
+            continue
+        aliases = [alias for alias, target in ServerOptions.ALIASES.items() if target == name]
+        flags = [*SHORT_FLAGS.get(name, ()), *map(format_flag, (name, *aliases))]
+        default = field.get_default(call_default_factory=True)
+        kind = metavar(field.annotation)
+        settings: dict[str, Any] = {"default": default}
+        if field.annotation in (bool, bool | None):
+            settings["action"] = argparse.BooleanOptionalAction
+        elif kind.startswith("{"):
+            settings["choices"] = kind.strip("{}").split(",")
+        else:
+            settings["metavar"] = kind.removesuffix(",...")
+            settings["type"] = {"INT": int, "FLOAT": float}.get(kind, str)
+        if kind == "JSON":
+            settings["default"] = None
+        if kind.endswith(",..."):
+            settings |= {"nargs": "+", "default": None if default is None else list(default)}
+        shown = "none" if settings["default"] in (None, []) else settings["default"]
+        text = f"{docs[name]} (default: {shown})".replace("%", "%%")
+        group.add_argument(*flags, dest=name, help=text, **settings)
+
+
+def format_flag(name: str) -> str:
+    """Return the flag of a field: `--max-model-len` for `max_model_len`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def build_server_options(
+    values: argparse.Namespace, omitted: Collection[str], **further: object
+) -> ServerOptions:
+    """Return the options with the values of the flags.
+
+    Args:
+        omitted: fields without a flag.
+        further: values of fields without a flag.
+
+    Raises:
+        ConfigError: a value is invalid; the message names its flag.
+    """
+    names = [name for name in ServerOptions.model_fields if name not in omitted]
+    fields = {name: getattr(values, name) for name in names}
+    fields["limits"] = parse_mapping(fields["limits"], "--limits")
+    given = {name: value for name, value in (fields | further).items() if value is not None}
+    try:
+        return ServerOptions(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if first["loc"]:
+            message = f"{format_flag(str(first['loc'][0]))}: {message}"
+        else:
+            message = _FIELD.sub(lambda match: _name_flag(match[0], names), message)
+        raise ConfigError(message) from None
+
+
+def _name_flag(word: str, names: Collection[str]) -> str:
+    name = word.strip("`")
+    return format_flag(name) if name in names else word
 
 
 def metavar(annotation: object) -> str:
@@ -43,6 +123,8 @@ def metavar(annotation: object) -> str:
         return "{" + ",".join(map(str, parts)) + "}"
     if origin is tuple:
         return f"{metavar(parts[0])},..."
+    if origin is Mapping:
+        return "NAME=PATH,..."
     if origin is Annotated:
         return metavar(parts[0])
     if parts:
@@ -94,14 +176,17 @@ def read_config(path: str, parser: argparse.ArgumentParser) -> list[str]:
 
 def read_attribute_docs(table: type[Options]) -> dict[str, str]:
     """Return the attribute docstrings of a class."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(table))).body[0]
-    assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
-    for field, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(following, ast.Expr):
-            value = following.value
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                docs[ast.unparse(field.target)] = " ".join(value.value.split())
+    for owner in reversed(table.__mro__):
+        if owner is Options or not issubclass(owner, Options):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, following in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(following, ast.Expr):
+                value = following.value
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    docs[ast.unparse(field.target)] = " ".join(value.value.split())
     return docs
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ed_infra.errors import ConfigError
 
 from ed_esurge.command.flags import build_options
 from ed_esurge.command.load import parse_quantization, served_engine
 from ed_esurge.config import EngineConfig
-
-if TYPE_CHECKING:
-    from ed_esurge.server.library.checkpoint_files import CheckpointFiles
-    from ed_esurge.server.library.loading import ModelLoading
+from ed_esurge.server.library.activity import parse_keep_alive
+from ed_esurge.server.library.checkpoint_files import CheckpointFiles
+from ed_esurge.server.library.loading import ModelLoading
+from ed_esurge.server.options import ServerOptions
 
 GIB = 2**30
 #: Bytes of a weight in a format of quantization, with its scales.
@@ -30,22 +31,6 @@ def model_directory(values: argparse.Namespace) -> ModelLoading | None:
     Raises:
         ConfigError: the directory does not exist, or an option is invalid.
     """
-    if values.model_dir is None:
-        if values.model_memory is not None:
-            raise ConfigError("--model-memory requires --model-dir")
-        return None
-    from ed_esurge.server.library.loading import ModelLoading
-    from ed_esurge.server.ollama.keep_alive import parse_duration
-
-    folder = Path(values.model_dir).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"--model-dir {values.model_dir} is no directory: create it")
-    if values.model_memory is not None and values.model_memory <= 0:
-        raise ConfigError(f"--model-memory {values.model_memory} must be positive")
-    try:
-        keep_alive: Any = parse_duration(values.keep_alive)
-    except ValueError as error:
-        raise ConfigError(f"--keep-alive: {error}") from None
     overrides = {"also": [], "tokenizer": None, "revision": None}
 
     def load(path: Path) -> Any:
@@ -53,27 +38,64 @@ def model_directory(values: argparse.Namespace) -> ModelLoading | None:
             argparse.Namespace(**{**vars(values), **overrides, "model": str(path)})
         )
 
-    memory = None if values.model_memory is None else int(values.model_memory * GIB)
-    return ModelLoading(
-        folder,
-        load,
-        lambda files: estimate(values, files),
-        memory,
-        float(keep_alive),
-        build_options(values, EngineConfig).max_model_len,
+    options = ServerOptions(
+        model_directory=values.model_directory,
+        model_memory=values.model_memory,
+        keep_alive=values.keep_alive,
     )
+    engine = build_options(values, EngineConfig)
+    return build_loading(options, engine, load, lambda files: estimate(values, files))
+
+
+def build_loading(
+    options: ServerOptions,
+    engine: EngineConfig,
+    load: Callable[[Path], Any],
+    estimate: Callable[[CheckpointFiles], int],
+) -> ModelLoading | None:
+    """Return how the models of `model_directory` are loaded; None without the option.
+
+    Args:
+        engine: options of the engine of each model.
+        load, estimate: see `ModelLoading`.
+
+    Raises:
+        ConfigError: the directory does not exist.
+    """
+    directory = options.model_directory
+    if directory is None or isinstance(directory, ModelLoading):
+        return directory
+    folder = Path(directory).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"--model-dir (model_directory) {directory} is no directory: create it")
+    memory = None if options.model_memory is None else int(options.model_memory * GIB)
+    seconds = float(str(parse_keep_alive(options.keep_alive)))
+    return ModelLoading(folder, load, estimate, memory, seconds, engine.max_model_len)
 
 
 def estimate(values: argparse.Namespace, files: CheckpointFiles) -> int:
     """Return the bytes of weights and pages that a model will need, before loading."""
     import jax
 
-    on_cpu = jax.default_backend() == "cpu"
-    options = build_options(values, EngineConfig)
-    width = {"auto": 4 if on_cpu else 2, "float32": 4}.get(values.dtype, 2)
+    width = {"auto": 4 if jax.default_backend() == "cpu" else 2, "float32": 4}.get(values.dtype, 2)
     rules, _ = parse_quantization(values)
     name = rules.get("dtype") if isinstance(rules, dict) else None
-    per_weight = width if name is None else _BYTES.get(name, _FOUR_BITS)
+    return estimate_memory(build_options(values, EngineConfig), files, width, name)
+
+
+def estimate_memory(
+    options: EngineConfig, files: CheckpointFiles, width: int, quantization: str | None
+) -> int:
+    """Return the bytes of weights and pages that a model will need.
+
+    Args:
+        width: bytes of a number of the cache, and of a weight without quantization.
+        quantization: format of the weights.
+    """
+    import jax
+
+    on_cpu = jax.default_backend() == "cpu"
+    per_weight = width if quantization is None else _BYTES.get(quantization, _FOUR_BITS)
     longest = files.text_field("max_position_embeddings", "n_positions")
     length = min(options.max_model_len, longest or options.max_model_len)
     is_explicit = "max_num_seqs" in options.model_fields_set

@@ -72,7 +72,7 @@ def check_nodes(values: argparse.Namespace) -> None:
         )
     if rank and values.master_addr is None:
         raise ConfigError(f"--node-rank {rank} requires --master-addr, the host of process 0")
-    if count > 1 and values.model_dir:
+    if count > 1 and values.model_directory:
         raise ConfigError(
             "--model-dir loads a model when a request needs it, and the processes of --nnodes must "
             "load every model together at the start: name the models with MODEL and --also instead"

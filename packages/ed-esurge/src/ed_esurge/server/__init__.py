@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 from ed_infra.lazy import attach
 
 if TYPE_CHECKING:
+    from ed_esurge.config import ApiKey as ApiKey
     from ed_esurge.server.app import create_app as create_app
-    from ed_esurge.server.http.auth import ApiKey as ApiKey
     from ed_esurge.server.http.auth import read_keys as read_keys
     from ed_esurge.server.launch import background as background
     from ed_esurge.server.launch import serve as serve
+    from ed_esurge.server.options import ServerOptions as ServerOptions
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "ApiKey": "ed_esurge.server.http.auth",
+        "ApiKey": "ed_esurge.config",
+        "ServerOptions": "ed_esurge.server.options",
         "background": "ed_esurge.server.launch",
         "create_app": "ed_esurge.server.app",
         "read_keys": "ed_esurge.server.http.auth",

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, Unpack
 
 from ed_infra.chats import read_chat_template
 from ed_infra.enums import TaskType
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from ed_esurge.config import EngineConfig, ServerLimits
+from ed_esurge.config import ApiKey, EngineConfig
 from ed_esurge.server import openapi
 from ed_esurge.server.batches.worker import running
 from ed_esurge.server.endpoints import BATCHED, ENDPOINTS
@@ -32,7 +32,7 @@ from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http import errors
 from ed_esurge.server.http.admission import Admission
-from ed_esurge.server.http.auth import ApiKey, BearerAuth, check_access
+from ed_esurge.server.http.auth import BearerAuth, check_access, read_keys
 from ed_esurge.server.http.body import in_thread, read
 from ed_esurge.server.http.fields import HEADER, IGNORED, TOOLS_HEADER
 from ed_esurge.server.http.forms import read_audio
@@ -44,6 +44,7 @@ from ed_esurge.server.library.loading import ModelLoading, measure_memory, relea
 from ed_esurge.server.mcp_servers import McpServers, read_mcp_config
 from ed_esurge.server.metrics import HTTPMetrics, ServerMetrics
 from ed_esurge.server.operations.health import server_version
+from ed_esurge.server.options import AppOptions
 from ed_esurge.server.routing import Endpoint, dispatch
 from ed_esurge.server.stores import BatchStore
 from ed_esurge.server.tracing import TraceContext, Tracing, provider_for
@@ -58,130 +59,40 @@ Engine: TypeAlias = "ServedEngine | eSurge"
 Engines: TypeAlias = "Engine | Mapping[str, Engine]"
 
 
-class AppOptions(TypedDict, total=False):
-    """The keyword arguments of `create_app`."""
-
-    served_model_name: str | Sequence[str] | None
-    api_key: str | ApiKey | Sequence[str | ApiKey] | None
-    chat_template: str | None
-    cors_origins: Sequence[str] | None
-    allowed_hosts: Sequence[str] | None
-    limits: ServerLimits | Mapping[str, Any] | None
-    enable_function_calling: bool
-    tool_parser_name: str
-    reasoning_parser: str
-    oai_like_processor: bool
-    lora_directory: str | Path | None
-    weights_directory: str | Path | None
-    batch_directory: str | Path | None
-    otlp_traces_endpoint: str | None
-    enable_sleep_mode: bool
-    unknown_fields: str
-    admin_api_key: str | None
-    share_prefix_cache: bool
-    allowed_media_domains: Sequence[str]
-    model_directory: ModelLoading | None
-    trust_request_chat_template: bool
-    mcp_config: str | Path | None
-
-
-def create_app(
-    engine: Engines,
-    *,
-    served_model_name: str | Sequence[str] | None = None,
-    api_key: str | ApiKey | Sequence[str | ApiKey] | None = None,
-    chat_template: str | None = None,
-    cors_origins: Sequence[str] | None = None,
-    allowed_hosts: Sequence[str] | None = None,
-    limits: ServerLimits | Mapping[str, Any] | None = None,
-    enable_function_calling: bool = True,
-    tool_parser_name: str = "auto",
-    reasoning_parser: str = "auto",
-    oai_like_processor: bool = True,
-    lora_directory: str | Path | None = None,
-    weights_directory: str | Path | None = None,
-    batch_directory: str | Path | None = None,
-    otlp_traces_endpoint: str | None = None,
-    enable_sleep_mode: bool = False,
-    unknown_fields: str = "warn",
-    admin_api_key: str | None = None,
-    share_prefix_cache: bool = False,
-    allowed_media_domains: Sequence[str] = (),
-    model_directory: ModelLoading | None = None,
-    trust_request_chat_template: bool = False,
-    mcp_config: str | Path | None = None,
-) -> Starlette:
+def create_app(engine: Engines, options: AppOptions | None = None, **keywords: object) -> Starlette:
     """Create the application that serves one or several engines.
 
     Args:
         engine: an `eSurge`, which a background thread of the application runs, or a `ServedEngine`
             such as `AsyncEngine`, which its owner stops. A mapping of names to engines serves
             several models; requests without a model name use the first.
-        served_model_name: name of the only model in requests. Several names are aliases; answers
-            contain the first name. None = the name of the model.
-        api_key: keys that requests must send. An `ApiKey` has limits. None = no key is required.
-        chat_template: Jinja text that replaces the template of the tokenizer, or see
-            `ed_infra.chats.read_chat_template`.
-        cors_origins: web origins whose pages may call this server (`["*"]` = all). None = only the
-            playground of the server.
-        allowed_hosts: allowed values of the `Host` header, without ports. None = any value
-            (`serve` allows only this machine if it listens on the loopback address).
-        limits: see `ServerLimits`; also a mapping of its fields.
-        enable_function_calling: False rejects requests with tools.
-        tool_parser_name: format of the model's function calls, see
-            `ed_esurge.replies.tool_formats`; "auto" = detect the format in the chat template.
-        reasoning_parser: format of the model's thoughts; "auto" as above, "none" = thoughts remain
-            in the content.
-        oai_like_processor: see `PromptEncoder`.
-        lora_directory: directory of the LoRA adapters that clients may load, if the engine has
-            `max_loras`. None = clients cannot load adapters.
-        weights_directory: directory of the checkpoints whose weights clients may load with
-            `POST /update_weights_from_disk`. None = clients cannot replace weights.
-        batch_directory: directory of the files and results of batches, which persist after the end
-            of the server. None = batches are not supported.
-        otlp_traces_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP), see
-            `ed_esurge.server.tracing`. None = no tracing.
-        enable_sleep_mode: whether clients may use `POST /sleep` and `/wake_up`.
-        unknown_fields: policy for unknown request fields: "ignore", "warn" (the header
-            `X-Ignored-Fields` of the answer lists the fields, and the log lists each field once)
-            or "refuse".
-        admin_api_key: key of the administrative routes (sleep, adapters, resetting the prefix
-            cache) of a server with keys. Without `api_key`, other routes require no key.
-        share_prefix_cache: whether API keys share cached prefixes. If False, neither
-            `cached_tokens` nor response times reveal the prompts of other clients.
-        allowed_media_domains: hosts from which the server downloads images of requests. By default,
-            requests must contain their images as `data:` URLs.
-        model_directory: further models, which are loaded when a request needs them. None = only the
-            models of `engine`. With a directory, `engine` may be an empty mapping.
-        trust_request_chat_template: whether chat requests may contain a `chat_template`. Templates
-            run in Jinja's sandbox, but can use much processor time and memory.
-        mcp_config: JSON file of MCP servers whose tools `/v1/responses` may execute, see
-            `ed_esurge.server.mcp_servers`. None = no servers.
+        options: see `AppOptions`.
+        keywords: fields of `AppOptions`; they have precedence over `options`. The limits may be a
+            mapping, and `model_directory` is a `ModelLoading`: with it, `engine` may be an empty
+            mapping.
 
     Raises:
-        ConfigError: an engine has no tokenizer, a parser is unknown, or two models have the same
+        ConfigError: an option is invalid, an engine has no tokenizer, or two models have the same
             name.
+        KeywordError: a keyword is no field of `AppOptions`.
     """
-    if not isinstance(limits, ServerLimits):
-        limits = ServerLimits(**(limits or {}))
+    options = AppOptions.merge("create_app", options, keywords)
+    limits, loading = options.limits, options.model_directory
+    if isinstance(loading, str):
+        raise ConfigError(
+            f"model_directory={loading!r} does not state how models are loaded: pass a "
+            "`ed_esurge.server.library.loading.ModelLoading`, or use `esurge serve --model-dir`"
+        )
+    chat_template = options.chat_template
     if chat_template is not None:
         chat_template = read_chat_template(chat_template)
     owned_engines: list[AsyncEngine] = []
     tracing = None
-    if otlp_traces_endpoint is not None:
-        tracing = Tracing(provider_for(otlp_traces_endpoint))
-    keys = _keys(api_key, admin_api_key)
-    state = ServerState(
-        limits,
-        tracing,
-        enable_sleep_mode,
-        unknown_fields,
-        keys,
-        share_prefix_cache,
-        trust_request_chat_template,
-        McpServers({} if mcp_config is None else read_mcp_config(mcp_config)),
-        None if weights_directory is None else Path(weights_directory),
-    )
+    if options.otlp_traces_endpoint is not None:
+        tracing = Tracing(provider_for(options.otlp_traces_endpoint))
+    keys = _build_keys(options)
+    mcp_servers = {} if options.mcp_config is None else read_mcp_config(options.mcp_config)
+    state = ServerState(options, tracing, keys, McpServers(mcp_servers))
     metrics = ServerMetrics()
 
     def model(
@@ -195,36 +106,37 @@ def create_app(
             served = AsyncEngine(engine)
             if not more:  # `release` stops the models of the directory
                 owned_engines.append(served)
-        prompts = _prompts(served, chat_template, oai_like_processor, allowed_media_domains)
-        if trust_request_chat_template:
+        prompts = _prompts(served, chat_template, options)
+        if options.trust_request_chat_template:
             prompts.renderer.start()
         formats = ReplyFormats(
             prompts.tokenizer,
             prompts.template_text,
-            enable_function_calling=enable_function_calling,
-            tool_parser_name=tool_parser_name,
-            reasoning_parser=reasoning_parser,
+            enable_function_calling=options.enable_function_calling,
+            tool_parser_name=options.tool_parser_name,
+            reasoning_parser=options.reasoning_parser,
         )
         model_names = names or served.model_name
         model_names = [model_names] if isinstance(model_names, str) else list(model_names)
         counted = metrics.of(model_names[0], served.replica_stats, _page_options(served.config))
-        directory = None if lora_directory is None else Path(lora_directory)
+        directory = None if options.lora_directory is None else Path(options.lora_directory)
         return ServedModel(served, model_names, prompts, formats, counted, state, directory, **more)
 
     on_demand = definitions = None
-    if model_directory is not None:
-        on_demand = _directory(model_directory, model, metrics)
-        definitions = DefinitionStore(model_directory.folder / DEFINITIONS)
+    if loading is not None:
+        on_demand = _directory(loading, model, metrics)
+        definitions = DefinitionStore(loading.folder / DEFINITIONS)
     if isinstance(engine, Mapping):
-        if served_model_name is not None or not (engine or on_demand):
+        if options.served_model_name is not None or not (engine or on_demand):
             raise ConfigError(
                 "several models require a non-empty mapping of names to engines: omit "
                 "served_model_name"
             )
         models = [model(model_engine, name) for name, model_engine in engine.items()]
     else:
-        models = [model(engine, served_model_name)]
-    batches = None if batch_directory is None else BatchStore(batch_directory, limits)
+        models = [model(engine, options.served_model_name)]
+    folder = options.batch_directory
+    batches = None if folder is None else BatchStore(folder, limits)
     server = ServedModels(models, state, metrics, batches, on_demand, definitions)
 
     @asynccontextmanager
@@ -261,10 +173,11 @@ def create_app(
             open_paths=open_paths,
             max_requests=limits.max_concurrent_requests,
         )
-    if cors_origins is not None:
+    origins = options.browser_origins
+    if origins is not None:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(cors_origins),
+            allow_origins=list(origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", HEADER, TOOLS_HEADER],
@@ -273,8 +186,8 @@ def create_app(
         app.add_middleware(TraceContext)
     app.add_middleware(
         Admission,
-        hosts=allowed_hosts,
-        origins=cors_origins or (),
+        hosts=options.allowed_hosts,
+        origins=origins or (),
         max_requests=limits.max_concurrent_requests,
         budget=state.budget,
     )
@@ -334,19 +247,20 @@ def _directory(
     return directory
 
 
-def _keys(
-    api_key: str | ApiKey | Sequence[str | ApiKey] | None, admin_api_key: str | None
-) -> list[ApiKey]:
-    api_keys = [api_key] if isinstance(api_key, str | ApiKey) else list(api_key or ())
-    keys = [ApiKey.of(key) if isinstance(key, str) else key for key in api_keys]
-    return keys + ([ApiKey.of(admin_api_key, admin=True)] if admin_api_key else [])
+def _build_keys(options: AppOptions) -> list[ApiKey]:
+    keys = [] if options.api_key_file is None else read_keys(options.api_key_file)
+    for key in options.api_key or ():
+        keys.append(key if isinstance(key, ApiKey) else ApiKey.of(key.get_secret_value()))
+    admin = options.admin_api_key
+    if admin is not None:
+        keys.append(ApiKey.of(admin.get_secret_value(), admin=True))
+    return keys
 
 
 def _prompts(
     engine: ServedEngine,
     chat_template: str | None,
-    oai_like_processor: bool,
-    media_domains: Sequence[str],
+    options: AppOptions,
 ) -> PromptEncoder:
     if engine.tokenizer is None:
         raise ConfigError(
@@ -357,7 +271,8 @@ def _prompts(
     form = getattr(engine, "recording_form", None)
     if form is None:
         names = getattr(engine, "input_names", ())
-        media: ChatImages | ChatRecordings = ChatImages(names, processor, media_domains)
+        hosts = options.allowed_media_domains
+        media: ChatImages | ChatRecordings = ChatImages(names, processor, hosts)
     else:
         media = ChatRecordings(form, processor, engine.tokenizer, engine.max_model_len)
     media.start()
@@ -370,7 +285,7 @@ def _prompts(
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
         chat_template=chat_template,
-        oai_like_processor=oai_like_processor,
+        oai_like_processor=options.oai_like_processor,
         encoder_decoder=getattr(engine, "task", None) == TaskType.SEQUENCE_TO_SEQUENCE,
     )
 

@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Unpack
+from typing import Any
 
 import uvicorn
-from ed_infra.errors import ConfigError, EasyDeLError, refuse_keywords
+from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.garbage import settle
 from starlette.applications import Starlette
 from uvicorn.logging import AccessFormatter, DefaultFormatter
 
 from ed_esurge.engine.transport import follow_all
-from ed_esurge.server.app import AppOptions, Engines, create_app
+from ed_esurge.server.app import Engines, create_app
 from ed_esurge.server.http.admission import LOOPBACK
 from ed_esurge.server.http.connections import (
     SEND_BUFFER,
@@ -30,6 +30,7 @@ from ed_esurge.server.http.connections import (
     most_connections,
 )
 from ed_esurge.server.http.handshakes import TlsListener
+from ed_esurge.server.options import ListenOptions
 
 logger = logging.getLogger(__name__)
 
@@ -204,14 +205,10 @@ def _url(host: str, listener: socket.socket, tls: bool) -> str:
 
 def serve(
     engine: Engines,
-    host: str = "127.0.0.1",
-    port: int = 11556,
-    *,
-    log_level: str = "warning",
-    drain_seconds: int = 30,
-    ssl_keyfile: str | None = None,
-    ssl_certfile: str | None = None,
-    **options: Unpack[AppOptions],
+    host: str | None = None,
+    port: int | None = None,
+    options: ListenOptions | None = None,
+    **keywords: object,
 ) -> None:
     """Serve an engine until SIGTERM or Ctrl-C. Return after the running requests are finished.
 
@@ -221,33 +218,23 @@ def serve(
 
     Args:
         engine: an `eSurge`, or several, see `create_app`.
-        host: address to listen on. Other machines can reach any address but the loopback address.
-        port: 0 selects a free port.
-        log_level: log level of uvicorn; from `"info"` on, every request is logged.
-        drain_seconds: time limit of the running requests after the signal. The server
-            aborts slower requests with an error.
-        ssl_keyfile: PEM file of the private key; requires `ssl_certfile`.
-        ssl_certfile: PEM file of the certificate.
-        options: options of `create_app`. `allowed_hosts=None` allows only the names of this machine
-            if `host` is the loopback address, and any name otherwise.
+        host, port: fields of `ListenOptions`.
+        options: see `ListenOptions`. Without them, the default of `log_level` is `"warning"`.
+        keywords: fields of `ListenOptions`; they have precedence over `options`.
 
     Raises:
         ConfigError: the address is not available, or one of the two TLS files is missing.
         EasyDeLError: the server could not start.
     """
+    if options is None:
+        keywords = {"log_level": "warning", **keywords}
+    keywords |= {"host": host, "port": port}
+    options = ListenOptions.merge("serve", options, keywords)
     with leading(engine) as leads:
         if leads:
-            server, listener, url = _prepare(
-                engine,
-                host,
-                port,
-                on_ready=lambda: _announce(url),
-                log_level=log_level,
-                drain_seconds=drain_seconds,
-                tls=(ssl_keyfile, ssl_certfile),
-                options=options,
-            )
-            if host not in LOOPBACK and not options.get("api_key"):
+            server, listener, url = _prepare(engine, options, lambda: _announce(url))
+            has_keys = bool(options.api_key or options.api_key_file)
+            if options.host not in LOOPBACK and not has_keys:
                 logger.warning("%s accepts requests without a key: set api_key to require one", url)
             try:
                 with _logs():
@@ -258,6 +245,22 @@ def serve(
                 listener.close()
             if not server.started:
                 raise EasyDeLError("the server could not start; see the log above")
+
+
+def load_adapters(engine: Any, adapters: Mapping[str, str]) -> None:
+    """Load the adapters of `lora_modules` before the engine serves.
+
+    Args:
+        engine: an `eSurge`, or an engine of replicas.
+        adapters: name -> directory in PEFT's layout.
+
+    Raises:
+        EasyDeLError: see `eSurge.load_lora_adapter`.
+    """
+    for name, directory in adapters.items():
+        loading = engine.load_lora_adapter(name, directory)
+        if loading is not None:  # of replicas
+            asyncio.run(loading)
 
 
 def _announce(url: str) -> None:
@@ -271,31 +274,26 @@ def _announce(url: str) -> None:
 @contextmanager
 def background(
     engine: Engines,
-    host: str = "127.0.0.1",
+    host: str | None = None,
     port: int = 0,
-    *,
-    drain_seconds: int = 5,
-    ssl_keyfile: str | None = None,
-    ssl_certfile: str | None = None,
-    **options: Unpack[AppOptions],
+    options: ListenOptions | None = None,
+    **keywords: object,
 ) -> Iterator[str]:
     """Serve from a thread during the block. Yields the URL (for notebooks and tests).
 
     Args:
-        ssl_keyfile, ssl_certfile: see `serve`.
-        options: options of `create_app`.
+        engine: see `create_app`.
+        host, port: fields of `ListenOptions`; the default is a free port.
+        options: see `ListenOptions`.
+        keywords: fields of `ListenOptions`; they have precedence over `options`. Without `options`,
+            the defaults are `drain_seconds=5` and `log_level="warning"`.
     """
+    if options is None:
+        keywords = {"drain_seconds": 5, "log_level": "warning", **keywords}
+    keywords |= {"host": host, "port": port}
+    options = ListenOptions.merge("background", options, keywords)
     ready = threading.Event()
-    server, listener, url = _prepare(
-        engine,
-        host,
-        port,
-        on_ready=ready.set,
-        log_level="warning",
-        drain_seconds=drain_seconds,
-        tls=(ssl_keyfile, ssl_certfile),
-        options=options,
-    )
+    server, listener, url = _prepare(engine, options, ready.set)
 
     def run() -> None:
         with _logs():
@@ -310,7 +308,7 @@ def background(
         yield url
     finally:
         server.should_exit = True
-        deadline = time.monotonic() + drain_seconds + ABORT_SECONDS + 5
+        deadline = time.monotonic() + options.drain_seconds + ABORT_SECONDS + 5
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(0.1)
         listener.close()
@@ -341,23 +339,13 @@ def _logs() -> Iterator[None]:
 
 
 def _prepare(
-    engine: Engines,
-    host: str,
-    port: int,
-    *,
-    on_ready: Callable[[], None],
-    log_level: str,
-    drain_seconds: int,
-    tls: tuple[str | None, str | None],
-    options: AppOptions,
+    engine: Engines, options: ListenOptions, on_ready: Callable[[], None]
 ) -> tuple[_Server, socket.socket, str]:
-    if (tls[0] is None) != (tls[1] is None):
-        raise ConfigError("TLS requires both ssl_keyfile and ssl_certfile")
-    if options.get("allowed_hosts") is None and host in LOOPBACK:
-        options = AppOptions(**{**options, "allowed_hosts": LOOPBACK})
-    refuse_keywords("serve", options, AppOptions.__annotations__)
-    app = create_app(engine, **options)
-    listener = _bind(host, port)
+    if options.allowed_hosts is None and options.host in LOOPBACK:
+        options = options.replace(allowed_hosts=LOOPBACK)
+    app = create_app(engine, options)
+    log_level, tls = options.log_level, options.ssl_keyfile is not None
+    listener = _bind(options.host, options.port)
     limits = app.state.server.state.limits
     slots = ConnectionSlots(most_connections(limits))
     config = uvicorn.Config(
@@ -369,11 +357,11 @@ def _prepare(
         access_log=log_level in ("info", "debug", "trace"),
         # Clients pool connections; the default of 5 s would close them before the next request.
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=drain_seconds + ABORT_SECONDS,
+        timeout_graceful_shutdown=options.drain_seconds + ABORT_SECONDS,
         ws="none",
         server_header=False,
-        ssl_keyfile=tls[0],
-        ssl_certfile=tls[1],
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
     )
-    server = _Server(config, app, on_ready, drain_seconds, slots)
-    return server, listener, _url(host, listener, tls[0] is not None)
+    server = _Server(config, app, on_ready, options.drain_seconds, slots)
+    return server, listener, _url(options.host, listener, tls)

@@ -244,7 +244,7 @@ def _local_devices(backend: str | None) -> int | None:
 def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
     """Check that the port is free and that the files exist."""
     options = action.options
-    if options.data_parallel_size > 1 and any(one.name == "train" for one in run.actions):
+    if options.replicated and any(one.name == "train" for one in run.actions):
         message = "replicas load a saved model: serve the trained model with a run file of its own"
         yield Problem(("data_parallel_size",), message)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
@@ -264,6 +264,12 @@ def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
         file = getattr(options, key)
         if file is not None and not is_file(file):
             yield Problem((key,), f"no such file: {file}")
+    folders = [(("lora_modules", name), path) for name, path in options.lora_modules.items()]
+    if isinstance(options.model_directory, str):
+        folders.append((("model_directory",), str(expand_path(options.model_directory))))
+    for key_path, folder in folders:
+        if not is_folder(folder):
+            yield Problem(key_path, f"no such folder: {folder}")
 
 
 def written_file(run: RunConfig, action: Action) -> Iterator[Problem]:

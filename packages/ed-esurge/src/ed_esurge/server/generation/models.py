@@ -17,7 +17,6 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from starlette.requests import Request
 
-from ed_esurge.config import ServerLimits
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.engine.intake import (
     CheckedPrompt,
@@ -48,6 +47,7 @@ from ed_esurge.server.library.checkpoint_files import CheckpointFiles
 from ed_esurge.server.library.definitions import ModelDefinition
 from ed_esurge.server.mcp_servers import McpServers
 from ed_esurge.server.metrics import ModelMetrics, RequestTimer
+from ed_esurge.server.options import AppOptions
 from ed_esurge.server.stores import ResponseStore
 from ed_esurge.server.tracing import RequestSpan, Tracing
 
@@ -59,16 +59,10 @@ class ServerState:
     """The state that all models of a server share.
 
     Args:
-        limits: limits of requests.
+        options: options of the server, which handlers read as `options`.
         tracing: exporter of the spans of requests; None = no tracing.
-        enable_sleep_mode: whether clients may let the engines sleep.
-        unknown_fields: policy for unknown request fields: "ignore", "warn" or "refuse".
         keys: the API keys of the server.
-        share_prefix_cache: whether the keys share cached prefixes.
-        trust_request_chat_template: whether requests may contain chat templates.
         mcp: the MCP servers of the operator.
-        weights_directory: directory of the checkpoints whose weights clients may load; None =
-            clients cannot replace weights.
 
     Attributes:
         budget: the bytes of requests and answers in flight.
@@ -82,25 +76,22 @@ class ServerState:
 
     def __init__(
         self,
-        limits: ServerLimits,
+        options: AppOptions,
         tracing: Tracing | None = None,
-        enable_sleep_mode: bool = False,
-        unknown_fields: str = "warn",
         keys: Sequence[ApiKey] = (),
-        share_prefix_cache: bool = False,
-        trust_request_chat_template: bool = False,
         mcp: McpServers | None = None,
-        weights_directory: Path | None = None,
     ) -> None:
-        self.weights_directory = weights_directory
+        self.options, limits = options, options.limits
+        weights = options.weights_directory
+        self.weights_directory = None if weights is None else Path(weights)
         self.mcp = mcp or McpServers({})
         self.detached = DetachedAnswers(limits.max_background_responses)
-        self.trust_request_chat_template = trust_request_chat_template
+        self.trust_request_chat_template = options.trust_request_chat_template
         self.limits, self.tracing = limits, tracing
         self.budget = Budget(limits.max_bytes_in_flight)
-        self.enable_sleep_mode = enable_sleep_mode
-        self.keys, self.share_prefix_cache = tuple(keys), share_prefix_cache
-        self.unknown_fields = UnknownFieldsPolicy(unknown_fields)
+        self.enable_sleep_mode = options.enable_sleep_mode
+        self.keys, self.share_prefix_cache = tuple(keys), options.share_prefix_cache
+        self.unknown_fields = UnknownFieldsPolicy(options.unknown_fields)
         self.draining = False
         self.stopping = asyncio.Event()
         self.responses = ResponseStore(limits.max_stored_responses)

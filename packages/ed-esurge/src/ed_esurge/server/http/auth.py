@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ed_infra.errors import ConfigError
-from ed_infra.options import Count, Options
-from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ed_esurge.config import ApiKey
 from ed_esurge.server.http.errors import APIError
 
 #: Keys of the ASGI scope: the digest of the request's key, and "anyone", "key" or "admin". The
@@ -28,29 +28,6 @@ SAFE = ("GET", "HEAD", "OPTIONS")
 
 Access = Literal["open", "key", "admin"]
 """Who may call a route of a server with keys: anyone, any key, or an administrator."""
-
-
-class ApiKey(Options):
-    """The digest of a key, and its limits."""
-
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Hexadecimal digest of the key: `printf %s KEY | sha256sum`."""
-    name: Annotated[str, Field(max_length=256)] = ""
-    """Name of the owner, for readers of the file."""
-    expires: AwareDatetime | None = None
-    """Time after which the key is rejected, with a time zone (`2030-01-01T00:00:00Z`)."""
-    max_concurrent_requests: Count | None = None
-    """Maximum number of concurrent requests (429)."""
-    requests_per_minute: Count | None = None
-    """Maximum number of requests in 60 seconds (429)."""
-    admin: bool = False
-    """Whether the key may call the administrative routes: sleep, adapters, resetting the prefix
-    cache."""
-
-    @classmethod
-    def of(cls, key: str, *, admin: bool = False) -> ApiKey:
-        """Return a key without limits."""
-        return cls(sha256=hashlib.sha256(key.encode()).hexdigest(), admin=admin)
 
 
 def read_keys(path: str | Path) -> list[ApiKey]:

@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?")
+#: Longest finite duration in seconds, about 31 years.
+MAX_SECONDS = 10**9
+_PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
+
+
+def parse_keep_alive(value: object) -> object:
+    """Return a duration in seconds: a number, or Go's notation `1h30m`. Negative = infinity.
+
+    Raises:
+        ValueError: the text is no duration, or the duration is too long.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        if len(text) > 64 or not _DURATION.fullmatch(text):
+            raise ValueError(f"{value!r:.80} is no duration: send seconds, or text such as 5m")
+        parts = _PART.findall(text)
+        amount = sum(float(number) * _UNITS[unit] for number, unit in parts)
+        value = amount if parts else abs(float(text))
+        value = -value if text.startswith("-") else value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if value > MAX_SECONDS:
+            raise ValueError(
+                f"the duration is longer than {MAX_SECONDS} seconds: send -1 to keep the model "
+                "loaded"
+            )
+        return math.inf if value < 0 else float(value)
+    return value
 
 
 class Activity:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -12,36 +11,19 @@ from starlette.requests import Request
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import IGNORED
-
-_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?")
-#: Longest finite duration in seconds, about 31 years.
-MAX_SECONDS = 10**9
-_PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
+from ed_esurge.server.library.activity import parse_keep_alive
 
 
 def parse_duration(value: object) -> object:
-    """Return a duration in seconds: a number, or Go's notation `1h30m`. Negative = infinity.
+    """Return a duration in seconds, see `parse_keep_alive`.
 
     Raises:
         InvalidField: the text is no duration, or the duration is too long.
     """
-    if isinstance(value, str):
-        text = value.strip()
-        if len(text) > 64 or not _DURATION.fullmatch(text):
-            raise InvalidField(f"{value!r:.80} is no duration: send seconds, or text such as 5m")
-        parts = _PART.findall(text)
-        amount = sum(float(number) * _UNITS[unit] for number, unit in parts)
-        value = amount if parts else abs(float(text))
-        value = -value if text.startswith("-") else value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if value > MAX_SECONDS:
-            raise InvalidField(
-                f"the duration is longer than {MAX_SECONDS} seconds: send -1 to keep the model "
-                "loaded"
-            )
-        return math.inf if value < 0 else float(value)
-    return value
+    try:
+        return parse_keep_alive(value)
+    except ValueError as error:
+        raise InvalidField(str(error)) from None
 
 
 KeepAlive = Annotated[
