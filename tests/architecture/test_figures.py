@@ -101,7 +101,10 @@ def test_unclear_names_are_participles_adjectives_and_relations() -> None:
 @pytest.mark.daily("row-36")
 @pytest.mark.parametrize(
     ("walk", "ceiling"),
-    [("row", 36), ("forward", 44), ("chat", 36), ("engine", 28), ("image", 43)],
+    [
+        *[("row", 36), ("forward", 44), ("chat", 36), ("engine", 28), ("image", 43)],
+        *[("dpo", 11), ("grpo", 14)],
+    ],
 )
 def test_walk_executes_no_more_files(walk: str, ceiling: int) -> None:
     code = f"from tools.figures.walks import trace_walk; print(len(trace_walk({walk!r})))"

@@ -22,7 +22,6 @@ from tools.workspace import packages
 #: Field without a reader -> how it acts.
 ACTS_OTHERWISE = {
     "from_torch": "only true is accepted",
-    "oai_like_processor": "ed_elarge.model passes it to the server by its name",
     "mask_max_position_embeddings": "ed_infra.config.documented reads it by its name",
     "freq_max_position_embeddings": "ed_infra.config.documented reads it by its name",
     **WITHOUT_EFFECT,

@@ -1,7 +1,8 @@
 """The files that a row, a forward pass and a request execute: the route of a reader.
 
 Each walk runs once to import and compile, and once traced. A file counts if a function that is
-defined in it with `def` runs.
+defined in it with `def` runs. The walk of a training method counts the files of the method only:
+its options and functions, without the trainer, the engine and the model.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
+from types import FrameType, MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ed_esurge.server.app import Engines
     from ed_models.families.llama import LlamaForCausalLM
 
 Walk = Callable[[], object]
+#: The walks of training methods, and the files that belong to a method.
+METHODS = ("dpo", "grpo")
+METHOD_FILE = re.compile(r"ed_trainers/((methods|losses|options|online)/|arguments\.py)")
 TEXT = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -58,7 +62,11 @@ def trace_walk(name: str) -> dict[str, list[str]]:
     files: dict[str, dict[str, None]] = defaultdict(dict)
     with trace_calls(files):
         walk()
-    return {file: list(functions) for file, functions in files.items()}
+    return {
+        file: list(functions)
+        for file, functions in files.items()
+        if name not in METHODS or METHOD_FILE.match(file)
+    }
 
 
 @contextmanager
@@ -199,10 +207,74 @@ def walk_image() -> Walk:
     return post_chat(AsyncEngine(engine), parts)
 
 
+def walk_dpo() -> Walk:
+    """One step of `dpo`, from options to updated weights."""
+    import numpy as np
+
+    tokens = np.arange(64, dtype=np.int32).reshape(8, 8)
+    side = {
+        "input_ids": tokens,
+        "segment_ids": np.ones_like(tokens),
+        "position_ids": np.indices(tokens.shape, np.int32)[1],
+        "labels": tokens,
+    }
+    pairs = {f"{name}_{key}": x for name in ("chosen", "rejected") for key, x in side.items()}
+    return train_one_step("dpo", lambda step: pairs)
+
+
+def walk_grpo() -> Walk:
+    """One step of `grpo`, from options to updated weights."""
+    from ed_trainers.rollout import Sampled
+
+    class Prompts(NamedTuple):
+        input_ids: list[list[int]]
+        fields: dict[str, list]
+
+    class Completing:
+        def generate(self, prompts, params, weights, *, seeds=None):  # type: ignore[no-untyped-def]
+            return [Sampled([seed % 9], [-4.0], weights.version, True) for seed in seeds]
+
+    sizes = {"num_return_sequences": 4, "max_prompt_length": 4, "max_completion_length": 4}
+    return train_one_step(
+        "grpo",
+        lambda step: Prompts([[1, 2], [3]], {}),
+        sizes,
+        rollout=Completing(),
+        reward_functions=[lambda completion_ids: [float(ids[0]) for ids in completion_ids]],
+    )
+
+
+def train_one_step(
+    method: str,
+    batch_at: Callable[[int], object],
+    options: Mapping[str, object] = MappingProxyType({}),
+    **objects: object,
+) -> Walk:
+    """Return a walk that trains a tiny Llama for one step with a batch of eight rows."""
+    from ed_trainers import arguments_class, trainer_class
+
+    def walk() -> None:
+        arguments = arguments_class(method)(
+            max_training_steps=1,
+            total_batch_size=8,
+            save_directory=tempfile.mkdtemp(),
+            use_tensorboard=False,
+            progress_bar_type="none",
+            do_last_save=False,
+            **options,
+        )
+        dataset = SimpleNamespace(batch_at=batch_at, steps_per_epoch=1, fingerprint="walk")
+        trainer_class(method)(arguments, create_llama(), dataset, **objects).train()
+
+    return walk
+
+
 WALKS: dict[str, Callable[[], Walk]] = {
     "chat": walk_chat,
+    "dpo": walk_dpo,
     "engine": walk_engine,
     "forward": walk_forward,
+    "grpo": walk_grpo,
     "image": walk_image,
     "row": walk_row,
 }

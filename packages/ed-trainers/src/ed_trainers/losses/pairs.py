@@ -1,34 +1,63 @@
-"""Batches of pairs: a better and a worse answer, stacked in one array.
+"""Pairs of a better and a worse answer: stacked in one batch, scored in one forward pass.
 
 A loader yields `chosen_*` and `rejected_*`, [b, s] each; the two answers of a pair have the same
 segment number in the same row. Stacked arrays [b, 2, s] keep both answers in the same microbatch
 and on the same device. A model reads them as [2 b, s].
 
-Legend: b rows, s positions.
+Legend: b rows, s positions and slots of pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
-from ed_infra.outputs import Metric
+from ed_infra.outputs import CausalLMOutput, Metric
 from ed_infra.sharding.axes import LogicalAxes
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.batches import HostBatch
-from ed_trainers.contract import Batch
+from ed_trainers.contract import Batch, MethodRun, Models, Prepared
 from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.losses.scoring import learner_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.placement import TOKENS
 
 SIDES = ("chosen", "rejected")
+#: Figures in the terminal and the summary.
+COLUMNS = ("loss", "rewards/accuracies", "rewards/margins")
 #: Arrays of the encoder, which reads the prompts.
 _PROMPTS = ("input_ids", "segment_ids", "position_ids", "attention_mask")
+
+
+class ScoredPairs(NamedTuple):
+    """Pairs under the learner.
+
+    Attributes:
+        rows: the batch as rows [2 b, s].
+        output: output of the forward pass over the rows.
+        token_logps: log-probability of each target, [2 b, s].
+        chosen: the better answers, [b, s].
+        rejected: the worse answers.
+        present: 1 where a slot [b, s] holds a pair.
+    """
+
+    rows: Batch
+    output: CausalLMOutput
+    token_logps: jax.Array
+    chosen: Answers
+    rejected: Answers
+    present: jax.Array
+
+
+def prepare_pairs(run: MethodRun, batch: HostBatch) -> Prepared:
+    """Stack the pairs, [b, 2, s]; see `pair_batch`."""
+    return pair_batch(batch, model=run.learner)
 
 
 def pair_batch(
@@ -128,6 +157,15 @@ def split_sides(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Split rows [2 b, s] into the rows of the chosen and of the rejected answers, [b, s] each."""
     stacked = rows.reshape(-1, 2, rows.shape[-1])
     return stacked[:, 0], stacked[:, 1]
+
+
+def score_pairs(run: MethodRun, models: Models, batch: Batch, key: jax.Array | None) -> ScoredPairs:
+    """Return the log-probabilities of both answers of each pair under the learner."""
+    rows = as_rows(batch)
+    output, token_logps = learner_logps(run, models, rows, key)
+    chosen, rejected = by_side(Answers.of(token_logps, rows["weights"], get_slots(rows)))
+    present = chosen.present * rejected.present
+    return ScoredPairs(rows, output, token_logps, chosen, rejected, present)
 
 
 def compute_smoothed_losses(scores: jax.Array, smoothing: float) -> jax.Array:

@@ -16,8 +16,13 @@ from jax.nn import relu
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models
-from ed_trainers.losses.pairs import compute_smoothed_losses, pair_metrics
-from ed_trainers.methods.pairs import COLUMNS, prepare_pairs, score_pairs
+from ed_trainers.losses.pairs import (
+    COLUMNS,
+    compute_smoothed_losses,
+    pair_metrics,
+    prepare_pairs,
+    score_pairs,
+)
 from ed_trainers.options.preference import CPOArguments, SimPOArguments
 from ed_trainers.trainer import Trainer
 

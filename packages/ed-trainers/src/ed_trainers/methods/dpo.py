@@ -22,9 +22,15 @@ from jaxtyping import Array, Float
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.pairs import compute_smoothed_losses, pair_batch, pair_metrics, split_sides
+from ed_trainers.losses.pairs import (
+    COLUMNS,
+    compute_smoothed_losses,
+    pair_batch,
+    pair_metrics,
+    score_pairs,
+    split_sides,
+)
 from ed_trainers.losses.segments import Answers
-from ed_trainers.methods.pairs import COLUMNS, score_pairs
 from ed_trainers.methods.reference import Reference, compute_ahead, reads_whole_batches
 from ed_trainers.options.preference import DPOArguments
 from ed_trainers.trainer import Trainer

@@ -15,8 +15,14 @@ from jax.nn import log_sigmoid
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.pairs import get_pair_axes, pair_batch, pair_metrics, split_sides
-from ed_trainers.methods.pairs import COLUMNS, score_pairs
+from ed_trainers.losses.pairs import (
+    COLUMNS,
+    get_pair_axes,
+    pair_batch,
+    pair_metrics,
+    score_pairs,
+    split_sides,
+)
 from ed_trainers.options.preference import ORPOArguments
 from ed_trainers.placement import with_arrays
 from ed_trainers.trainer import Trainer
