@@ -198,8 +198,8 @@ def _backward(network, precision, choice, residuals, g):
     start = jnp.zeros_like(rows), jnp.zeros(shares.shape, jnp.float32), dparams
     with choice.restore():
         dx, dshares, dparams = jax.lax.fori_loop(0, plan.used, step, start)
-    dx = jnp.where(plan.chosen[..., None], dx[plan.place], 0).astype(jnp.float32).sum(axis=1)
-    dweights = jnp.where(plan.chosen, dshares[plan.place], 0.0)
+    dx = jnp.where(plan.has_expert[..., None], dx[plan.place], 0).astype(jnp.float32).sum(axis=1)
+    dweights = jnp.where(plan.has_expert, dshares[plan.place], 0.0)
     dparams = jax.tree.map(lambda d, p: d.astype(p.dtype), dparams, learned)
     dparams |= dict.fromkeys(frozen)
     return dx.astype(x.dtype), dweights.astype(weights.dtype), dparams, None
