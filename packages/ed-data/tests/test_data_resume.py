@@ -125,7 +125,7 @@ def test_killed_preparation_can_be_repeated_at_each_stage(
     assert all(same(batch, expected.batch_at(step)) for step, batch in enumerate(batches))
 
 
-@pytest.mark.daily("ed_data.storage.store:-digest_of")
+@pytest.mark.daily("ed_data.storage.store:-compute_digest")
 @pytest.mark.parametrize(
     ("owner", "name"),
     [("ed_data.storage.store:", "compute_digest"), ("ed_data.storage.store:", "TokenStore")],

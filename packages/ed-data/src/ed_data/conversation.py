@@ -280,14 +280,14 @@ def _normalize_call(call: Mapping[str, Any]) -> Message:
     """Return a call with `function`; some data sets omit this level."""
     function = call.get("function")
     if isinstance(function, Mapping):
-        other_fields = {key: value for key, value in call.items() if value is not None}
-        return {"type": "function", **other_fields, "function": dict(function)}
+        extra_fields = {key: value for key, value in call.items() if value is not None}
+        return {"type": "function", **extra_fields, "function": dict(function)}
     levels = ("name", "arguments")
-    other_fields = {
+    extra_fields = {
         key: value for key, value in call.items() if key not in levels and value is not None
     }
     function = {key: call[key] for key in levels if key in call}
-    return {"type": "function", **other_fields, "function": function}
+    return {"type": "function", **extra_fields, "function": function}
 
 
 def _normalize_part(part: object) -> Any:
@@ -391,7 +391,7 @@ def write_tools_as_text(
         system: whether the template accepts system messages. If not, the first message of the
             user begins with the tools.
     """
-    text_messages: Messages = []
+    new_messages: Messages = []
     contents: list[list[tuple[str, Any]]] = []
     after_result = False
     for message in messages:
@@ -412,12 +412,12 @@ def write_tools_as_text(
             text = "\n".join(_write_call(call) for call in message["tool_calls"])
             entry["content"] = _concat(content, "\n", text)
         after_result = message["role"] == "tool"
-        text_messages.append(entry)
+        new_messages.append(entry)
         contents.append([("", entry["content"])])
-    for entry, pieces in zip(text_messages, contents, strict=True):
+    for entry, pieces in zip(new_messages, contents, strict=True):
         if len(pieces) > 1:
             entry["content"] = _concat_all(pieces)
-    return _offer_tools(text_messages, tools, system) if tools else text_messages
+    return _offer_tools(new_messages, tools, system) if tools else new_messages
 
 
 def _offer_tools(messages: Messages, tools: Sequence[Mapping[str, Any]], system: bool) -> Messages:
