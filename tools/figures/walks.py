@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ed_esurge.server.app import Engines
@@ -105,6 +105,7 @@ def walk_forward() -> Walk:
 
 def walk_row() -> Walk:
     """The first batch of a mixture of preference rows."""
+    from ed_data.batches.loader import Loader
     from ed_data.build import build_loader
     from ed_data.config import Mixture
     from ed_data.schema import PREFERENCE
@@ -121,6 +122,7 @@ def walk_row() -> Walk:
         loader = build_loader(
             mixture, byte_tokenizer(), batch_size=2, seq_length=32, schema=PREFERENCE
         )
+        assert isinstance(loader, Loader)
         loader.batch_at(0)
         loader.close()
 
@@ -232,7 +234,7 @@ def walk_grpo() -> Walk:
 
     class Completing:
         def generate(self, prompts, params, weights, *, seeds=None):  # type: ignore[no-untyped-def]
-            return [Sampled([seed % 9], [-4.0], weights.version, True) for seed in seeds]
+            return [Sampled([seed % 9], [-4.0], weights.version, True) for seed in seeds or ()]
 
     sizes = {"num_return_sequences": 4, "max_prompt_length": 4, "max_completion_length": 4}
     return train_one_step(
@@ -247,8 +249,8 @@ def walk_grpo() -> Walk:
 def train_one_step(
     method: str,
     batch_at: Callable[[int], object],
-    options: Mapping[str, object] = MappingProxyType({}),
-    **objects: object,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **objects: Any,
 ) -> Walk:
     """Return a walk that trains a tiny Llama for one step with a batch of eight rows."""
     from ed_trainers import arguments_class, trainer_class
@@ -263,7 +265,7 @@ def train_one_step(
             do_last_save=False,
             **options,
         )
-        dataset = SimpleNamespace(batch_at=batch_at, steps_per_epoch=1, fingerprint="walk")
+        dataset: Any = SimpleNamespace(batch_at=batch_at, steps_per_epoch=1, fingerprint="walk")
         trainer_class(method)(arguments, create_llama(), dataset, **objects).train()
 
     return walk
