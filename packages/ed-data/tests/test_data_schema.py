@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
+import pickle
+import re
+from pathlib import Path
 
+import ed_data
 import numpy as np
 import pytest
-from ed_data import Column, DataError, Schema, StreamLoader, build_loader, contents, texts
+from ed_data import (
+    Column,
+    DataError,
+    Inform,
+    Schema,
+    StreamLoader,
+    build_loader,
+    contents,
+    documents,
+    texts,
+)
 from ed_data.batches.arrays import BatchLayout
+from ed_data.kinds import ROW_KINDS
 from ed_data.order.mixing import IntArray
 from ed_data.order.windows import PlannedRows
 from ed_data.rows.example import Example
-from ed_data.schema import PREFERENCE, TEXT
+from ed_data.schema import CLASSIFICATION, PREFERENCE, TEXT
 from ed_data.storage.lazy import LazyTokens
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.parallel import Encoding
@@ -260,3 +276,44 @@ def test_streamed_prompts_resume_from_saved_state(tokenizer):
     with pytest.raises(DataError, match="size: 64 → 32"):
         stream(tokenizer, 32).load_state_dict(state)
     assert not hasattr(first, "batch_at")  # trainers use this method to detect an indexed order
+
+
+LOOPS = ("rows/documents", "tokens/encoder", "batches/arrays", "checks", "build")
+
+
+@pytest.mark.parametrize("module", LOOPS)
+def test_loops_over_rows_compare_nothing_with_a_kind(module):
+    source = (Path(ed_data.__file__).parent / f"{module}.py").read_text()
+    tasks = {schema.task for schema in ROW_KINDS.values()}
+    names = {name.upper() for name in ROW_KINDS} | {"task"}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare | ast.Match):
+            compared = ast.unparse(node)
+            assert not names & {*re.findall(r"\w+", compared)}, compared
+        assert not (isinstance(node, ast.Constant) and node.value in tasks), node.value
+
+
+@pytest.mark.parametrize("name", ROW_KINDS)
+def test_example_of_a_kind_has_the_fields_of_its_schema(name, tmp_path, monkeypatch):
+    schema, row = ROW_KINDS[name], dict(ROW_KINDS[name].kind.example)
+    monkeypatch.chdir(tmp_path)
+    for file in (row[key] for key in ("image", "audio") if key in row):
+        Path(file).write_bytes(b"unread")
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    (document,) = documents(Inform(data_files="rows.jsonl"), schema=schema)
+    assert [*document.fields] == [*schema.fields]
+    assert len(document.values) == len(schema.values)
+    assert len(document.media) == schema.kind.has_image + schema.kind.has_audio
+
+
+def test_kind_of_a_schema_follows_from_its_fields_and_its_task():
+    for schema in ROW_KINDS.values():
+        again = Schema(
+            schema.columns, schema.content, schema.values, schema.task, schema.other_content
+        )
+        assert again == schema
+        assert again.kind is schema.kind
+        assert pickle.loads(pickle.dumps(schema)).kind == schema.kind
+    labels = CLASSIFICATION.with_classes(("bad", "good"))
+    assert labels.kind is CLASSIFICATION.kind
+    assert not Schema((Column("", "content"),)).kind.is_text

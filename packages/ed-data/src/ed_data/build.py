@@ -102,10 +102,10 @@ def build_loader(
     """
     folder = mixture.cache_dir or cache_dir or default_cache_dir()
     schema = choose_schema(mixture, schema, file_cache(mixture, folder))
-    length = _seq_length(mixture, seq_length) if schema.has_text else 1
+    length = _seq_length(mixture, seq_length) if schema.kind.has_text else 1
     kind = None if processor is None else "images" if recordings is None else "recordings"
     limit = _document_limit(mixture, length, schema, kind)
-    _check_task(mixture, schema, decoder_start_token_id, time_steps)
+    _check_kind(mixture, schema, decoder_start_token_id, time_steps)
     media, audio = medium_encoders(
         mixture,
         schema,
@@ -117,13 +117,13 @@ def build_loader(
     for path, message in check_names(mixture, schema):  # before slow work starts
         raise DataError(message, path)
     if processor is not None:
-        if schema.has_text:
+        if schema.kind.has_text:
             tokenizer = processor.tokenizer if tokenizer is None else tokenizer
         if not mixture.streaming:
             mixture = mixture.replace(pack_on_the_fly=True)
     rows = batch_size or mixture.batch_size or 1
     seed = mixture.seed if mixture.seed is not None else _DEFAULT_SEED if seed is None else seed
-    tokenizer = load_tokenizer(mixture, tokenizer) if schema.has_text else None
+    tokenizer = load_tokenizer(mixture, tokenizer) if schema.kind.has_text else None
     encoder = Encoder.create(
         tokenizer,
         mixture.tokenization,
@@ -160,7 +160,7 @@ def build_loader(
         values=schema.values,
         width_multiple=_LONGEST_MULTIPLE if mixture.tokenization.padding == "longest" else None,
         attention_mask=mixture.tokenization.return_attention_mask,
-        task=schema.task,
+        kind=schema.kind,
         decoder_start_token_id=decoder_start_token_id,
         media=media,
         audio=audio,
@@ -295,7 +295,7 @@ def _order_details(
     }
 
 
-def _check_task(
+def _check_kind(
     mixture: Mixture,
     schema: Schema,
     decoder_start_token_id: int | None,
@@ -303,10 +303,9 @@ def _check_task(
 ) -> None:
     for path, message in find_unsupported_keys(mixture, schema):
         raise DataError(message, path)
-    if time_steps is not None and schema.task != "ctc":
+    if time_steps is not None and not schema.kind.has_time_steps:
         raise DataError(f"time_steps requires a schema of task ctc, got {schema.task}")
-    has_decoder = schema.task in ("seq2seq_lm", "speech_seq2seq")
-    if has_decoder != (decoder_start_token_id is not None):
+    if schema.kind.has_decoder != (decoder_start_token_id is not None):
         raise DataError(
             "a schema of an encoder-decoder requires decoder_start_token_id, and other schemas do "
             f"not use it: got the task {schema.task} and decoder_start_token_id="

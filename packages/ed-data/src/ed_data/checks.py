@@ -14,7 +14,7 @@ from ed_data.config import Media, Mixture
 from ed_data.config.source import FILE_TYPES, Inform
 from ed_data.errors import DataError, KeyPath, listing
 from ed_data.rows.audio import RECORDING_KEYS
-from ed_data.schema import COMPLETION, ONE_PER_ROW, PROMPT, TEXT, Schema
+from ed_data.schema import TEXT, Schema
 
 #: The path of a key in the mixture, and a message about it.
 Remark = tuple[KeyPath, str]
@@ -46,16 +46,8 @@ def check_names(mixture: Mixture, schema: Schema = TEXT, *, imports: bool = True
 
 
 def find_unsupported_keys(mixture: Mixture, schema: Schema) -> Iterator[Remark]:
-    """Yield the keys that the task of a schema does not support, and the reasons."""
-    if schema.has_audio and mixture.pack_tokens:
-        reason = "a row is one recording, so rows are not packed: set pack_tokens: false"
-        yield ("pack_tokens",), reason
-    if mixture.save is not None and not schema.has_text:
-        yield ("save",), "rows without text cannot be saved: omit save"
-    if schema.task in ONE_PER_ROW and mixture.pack_tokens:
-        task = schema.task.replace("_", " ")
-        reason = f"{task} has one label per row, so rows cannot be packed: set pack_tokens: false"
-        yield ("pack_tokens",), reason
+    """Yield the keys that a kind of rows does not support, and the reasons."""
+    yield from schema.kind.checks(mixture, schema)
     if any(column.stride is not None for column in schema.columns):
         # The number of windows of a row is known after the row is encoded.
         for name in ("streaming", "pack_on_the_fly"):
@@ -122,8 +114,8 @@ def _names(inform: Inform, schema: Schema, media: Media) -> Iterator[Remark]:
             content = {"preprocessing_fn": _any_text} if inform.preprocessing_fn else {}
             one = inform.replace(num_rows=1, **content)
             first = Documents(one, schema=schema, media=media)
-            if first.has_completions():
-                first = Documents(one, schema=COMPLETION, media=media)
+            if schema.kind.other_schema is not None and first.has_completions():
+                first = Documents(one, schema=schema.kind.other_schema, media=media)
             first.check_first_row()
             next(iter(first), None)
     except DataError as error:
@@ -212,11 +204,11 @@ def idle_options(mixture: Mixture, schema: Schema = TEXT) -> list[Remark]:
         for i, inform in enumerate(mixture.informs):
             # A column of the schema may read the field; prompt batches contain the fields.
             unread = [name for name in inform.additional_fields if name not in schema.fields]
-            if unread and schema != PROMPT:
+            if unread and not schema.kind.keeps_fields:
                 message = f"{', '.join(unread)}: additional_fields have no effect: {reason}"
                 remarks.append((("informs", i, "additional_fields"), message))
     for i, inform in enumerate(mixture.eval_informs):
-        if inform.additional_fields and schema != PROMPT:
+        if inform.additional_fields and not schema.kind.keeps_fields:
             message = "additional_fields have no effect: evaluation data is not saved"
             remarks.append((("eval_informs", i, "additional_fields"), message))
     return remarks

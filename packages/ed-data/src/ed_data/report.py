@@ -269,13 +269,13 @@ def data_report(
     everything = np.concatenate(lengths)
     prefix = f"{schema.columns[0].name}_" if schema.columns[0].name else ""
     batch = loader.batch_at(0)
-    if schema.has_audio or schema.task == "seq2seq_lm":  # the decoder has the loss
+    if schema.kind.has_audio or schema.kind.has_decoder:  # the decoder has the loss
         labels = batch["labels"]
         used, ids = labels >= 0, np.where(labels < 0, 0, labels)
     else:
         used = batch[f"{prefix}segment_ids"] > 0
         ids, labels = batch[f"{prefix}input_ids"], batch[f"{prefix}labels"]
-    if schema.task == "sequence_classification":
+    if labels.ndim == 1:  # one for each row
         labels = np.full_like(ids, -1)
     has_loss = labels >= 0
     return Report(

@@ -174,7 +174,7 @@ def _document_rows(
             tokens = iter(() if encoder is None else encoder.encode(batch, inform.label).tokens)
             for document in batch:
                 fields = document.fields
-                if schema == TEXT:
+                if schema.kind.is_text:
                     fields = {mixture.text_target_field: document.content}
                 if document.image is not None:
                     fields = {

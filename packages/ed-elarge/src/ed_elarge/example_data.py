@@ -7,6 +7,9 @@ import zlib
 from itertools import product
 from random import Random
 
+from ed_data.kinds import ROW_KINDS
+from ed_data.schema import Row
+
 _RANDOM = Random(0)
 _SUMS = [(_RANDOM.randint(0, 12), _RANDOM.randint(0, 12)) for _ in range(100)]
 _FILMS = ("the film", "the song", "the soup", "the train", "the garden")
@@ -14,6 +17,13 @@ _GOOD, _BAD = ("It is wonderful.", "It works well."), ("It is terrible.", "I wou
 _PEOPLE, _PLACES = ("Rosa", "Paul", "Lise", "Linus"), ("Berlin", "Dublin", "Oslo", "Rome")
 _WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
 _NUMBERS = _WORDS.split(" ")
+
+
+def __getattr__(name: str) -> list[Row]:
+    """Return the example row of a kind without a list of its own, many times."""
+    if name not in ROW_KINDS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return [ROW_KINDS[name].kind.example] * 100
 
 
 def _right(a: int, b: int) -> str:

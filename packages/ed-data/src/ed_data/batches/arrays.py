@@ -9,23 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ed_data.kinds.fields import NO_VALUE, Value
+from ed_data.kinds.record import ANSWERS, KindOfRows
 from ed_data.order.windows import PlannedRows
 from ed_data.rows.example import RowAudio, RowMedium
-from ed_data.schema import (
-    CLASSIFYING,
-    NO_VALUE,
-    ONE_PER_ROW,
-    Task,
-    Value,
-)
 from ed_data.storage.store import IntArray
 from ed_data.tokens.audio import AudioEncoder
 from ed_data.tokens.items import MediumEncoder
 
 NumpyBatch = dict[str, NDArray[Any]]
 IGNORED = -100
-#: Names of the positions of the first and the last token of an answer.
-SPAN = ("start_positions", "end_positions")
 
 
 @dataclass(frozen=True)
@@ -41,8 +34,8 @@ class BatchLayout:
         width_multiple: None for s positions. Otherwise an array has as many positions as its
             longest row needs, rounded up to a multiple.
         attention_mask: add `attention_mask`, 1 for tokens.
-        task: see `ed_data.schema.Schema.task`.
-        decoder_start_token_id: first decoder token of each document, for the task `seq2seq_lm`.
+        kind: the kind of the rows.
+        decoder_start_token_id: first decoder token of each document, for encoder-decoders.
         media: computes the arrays of images or recordings of documents; None for batches without.
         audio: computes the features of recordings with transcripts; None for batches without.
     """
@@ -54,7 +47,7 @@ class BatchLayout:
     values: tuple[Value, ...] = ()
     width_multiple: int | None = None
     attention_mask: bool = False
-    task: Task = "causal_lm"
+    kind: KindOfRows = ANSWERS
     decoder_start_token_id: int | None = None
     media: MediumEncoder | None = None
     audio: AudioEncoder | None = None
@@ -94,7 +87,7 @@ def make_batch(
     if layout.width_multiple is not None and len(rows.row):
         multiple = layout.width_multiple
         longest = [int(_per_row(rows, count).max()) for count in counts]
-        if layout.task != "seq2seq_lm":  # columns that are compared have one width
+        if layout.kind.is_aligned:  # columns that are compared have one width
             longest = [max(longest)] * len(longest)
         widths = [min(-(-length // multiple) * multiple, layout.seq_length) for length in longest]
     size: tuple[int, ...] = ()
@@ -113,22 +106,7 @@ def make_batch(
             if value.column == name:
                 batch[value.name] = arrays.pop(value.name)
         batch.update({f"{name}_{key}" if name else key: values for key, values in arrays.items()})
-    if layout.task in ("seq2seq_lm", "speech_seq2seq"):
-        _shift_decoder(batch, layout)
-    elif layout.task == "image_text":
-        del batch["labels"]
-    elif layout.task == "ctc":
-        batch = {"labels": batch["labels"]}
-    elif layout.task == "question_answering":
-        del batch["labels"]
-        for name in SPAN:
-            batch[name] = np.maximum(batch[name][:, 0], 0).astype(np.int32)
-    elif layout.task in (*CLASSIFYING, "sequence_scoring"):
-        labels = batch.pop("label")
-        labels = labels[:, 0] if layout.task in ONE_PER_ROW else labels
-        batch["labels"] = labels if layout.task == "sequence_scoring" else labels.astype(np.int32)
-        if layout.task == "image_classification":
-            batch = {"labels": batch["labels"]}
+    batch = layout.kind.arrays(batch, layout.pad_id, layout.decoder_start_token_id)
     for value in layout.values:
         if value.token_types:
             batch[value.name] = np.maximum(batch[value.name], 0).astype(np.int32)
@@ -219,15 +197,6 @@ def _column(
     if layout.attention_mask and layout.audio is None:
         batch["attention_mask"] = (batch["segment_ids"] > 0).astype(np.int32)
     return batch
-
-
-def _shift_decoder(batch: NumpyBatch, layout: BatchLayout) -> None:
-    """Replace the decoder tokens by the labels shifted right within each segment."""
-    batch["labels"] = batch.pop("decoder_labels")
-    ids, segments = batch["decoder_input_ids"], batch["decoder_segment_ids"]
-    shifted = np.roll(ids, 1, axis=1)
-    shifted[batch["decoder_position_ids"] == 0] = layout.decoder_start_token_id
-    batch["decoder_input_ids"] = np.where(segments > 0, shifted, layout.pad_id).astype(np.int32)
 
 
 def _media(rows: PlannedRows) -> dict[int, list[RowMedium]]:

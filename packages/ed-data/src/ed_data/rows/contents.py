@@ -1,19 +1,24 @@
-"""The contents of fields: texts, chat messages, token ids, steps of answers, numbers.
+"""The contents of fields: texts, chat messages, token ids, steps of answers, prompts of answers.
 
 Errors name the row (`location`) and the field.
+
+Public preference data has three layouts: the answers follow the prompt; `chosen` and `rejected` are
+whole chats in addition to a `prompt`; or there is no `prompt`, and the answers have a common
+prefix. The rule for the last layout is `extract_prompt` of TRL.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ed_data.errors import DataError, did_you_mean
+from ed_data.errors import DataError
 from ed_data.schema import Content, Message
 
 #: A message has one of these fields.
 _MESSAGE_FIELDS = frozenset({"content", "tool_calls", "function_call"})
+#: Roles of the first message of a prompt.
+_ASKING = ("system", "developer", "user")
 
 
 def check_content(value: Any, field: str, location: str, is_content: bool) -> Content | None:
@@ -84,49 +89,6 @@ def checked_parts(
     return list(value) if value else None
 
 
-def number(value: object, field: str, location: str) -> float:
-    """Return a number; true is 1 and false is 0.
-
-    Raises:
-        DataError: the value is not a finite number.
-    """
-    if not isinstance(value, bool | int | float) or not math.isfinite(value):
-        raise DataError(
-            f"{location}: {field!r} must be a number, true or false, got {value!r}; correct the "
-            "row, "
-            "or drop it in format_callback"
-        )
-    return float(value)
-
-
-def class_number(value: object, field: str, location: str, classes: tuple[str, ...] = ()) -> float:
-    """Return the number of a class.
-
-    Args:
-        value: the number, or one of the names in `classes`.
-        field: name of the field.
-        location: the row, for messages.
-        classes: names of all classes; empty if only numbers are allowed.
-
-    Raises:
-        DataError: the value is neither the number nor the name of a class.
-    """
-    if isinstance(value, str) and value in classes:
-        return float(classes.index(value))
-    if isinstance(value, int) and value >= 0 and (not classes or value < len(classes)):
-        return float(value)
-    if classes:
-        similar = did_you_mean(value, classes) if isinstance(value, str) else ""
-        raise DataError(
-            f"{location}: {field!r} must be a class, got {value!r}{similar}; label_names has "
-            f"{len(classes)} classes: use their names or the numbers 0 to {len(classes) - 1}"
-        )
-    raise DataError(
-        f"{location}: {field!r} must be the number of a class, an integer of at least 0, got "
-        f"{value!r}; set label_names to use the names of classes"
-    )
-
-
 def read_texts(
     row: dict[str, Any], field: str, count: int, location: str, *, exact: bool
 ) -> list[str]:
@@ -173,69 +135,6 @@ def get_field_names(field: str, count: int) -> list[str]:
     """Return the names of single fields of a list: `negative_1`, `negative_2`, …."""
     stem = field.removesuffix("s")
     return [f"{stem}_{number + 1}" for number in range(count)]
-
-
-def margins(value: Any, count: int, field: str, location: str) -> list[float]:
-    """Return the margin by which a teacher prefers a positive text to each negative text.
-
-    Args:
-        value: the margin of one negative text, a list of margins, or the scores of the positive and
-            of all negative texts.
-        count: number of negative texts.
-        field: name of the field.
-        location: the row, for messages.
-
-    Raises:
-        DataError: the number of values differs.
-    """
-    value = value.tolist() if hasattr(value, "tolist") else value
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    if len(values) not in (count, count + 1):
-        raise DataError(
-            f"{location}: {field!r} must have {count} margins, or {count + 1} scores (of the "
-            "positive "
-            f"text, then of each negative text), got {value!r}; correct the row"
-        )
-    numbers = [number(item, field, location) for item in values]
-    if len(numbers) == count:
-        return numbers
-    return [numbers[0] - negative_score for negative_score in numbers[1:]]
-
-
-def span(value: object, context: Content, field: str, location: str) -> tuple[float, float]:
-    """Return the first character of the first answer and the character after it; -1 without answer.
-
-    Args:
-        value: `{"text": [...], "answer_start": [...]}`, as in SQuAD.
-        context: the text that contains the answer.
-        field: name of the field.
-        location: the row, for messages.
-
-    Raises:
-        DataError: the value has another form, or the context does not contain the answer there.
-    """
-    lists = []
-    if isinstance(value, dict):
-        for name in ("text", "answer_start"):
-            field_value: Any = value.get(name)
-            field_value = field_value.tolist() if hasattr(field_value, "tolist") else field_value
-            lists.append([field_value] if isinstance(field_value, str | int) else field_value)
-    same = len(lists) == 2 and all(isinstance(item, list | tuple) for item in lists)
-    if not same or len(lists[0]) != len(lists[1]):
-        raise DataError(
-            f"{location}: {field!r} must be {{'text': [...], 'answer_start': [...]}} with lists of "
-            f"one length, got {value!r}; correct the row, or rename its fields in format_callback"
-        )
-    if not lists[0]:
-        return -1.0, -1.0
-    text, start = lists[0][0], lists[1][0]
-    inside = isinstance(context, str) and isinstance(text, str) and isinstance(start, int) and text
-    if not inside or context[start : start + len(text)] != text:
-        raise DataError(
-            f"{location}: the context does not contain the answer {text!r} at the character "
-            f"{start!r}; correct answer_start, which counts characters from 0"
-        )
-    return float(start), float(start + len(text))
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -290,3 +189,173 @@ def _messages(content: Content, role: str) -> list[Message]:
     if isinstance(content, str):
         return [{"role": role, "content": content}] if content else []
     return content  # type: ignore[return-value]
+
+
+def separate_prompt(
+    prompt: Content | None, answers: dict[str, Content], location: str
+) -> tuple[Content, dict[str, Content]]:
+    """Return the prompt, and the answers without the prompt.
+
+    Args:
+        prompt: prompt of the row, or None.
+        answers: answers by field; at least two if there is no prompt.
+        location: the row, for messages.
+
+    Raises:
+        DataError: the parts of the row contradict each other.
+    """
+    are_chats = [get_kind(answer) == "chat" for answer in answers.values()]
+    if prompt is None or (not prompt and len(answers) > 1 and all(are_chats)):
+        return _shared_prompt(answers, location)
+    if prompt and any(are_chats) and get_kind(prompt) != "ids":
+        return _without_prompt(prompt, answers, location)
+    return prompt, answers
+
+
+def _shared_prompt(
+    answers: dict[str, Content], location: str
+) -> tuple[Content, dict[str, Content]]:
+    """Split off the longest common prefix of the answers as the prompt, as in TRL.
+
+    Each answer keeps at least one message (character, token). A space before the first difference
+    of two texts belongs to the answers.
+    """
+    kinds = {name: get_kind(answer) for name, answer in answers.items()}
+    if len({*kinds.values()}) > 1:
+        listed = " and ".join(f"{name!r} is {kind}" for name, kind in kinds.items())
+        raise DataError(
+            f"{location}: the row has no prompt, and {listed}: the prompt is the common prefix of "
+            "both answers; add the field 'prompt', or use the same format for both"
+        )
+    length = _count_common_prefix(list(answers.values()))
+    first = next(iter(answers.values()))
+    if not length and isinstance(first[0], dict) and first[0]["role"] in _ASKING:
+        raise DataError(
+            f"{location}: the row has no prompt, and {' and '.join(map(repr, answers))} begin with "
+            "different messages; add the field 'prompt', or correct the row"
+        )
+    return first[:length], {name: answer[length:] for name, answer in answers.items()}
+
+
+def _without_prompt(
+    prompt: Content, answers: dict[str, Content], location: str
+) -> tuple[Content, dict[str, Content]]:
+    """Remove the prompt from the answers that are whole chats; do not change other answers.
+
+    A text prompt is the content of a user message. The system message may occur only in the prompt
+    or only in the chats.
+    """
+    chats: dict[str, list[Message]] = {
+        name: answer  # type: ignore[misc]
+        for name, answer in answers.items()
+        if get_kind(answer) == "chat"
+    }
+    repeated = {
+        name: length
+        for name, chat in chats.items()
+        if (
+            length := _count_prompt_messages(
+                prompt, chat, [*chats.values()], f"{location}, {name!r}"
+            )
+        )
+    }
+    if not repeated:
+        if isinstance(prompt, str) and len(chats) < len(answers):
+            # The answers of a row have one format, so a text becomes a message.
+            return [{"role": "user", "content": prompt}], answers
+        return prompt, answers
+    heads = [chats[name][:length] for name, length in repeated.items()]
+    if any(_normalize_messages(head) != _normalize_messages(heads[0]) for head in heads):
+        raise DataError(
+            f"{location}: {' and '.join(map(repr, repeated))} are whole chats that begin with "
+            "different prompts; correct the row"
+        )
+    head = heads[0]
+    if isinstance(prompt, list) and _is_system(prompt[0]) and not _is_system(head[0]):
+        head = [prompt[0], *head]
+    return head, {name: answer[repeated.get(name, 0) :] for name, answer in answers.items()}
+
+
+def _count_common_prefix(answers: Sequence[Content]) -> int:
+    """Return the length of the common prefix of all answers, less than that of any answer."""
+    first, *other_answers = answers
+    length = 0
+    for i in range(min(map(len, answers)) - 1):
+        if any(first[i] != answer[i] for answer in other_answers):
+            break
+        length = i + 1
+    return length - 1 if isinstance(first, str) and first[:length].endswith(" ") else length
+
+
+def _count_prompt_messages(
+    prompt: Content, chat: list[Message], chats: list[list[Message]], location: str
+) -> int:
+    """Return how many messages of a chat are the prompt; 0 if the chat is only an answer."""
+    if isinstance(prompt, str):
+        return _with_question(prompt, chat, chats, location)
+    forms: list[list[Message]] = [prompt]  # type: ignore[list-item]
+    if _is_system(prompt[0]):
+        forms.append(prompt[1:])  # type: ignore[arg-type]
+    elif _is_system(chat[0]):
+        forms.append([chat[0], *prompt])  # type: ignore[list-item]
+    for form in forms:
+        if (
+            form
+            and len(form) < len(chat)
+            and _normalize_messages(chat[: len(form)]) == _normalize_messages(form)
+        ):
+            return len(form)
+    follows_an_answer = prompt[-1]["role"] == "assistant"  # type: ignore[index]
+    if _is_system(chat[0]) or (chat[0]["role"] == "user" and not follows_an_answer):
+        raise _contradiction(location, "its first messages differ from the prompt")
+    return 0
+
+
+def _with_question(
+    text: str, chat: list[Message], chats: list[list[Message]], location: str
+) -> int:
+    """Return `_count_prompt_messages` for a text prompt, the content of a user message."""
+    if chat[0]["role"] not in _ASKING:
+        return 0
+    question_indexes = [i for i, message in enumerate(chat[:-1]) if _is_question(message, text)]
+    if not question_indexes:
+        raise _contradiction(location, "no user message of the chat is the prompt")
+    question_chats = [row_chat for row_chat in chats if row_chat[0]["role"] in _ASKING]
+    if len(question_chats) == 1:
+        return question_indexes[-1] + 1
+    # The prompt of a pair may continue after the message that equals the text.
+    shared = _count_common_prefix(question_chats)
+    if shared <= question_indexes[0]:
+        raise _contradiction(location, "the chats differ before the message that is the prompt")
+    return shared
+
+
+def _contradiction(location: str, reason: str) -> DataError:
+    return DataError(
+        f"{location}: the answer is a chat that begins with a question, and it contradicts the "
+        "field "
+        f"'prompt': {reason}; correct the row, or remove 'prompt' in format_callback to use the "
+        "prompt of the chats"
+    )
+
+
+def _is_question(message: Message, text: str) -> bool:
+    content = message.get("content")
+    is_text = isinstance(content, str)
+    return message["role"] == "user" and is_text and content.strip() == text.strip()
+
+
+def _is_system(message: object) -> bool:
+    return isinstance(message, dict) and message["role"] in ("system", "developer")
+
+
+def _normalize_messages(messages: list[Message]) -> list[Message]:
+    """Return messages without the nulls that a table adds, and with stripped contents."""
+    return [
+        {
+            key: value.strip() if key == "content" and isinstance(value, str) else value
+            for key, value in message.items()
+            if value is not None
+        }
+        for message in messages
+    ]

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ed_data.config.media import Media
@@ -16,23 +16,17 @@ from ed_data.rows.audio import RECORDING_KEYS, AudioReader
 from ed_data.rows.contents import (
     check_content,
     checked_parts,
-    class_number,
     get_field_names,
     get_kind,
-    margins,
-    number,
     read_texts,
-    span,
+    separate_prompt,
 )
 from ed_data.rows.example import Example, RowAudio, RowImage, image_key
 from ed_data.rows.formats import FORMAT_FIELDS, FORMATS, convert_row, detect_format
 from ed_data.rows.images import ImageReader
 from ed_data.rows.media_files import MediaFolder
-from ed_data.rows.preferences import separate_prompt
 from ed_data.rows.template import template_arguments
 from ed_data.schema import (
-    CLASSIFYING,
-    COMPLETION,
     IMAGE,
     OPTIONAL_FIELDS,
     TEXT,
@@ -46,10 +40,6 @@ from ed_data.sources.lines import START, LineRecord, Spot
 from ed_data.sources.python import resolve
 
 log = logging.getLogger("ed_data")
-
-#: Fields with a question, and with answers to it.
-_PROMPTS = ("prompt", "instruction", "question", "query", "input")
-_ANSWERS = ("completion", "output", "response", "answer", "chosen", "rejected")
 
 
 @dataclass
@@ -142,8 +132,8 @@ class Documents:
             self._content_is_named = True
         self._other_content = () if self._content_is_named else schema.other_content
         self._detected: set[str] = set()
-        self._images = ImageReader(inform, required=schema.has_image)
-        self._audio = AudioReader(inform)
+        self._needs_image = inform.is_visual or schema.kind.has_image
+        self._folders: dict[int, MediaFolder] = {}
         self._parts = {column.field: column for column in schema.columns if column.in_parts}
         self._lists = schema.lists
         # The fields that follow the content as answers.
@@ -160,10 +150,10 @@ class Documents:
             column_names += [value.other_field for value in schema.values if value.other_field]
             for name, count in self._lists.items():
                 column_names += get_field_names(name, count + 1)
-            column_names += [] if self._images.field is None else [self._images.field]
             column_names += OPTIONAL_FIELDS
             column_names += self._other_content
-            column_names += [self._audio.field]
+            media_fields = inform.image_field, inform.pixel_field, inform.audio_field
+            column_names += [name for name in media_fields if name is not None]
             if not self._content_is_named:
                 column_names += [TEXT.content, *FORMAT_FIELDS]
             self._columns = list(dict.fromkeys(column_names))
@@ -187,11 +177,10 @@ class Documents:
         Raises:
             DataError: a row is invalid, and `on_error` is not `skip`.
         """
-        folder = self._folder(shard)
         for record in records(self.source, shard, self._columns, start):
             self.tally.rows += 1
             try:
-                example = self._document(record, folder)
+                example = self._document(record, shard)
             except DataError as error:
                 if self.inform.on_error == "raise":
                     raise
@@ -223,10 +212,11 @@ class Documents:
 
     def has_completions(self) -> bool:
         """Return whether the first row has a prompt and its completion instead of a content."""
-        if self.schema != TEXT or self._content_is_named:
+        completions = self.schema.kind.other_schema
+        if completions is None or self._content_is_named:
             return False
         row = self.first_row or {}
-        return {"prompt", "completion"} <= row.keys() and self.schema.content not in row
+        return {*completions.fields} <= row.keys() and self.schema.content not in row
 
     def check_first_row(self) -> None:
         """Check that the method reads what the first row can teach.
@@ -237,37 +227,10 @@ class Documents:
             DataError: the row has answers, such as `completion`, `chosen` and `rejected`, and the
                 schema reads only the prompt, or a field that the inform does not name.
         """
-        name = self._names[self.schema.content]
-        if self.schema != TEXT:
-            return
-        row = self.first_row or {}
-        answers = [field for field in _ANSWERS if row.get(field) is not None and field != name]
-        is_pair = {"chosen", "rejected"} <= row.keys()
-        if not answers or (self._content_is_named and name not in _PROMPTS):
-            if answers and not is_pair:
-                log.warning(
-                    "inform %s: the rows have the field %r, which is not trained on, because "
-                    "content_field is %r",
-                    self.inform.label,
-                    answers[0],
-                    name,
-                )
-            return
-        if is_pair:
-            raise DataError(
-                f"inform {self.inform.label!r}: the first row is a preference pair ('chosen' and "
-                f"'rejected'), but only its {name!r} would be trained on: use a method for pairs "
-                "(dpo, orpo, reward), or name the field, such as content_field: chosen",
-                ("content_field",),
-            )
-        if self._content_is_named:
-            raise DataError(
-                f"inform {self.inform.label!r}: the rows have the answer {answers[0]!r}, but only "
-                f"their {name!r} would be trained on: omit content_field, and name the fields "
-                f"prompt and completion (format_fields: {{{name}: prompt, {answers[0]}: "
-                "completion}) to learn the answers",
-                ("content_field",),
-            )
+        check_row = self.schema.kind.check_row
+        if check_row is not None:
+            name = self._names[self.schema.content]
+            check_row(self.first_row or {}, name, self._content_is_named, self.inform.label)
 
     def _format_row(self, row: Row, location: str) -> Row | None:
         inform = self.inform
@@ -310,27 +273,35 @@ class Documents:
                     FORMATS[name].about,
                 )
         row = row if name is None else convert_row(name, row, location)
-        if self.schema == COMPLETION and not self._is_readable(row):
-            # A chat or a text among rows with completions: all of it is learned.
-            content = next((f for f in (TEXT.content, "messages") if f in row), None)
-            if content is not None:
-                return {**row, "prompt": "", "completion": row[content]}
+        complete_row = self.schema.kind.complete_row
+        if complete_row is not None and not self._is_readable(row):
+            return complete_row(row)
         return row
 
     def _is_readable(self, row: Row) -> bool:
         """Return whether a row has the fields with text that the schema reads."""
-        if self.schema == TEXT:
-            return TEXT.content in row or {"prompt", "completion"} <= row.keys()
+        other_schema = self.schema.kind.other_schema
+        if other_schema is not None:
+            return self.schema.content in row or {*other_schema.fields} <= row.keys()
         return all(name in row for name in self._names.values()) or self._has_implicit_prompt(row)
+
+    @cached_property
+    def _images(self) -> ImageReader:
+        return ImageReader(self.inform, required=self.schema.kind.has_image)
+
+    @cached_property
+    def _audio(self) -> AudioReader:
+        return AudioReader(self.inform)
 
     def _folder(self, shard: int) -> MediaFolder:
         """Return the folder whose files the rows of a shard may name."""
-        source = self.source
-        return MediaFolder(
-            source.media_folders(shard) if isinstance(source, FolderSource) else (), self.media
-        )
+        if shard not in self._folders:
+            source = self.source
+            folders = source.media_folders(shard) if isinstance(source, FolderSource) else ()
+            self._folders[shard] = MediaFolder(folders, self.media)
+        return self._folders[shard]
 
-    def _document(self, record: LineRecord, folder: MediaFolder) -> Example | None:
+    def _document(self, record: LineRecord, shard: int) -> Example | None:
         if isinstance(record.row, DataError):
             raise record.row
         location = f"{self._name}, {record.place}"
@@ -344,11 +315,11 @@ class Documents:
             if implicit and name == self.schema.content:
                 fields[name] = ""
                 continue
-            if name == IMAGE and self.schema.has_image:  # its key follows below
+            if name == IMAGE and self.schema.kind.has_image:  # its key follows below
                 fields[name] = ""
                 continue
             if name in self._lists:
-                exact = self.schema.task == "multiple_choice"
+                exact = self.schema.kind.needs_all_texts
                 fields[name] = read_texts(row, name, self._lists[name], location, exact=exact)
                 continue
             is_content = name == self.schema.content
@@ -371,7 +342,7 @@ class Documents:
         extra = {
             n: _take(row, n, "additional_fields", location) for n in self.inform.additional_fields
         }
-        if self._images.required:
+        if self._needs_image:
             name = str(self._images.field)
             if _take(row, name, self._images.key, location) is None:
                 self.tally.drop(f"{name!r} is null", record.place)
@@ -383,19 +354,20 @@ class Documents:
             fields = {**fields, self.schema.content: prompt, **answers}
         is_chat = any(get_kind(content) == "chat" for content in fields.values())
         images: list[RowImage] = []
-        if is_chat or self._images.required:
+        if is_chat or self._needs_image:
+            folder = self._folder(shard)
             fields, images = self._images.read_row(row, fields, folder, location)
-        if self.schema.has_image:
+        if self.schema.kind.has_image:
             fields = self._with_key(fields, images, location)
         recordings: list[RowAudio] = []
-        if self.schema.has_audio:
-            audio = self._audio.read_recording(row, folder, location)
+        if self.schema.kind.has_audio:
+            audio = self._audio.read_recording(row, self._folder(shard), location)
             if isinstance(audio, str):
                 self.tally.drop(audio, record.place)
                 return None
             recordings.append(audio)
         elif is_chat:
-            chat_audio = self._audio.read_chat(row, fields, folder, location)
+            chat_audio = self._audio.read_chat(row, fields, self._folder(shard), location)
             if isinstance(chat_audio, str):
                 self.tally.drop(chat_audio, record.place)
                 return None
@@ -445,19 +417,10 @@ class Documents:
             field_value = _take(row, field, "format_fields", location)
             # The name of a class may look like a number.
             field_value = field_value if field_value in value.classes else read_cell(field_value)
-            column, convert = columns[value.column], number
-            if self.schema.has_spans:
-                ends = span(field_value, fields[str(column.second)], field, location)
-                result.append(ends[value.name == "end_positions"])
-                continue
-            if value.margin is not None:
-                count = sum(schema_value.margin is not None for schema_value in self.schema.values)
-                result.append(margins(field_value, count, field, location)[value.margin])
-                continue
-            if self.schema.task in CLASSIFYING:
-                convert = partial(class_number, classes=value.classes)
+            column, read_value = columns[value.column], self.schema.kind.read_value
             if not column.in_parts:
-                result.append(convert(field_value, field, location))
+                read = read_value(field_value, value, self.schema, fields, field, location)
+                result.append(read)
                 continue
             field_value = field_value.tolist() if hasattr(field_value, "tolist") else field_value
             parts = fields[column.field]
@@ -467,7 +430,12 @@ class Documents:
                     f"{location}: {field!r} must have one number for each of the {len(parts)} "
                     f"{kind} of {column.field!r}, got {field_value!r}; correct the row"
                 )
-            result.append(tuple(convert(item, field, location) for item in field_value))
+            result.append(
+                tuple(
+                    read_value(item, value, self.schema, fields, field, location)
+                    for item in field_value
+                )
+            )
         return tuple(result)
 
 
@@ -498,14 +466,14 @@ def _facts(inform: Inform, schema: Schema) -> dict[str, object]:
     }
     if inform.is_visual:
         facts["visual"] = [inform.image_field, inform.pixel_field, inform.text_field]
-    if schema.has_audio or RECORDING_KEYS & inform.model_fields_set:
+    if schema.kind.has_audio or RECORDING_KEYS & inform.model_fields_set:
         limits = inform.min_duration_in_seconds, inform.max_duration_in_seconds
         facts["audio"] = [inform.audio_field, *limits]
     if inform.format is not None:
         facts["format"] = inform.format
     if inform.on_error != "raise":
         facts["on_error"] = inform.on_error
-    return facts if schema == TEXT else {**facts, "schema": schema.as_json()}
+    return facts if schema.kind.is_text else {**facts, "schema": schema.as_json()}
 
 
 def fingerprint(inform: Inform, source: Source, schema: Schema = TEXT) -> dict[str, object]:

@@ -18,7 +18,7 @@ from ed_data.config import Inform, Media, Mixture
 from ed_data.errors import DataError
 from ed_data.rows.documents import Documents
 from ed_data.rows.example import Example
-from ed_data.schema import COMPLETION, TEXT, Content, Schema
+from ed_data.schema import TEXT, Content, Schema
 from ed_data.sources import open_source
 from ed_data.sources.files import FileCache
 
@@ -136,7 +136,7 @@ def choose_schema(mixture: Mixture, schema: Schema, files: FileCache | None = No
     Raises:
         DataError: a source cannot be read, or see `Documents.check_first_row`.
     """
-    if schema != TEXT:
+    if schema.kind.other_schema is None:
         return schema
     opened: list[tuple[str, int, Documents]] = []
     for key in ("informs", "eval_informs"):
@@ -145,7 +145,7 @@ def choose_schema(mixture: Mixture, schema: Schema, files: FileCache | None = No
                 source = open_source(inform, files)
                 documents = Documents(inform, source, schema, media=mixture.media)
                 if documents.has_completions():
-                    return COMPLETION
+                    return schema.kind.other_schema
                 opened.append((key, number, documents))
     for key, number, documents in opened:
         with prefix_error_path(key, number):

@@ -36,7 +36,7 @@ from ed_data.tokens.parts import by_words, in_pairs, mark_answer, windows
 from ed_data.tokens.tokenizers import (
     chat_template,
     count_ids,
-    plain_backend,
+    encode_texts,
     tokenizer_fingerprint,
 )
 
@@ -122,7 +122,7 @@ class Encoder:
         if eos is None:
             # Tokenizers of encoders end a text with a separator.
             end_ids = (tokenizer.eos_token_id, tokenizer.sep_token_id)
-            if audio is not None and audio.task == "ctc":  # transcripts have no end token
+            if audio is not None and not schema.kind.has_decoder:  # transcripts have no end token
                 end_ids = (*end_ids, tokenizer.pad_token_id)
             eos = next((token for token in end_ids if isinstance(token, int)), None)
         if eos is None:
@@ -212,7 +212,7 @@ class Encoder:
         """Hash of everything that the tokens of a document depend on."""
         options: list[object] = [self.add_special_tokens, self.eos, self.assistant_only_loss]
         options.append(_VERSION)
-        if self.schema != TEXT:
+        if not self.schema.kind.is_text:
             options.append(self.schema.as_json())
         if self.media is not None:
             options += [self.media.fingerprint, self.max_length]
@@ -246,7 +246,7 @@ class Encoder:
         documents = self._prepare_media(documents, label)
         if self.tokenizer is None:  # one token represents the image
             columns = [[TokenSequence([self.eos]) for _ in documents]]
-        elif self.schema.has_spans:
+        elif self.schema.kind.has_windows:
             documents, columns = self._windows(documents, label)
         else:
             columns = [self._column(documents, column, label) for column in self.schema.columns]
@@ -341,7 +341,7 @@ class Encoder:
             if value.token_types:
                 result[:, i] = tokens.types if value.column == column.name else NO_VALUE
             elif tokens.span is not None:
-                result[:, i] = tokens.span[value.name == "end_positions"]
+                result[:, i] = tokens.span[(self.schema.kind.labels or ()).index(value.name)]
             elif value.column == column.name and column.in_parts:
                 places = np.array(tokens.places)
                 result[places[places >= 0], i] = np.array(document.values[i])[places >= 0]
@@ -533,7 +533,7 @@ class Encoder:
                 "text": lambda kind_items: without_end(
                     self._texts(kind_items, self.add_special_tokens)
                 ),
-                "chat": self._chats.prompts,
+                "chat": lambda kind_items: self._chats.prompts(kind_items),
                 "ids": lambda kind_items: without_end(self._ids(kind_items)),
             },
         )
@@ -551,7 +551,7 @@ class Encoder:
                 "text": lambda kind_items: build_sequences(
                     self._texts(kind_items, self.add_special_tokens)
                 ),
-                "chat": self._chats.encode_chats,
+                "chat": lambda kind_items: self._chats.encode_chats(kind_items),
                 "ids": lambda kind_items: build_sequences(self._ids(kind_items)),
             },
         )
@@ -571,19 +571,7 @@ class Encoder:
 
     def _texts(self, items: list[DocumentField], special: bool) -> list[list[int]]:
         def encode(items: list[DocumentField]) -> list[list[int]]:
-            texts: list[Any] = [item.content for item in items]
-            backend = plain_backend(self.tokenizer)
-            if backend is not None:
-                encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
-                return [encoding.ids for encoding in encodings]
-            return self.tokenizer(
-                texts,
-                add_special_tokens=special,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                truncation=False,
-                verbose=False,
-            )["input_ids"]
+            return encode_texts(self.tokenizer, [item.content for item in items], special)
 
         return with_blame(encode, items, "the tokenizer cannot encode the text")
 

@@ -45,18 +45,18 @@ def medium_encoders(
     Raises:
         DataError: the data or the schema require another processor.
     """
-    if schema.has_image:
+    if schema.kind.has_image:
         if processor is None:
             raise DataError(
                 f"a schema of task {schema.task} requires a processor: pass the AutoProcessor or "
                 "the AutoImageProcessor of the model"
             )
         return ImageEncoder(processor, placed=False), None  # type: ignore[arg-type]
-    if not schema.has_audio and recordings is not None and processor is not None:
+    if not schema.kind.has_audio and recordings is not None and processor is not None:
         for path, message in without_transcripts(mixture):
             raise DataError(message, path)
         return RecordingEncoder(processor, recordings), None  # type: ignore[arg-type]
-    if not schema.has_audio:
+    if not schema.kind.has_audio:
         for path, message in without_recordings(mixture):
             raise DataError(message, path)
         if processor is not None:

@@ -116,3 +116,25 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, eos: int) -> dict[int, str]:
     }
     ids = sorted(special_ids | {eos})
     return dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[Any], special: bool) -> list[Any]:
+    """Return the ids of texts.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        texts: the texts.
+        special: whether the tokenizer adds its own special tokens.
+    """
+    backend = plain_backend(tokenizer)
+    if backend is not None:
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
+        return [encoding.ids for encoding in encodings]
+    return tokenizer(
+        texts,
+        add_special_tokens=special,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        truncation=False,
+        verbose=False,
+    )["input_ids"]

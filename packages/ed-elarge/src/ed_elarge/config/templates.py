@@ -11,6 +11,7 @@ import textwrap
 from typing import Any
 
 import yaml
+from ed_data.kinds import ROW_KINDS
 from ed_infra.enums import TaskType
 from ed_trainers.arguments import METHODS, TrainingArguments
 from ed_trainers.options.online import RewardedArguments
@@ -91,7 +92,17 @@ def names() -> list[str]:
 
 def has_data(name: str) -> bool:
     """Return whether the example data has rows of the method; others name a data set."""
-    return name not in METHODS or METHODS[name].rows in _ROWS
+    return name not in METHODS or bool(find_rows(METHODS[name].rows)[0])
+
+
+def find_rows(kind: str) -> tuple[str, str]:
+    """Return the list of `ed_elarge.example_data` for a kind of rows, and the fields of a row.
+
+    A kind without a list has its example row; a kind of another package has no rows here.
+    """
+    if kind in _ROWS or kind not in ROW_KINDS or ROW_KINDS[kind].kind.has_media:
+        return _ROWS.get(kind, ("", kind))
+    return kind, ", ".join(ROW_KINDS[kind].kind.example)
 
 
 def template(name: str, file: str) -> str:
@@ -109,7 +120,7 @@ def template(name: str, file: str) -> str:
 def _render_method(name: str, file: str) -> str:
     entry = METHODS[name]
     doc = " ".join((entry.arguments.__doc__ or name).split())
-    rows, fields = _ROWS.get(entry.rows, ("", entry.rows))
+    rows, fields = find_rows(entry.rows)
     source = f'{{type: python, data_files: "ed_elarge.example_data:{rows}"}}'
     if not rows:  # a method of another package
         source = "{type: ORGANIZATION/DATASET}"
@@ -136,7 +147,7 @@ def _render_method(name: str, file: str) -> str:
 
 def _model(name: str) -> str:
     entry = METHODS[name]
-    if entry.rows not in _ROWS:
+    if not has_data(name):
         return "model:\n  name_or_path: ORGANIZATION/MODEL\n"
     if any(role.required for role in entry.roles):
         return (
