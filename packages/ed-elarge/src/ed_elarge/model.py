@@ -390,9 +390,9 @@ class eLargeModel(Setters):
             values["api_key"] = [*read_keys(checked.api_key_file), *(checked.api_key or ())]
             values["api_key_file"] = None
         path = Path(getattr(self.config.model, "name_or_path", None) or self.config.directory)
-        names = checked.served_model_name or self._model_names(path)
+        names = list(checked.served_model_name or ()) or self._model_names(path)
         if not checked.also:  # several models have the names of their mapping
-            values["served_model_name"] = list(names) if len(names) > 1 else names[0]
+            values["served_model_name"] = names if len(names) > 1 else names[0]
         serving = pkgutil.resolve_name("ed_elarge.building.serving:running_engines")
         if checked.model_directory is not None:
             build_directory = pkgutil.resolve_name("ed_elarge.building.serving:build_directory")

@@ -80,11 +80,9 @@ def describe_model(elm: eLargeModel, model: str, changes: Mapping[str, object]) 
         changes: Other options of the engine.
     """
     run = elm.config
-    loader = run.loader
     sections = {key: run.written[key] for key in SHARED_SECTIONS if run.written.get(key)}
-    sections["model"] = {"name_or_path": model}
-    if loader.trust_remote_code:
-        sections["model"]["extra_kwargs"] = {"trust_remote_code": True}
+    extras = {"extra_kwargs": {"trust_remote_code": True}} if run.loader.trust_remote_code else {}
+    sections["model"] = {"name_or_path": model, **extras}
     engine = run.esurge.replace(**changes)
     sections["esurge"] = engine.model_dump(mode="json", exclude_unset=True)
     other = eLargeModel.from_run(normalize(Document(run.document.name, value=sections)))

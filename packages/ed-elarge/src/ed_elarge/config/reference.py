@@ -138,7 +138,9 @@ def describe_type(annotation: Any) -> str:
     if origin is Literal:
         return " \\| ".join(yaml_text(part) for part in parts)
     if origin in (typing.Union, types.UnionType):
-        parts = tuple(part for part in parts if SkipJsonSchema() not in typing.get_args(part))
+        parts = tuple(
+            part for part in parts if SkipJsonSchema not in map(type, typing.get_args(part))
+        )
         return " \\| ".join(dict.fromkeys(describe_type(part) for part in parts))
     if origin in (list, tuple, set, frozenset):
         return f"list of {describe_type(parts[0])}"

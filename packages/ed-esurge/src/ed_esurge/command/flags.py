@@ -100,7 +100,7 @@ def build_server_options(
     fields["limits"] = parse_mapping(fields["limits"], "--limits")
     given = {name: value for name, value in (fields | further).items() if value is not None}
     try:
-        return ServerOptions(**given)
+        return ServerOptions.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         message = first["msg"].removeprefix("Value error, ")

@@ -264,7 +264,9 @@ def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
         file = getattr(options, key)
         if file is not None and not is_file(file):
             yield Problem((key,), f"no such file: {file}")
-    folders = [(("lora_modules", name), path) for name, path in options.lora_modules.items()]
+    folders: list[tuple[ValuePath, str]] = [
+        (("lora_modules", name), path) for name, path in options.lora_modules.items()
+    ]
     if isinstance(options.model_directory, str):
         folders.append((("model_directory",), str(expand_path(options.model_directory))))
     for key_path, folder in folders:
