@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
+from ed_data.kinds.record import KindOfRows
 from ed_data.rows.example import Example, RowAudio
 from ed_data.rows.recordings import header, read_samples
-from ed_data.schema import Task
 from ed_data.tokens.items import append_eos
 
 if TYPE_CHECKING:
@@ -78,11 +78,11 @@ class AudioEncoder:
 
     Args:
         processor: the processor of the checkpoint.
-        task: `"speech_seq2seq"` or `"ctc"`.
+        kind: the kind of the rows, each with a recording.
         language: code of the language of the transcripts; None keeps the setting of the tokenizer.
         speech_task: `"transcribe"` or `"translate"`; None keeps the setting of the tokenizer.
-        start: first token that the decoder reads, for the task `"speech_seq2seq"`.
-        steps: time steps of recordings, for the task `"ctc"`.
+        start: first token that the decoder reads; None without a decoder.
+        steps: time steps of recordings, for models that score the labels of each; else None.
         longest: longest recording in seconds, for models that read samples.
         padded: whether samples are padded to `longest`; otherwise to the longest recording of the
             batch.
@@ -95,7 +95,7 @@ class AudioEncoder:
     def __init__(
         self,
         processor: SpeechProcessor,
-        task: Task,
+        kind: KindOfRows,
         *,
         language: str | None = None,
         speech_task: str | None = None,
@@ -105,7 +105,7 @@ class AudioEncoder:
         padded: bool = True,
     ) -> None:
         checked_processor(processor)
-        self.processor, self.task, self.start, self.steps = processor, task, start, steps
+        self.processor, self.kind, self.start, self.steps = processor, kind, start, steps
         self.extract, self.tokenizer = processor.feature_extractor, processor.tokenizer
         self.rate = int(self.extract.sampling_rate)
         #: The array that the model reads.
@@ -123,7 +123,7 @@ class AudioEncoder:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of everything that the features and tokens depend on."""
-        values = [self.extract.to_dict(), self.task, self.start, self.longest, self._padded]
+        values = [self.extract.to_dict(), self.kind.task, self.start, self.longest, self._padded]
         if self.steps is not None:
             values.append([self.steps.kernels, self.steps.strides])
         text = json.dumps(values, sort_keys=True, default=str)
@@ -135,7 +135,7 @@ class AudioEncoder:
         Those of an encoder-decoder end with the end token. The first token that the decoder reads
         is not a label.
         """
-        if self.task == "ctc":
+        if not self.kind.has_decoder:
             return tokens
         return append_eos(tokens[1:] if tokens[:1] == [self.start] else tokens, eos)
 

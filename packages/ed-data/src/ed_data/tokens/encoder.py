@@ -122,7 +122,7 @@ class Encoder:
         if eos is None:
             # Tokenizers of encoders end a text with a separator.
             end_ids = (tokenizer.eos_token_id, tokenizer.sep_token_id)
-            if audio is not None and not schema.kind.has_decoder:  # transcripts have no end token
+            if audio is not None and not audio.kind.has_decoder:  # transcripts have no end token
                 end_ids = (*end_ids, tokenizer.pad_token_id)
             eos = next((token for token in end_ids if isinstance(token, int)), None)
         if eos is None:

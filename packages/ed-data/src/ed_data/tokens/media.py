@@ -74,7 +74,7 @@ def medium_encoders(
     limits = [i.max_duration_in_seconds for i in (*mixture.informs, *mixture.eval_informs)]
     audio = AudioEncoder(
         processor,  # type: ignore[arg-type]
-        schema.task,
+        schema.kind,
         language=mixture.tokenization.language,
         speech_task=mixture.tokenization.task,
         start=start,
