@@ -138,9 +138,7 @@ def describe_type(annotation: Any) -> str:
     if origin is Literal:
         return " \\| ".join(yaml_text(part) for part in parts)
     if origin in (typing.Union, types.UnionType):
-        parts = tuple(
-            part for part in parts if SkipJsonSchema not in map(type, typing.get_args(part))
-        )
+        parts = tuple(p for p in parts if not any(map(_is_for_python, typing.get_args(p))))
         return " \\| ".join(dict.fromkeys(describe_type(part) for part in parts))
     if origin in (list, tuple, set, frozenset):
         return f"list of {describe_type(parts[0])}"
@@ -153,6 +151,11 @@ def describe_type(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, str):
         return "str"
     return {"Path": "str", "SecretStr": "str"}.get(annotation.__name__, annotation.__name__)
+
+
+def _is_for_python(item: object) -> bool:
+    """Return whether metadata states that a run file cannot contain the type."""
+    return type(item) is SkipJsonSchema
 
 
 def known_names(field: FieldInfo) -> str:
