@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,12 @@ def test_messages_name_the_flags(
 ) -> None:
     assert main(["serve", "nowhere", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"esurge {version('ed-esurge')}\n"
 
 
 def test_keywords_and_record_give_equal_applications() -> None:

@@ -22,6 +22,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from types import ModuleType
 
 from ed_infra.errors import EasyDeLError
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="esurge", description="Serve, chat with and measure language models."
     )
+    text = f"esurge {metadata.version('ed-esurge')}"
+    parser.add_argument("--version", action="version", version=text, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:2] == ["bench", "serve"]:
