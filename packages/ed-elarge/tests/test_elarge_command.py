@@ -186,8 +186,8 @@ def test_commands_about_files_import_neither_jax_nor_transformers(
 def test_commands_print_warnings_of_every_package() -> None:
     names = ["easydel.ed_esurge.engine", "easydel.ed_models", "ed_data", "ed_esurge.server"]
     code = (
-        "import logging\nfrom ed_elarge.exits import guarded\n"
-        f"guarded(lambda: [logging.getLogger(n).warning('of %s', n) for n in {names!r}] and 0)\n"
+        "import logging\nfrom ed_elarge.exits import run_work\n"
+        f"run_work(lambda: [logging.getLogger(n).warning('of %s', n) for n in {names!r}] and 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines() == [f"of {name}" for name in names]

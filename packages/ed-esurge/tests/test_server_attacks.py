@@ -228,7 +228,7 @@ def test_expensive_requests_do_not_delay_other_requests(monkeypatch, work):
     engine = ScriptedEngine(max_model_len=2**20)
     kind = type(engine.tokenizer)
     places = {
-        "parsing": (body, "_parsed"),
+        "parsing": (body, "_parse_body"),
         "tokenizing": (kind, "__call__"),
         "templating": (ChatTemplate, "render"),
         "detokenizing": (prompts, "decode_tokens"),
