@@ -36,8 +36,8 @@ ADVISORIES: dict[str, tuple[Edit, ...]] = {
     f"{BAD_CHECKPOINTS}::test_hostile_pickle_does_not_run_code": (
         Edit(
             f"{MODELS}/checkpoints/pickled_files.py",
-            "known = _KNOWN.get((module, name))\n",
-            "known = _KNOWN.get((module, name)) or super().find_class(module, name)\n",
+            "known_class = _KNOWN.get((module, name))\n",
+            "known_class = _KNOWN.get((module, name)) or super().find_class(module, name)\n",
         ),
     ),
     f"{CLASSES}::test_loading_a_configuration_runs_no_code": (
@@ -52,7 +52,7 @@ ADVISORIES: dict[str, tuple[Edit, ...]] = {
     f"{CLASSES}::test_fields_with_code_or_objects_are_rejected": (
         Edit(
             f"{ESURGE}/server/generation/requests.py",
-            'custom_logit_processor: Annotated[\n        None, unsupported("code of clients; send '
+            'custom_logit_processor: Annotated[\n        None, reject_field("code of clients; send '
             'logit_bias, allowed_token_ids or bad_words")\n    ] = None',
             "custom_logit_processor: Any = None",
         ),
@@ -119,8 +119,8 @@ ADVISORIES: dict[str, tuple[Edit, ...]] = {
     f"{CLASSES}::test_template_variables_cannot_replace_renderer_arguments": (
         Edit(
             f"{ESURGE}/server/generation/rendering.py",
-            "taken = sorted(variables.keys() & _RESERVED)",
-            "taken = sorted(variables.keys() & set())",
+            "reserved_names = sorted(variables.keys() & _RESERVED)",
+            "reserved_names = sorted(variables.keys() & set())",
         ),
     ),
     f"{CLASSES}::test_every_tool_format_parses_hostile_text_completely": (
@@ -134,8 +134,8 @@ ADVISORIES: dict[str, tuple[Edit, ...]] = {
     f"{ESURGE_TESTS}/test_server_attacks.py::test_expensive_requests_do_not_delay_other_requests": (
         Edit(
             f"{ESURGE}/server/http/body.py",
-            "return await aside(lambda: validated(kind, _parsed(raw), ignored), len(raw))",
-            "return validated(kind, _parsed(raw), ignored)",
+            "return await aside(lambda: validate_body(kind, _parse_body(raw), ignored), len(raw))",
+            "return validate_body(kind, _parse_body(raw), ignored)",
         ),
     ),
     f"{CLASSES}::test_request_header_size_is_limited": (
@@ -257,8 +257,8 @@ ADVISORIES: dict[str, tuple[Edit, ...]] = {
     f"{CLASSES}::test_prefix_key_depends_on_every_token_and_the_salt": (
         Edit(
             f"{ESURGE}/core/prefix_cache.py",
-            'content = before + array("q", tokens).tobytes() + items',
-            'content = before + array("q", tokens[:1]).tobytes() + items',
+            'content = previous_key + array("q", tokens).tobytes() + items',
+            'content = previous_key + array("q", tokens[:1]).tobytes() + items',
         ),
     ),
     f"{CLASSES}::test_uploaded_file_names_are_not_used_as_paths": (

@@ -38,7 +38,7 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     f"{ESURGE_TESTS}/test_server_extreme_numbers.py"
     "::test_extreme_keep_alive_is_answered_or_rejected": (
         Edit(
-            f"{ESURGE}/server/ollama/keep_alive.py",
+            f"{ESURGE}/server/library/activity.py",
             "        if value > MAX_SECONDS:",
             "        if False:",
         ),
@@ -69,7 +69,7 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     f"{ESURGE_TESTS}/test_server_unread_answers.py::test_unread_answers_end_after_the_time_limit": (
         Edit(
             f"{ESURGE}/server/http/connections.py",
-            "        return read - before < LOWEST_RATE * (now - since)",
+            "        return read - previous_read < LOWEST_RATE * (now - since)",
             "        return False",
         ),
     ),
@@ -77,7 +77,7 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     "::test_one_of_several_keys_takes_at_most_half_of_the_requests": (
         Edit(
             f"{ESURGE}/server/http/auth.py",
-            "share = max(1, max_requests // 2) if several else None",
+            "share = max(1, max_requests // 2) if has_several_keys else None",
             "share = None",
         ),
     ),
@@ -171,7 +171,7 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     "::test_rows_read_nothing_outside_of_their_data_set": (
         Edit(
             f"{DATA}/rows/media_files.py",
-            "inside = [each for each in candidates if _is_inside(each, self._roots)]",
+            "inside = [full for full in candidates if _is_inside(full, self._roots)]",
             "inside = list(candidates)",
         ),
         Edit(
@@ -228,7 +228,7 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     "packages/ed-data/tests/test_data_audio.py::test_extreme_headers_are_errors_of_their_row": (
         Edit(
             f"{DATA}/rows/recordings.py",
-            "    if not RATES[0] <= found.rate <= RATES[1]:",
+            "    if not RATES[0] <= recording_header.rate <= RATES[1]:",
             "    if False:",
         ),
     ),
@@ -236,25 +236,25 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     "::test_archives_of_a_dataset_read_and_write_nothing_outside": (
         Edit(  # archives are read in place; Python extracts them to any path
             f"{DATA}/sources/hub.py",
-            "    builder = datasets.load_dataset_builder(where, config)\n",
+            "    builder = datasets.load_dataset_builder(dataset_id, config)\n",
             "    import pathlib, tarfile\n"
-            "    for path in pathlib.Path(where).glob('*.tar*'):\n"
+            "    for path in pathlib.Path(dataset_id).glob('*.tar*'):\n"
             "        with tarfile.open(path) as archive:\n"
             "            archive.extraction_filter = tarfile.fully_trusted_filter\n"
-            "            archive.extractall(where)\n"
-            "    builder = datasets.load_dataset_builder(where, config)\n",
+            "            archive.extractall(dataset_id)\n"
+            "    builder = datasets.load_dataset_builder(dataset_id, config)\n",
         ),
     ),
     "packages/ed-data/tests/test_data_media_rows.py"
     "::test_cards_of_datasets_name_only_their_own_files": (
         Edit(
             f"{DATA}/sources/hub.py",
-            "            raise _outside(label, where, file)",
+            "            raise _outside(label, dataset_id, file)",
             "            pass",
         ),
         Edit(
             f"{DATA}/sources/hub.py",
-            "            raise _outside(label, where, name)",
+            "            raise _outside(label, dataset_id, name)",
             "            pass",
         ),
     ),
@@ -265,8 +265,8 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     "packages/ed-elarge/tests/test_elarge_hostile_run_files.py::test_nested_merges_are_read_once": (
         Edit(
             f"{ELARGE}/config/nodes.py",
-            "known = self._merges.get(id(source))",
-            "known = None",
+            "stored_keys = self._merges.get(id(source))",
+            "stored_keys = None",
         ),
     ),
     "packages/ed-elarge/tests/test_elarge_hostile_run_files.py"
@@ -477,11 +477,11 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     "packages/ed-data/tests/test_data_media_rows.py::test_features_of_datasets_are_not_decoded": (
         Edit(
             f"{DATA}/sources/hub.py",
-            '            for each in data.with_format("arrow").iter(batch_size=_ROWS):\n'
-            '                table = cast("pa.Table", each)\n',
+            '            for batch in data.with_format("arrow").iter(batch_size=_ROWS):\n'
+            '                table = cast("pa.Table", batch)\n',
             "            import pyarrow\n"
-            "            for each in data.with_format(None).iter(batch_size=_ROWS):\n"
-            "                table = pyarrow.table(each)\n",
+            "            for batch in data.with_format(None).iter(batch_size=_ROWS):\n"
+            "                table = pyarrow.table(batch)\n",
         ),
         Edit(
             f"{DATA}/sources/hub.py",
@@ -516,13 +516,15 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     f"{ESURGE_TESTS}/test_esurge_listener.py::test_ends_of_different_versions_reject_each_other": (
-        Edit(f"{ESURGE}/engine/connection.py", "    if there == here:\n", "    if there:\n"),
+        Edit(
+            f"{ESURGE}/engine/connection.py", "    if there == local_versions:\n", "    if there:\n"
+        ),
     ),
     f"{ESURGE_TESTS}/test_esurge_lying_replicas.py"
     "::test_lie_of_a_replica_ends_its_connection_and_no_request": (
         Edit(
             f"{ESURGE}/processes/answer_check.py",
-            '        require(known, "a token outside the vocabulary")\n        tokens',
+            '        require(are_valid, "a token outside the vocabulary")\n        tokens',
             "        tokens",
         ),
     ),
@@ -533,7 +535,7 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     "packages/ed-elarge/tests/test_elarge_lying_workers.py::test_invalid_results_are_rejected": (
         Edit(
             f"{ELARGE}/asynchronous/message_check.py",
-            '        require(known, "a token outside the vocabulary")\n',
+            '        require(is_valid, "a token outside the vocabulary")\n',
             "",
         ),
     ),

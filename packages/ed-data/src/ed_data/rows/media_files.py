@@ -99,11 +99,7 @@ class MediaFolder:
                 return RemoteFile(address)
         candidates = [os.path.normpath(os.path.join(folder, path)) for folder in self._paths]
         candidates.append(os.path.abspath(path))
-        inside = [
-            candidate_path
-            for candidate_path in candidates
-            if _is_inside(candidate_path, self._roots)
-        ]
+        inside = [full for full in candidates if _is_inside(full, self._roots)]
         for candidate in inside:
             try:
                 real = os.path.realpath(candidate)

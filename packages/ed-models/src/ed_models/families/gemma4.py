@@ -144,7 +144,7 @@ class Gemma4VisionAttention(SelfAttention):
         q, k, v = super().project_qkv(x, ctx)
         return q, k, self.v_norm(v)
 
-    def apply_rotary(self, x, ctx):
+    def compute_qkv(self, x, ctx):
         q, k, v = self.project_qkv(x, ctx)
 
         def rotate_heads(heads: Float[Array, "b p h k"]) -> Float[Array, "b p h k"]:
