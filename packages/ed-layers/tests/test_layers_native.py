@@ -184,7 +184,7 @@ def test_a_row_of_codes_does_not_depend_on_its_company(form, group, groups, whol
     for tied in (False, True):
         small = [a if a is None or not tied else jnp.array(a.T) for a in (w.scale, w.zero)]
         codes = jnp.array(w.codes.T) if tied else w.codes
-        settings = {"transposed": tied, "whole": whole}
+        settings = {"transposed": tied, "quantize_rows": whole}
         all_rows = np.asarray(products.product_of_codes(x, codes, *small, table, **settings))
         for first, last in ((0, 1), (3, 5), (7, 15), (20, 36)):
             part = products.product_of_codes(x[first:last], codes, *small, table, **settings)
