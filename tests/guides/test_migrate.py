@@ -21,7 +21,8 @@ from tests.snippets.pages import blocks
 from tools import migration_tables
 from tools.workspace import ROOT
 
-PAGES = sorted((ROOT / "docs/migrate").glob("*.md"))
+#: The pages about training; `servers.md` is about requests and flags.
+PAGES = sorted(set((ROOT / "docs/migrate").glob("*.md")) - {ROOT / "docs/migrate/servers.md"})
 #: Page -> the classes of TRL whose names it lists, and the method with the same options.
 TRL_METHODS = {
     "SFTConfig": "sft",

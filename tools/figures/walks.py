@@ -56,17 +56,24 @@ TEMPLATE = (
 
 
 def trace_walk(name: str) -> dict[str, list[str]]:
-    """Return the functions that a walk executes, by file, in the order of their first call."""
+    """Return the functions that a walk executes, by file, in the order of their first call.
+
+    A background thread may still work for an earlier call, so the shorter of two traces counts.
+    """
     walk = WALKS[name]()
     walk()
+    files = min((trace_call(walk) for _ in range(2)), key=len)
+    if name in METHODS:
+        return {file: names for file, names in files.items() if METHOD_FILE.match(file)}
+    return files
+
+
+def trace_call(walk: Walk) -> dict[str, list[str]]:
+    """Call a walk, and return the functions that all threads execute, by file."""
     files: dict[str, dict[str, None]] = defaultdict(dict)
     with trace_calls(files):
         walk()
-    return {
-        file: list(functions)
-        for file, functions in files.items()
-        if name not in METHODS or METHOD_FILE.match(file)
-    }
+    return {file: list(functions) for file, functions in files.items()}
 
 
 @contextmanager
@@ -166,7 +173,7 @@ def walk_engine() -> Walk:
         page_size=8,
         max_num_batched_tokens=16,
     )
-    prompts = iter(([1, 2, 3, 4], [1, 2, 3, 5]))
+    prompts = iter(([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6]))
     sampling = SamplingParams(max_tokens=4, temperature=0)
     return lambda: serving.generate([next(prompts)], sampling)
 

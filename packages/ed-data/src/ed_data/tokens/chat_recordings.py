@@ -59,7 +59,7 @@ class RecordingLayout(Protocol):
         ...
 
     @property
-    def whole(self) -> bool:
+    def includes_padding(self) -> bool:
         """Whether a shorter recording has the features of its padding, too."""
         ...
 
