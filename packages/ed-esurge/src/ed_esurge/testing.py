@@ -253,6 +253,7 @@ def _prompt_logprobs(
 
 def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) -> Any:
     """Yield the text of each token in whole characters, up to a stop string or `max_tokens`."""
+    reply = reply.encode("utf-8", "replace").decode()  # tokens spell no lone surrogate
     tokens = tokenizer(reply, add_special_tokens=False)["input_ids"]
     if not params.ignore_eos:
         tokens = [*tokens, tokenizer.eos_token_id]
