@@ -380,15 +380,13 @@ class eLargeModel(Setters):
 
     def serve(self, **options: Any) -> None:
         """Serve the OpenAI-compatible API until interrupted, with options of the `serve` action."""
-        from ed_esurge.server import read_keys, serve
+        from ed_esurge.server import serve
         from ed_esurge.server.launch import load_adapters
         from ed_esurge.server.options import ListenOptions
 
-        checked = _options(ServeOptions, options)
+        # An invalid file of keys is an error before the model loads.
+        checked = _options(ServeOptions, options).with_read_keys()
         values = {name: getattr(checked, name) for name in ListenOptions.model_fields}
-        if checked.api_key_file is not None:  # an invalid file is an error before the model loads
-            values["api_key"] = [*read_keys(checked.api_key_file), *(checked.api_key or ())]
-            values["api_key_file"] = None
         path = Path(getattr(self.config.model, "name_or_path", None) or self.config.directory)
         names = list(checked.served_model_name or ()) or self._model_names(path)
         if not checked.also:  # several models have the names of their mapping

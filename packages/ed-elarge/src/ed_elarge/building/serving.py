@@ -7,9 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ed_esurge.command.load import get_model_name
+from ed_esurge.command.load import check_model_names, get_model_name
 from ed_esurge.command.model_directory import build_loading, estimate_memory
-from ed_infra.errors import ConfigError
 
 from ed_elarge.building.replicas import replicated_engine
 from ed_elarge.config.action_options import ServeOptions
@@ -54,8 +53,7 @@ def list_models(elm: eLargeModel, options: ServeOptions, name: str) -> dict[str,
         ConfigError: Two models have the same name.
     """
     names = [name, *map(get_model_name, options.also)]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"two models have the same name ({', '.join(names)}): rename a directory")
+    check_model_names(names)
     engine = elm.config.esurge
     changes: dict[str, object] = {}
     if options.lora_modules and "max_loras" not in engine.model_fields_set:

@@ -98,9 +98,9 @@ def build_server_options(
     names = [name for name in ServerOptions.model_fields if name not in omitted]
     fields = {name: getattr(values, name) for name in names}
     fields["limits"] = parse_mapping(fields["limits"], "--limits")
-    given = {name: value for name, value in (fields | further).items() if value is not None}
+    explicit = {name: value for name, value in (fields | further).items() if value is not None}
     try:
-        return ServerOptions.model_validate(given)
+        return ServerOptions.model_validate(explicit)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         message = first["msg"].removeprefix("Value error, ")
@@ -210,7 +210,7 @@ def build_options(values: argparse.Namespace, table: type[OptionsT]) -> OptionsT
         return table(**fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        flag = "--" + str(first["loc"][0]).replace("_", "-") + ": " if first["loc"] else ""
+        flag = f"{format_flag(str(first['loc'][0]))}: " if first["loc"] else ""
         raise ConfigError(f"{flag}{first['msg']}") from None
 
 

@@ -333,6 +333,12 @@ def get_model_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).expanduser().exists() else model
 
 
+def check_model_names(names: Sequence[str]) -> None:
+    """Raise `ConfigError` if two models of one server have the same name."""
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two models have the same name ({', '.join(names)}): rename a directory")
+
+
 def parse_mesh_dims(text: str | None, tensor_parallel_size: int | None = None) -> tuple[int, ...]:
     """Return the number of devices along each axis of the mesh.
 

@@ -14,7 +14,12 @@ from ed_infra.errors import ConfigError
 from ed_infra.garbage import pause_collection
 
 from ed_esurge.command.flags import add_server_options, build_options, build_server_options
-from ed_esurge.command.load import add_model_arguments, get_model_name, served_engine
+from ed_esurge.command.load import (
+    add_model_arguments,
+    check_model_names,
+    get_model_name,
+    served_engine,
+)
 from ed_esurge.command.model_directory import model_directory
 from ed_esurge.command.nodes import add_node_arguments, check_nodes, connected_nodes
 from ed_esurge.command.replicated import ReplicaStarter, check_replicas
@@ -55,8 +60,7 @@ def create_engines(
     if len(models) == 1:
         return create(values)
     names = [get_model_name(model) for model in models]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"two models have the same name ({', '.join(names)}): rename a directory")
+    check_model_names(names)
     options = build_options(values, EngineConfig)
     engines = {}
     for place, (name, model) in enumerate(zip(names, models, strict=True), 1):
@@ -85,11 +89,7 @@ def run(values: argparse.Namespace) -> int:
         values, OMITTED, api_key=key or None, admin_api_key=os.environ.get(ADMIN_KEY) or None
     )
     on_demand = model_directory(values)
-    if options.api_key_file:
-        from ed_esurge.server.http.auth import read_keys
-
-        keys = [*read_keys(options.api_key_file), *(options.api_key or ())]
-        options = options.replace(api_key=keys, api_key_file=None)
+    options = options.with_read_keys()
     if on_demand is not None:
         options = options.replace(model_directory=on_demand)
     if options.lora_modules and values.max_loras is None:

@@ -32,7 +32,7 @@ from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http import errors
 from ed_esurge.server.http.admission import Admission
-from ed_esurge.server.http.auth import BearerAuth, check_access, read_keys
+from ed_esurge.server.http.auth import BearerAuth, check_access
 from ed_esurge.server.http.body import in_thread, read
 from ed_esurge.server.http.fields import HEADER, IGNORED, TOOLS_HEADER
 from ed_esurge.server.http.forms import read_audio
@@ -248,8 +248,8 @@ def _directory(
 
 
 def _build_keys(options: AppOptions) -> list[ApiKey]:
-    keys = [] if options.api_key_file is None else read_keys(options.api_key_file)
-    for key in options.api_key or ():
+    keys: list[ApiKey] = []
+    for key in options.with_read_keys().api_key or ():
         keys.append(key if isinstance(key, ApiKey) else ApiKey.of(key.get_secret_value()))
     admin = options.admin_api_key
     if admin is not None:

@@ -6,8 +6,10 @@ field is a keyword of `create_app` or `serve`, a flag of `esurge serve`, and a k
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Self, get_args
 
 from ed_infra.errors import ConfigError, refuse_keywords
@@ -20,6 +22,7 @@ from pydantic import (
     InstanceOf,
     SecretStr,
     Tag,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -46,6 +49,27 @@ def _convert_single(value: object) -> object:
 
 def _get_key_kind(value: object) -> str:
     return "digest" if isinstance(value, Mapping | ApiKey) else "key"
+
+
+def read_keys(path: str | Path) -> list[ApiKey]:
+    """Return the keys of a file: a JSON list of `ApiKey`.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not such a list.
+    """
+    try:
+        raw = json.loads(Path(path).read_text("utf-8"))
+        return TypeAdapter(Annotated[list[ApiKey], Field(min_length=1)]).validate_python(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the list"
+        raise ConfigError(f"api_key_file {path}: {place}: {first['msg']}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"api_key_file {path} cannot be read ({error}): write a JSON list of objects with "
+            "sha256 and optionally name, expires, max_concurrent_requests, requests_per_minute, "
+            "admin"
+        ) from None
 
 
 def parse_adapters(value: object) -> object:
@@ -168,6 +192,18 @@ class AppOptions(Options):
         """The origins whose pages may call the server; None: only the playground."""
         return ("*",) if self.enable_cors and not self.cors_origins else self.cors_origins
 
+    def with_read_keys(self) -> Self:
+        """Return the options with the keys of `api_key_file` in `api_key`, before those of
+        `api_key`.
+
+        Raises:
+            ConfigError: see `read_keys`.
+        """
+        if self.api_key_file is None:
+            return self
+        keys = [*read_keys(self.api_key_file), *(self.api_key or ())]
+        return self.replace(api_key=keys, api_key_file=None)
+
     @classmethod
     def merge(cls, call: str, options: AppOptions | None, keywords: Mapping[str, object]) -> Self:
         """Return the options of a call with a record and keywords. None is the default of a field.
@@ -186,11 +222,11 @@ class AppOptions(Options):
         if options is not None:
             for name in options.model_fields_set & cls.model_fields.keys():
                 values[name] = getattr(options, name)
-        given = {name: value for name, value in keywords.items() if value is not None}
-        for name in given:
+        explicit = {name: value for name, value in keywords.items() if value is not None}
+        for name in explicit:
             values.pop(cls.ALIASES.get(name, name), None)
         try:
-            return cls.model_validate(values | given)
+            return cls.model_validate(values | explicit)
         except ValidationError as error:
             raise ConfigError(explain(error)) from None
 

@@ -17,6 +17,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from starlette.requests import Request
 
+from ed_esurge.config import ApiKey
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.engine.intake import (
     CheckedPrompt,
@@ -36,7 +37,6 @@ from ed_esurge.server.generation.prompts import PromptEncoder, invalid_token
 from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.generation.requests import GenerationRequest
 from ed_esurge.server.http.admission import RESERVATION, Budget, Reservation
-from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
 from ed_esurge.server.http.fields import UnknownFieldsPolicy

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from ed_infra.errors import ConfigError
-from pydantic import Field, TypeAdapter, ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ed_esurge.config import ApiKey
@@ -28,27 +24,6 @@ SAFE = ("GET", "HEAD", "OPTIONS")
 
 Access = Literal["open", "key", "admin"]
 """Who may call a route of a server with keys: anyone, any key, or an administrator."""
-
-
-def read_keys(path: str | Path) -> list[ApiKey]:
-    """Return the keys of a file: a JSON list of `ApiKey`.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not such a list.
-    """
-    try:
-        raw = json.loads(Path(path).read_text("utf-8"))
-        return TypeAdapter(Annotated[list[ApiKey], Field(min_length=1)]).validate_python(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the list"
-        raise ConfigError(f"api_key_file {path}: {place}: {first['msg']}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"api_key_file {path} cannot be read ({error}): write a JSON list of objects with "
-            "sha256 and optionally name, expires, max_concurrent_requests, requests_per_minute, "
-            "admin"
-        ) from None
 
 
 class _Account:
