@@ -106,9 +106,8 @@ def did_you_mean(name: str, known_names: Iterable[str]) -> str:
     query = str(name).lower()
     similar = difflib.get_close_matches(query, spelling, n=8, cutoff=0.5)
     close_names = [k for k in similar if _is_near(query, k)]
-    close_names.sort(
-        key=partial(edits, query)
-    )  # a stable sort: the most similar of equals stays first
+    # The sort is stable: the most similar of equals stays first.
+    close_names.sort(key=partial(edits, query))
     return f"; did you mean {spelling[close_names[0]]!r}?" if close_names else ""
 
 

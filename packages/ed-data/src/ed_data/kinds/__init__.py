@@ -55,7 +55,7 @@ ROW_KINDS: dict[str, Schema] = {
 def find_kind(schema: Schema) -> KindOfRows:
     """Return the kind whose schema is equal, else a kind with the same task."""
     schemas = ROW_KINDS.values()
-    kind = next((known.kind for known in schemas if known == schema), None)
+    kind = next((entry.kind for entry in schemas if entry == schema), None)
     if kind is not None or schema.task == ANSWERS.task:
         return kind or ANSWERS
-    return next((known.kind for known in schemas if known.task == schema.task), ANSWERS)
+    return next((entry.kind for entry in schemas if entry.task == schema.task), ANSWERS)

@@ -165,11 +165,9 @@ class StreamPlan:
         if self._window is not None:
             number, begins, rows_before = self._window.number, self._window.begins, self._window.row
         else:  # at the beginning or at the end
-            number, begins, rows_before = (
-                self._number,
-                self._documents.state_dict(),
-                self._first_row,
-            )
+            number = self._number
+            begins = self._documents.state_dict()
+            rows_before = self._first_row
         return {
             "over": self._over,
             "window": number,

@@ -124,10 +124,8 @@ class PatchEncoder(ImageEncoder):
         for row, row_images in images.items():
             filled = 0
             for place, image in enumerate(row_images):
-                counts, (image_patches, grid) = (
-                    self.counts(image),
-                    self.pack_patches(self.process_image(image)),
-                )
+                counts = self.counts(image)
+                (image_patches, grid) = self.pack_patches(self.process_image(image))
                 if len(image_patches) != counts.patches or grid.prod() != counts.patches:
                     raise DataError(
                         f"{image.location}: the processor counted {counts.patches} patches, but "

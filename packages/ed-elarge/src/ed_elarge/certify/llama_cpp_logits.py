@@ -118,12 +118,10 @@ class LlamaCpp:
 
 def main() -> None:
     """Read ids, and write the logits and the greedy tokens."""
-    path, ids_path, logits_path, new_tokens = (
-        sys.argv[1],
-        sys.argv[2],
-        sys.argv[3],
-        int(sys.argv[4]),
-    )
+    path = sys.argv[1]
+    ids_path = sys.argv[2]
+    logits_path = sys.argv[3]
+    new_tokens = int(sys.argv[4])
     with np.load(ids_path) as file:
         ids = file["ids"]
     model = LlamaCpp(path, -(-(ids.shape[1] + new_tokens) // 32) * 32)

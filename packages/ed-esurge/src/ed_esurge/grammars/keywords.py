@@ -217,10 +217,8 @@ def _simplify_names(schema: dict[str, Any], root: object) -> None:
     names = resolve_reference(names, root)
     if not isinstance(names, Mapping) or "patternProperties" in schema:
         return
-    additional_schema, properties = (
-        schema.get("additionalProperties", True),
-        schema.get("properties", {}),
-    )
+    additional_schema = schema.get("additionalProperties", True)
+    properties = schema.get("properties", {})
     if not isinstance(properties, Mapping) or not _are_texts(names):
         return
     listed = _list_texts(names, root)

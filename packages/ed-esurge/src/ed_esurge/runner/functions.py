@@ -130,9 +130,8 @@ class Functions:
 
         @contextmanager
         def background_work() -> Iterator[None]:
-            if (
-                stored and compiled_functions
-            ):  # the engine is ready before its functions are written
+            # The engine is ready before its functions are written.
+            if stored and compiled_functions:
                 stored.write(compiled_functions)
             with compiled_afresh() if self._kept else nullcontext():
                 yield

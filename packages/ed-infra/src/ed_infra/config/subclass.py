@@ -242,9 +242,8 @@ def share_table_of_names() -> None:
     """
     utils: Any = getattr(transformers.utils, "import_utils", None)
     define_original = getattr(utils, "define_import_structure", None)
-    if define_original is None or not hasattr(
-        define_original, "cache_info"
-    ):  # it keeps its results
+    # A function with `cache_info` keeps its results.
+    if define_original is None or not hasattr(define_original, "cache_info"):
         return
     folder, start = Path(str(transformers.__file__)).parent / "models", "models."
 

@@ -162,10 +162,8 @@ class GatedDelta(nnx.Module):
             y = round_to_dtype(activation(self.hidden_act)(y)).astype(jnp.float32)
             return y.reshape(*y.shape[:2], -1, size)
 
-        q, k = (
-            unit(project_and_convolve("q", self.key_dim)),
-            unit(project_and_convolve("k", self.key_dim)),
-        )
+        q = unit(project_and_convolve("q", self.key_dim))
+        k = unit(project_and_convolve("k", self.key_dim))
         v = project_and_convolve("v", self.value_dim)
         shared = self.value_heads // k.shape[2]
         q, k = (jnp.repeat(y, shared, axis=2) for y in (q * self.key_dim**-0.5, k))

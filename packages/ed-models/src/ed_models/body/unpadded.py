@@ -152,10 +152,8 @@ class TileGrids:
             return jnp.where(is_end, tiles * n * n, inner)
 
         if self.limit is None:
-            index, weights = (
-                locate_patches(line, place)[..., None],
-                jnp.ones((b * i, len(feature_index), 1)),
-            )
+            index = locate_patches(line, place)[..., None]
+            weights = jnp.ones((b * i, len(feature_index), 1))
         else:
             y = _neighbours(line, lines, shown_counts[:, 0])
             x = _neighbours(place, across, shown_counts[:, 1])

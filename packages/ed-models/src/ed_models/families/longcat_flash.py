@@ -48,10 +48,8 @@ class LongcatFlashExperts(Experts):
 
     def __init__(self, parts: Parts):
         config: LongcatFlashConfig = parts.config
-        self.real, self.all = (
-            config.n_routed_experts,
-            config.n_routed_experts + count_zero_experts(config),
-        )
+        self.real = config.n_routed_experts
+        self.all = config.n_routed_experts + count_zero_experts(config)
         super().__init__(parts, self.real, config.expert_ffn_hidden_size)
 
     def __call__(self, x, expert_ids, weights, ctx: Ctx):

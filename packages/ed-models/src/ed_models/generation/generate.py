@@ -134,10 +134,8 @@ def generate(
         generation_options.pad_is_known
         and generation_options.pad_token_id not in generation_options.eos_token_id
     )
-    padding, vocab_size = (
-        generation_options.pad_token_id if padded else None,
-        get_vocab_size(config),
-    )
+    padding = generation_options.pad_token_id if padded else None
+    vocab_size = get_vocab_size(config)
     if not reads_encoder:
         if options.get("decoder_start_token_id") is not None:
             raise ConfigError(

@@ -211,10 +211,8 @@ def prompt_inputs(
     inputs = Inputs({name: np.asarray(array) for name, array in arrays.items()})
     if input_ids is not None:
         inputs = Inputs({"input_ids": token_ids(input_ids), **inputs}, inputs.declared)
-    input_names, encoded = (
-        model.input_names,
-        (ENCODER_OUTPUTS,) if is_encoder_decoder(model) else (),
-    )
+    input_names = model.input_names
+    encoded = (ENCODER_OUTPUTS,) if is_encoder_decoder(model) else ()
     main = next((name for name in (input_names[0], *encoded) if name in inputs), None)
     if main is None:
         raise ConfigError(f"{type(model).__name__} reads {input_names[0]}: pass this array")

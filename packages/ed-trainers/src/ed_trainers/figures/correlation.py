@@ -31,10 +31,8 @@ def correlations(
     """
     from scipy.stats import pearsonr, spearmanr
 
-    predicted_values, expected = (
-        np.asarray(predicted_values, np.float64),
-        np.asarray(expected, np.float64),
-    )
+    predicted_values = np.asarray(predicted_values, np.float64)
+    expected = np.asarray(expected, np.float64)
     names = (f"{prefix}spearman", f"{prefix}pearson")
     if len(predicted_values) < 2 or np.ptp(predicted_values) == 0 or np.ptp(expected) == 0:
         return dict.fromkeys(names, 0.0)

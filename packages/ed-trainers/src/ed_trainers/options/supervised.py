@@ -313,10 +313,8 @@ class EmbeddingArguments(NoiseArguments):
     @field_validator("loss_type")
     @classmethod
     def _fits(cls, value: str, info: ValidationInfo) -> str:
-        parts, negatives = (
-            info.data.get("gradient_accumulation_steps"),
-            info.data.get("num_negatives", 0),
-        )
+        parts = info.data.get("gradient_accumulation_steps")
+        negatives = info.data.get("num_negatives", 0)
         if value in WHOLE_STEP and parts not in (None, 1):
             raise conflict(
                 f"embedding with loss_type {value} would compare texts only within a microbatch, "

@@ -96,10 +96,8 @@ def math_answer(
         predicted_answer, expected_answer = stated_answer(text), marked_answer(answer) or answer
         if predicted_answer is None:
             return False
-        predicted_value, expected_value = (
-            parse_number(predicted_answer),
-            parse_number(expected_answer),
-        )
+        predicted_value = parse_number(predicted_answer)
+        expected_value = parse_number(expected_answer)
         if predicted_value is not None and expected_value is not None:
             return predicted_value == expected_value
         return _letters(predicted_answer) == _letters(expected_answer)

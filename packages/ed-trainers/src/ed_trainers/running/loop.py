@@ -234,10 +234,8 @@ class TrainingLoop:
     def _is_of_this_launch(self, saved: Mapping[str, Any]) -> bool:
         """Whether a checkpoint belongs to this elastic launch, whose folders in memory are
         neighbors."""
-        saved_directory, now = (
-            saved["arguments"].get("memory_directory"),
-            self.arguments.memory_directory,
-        )
+        saved_directory = saved["arguments"].get("memory_directory")
+        now = self.arguments.memory_directory
         return (
             None not in (saved_directory, now)
             and Path(saved_directory).parent == Path(now or "").parent

@@ -191,9 +191,8 @@ class Blocks:
         b, s = segments.shape
         m = s // size
         ends = (segments != 0) & (index % size == size - 1)
-        complete_blocks = (
-            jnp.cumsum(ends, axis=1, dtype=jnp.int32) - ends
-        )  # complete blocks before a token
+        # The number of complete blocks before a token.
+        complete_blocks = jnp.cumsum(ends, axis=1, dtype=jnp.int32) - ends
         at = jnp.arange(b)[:, None], jnp.where(ends, complete_blocks, m)
         empty = jnp.zeros((b, m + 1), jnp.int32)
         owner = empty.at[at].set(segments, mode="drop").at[:, m].set(0)
