@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from ed_layers.attention import Kernel
+from ed_layers.attention.kernel import built_in
 from ed_layers.attention.kernels.vanilla import vanilla_attention
-from ed_layers.attention.registry import built_in
 
 from tests.conformance import results as conformance_results
 from tests.conformance.cases import subjects

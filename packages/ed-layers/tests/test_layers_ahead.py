@@ -13,7 +13,7 @@ from attention_pages import KV_LENS, Q_LENS, batch, page_table
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import Mechanism, attend
-from ed_layers.attention.registry import MECHANISMS
+from ed_layers.attention.kernel import MECHANISMS
 from ed_layers.cache import LayerCacheSpec, PagedCache
 
 HEADS, GROUPS, DIM = 4, 2, 8

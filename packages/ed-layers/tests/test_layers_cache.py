@@ -13,7 +13,7 @@ from cache_cases import BOUNDS, LAYERS, SINKS, SPECS, Engine, G, K, sequence, wh
 from ed_infra.errors import ConfigError
 from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers.attention import Mechanism, attend
-from ed_layers.attention.mechanism import Settings
+from ed_layers.attention.kernel import Settings
 from ed_layers.cache import DenseCache, Format, HybridCache, LayerCacheSpec
 
 VANILLA, DECODE = Mechanism(), Mechanism(decode="autoregressive_decodeattn")

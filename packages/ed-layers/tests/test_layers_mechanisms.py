@@ -19,13 +19,12 @@ from ed_infra.logging import forget_said
 from ed_infra.masks import MaskInfo
 from ed_layers import devices
 from ed_layers.attention import MECHANISMS, Mechanism, attend
-from ed_layers.attention.kernel import Projected
+from ed_layers.attention.kernel import Projected, built_in
 from ed_layers.attention.kernels import gpu
 from ed_layers.attention.kernels.flash_tpu import flash_on_tpu
 from ed_layers.attention.kernels.splash import splash_attention
 from ed_layers.attention.kernels.vanilla import vanilla_attention
 from ed_layers.attention.mechanism import choose
-from ed_layers.attention.registry import built_in
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache.paged import PagedCache
 from ed_layers.cache.ragged import RaggedBatch

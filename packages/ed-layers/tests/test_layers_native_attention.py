@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.masks import MaskInfo
-from ed_layers.attention.kernel import Cached, Paged, Projected
+from ed_layers.attention.kernel import Cached, Paged, Projected, kernels_here
 from ed_layers.attention.kernels import native
 from ed_layers.attention.kernels.blockwise import blockwise_attention
 from ed_layers.attention.kernels.vanilla import vanilla_attention
-from ed_layers.attention.registry import kernels_here
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, get_head_indices
 from ed_layers.cache.codes import Codes, Format, decode
 from ed_layers.cache.protocol import Pages, StoredLayer

@@ -13,8 +13,8 @@ UNUSED = (
     *("ed_models.tasks.classification", "ed_models.tasks.embedding"),
     *("ed_layers.lora", "ed_layers.quantization", "ed_layers.moe", "ed_layers.recurrence"),
     *("ed_layers.cache.contiguous", "ed_layers.cache.hybrid", "ed_layers.cache.paged"),
-    *("ed_layers.attention.dispatch", "ed_layers.attention.registry"),
-    *("ed_layers.attention.kernel", "ed_layers.native."),
+    *("ed_layers.attention.dispatch", "ed_layers.attention.kernel"),
+    "ed_layers.native.",
 )
 
 #: Upper limit of the number of modules. `__init__.py` files contain no code and do not count.

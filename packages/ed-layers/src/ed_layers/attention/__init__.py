@@ -3,8 +3,8 @@
 - `dispatch` contains `attend`: it validates a call, and runs the mechanism that `mechanism`
   chooses;
 - `mechanism` resolves the options of a configuration, and implements "auto";
-- `registry` contains the tables of mechanisms and kernels, and runs a call;
-- `kernel` defines the record of a kernel, and the calls that kernels receive; `scoring` the scores;
+- `kernel` defines the record of a kernel, the calls that kernels receive, and the tables of
+  mechanisms and kernels, and runs a call; `scoring` defines the scores;
 - `kernels` contains the implementations and their shared code;
 - `blocks` contains the attention blocks of models.
 """
@@ -17,15 +17,15 @@ from ed_infra.lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "MECHANISMS": "ed_layers.attention.registry",
+        "MECHANISMS": "ed_layers.attention.kernel",
         "Kernel": "ed_layers.attention.kernel",
         "Mechanism": "ed_layers.attention.mechanism",
         "attend": "ed_layers.attention.dispatch",
+        "attend_with_scoring": "ed_layers.attention.dispatch",
     },
 )
 
 if TYPE_CHECKING:
-    from ed_layers.attention.dispatch import attend
-    from ed_layers.attention.kernel import Kernel
+    from ed_layers.attention.dispatch import attend, attend_with_scoring
+    from ed_layers.attention.kernel import MECHANISMS, Kernel
     from ed_layers.attention.mechanism import Mechanism
-    from ed_layers.attention.registry import MECHANISMS

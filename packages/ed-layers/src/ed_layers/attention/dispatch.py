@@ -1,7 +1,7 @@
 """`attend`: the function through which all attention passes.
 
 `attend` validates a call, determines the mechanism, and runs the first kernel that accepts the call
-(`registry.run`).
+(`kernel.run`).
 
 Legend: b batch, s query length, t key length or slots, h heads, g kv heads, k head dim of queries
 and keys, d head dim of values.
@@ -19,9 +19,8 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
 
-from ed_layers.attention.kernel import Cached, Paged, Projected
+from ed_layers.attention.kernel import Cached, Paged, Projected, run
 from ed_layers.attention.mechanism import Mechanism, check, choose, choose_for_cache
-from ed_layers.attention.registry import run
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, WindowLimit
 from ed_layers.cache.protocol import Cache, Layer, Pages, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
@@ -82,9 +81,6 @@ def attend(
         ConfigError: shapes are inconsistent, or the mechanism lacks a feature of the call.
     """
     check_shapes(q, k, v)
-    out_dtype = q.dtype
-    if mechanism.dtype is not None:
-        q, k, v = jax.tree.map(lambda x: x.astype(mechanism.dtype), (q, k, v))
     scoring = Scoring(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         window=window,
@@ -94,8 +90,41 @@ def attend(
         bias=bias,
         alibi=alibi,
         relative=relative,
-        dropout=0.0 if dropout_key is None else mechanism.dropout,
         dropout_key=dropout_key,
+    )
+    return attend_with_scoring(
+        *(q, k, v, mask_info, scoring),
+        cache=cache,
+        layer=layer,
+        ragged=ragged,
+        group=group,
+        mechanism=mechanism,
+    )
+
+
+def attend_with_scoring(
+    q: Float[Array, "b s h k"],
+    k: Float[Array, "b t g k"] | None,
+    v: Float[Array, "b t g d"] | None,
+    mask_info: MaskInfo | None,
+    scoring: Scoring,
+    *,
+    cache: CacheT,
+    layer: Layer,
+    ragged: RaggedBatch | None,
+    group: str,
+    mechanism: Mechanism,
+) -> tuple[Float[Array, "b s h d"], CacheT]:
+    """Compute `attend` for consistent shapes, with the settings of the scores as a record.
+
+    The mechanism sets the dtype of the softmax, and the dropout rate if there is a `dropout_key`.
+    """
+    out_dtype = q.dtype
+    if mechanism.dtype is not None:
+        q, k, v = jax.tree.map(lambda x: x.astype(mechanism.dtype), (q, k, v))
+    scoring = replace(
+        scoring,
+        dropout=0.0 if scoring.dropout_key is None else mechanism.dropout,
         softmax_dtype=mechanism.softmax_dtype,
     )
     config = mechanism.config

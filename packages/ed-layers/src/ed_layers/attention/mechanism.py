@@ -13,14 +13,16 @@ from ed_infra.logging import get_logger, once
 from ed_layers import devices
 from ed_layers.attention.kernel import (
     FULL_SCORES_LIMIT,
+    MECHANISMS,
     Cached,
     Call,
     CallT,
     Projected,
     Reads,
+    Settings,
+    kernels,
+    kernels_here,
 )
-from ed_layers.attention.kernel import Settings as Settings
-from ed_layers.attention.registry import MECHANISMS, kernels, kernels_here
 
 if TYPE_CHECKING:
     from ed_infra.config import EasyDeLBaseConfig

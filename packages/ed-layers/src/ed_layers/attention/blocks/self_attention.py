@@ -151,10 +151,9 @@ class SelfAttention(nnx.Module):
         layer: Layer,
     ) -> tuple[Float[Array, "b s h k"], _CacheT]:
         """Return the weighted sums of values, and the cache."""
-        scoring, mask_info = self.scoring(ctx), ctx.mask_info
+        scoring, mask_info = replace(self.scoring(ctx), dropout_key=ctx.key), ctx.mask_info
         if not self.mask.causal:
             mask_info = bidirectional(mask_info, cache)
-        bias = None
         if isinstance(self.position, Disentangled):
             from ed_layers.attention.blocks.disentangled import disentangled_bias
 
@@ -162,24 +161,13 @@ class SelfAttention(nnx.Module):
             assert k is not None
             tables, scale = self.positions_projected(ctx, self.position), scoring.scale
             bias = disentangled_bias(q, k, *tables, mask_info, self.position, scale)
-        return attention.attend(
-            q,
-            k,
-            v,
-            mask_info,
+            scoring = replace(scoring, bias=bias)
+        return attention.attend_with_scoring(
+            *(q, k, v, mask_info, scoring),
             cache=cache,
             layer=layer,
             ragged=ctx.ragged,
             group=self.group,
-            window=scoring.window,
-            chunk=scoring.chunk,
-            soft_cap=scoring.soft_cap,
-            scale=scoring.scale,
-            sinks=scoring.sinks,
-            bias=bias,
-            alibi=scoring.alibi,
-            relative=scoring.relative,
-            dropout_key=ctx.key,
             mechanism=self.mechanism,
         )
 
