@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from EasyLM import SOURCES
 from ed_elarge.config import other_files
 from ed_trainers.arguments import ARGUMENTS
 from ed_trainers.options import other_names
@@ -122,29 +123,27 @@ def axolotl() -> str:
 def easylm() -> str:
     """Return the table of docs/migrate/easylm.md: the files of EasyLM's document."""
     text = (easydel_names.DOCUMENTS / "003.txt").read_text("utf-8")
-    source = ROOT / "packages/ed-elarge/src"
     lines = heading("EasyLM", "here")
-    for name in dict.fromkeys(re.findall(r"\b(\w+\.py)\b", text)):
-        if name == "__init__.py":
+    for name in dict.fromkeys(re.findall(r"\b(\w+)\.py\b", text)):
+        if name == "__init__":
             continue
-        paths = list((source / "EasyLM").rglob(name))
+        paths = [path for path in SOURCES if path.endswith(f".{name}")]
         if not paths:
-            raise LookupError(f"{name} of EasyLM's document has no module in {source}/EasyLM")
+            raise LookupError(f"{name}.py of EasyLM's document has no module in EasyLM.SOURCES")
         for path in paths:
-            module = ".".join(path.relative_to(source).with_suffix("").parts)
-            lines += [row(f"`{module}{cls}`", place) for cls, place in _exports(path)]
+            lines += [row(f"`{path}{cls}`", place) for cls, place in _exports(SOURCES[path])]
     return "\n".join(lines) + "\n"
 
 
-def _exports(path: Path) -> list[tuple[str, str]]:
+def _exports(source: str) -> list[tuple[str, str]]:
     """Return what a module of the import package `EasyLM` exports, and where it is defined."""
-    found = []
-    for node in ast.parse(path.read_text("utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+    exports = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom):
             for one in node.names:
                 name = "" if one.asname == "main" else f".{one.name}"
-                found.append((name, f"`{node.module}.{one.name}`, the same import path"))
-    return found
+                exports.append((name, f"`{node.module}.{one.name}`, the same import path"))
+    return exports
 
 
 #: Page -> its generated part.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import pickle
 import subprocess
 import sys
 from importlib import metadata
+from types import ModuleType
 
+import EasyLM
 import pytest
-from easydel._table import MODULES, NAMES, find_names
+from easydel._table import MODULES, NAMES, SOURCES, find_names
 
 PACKAGES = ("infra", "layers", "models", "data", "trainers", "esurge", "elarge")
 
@@ -62,6 +66,28 @@ def test_importing_easydel_does_not_import_jax_or_transformers() -> None:
     code = "import easydel, sys; print(sorted({'jax', 'flax', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", sorted({*SOURCES, *EasyLM.SOURCES}))
+def test_module_without_file_is_found_with_its_source(module: str) -> None:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.import_module(module)
+    assert loaded.__spec__ == spec and loaded.__name__ == module
+    assert all(pickle.loads(pickle.dumps(value)) is value for value in get_classes(loaded))
+    with pytest.raises(ModuleNotFoundError, match=f"{module}.absent"):
+        importlib.import_module(f"{module}.absent")
+
+
+def get_classes(module: ModuleType) -> list[type]:
+    return [value for value in vars(module).values() if isinstance(value, type)]
+
+
+def test_modules_without_file_run_as_programs() -> None:
+    for module in ("easydel.scripts.elarge", "EasyLM.scripts.diff_checkpoint"):
+        command = [sys.executable, "-m", module, "--help"]
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "usage" in process.stdout.lower()
 
 
 def test_wrong_names_get_a_hint() -> None:

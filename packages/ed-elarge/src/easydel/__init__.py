@@ -7,8 +7,20 @@ module paths.
 from __future__ import annotations
 
 from importlib import metadata
+from typing import TYPE_CHECKING
 
-from easydel._table import attach
+from ed_elarge.import_paths import add_modules
+
+from easydel._table import SOURCES, attach
+
+if TYPE_CHECKING:
+    from ed_data import *  # noqa: F403
+    from ed_elarge import *  # noqa: F403
+    from ed_esurge import *  # noqa: F403
+    from ed_infra import *  # noqa: F403
+    from ed_layers import *  # noqa: F403
+    from ed_models import *  # noqa: F403
+    from ed_trainers import *  # noqa: F403
 
 
 def _refuse_the_other_easydel() -> None:
@@ -25,4 +37,5 @@ def _refuse_the_other_easydel() -> None:
 
 
 _refuse_the_other_easydel()
+add_modules(SOURCES)
 __getattr__, __dir__, __all__ = attach(__name__)

@@ -1,8 +1,9 @@
 """The names of the umbrella and the modules that define them.
 
 `NAMES` contains the public names of the seven packages and further names from EasyDeL's guides.
-`MODULES` contains the module paths of the guides; each exports a part of the names. The modules in
-`OPEN` also export the classes that `easydel._found` reads from the sources.
+`MODULES` contains the module paths of the guides; each exports a part of the names. Only `easydel`
+is a file; `SOURCES` contains the sources of the others. The modules in `OPEN` also export the
+classes that `easydel._found` reads from the sources of the packages.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import ed_infra
 import ed_layers
 import ed_models
 import ed_trainers
+from ed_elarge.import_paths import write_command
 from ed_infra import lazy
 
 #: The packages; their public names are lazy.
@@ -95,6 +97,20 @@ MODULES: dict[str, dict[str, str]] = {
     **{path: {name: NAMES[name] for name in names.split()} for path, names in _PATHS.items()},
 }
 MODULES["easydel.infra.factory"]["registry"] = "ed_infra.registry:*"
+
+#: Module path -> source, of the modules without a file.
+SOURCES: dict[str, str] = {
+    **{
+        path: (
+            "from easydel._table import attach\n\n"
+            f"__getattr__, __dir__, __all__ = attach({path!r})\n"
+        )
+        for path in MODULES
+        if path != "easydel"
+    },
+    "easydel.scripts": "",
+    "easydel.scripts.elarge": write_command("ed_elarge.__main__", "main"),
+}
 
 #: The modules that also export the names of `easydel._found`.
 OPEN = ("easydel", "easydel.modules", "easydel.trainers")

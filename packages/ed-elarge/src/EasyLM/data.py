@@ -1,3 +1,0 @@
-"""The import path of EasyLM's documentation; see `ed_elarge.easylm`."""
-
-from ed_elarge.easylm import DataProcessor as DataProcessor

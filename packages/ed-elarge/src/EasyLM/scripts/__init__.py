@@ -1,1 +1,0 @@
-"""The import paths of EasyLM's documentation; `ed_elarge.easylm` has the classes."""

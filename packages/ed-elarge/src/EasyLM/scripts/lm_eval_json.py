@@ -1,6 +1,0 @@
-"""`python -m EasyLM.scripts.lm_eval_json`: see `ed_elarge.easylm.commands`."""
-
-from ed_elarge.easylm.commands import lm_eval_json as main
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,0 @@
-"""`eLargeModel`. The names are in `easydel._table`."""
-
-from easydel._table import attach
-
-__getattr__, __dir__, __all__ = attach(__name__)

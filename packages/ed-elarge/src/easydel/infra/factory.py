@@ -1,5 +1,0 @@
-"""The registry of configurations and modules. The names are in `easydel._table`."""
-
-from easydel._table import attach
-
-__getattr__, __dir__, __all__ = attach(__name__)

@@ -1,1 +1,0 @@
-"""Programs that run with `python -m`."""
