@@ -51,6 +51,9 @@ def shapes(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
         "vocab_size",
         "intermediate_size",
         "num_experts_per_tok",
+        "max_position_embeddings",
+        "no_rope_layers",
+        "no_rope_layer_interval",
     )
     config = {name: getattr(text, name, None) for name in fields}
     return {"tensors": [*merged.values()], "caches": caches, "config": config}

@@ -70,8 +70,8 @@ def ask(
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"the compiler needed more than {time_limit:g} s: raise --time-limit, or plan fewer "
-            "devices"
+            f"the child process of the plan needed more than {time_limit:g} s: raise --time-limit, "
+            "or plan fewer devices"
         ) from None
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:

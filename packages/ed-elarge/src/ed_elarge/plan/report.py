@@ -45,7 +45,7 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
             "model_type": plan.shapes.model_type,
             "parameters": plan.shapes.parameters,
             "parameters_per_token": plan.shapes.active,
-            "shapes": plan.shapes.source,
+            "shapes": "model class",
         },
         "fits": plan.fits,
     }

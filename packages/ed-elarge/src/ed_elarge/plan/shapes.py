@@ -1,4 +1,4 @@
-"""The shapes of a run's model: from `ed_elarge.plan.families`, or from a child process with jax."""
+"""The shapes of a run's model: a child process with jax reads them from the model class."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 
-from ed_elarge.config.config_source import config_fields
 from ed_elarge.config.run_config import RunConfig
-from ed_elarge.plan import child, families
+from ed_elarge.plan import child
 from ed_elarge.plan.tensors import CacheShape, ModelShapes, PlanTensor
-
-#: Field -> its name in the configurations of GPT-2.
-_OTHER_NAMES = {
-    "hidden_size": "n_embd",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-    "max_position_embeddings": "n_positions",
-}
 
 
 def get_shapes(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
@@ -31,7 +23,7 @@ def get_shapes(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
 
     Args:
         run: the run; its task is a causal language model.
-        time_limit: seconds for the child process of a family that `FORMS` does not list.
+        time_limit: seconds for the child process.
 
     Raises:
         ConfigError: the configuration of the model is not on this machine, or the model is no
@@ -42,24 +34,18 @@ def get_shapes(run: RunConfig, *, time_limit: float = 120.0) -> ModelShapes:
             f"elarge plan knows causal language models, and the task of this run is "
             f"{run.task.value!r}"
         )
-    config = values(run)
-    model_type = str(config["model_type"])
-    if model_type in families.FORMS:
-        tensors = tuple(families.parameters(model_type, config))
-        caches = families.caches(model_type, config)
-        return ModelShapes(model_type, config, tensors, caches, "configuration")
+    config = read_config_values(run)
     child_response = _load_shapes(run, config, time_limit)
     return ModelShapes(
-        model_type,
-        {**config, **child_response["config"]},
+        str(config["model_type"]),
+        child_response["config"],
         tuple(_tensor(one) for one in child_response["tensors"]),
         tuple(CacheShape(*one) for one in child_response["caches"]),
-        "model class",
     )
 
 
-def values(run: RunConfig) -> dict[str, Any]:
-    """Return the architecture of the run's model, with the defaults of its configuration class.
+def read_config_values(run: RunConfig) -> dict[str, Any]:
+    """Return the values that determine the architecture of the run's model.
 
     Raises:
         ConfigError: `config.json` or the size of the vocabulary is not on this machine.
@@ -72,15 +58,10 @@ def values(run: RunConfig) -> dict[str, Any]:
             f"model.name_or_path {str(run.model.name_or_path)!r} has no config.json on this "
             "machine: download the model, or name its directory"
         )
-    fields = config_fields(str(known_config.get("model_type"))) or {}
-    config_values = {**known_config, **(run.base_config.values if run.base_config else {})}
-    out = {**{name: field.default for name, field in fields.items()}, **config_values}
-    for name, other_name in _OTHER_NAMES.items():
-        if out.get(name) is None and out.get(other_name) is not None:
-            out[name] = out[other_name]
-    if config_values.get("vocab_size") is None and run.model.config is not None:
-        out["vocab_size"] = vocabulary(run)
-    return out
+    values = {**known_config, **(run.base_config.values if run.base_config else {})}
+    if values.get("vocab_size") is None and run.model.config is not None:
+        values["vocab_size"] = vocabulary(run)
+    return values
 
 
 def vocabulary(run: RunConfig) -> int:
@@ -89,7 +70,7 @@ def vocabulary(run: RunConfig) -> int:
     Raises:
         ConfigError: the tokenizer is not on this machine.
     """
-    assert run.model is not None, "`values` checked this"
+    assert run.model is not None, "`read_config_values` checked this"
     section = run.model.tokenizer_section
     if section.train is not None:
         return section.train.vocab_size
@@ -109,7 +90,7 @@ def vocabulary(run: RunConfig) -> int:
 
 def _load_shapes(run: RunConfig, config: Mapping[str, Any], time_limit: float) -> dict[str, Any]:
     """Return the answer of a child process, or the same answer from the cache of earlier plans."""
-    text = json.dumps(config, sort_keys=True, default=str)
+    text = json.dumps([version("ed-models"), config], sort_keys=True, default=str)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     file = home / "easydel" / "shapes" / f"{config['model_type']}-{name}.json"
@@ -124,7 +105,7 @@ def _load_shapes(run: RunConfig, config: Mapping[str, Any], time_limit: float) -
         devices=1,
         time_limit=time_limit,
         sections={"sharding": {"axis_dims": [1] * len(names), "axis_names": list(names)}},
-        vocab=config["vocab_size"],
+        vocab=config.get("vocab_size"),
     )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,9 @@
-"""`PlanTensor`: one parameter of a model for a plan, and the cache of one layer. No jax.
-
-Legend: d hidden, h heads, g kv heads, k head dim, f intermediate, e experts.
-"""
+"""`PlanTensor`: one parameter of a model for a plan, and the cache of one layer. No jax."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,17 +78,15 @@ class ModelShapes:
 
     Attributes:
         model_type: Hugging Face's name of the architecture.
-        config: fields of the architecture, with defaults.
+        config: fields of the architecture that a plan reads.
         tensors: all parameters.
         caches: one entry for each layer with keys and values.
-        source: how the shapes were found.
     """
 
     model_type: str
     config: Mapping[str, Any]
     tensors: tuple[PlanTensor, ...]
     caches: tuple[CacheShape, ...]
-    source: str
 
     @property
     def parameters(self) -> int:
@@ -142,28 +137,3 @@ class ModelShapes:
                 size = size * min(per_token, tensor.shape[0]) // tensor.shape[0]
             total += size
         return total if head else total + self.vocabulary * self.hidden
-
-
-def linear(
-    name: str, inputs: int, outputs: int, axes: LogicalAxes, layers: int, *, bias: bool = False
-) -> Iterator[PlanTensor]:
-    """Yield the parameters of a linear layer."""
-    yield PlanTensor(f"{name}.kernel", (inputs, outputs), axes, layers)
-    if bias:
-        yield PlanTensor(f"{name}.bias", (outputs,), (axes[1],), layers)
-
-
-def expert_linear(
-    name: str,
-    experts: int,
-    inputs: int,
-    outputs: int,
-    axes: LogicalAxes,
-    layers: int,
-    *,
-    bias: bool = False,
-) -> Iterator[PlanTensor]:
-    """Yield the parameters of the linear layers of all experts."""
-    yield PlanTensor(f"{name}.kernel", (experts, inputs, outputs), ("expert", *axes), layers)
-    if bias:
-        yield PlanTensor(f"{name}.bias", (experts, outputs), ("expert", axes[1]), layers)
