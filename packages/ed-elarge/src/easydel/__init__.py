@@ -4,6 +4,8 @@ A package is imported at the first use of one of its names. `easydel._table` lis
 module paths.
 """
 
+# pyright: reportWildcardImportFromLibrary=false
+
 from __future__ import annotations
 
 from importlib import metadata
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ed_elarge.import_paths import add_modules
 
-from easydel._table import SOURCES, attach
+from easydel import _table
 
 if TYPE_CHECKING:
     from ed_data import *  # noqa: F403
@@ -37,5 +39,5 @@ def _refuse_the_other_easydel() -> None:
 
 
 _refuse_the_other_easydel()
-add_modules(SOURCES)
-__getattr__, __dir__, __all__ = attach(__name__)
+add_modules(_table.SOURCES)
+__getattr__, __dir__, __all__ = _table.attach(__name__)
