@@ -12,7 +12,7 @@ from typing import Any
 
 from ed_infra.enums import MECHANISM_ALIASES
 from ed_layers.attention import MECHANISMS, Kernel
-from ed_layers.attention.kernel import built_in
+from ed_layers.attention.kernels import built_in
 from ed_layers.attention.scoring import FEATURES
 
 from tools import pages

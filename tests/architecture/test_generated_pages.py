@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ed_layers.attention import Kernel
-from ed_layers.attention.kernel import built_in
+from ed_layers.attention.kernels import built_in
 from ed_layers.attention.kernels.vanilla import vanilla_attention
 
 from tests.conformance import results as conformance_results

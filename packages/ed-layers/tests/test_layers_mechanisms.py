@@ -19,8 +19,8 @@ from ed_infra.logging import forget_said
 from ed_infra.masks import MaskInfo
 from ed_layers import devices
 from ed_layers.attention import MECHANISMS, Mechanism, attend
-from ed_layers.attention.kernel import Projected, built_in
-from ed_layers.attention.kernels import gpu
+from ed_layers.attention.kernel import Projected
+from ed_layers.attention.kernels import built_in, gpu
 from ed_layers.attention.kernels.flash_tpu import flash_on_tpu
 from ed_layers.attention.kernels.splash import splash_attention
 from ed_layers.attention.kernels.vanilla import vanilla_attention

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.masks import MaskInfo
-from ed_layers.attention.kernel import Cached, Paged, Projected, kernels_here
-from ed_layers.attention.kernels import native
+from ed_layers.attention.kernel import Cached, Paged, Projected
+from ed_layers.attention.kernels import kernels_here, native
 from ed_layers.attention.kernels.blockwise import blockwise_attention
 from ed_layers.attention.kernels.vanilla import vanilla_attention
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, get_head_indices

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.config import EasyDeLBaseConfig
-from ed_layers.attention import kernel as kernel_module
+from ed_layers.attention import kernels
 from ed_layers.attention.kernel import Call, Paged, Settings
 from ed_layers.attention.kernels import paged_gpu
 from ed_layers.attention.kernels.paged import paged_attention
@@ -41,7 +41,7 @@ def only_kernel(monkeypatch) -> None:
         assert call.name == KERNEL.mechanism
         return [KERNEL]
 
-    monkeypatch.setattr(kernel_module, "kernels_here", kernels_here)
+    monkeypatch.setattr(kernels, "kernels_here", kernels_here)
     pages.program.cache_clear()
     yield
     pages.program.cache_clear()

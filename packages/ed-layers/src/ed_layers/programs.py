@@ -16,7 +16,7 @@ from ed_infra.logging import get_logger, once
 from ed_infra.sharding.placement import ShardedConfig
 
 from ed_layers import native
-from ed_layers.attention.kernel import kernels
+from ed_layers.attention.kernels import kernels
 
 logger = get_logger(__name__)
 

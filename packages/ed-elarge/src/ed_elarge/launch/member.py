@@ -131,7 +131,7 @@ def _prepare(file: str) -> None:
     from ed_infra import registry
     from ed_infra.compilation.cache import IMPORTED
     from ed_infra.compilation.fingerprint import NoFingerprintError, source_hash
-    from ed_layers.attention.kernel import kernels
+    from ed_layers.attention.kernels import kernels
     from ed_trainers.methods import trainer_class
     from ed_trainers.step_program import PACKAGES
 

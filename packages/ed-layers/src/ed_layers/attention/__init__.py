@@ -3,9 +3,9 @@
 - `dispatch` contains `attend`: it validates a call, and runs the mechanism that `mechanism`
   chooses;
 - `mechanism` resolves the options of a configuration, and implements "auto";
-- `kernel` defines the record of a kernel, the calls that kernels receive, and the tables of
-  mechanisms and kernels, and runs a call; `scoring` defines the scores;
-- `kernels` contains the implementations and their shared code;
+- `kernel` contains the table of mechanisms, the record of a kernel, and the calls that kernels
+  receive; `scoring` defines the scores;
+- `kernels` contains the implementations, and runs a call with the first kernel that accepts it;
 - `blocks` contains the attention blocks of models.
 """
 

@@ -1,7 +1,7 @@
 """`attend`: the function through which all attention passes.
 
 `attend` validates a call, determines the mechanism, and runs the first kernel that accepts the call
-(`kernel.run`).
+(`kernels.run`).
 
 Legend: b batch, s query length, t key length or slots, h heads, g kv heads, k head dim of queries
 and keys, d head dim of values.
@@ -19,7 +19,8 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
 
-from ed_layers.attention.kernel import Cached, Paged, Projected, run
+from ed_layers.attention.kernel import Cached, Paged, Projected
+from ed_layers.attention.kernels import run
 from ed_layers.attention.mechanism import Mechanism, check, choose, choose_for_cache
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, WindowLimit
 from ed_layers.cache.protocol import Cache, Layer, Pages, StoredLayer

@@ -20,9 +20,8 @@ from ed_layers.attention.kernel import (
     Projected,
     Reads,
     Settings,
-    kernels,
-    kernels_here,
 )
+from ed_layers.attention.kernels import kernels, kernels_here
 
 if TYPE_CHECKING:
     from ed_infra.config import EasyDeLBaseConfig
