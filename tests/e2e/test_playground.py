@@ -9,9 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ed_esurge.frontends.playground import page, policy
+from ed_esurge.frontends.playground.assembly import assemble_page
 from ed_esurge.server.launch import background
-from ed_esurge.server.playground import page, policy
-from ed_esurge.server.playground.assembly import assemble_page
 from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, ScriptedEngine, byte_tokenizer
 
 from tests.playground import ask, button, failures, needs_chromium, said, until

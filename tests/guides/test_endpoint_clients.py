@@ -15,7 +15,7 @@ import anthropic
 import ollama
 import openai
 import pytest
-from ed_esurge.server.endpoints import ENDPOINTS
+from ed_esurge.server.endpoints import list_endpoints
 from ed_esurge.server.launch import background
 from ed_esurge.server.stores import OPEN
 from ed_esurge.speech.engine import SpeechEngine
@@ -122,7 +122,7 @@ def recording() -> bytes:
 
 def template_of(path: str) -> str:
     """Return the path of the endpoint that answers a path."""
-    paths = sorted((one.path for one in ENDPOINTS), key=lambda one: one.count("{"))
+    paths = sorted((one.path for one in list_endpoints()), key=lambda one: one.count("{"))
     return next(one for one in paths if re.fullmatch(re.sub(r"\{[^}]*\}", "[^/]+", one), path))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import openai
-from ed_esurge.server.endpoints import ENDPOINTS
+from ed_esurge.server.endpoints import list_endpoints
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 
@@ -36,10 +36,10 @@ def rows() -> list[tuple[str, list[str], str, str]]:
 
 
 def test_tables_of_endpoints_list_exactly_the_routes_of_the_server() -> None:
-    routes = {endpoint.path for endpoint in ENDPOINTS}
+    routes = {endpoint.path for endpoint in list_endpoints()}
     listed = {path for _, paths, what, _ in rows() for path in paths if not _absent(what)}
     assert listed == routes
-    routes |= {f"{endpoint.method} {endpoint.path}" for endpoint in ENDPOINTS}
+    routes |= {f"{endpoint.method} {endpoint.path}" for endpoint in list_endpoints()}
     for table, paths, what, _ in rows():
         if _absent(what):
             assert not routes.intersection(paths), (table, paths)

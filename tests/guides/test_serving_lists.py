@@ -12,7 +12,7 @@ from ed_esurge.config import ServerLimits
 from ed_esurge.core.commands import Command
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
-from ed_esurge.server.endpoints import ENDPOINTS
+from ed_esurge.server.endpoints import list_endpoints
 from ed_esurge.speech.library_files import FORMATS
 from ed_infra.specs import QUANTIZATION_FORMATS
 
@@ -66,7 +66,7 @@ def test_security_page_states_access_and_limits_of_the_code() -> None:
     page = FOLDER / "security.md"
     for access, start in {"open": "`/`", "admin": "`/v1/load_lora_adapter`"}.items():
         paths = read_codes(read_row(page, start).split("|")[1])
-        assert {*paths} == {one.path for one in ENDPOINTS if one.access == access}
+        assert {*paths} == {one.path for one in list_endpoints() if one.access == access}
     text = page.read_text("utf-8")
     rows = [row for row in text.splitlines() if row.startswith("| `max_") or "_timeout`" in row]
     rows.append(read_row(page, "`batch_concurrency`"))

@@ -295,7 +295,7 @@ def measure_swaps(folder: Path, cache: Path, rounds: int) -> str:
     import ollama
     from ed_esurge.command import serve
     from ed_esurge.command.model_directory import estimate
-    from ed_esurge.server.library.checkpoint_files import CheckpointFiles
+    from ed_esurge.frontends.library.checkpoint_files import CheckpointFiles
 
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)

@@ -9,9 +9,9 @@ import time
 import pytest
 from ed_esurge import AsyncEngine, SamplingParams, eSurge
 from ed_esurge.core.plan import StepPlan
+from ed_esurge.frontends.library.loading import release
 from ed_esurge.runner.background import BackgroundCompilation
 from ed_esurge.runner.functions import Functions
-from ed_esurge.server.library.loading import release
 
 PROMPTS = [[5, 6, 7], [9], [*range(3, 43)]]
 OPTIONS = {

@@ -8,11 +8,11 @@ import json
 import httpx
 import pytest
 from ed_esurge.config import EngineConfig
+from ed_esurge.frontends.library.loading import ModelLoading
 from ed_esurge.server.app import create_app
 from ed_esurge.server.generation import answers
 from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.launch import background
-from ed_esurge.server.library.loading import ModelLoading
 from ed_esurge.testing import ScriptedEngine
 
 CHAT = [{"role": "user", "content": "hi"}]

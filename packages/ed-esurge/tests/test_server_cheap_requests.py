@@ -5,6 +5,13 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from ed_esurge.frontends.ollama.replies import ReplyLine
+from ed_esurge.frontends.ollama.requests import (
+    FunctionOfCall,
+    OllamaCall,
+    OllamaMessage,
+    chat_messages,
+)
 from ed_esurge.outputs import CompletionOutput
 from ed_esurge.replies.blocks import BlockTracker
 from ed_esurge.replies.events import (
@@ -22,13 +29,6 @@ from ed_esurge.replies.scanner import Scanner
 from ed_esurge.server import openapi
 from ed_esurge.server.generation.infilling import INFILL_FORMATS, InfillPrompts, infill_tokens
 from ed_esurge.server.launch import background
-from ed_esurge.server.ollama.replies import ReplyLine
-from ed_esurge.server.ollama.requests import (
-    FunctionOfCall,
-    OllamaCall,
-    OllamaMessage,
-    chat_messages,
-)
 from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
 from ed_esurge.tokenizer import LONG_DECODING

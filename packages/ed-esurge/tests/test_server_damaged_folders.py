@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from ed_esurge.frontends.library import checkpoint_files
+from ed_esurge.frontends.library.checkpoint_files import CheckpointFiles
+from ed_esurge.frontends.library.loading import ModelLoading
 from ed_esurge.server.http.errors import hide_paths
 from ed_esurge.server.launch import background
-from ed_esurge.server.library import checkpoint_files
-from ed_esurge.server.library.checkpoint_files import CheckpointFiles
-from ed_esurge.server.library.loading import ModelLoading
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
 from ed_infra.errors import CheckpointError
 from safetensors.numpy import save_file

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from ed_esurge.server.endpoints import ENDPOINTS
+from ed_esurge.frontends.library.parameters import SamplingOptions
+from ed_esurge.server.endpoints import list_endpoints
 from ed_esurge.server.launch import background
-from ed_esurge.server.library.parameters import SamplingOptions
 from ed_esurge.testing import ScriptedEngine
 
 # Python writes at most 4,300 digits, and JSON has no limit.
@@ -75,7 +75,7 @@ def test_extreme_options_of_ollama_are_answered_or_rejected(url):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "endpoint",
-    [each for each in ENDPOINTS if each.accepts is not None and not each.form],
+    [each for each in list_endpoints() if each.accepts is not None and not each.form],
     ids=lambda endpoint: f"{endpoint.method} {endpoint.path}",
 )
 def test_extreme_numbers_in_any_field_are_answered_or_rejected(url, endpoint):

@@ -7,8 +7,8 @@ import json
 import httpx
 import openai
 import pytest
+from ed_esurge.frontends.llama_cpp import generated, props, slots
 from ed_esurge.server.launch import background
-from ed_esurge.server.llama_cpp import generated, props, slots
 from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, byte_tokenizer
 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "reply call"}]}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from ed_esurge.server.endpoints import ALIASES, ENDPOINTS
+from ed_esurge.frontends.llama_cpp.endpoints import ALIASES
+from ed_esurge.server.endpoints import list_endpoints
 from ed_esurge.server.http.fields import MAX_KEY_CHARACTERS, MAX_PAIRS, MAX_VALUE_CHARACTERS
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
@@ -42,7 +43,7 @@ def root(tmp_path_factory):
 def test_every_route_with_metadata_is_tested():
     paths = {
         endpoint.path
-        for endpoint in ENDPOINTS
+        for endpoint in list_endpoints()
         if endpoint.accepts is not None and "metadata" in endpoint.accepts.model_fields
     }
     assert paths - set(ALIASES) == set(BODIES)

@@ -7,7 +7,7 @@ import socket
 
 import httpx
 import pytest
-from ed_esurge.server.endpoints import ENDPOINTS
+from ed_esurge.server.endpoints import list_endpoints
 from ed_esurge.server.http.admission import MAX_HEAD_BYTES, MAX_TARGET_BYTES, METHODS
 from ed_esurge.server.launch import background
 from ed_esurge.server.metrics import (
@@ -65,7 +65,7 @@ def test_methods_of_strangers_are_no_labels(url):
             assert send_head(url, head.encode()) in (200, 400, 401, 404, 405, 431), method[:20]
     page = read_metrics(url)
     assert label_values(page, "method") <= {"GET", "HEAD", "POST", "DELETE", "none"}
-    paths = {endpoint.path.replace("{model}", "{model:path}") for endpoint in ENDPOINTS}
+    paths = {endpoint.path.replace("{model}", "{model:path}") for endpoint in list_endpoints()}
     assert label_values(page, "handler") <= {*paths, "/openapi.json", "none"}
     assert len(page) - before < MAX_GROWTH
 
@@ -113,7 +113,7 @@ def test_metrics_have_a_limited_size_after_every_possible_request():
         await HTTPMetrics(app, metrics)(scope, None, send)
 
     async def every() -> None:
-        for endpoint in ENDPOINTS:
+        for endpoint in list_endpoints():
             methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
             route = Route(endpoint.path, lambda _: None, methods=methods)
             statuses = {200, *endpoint.refusals, 404, 405, 414, 431, 499, 500, 503}

@@ -11,11 +11,11 @@ import numpy as np
 import ollama
 import openai
 import pytest
+from ed_esurge.frontends.library.checkpoint_files import CheckpointFiles, size_name
+from ed_esurge.frontends.library.definitions import DefinitionStore, ModelDefinition
+from ed_esurge.frontends.library.directory import ModelDirectory
+from ed_esurge.frontends.library.loading import ModelLoading
 from ed_esurge.server.launch import background
-from ed_esurge.server.library.checkpoint_files import CheckpointFiles, size_name
-from ed_esurge.server.library.definitions import DefinitionStore, ModelDefinition
-from ed_esurge.server.library.directory import ModelDirectory
-from ed_esurge.server.library.loading import ModelLoading
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
 from ed_infra.errors import ConfigError
 from safetensors.numpy import save_file

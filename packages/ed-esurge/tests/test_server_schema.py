@@ -10,7 +10,7 @@ from ed_esurge.testing import TOOL_TEMPLATE, ScriptedEngine, byte_tokenizer
 from hypothesis import HealthCheck, given, settings
 
 schemathesis = pytest.importorskip("schemathesis")
-METHODS = {one.path: one.method for one in openapi.ENDPOINTS if one.accepts is not None}
+METHODS = {one.path: one.method for one in openapi.list_endpoints() if one.accepts is not None}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import logging
 
 import httpx
 import pytest
-from ed_esurge.server.endpoints import ENDPOINTS
+from ed_esurge.server.endpoints import list_endpoints
 from ed_esurge.server.generation.requests import ChatRequest
 from ed_esurge.server.http.fields import (
     MAX_CHARACTERS,
@@ -112,7 +112,7 @@ def test_unimplemented_field_that_changes_the_answer_returns_400(http, field, va
     assert HEADER not in answer.headers
 
 
-BODIES = {endpoint.accepts for endpoint in ENDPOINTS if endpoint.accepts is not None}
+BODIES = {endpoint.accepts for endpoint in list_endpoints() if endpoint.accepts is not None}
 
 
 def _models(kind, known):

@@ -38,7 +38,7 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     f"{ESURGE_TESTS}/test_server_extreme_numbers.py"
     "::test_extreme_keep_alive_is_answered_or_rejected": (
         Edit(
-            f"{ESURGE}/server/library/activity.py",
+            f"{ESURGE}/server/activity.py",
             "        if value > MAX_SECONDS:",
             "        if False:",
         ),
@@ -136,7 +136,7 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     f"{ESURGE_TESTS}/test_server_cheap_requests.py"
     "::test_results_of_many_ollama_calls_are_matched_in_linear_time": (
         Edit(
-            f"{ESURGE}/server/ollama/requests.py",
+            f"{ESURGE}/frontends/ollama/requests.py",
             "        for calls in (named, self._all):\n",
             "        for _ in range(8):\n"
             "            self._all = deque(one for one in self._all if one[0] not in self._taken)\n"
@@ -350,14 +350,14 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     ),
     f"{ESURGE_TESTS}/test_server_damaged_folders.py::test_lists_contain_the_healthy_models": (
         Edit(
-            f"{ESURGE}/server/ollama/model_facts.py",
+            f"{ESURGE}/frontends/ollama/model_facts.py",
             "        except (EasyDeLError, OSError) as error:",
             "        except KeyError as error:",
         ),
     ),
     f"{ESURGE_TESTS}/test_server_damaged_folders.py::test_lists_read_unchanged_folders_once": (
         Edit(
-            f"{ESURGE}/server/library/checkpoint_files.py",
+            f"{ESURGE}/frontends/library/checkpoint_files.py",
             "            if entry is None or entry[0] != signature:",
             "            if True:",
         ),

@@ -17,8 +17,8 @@ from ed_elarge.errors import Document
 from ed_elarge.model import eLargeModel
 
 if TYPE_CHECKING:
-    from ed_esurge.server.library.checkpoint_files import CheckpointFiles
-    from ed_esurge.server.library.loading import ModelLoading
+    from ed_esurge.frontends.library.checkpoint_files import CheckpointFiles
+    from ed_esurge.server.options import ModelSource
 
 #: Sections of a run file that also describe the further models of its server.
 SHARED_SECTIONS = ("quantization", "loader", "sharding", "platform", "base_config")
@@ -88,7 +88,7 @@ def describe_model(elm: eLargeModel, model: str, changes: Mapping[str, object]) 
     return other
 
 
-def build_directory(elm: eLargeModel, options: ServeOptions) -> ModelLoading | None:
+def build_directory(elm: eLargeModel, options: ServeOptions) -> ModelSource | None:
     """Return how the models of `model_directory` are loaded; None without the option.
 
     Raises:

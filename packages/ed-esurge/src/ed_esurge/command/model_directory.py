@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ed_infra.errors import ConfigError
 
 from ed_esurge.command.flags import build_options
 from ed_esurge.command.load import parse_quantization, served_engine
 from ed_esurge.config import EngineConfig
-from ed_esurge.server.library.activity import parse_keep_alive
-from ed_esurge.server.library.checkpoint_files import CheckpointFiles
-from ed_esurge.server.library.loading import ModelLoading
-from ed_esurge.server.options import ServerOptions
+from ed_esurge.server.activity import parse_keep_alive
+from ed_esurge.server.options import ModelSource, ServerOptions
+
+if TYPE_CHECKING:
+    from ed_esurge.frontends.library.checkpoint_files import CheckpointFiles
 
 GIB = 2**30
 #: Bytes of a weight in a format of quantization, with its scales.
@@ -25,7 +26,7 @@ _FOUR_BITS = 0.6
 _CPU_SEQUENCES = 16
 
 
-def model_directory(values: argparse.Namespace) -> ModelLoading | None:
+def model_directory(values: argparse.Namespace) -> ModelSource | None:
     """Return the options of the directory of models; None without `--model-dir`.
 
     Raises:
@@ -52,7 +53,7 @@ def build_loading(
     engine: EngineConfig,
     load: Callable[[Path], Any],
     estimate: Callable[[CheckpointFiles], int],
-) -> ModelLoading | None:
+) -> ModelSource | None:
     """Return how the models of `model_directory` are loaded; None without the option.
 
     Args:
@@ -63,11 +64,13 @@ def build_loading(
         ConfigError: the directory does not exist.
     """
     directory = options.model_directory
-    if directory is None or isinstance(directory, ModelLoading):
+    if directory is None or isinstance(directory, ModelSource):
         return directory
     folder = Path(directory).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"--model-dir (model_directory) {directory} is no directory: create it")
+    from ed_esurge.frontends.library.loading import ModelLoading
+
     memory = None if options.model_memory is None else int(options.model_memory * GIB)
     seconds = float(str(parse_keep_alive(options.keep_alive)))
     return ModelLoading(folder, load, estimate, memory, seconds, engine.max_model_len)

@@ -72,9 +72,10 @@ async def answer_lines(
         the number of lines with a result, and the number of failed lines.
     """
     from ed_esurge.server.batches.lines import answer_line, is_successful, line_pieces, release
-    from ed_esurge.server.endpoints import BATCHED
+    from ed_esurge.server.endpoints import get_batched_endpoints
 
     seen: set[str] = set()
+    batched = get_batched_endpoints()
     running: deque[asyncio.Task[dict[str, Any]]] = deque()
     counts = {True: 0, False: 0}
 
@@ -88,7 +89,7 @@ async def answer_lines(
     for number, raw in _number_lines(source):
         if len(running) >= concurrency:
             await write()
-        task = answer_line(server, raw, f"batch_req_{number}", BATCHED, seen=seen)
+        task = answer_line(server, raw, f"batch_req_{number}", batched, seen=seen)
         running.append(asyncio.create_task(task))
     while running:
         await write()

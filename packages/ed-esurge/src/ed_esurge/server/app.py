@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypeAlias
 
 from ed_infra.chats import read_chat_template
 from ed_infra.enums import TaskType
@@ -22,7 +22,7 @@ from starlette.types import Scope
 from ed_esurge.config import ApiKey, EngineConfig
 from ed_esurge.server import openapi
 from ed_esurge.server.batches.worker import running
-from ed_esurge.server.endpoints import BATCHED, ENDPOINTS
+from ed_esurge.server.endpoints import get_batched_endpoints, list_endpoints
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.images import ChatImages
 from ed_esurge.server.generation.models import ServedModel, ServerState
@@ -36,11 +36,6 @@ from ed_esurge.server.http.auth import BearerAuth, check_access
 from ed_esurge.server.http.body import in_thread, read
 from ed_esurge.server.http.fields import HEADER, IGNORED, TOOLS_HEADER
 from ed_esurge.server.http.forms import read_audio
-from ed_esurge.server.library.activity import Activity
-from ed_esurge.server.library.checkpoint_files import CheckpointFiles
-from ed_esurge.server.library.definitions import DefinitionStore
-from ed_esurge.server.library.directory import ModelDirectory
-from ed_esurge.server.library.loading import ModelLoading, measure_memory, release
 from ed_esurge.server.mcp_servers import McpServers, read_mcp_config
 from ed_esurge.server.metrics import HTTPMetrics, ServerMetrics
 from ed_esurge.server.operations.health import server_version
@@ -51,9 +46,6 @@ from ed_esurge.server.tracing import TraceContext, Tracing, provider_for
 
 if TYPE_CHECKING:
     from ed_esurge.engine import AsyncEngine, eSurge
-
-#: Folder of the definitions of derived models, within the directory of models.
-DEFINITIONS = ".definitions"
 
 Engine: TypeAlias = "ServedEngine | eSurge"
 Engines: TypeAlias = "Engine | Mapping[str, Engine]"
@@ -81,7 +73,7 @@ def create_app(engine: Engines, options: AppOptions | None = None, **keywords: o
     if isinstance(loading, str):
         raise ConfigError(
             f"model_directory={loading!r} does not state how models are loaded: pass a "
-            "`ed_esurge.server.library.loading.ModelLoading`, or use `esurge serve --model-dir`"
+            "`ed_esurge.frontends.library.loading.ModelLoading`, or use `esurge serve --model-dir`"
         )
     chat_template = options.chat_template
     if chat_template is not None:
@@ -96,7 +88,7 @@ def create_app(engine: Engines, options: AppOptions | None = None, **keywords: o
     metrics = ServerMetrics()
 
     def model(
-        engine: Engine, names: str | Sequence[str] | None, **more: Unpack[ModelFacts]
+        engine: Engine, names: str | Sequence[str] | None, *, starts: bool = False
     ) -> ServedModel:
         if isinstance(engine, ServedEngine):
             served: ServedEngine = engine
@@ -104,7 +96,7 @@ def create_app(engine: Engines, options: AppOptions | None = None, **keywords: o
             from ed_esurge.engine import AsyncEngine  # imports jax, which other engines do not need
 
             served = AsyncEngine(engine)
-            if not more:  # `release` stops the models of the directory
+            if starts:
                 owned_engines.append(served)
         prompts = _prompts(served, chat_template, options)
         if options.trust_request_chat_template:
@@ -120,24 +112,23 @@ def create_app(engine: Engines, options: AppOptions | None = None, **keywords: o
         model_names = [model_names] if isinstance(model_names, str) else list(model_names)
         counted = metrics.of(model_names[0], served.replica_stats, _page_options(served.config))
         directory = None if options.lora_directory is None else Path(options.lora_directory)
-        return ServedModel(served, model_names, prompts, formats, counted, state, directory, **more)
+        return ServedModel(served, model_names, prompts, formats, counted, state, directory)
 
-    on_demand = definitions = None
-    if loading is not None:
-        on_demand = _directory(loading, model, metrics)
-        definitions = DefinitionStore(loading.folder / DEFINITIONS)
     if isinstance(engine, Mapping):
-        if options.served_model_name is not None or not (engine or on_demand):
+        if options.served_model_name is not None or not (engine or loading):
             raise ConfigError(
                 "several models require a non-empty mapping of names to engines: omit "
                 "served_model_name"
             )
-        models = [model(model_engine, name) for name, model_engine in engine.items()]
+        models = [model(model_engine, name, starts=True) for name, model_engine in engine.items()]
     else:
-        models = [model(engine, options.served_model_name)]
+        models = [model(engine, options.served_model_name, starts=True)]
     folder = options.batch_directory
     batches = None if folder is None else BatchStore(folder, limits)
-    server = ServedModels(models, state, metrics, batches, on_demand, definitions)
+    server = ServedModels(models, state, metrics, batches)
+    if loading is not None:
+        server.further = loading.open(server, model)
+    endpoints = list_endpoints()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -145,28 +136,26 @@ def create_app(engine: Engines, options: AppOptions | None = None, **keywords: o
             start = getattr(model.engine, "start", None)
             if start is not None:  # has no effect on a running engine
                 start()
-        sweeping = asyncio.create_task(on_demand.sweep()) if on_demand is not None else None
-        try:
-            async with running(server, BATCHED):
-                yield
-        finally:
-            await state.detached.close()
-            await state.mcp.close()
-            if on_demand is not None and sweeping is not None:
-                sweeping.cancel()
-                await on_demand.close()
-            for owned_engine in owned_engines:
-                await asyncio.to_thread(owned_engine.shutdown)
-            if tracing is not None:
-                await asyncio.to_thread(tracing.shutdown)
+        async with nullcontext() if server.further is None else server.further.run():
+            try:
+                async with running(server, get_batched_endpoints()):
+                    yield
+            finally:
+                await state.detached.close()
+                await state.mcp.close()
+                for owned_engine in owned_engines:
+                    await asyncio.to_thread(owned_engine.shutdown)
+                if tracing is not None:
+                    await asyncio.to_thread(tracing.shutdown)
 
     app = Starlette(lifespan=lifespan, exception_handlers=errors.HANDLERS)
     app.state.server = server
+    app.state.apis = {one.api for one in endpoints if one.api is not None}
     app.router.routes.append(_EndpointRoute("/openapi.json", _openapi, methods=["GET", "HEAD"]))
-    for endpoint in ENDPOINTS:
+    for endpoint in endpoints:
         _register(app, server, endpoint)
     if keys:
-        open_paths = {endpoint.path for endpoint in ENDPOINTS if endpoint.access == "open"}
+        open_paths = {endpoint.path for endpoint in endpoints if endpoint.access == "open"}
         app.add_middleware(
             BearerAuth,
             keys=keys,
@@ -204,47 +193,6 @@ def _page_options(config: EngineConfig) -> dict[str, object]:
         "cpu_offload_gb": config.kv_offloading_size or 0,
         "max_loras": config.max_loras,
     }
-
-
-class ModelFacts(TypedDict, total=False):
-    """The arguments of `ServedModel` for a model of a directory."""
-
-    activity: Activity
-    files: CheckpointFiles
-
-
-def _directory(
-    options: ModelLoading,
-    serve: Callable[..., ServedModel],
-    metrics: ServerMetrics,
-) -> ModelDirectory[ServedModel]:
-    """Return the models of a directory, which are served as those of the start."""
-
-    async def load(name: str, files: CheckpointFiles) -> tuple[ServedModel, int]:
-        def work() -> ServedModel:
-            engine = options.load(files.path)
-            return serve(engine, name, activity=directory.activity(), files=files)
-
-        model = await asyncio.to_thread(work)
-        start = getattr(model.engine, "start", None)
-        if start is not None:
-            start()
-        return model, measure_memory(model.engine)
-
-    async def unload(model: ServedModel) -> None:
-        metrics.forget(model.names[0])
-        await release(model.engine)
-
-    directory = ModelDirectory(
-        options.folder,
-        load=load,
-        unload=unload,
-        estimate=options.estimate,
-        memory=options.memory,
-        keep_alive=options.keep_alive,
-        max_model_len=options.max_model_len,
-    )
-    return directory
 
 
 def _build_keys(options: AppOptions) -> list[ApiKey]:

@@ -11,11 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from ed_esurge.server.endpoints import ENDPOINTS
+from ed_esurge.server.endpoints import list_endpoints
 from ed_esurge.server.generation import answers
-from ed_esurge.server.http.errors import is_anthropic, is_ollama
-from ed_esurge.server.messages.endpoint import AnthropicError
-from ed_esurge.server.ollama.replies import OllamaError
 from ed_esurge.server.routing import REFUSALS, Endpoint
 
 _RENDERING = threading.Lock()
@@ -36,10 +33,10 @@ def document(version: str) -> dict[str, Any]:
     """Return the document as JSON."""
     models: dict[tuple[type[BaseModel], Any], None] = {
         (answers.Error, "serialization"): None,
-        (AnthropicError, "serialization"): None,
-        (OllamaError, "serialization"): None,
     }
-    for endpoint in ENDPOINTS:
+    for endpoint in list_endpoints():
+        if endpoint.api is not None:
+            models[endpoint.api.error, "serialization"] = None
         if endpoint.accepts is not None:
             models[endpoint.accepts, "validation"] = None
         if not isinstance(endpoint.returns, str):
@@ -47,7 +44,7 @@ def document(version: str) -> dict[str, Any]:
     names, schemas = models_json_schema([*models], ref_template="#/components/schemas/{model}")
     references = {str(model): name for (model, _), name in names.items()}
     paths: dict[str, Any] = {}
-    for endpoint in ENDPOINTS:
+    for endpoint in list_endpoints():
         operation = _operation(endpoint, references)
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
         names_in_path = re.findall(r"{(\w+)}", endpoint.path)
@@ -74,13 +71,9 @@ def _operation(endpoint: Endpoint, names: dict[str, dict[str, Any]]) -> dict[str
     else:
         content = {"application/json": {"schema": names[str(endpoint.returns)]}}
     if endpoint.streams:
-        kind = "application/x-ndjson" if is_ollama(endpoint.path) else "text/event-stream"
+        kind = "text/event-stream" if endpoint.api is None else endpoint.api.stream_type
         content[kind] = {"schema": {"type": "string"}}
-    envelope: type[BaseModel] = answers.Error
-    if is_anthropic(endpoint.path):
-        envelope = AnthropicError
-    elif is_ollama(endpoint.path):
-        envelope = OllamaError
+    envelope = answers.Error if endpoint.api is None else endpoint.api.error
     refused = {"application/json": {"schema": names[str(envelope)]}}
     responses = {"200": {"description": endpoint.summary, "content": content}}
     for status in endpoint.refusals:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, Protocol, Self, get_args, runtime_checkable
 
 from ed_infra.errors import ConfigError, refuse_keywords
 from ed_infra.options import Options, Whole, choice, explain
@@ -31,8 +31,7 @@ from pydantic.json_schema import SkipJsonSchema
 from ed_esurge.config import ApiKey, ServerLimits, UnknownFields
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
-from ed_esurge.server.library.activity import parse_keep_alive
-from ed_esurge.server.library.loading import ModelLoading
+from ed_esurge.server.activity import parse_keep_alive
 
 #: Greatest number of replicas of a model.
 MAX_REPLICAS = 4096
@@ -104,6 +103,15 @@ ServerKeys = Annotated[tuple[ServerKey, ...], Field(min_length=1), BeforeValidat
 Adapters = Annotated[Mapping[OptionText, OptionText], BeforeValidator(parse_adapters)]
 
 
+@runtime_checkable
+class ModelSource(Protocol):
+    """Opens models beside those of the start, such as `ed_esurge.frontends.library.loading`."""
+
+    def open(self, server: Any, serve: Callable[..., Any]) -> Any:
+        """Return the `FurtherModels` of a server. `serve` returns the model of an engine."""
+        ...
+
+
 class AppOptions(Options):
     """Options of `create_app`."""
 
@@ -162,7 +170,7 @@ class AppOptions(Options):
     allowed_media_domains: OptionTexts = ()
     """Hosts from which the server downloads the images of requests. Default: requests contain their
     images as `data:` URLs."""
-    model_directory: OptionText | SkipJsonSchema[InstanceOf[ModelLoading]] | None = None
+    model_directory: OptionText | SkipJsonSchema[InstanceOf[ModelSource]] | None = None
     """Folder of models that are loaded when a request needs them, and where clients store derived
     models. None: only the models of the start."""
     lora_directory: OptionText | None = None

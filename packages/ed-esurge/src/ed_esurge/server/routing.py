@@ -15,7 +15,7 @@ from ed_esurge.server.generation.abilities import EndpointAbility, require
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import Access, get_owner
-from ed_esurge.server.http.errors import client_gone
+from ed_esurge.server.http.errors import ApiFormat, client_gone
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.http.streaming import EventStream
 
@@ -54,6 +54,7 @@ class Endpoint:
         batched: whether the lines of a batch may call the endpoint.
         form: whether the body is a form with a file (multipart/form-data), instead of JSON.
         ability: what the model of the body must be able to do; None = the handler checks the model.
+        api: the format of errors and streams; None = OpenAI's.
     """
 
     path: str
@@ -69,6 +70,7 @@ class Endpoint:
     batched: bool = False
     form: bool = False
     ability: EndpointAbility | None = None
+    api: ApiFormat | None = None
 
 
 def post(
@@ -83,6 +85,7 @@ def post(
     batched: bool = False,
     form: bool = False,
     ability: EndpointAbility | None = None,
+    api: ApiFormat | None = None,
 ) -> Endpoint:
     """Return an endpoint that answers a body for one model."""
     return Endpoint(
@@ -98,6 +101,7 @@ def post(
         batched=batched,
         form=form,
         ability=ability,
+        api=api,
     )
 
 

@@ -27,6 +27,7 @@ from ed_esurge.engine.intake import (
 )
 from ed_esurge.outputs import LabelSet, RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.server.activity import Activity
 from ed_esurge.server.detached import DetachedAnswers
 from ed_esurge.server.generation.abilities import GENERATES, POOLS, require
 from ed_esurge.server.generation.answer_size import NUMBER_BYTES, VECTOR_BYTES, AnswerSize
@@ -35,16 +36,13 @@ from ed_esurge.server.generation.logprobs import TokenTexts
 from ed_esurge.server.generation.pooled_requests import PooledRequest
 from ed_esurge.server.generation.prompts import PromptEncoder, invalid_token
 from ed_esurge.server.generation.reply_formats import ReplyFormats
-from ed_esurge.server.generation.requests import GenerationRequest
+from ed_esurge.server.generation.requests import ChatRequest, GenerationRequest
 from ed_esurge.server.http.admission import RESERVATION, Budget, Reservation
 from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
 from ed_esurge.server.http.fields import UnknownFieldsPolicy
 from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
 from ed_esurge.server.http.streaming import RequestLifetime
-from ed_esurge.server.library.activity import Activity
-from ed_esurge.server.library.checkpoint_files import CheckpointFiles
-from ed_esurge.server.library.definitions import ModelDefinition
 from ed_esurge.server.mcp_servers import McpServers
 from ed_esurge.server.metrics import ModelMetrics, RequestTimer
 from ed_esurge.server.options import AppOptions
@@ -120,8 +118,6 @@ class ServedModel:
         state: the state shared with the other models of the server.
         adapter_directory: directory of the LoRA adapters that clients may load; None = clients
             cannot load adapters.
-        activity: None = the model is never unloaded.
-        files: see the attribute.
 
     Attributes:
         name: the name in answers.
@@ -130,11 +126,10 @@ class ServedModel:
         adapter_owners: name of an adapter -> digests of the keys that may use the adapter. Every
             key may use an adapter without an entry.
         adapter_lock: held while an adapter is loaded or unloaded.
-        on_demand: whether the model is loaded on demand.
-        activity: the running requests of the model, and how long the model stays loaded.
+        activity: the running requests of a model that is loaded on demand, and how long the model
+            stays loaded; None = the model is never unloaded.
         load_seconds: seconds in which the request waited for the model.
-        definition: system prompt and defaults of a derived model.
-        files: the checkpoint of the model, if the server knows its files.
+        derivation: changes the chat requests of a model that is derived from this model.
     """
 
     def __init__(
@@ -146,13 +141,10 @@ class ServedModel:
         metrics: ModelMetrics,
         state: ServerState,
         adapter_directory: Path | None = None,
-        activity: Activity | None = None,
-        files: CheckpointFiles | None = None,
     ) -> None:
-        self.on_demand = activity is not None
-        self.activity, self.files = activity or Activity(), files
+        self.activity: Activity | None = None
         self.load_seconds = 0.0
-        self.definition: ModelDefinition | None = None
+        self.derivation: Callable[[ChatRequest], ChatRequest] | None = None
         self.engine = engine
         self.names = tuple(names)
         self.prompts = prompts

@@ -37,13 +37,11 @@ from ed_esurge.server.generation.beam_search import with_beams
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.reply_formats import Parser
-from ed_esurge.server.generation.requests import ChatMessage, ChatRequest, GenerationRequest
+from ed_esurge.server.generation.requests import ChatRequest, GenerationRequest
 from ed_esurge.server.generation.structured import NamedTool, compile_one, required_calls
 from ed_esurge.server.http.body import get_size
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.streaming import OPENAI_STREAM, StreamFormat, merge
-from ed_esurge.server.library.definitions import ModelDefinition
-from ed_esurge.server.library.parameters import chat_fields
 
 #: Header of the answer to a truncated prompt: the number of removed tokens.
 TRUNCATED = "X-Truncated-Prompt-Tokens"
@@ -238,7 +236,6 @@ class ChatGeneration:
         tokens: Sequence[int] = (),
         raw_prompt: EncodedPrompt | None = None,
         context: int | None = None,
-        own_options: bool = False,
         stores: bool = False,
     ) -> ChatGeneration:
         """Check a request, and create its prompt.
@@ -248,15 +245,14 @@ class ChatGeneration:
             tokens: token ids before the prompt.
             plain: prompt that replaces the messages. The reply is text only.
             context: see `PromptEncoder.check`.
-            own_options: whether `body` already has the sampling options of a derived model.
             stores: whether the endpoint stores the tokens and log-probabilities of the answer.
 
         Raises:
             APIError: the conversation is too long, the template rejects it, or an option does not
                 fit the model.
         """
-        if model.definition is not None:
-            body = with_defaults(body, model.definition, messages_only=own_options)
+        if model.derivation is not None and raw_prompt is None:
+            body = model.derivation(body)
         model.check_generations(body.n)
         model.formats.check(body)
         check_template(model, body)
@@ -398,27 +394,6 @@ def chat_cost(body: ChatRequest, prompt_tokens: int, *, stores: bool = False) ->
     scored = score_count(body.prompt_logprobs) * (SCORE_BYTES + SCORE_TEXT_BYTES)
     prompt = prompt_tokens * (scored + ID_BYTES * body.return_token_ids)
     return AnswerCost(prompt, TOKEN_BYTES + score_count(top) * score, body.n)
-
-
-def with_defaults(
-    body: ChatRequest, definition: ModelDefinition, *, messages_only: bool = False
-) -> ChatRequest:
-    """Return a request with the first messages and the sampling options of a derived model.
-
-    A system message and the options of the request have precedence.
-    """
-    values = {} if messages_only else chat_fields(definition.parameters)
-    values = {name: value for name, value in values.items() if name not in body.model_fields_set}
-    if "max_completion_tokens" in body.model_fields_set:
-        values.pop("max_tokens", None)
-    first = list(definition.messages)
-    has_system_message = body.messages[0].role in ("system", "developer")
-    if definition.system is not None and not has_system_message:
-        first.insert(0, {"role": "system", "content": definition.system})
-    messages = [ChatMessage.model_validate(message) for message in first]
-    start = 1 if has_system_message else 0
-    messages = [*body.messages[:start], *messages, *body.messages[start:]]
-    return body.model_copy(update={**values, "messages": messages})
 
 
 def check_template(model: ServedModel, body: ChatRequest) -> None:

@@ -1,25 +1,48 @@
-"""All models of a server: those of the start, models of a directory, and derived models."""
+"""All models of a server: those of the start, and further models."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
 
-from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError, did_you_mean
+from ed_infra.errors import ConfigError, EasyDeLError, did_you_mean
 
-from ed_esurge.certificates import certificate_summary
-from ed_esurge.server.generation.models import ServedModel, ServerState, build_certificate_fields
-from ed_esurge.server.http.errors import APIError, hide_paths
-from ed_esurge.server.library.checkpoint_files import CheckpointCache
-from ed_esurge.server.library.definitions import DefinitionStore, ModelDefinition
-from ed_esurge.server.library.directory import ModelDirectory
+from ed_esurge.server.generation.models import ServedModel, ServerState
+from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.metrics import ServerMetrics
 from ed_esurge.server.stores import BatchStore
 
 logger = logging.getLogger(__name__)
+
+
+class FurtherModels(Protocol):
+    """Models beside those of the start, such as those of `ed_esurge.frontends.library`."""
+
+    @property
+    def models(self) -> Sequence[ServedModel]:
+        """The models in memory."""
+        ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def names(self) -> list[str]:
+        """Return the names of all models, loaded or not."""
+        ...
+
+    def lease(self, name: str, owner: str) -> AbstractAsyncContextManager[ServedModel]:
+        """Return a block with a model, also for names of the start; see `ServedModels.using`."""
+        ...
+
+    def card(self, name: str) -> dict[str, Any]:
+        """Return the entry of `/v1/models` for a name."""
+        ...
+
+    def run(self) -> AbstractAsyncContextManager[None]:
+        """Return the block in which the server runs."""
+        ...
 
 
 class ServedModels:
@@ -30,11 +53,9 @@ class ServedModels:
         state: the state that the models share.
         metrics: the counters of the server.
         batches: the files and batches; None = batches are not supported.
-        directory: models that are loaded on demand.
-        definitions: models that clients derive; None = clients cannot derive models.
 
     Attributes:
-        checkpoints: the files of the models of the start.
+        further: further models; None = the server has only the models of the start.
         batch_added: set when a batch is added.
         batch_trouble: why batches wait for the disk; None = batches run.
 
@@ -48,17 +69,15 @@ class ServedModels:
         state: ServerState,
         metrics: ServerMetrics,
         batches: BatchStore | None = None,
-        directory: ModelDirectory[ServedModel] | None = None,
-        definitions: DefinitionStore | None = None,
     ) -> None:
         self.always, self.state, self.metrics = tuple(models), state, metrics
-        self.directory, self.definitions = directory, definitions
+        self.further: FurtherModels | None = None
         state.all_models = lambda: self.models
         state.is_model = lambda name: (
-            self.has_weights(name) or (definitions is not None and name in definitions)
+            any(name in model.names for model in self.always)
+            or (self.further is not None and name in self.further)
         )
         self.batches, self.batch_added = batches, asyncio.Event()
-        self.checkpoints = CheckpointCache(len(self.always))
         self.batch_trouble: str | None = None
         names = [name for model in self.always for name in model.names]
         for name in names:
@@ -70,9 +89,7 @@ class ServedModels:
     @property
     def models(self) -> tuple[ServedModel, ...]:
         """The models in memory."""
-        if self.directory is None:
-            return self.always
-        return (*self.always, *(loaded.model for loaded in self.directory.loaded.values()))
+        return self.always if self.further is None else (*self.always, *self.further.models)
 
     @property
     def first(self) -> ServedModel:
@@ -94,94 +111,28 @@ class ServedModels:
         """Yield a model for a request, after loading. The model stays in memory during the block.
 
         Args:
-            name: see `find`; also a model of the directory, or a derived model.
+            name: see `find`; also a further model.
             owner: see `find`.
 
         Raises:
             APIError: 400, the model needs too much memory; 404 `model_not_found`; 500, the model
                 cannot be loaded; 503, another model did not release its memory in time.
         """
-        definition = self.definition(name)
-        base = name if definition is None else definition.source
-        async with self._load_model(base, owner) as model:
-            if definition is not None and name is not None:
-                model.name, model.definition = name, definition
-            yield model
-
-    @asynccontextmanager
-    async def _load_model(self, name: str | None, owner: str) -> AsyncGenerator[ServedModel]:
-        directory = self.directory
-        if name is None or directory is None or self._always(name, owner):
-            model = self.find(name, owner)
-            with model.activity.using():
-                yield model
+        if name is None or self.further is None:
+            yield self.find(name, owner)
             return
-        if directory.files(name) is None:
-            raise self._unknown(name, owner)
-        async with AsyncExitStack() as stack:
-            try:
-                async with asyncio.timeout(self.state.limits.request_timeout):
-                    model, seconds = await stack.enter_async_context(directory.lease(name))
-            except TimeoutError:
-                raise APIError(
-                    f"the model {name!r} could not be loaded in time, because other models are in "
-                    "use: try again later",
-                    status=503,
-                    code="model_loading",
-                ) from None
-            except ConfigError as error:
-                raise APIError(
-                    hide_paths(error, directory.folder), param="model", code="model_not_loadable"
-                ) from None
-            except EasyDeLError as error:
-                raise APIError(
-                    f"the model {name!r} cannot be loaded: {hide_paths(error, directory.folder)}",
-                    status=500,
-                    code="model_not_loadable",
-                ) from error
-            model = model.seen_by(owner)
-            model.load_seconds = seconds
+        async with self.further.lease(name, owner) as model:
             yield model
-
-    def _always(self, name: str, owner: str) -> bool:
-        return any(name in model.names or name in model.adapters(owner) for model in self.always)
-
-    def definition(self, name: str | None) -> ModelDefinition | None:
-        """Return the definition of a derived model; None for other names.
-
-        Raises:
-            APIError: 404, a source of the model does not exist.
-        """
-        definitions = self.definitions
-        if definitions is None or name is None or name not in definitions:
-            return None
-        try:
-            return definitions.resolve(name, self.has_weights)
-        except ConfigError as error:
-            raise APIError(str(error), status=404, param="model", code="model_not_found") from None
-
-    def has_weights(self, name: str) -> bool:
-        """Return whether a name belongs to a model with weights."""
-        directory = self.directory
-        return any(name in model.names for model in self.always) or (
-            directory is not None and directory.files(name) is not None
-        )
-
-    def has_adapter(self, name: str) -> bool:
-        """Return whether an adapter of any owner has a name."""
-        engines = (model.engine for model in self.models)
-        return any(one.name == name for engine in engines for one in engine.list_lora_adapters())
 
     def known_names(self, owner: str) -> list[str]:
         """Return all names that a key may use."""
         names = [name for model in self.always for name in (*model.names, *model.adapters(owner))]
-        if self.directory is not None:
-            names += [name for name in self.directory.names() if name not in names]
-        if self.definitions is not None:
-            names += self.definitions.known
+        if self.further is not None:
+            names += [name for name in self.further.names() if name not in names]
         return names
 
-    def _unknown(self, name: str, owner: str) -> APIError:
+    def unknown_model(self, name: str, owner: str) -> APIError:
+        """Return the error of a name that no model has."""
         model_names = self.known_names(owner)
         hint = did_you_mean(name, model_names) or f"; this server has {', '.join(model_names)}"
         return APIError(
@@ -213,7 +164,7 @@ class ServedModels:
                 return model.seen_by(owner)
             if name in model.adapters(owner):
                 return model.seen_by(owner, adapter=name)
-        raise self._unknown(name, owner)
+        raise self.unknown_model(name, owner)
 
     def cards(self, owner: str) -> list[dict[str, Any]]:
         """Return the entries of `/v1/models`: the names of each model, then its adapters.
@@ -228,30 +179,11 @@ class ServedModels:
                 root = adapter.source or adapter.name
                 cards.append({**model.card(adapter.name), "root": root, "parent": model.name})
         listed_names = {card["id"] for card in cards}
-        for name in self.known_names(owner):
+        for name in self.further.names() if self.further is not None else ():
             if name not in listed_names:
                 try:
-                    cards.append(self._card_on_demand(name))
+                    cards.append(self.further.card(name))
                 except (EasyDeLError, OSError, ValueError) as error:
                     # The files changed, or are damaged. The other models are listed.
                     logger.warning("the model %s is not listed: %s", name, error)
         return cards
-
-    def _card_on_demand(self, name: str) -> dict[str, Any]:
-        """Return the entry of a model that is loaded on demand, or of a derived model."""
-        card = {"id": name, "object": "model", "owned_by": "ed-esurge"}
-        definition = self.definitions.known.get(name) if self.definitions is not None else None
-        if definition is not None:
-            times = {"created": int(definition.created)}
-            source = definition.source
-            return {**card, **times, "root": source, "parent": source, "max_model_len": None}
-        assert self.directory is not None, "the name is a name of the directory"
-        if name in self.directory.loaded:
-            return self.directory.loaded[name].model.card(name)
-        files = self.directory.files(name)
-        if files is None:
-            raise CheckpointError(f"the folder of {name} contains no model: copy it again")
-        length = self.directory.length(files)
-        times = {"created": int(files.modified)}
-        fields = {**times, "root": name, "parent": None, "max_model_len": length}
-        return {**card, **fields, **build_certificate_fields(certificate_summary(files.path))}

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.admission import RESERVATION, Reservation
-from ed_esurge.server.http.errors import APIError, is_ollama
+from ed_esurge.server.http.errors import APIError, find_api
 from ed_esurge.server.http.fields import IgnoredKeys, validate_body
 
 T = TypeVar("T")
@@ -89,15 +89,16 @@ async def read(
 
 
 def _is_plain_curl(request: Request, content_type: str) -> bool:
-    """Return whether a program sent a request of Ollama's API as `curl -d` does.
+    """Return whether a program sent a body as `curl -d` does, and the API accepts such bodies.
 
-    The examples of Ollama omit the content type. A form of a web page has the same type, and one
-    of these headers.
+    A form of a web page has the same type, and one of these headers.
     """
     headers = request.headers
     by_page = "origin" in headers or "sec-fetch-site" in headers or "referer" in headers
-    form = content_type == "application/x-www-form-urlencoded"
-    return form and not by_page and is_ollama(request.url.path)
+    if content_type != "application/x-www-form-urlencoded" or by_page:
+        return False
+    api = find_api(request.scope)
+    return api is not None and api.accepts_plain_curl
 
 
 async def chunks(request: Request, most: int, seconds: float) -> AsyncGenerator[bytes]:

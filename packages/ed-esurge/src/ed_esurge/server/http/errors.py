@@ -1,19 +1,17 @@
-"""Errors in the formats of the APIs of OpenAI, Anthropic and Ollama.
+"""Errors in the format of OpenAI's API, or of the API of the path (`ApiFormat`).
 
-The official clients turn `{"error": {"message", "type", "param", "code"}}`, or Anthropic's
-`{"type": "error", "error": {"type", "message"}}`, into typed exceptions. Ollama's client reads
-`{"error": message}`.
+The official clients turn `{"error": {"message", "type", "param", "code"}}` into typed exceptions.
 """
 
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -145,28 +143,31 @@ class APIError(Exception):
             return self.message
         return f"{self.param}: {self.message}"
 
-    def anthropic_envelope(self) -> dict[str, Any]:
-        """Return the JSON body of the answer in Anthropic's format.
 
-        https://docs.anthropic.com/en/api/errors
-        """
-        kind = _ANTHROPIC_TYPES.get(
-            self.status, "invalid_request_error" if self.status < 500 else "api_error"
-        )
-        error: dict[str, Any] = {"type": kind, "message": self.full_message()}
-        if self.code is not None:
-            error["details"] = {"error_code": self.code}
-        return {"type": "error", "error": error}
+@dataclass(frozen=True)
+class ApiFormat:
+    """The format of the errors and streams of an API other than OpenAI's.
+
+    Attributes:
+        paths: matches the beginning of each path of the API.
+        error: the model of an error, for the OpenAPI document.
+        write_error: returns the body of an error, and further headers.
+        stream_type: media type of streams.
+        accepts_plain_curl: whether programs may send JSON with the type of a form, as `curl -d`
+            does. Web pages may not.
+    """
+
+    paths: re.Pattern[str]
+    error: type[BaseModel]
+    write_error: Callable[[APIError], tuple[Mapping[str, Any], Mapping[str, str]]]
+    stream_type: str = "text/event-stream"
+    accepts_plain_curl: bool = False
 
 
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+def find_api(scope: Scope) -> ApiFormat | None:
+    """Return the format of the API to which the path of a request belongs; None = OpenAI's."""
+    apis: Sequence[ApiFormat] = scope["app"].state.apis if "app" in scope else ()
+    return next((api for api in apis if api.paths.match(scope["path"])), None)
 
 
 class ErrorResponse(JSONResponse):
@@ -181,25 +182,12 @@ class ErrorResponse(JSONResponse):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if is_anthropic(scope["path"]):
-            request_id = f"req_{uuid.uuid4().hex}"
-            self.body = self.render({**self._error.anthropic_envelope(), "request_id": request_id})
-            self.headers["Content-Length"] = str(len(self.body))
-            self.headers["Request-Id"] = request_id
-        elif is_ollama(scope["path"]):
-            self.body = self.render({"error": self._error.full_message()})
-            self.headers["Content-Length"] = str(len(self.body))
+        api = find_api(scope)
+        if api is not None:
+            body, headers = api.write_error(self._error)
+            self.body = self.render(body)
+            self.headers.update({"Content-Length": str(len(self.body)), **headers})
         await super().__call__(scope, receive, send)
-
-
-def is_anthropic(path: str) -> bool:
-    """Return whether a path belongs to Anthropic's API."""
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
-
-
-def is_ollama(path: str) -> bool:
-    """Return whether a path belongs to Ollama's API."""
-    return path.startswith("/api/")
 
 
 @contextmanager

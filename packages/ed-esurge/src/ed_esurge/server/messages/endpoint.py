@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
@@ -16,7 +18,7 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, ReplyPiece, truncation
 from ed_esurge.server.http.body import aside, get_size
-from ed_esurge.server.http.errors import APIError, rename_fields
+from ed_esurge.server.http.errors import APIError, ApiFormat, rename_fields
 from ed_esurge.server.http.streaming import StreamFormat, named_event
 from ed_esurge.server.messages.request import NAMES, CountRequest, MessagesRequest
 from ed_esurge.server.routing import post
@@ -72,6 +74,36 @@ class AnthropicError(AnswerBody):
     type: Literal["error"]
     error: AnthropicErrorBody
     request_id: str
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def _build_error(error: APIError) -> dict[str, Any]:
+    """Return an error in Anthropic's format: https://docs.anthropic.com/en/api/errors."""
+    kind = "invalid_request_error" if error.status < 500 else "api_error"
+    content: dict[str, Any] = {
+        "type": _ERROR_TYPES.get(error.status, kind),
+        "message": error.full_message(),
+    }
+    if error.code is not None:
+        content["details"] = {"error_code": error.code}
+    return {"type": "error", "error": content}
+
+
+def _write_error(error: APIError) -> tuple[dict[str, Any], dict[str, str]]:
+    request_id = f"req_{uuid.uuid4().hex}"
+    return {**_build_error(error), "request_id": request_id}, {"Request-Id": request_id}
+
+
+ANTHROPIC = ApiFormat(re.compile("/v1/messages(/|$)"), AnthropicError, _write_error)
 
 
 class InputTokenCount(AnswerBody):
@@ -179,7 +211,7 @@ def _event(change: Change) -> str:
 
 
 def _error_event(error: APIError) -> str:
-    return named_event("error", error.anthropic_envelope())
+    return named_event("error", _build_error(error))
 
 
 async def _events(turn: ChatGeneration) -> AsyncGenerator[str]:
@@ -209,6 +241,7 @@ ENDPOINTS = (
         AnthropicAnswer,
         streams=True,
         ability=GENERATES,
+        api=ANTHROPIC,
     ),
     post(
         "/v1/messages/count_tokens",
@@ -216,5 +249,6 @@ ENDPOINTS = (
         count_tokens,
         CountRequest,
         InputTokenCount,
+        api=ANTHROPIC,
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -190,7 +190,7 @@ def _work(
             state.responses.recount(run.fields["id"], model.owner)
 
     async def work_with_model() -> None:
-        with model.activity.using():
+        with nullcontext() if model.activity is None else model.activity.using():
             await work()
 
     return work_with_model

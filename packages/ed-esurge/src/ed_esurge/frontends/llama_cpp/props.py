@@ -7,12 +7,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from ed_esurge.frontends.llama_cpp.generated import default_settings
 from ed_esurge.server.generation.abilities import SPEECH_TASKS
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import get_owner
-from ed_esurge.server.llama_cpp.generated import default_settings
 from ed_esurge.server.operations.health import server_version
 from ed_esurge.server.routing import READING, Endpoint
 

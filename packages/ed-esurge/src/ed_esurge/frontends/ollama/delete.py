@@ -7,11 +7,12 @@ from typing import ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ed_esurge.frontends.library.loading import has_weights
+from ed_esurge.frontends.ollama.create import get_definition_store
+from ed_esurge.frontends.ollama.requests import ModelReference
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
-from ed_esurge.server.ollama.create import get_definition_store
-from ed_esurge.server.ollama.requests import ModelReference
 from ed_esurge.server.routing import REFUSALS, Endpoint
 
 
@@ -29,7 +30,7 @@ async def delete(server: ServedModels, body: DeleteRequest, request: Request) ->
     Raises:
         APIError: 403, the model has weights; 404, the model does not exist.
     """
-    if server.has_weights(body.model):
+    if has_weights(server, body.model):
         raise APIError(
             f"{body.model!r} has weights, which the server does not remove: delete the folder of "
             "the model",

@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from ed_esurge.frontends.library.derivation import get_definition
+from ed_esurge.frontends.library.parameters import DEFAULTS, SamplingOptions, chat_fields
+from ed_esurge.frontends.ollama.keep_alive import KeepAlive
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.requests import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest
 from ed_esurge.server.generation.structured import MAX_TOOL_CALLS
@@ -20,8 +23,6 @@ from ed_esurge.server.http.fields import (
     few,
     validate_body,
 )
-from ed_esurge.server.library.parameters import DEFAULTS, SamplingOptions, chat_fields
-from ed_esurge.server.ollama.keep_alive import KeepAlive
 
 #: Fields of the chat request -> fields of this API.
 NAMES = {
@@ -72,7 +73,8 @@ class OllamaRequest(RequestBody):
 
     def sampling(self, model: ServedModel) -> dict[str, Any]:
         """Return the options: those of the request, of the derived model, and Ollama's defaults."""
-        derived = model.definition.parameters if model.definition is not None else {}
+        definition = get_definition(model)
+        derived = definition.parameters if definition is not None else {}
         return {**DEFAULTS, **derived, **self.options.values()}
 
     def chat(self, model: ServedModel, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:

@@ -8,10 +8,10 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 
+from ed_esurge.server.activity import parse_keep_alive
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import IGNORED
-from ed_esurge.server.library.activity import parse_keep_alive
 
 
 def parse_duration(value: object) -> object:
@@ -36,7 +36,7 @@ def keep(model: ServedModel, seconds: float | None, request: Request) -> None:
     effect on them, which `X-Ignored-Fields` reports."""
     if seconds is None:
         return
-    if model.on_demand:
+    if model.activity is not None:
         model.activity.keep(seconds)
     elif (ignored := request.scope.get(IGNORED)) is not None and math.isfinite(seconds):
         ignored.add("keep_alive")

@@ -15,8 +15,8 @@ from typing import Generic, Protocol, TypeVar
 
 from ed_infra.errors import ConfigError
 
-from ed_esurge.server.library.activity import Activity
-from ed_esurge.server.library.checkpoint_files import CheckpointCache, CheckpointFiles
+from ed_esurge.frontends.library.checkpoint_files import CheckpointCache, CheckpointFiles
+from ed_esurge.server.activity import Activity
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
+from ed_esurge.frontends.playground.assembly import assemble_page
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.playground.assembly import assemble_page
 from ed_esurge.server.routing import Endpoint
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from ed_esurge.frontends.ollama.model_facts import ModelDetails, list_models
+from ed_esurge.frontends.ollama.replies import timestamp
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import get_owner
 from ed_esurge.server.http.body import in_thread
-from ed_esurge.server.ollama.model_facts import ModelDetails, list_models
-from ed_esurge.server.ollama.replies import timestamp
 from ed_esurge.server.routing import Endpoint
 
 

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ed_esurge.frontends.library.parameters import SamplingOptions, chat_fields
 from ed_esurge.outputs import CompletionOutput
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.generation.answers import AnswerBody
@@ -23,7 +24,6 @@ from ed_esurge.server.http.fields import JsonSchema, few, reject_field, validate
 from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
 from ed_esurge.server.http.streaming import StreamFormat, encode
-from ed_esurge.server.library.parameters import SamplingOptions, chat_fields
 
 #: llama.cpp's defaults, which differ from those of OpenAI.
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -205,7 +205,6 @@ async def generate_response(
             kind,
             raw_prompt=EncodedPrompt([*tokens]),
             context=body.num_ctx,
-            own_options=True,
         )
 
     prompt = await model.prompts.decode([*tokens])

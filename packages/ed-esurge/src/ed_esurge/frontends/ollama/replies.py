@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -16,7 +17,7 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.logprobs import chat_logprobs
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration
-from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.errors import APIError, ApiFormat
 from ed_esurge.server.http.streaming import StreamFormat, encode
 
 NANOSECONDS = 1e9
@@ -45,6 +46,15 @@ class OllamaError(AnswerBody):
     """Ollama's error envelope."""
 
     error: str
+
+
+OLLAMA = ApiFormat(
+    re.compile("/api/"),
+    OllamaError,
+    lambda error: ({"error": error.full_message()}, {}),
+    stream_type="application/x-ndjson",
+    accepts_plain_curl=True,  # the examples of Ollama omit the content type
+)
 
 
 @dataclass(slots=True)

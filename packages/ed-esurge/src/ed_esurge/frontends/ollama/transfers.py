@@ -7,9 +7,9 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ed_esurge.frontends.ollama.replies import OllamaError
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.ollama.replies import OllamaError
 from ed_esurge.server.routing import Endpoint
 
 

@@ -10,14 +10,9 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ed_esurge.server.generation.abilities import GENERATES
-from ed_esurge.server.generation.answers import AnswerBody
-from ed_esurge.server.generation.models import ServedModel
-from ed_esurge.server.generation.pipeline import ChatGeneration
-from ed_esurge.server.generation.structured import Tools
-from ed_esurge.server.http.errors import rename_fields
-from ed_esurge.server.ollama.keep_alive import keep
-from ed_esurge.server.ollama.replies import (
+from ed_esurge.frontends.library.derivation import add_only_messages
+from ed_esurge.frontends.ollama.keep_alive import keep
+from ed_esurge.frontends.ollama.replies import (
     LINES,
     ReplyLine,
     Stopwatch,
@@ -27,7 +22,13 @@ from ed_esurge.server.ollama.replies import (
     reply_lines,
     whole_reply,
 )
-from ed_esurge.server.ollama.requests import NAMES, OllamaMessages, OllamaRequest, chat_messages
+from ed_esurge.frontends.ollama.requests import NAMES, OllamaMessages, OllamaRequest, chat_messages
+from ed_esurge.server.generation.abilities import GENERATES
+from ed_esurge.server.generation.answers import AnswerBody
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.pipeline import ChatGeneration
+from ed_esurge.server.generation.structured import Tools
+from ed_esurge.server.http.errors import rename_fields
 from ed_esurge.server.routing import post
 
 
@@ -68,9 +69,14 @@ async def chat(model: ServedModel, body: OllamaChatRequest, request: Request) ->
     with rename_fields(NAMES):
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
         chat_request = body.chat(model, chat_messages(body.messages), tools=tools)
-        more: Any = {"context": body.sampling(model).get("num_ctx"), "own_options": True}
-        more["stores"] = True
-        turn = await ChatGeneration.begin(model, chat_request, request, "ollama", **more)
+        turn = await ChatGeneration.begin(
+            add_only_messages(model),
+            chat_request,
+            request,
+            "ollama",
+            context=body.sampling(model).get("num_ctx"),
+            stores=True,
+        )
 
     async def build_response() -> dict[str, Any]:
         reply = await whole_reply(turn)

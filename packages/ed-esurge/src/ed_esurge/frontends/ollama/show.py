@@ -9,6 +9,10 @@ from ed_infra.errors import CheckpointError
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from ed_esurge.frontends.library.checkpoint_files import CheckpointFiles
+from ed_esurge.frontends.ollama.model_facts import ListedModel, ModelDetails
+from ed_esurge.frontends.ollama.replies import timestamp
+from ed_esurge.frontends.ollama.requests import ModelReference
 from ed_esurge.server.generation.abilities import EMBEDS, GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
@@ -17,10 +21,6 @@ from ed_esurge.server.http.auth import get_owner
 from ed_esurge.server.http.body import in_thread
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
-from ed_esurge.server.library.checkpoint_files import CheckpointFiles
-from ed_esurge.server.ollama.model_facts import ListedModel, ModelDetails
-from ed_esurge.server.ollama.replies import timestamp
-from ed_esurge.server.ollama.requests import ModelReference
 from ed_esurge.server.routing import REFUSALS, Endpoint
 
 #: Key of `model_info` -> names of the field in `config.json`.

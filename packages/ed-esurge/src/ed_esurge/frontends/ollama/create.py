@@ -10,15 +10,16 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ed_esurge.frontends.library.definitions import DefinitionStore, ModelDefinition, ModelName
+from ed_esurge.frontends.library.loading import get_library, has_weights
+from ed_esurge.frontends.library.parameters import SamplingOptions, chat_fields
+from ed_esurge.frontends.ollama.replies import LINES, json_line
+from ed_esurge.frontends.ollama.requests import ModelReference, OllamaMessage, chat_messages
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError, rename_fields
 from ed_esurge.server.http.fields import RequestBody, few, reject_field
 from ed_esurge.server.http.streaming import RequestLifetime
-from ed_esurge.server.library.definitions import DefinitionStore, ModelDefinition, ModelName
-from ed_esurge.server.library.parameters import SamplingOptions, chat_fields
-from ed_esurge.server.ollama.replies import LINES, json_line
-from ed_esurge.server.ollama.requests import ModelReference, OllamaMessage, chat_messages
 from ed_esurge.server.routing import REFUSALS, Endpoint
 
 MAX_LICENSES = 16
@@ -75,12 +76,12 @@ async def create(server: ServedModels, body: CreateRequest, request: Request) ->
     definitions = get_definition_store(server)
     if body.source is None:
         raise APIError("is missing: name the model that answers", param="from")
-    if server.has_weights(body.model) or server.has_adapter(body.model):
+    if has_weights(server, body.model) or has_adapter(server, body.model):
         raise APIError(
             f"{body.model!r} is the name of a model with weights: choose another name",
             param="model",
         )
-    if not server.has_weights(body.source) and body.source not in definitions:
+    if not has_weights(server, body.source) and body.source not in definitions:
         server.find(body.source, "")  # raises the error
     with rename_fields({"repeat_last_n": "parameters.repeat_last_n"}):
         chat_fields(body.parameters.values())  # checks the combination
@@ -115,7 +116,7 @@ def add(
     previous_definition = definitions.known.get(name)
     try:
         definitions.add(name, definition)
-        definitions.resolve(name, server.has_weights)
+        definitions.resolve(name, lambda source: has_weights(server, source))
     except ConfigError as error:
         if previous_definition is not None:
             definitions.add(name, previous_definition)
@@ -126,11 +127,18 @@ def add(
 
 def get_definition_store(server: ServedModels) -> DefinitionStore:
     """Return the derived models. Raises APIError: 400, the server has no directory of models."""
-    if server.definitions is None:
+    library = get_library(server)
+    if library is None:
         raise APIError(
             "this server stores no models: start it with --model-dir, the directory of its models"
         )
-    return server.definitions
+    return library.definitions
+
+
+def has_adapter(server: ServedModels, name: str) -> bool:
+    """Return whether an adapter of any owner has a name."""
+    engines = (model.engine for model in server.models)
+    return any(one.name == name for engine in engines for one in engine.list_lora_adapters())
 
 
 ENDPOINTS = (

@@ -8,10 +8,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ed_esurge.frontends.llama_cpp.generated import GeneratedAnswer, LlamaRequest, generate_response
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.fields import RequestBody, few
-from ed_esurge.server.llama_cpp.generated import GeneratedAnswer, LlamaRequest, generate_response
 from ed_esurge.server.routing import post
 
 MAX_EXTRA = 1024

@@ -10,14 +10,9 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ed_esurge.server.generation.abilities import GENERATES
-from ed_esurge.server.generation.models import ServedModel
-from ed_esurge.server.generation.pipeline import ChatGeneration
-from ed_esurge.server.generation.prompts import EncodedPrompt
-from ed_esurge.server.http.errors import APIError, rename_fields
-from ed_esurge.server.http.fields import TokenIds, few, reject_field
-from ed_esurge.server.ollama.keep_alive import keep
-from ed_esurge.server.ollama.replies import (
+from ed_esurge.frontends.library.derivation import add_only_messages
+from ed_esurge.frontends.ollama.keep_alive import keep
+from ed_esurge.frontends.ollama.replies import (
     LINES,
     ReplyLine,
     Stopwatch,
@@ -27,7 +22,13 @@ from ed_esurge.server.ollama.replies import (
     reply_lines,
     whole_reply,
 )
-from ed_esurge.server.ollama.requests import NAMES, Images, OllamaRequest, with_images
+from ed_esurge.frontends.ollama.requests import NAMES, Images, OllamaRequest, with_images
+from ed_esurge.server.generation.abilities import GENERATES
+from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.pipeline import ChatGeneration
+from ed_esurge.server.generation.prompts import EncodedPrompt
+from ed_esurge.server.http.errors import APIError, rename_fields
+from ed_esurge.server.http.fields import TokenIds, few, reject_field
 from ed_esurge.server.routing import post
 
 MAX_CONTEXT = 2**20
@@ -130,14 +131,13 @@ async def _begin(model: ServedModel, body: GenerateRequest, request: Request) ->
         messages.insert(0, {"role": "system", "content": body.system})
     prompts.check_ids(body.context, "context")
     return await ChatGeneration.begin(
-        model,
+        add_only_messages(model),
         body.chat(model, messages),
         request,
         "ollama",
         tokens=body.context,
         raw_prompt=raw_prompt,
         context=body.sampling(model).get("num_ctx"),
-        own_options=True,
         stores=True,
     )
 

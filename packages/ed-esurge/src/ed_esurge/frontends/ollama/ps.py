@@ -8,12 +8,12 @@ import time
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from ed_esurge.frontends.library.loading import measure_memory, on_accelerator
+from ed_esurge.frontends.ollama.model_facts import ListedModel, ModelDetails
+from ed_esurge.frontends.ollama.replies import timestamp
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import get_owner
-from ed_esurge.server.library.loading import measure_memory, on_accelerator
-from ed_esurge.server.ollama.model_facts import ListedModel, ModelDetails
-from ed_esurge.server.ollama.replies import timestamp
 from ed_esurge.server.routing import Endpoint
 
 #: Seconds until the expiry of a model that is never unloaded: Ollama's answers have a time.
@@ -47,7 +47,7 @@ async def ps(server: ServedModels, request: Request) -> JSONResponse:
     for model in server.models:
         facts = ListedModel.of(server, model.names[0], get_owner(request.scope))
         size = measure_memory(model.engine)
-        remaining_seconds = model.activity.expires_in
+        remaining_seconds = math.inf if model.activity is None else model.activity.expires_in
         running.append(
             {
                 "name": model.names[0],

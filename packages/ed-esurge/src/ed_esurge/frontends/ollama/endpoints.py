@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ed_esurge.server.ollama import (
+from dataclasses import replace
+
+from ed_esurge.frontends.ollama import (
     chat,
     copies,
     create,
@@ -15,8 +17,9 @@ from ed_esurge.server.ollama import (
     transfers,
     version,
 )
+from ed_esurge.frontends.ollama.replies import OLLAMA
 
-ENDPOINTS = (
+_ENDPOINTS = (
     *chat.ENDPOINTS,
     *generate.ENDPOINTS,
     *embed.ENDPOINTS,
@@ -29,3 +32,4 @@ ENDPOINTS = (
     *delete.ENDPOINTS,
     *transfers.ENDPOINTS,
 )
+ENDPOINTS = tuple(replace(endpoint, api=OLLAMA) for endpoint in _ENDPOINTS)

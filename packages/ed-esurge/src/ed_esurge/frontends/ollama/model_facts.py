@@ -8,16 +8,17 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ed_infra.errors import EasyDeLError
 
+from ed_esurge.frontends.library.checkpoint_files import CheckpointCache, CheckpointFiles, size_name
+from ed_esurge.frontends.library.definitions import ModelDefinition
+from ed_esurge.frontends.library.loading import get_library, measure_memory
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.library.checkpoint_files import CheckpointFiles, size_name
-from ed_esurge.server.library.definitions import ModelDefinition
-from ed_esurge.server.library.loading import measure_memory
 
 
 class ModelDetails(AnswerBody):
@@ -32,6 +33,9 @@ class ModelDetails(AnswerBody):
 
 
 logger = logging.getLogger(__name__)
+
+# Server -> the files of its models of the start.
+_CHECKPOINTS: WeakKeyDictionary[ServedModels, CheckpointCache] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,10 @@ class ListedModel:
         Raises:
             APIError: 404, the model does not exist.
         """
-        definition = server.definition(name)
+        library = get_library(server)
+        definition = library.definition(name) if library is not None else None
         base = name if definition is None else definition.source
-        files = server.directory.files(base) if server.directory is not None else None
+        files = library.directory.files(base) if library is not None else None
         model = next((one for one in server.models if base in one.names), None)
         if model is None and files is None:
             model = server.find(base, owner)  # an adapter, or the error
@@ -108,7 +113,10 @@ class ListedModel:
 def _get_checkpoint_files(server: ServedModels, model: ServedModel) -> CheckpointFiles | None:
     """Return the checkpoint of a model that was loaded at the start, if its files are known."""
     directory = getattr(model.engine, "directory", None)
-    return None if directory is None else server.checkpoints.get(Path(directory))
+    if directory is None:
+        return None
+    checkpoints = _CHECKPOINTS.setdefault(server, CheckpointCache(len(server.always)))
+    return checkpoints.get(Path(directory))
 
 
 def list_models(server: ServedModels, owner: str) -> list[ListedModel]:

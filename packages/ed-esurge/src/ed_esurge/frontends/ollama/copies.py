@@ -5,12 +5,13 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ed_esurge.frontends.library.definitions import ModelDefinition
+from ed_esurge.frontends.library.loading import has_weights
+from ed_esurge.frontends.ollama.create import NewModel, add, get_definition_store, has_adapter
+from ed_esurge.frontends.ollama.requests import ModelReference
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
-from ed_esurge.server.library.definitions import ModelDefinition
-from ed_esurge.server.ollama.create import NewModel, add, get_definition_store
-from ed_esurge.server.ollama.requests import ModelReference
 from ed_esurge.server.routing import REFUSALS, Endpoint
 
 
@@ -28,13 +29,13 @@ async def copy(server: ServedModels, body: CopyRequest, request: Request) -> Res
         APIError: see `create.create`.
     """
     definitions = get_definition_store(server)
-    if server.has_weights(body.destination) or server.has_adapter(body.destination):
+    if has_weights(server, body.destination) or has_adapter(server, body.destination):
         raise APIError(
             f"{body.destination!r} is the name of a model with weights: choose another name",
             param="destination",
         )
     definition = definitions.known.get(body.source)
-    if definition is None and not server.has_weights(body.source):
+    if definition is None and not has_weights(server, body.source):
         server.find(body.source, "")  # raises the error
     add(definitions, body.destination, definition or ModelDefinition(source=body.source), server)
     return Response(status_code=200)

@@ -9,6 +9,9 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ed_esurge.frontends.ollama.keep_alive import KeepAlive, keep
+from ed_esurge.frontends.ollama.replies import Stopwatch
+from ed_esurge.frontends.ollama.requests import ModelReference
 from ed_esurge.server.generation.abilities import EMBEDS, require
 from ed_esurge.server.generation.answer_size import NUMBER_BYTES
 from ed_esurge.server.generation.answers import AnswerBody
@@ -16,9 +19,6 @@ from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.requests import MAX_PROMPTS
 from ed_esurge.server.http.fields import RequestBody, few, validate_body
 from ed_esurge.server.http.json_parts import JsonItems
-from ed_esurge.server.ollama.keep_alive import KeepAlive, keep
-from ed_esurge.server.ollama.replies import Stopwatch
-from ed_esurge.server.ollama.requests import ModelReference
 from ed_esurge.server.openai.embeddings import EmbeddingRequest, EncodedTexts, truncate_vectors
 from ed_esurge.server.routing import post
 

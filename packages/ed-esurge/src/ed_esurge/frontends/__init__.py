@@ -1,0 +1,1 @@
+"""APIs and pages beside those of OpenAI and Anthropic, which entry points add to the server."""
