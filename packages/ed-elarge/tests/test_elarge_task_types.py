@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ed_elarge.config import checkpoint_tasks
+from ed_elarge.config import checkpoint_tasks, run_config
 from ed_elarge.config.nodes import parse
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.table import check_machine
@@ -61,12 +61,26 @@ def config_of(folder: Path, **sections: Any) -> Any:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_auto_bind_is_the_task_that_the_checkpoint_names(name: str, tmp_path: Path) -> None:
     folder, task = write(tmp_path, name), CHECKPOINTS[name][1]
-    assert checkpoint_tasks.find_task(str(folder)) == task == detect_task(folder)
+    config = checkpoint_tasks.read_config(str(folder))
+    assert config is not None
+    assert checkpoint_tasks.find_task(str(folder), config) == task == detect_task(folder)
     run = config_of(folder, model={"task": "auto-bind"})
     assert run.task == task
     assert run.has_audio == (task in (TaskType.CTC, TaskType.SPEECH_SEQUENCE_TO_SEQUENCE))
     model_type = read_config(folder, task).model_type
     assert {*checkpoint_tasks.registered_tasks(model_type)} <= {*registry.list_tasks(model_type)}
+
+
+def test_a_run_reads_the_configuration_of_its_checkpoint_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, reads = write(tmp_path, "LlamaForCausalLM"), []
+    read = run_config.read_config
+    monkeypatch.setattr(run_config, "read_config", lambda *of: reads.append(of) or read(*of))
+    run = config_of(folder, model={"task": "auto-bind"})
+    check_machine(run)
+    assert run.task == TaskType.CAUSAL_LM and run.known_model is run.stored_config
+    assert reads == [(str(folder), None)]
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,12 @@ def read_config(name_or_path: str, revision: str | None = None) -> Mapping[str, 
     return config if isinstance(config, dict) else None
 
 
-def find_task(name_or_path: str, revision: str | None = None) -> TaskType | None:
-    """Return the task that a checkpoint names; None if the file is not on this machine.
+def find_task(name_or_path: str, config: Mapping[str, Any]) -> TaskType | None:
+    """Return the task that a checkpoint names, from its config.json.
 
     `ed_models.checkpoints.checks.task_of` reads the same with the registry.
     """
-    config = read_config(name_or_path, revision)
-    if config is None or is_file(expand_path(name_or_path) / _MODULES):
+    if is_file(expand_path(name_or_path) / _MODULES):
         return None
     names = config.get("architectures")
     model_type = str(config.get("model_type"))
@@ -68,10 +67,9 @@ def find_task(name_or_path: str, revision: str | None = None) -> TaskType | None
     return None
 
 
-def explain_task(name_or_path: str, task: TaskType, revision: str | None = None) -> str | None:
+def explain_task(name_or_path: str, config: Mapping[str, Any], task: TaskType) -> str | None:
     """Return why a checkpoint has no model for a task; None if it has one, or is not known."""
-    config = read_config(name_or_path, revision)
-    if config is None or task not in SEPARATE_TASKS:
+    if task not in SEPARATE_TASKS:
         return None
     parts = [config, config.get("text_config"), config.get("vision_config")]
     types = [str(part.get("model_type")) for part in parts if isinstance(part, Mapping)]

@@ -66,14 +66,10 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
     problems.extend(_across(run))
     if problems:
         raise run.error(problems)
-    return RunConfig(
-        document,
-        prefix,
-        written_sections,
-        built | _share_trainer_options(run),
-        actions,
-        _warnings(run),
-    )
+    shared_sections = _share_trainer_options(run)
+    run.warnings = tuple(_warnings(run))
+    run.set_sections(shared_sections)
+    return run
 
 
 def check_section(name: str, value: object) -> list[Problem]:

@@ -28,8 +28,8 @@ from ed_trainers.options.supervised import ClassifierArguments
 
 from ed_elarge.config import architectures
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
-from ed_elarge.config.checkpoint_tasks import find_task
-from ed_elarge.config.local_paths import expand_path, is_file
+from ed_elarge.config.checkpoint_tasks import find_task, read_config
+from ed_elarge.config.local_paths import is_file
 from ed_elarge.config.sections import (
     WITHOUT_TEXT,
     AsynchronousSection,
@@ -81,7 +81,9 @@ class RunConfig:
         written: The sections as the user wrote them.
         sections: Name -> validated section.
         actions: The actions in order.
-        warnings: Warnings, such as keys without effect.
+
+    Attributes:
+        warnings: Warnings, such as keys without effect; `normalize` sets them.
     """
 
     model: ModelSection | None
@@ -99,6 +101,8 @@ class RunConfig:
     esurge: EngineConfig
     asynchronous: AsynchronousSection | None
     eval: EvalSection
+    warnings: Sequence[Problem] = ()
+    _stored_config: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -107,15 +111,18 @@ class RunConfig:
         written_sections: Mapping[str, Any],
         sections: Mapping[str, Options | Mixture | None],
         actions: Sequence[Action] = (),
-        warnings: Sequence[Problem] = (),
     ) -> None:
         self.document = document
         self.prefix = prefix
         self.written = written_sections
-        self.sections = dict(sections)
+        self.sections: dict[str, Options | Mixture | None] = {}
         self.actions = tuple(actions)
-        self.warnings = tuple(warnings)
-        vars(self).update(self.sections)
+        self.set_sections(sections)
+
+    def set_sections(self, sections: Mapping[str, Options | Mixture | None]) -> None:
+        """Set validated sections, also as attributes."""
+        self.sections |= sections
+        vars(self).update(sections)
 
     # Values that depend on several sections.
 
@@ -160,7 +167,10 @@ class RunConfig:
         """
         model_task = self.model.task if self.model is not None else None
         if model_task == TaskType.AUTO_BIND:
-            model_task = self.checkpoint_task or model_task
+            assert self.model is not None, "its task is known"
+            config, name = self.stored_config, self.model.name_or_path
+            if config is not None and name is not None:
+                model_task = find_task(name, config) or model_task
             if self.trainer is not None and model_task not in self.tasks:
                 model_task = TaskType.AUTO_BIND
         if self.trainer is None:
@@ -170,12 +180,12 @@ class RunConfig:
         return model_task if model_task and (model_task in self.tasks or automatic) else first
 
     @property
-    def checkpoint_task(self) -> TaskType | None:
-        """Task that the checkpoint names; None if it is not on this machine."""
+    def stored_config(self) -> Mapping[str, Any] | None:
+        """Content of the checkpoint's config.json, read once; None if it is not on this machine."""
         model = self.model
-        if model is None or model.name_or_path is None:
-            return None
-        return find_task(model.name_or_path, model.extra_kwargs.revision)
+        if self._stored_config is None and model is not None and model.name_or_path is not None:
+            self._stored_config = read_config(model.name_or_path, model.extra_kwargs.revision)
+        return self._stored_config
 
     @property
     def schema(self) -> schemas.Schema:
@@ -294,13 +304,14 @@ class RunConfig:
         model = self.model
         if model is None or model.config is not None:
             return model.config if model is not None else None
-        path = expand_path(str(model.name_or_path)) / "config.json"
+        config = self.stored_config
+        if config is None:
+            return None
+        # Without a trainer, the checkpoint names the task.
+        task = self.task if self.trainer is not None else model.task
         try:
-            config = json.loads(path.read_text("utf-8"))
-            # Without a trainer, the checkpoint names the task.
-            task = self.task if self.trainer is not None else model.task
-            return text_settings(config, path, task) if isinstance(config, dict) else None
-        except (OSError, ValueError):
+            return text_settings(config, task=task)
+        except CheckpointError:
             return None
 
     def will(self, *names: str) -> bool:

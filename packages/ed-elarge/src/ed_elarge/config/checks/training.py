@@ -51,10 +51,10 @@ def task(run: RunConfig) -> Iterator[Problem]:
 
 def task_of_checkpoint(run: RunConfig) -> Iterator[Problem]:
     """Check that the checkpoint has a model for the task of the run."""
-    model = run.model
-    if model is None or model.name_or_path is None or not run.has_valid_task:
+    model, config = run.model, run.stored_config
+    if model is None or model.name_or_path is None or config is None or not run.has_valid_task:
         return
-    reason = explain_task(model.name_or_path, run.task, model.extra_kwargs.revision)
+    reason = explain_task(model.name_or_path, config, run.task)
     if reason is not None:
         key = "name_or_path" if model.task is None else "task"
         yield Problem(("model", key), f"{reason}: set another model.task, or another model")
