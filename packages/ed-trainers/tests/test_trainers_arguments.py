@@ -256,7 +256,13 @@ def test_reading_options_imports_no_jax():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_options_of_a_method_have_at_most_two_bases_and_four_files(method):
+def test_options_of_a_method_have_at_most_two_bases_three_levels_and_four_files(method):
     classes = [cls for cls in ARGUMENTS[method].__mro__ if issubclass(cls, Options)]
+    assert count_levels(ARGUMENTS[method]) <= 3, "below a class that derives from Options"
     assert max(len(cls.__bases__) for cls in classes) <= 2
     assert len({cls.__module__ for cls in classes}) <= 4, "one of them is ed_infra.options"
+
+
+def count_levels(cls):
+    """Return the number of classes between a class of options and the first class of its chain."""
+    return max((1 + count_levels(base) for base in cls.__bases__ if base is not Options), default=0)

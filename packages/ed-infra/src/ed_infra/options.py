@@ -96,9 +96,10 @@ class Options(BaseModel):
     A subclass sets `ALIASES = {"other spelling": "canonical field"}`. A field and its alias
     together are an error, even with equal values. `EQUIVALENT = {"name elsewhere": "what to use
     instead"}` explains names of other programs; a value may also be `"omit it: "` and the reason.
-    Booleans are not valid numbers, and numbers must be finite (unless a field has
-    `Field(allow_inf_nan=True)`). `Seed`, `Count`, `Whole`, `Positive`, `NotNegative`, `Fraction`
-    and `Dropout` of this module are numbers with bounds.
+    A class also has the entries of its bases in both tables. Booleans are not valid numbers, and
+    numbers must be finite (unless a field has `Field(allow_inf_nan=True)`). `Seed`, `Count`,
+    `Whole`, `Positive`, `NotNegative`, `Fraction` and `Dropout` of this module are numbers with
+    bounds.
 
     Raises:
         pydantic.ValidationError: Each problem with the path of its key, so that the YAML runner can
@@ -117,6 +118,12 @@ class Options(BaseModel):
 
     ALIASES: ClassVar[Mapping[str, str]] = {}
     EQUIVALENT: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        for name in ("ALIASES", "EQUIVALENT"):
+            tables = [vars(base).get(name, {}) for base in reversed(cls.__mro__)]
+            setattr(cls, name, {key: value for table in tables for key, value in table.items()})
 
     @classmethod
     def __get_pydantic_core_schema__(

@@ -372,6 +372,7 @@ _NEEDED = {
     "benchmark_interval": ("benchmarks",),
     "benchmarks": ("benchmark_interval",),
     "profile_start_step": ("profile_steps",),
+    "sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps"),
 }
 
 
@@ -434,12 +435,13 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
 
 
 def _idle_probes(arguments: TrainingArguments) -> list[tuple[str, str]]:
-    """Return the options of previews, benchmarks and the profiler without effect."""
-    idle = []
+    """Return the options of previews, benchmarks, the profiler and the reference without effect."""
+    idle: list[tuple[str, str]] = []
     for needed, names in _NEEDED.items():
-        if not getattr(arguments, needed):
-            idle_names = [name for name in names if name in arguments.model_fields_set]
-            idle += [(name, f"{needed} is not set") for name in idle_names]
+        needed_value = getattr(arguments, needed, True)
+        if not needed_value:
+            reason = f"{needed} is {'false' if needed_value is False else 'not set'}"
+            idle += [(name, reason) for name in names if name in arguments.model_fields_set]
     if arguments.generation_prompts and "generation_num_prompts" in arguments.model_fields_set:
         idle.append(("generation_num_prompts", "see `generation_prompts`"))
     if not arguments.generation_temperature and arguments.generation_top_p < 1:

@@ -81,9 +81,7 @@ class Reference:
         elif isinstance(run.arguments, ReferenceArguments) and (
             run.arguments.precompute_ref_log_probs
         ):
-            self._ahead = self._precompute_logps(
-                run.arguments, models.pop(NAME, run.learner), is_learner
-            )
+            self._ahead = self._precompute_logps(models.pop(NAME, run.learner), is_learner)
         elif is_learner and has_lora(run.learner):
             models.pop(NAME, None)  # `Models` returns the base under the adapters
         else:
@@ -107,10 +105,9 @@ class Reference:
         )
         return model
 
-    def _precompute_logps(
-        self, arguments: ReferenceArguments, model: LanguageModel, is_learner: bool
-    ) -> ReferenceLogps:
-        run = self._run
+    def _precompute_logps(self, model: LanguageModel, is_learner: bool) -> ReferenceLogps:
+        run, arguments = self._run, self._run.arguments
+        assert isinstance(arguments, AnswerArguments), "the options of a method on answers"
         if "pixel_values" in run.learner.input_names:
             raise ConfigError(
                 "precompute_ref_log_probs stores log-probabilities by the tokens of an answer, and "

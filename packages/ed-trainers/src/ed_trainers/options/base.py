@@ -438,7 +438,11 @@ class TrainingArguments(Options):
         return value
 
 
-class NoiseArguments(TrainingArguments):
+# Options that several methods add to those above. Their classes are the first base of a method's
+# class, because pydantic uses a field of the first base.
+
+
+class NoiseArguments(Options):
     """NEFTune (Jain et al., arXiv:2310.05914)."""
 
     neftune_noise_alpha: Positive | None = None
@@ -446,7 +450,7 @@ class NoiseArguments(TrainingArguments):
     root of (tokens of the document times hidden size), in training only."""
 
 
-class SyncArguments(TrainingArguments):
+class SyncArguments(Options):
     """TR-DPO (Gorbatovski et al., arXiv:2404.09656)."""
 
     sync_ref_model: StrictFlag = False
@@ -457,11 +461,3 @@ class SyncArguments(TrainingArguments):
     reference. 1 copies the learner."""
     ref_model_sync_steps: Steps = 512
     """Steps between two updates of the reference."""
-
-    def idle(self) -> list[tuple[str, str]]:
-        """See `TrainingArguments.idle`."""
-        if self.sync_ref_model:
-            return super().idle()
-        names = ("ref_model_mixup_alpha", "ref_model_sync_steps")
-        idle = [name for name in names if name in self.model_fields_set]
-        return [*super().idle(), *((name, "sync_ref_model is false") for name in idle)]

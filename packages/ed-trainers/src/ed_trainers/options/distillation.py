@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal, NamedTuple
 
-from ed_infra.options import Count, Fraction, NotNegative, Positive
+from ed_infra.options import Count, Fraction, NotNegative, Options, Positive
 from pydantic import ValidationInfo, field_validator
 
-from ed_trainers.options.base import NoiseArguments, StrictFlag, conflict
+from ed_trainers.options.base import NoiseArguments, StrictFlag, TrainingArguments, conflict
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.options.supervised import NextTokenArguments
 
 
-class DistillationArguments(NoiseArguments):
+class DistillationArguments(NoiseArguments, TrainingArguments):
     """Knowledge distillation (Hinton et al., arXiv:1503.02531) on given texts."""
 
     trainer_type: Literal["distillation"] = "distillation"
@@ -51,7 +52,7 @@ class DistillationArguments(NoiseArguments):
         return value
 
 
-class SeqKDArguments(NextTokenArguments, NoiseArguments):
+class SeqKDArguments(NoiseArguments, NextTokenArguments):
     """Sequence-level distillation (Kim and Rush, arXiv:1606.07947): train on the teacher's
     answers."""
 
@@ -77,7 +78,7 @@ class Support(NamedTuple):
     from_student: bool = False
 
 
-class GKDArguments(OnlineArguments, NoiseArguments):
+class GKDArguments(NoiseArguments, OnlineArguments):
     """Generalized knowledge distillation (Agarwal et al., arXiv:2306.13649), on-policy or not."""
 
     trainer_type: Literal["gkd"] = "gkd"
@@ -111,19 +112,14 @@ class GKDArguments(OnlineArguments, NoiseArguments):
         return None
 
 
-class OnPolicyDistillationArguments(GKDArguments):
-    """On-policy distillation: `gkd` on the learner's completions only, with the reverse
-    divergence."""
+class OnPolicyArguments(Options):
+    """Options of the methods that distill the learner's completions only."""
 
-    trainer_type: Literal["on_policy_distillation"] = "on_policy_distillation"  # type: ignore[assignment]
     temperature: Positive = 1.0
     """Sampling temperature of the learner. The distributions of learner and teacher are compared at
     the same temperature."""
     lmbda: Fraction = 1.0
     """Always 1: the learner completes every prompt. `gkd` also reads other completions."""
-    beta: Fraction = 1.0
-    """Kind of divergence: 0 is forward, KL(teacher || student); 1 is reverse; values between are
-    the generalized Jensen-Shannon divergence."""
 
     @field_validator("lmbda")
     @classmethod
@@ -138,13 +134,20 @@ class OnPolicyDistillationArguments(GKDArguments):
         return self.temperature
 
 
-class SparseDistillationArguments(OnPolicyDistillationArguments):
+class OnPolicyDistillationArguments(OnPolicyArguments, GKDArguments):
+    """On-policy distillation: `gkd` on the learner's completions only, with the reverse
+    divergence."""
+
+    trainer_type: Literal["on_policy_distillation"] = "on_policy_distillation"  # type: ignore[assignment]
+    beta: Fraction = 1.0
+    """Kind of divergence: 0 is forward, KL(teacher || student); 1 is reverse; values between are
+    the generalized Jensen-Shannon divergence."""
+
+
+class SparseDistillationArguments(OnPolicyArguments, GKDArguments):
     """On-policy distillation from the teacher's most probable tokens only."""
 
-    ALIASES: ClassVar[dict[str, str]] = {
-        **OnPolicyDistillationArguments.ALIASES,
-        "top_k_teacher": "loss_top_k",
-    }
+    ALIASES: ClassVar[Mapping[str, str]] = {"top_k_teacher": "loss_top_k"}
 
     trainer_type: Literal["sparse_distillation"] = "sparse_distillation"  # type: ignore[assignment]
     beta: Fraction = 0.0

@@ -5,15 +5,16 @@ Names and defaults are EasyDeL's if EasyDeL has the option, otherwise TRL's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from string import Formatter
 from typing import Annotated, ClassVar, Literal, Self
 
 from ed_infra.options import Count, Fraction, NotNegative, Positive, choice
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from ed_trainers.options.base import Mixup, StrictFlag, conflict
+from ed_trainers.options.base import Mixup, StrictFlag, SyncArguments, conflict
 from ed_trainers.options.distillation import Support
-from ed_trainers.options.online import RewardedArguments, RewardNames
+from ed_trainers.options.online import OnlineArguments, RewardedArguments, RewardNames
 from ed_trainers.options.optimizers import Steps
 
 GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
@@ -22,11 +23,10 @@ CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "seq
 _CISPO_CAP = 5.0
 
 
-class GroupArguments(RewardedArguments):
+class GroupArguments(RewardedArguments, SyncArguments):
     """Options that `grpo` and `rloo` share."""
 
-    ALIASES: ClassVar[dict[str, str]] = {
-        **RewardedArguments.ALIASES,
+    ALIASES: ClassVar[Mapping[str, str]] = {
         "group_size": "num_return_sequences",
         "num_generations": "num_return_sequences",
     }
@@ -52,7 +52,7 @@ class GroupArguments(RewardedArguments):
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
-class GRPOArguments(GroupArguments):
+class GRPOArguments(GroupArguments, OnlineArguments):
     """Group relative policy optimization (Shao et al., arXiv:2402.03300) and its relatives."""
 
     trainer_type: Literal["grpo"] = "grpo"
@@ -263,7 +263,7 @@ class GFPOArguments(GRPOArguments):
         return out
 
 
-class RLOOArguments(GroupArguments):
+class RLOOArguments(GroupArguments, OnlineArguments):
     """REINFORCE with a leave-one-out baseline (Ahmadian et al., arXiv:2402.14740)."""
 
     trainer_type: Literal["rloo"] = "rloo"
@@ -313,8 +313,7 @@ class SDPOArguments(GRPOArguments):
     """Self-distillation policy optimization (Huebotter et al., arXiv:2601.20802): the model learns
     from its own distributions, given a successful completion of the same prompt."""
 
-    EQUIVALENT: ClassVar[dict[str, str]] = {
-        **GRPOArguments.EQUIVALENT,
+    EQUIVALENT: ClassVar[Mapping[str, str]] = {
         "distillation_type": "distillation_mode, and distillation_alpha: 1 is kl, 0.5 is jsd",
         "max_feedback_length": "max_reprompt_len: the tokens of the teacher's whole prompt",
         "use_teacher_server": "omit it: the teacher is always on the devices of the run",

@@ -7,9 +7,10 @@ EasyDeL's if EasyDeL has the option, otherwise TRL's; other spellings are aliase
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from ed_infra.options import Count, Fraction, NotNegative, Positive, Whole, choice
+from ed_infra.options import Count, Fraction, NotNegative, Options, Positive, Whole, choice
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ed_trainers.options.base import StrictFlag, SyncArguments, TrainingArguments, conflict
@@ -18,10 +19,7 @@ from ed_trainers.options.base import StrictFlag, SyncArguments, TrainingArgument
 class OnlineArguments(TrainingArguments):
     """Options of sampling, and of the training steps per generation."""
 
-    ALIASES: ClassVar[dict[str, str]] = {
-        **TrainingArguments.ALIASES,
-        "max_new_tokens": "max_completion_length",
-    }
+    ALIASES: ClassVar[Mapping[str, str]] = {"max_new_tokens": "max_completion_length"}
     #: Option that sets `rows_per_prompt`, for messages.
     ROWS_OPTION: ClassVar[str] = "num_return_sequences"
     DEFAULT_LENGTH = 1024
@@ -101,11 +99,10 @@ RewardName = str | dict[str, dict[str, Any]]
 RewardNames = Annotated[tuple[RewardName, ...], BeforeValidator(_one_or_many)]
 
 
-class RewardedArguments(OnlineArguments, SyncArguments):
+class RewardedArguments(Options):
     """Options of the methods with rewards of completions."""
 
-    ALIASES: ClassVar[dict[str, str]] = {
-        **OnlineArguments.ALIASES,
+    ALIASES: ClassVar[Mapping[str, str]] = {
         "reward_funcs": "reward_functions",
         "kl_coef": "beta",
     }
@@ -166,14 +163,20 @@ class RewardedArguments(OnlineArguments, SyncArguments):
         return value
 
 
+class ScoredArguments(RewardedArguments, SyncArguments):
+    """Options of `ppo`, `xpo` and `nash_md`, which do not compare the rewards of a group."""
+
+    missing_eos_penalty: NotNegative | None = None
+    """Subtracted from the score of a completion that reached the maximum length."""
+
+
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
-class PPOArguments(RewardedArguments):
+class PPOArguments(ScoredArguments, OnlineArguments):
     """Proximal policy optimization (Schulman et al., arXiv:1707.06347) with a value head."""
 
-    ALIASES: ClassVar[dict[str, str]] = {
-        **RewardedArguments.ALIASES,
+    ALIASES: ClassVar[Mapping[str, str]] = {
         "num_ppo_epochs": "num_iterations",
         "num_mini_batches": "steps_per_generation",
         "response_length": "max_completion_length",
@@ -204,8 +207,6 @@ class PPOArguments(RewardedArguments):
     value_head: str | None = None
     """Directory of a model that `ppo` saved, for the initial value head. None: initial values of
     0."""
-    missing_eos_penalty: NotNegative | None = None
-    """Subtracted from the score of a completion that reached the maximum length."""
 
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
@@ -217,7 +218,7 @@ class PPOArguments(RewardedArguments):
 XPO_LOSSES = ("sigmoid", "ipo")
 
 
-class SelfPlayArguments(RewardedArguments):
+class SelfPlayArguments(ScoredArguments):
     """Options of `xpo` and `nash_md`."""
 
     beta: Positive = 0.1
@@ -228,27 +229,20 @@ class SelfPlayArguments(RewardedArguments):
     `path/file.py:function` or `module:function`, found and called like reward functions. It
     receives `completions` of the learner and `others` of the other policy, and returns for each
     prompt the probability that the learner's completion is better."""
-    missing_eos_penalty: NotNegative | None = None
-    """Subtracted from the score of a completion that reached the maximum length."""
 
     @field_validator("judge")
     @classmethod
     def _no_scores(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("reward_functions"):
             raise conflict("judge compares completions, reward_functions score them: set one")
-        return value
-
-    @field_validator("missing_eos_penalty")
-    @classmethod
-    def _is_taken_off(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("judge") is not None:
+        if value is not None and info.data.get("missing_eos_penalty") is not None:
             raise conflict(
                 "missing_eos_penalty is subtracted from scores, and a judge returns no scores"
             )
         return value
 
 
-class XPOArguments(SelfPlayArguments):
+class XPOArguments(SelfPlayArguments, OnlineArguments):
     """Exploratory preference optimization (Xie et al., arXiv:2405.21046)."""
 
     trainer_type: Literal["xpo"] = "xpo"
@@ -259,7 +253,7 @@ class XPOArguments(SelfPlayArguments):
     """The loss of a pair, as in `dpo`."""
 
 
-class NashMDArguments(SelfPlayArguments):
+class NashMDArguments(SelfPlayArguments, OnlineArguments):
     """Nash learning from human feedback by mirror descent (Munos et al., arXiv:2312.00886)."""
 
     trainer_type: Literal["nash_md"] = "nash_md"

@@ -5,6 +5,7 @@ Names and defaults are EasyDeL's if EasyDeL has the option, otherwise TRL's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from ed_infra.options import Count, NotNegative, Positive, choice
@@ -15,6 +16,7 @@ from ed_trainers.options.base import (
     NoiseArguments,
     StrictFlag,
     SyncArguments,
+    TrainingArguments,
     conflict,
 )
 from ed_trainers.options.optimizers import Steps
@@ -43,7 +45,7 @@ CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
-class AnswerArguments(NoiseArguments):
+class AnswerArguments(NoiseArguments, TrainingArguments):
     """Options of methods that compute log-probabilities of given answers."""
 
     DEFAULT_LENGTH = 1024
@@ -52,8 +54,8 @@ class AnswerArguments(NoiseArguments):
     """Number of tokens whose logits exist at the same time; None: chosen by the loss."""
 
 
-class ReferenceArguments(AnswerArguments, SyncArguments):
-    """Options of methods that compare given answers with those of a reference."""
+class ReferenceArguments(SyncArguments):
+    """Options of methods that compare answers with those of a reference."""
 
     beta: Positive = 0.1
     """Weight of log-ratios to the reference: a higher value keeps the model nearer to the
@@ -83,7 +85,7 @@ class ReferenceArguments(AnswerArguments, SyncArguments):
         return "reference_free"
 
 
-class DPOArguments(ReferenceArguments):
+class DPOArguments(ReferenceArguments, AnswerArguments):
     """Direct preference optimization (Rafailov et al., arXiv:2305.18290) and related losses."""
 
     DEFAULT_LENGTH = 512
@@ -144,7 +146,7 @@ class DPOArguments(ReferenceArguments):
 class ORPOArguments(AnswerArguments):
     """Odds-ratio preference optimization (Hong et al., arXiv:2403.07691): no reference."""
 
-    ALIASES: ClassVar[dict[str, str]] = {**AnswerArguments.ALIASES, "lambda_orpo": "beta"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"lambda_orpo": "beta"}
 
     trainer_type: Literal["orpo"] = "orpo"
     beta: NotNegative = 0.1
@@ -189,7 +191,7 @@ class CPOArguments(ContrastArguments):
 class SimPOArguments(ContrastArguments):
     """Simple preference optimization (Meng et al., arXiv:2405.14734): no reference."""
 
-    ALIASES: ClassVar[dict[str, str]] = {**AnswerArguments.ALIASES, "gamma": "simpo_gamma"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"gamma": "simpo_gamma"}
 
     trainer_type: Literal["simpo"] = "simpo"
     beta: Positive = 2.0
@@ -208,7 +210,7 @@ class LabelledArguments(ReferenceArguments):
     """Factor on the loss of bad answers."""
 
 
-class KTOArguments(LabelledArguments):
+class KTOArguments(LabelledArguments, AnswerArguments):
     """Kahneman-Tversky optimization (Ethayarajh et al., arXiv:2402.01306)."""
 
     trainer_type: Literal["kto"] = "kto"
@@ -216,13 +218,13 @@ class KTOArguments(LabelledArguments):
     """The loss; `apo_zero_unpaired` (arXiv:2408.06266) does not estimate the divergence."""
 
 
-class BCOArguments(LabelledArguments):
+class BCOArguments(LabelledArguments, AnswerArguments):
     """Binary classifier optimization (Jung et al., arXiv:2404.04656)."""
 
     trainer_type: Literal["bco"] = "bco"
 
 
-class RewardArguments(NoiseArguments):
+class RewardArguments(NoiseArguments, TrainingArguments):
     """A reward model of pairs (Bradley and Terry): chosen answers receive higher scores.
 
     The field `margin` of a row may contain the minimum difference of the scores.
@@ -234,7 +236,7 @@ class RewardArguments(NoiseArguments):
     """Weight of the squared sum of both scores, which keeps their mean near 0; null: none."""
 
 
-class PRMArguments(NoiseArguments):
+class PRMArguments(NoiseArguments, TrainingArguments):
     """A process reward model (Lightman et al., arXiv:2305.20050): classifies steps as correct or
     not."""
 

@@ -22,12 +22,10 @@ class NextTokenArguments(TrainingArguments):
     """Options of the cross-entropy of the next token."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
-        **TrainingArguments.ALIASES,
         "label_smoothing": "label_smoothing_factor",
         "z_loss": "z_loss_coefficient",
     }
     EQUIVALENT: ClassVar[Mapping[str, str]] = {
-        **TrainingArguments.EQUIVALENT,
         "loss_config": "label_smoothing_factor and z_loss_coefficient",
     }
 
@@ -40,7 +38,7 @@ class NextTokenArguments(TrainingArguments):
     only."""
 
 
-class SFTArguments(NextTokenArguments, NoiseArguments):
+class SFTArguments(NoiseArguments, NextTokenArguments):
     """Supervised fine-tuning, and pre-training: the cross-entropy of the labels."""
 
     predict_with_generate: StrictFlag = False
@@ -268,7 +266,7 @@ WHOLE_STEP = (RANKING, COSENT)
 SCORED = (COSINE, COSENT)
 
 
-class EmbeddingArguments(NoiseArguments):
+class EmbeddingArguments(NoiseArguments, TrainingArguments):
     """Embeddings of texts: pairs with the same meaning, pairs with a score, or a teacher."""
 
     trainer_type: Literal["embedding"] = "embedding"
