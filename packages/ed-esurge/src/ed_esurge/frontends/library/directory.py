@@ -31,7 +31,7 @@ MAX_NAME_BYTES = 255
 class LoadableModel(Protocol):
     """A loaded model of the directory."""
 
-    activity: Activity
+    activity: Activity | None
 
 
 ServedT = TypeVar("ServedT", bound=LoadableModel)
@@ -49,6 +49,12 @@ class LoadedModel(Generic[ServedT]):
     model: ServedT
     size: int
     load_seconds: float
+
+    @property
+    def activity(self) -> Activity:
+        """The running requests of the model."""
+        assert self.model.activity is not None, "`load` has set it"
+        return self.model.activity
 
 
 def _is_folder_name(part: str) -> bool:
@@ -187,7 +193,7 @@ class ModelDirectory(Generic[ServedT]):
             self._waiting[name] -= 1
             self._changed.set()
         loaded_model = self.loaded[name]
-        with loaded_model.model.activity.using():
+        with loaded_model.activity.using():
             yield loaded_model.model, time.monotonic() - start if waited else 0.0
 
     def _get_load_task(self, name: str) -> asyncio.Task[None]:
@@ -240,10 +246,10 @@ class ModelDirectory(Generic[ServedT]):
             await self._changed.wait()
 
     def _idle(self, name: str) -> bool:
-        return not self.loaded[name].model.activity.running and not self._waiting[name]
+        return not self.loaded[name].activity.running and not self._waiting[name]
 
     def _last_used(self, name: str) -> float:
-        return self.loaded[name].model.activity.last_used
+        return self.loaded[name].activity.last_used
 
     @property
     def used(self) -> int:
@@ -263,7 +269,7 @@ class ModelDirectory(Generic[ServedT]):
         """Unload models whose time without requests is over, until the task is cancelled."""
         while True:
             idle = [name for name in self.loaded if self._idle(name)]
-            times = {name: self.loaded[name].model.activity.expires_in for name in idle}
+            times = {name: self.loaded[name].activity.expires_in for name in idle}
             wait = min(times.values(), default=math.inf)
             if wait > 0:
                 self._changed.clear()
@@ -273,7 +279,7 @@ class ModelDirectory(Generic[ServedT]):
                 continue
             async with self._lock:
                 for name, it in list(self.loaded.items()):
-                    if self._idle(name) and it.model.activity.expires_in <= 0:
+                    if self._idle(name) and it.activity.expires_in <= 0:
                         await self._drop(name)
 
     async def close(self) -> None:

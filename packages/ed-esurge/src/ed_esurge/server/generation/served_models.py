@@ -178,8 +178,10 @@ class ServedModels:
             for adapter in model.adapters(owner).values():
                 root = adapter.source or adapter.name
                 cards.append({**model.card(adapter.name), "root": root, "parent": model.name})
+        if self.further is None:
+            return cards
         listed_names = {card["id"] for card in cards}
-        for name in self.further.names() if self.further is not None else ():
+        for name in self.further.names():
             if name not in listed_names:
                 try:
                     cards.append(self.further.card(name))
