@@ -11,9 +11,10 @@ from typing import Any
 from ed_esurge import eSurge
 from ed_esurge.engine import AsyncEngine
 from ed_esurge.engine.connection import Connection
+from ed_esurge.engine.facts import EngineFacts
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.processes.hub import ReplicaHub
-from ed_esurge.processes.messages import EngineFacts
+from ed_esurge.processes.messages import encode_facts
 from ed_esurge.processes.replica import Replica
 from ed_esurge.processes.replicated_engine import ReplicatedEngine
 from ed_infra.errors import EasyDeLError
@@ -71,7 +72,7 @@ class LyingReplica:
         self.connection = Connection.open(hub.address, SECRET)
         self.connection.send({"model": None})
         self.connection.receive()
-        first = {"do": "ready", "facts": facts.to_dict(), "now": time.monotonic()}
+        first = {"do": "ready", "facts": encode_facts(facts), "now": time.monotonic()}
         self.connection.send([{**first, **(ready or {})}])
         self._lie = lie
         self.thread = threading.Thread(target=self._serve)

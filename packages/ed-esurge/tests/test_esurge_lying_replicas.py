@@ -20,7 +20,7 @@ from ed_esurge.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from ed_esurge.processes.messages import EngineFacts
+from ed_esurge.processes.messages import decode_facts, encode_facts
 from ed_esurge.processes.replica_group import ReplicaLostError
 from ed_esurge.server.metrics import ServerMetrics
 from ed_infra.errors import EasyDeLError
@@ -361,9 +361,9 @@ FACTS = {
 @pytest.mark.parametrize("name", FACTS)
 def test_replica_of_another_model_is_rejected(served, prompts, expected, name):
     front, _ = served
-    change = {"facts": {**front.facts.to_dict(), name: FACTS[name]}}
+    change = {"facts": {**encode_facts(front.facts), name: FACTS[name]}}
     assert not lie_in(served, prompts, expected, lambda c, m: None, change).requests
-    assert front.facts.vocab_size > 0 and EngineFacts.read(front.facts.to_dict()) == front.facts
+    assert front.facts.vocab_size > 0 and decode_facts(encode_facts(front.facts)) == front.facts
 
 
 def test_replica_cannot_claim_to_sleep_for_the_server(served, prompts, expected):

@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
-from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 from ed_models.adapters.values import Adapter
-from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.protocol import LanguageModel
-from ed_models.tasks.audio_text import RecordingForm
 from flax import nnx
 from jaxtyping import Float
 
-from ed_esurge.certificates import certificate_summary
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.commands import (
@@ -39,18 +35,19 @@ from ed_esurge.core.commands import (
     WakeUp,
 )
 from ed_esurge.engine.control import check_level, loading
+from ed_esurge.engine.facts import EngineFacts, EngineWithFacts
 from ed_esurge.engine.followers import Follower, OutputItem, hand_over, refuse
 from ed_esurge.engine.intake import CheckedPrompt, PromptInput, RequestOptions, RequestParams
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.grammars.store import Grammar
-from ed_esurge.outputs import LabelSet, RequestOutput
+from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
 
-class AsyncEngine:
+class AsyncEngine(EngineWithFacts):
     """Runs an engine in a background thread. Every method may be called from any event loop.
 
     Args:
@@ -75,16 +72,16 @@ class AsyncEngine:
     # ---- properties of the engine
 
     @property
+    def facts(self) -> EngineFacts:
+        return self.engine.facts
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         return self.engine.tokenizer
 
     @property
     def config(self) -> EngineConfig:
         return self.engine.config
-
-    @property
-    def model_name(self) -> str:
-        return self.engine.model_name
 
     def embedded_prompt(
         self, embeds: Float[np.ndarray, "n d"]
@@ -93,46 +90,13 @@ class AsyncEngine:
         return self.engine.embedded_prompt(embeds)
 
     @property
-    def recording_form(self) -> RecordingForm | None:
-        """The recordings that the model reads; None if it reads none."""
-        return self.engine.recording_form
-
-    @property
-    def certificate(self) -> Mapping[str, Any] | None:
-        return self.engine.certificate
-
-    @property
     def directory(self) -> Path | None:
         """The directory of the checkpoint, if the engine was loaded from one."""
         return self.engine.directory
 
     @property
-    def input_names(self) -> tuple[str, ...]:
-        return self.engine.input_names
-
-    @property
-    def task(self) -> TaskType:
-        return self.engine.task
-
-    @property
-    def labels(self) -> LabelSet | None:
-        return self.engine.labels
-
-    @property
-    def embedding_settings(self) -> EmbeddingSettings | None:
-        return self.engine.embedding_settings
-
-    @property
     def processor(self) -> Any:
         return self.engine.processor
-
-    @property
-    def max_model_len(self) -> int:
-        return self.engine.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self.engine.vocab_size
 
     def check_prompt(self, prompt: PromptInput, max_tokens: int | None) -> CheckedPrompt:
         """See `eSurge.check_prompt`."""
@@ -145,11 +109,6 @@ class AsyncEngine:
     def stats(self) -> Mapping[str, float]:
         """See `eSurge.stats`."""
         return self.engine.stats()
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence tokens of the model."""
-        return tuple(self.engine.eos_token_ids)
 
     def replica_stats(self) -> Sequence[Mapping[str, float]]:
         """See `eSurge.replica_stats`."""
@@ -281,8 +240,7 @@ class AsyncEngine:
             )
         path = Path(source)
         await self.update_model_weights(await asyncio.to_thread(read, path))
-        self.engine.certificate = certificate_summary(path)
-        self.engine.directory = path
+        self.engine.set_source(path)
 
     async def reset_prefix_cache(self) -> None:
         """Clear the prefix cache; see `eSurge.reset_prefix_cache`."""

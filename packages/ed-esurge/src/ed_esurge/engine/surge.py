@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack
 
@@ -13,10 +14,10 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 from ed_layers import native
 from ed_models.protocol import LanguageModel
-from ed_models.tasks.audio_text import RecordingForm
 from jaxtyping import Float
 from tqdm import tqdm
 
+from ed_esurge.certificates import certificate_summary
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.commands import Abort, Add, Command, EncoderInput, Pause, StorePages
 from ed_esurge.core.encoder_cache import EncoderCache
@@ -24,6 +25,7 @@ from ed_esurge.embedded_prompts import EmbeddedPrompts
 from ed_esurge.engine.assembly import loop_over
 from ed_esurge.engine.control import EngineControl
 from ed_esurge.engine.disk_pages import DiskPages
+from ed_esurge.engine.facts import EngineFacts, EngineWithFacts
 from ed_esurge.engine.intake import (
     CheckedPrompt,
     Intake,
@@ -58,7 +60,7 @@ from ed_esurge.tokenizer_endpoints import connect_tokenizers
 logger = get_logger(__name__)
 
 
-class eSurge(EngineControl):
+class eSurge(EngineControl, EngineWithFacts):
     """A serving engine.
 
     Args:
@@ -104,14 +106,9 @@ class eSurge(EngineControl):
             config = config.replace(**options)
         self.config = config
         self.tokenizer, self.processor = tokenizer, processor
-        self.certificate, self.read_model = certificate, read_model
-        self.directory = directory
-        self.input_names = tuple(model.input_names)
-        self.task, self.labels = get_task(model), get_labels(model)
-        self.embedding_settings = get_embedding_settings(model)
-        self.model_name = model_name or name_of(model)
-        self.eos_token_ids = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
-        grammars = Grammars.of(tokenizer, get_vocab_size(model), self.eos_token_ids)
+        self.read_model, self.directory = read_model, directory
+        end_tokens = eos_token_ids(model, tokenizer, config.extra_eos_token_ids)
+        grammars = Grammars.of(tokenizer, get_vocab_size(model), end_tokens)
         prompt_tokenizer, output_tokenizer = connect_tokenizers(
             tokenizer, config.tokenizer_endpoint, config.detokenizer_endpoint
         )
@@ -120,17 +117,26 @@ class eSurge(EngineControl):
             records=records,
         )
         runner = self.loop.runner
-        self.max_model_len = self.loop.scheduler.limits.max_model_len
-        self.vocab_size = runner.vocab_size
-        self.recording_form: RecordingForm | None = getattr(runner.model, "recording_form", None)
+        self._facts = EngineFacts(
+            model_name=model_name or name_of(model),
+            max_model_len=self.loop.scheduler.limits.max_model_len,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=tuple(end_tokens),
+            input_names=tuple(model.input_names),
+            task=get_task(model),
+            labels=get_labels(model),
+            embedding_settings=get_embedding_settings(model),
+            recording_form=getattr(runner.model, "recording_form", None),
+            certificate=certificate,
+        )
         encoder = self.loop.scheduler.encoder
         whole_items = isinstance(encoder, EncoderCache) and encoder.whole
         encodes = is_encoder(runner.model)
         self._intake = Intake(
             config,
             prompt_tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            max_model_len=self.max_model_len,
+            eos_token_ids=end_tokens,
+            max_model_len=self._facts.max_model_len,
             vocab_size=self.vocab_size,
             max_logprobs=runner.max_logprobs,
             prompt_class=None if encodes else runner.model.prompt_class,
@@ -163,6 +169,15 @@ class eSurge(EngineControl):
                 loop.store_pages = self._disk.write
         if not config.silent_mode:
             logger.info("%s: %s", self.model_name, self.describe())
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._facts
+
+    def set_source(self, directory: Path) -> None:
+        """Set the directory of the weights, and its certificate."""
+        self.directory = directory
+        self._facts = replace(self._facts, certificate=certificate_summary(directory))
 
     def describe(self) -> str:
         """Return a one-line summary of the engine's sizes."""

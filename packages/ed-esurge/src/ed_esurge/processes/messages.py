@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ed_infra.enums import TaskType
@@ -11,6 +9,7 @@ from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.tasks.audio_text import RecordingForm
 
+from ed_esurge.engine.facts import EngineFacts
 from ed_esurge.engine.intake import ContextLengthError, TokenIdError
 from ed_esurge.outputs import LabelSet
 from ed_esurge.processes.answer_check import MAX_TEXT, is_count, is_text, require
@@ -21,91 +20,58 @@ MAX_MESSAGES, MAX_MESSAGE_BYTES = 1024, 2**28
 TOKEN = "ESURGE_REPLICA_TOKEN"
 
 
-@dataclass(frozen=True)
-class EngineFacts:
-    """The properties of an engine that a server needs, see `ServedEngine`."""
+def encode_facts(facts: EngineFacts) -> dict[str, Any]:
+    """Return the facts about an engine as values that `ed_esurge.engine.wire` encodes."""
+    form = facts.recording_form
+    return {**vars(facts), "task": facts.task.value, "recording_form": form and tuple(form)}
 
-    model_name: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    input_names: tuple[str, ...]
-    task: TaskType
-    labels: LabelSet | None
-    embedding_settings: EmbeddingSettings | None
-    recording_form: RecordingForm | None
-    certificate: Mapping[str, Any] | None
 
-    @classmethod
-    def of(cls, engine: Any) -> EngineFacts:
-        """Return the facts about an `AsyncEngine`."""
-        return cls(**{name: getattr(engine, name) for name in cls.__dataclass_fields__})
+def decode_facts(values: Any) -> EngineFacts:
+    """Return the facts of `encode_facts`.
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the facts as values that `ed_esurge.engine.wire` encodes."""
-        form = self.recording_form
-        return {**vars(self), "task": self.task.value, "recording_form": form and tuple(form)}
+    Raises:
+        ReplicaMessageError: a value is missing, or no engine has the value.
+    """
+    names = EngineFacts.__dataclass_fields__
+    require(isinstance(values, dict) and values.keys() == names.keys(), "facts with other names")
+    tasks = [task.value for task in TaskType]
+    require(isinstance(values["task"], str) and values["task"] in tasks, "an unknown task")
+    form = values["recording_form"]
+    if form is not None:
+        require(isinstance(form, tuple) and len(form) == len(RecordingForm._fields), "a wrong form")
+        form = RecordingForm(*form)
+    facts = EngineFacts(**{**values, "task": TaskType(values["task"]), "recording_form": form})
+    _check_facts(facts)
+    return facts
 
-    @classmethod
-    def read(cls, values: Any) -> EngineFacts:
-        """Return the facts of `to_dict`.
 
-        Raises:
-            ReplicaMessageError: a value is missing, or no engine has the value.
-        """
-        names = cls.__dataclass_fields__
-        require(
-            isinstance(values, dict) and values.keys() == names.keys(), "facts with other names"
-        )
-        tasks = [task.value for task in TaskType]
-        require(isinstance(values["task"], str) and values["task"] in tasks, "an unknown task")
-        form = values["recording_form"]
-        if form is not None:
-            require(
-                isinstance(form, tuple) and len(form) == len(RecordingForm._fields), "a wrong form"
-            )
-            form = RecordingForm(*form)
-        facts = cls(**{**values, "task": TaskType(values["task"]), "recording_form": form})
-        facts._check()
-        return facts
-
-    def _check(self) -> None:
-        require(is_text(self.model_name, 1024), "a wrong name of the model")
-        for size in (self.max_model_len, self.vocab_size):
-            require(is_count(size, 2**31) and size > 0, "a wrong length or vocabulary")
-        ends = self.eos_token_ids
-        require(isinstance(ends, tuple) and len(ends) <= 2**12, "wrong end tokens")
-        require(all(is_count(token, self.vocab_size - 1) for token in ends), "wrong end tokens")
-        inputs = self.input_names
-        require(isinstance(inputs, tuple) and len(inputs) <= 64, "wrong inputs")
-        require(all(is_text(name, 256) for name in inputs), "wrong inputs")
-        labels = self.labels
-        require(labels is None or isinstance(labels, LabelSet), "wrong labels")
-        if labels is not None:
-            require(isinstance(labels.names, tuple), "wrong labels")
-            named = all(name is None or is_text(name, 4096) for name in labels.names)
-            require(named and labels.score_activation in ("identity", "sigmoid"), "wrong labels")
-            require(
-                labels.problem_type is None or is_text(labels.problem_type, 256), "wrong labels"
-            )
-        settings = self.embedding_settings
-        require(settings is None or isinstance(settings, EmbeddingSettings), "wrong settings")
-        if settings is not None:
-            texts = (settings.model_json, settings.transformer_json)
-            require(all(is_text(text) for text in texts), "wrong settings")
-            most = settings.max_seq_length
-            require(most is None or is_count(most, 2**31), "wrong settings")
-            require(isinstance(settings.include_prompt, bool), "wrong settings")
-        certificate = self.certificate
-        require(certificate is None or isinstance(certificate, dict), "a wrong certificate")
-
-    def differing_names(self, other: EngineFacts) -> list[str]:
-        """Return the names of the facts that two engines of one model do not share.
-
-        The certificate may differ, because the weights of the server may have been replaced.
-        """
-        names = self.__dataclass_fields__.keys() - {"certificate"}
-        return sorted(name for name in names if getattr(self, name) != getattr(other, name))
+def _check_facts(facts: EngineFacts) -> None:
+    require(is_text(facts.model_name, 1024), "a wrong name of the model")
+    for size in (facts.max_model_len, facts.vocab_size):
+        require(is_count(size, 2**31) and size > 0, "a wrong length or vocabulary")
+    ends = facts.eos_token_ids
+    require(isinstance(ends, tuple) and len(ends) <= 2**12, "wrong end tokens")
+    require(all(is_count(token, facts.vocab_size - 1) for token in ends), "wrong end tokens")
+    inputs = facts.input_names
+    require(isinstance(inputs, tuple) and len(inputs) <= 64, "wrong inputs")
+    require(all(is_text(name, 256) for name in inputs), "wrong inputs")
+    labels = facts.labels
+    require(labels is None or isinstance(labels, LabelSet), "wrong labels")
+    if labels is not None:
+        require(isinstance(labels.names, tuple), "wrong labels")
+        named = all(name is None or is_text(name, 4096) for name in labels.names)
+        require(named and labels.score_activation in ("identity", "sigmoid"), "wrong labels")
+        require(labels.problem_type is None or is_text(labels.problem_type, 256), "wrong labels")
+    settings = facts.embedding_settings
+    require(settings is None or isinstance(settings, EmbeddingSettings), "wrong settings")
+    if settings is not None:
+        texts = (settings.model_json, settings.transformer_json)
+        require(all(is_text(text) for text in texts), "wrong settings")
+        most = settings.max_seq_length
+        require(most is None or is_count(most, 2**31), "wrong settings")
+        require(isinstance(settings.include_prompt, bool), "wrong settings")
+    certificate = facts.certificate
+    require(certificate is None or isinstance(certificate, dict), "a wrong certificate")
 
 
 #: Kinds of errors, each a subclass of the next.

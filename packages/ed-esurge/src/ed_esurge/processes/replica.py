@@ -24,7 +24,7 @@ from ed_esurge.engine.async_engine import AsyncEngine
 from ed_esurge.engine.connection import Connection, shared_secret
 from ed_esurge.engine.surge import eSurge
 from ed_esurge.processes.message_writer import MessageWriter
-from ed_esurge.processes.messages import MAX_MESSAGE_BYTES, TOKEN, EngineFacts, encode_error
+from ed_esurge.processes.messages import MAX_MESSAGE_BYTES, TOKEN, encode_error, encode_facts
 
 logger = get_logger(__name__)
 
@@ -117,8 +117,7 @@ class Replica:
                     loop.call_soon_threadsafe(inbox.put_nowait, None)
 
         threading.Thread(target=read, name="replica-reader", daemon=True).start()
-        facts = EngineFacts.of(self._engine).to_dict()
-        ready = {"do": "ready", "facts": facts, "now": time.monotonic()}
+        ready = {"do": "ready", "facts": encode_facts(self._engine.facts), "now": time.monotonic()}
         self._writer.put(ready)
         beating = asyncio.create_task(self._beat(inbox))
         try:

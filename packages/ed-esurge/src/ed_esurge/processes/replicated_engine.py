@@ -7,20 +7,19 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
-from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, EasyDeLError
-from ed_models.checkpoints.embedding_settings import EmbeddingSettings
-from ed_models.tasks.audio_text import RecordingForm
 
 from ed_esurge.certificates import certificate_summary
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.engine.connection import Connection, ConnectionLost
+from ed_esurge.engine.facts import EngineFacts, EngineWithFacts
 from ed_esurge.engine.followers import Follower
 from ed_esurge.engine.intake import (
     CheckedPrompt,
@@ -30,16 +29,16 @@ from ed_esurge.engine.intake import (
     get_seeds,
 )
 from ed_esurge.grammars.store import Grammar, Grammars
-from ed_esurge.outputs import LabelSet, RequestOutput
+from ed_esurge.outputs import RequestOutput
 from ed_esurge.processes.answer_check import require
 from ed_esurge.processes.connected_replica import SentRequest
-from ed_esurge.processes.messages import EngineFacts
+from ed_esurge.processes.messages import decode_facts
 from ed_esurge.processes.repeated_changes import RepeatedChanges
 from ed_esurge.processes.replica_group import ReplicaGroup
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 
 
-class ReplicatedEngine:
+class ReplicatedEngine(EngineWithFacts):
     """Serves a model by replicas in other processes. Implements `ServedEngine`.
 
     The methods may be called from any event loop, and `attend` from threads.
@@ -65,7 +64,7 @@ class ReplicatedEngine:
         replicas: int,
         load_processor: Callable[[EngineFacts], Any],
     ) -> None:
-        self.model_name, self.config, self.tokenizer = name, config, tokenizer
+        self._name, self.config, self.tokenizer = name, config, tokenizer
         self.processor: Any = None
         self.replicas = ReplicaGroup(name, replicas, config.page_size, config.max_num_seqs)
         self._changes = RepeatedChanges(self.replicas)
@@ -87,40 +86,8 @@ class ReplicatedEngine:
         return self._facts
 
     @property
-    def max_model_len(self) -> int:
-        return self.facts.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self.facts.vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.facts.eos_token_ids
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        return self.facts.input_names
-
-    @property
-    def task(self) -> TaskType:
-        return self.facts.task
-
-    @property
-    def labels(self) -> LabelSet | None:
-        return self.facts.labels
-
-    @property
-    def embedding_settings(self) -> EmbeddingSettings | None:
-        return self.facts.embedding_settings
-
-    @property
-    def recording_form(self) -> RecordingForm | None:
-        return self.facts.recording_form
-
-    @property
-    def certificate(self) -> Mapping[str, Any] | None:
-        return self.facts.certificate
+    def model_name(self) -> str:
+        return self._name
 
     @property
     def is_healthy(self) -> bool:
@@ -235,8 +202,7 @@ class ReplicatedEngine:
     async def load_weights(self, source: str | Path) -> None:
         """See `RepeatedChanges.load_weights`."""
         await self._changes.load_weights(source)
-        certificate = certificate_summary(Path(source))
-        self._facts = EngineFacts(**{**vars(self.facts), "certificate": certificate})
+        self._facts = replace(self.facts, certificate=certificate_summary(Path(source)))
 
     # ---- connections of the replicas
 
@@ -270,7 +236,7 @@ class ReplicatedEngine:
 
     def _read_facts(self, ready: Mapping[str, Any]) -> None:
         """Store the facts of the first replica, and compare those of the others."""
-        facts = EngineFacts.read(ready.get("facts"))
+        facts = decode_facts(ready.get("facts"))
         with self._facts_lock:
             if self._facts is not None:
                 names = self._facts.differing_names(facts)

@@ -1,0 +1,100 @@
+"""`EngineFacts`: what a server must know about the model of an engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ed_infra.enums import TaskType
+from ed_models.checkpoints.embedding_settings import EmbeddingSettings
+from ed_models.tasks.audio_text import RecordingForm
+
+from ed_esurge.outputs import LabelSet
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a server must know about the model of an engine.
+
+    Attributes:
+        model_name: default name of the model.
+        max_model_len: maximum number of tokens of prompt plus completion.
+        vocab_size: size of the vocabulary.
+        eos_token_ids: end-of-sequence tokens of the model.
+        input_names: names of the arrays that the model accepts.
+        task: task of the model.
+        labels: labels of a classifier.
+        embedding_settings: prompts of an embedding model.
+        recording_form: the recordings that the model reads; None if it reads none.
+        certificate: summary of the certificate of the model, see `ed_esurge.certificates`.
+    """
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    input_names: tuple[str, ...]
+    task: TaskType
+    labels: LabelSet | None
+    embedding_settings: EmbeddingSettings | None
+    recording_form: RecordingForm | None
+    certificate: Mapping[str, Any] | None
+
+    def differing_names(self, other: EngineFacts) -> list[str]:
+        """Return the names of the facts that two engines of one model do not share.
+
+        The certificate may differ, because the weights of the server may have been replaced.
+        """
+        names = self.__dataclass_fields__.keys() - {"certificate"}
+        return sorted(name for name in names if getattr(self, name) != getattr(other, name))
+
+
+class EngineWithFacts(ABC):
+    """Base class of engines: the fields of `facts` are also attributes of the engine."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> EngineFacts:
+        """The facts about the model of the engine."""
+
+    @property
+    def model_name(self) -> str:
+        return self.facts.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        return self.facts.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.facts.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.facts.eos_token_ids
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return self.facts.input_names
+
+    @property
+    def task(self) -> TaskType:
+        return self.facts.task
+
+    @property
+    def labels(self) -> LabelSet | None:
+        return self.facts.labels
+
+    @property
+    def embedding_settings(self) -> EmbeddingSettings | None:
+        return self.facts.embedding_settings
+
+    @property
+    def recording_form(self) -> RecordingForm | None:
+        return self.facts.recording_form
+
+    @property
+    def certificate(self) -> Mapping[str, Any] | None:
+        return self.facts.certificate
