@@ -2,7 +2,8 @@
 
 Each walk runs once to import and compile, and once traced. A file counts if a function that is
 defined in it with `def` runs. The walk of a training method counts the files of the method only:
-its options and functions, without the trainer, the engine and the model.
+its options and functions, without the trainer, the engine and the model. The walk `learning_rate`
+counts the files on the way of an option from a run file to optax.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType, MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import BaseModel
 
 if TYPE_CHECKING:
     from ed_esurge.server.app import Engines
@@ -39,6 +42,9 @@ TEXT = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+#: A learning rate that no other value equals, and the functions to which it is carried.
+RATE = 1.2345e-3
+RATE_READERS = ("build_schedule", "build_optimizer")
 VISION = {
     "model_type": "clip_vision_model",
     "hidden_size": 32,
@@ -61,6 +67,8 @@ def trace_walk(name: str) -> dict[str, list[str]]:
     A background thread may still work for an earlier call, so the shorter of two traces counts.
     """
     walk = WALKS[name]()
+    if name == "learning_rate":
+        return trace_rate(walk)
     walk()
     files = min((trace_call(walk) for _ in range(2)), key=len)
     if name in METHODS:
@@ -81,10 +89,9 @@ def trace_calls(files: Mapping[str, dict[str, None]]) -> Iterator[None]:
     """Add the functions of this project that all threads call to their files."""
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
-        code = frame.f_code
-        file = re.split(r"/(?:src|site-packages)/", code.co_filename)[-1]
-        if event == "call" and file.startswith("ed_") and not code.co_name.startswith("<"):
-            files[file].setdefault(code.co_qualname)
+        file = get_file(frame)
+        if event == "call" and file:
+            files[file].setdefault(frame.f_code.co_qualname)
 
     threading.setprofile(profile)
     sys.setprofile(profile)
@@ -93,6 +100,73 @@ def trace_calls(files: Mapping[str, dict[str, None]]) -> Iterator[None]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def get_file(frame: FrameType) -> str:
+    """Return the file of a named function of this project; empty for another function."""
+    code = frame.f_code
+    file = re.split(r"/(?:src|site-packages)/", code.co_filename)[-1]
+    return file if file.startswith("ed_") and not code.co_name.startswith("<") else ""
+
+
+def trace_rate(walk: Walk) -> dict[str, list[str]]:
+    """Call a walk, and return the functions that carry `RATE` to the optimizer, by file.
+
+    A function carries the rate if it returns the rate, stores the rate in its object, or passes the
+    rate to a function that carries it or is one of `RATE_READERS`. The rate may be a number, part
+    of a text or of nested values, or a field of options.
+    """
+    files: dict[str, dict[str, None]] = defaultdict(dict)
+    calls: list[tuple[FrameType, bool]] = []  # and whether the function receives the rate
+    passing: set[FrameType] = set()
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        file, code = get_file(frame), frame.f_code
+        if event not in ("call", "return") or not file:
+            return
+        if event == "call":
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            calls.append((frame, any(has_rate(frame.f_locals.get(name)) for name in names)))
+            return
+        while calls and calls[-1][0] is not frame:
+            calls.pop()
+        receives = bool(calls) and calls.pop()[1]
+        reads = code.co_name in RATE_READERS and file.startswith("ed_trainers/optimizers/")
+        stores = receives and has_rate(list(get_attributes(frame.f_locals.get("self")).values()))
+        if not (reads or stores or frame in passing or has_rate(argument)):
+            return
+        files[file].setdefault(code.co_qualname)
+        if receives and calls:
+            passing.add(calls[-1][0])
+        if reads and code.co_name == RATE_READERS[-1]:
+            sys.setprofile(None)
+            for caller in passing & {frame for frame, _ in calls}:
+                files[get_file(caller)].setdefault(caller.f_code.co_qualname)
+
+    sys.setprofile(profile)
+    try:
+        walk()
+    finally:
+        sys.setprofile(None)
+    return {file: list(functions) for file, functions in files.items()}
+
+
+def has_rate(value: object, depth: int = 3) -> bool:
+    """Return whether a value is or contains `RATE`."""
+    if isinstance(value, float):
+        return value == RATE
+    if isinstance(value, str):
+        return str(RATE) in value
+    if isinstance(value, BaseModel):
+        return getattr(value, "learning_rate", None) == RATE
+    if type(value) is dict:
+        value = list(value.values())
+    return type(value) in (list, tuple) and depth > 0 and any(has_rate(x, depth - 1) for x in value)
+
+
+def get_attributes(value: object) -> dict[str, object]:
+    """Return the attributes of an object that is no record of options."""
+    return {} if isinstance(value, BaseModel) else dict(getattr(value, "__dict__", {}))
 
 
 def create_llama(**changes: object) -> LlamaForCausalLM:
@@ -278,6 +352,34 @@ def train_one_step(
     return walk
 
 
+def walk_learning_rate() -> Walk:
+    """The option `learning_rate`, from a run file to the optimizer."""
+    from ed_elarge.command.runs import run_file
+    from ed_esurge.testing import byte_tokenizer
+
+    folder, tokenizer = Path(tempfile.mkdtemp()), byte_tokenizer()
+    create_llama(vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "rows.jsonl").write_text('{"content": "a text of a few words"}\n' * 8)
+    trainer = {"trainer_type": "sft", "total_batch_size": 8, "max_training_steps": 1}
+    trainer |= {"do_last_save": False, "use_tensorboard": False, "progress_bar_type": "none"}
+    trainer |= {"save_directory": str(folder / "run"), "learning_rate": RATE}
+    informs = [{"type": "json", "data_files": str(folder / "rows.jsonl")}]
+    run = {
+        "model": {"name_or_path": str(folder / "model")},
+        "mixture": {"informs": informs, "tokenization": {"max_length": 32}},
+        "trainer": trainer,
+        "actions": ["train"],
+    }
+    (folder / "run.yaml").write_text(json.dumps(run, indent=1))
+
+    def walk() -> None:
+        with redirect_stdout(io.StringIO()):
+            assert run_file(str(folder / "run.yaml")) == 0
+
+    return walk
+
+
 WALKS: dict[str, Callable[[], Walk]] = {
     "chat": walk_chat,
     "dpo": walk_dpo,
@@ -285,5 +387,6 @@ WALKS: dict[str, Callable[[], Walk]] = {
     "forward": walk_forward,
     "grpo": walk_grpo,
     "image": walk_image,
+    "learning_rate": walk_learning_rate,
     "row": walk_row,
 }

@@ -23,7 +23,7 @@ from ed_trainers.callbacks import Callback
 from ed_trainers.checkpoints.run_lock import RunLock
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared, RunData
 from ed_trainers.figures.metrics import RECORD
-from ed_trainers.optimizers import check_rules
+from ed_trainers.optimizers import build_optimizer, build_schedule, check_rules
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement, place_model
 from ed_trainers.probes import Benchmark, build_probes
@@ -299,6 +299,8 @@ class Trainer:
                     self.feed.dataset, self.eval_dataset, self.total_steps, self._first_state()
                 ),
             )
+        schedule = build_schedule(self.arguments, self.total_steps)
+        tx = None if self._state is None else self._state.tx
         self._loop = TrainingLoop(
             Job(
                 method=self.method,
@@ -306,6 +308,8 @@ class Trainer:
                 feed=self.feed,
                 evaluator=self.evaluator,
                 probes=self._probes,
+                schedule=schedule,
+                tx=tx or build_optimizer(self.arguments, schedule),
                 begin=self._first_state,
                 adopt=self.adopt,
                 save_model=self.save_model,

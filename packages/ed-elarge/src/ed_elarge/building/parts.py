@@ -511,9 +511,9 @@ def trainer(elm: eLargeModel) -> Trainer:
 
     from ed_elarge.engine.end_tokens import stop_after_answers
 
-    arguments = elm.build_training_arguments()
+    run, arguments = elm.config, elm.config.trainer
+    assert arguments is not None, "`eLargeModel.part` checks the section"
     train, held_out = elm.build_dataset(), elm.build_eval_dataset()
-    run = elm.config
     if run.schema.task == "speech_seq2seq":
         speech.set_language(elm.part("model"), _mixture(run).tokenization)
     elif run.tasks[0] in GENERATING:

@@ -9,12 +9,13 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ed_elarge.config import other_programs
 from ed_elarge.config.checks import advice, unused
-from ed_elarge.config.other_programs import move_keys
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.table import (
     ACTIONS,
     SECTIONS,
+    Section,
     canonical_action,
     unknown_action,
     unknown_section,
@@ -39,9 +40,12 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
     problems: list[Problem] = []
     sections, prefix, raw_actions = _unwrap(document, problems)
     built: dict[str, Any] = {}
-    moved_sections, new_problems = move_keys(sections)
-    problems.extend(problem._replace(path=(*prefix, *problem.path)) for problem in new_problems)
-    filled = _fill_batch_size(moved_sections)
+    filled: Mapping[str, Any] = sections
+    trainer = sections.get("trainer")
+    if isinstance(trainer, Mapping) and not other_programs.KEYS.isdisjoint(trainer):
+        filled, new_problems = other_programs.move_keys(sections)
+        problems.extend(problem._replace(path=(*prefix, *problem.path)) for problem in new_problems)
+    filled = _fill_batch_size(filled)
     misspelled = set[str]()
     for name, value in sections.items():
         if name not in SECTIONS:
@@ -56,7 +60,7 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
     for name, section in SECTIONS.items():
         built[name] = None
         if filled.get(name) is not None or (section.has_default and name not in misspelled):
-            built[name], new_problems = section.validate(filled.get(name), (*prefix, name))
+            built[name], new_problems = _validate(section, filled.get(name), (*prefix, name))
             problems.extend(new_problems)
             if not new_problems:
                 problems.extend(empty_texts(filled.get(name), (*prefix, name)))
@@ -76,7 +80,25 @@ def check_section(name: str, value: object) -> list[Problem]:
     """Return the problems of a section. Missing keys are no problem: a later call may set them."""
     if name not in SECTIONS:
         return [Problem((name,), unknown_section(name), on_key=True)]
-    return SECTIONS[name].validate(value, (name,), partial=True)[1]
+    return _validate(SECTIONS[name], value, (name,), partial=True)[1]
+
+
+def _validate(
+    section: Section, value: object, path: ValuePath, *, partial: bool = False
+) -> tuple[Any | None, list[Problem]]:
+    """Check a section: `(instance, [])`, or `(None, problems)`."""
+    kind = section.choose_kind(value, path)
+    if isinstance(kind, Problem):
+        return None, [kind]
+    classes = section.classes()
+    if section.chosen_by and isinstance(value, Mapping):
+        ignored_keys = {
+            *unused.find_other_kinds(value, kind, classes),
+            *unused.replaced_names(value, classes[kind]),
+        }
+        value = {key: item for key, item in value.items() if key not in ignored_keys}
+        value |= {section.chosen_by: kind} if section.chosen_by in value else {}
+    return validate(classes[kind], value, path, partial=partial)
 
 
 def _across(run: RunConfig) -> list[Problem]:

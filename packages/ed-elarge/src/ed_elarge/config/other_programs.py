@@ -17,6 +17,8 @@ OF_MIXTURE = {
 }
 #: Keys of `loss_config` -> the keys of `trainer`.
 LOSSES = {"label_smoothing": "label_smoothing_factor", "z_loss": "z_loss_coefficient"}
+#: All keys of `trainer` that this module moves.
+KEYS = frozenset({*OF_MIXTURE, "dataset_text_field", "loss_config", "use_wandb"})
 
 
 def move_keys(sections: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Problem]]:
@@ -24,9 +26,7 @@ def move_keys(sections: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Prob
 
     The paths of problems start at the sections.
     """
-    trainer = sections.get("trainer")
-    if not isinstance(trainer, Mapping):
-        return sections, []
+    trainer = sections["trainer"]
     trainer_values, mixture = dict(trainer), sections.get("mixture")
     problems: list[Problem] = []
     _tracker(trainer_values, problems)

@@ -43,7 +43,6 @@ from ed_elarge.config.sections import (
     PlatformSection,
     ShardingSection,
 )
-from ed_elarge.config.validation import validate
 from ed_elarge.errors import Problem, ValuePath
 
 SectionCheck = Callable[[RunConfig], Iterable[Problem]]
@@ -79,32 +78,23 @@ class Section:
         """Return the option classes by the value that selects them."""
         return self.options if isinstance(self.options, Mapping) else {"": self.options}
 
-    def validate(
-        self, value: object, path: ValuePath, *, partial: bool = False
-    ) -> tuple[Any | None, list[Problem]]:
-        """Check the section: `(instance, [])`, or `(None, problems)`."""
+    def choose_kind(self, value: object, path: ValuePath) -> str | Problem:
+        """Return the key of `classes` that a value selects, or what is wrong with it."""
         classes = self.classes()
         kind = next(iter(classes))
-        if isinstance(value, Mapping):
-            for key in value if self.chosen_by and self.chosen_by not in value else ():
-                # The other keys would be checked against the wrong class.
-                if hint := did_you_mean(str(key), [self.chosen_by]):
-                    problem = Problem((*path, key), f"unknown key {key!r}{hint}", on_key=True)
-                    return None, [problem]
-            kind = value.get(self.chosen_by, kind)
-            normal_kind = kind.lower().replace("-", "_") if isinstance(kind, str) else kind
-            if isinstance(kind, str) and kind not in classes and normal_kind in classes:
-                kind, value = normal_kind, {**value, self.chosen_by: normal_kind}
-        if not isinstance(kind, str) or kind not in classes:
-            problem = str(unknown_name(self.chosen_by, kind, classes))
-            return None, [Problem((*path, self.chosen_by), problem)]
-        if self.chosen_by and isinstance(value, Mapping):
-            ignored_keys = {
-                *unused.find_other_kinds(value, kind, classes),
-                *unused.replaced_names(value, classes[kind]),
-            }
-            value = {key: item for key, item in value.items() if key not in ignored_keys}
-        return validate(classes[kind], value, path, partial=partial)
+        if not self.chosen_by or not isinstance(value, Mapping):
+            return kind
+        for key in value if self.chosen_by not in value else ():
+            # The other keys would be checked against the wrong class.
+            if hint := did_you_mean(str(key), [self.chosen_by]):
+                return Problem((*path, key), f"unknown key {key!r}{hint}", on_key=True)
+        kind = value.get(self.chosen_by, kind)
+        if isinstance(kind, str) and kind not in classes:
+            kind = kind.lower().replace("-", "_")
+        if isinstance(kind, str) and kind in classes:
+            return kind
+        message = str(unknown_name(self.chosen_by, value[self.chosen_by], classes))
+        return Problem((*path, self.chosen_by), message)
 
 
 #: The sections, in the order in which they are checked, written out and described.

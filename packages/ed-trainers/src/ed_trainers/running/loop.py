@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import jax
+import optax
 from ed_infra import freed_memory
 from ed_infra.distributed import barrier, from_main
 from ed_infra.errors import CheckpointError, ConfigError
@@ -28,7 +29,7 @@ from ed_trainers.figures.metrics import RECORD, MetricsLog
 from ed_trainers.figures.profile import ProfileWindow
 from ed_trainers.figures.progress import Progress
 from ed_trainers.figures.sinks import build_sinks
-from ed_trainers.optimizers import build_optimizer, build_schedule
+from ed_trainers.optimizers import Schedule
 from ed_trainers.placement import microbatches, pad_rows
 from ed_trainers.probes import Probe
 from ed_trainers.rollout import Weights
@@ -61,6 +62,8 @@ class Job:
         feed: the training batches.
         evaluator: evaluates the held-out data, if there are any.
         probes: previews and benchmarks, called every few steps.
+        schedule: returns the learning rate of an update.
+        tx: the optimizer.
         begin: creates the state before training, unless a checkpoint has a later state.
         adopt: accepts a state whose arrays replace those of `begin`.
         save_model: writes the trained model to a directory, and returns the written directory.
@@ -74,6 +77,8 @@ class Job:
     feed: Feed
     evaluator: Evaluator | None
     probes: tuple[Probe, ...]
+    schedule: Schedule
+    tx: optax.GradientTransformation
     begin: Callable[[], EasyDeLState]
     adopt: Callable[[EasyDeLState], None]
     save_model: Callable[[Path], Path]
@@ -181,12 +186,10 @@ class TrainingLoop:
     # --- beginning ---
 
     def _begin(self) -> EasyDeLState:
-        schedule = build_schedule(self.arguments, self.total)
-        state = self.job.begin()
+        state, tx = self.job.begin(), self.job.tx
         self._model_facts = model_facts(state.model)
         dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(state.graphstate)}
         self._param_dtype = ", ".join(sorted(dtypes))
-        tx = state.tx or build_optimizer(self.arguments, schedule)
         # The frozen weights are not in a checkpoint: the ones that are there stay.
         template = state.abstract(tx).replace(graphother=state.graphother)
         restored = self._restore_newest(template)
@@ -206,7 +209,7 @@ class TrainingLoop:
         self._train_step: TrainStep = build_train_step(
             state,
             self.job.method,
-            schedule,
+            self.job.schedule,
             rows=self.arguments.total_batch_size // self.arguments.gradient_accumulation_steps,
             seed=self.arguments.seed,
         )
