@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 T = TypeVar("T")
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def _pytree(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
@@ -126,37 +126,44 @@ class LayerReport:
         return jnp.stack(layer_experts, axis=2)
 
 
-class _Replaceable:
+@_pytree
+class ModelOutput:
+    """Fields of the outputs of all models.
+
+    Attributes:
+        losses: terms that the layers add to the training loss, by name, summed over layers.
+        aux: statistics of the layers by name, summed over layers (a mean, once divided).
+        updates: storage path of an `Updated` variable, parts joined by `/` -> the amount that this
+            batch adds to the input of the variable's rule. A train step applies each rule once.
+    """
+
+    losses: dict[str, Metric] = dataclasses.field(default_factory=dict, kw_only=True)
+    aux: dict[str, Metric] = dataclasses.field(default_factory=dict, kw_only=True)
+    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict, kw_only=True)
+
     def replace(self, **changes: object) -> Self:
         """Return a copy with some changed fields."""
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+        return dataclasses.replace(self, **changes)
 
     def keys(self) -> Iterable[str]:
         """Names of the fields that are not None."""
-        return [
-            field.name
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
-            if getattr(self, field.name) is not None
-        ]
+        fields = sorted(dataclasses.fields(self), key=lambda field: field.kw_only is True)
+        return [field.name for field in fields if getattr(self, field.name) is not None]
 
     def __getitem__(self, key: str) -> Any:
-        if not isinstance(key, str) or key not in self.__dataclass_fields__:  # type: ignore[attr-defined]
+        if not isinstance(key, str) or key not in self.__dataclass_fields__:
             raise KeyError(f"{type(self).__name__} has no field {key!r}")
         return getattr(self, key)
 
 
 @_pytree
-class BaseModelOutput(_Replaceable):
+class BaseModelOutput(ModelOutput):
     """Output of a body without a head.
 
     Attributes:
         last_hidden_state: [b, s, d], after the last norm.
         past_key_values: the cache after this call, or None.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        losses: terms that the layers add to the training loss, by name, summed over layers.
-        aux: statistics of the layers by name, summed over layers (a mean, once divided).
-        updates: storage path of an `Updated` variable, parts joined by `/` -> the amount that this
-            batch adds to the input of the variable's rule. A train step applies each rule once.
         pooler_output: pooled first token of each row [b, d], of bodies with a pooler (BERT).
         routed_experts: experts of each token, int16 [b, s, layers, k], or None; see `CausalLM`.
     """
@@ -164,15 +171,12 @@ class BaseModelOutput(_Replaceable):
     last_hidden_state: jax.Array
     past_key_values: Any = None
     hidden_states: tuple[jax.Array, ...] | None = None
-    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     pooler_output: jax.Array | None = None
     routed_experts: jax.Array | None = None
 
 
 @_pytree
-class CausalLMOutput(_Replaceable):
+class CausalLMOutput(ModelOutput):
     """Output of a causal language model.
 
     Attributes:
@@ -180,10 +184,6 @@ class CausalLMOutput(_Replaceable):
         last_hidden_state: [b, s, d], after the last norm: the input of the head.
         past_key_values: the cache after this call, or None.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        losses: terms that the layers add to the training loss, by name, summed over layers.
-        aux: statistics of the layers by name, summed over layers (a mean, once divided).
-        updates: storage path of an `Updated` variable, parts joined by `/` -> the amount that this
-            batch adds to the input of the variable's rule. A train step applies each rule once.
         loss: scalar, where the call was given labels.
         routed_experts: experts of each token, int16 [b, s, layers, k], -1 for a layer without
             experts; None unless the call asked for them.
@@ -193,15 +193,12 @@ class CausalLMOutput(_Replaceable):
     last_hidden_state: jax.Array | None = None
     past_key_values: Any = None
     hidden_states: tuple[jax.Array, ...] | None = None
-    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     loss: jax.Array | None = None
     routed_experts: jax.Array | None = None
 
 
 @_pytree
-class SequenceClassifierOutput(_Replaceable):
+class SequenceClassifierOutput(ModelOutput):
     """Output of a model that classifies or scores whole sequences.
 
     Attributes:
@@ -209,9 +206,6 @@ class SequenceClassifierOutput(_Replaceable):
         last_hidden_state: [b, s, d], after the last norm.
         past_key_values: the cache after this call, or None.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        losses: terms that the layers add to the training loss, by name, summed over layers.
-        aux: statistics of the layers by name, summed over layers (a mean, once divided).
-        updates: as in `CausalLMOutput`.
         loss: scalar, where the call was given labels.
     """
 
@@ -219,56 +213,45 @@ class SequenceClassifierOutput(_Replaceable):
     last_hidden_state: jax.Array | None = None
     past_key_values: Any = None
     hidden_states: tuple[jax.Array, ...] | None = None
-    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     loss: jax.Array | None = None
 
 
 @_pytree
-class MaskedLMOutput(_Replaceable):
+class MaskedLMOutput(ModelOutput):
     """Output of a masked language model.
 
     Attributes:
         logits: float32 [b, s, v]; [n, v] where `logits_at` named n positions; None for `"none"`.
         last_hidden_state: [b, s, d], the output of the encoder.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        losses, aux, updates: as in `CausalLMOutput`.
         loss: scalar, where the call was given labels.
     """
 
     logits: jax.Array | None = None
     last_hidden_state: jax.Array | None = None
     hidden_states: tuple[jax.Array, ...] | None = None
-    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     loss: jax.Array | None = None
 
 
 @_pytree
-class TokenClassifierOutput(_Replaceable):
+class TokenClassifierOutput(ModelOutput):
     """Output of a model that classifies every token.
 
     Attributes:
         logits: float32 [b, s, c].
         last_hidden_state: [b, s, d], the output of the encoder.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        losses, aux, updates: as in `CausalLMOutput`.
         loss: scalar, where the call was given labels.
     """
 
     logits: jax.Array
     last_hidden_state: jax.Array | None = None
     hidden_states: tuple[jax.Array, ...] | None = None
-    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     loss: jax.Array | None = None
 
 
 @_pytree
-class QuestionAnsweringOutput(_Replaceable):
+class QuestionAnsweringOutput(ModelOutput):
     """Output of a model that finds the answer to a question in a text.
 
     Attributes:
@@ -276,7 +259,6 @@ class QuestionAnsweringOutput(_Replaceable):
         end_logits: float32 [b, s], scores of the last token of the answer.
         last_hidden_state: [b, s, d], the output of the encoder.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        losses, aux, updates: as in `CausalLMOutput`.
         loss: scalar, where the call was given the positions of the answers.
     """
 
@@ -284,54 +266,41 @@ class QuestionAnsweringOutput(_Replaceable):
     end_logits: jax.Array
     last_hidden_state: jax.Array | None = None
     hidden_states: tuple[jax.Array, ...] | None = None
-    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     loss: jax.Array | None = None
 
 
 @_pytree
-class EmbeddingOutput(_Replaceable):
+class EmbeddingOutput(ModelOutput):
     """Output of a model that turns sequences into vectors.
 
     Attributes:
         embeddings: float32 [b, d], pooled over each row.
         last_hidden_state: [b, s, d], after the last norm.
-        losses: terms that the layers add to the training loss, by name, summed over layers.
-        aux: statistics of the layers by name, summed over layers (a mean, once divided).
-        updates: as in `CausalLMOutput`.
     """
 
     embeddings: jax.Array
     last_hidden_state: jax.Array | None = None
-    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @_pytree
-class ImageClassifierOutput(_Replaceable):
+class ImageClassifierOutput(ModelOutput):
     """Output of a model that classifies images.
 
     Attributes:
         logits: float32 [b, c].
         last_hidden_state: [b, s, d], the output of the vision tower.
         hidden_states: inputs of each layer and the output of the last, each [b, s, d], or None.
-        losses, aux, updates: as in `CausalLMOutput`.
         loss: scalar, where the call was given labels.
     """
 
     logits: jax.Array
     last_hidden_state: jax.Array | None = None
     hidden_states: tuple[jax.Array, ...] | None = None
-    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     loss: jax.Array | None = None
 
 
 @_pytree
-class ImageTextOutput(_Replaceable):
+class ImageTextOutput(ModelOutput):
     """Output of a model that compares images with texts; i images, t texts, e embedding size.
 
     Attributes:
@@ -339,7 +308,6 @@ class ImageTextOutput(_Replaceable):
         logits_per_text: the transpose, [t, i].
         text_embeds: float32 [t, e], of length one.
         image_embeds: float32 [i, e], of length one.
-        losses, aux, updates: as in `CausalLMOutput`.
         loss: scalar, where the loss was computed.
     """
 
@@ -347,7 +315,4 @@ class ImageTextOutput(_Replaceable):
     logits_per_text: jax.Array
     text_embeds: jax.Array
     image_embeds: jax.Array
-    losses: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    aux: dict[str, Metric] = dataclasses.field(default_factory=dict)
-    updates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     loss: jax.Array | None = None
