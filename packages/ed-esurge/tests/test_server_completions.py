@@ -7,8 +7,10 @@ import http.client
 import json
 import socket
 
+import httpx
 import openai
 import pytest
+from ed_esurge.server.generation.answers import ChatCompletion, Completion
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 
@@ -286,3 +288,47 @@ def test_stream_uses_valid_chunked_encoding(client, version):
     parts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
     assert "".join(parts) == f"{REPLY} 0 4"
     assert len(parts) > 4
+
+
+def merge_chunks(chunks, whole):
+    """Return the answer that a stream describes, with the texts and lists of its chunks merged."""
+
+    def merge(left, right):
+        if isinstance(left, dict) and isinstance(right, dict):
+            return {**left, **{name: merge(left.get(name), x) for name, x in right.items()}}
+        if isinstance(left, str | list) and isinstance(right, str | list):
+            return left + right
+        return left if right is None else right
+
+    choices = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            message = choice.pop("delta", None)
+            if message is not None:
+                choice["message"] = {"content": None, "refusal": None} | message
+            choices[choice["index"]] = merge(choices.get(choice["index"]), choice)
+    head = {name: x for name, x in chunks[-1].items() if name not in ("choices", "usage")}
+    same = {name: whole[name] for name in ("id", "object", "created")}
+    return {**head, **same, "choices": list(choices.values()), "usage": chunks[-1]["usage"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "options"),
+    [
+        ("chat/completions", ChatCompletion, {"n": 2}),
+        ("chat/completions", ChatCompletion, {"logprobs": True, "top_logprobs": 2}),
+        ("completions", Completion, {"n": 2}),
+        ("completions", Completion, {"logprobs": 2}),
+    ],
+)
+def test_written_answers_and_streams_equal_their_models(client, path, model, options):
+    chat = {"messages": [{"role": "user", "content": "abc"}]}
+    prompt = chat if model is ChatCompletion else {"prompt": "abc"}
+    body = {"model": "scripted", "max_tokens": 64, **prompt, **options}
+    whole = httpx.post(f"{client.base_url}{path}", json=body).json()
+    assert model.model_validate(whole).model_dump(exclude_unset=True) == whole
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    lines = httpx.post(f"{client.base_url}{path}", json={**body, **stream}).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line[6:7] == "{"]
+    merged = merge_chunks(chunks, whole)
+    assert model.model_validate(merged).model_dump(exclude_unset=True) == whole
