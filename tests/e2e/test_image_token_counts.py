@@ -21,7 +21,7 @@ from ed_esurge.encoder_items import placed_items
 from ed_models.body.image_rows import feature_counts, rounded_patches
 from ed_models.body.packed_images import PatchForm, from_positions
 from ed_models.body.unpadded import TileGrids
-from ed_models.tasks.item_kinds import PackedImages, TiledImages
+from ed_models.modalities.images import PackedImages, TiledImages
 
 from tests.image_checkpoints import with_tokens
 from tests.image_processors import PATCHED, PROCESSORS, ROWS

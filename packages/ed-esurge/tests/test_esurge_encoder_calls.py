@@ -14,7 +14,7 @@ from ed_esurge.runner.weights import ServedWeights
 from ed_infra import registry
 from ed_infra.config.subclass import known_names
 from ed_infra.enums import TaskType
-from ed_models.tasks.item_kinds import build_encoder_items
+from ed_models.modalities.items import build_encoder_items
 
 from tests.conformance.cases import subjects
 

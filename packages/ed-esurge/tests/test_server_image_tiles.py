@@ -40,7 +40,7 @@ class Served:
         if {"image_sizes", "image_position_ids"} & {*output}:  # padded tiles, or padded patches
             read = {*self.model.input_names, "batch_num_images"}
             return {name: x for name, x in output.items() if name in read}
-        found = {name: np.asarray(output[name]) for name in self.model.image_names}
+        found = {name: np.asarray(output[name]) for name in self.model.modality.names}
         ranks = {"pixel_values": 5, "pixel_attention_mask": 4}
         return {name: x if x.ndim == ranks[name] else x[None] for name, x in found.items()}
 

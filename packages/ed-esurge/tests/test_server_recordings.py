@@ -21,7 +21,7 @@ from ed_esurge.server.generation.requests import ChatMessage
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.launch import background
 from ed_esurge.testing import byte_tokenizer
-from ed_models.tasks.audio_text import RecordingForm
+from ed_models.modalities.audio import RecordingForm
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"

@@ -13,7 +13,7 @@ from ed_infra.errors import ConfigError, RegistryError
 from ed_models.auto import AutoEasyDeLModel, AutoEasyDeLModelForImageClassification
 from ed_models.body.resizing import resized_grid
 from ed_models.checkpoints.checks import detect_task
-from ed_models.tasks.image_text import split_images
+from ed_models.modalities.images import split_images
 
 TINY: dict[str, Any] = {
     "hidden_size": 16,

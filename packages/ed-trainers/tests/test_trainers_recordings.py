@@ -6,14 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from ed_models.families.qwen2_audio import Qwen2AudioForConditionalGeneration
 from ed_models.families.whisper import WhisperForConditionalGeneration
-from ed_models.tasks.audio_text import MaskedAudioTextLM
 from ed_trainers.losses.speech import reads_sound
 from ed_trainers.methods.sft import prepare
 
 
 def test_recordings_of_prompts_are_kept_and_tokens_are_targets() -> None:
-    run: Any = SimpleNamespace(learner=SimpleNamespace(input_names=MaskedAudioTextLM.input_names))
+    run: Any = SimpleNamespace(
+        learner=SimpleNamespace(input_names=Qwen2AudioForConditionalGeneration.input_names)
+    )
     assert not reads_sound(run.learner)
     sounds = np.random.default_rng(0).normal(size=(1, 2, 4, 8)).astype(np.float32)
     mask = np.ones((1, 2, 8), np.int32)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import cast
 
 import numpy as np
 from ed_infra.errors import ConfigError
 from ed_models.body.decoder import Decoder
+from ed_models.modalities.items import EncoderItems, ItemArrays, PlacedItem, encoder_names
 from ed_models.protocol import LanguageModel
-from ed_models.tasks.encoder_items import ItemArrays, PlacedItem, encoder_names
 from jaxtyping import Float
 
 from ed_esurge.core.commands import EncoderInput
@@ -27,7 +27,7 @@ ROWS = 64
 MOST = 65504.0
 
 
-class EmbeddedPrompts:
+class EmbeddedPrompts(EncoderItems):
     """Embeddings `inputs_embeds` [n, d] as the items of a model's encoder; see `EncoderItems`.
 
     The scheduler thus treats a prompt of embeddings as a prompt of images: chunks, the prefix cache
@@ -42,8 +42,7 @@ class EmbeddedPrompts:
         ConfigError: the model does not accept embeddings, or has an encoder.
     """
 
-    names: tuple[str, ...] = (EMBEDS,)
-    has_axes = False
+    names = (EMBEDS,)
 
     def __init__(self, model: LanguageModel, max_model_len: int, per_step: int) -> None:
         body = getattr(model, "model", None)
@@ -66,10 +65,6 @@ class EmbeddedPrompts:
         embeds = np.asarray(arrays[EMBEDS], np.float32)
         return {EMBEDS: np.pad(embeds, ((0, self.longest - len(embeds)), (0, 0)))}
 
-    def count(self, arrays: ItemArrays) -> int:
-        """See `EncoderItems.count`."""
-        return self.longest
-
     def check(self, item: PlacedItem) -> str | None:
         """See `EncoderItems.check`."""
         shape = np.shape(item.arrays[EMBEDS])
@@ -80,18 +75,11 @@ class EmbeddedPrompts:
             f"pass [{item.length}, {self.features}], see eSurge.embedded_prompt"
         )
 
-    def gaps(self, arrays: ItemArrays) -> tuple[int, ...]:
-        """Return (): nothing separates the placeholder tokens of an item."""
-        return ()
-
     def split_items(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
         """See `EncoderItems.split_items`."""
         for start in range(0, len(row[EMBEDS]), self.longest):
             part = row[EMBEDS][start : start + self.longest]
             yield {EMBEDS: part}, len(part)
-
-    def positions(self, count: int, items: Sequence[PlacedItem]) -> None:
-        """Return None."""
 
     def prompt(
         self, embeds: Float[np.ndarray, "n d"]

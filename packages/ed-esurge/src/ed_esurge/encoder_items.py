@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ed_infra.errors import ConfigError
-from ed_models.tasks.encoder_items import EncoderItems, ItemArrays, used_items
+from ed_models.modalities.items import EncoderItems, ItemArrays, used_items
 
 from ed_esurge.core.commands import EncoderInput
 

@@ -17,10 +17,10 @@ from ed_layers.cache.spec import LayerCacheSpec, group_layers
 from ed_models.adapters.slots import with_slots
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.generation.prompts import is_encoder_decoder
+from ed_models.modalities.items import encoder_names
 from ed_models.protocol import LanguageModel
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
-from ed_models.tasks.encoder_items import encoder_names
 from flax import nnx
 from jax.sharding import Mesh
 

@@ -18,14 +18,13 @@ from ed_models.base.module import EasyDeLBaseModule
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.checks import detect_task
 from ed_models.tasks.audio_classification import AudioClassifier
-from ed_models.tasks.audio_text import AudioTextLM
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.classification import SequenceClassifier
+from ed_models.tasks.conditional import ConditionalLM
 from ed_models.tasks.ctc import CTCModel
 from ed_models.tasks.embedding import Embedder
 from ed_models.tasks.encoders import MaskedLM, MultipleChoice, QuestionAnswerer, TokenClassifier
 from ed_models.tasks.image_classification import ImageClassifier
-from ed_models.tasks.image_text import ImageTextLM
 from ed_models.tasks.image_text_match import ImageTextMatcher
 from ed_models.tasks.pooling import Pooling
 from ed_models.tasks.seq2seq import Seq2SeqLM
@@ -160,13 +159,13 @@ class AutoEasyDeLModelForAudioClassification(_AutoModel[AudioClassifier]):
     task = TaskType.AUDIO_CLASSIFICATION
 
 
-class AutoEasyDeLModelForImageTextToText(_AutoModel[ImageTextLM]):
+class AutoEasyDeLModelForImageTextToText(_AutoModel[ConditionalLM]):
     """Vision-language models: images and text in, text out."""
 
     task = TaskType.IMAGE_TEXT_TO_TEXT
 
 
-class AutoEasyDeLAnyToAnyModel(_AutoModel[AudioTextLM]):
+class AutoEasyDeLAnyToAnyModel(_AutoModel[ConditionalLM]):
     """Models of several media, such as audio-language models: recordings and text in, text out."""
 
     task = TaskType.ANY_TO_ANY

@@ -9,7 +9,7 @@ from typing import Any
 
 from ed_infra.enums import TaskType
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
-from ed_models.tasks.audio_text import RecordingForm
+from ed_models.modalities.audio import RecordingForm
 
 from ed_esurge.outputs import LabelSet
 

@@ -15,7 +15,7 @@ from typing import Any, TypedDict, cast
 
 import numpy as np
 from ed_infra.errors import ConfigError, refuse_keywords
-from ed_models.tasks.encoder_items import EncoderItems
+from ed_models.modalities.items import EncoderItems
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable

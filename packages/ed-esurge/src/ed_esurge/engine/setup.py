@@ -12,9 +12,8 @@ from ed_infra.logging import get_logger, once
 from ed_layers.cache import HybridCache
 from ed_layers.moe.layer import Router
 from ed_models.generation.prompts import is_encoder_decoder, longest_sequence
+from ed_models.modalities.items import EncoderItems, build_encoder_items
 from ed_models.protocol import LanguageModel
-from ed_models.tasks.encoder_items import EncoderItems
-from ed_models.tasks.item_kinds import build_encoder_items
 from flax import nnx
 
 from ed_esurge.config import EngineConfig

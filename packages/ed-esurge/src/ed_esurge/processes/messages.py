@@ -7,7 +7,7 @@ from typing import Any
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
-from ed_models.tasks.audio_text import RecordingForm
+from ed_models.modalities.audio import RecordingForm
 
 from ed_esurge.engine.facts import EngineFacts
 from ed_esurge.engine.intake import ContextLengthError, TokenIdError

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from ed_infra.inputs import Inputs
-from ed_models.tasks.encoder_items import EncoderItems, ItemArrays, batch_of_one
+from ed_models.modalities.items import EncoderItems, ItemArrays, batch_of_one
 
 from ed_esurge.core.plan import EncodedItem
 from ed_esurge.core.request import RequestError

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from ed_models.adapters.slots import slot_values
 from ed_models.adapters.values import Adapter, uses_dora
+from ed_models.modalities.items import EncoderItems
 from ed_models.protocol import LanguageModel
-from ed_models.tasks.encoder_items import EncoderItems
 from flax import nnx
 from tqdm import tqdm
 

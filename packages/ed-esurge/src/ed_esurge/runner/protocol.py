@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import NoReturn, Protocol
 
 from ed_models.adapters.values import Adapter
+from ed_models.modalities.items import EncoderItems
 from ed_models.protocol import LanguageModel
-from ed_models.tasks.encoder_items import EncoderItems
 from tqdm import tqdm
 
 from ed_esurge.core.plan import StepPlan

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.over_decoder import OverDecoder
+from ed_models.body.packed_images import PatchForm
 from ed_models.body.patch_grids import real_features
 from ed_models.body.patch_tower import PatchTower
 
@@ -54,6 +55,14 @@ class PatchedImageTextModel(OverDecoder, EasyDeLBaseModule):
     def encoded_features(self) -> int:
         """Size of the embeddings that `encode` returns: d, or a multiple of d."""
         return self.visual.features
+
+    @property
+    def patch_form(self) -> PatchForm:
+        """The patches that the tower reads."""
+        config: Any = self.config
+        vision = config.vision_config
+        frames = vision.in_channels * vision.temporal_patch_size
+        return PatchForm(vision.patch_size, frames, vision.spatial_merge_size, has_axes=True)
 
     def encode(
         self, pixel_values: Float[Array, "b p f"], image_grid_thw: Int[Array, "b i 3"]

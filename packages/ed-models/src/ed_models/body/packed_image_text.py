@@ -45,6 +45,11 @@ class PackedImageTextModel(TiledImageTextModel):
         merge = getattr(config, "spatial_merge_size", 1)
         return PatchForm(vision.patch_size, vision.num_channels, merge, ends_rows=True)
 
+    @property
+    def encoded_features(self) -> int:
+        """Size of the embeddings that `encode` returns, d."""
+        return self.features
+
     def encode(
         self,
         pixel_values: Float[Array, "b p f"] | Float[Array, "b i c h w"],

@@ -10,17 +10,12 @@ width, s side of a patch, f = c * s * s, m patches along the side of a block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import SIZES
 from jaxtyping import Array, Float, Int
-
-from ed_models.body.image_rows import rows_of_images
 
 
 @dataclass(frozen=True)
@@ -72,27 +67,13 @@ class PatchForm:
         x = x.reshape(c, down, m, s, across, m, s).transpose(1, 4, 2, 5, 0, 3, 6)
         return x.reshape(-1, c * s * s), np.array([1, down * m, across * m], np.int32)
 
-    def rows(
-        self, placeholders: np.ndarray, arrays: Mapping[str, Any]
-    ) -> dict[str, Float[np.ndarray, "b p f"] | Int[np.ndarray, "b i 3"]]:
-        """Return the arrays of images with a row for each text; see `rows_of_images`.
-
-        Args:
-            placeholders: which tokens are features of images, [b, s].
-            arrays: arrays with a row for each text; or `pixel_values` [i, c, h, w] and
-                `image_sizes` [i, 2] of a processor. Other arrays are returned unchanged.
-        """
-        arrays = dict(arrays)
-        sizes = arrays.pop(SIZES, None)
-        if sizes is not None and "pixel_values" in arrays:
-            images = np.asarray(arrays["pixel_values"])
-            images_with_grids = [
-                self.pack_image(*image_and_size)
-                for image_and_size in zip(images, np.asarray(sizes), strict=True)
-            ]
-            arrays["pixel_values"] = np.concatenate([patches for patches, _ in images_with_grids])
-            arrays["image_grid_thw"] = np.stack([grid for _, grid in images_with_grids])
-        return rows_of_images(placeholders, arrays, self.merge)
+    def pack_images(
+        self, images: Float[np.ndarray, "i c h w"], sizes: Int[np.ndarray, "i 2"]
+    ) -> tuple[Float[np.ndarray, "p f"], Int[np.ndarray, "i 3"]]:
+        """Return the patches and the grids of images; see `pack_image`."""
+        parts = [self.pack_image(image, size) for image, size in zip(images, sizes, strict=True)]
+        patches, grids = zip(*parts, strict=True)
+        return np.concatenate(patches), np.stack(grids)
 
     def gaps(self, grid: Int[np.ndarray, " 3"]) -> tuple[int, ...]:
         """Return the offsets of the tokens between the rows of features of an image.

@@ -9,13 +9,13 @@ from abc import abstractmethod
 from typing import Any
 
 import jax.numpy as jnp
-from ed_infra.inputs import Encoded
+from ed_infra.inputs import GRIDS, SIZES, Encoded
 from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_models.body.tiles import OTHER_NAMES, WEIGHTS, TiledImageTextModel, TwoLayerProjector
-from ed_models.body.unpadded import TileGrids
+from ed_models.body.unpadded import TileGrids, with_grids
 from ed_models.weights.rules import Rule, equal
 
 NEWLINE = "image_newline"
@@ -45,7 +45,7 @@ class SizedImageTextModel(TiledImageTextModel):
         self,
         pixel_values: Float[Array, "b t c h w"],
         image_sizes: Int[Array, "b i 2"],
-        image_grids: Int[Array, "b i 2"],
+        image_grids: Int[Array, "b i 2"] | None = None,
     ) -> Encoded:
         """Return the features of all images of a row, one image after another.
 
@@ -54,12 +54,15 @@ class SizedImageTextModel(TiledImageTextModel):
                 whole image; padded at the end.
             image_sizes: height and width of each image in pixels before it was resized; 0 = there
                 is no image.
-            image_grids: rows and columns of tiles of each image.
+            image_grids: rows and columns of tiles of each image; None = the grids of the sizes,
+                see `with_grids`.
         """
         b, t, *size = pixel_values.shape
         tiles = self.multi_modal_projector(
             self.select_hidden_states(pixel_values.reshape(b * t, *size))
         )
         tiles = tiles.reshape(b, t, *tiles.shape[1:])
+        if image_grids is None:
+            image_grids = with_grids(self.grids, {SIZES: image_sizes})[GRIDS]
         sizes, grids = jnp.asarray(image_sizes), jnp.asarray(image_grids)
         return self.grids.assemble_features(tiles, self.image_newline.get_value(), sizes, grids)

@@ -54,7 +54,7 @@ class ImageTextSubject(Subject):
         real = np.arange(shape[1]) < np.array([len(starts) for starts in STARTS])[:, None]
         pixels *= real[:, :, None, None, None]
         images: dict[str, np.ndarray] = {"pixel_values": pixels.astype(np.float32)}
-        if "pixel_attention_mask" in module_class.image_names:
+        if "pixel_attention_mask" in module_class.input_names:
             areas = np.broadcast_to(real[:, :, None, None], (*shape[:2], *shape[3:]))
             mask = areas.astype(np.int32)
             side = shape[-1]

@@ -35,10 +35,8 @@ from ed_models.conformance.patched_images import (
     RasterImageTextSubject,
 )
 from ed_models.conformance.subjects import B, Cases, S, Subject
-from ed_models.tasks.patched_image_text import PatchedImageTextLM
-from ed_models.tasks.placed_image_text import PlacedImageTextLM
-from ed_models.tasks.raster_image_text import RasterImageTextLM
-from ed_models.tasks.sized_image_text import SizedImageTextLM
+from ed_models.modalities.images import GRID_TILES, PATCHES, PLACES, RASTER_PATCHES
+from ed_models.modalities.items import Modality
 
 #: Fields of a tiny encoder like BERT.
 TINY_ENCODER: dict[str, Any] = {
@@ -421,12 +419,12 @@ SUBJECTS: Mapping[TaskType, type[Subject]] = {
         *(VisionSubject, ImageClassifierSubject, ImageTextMatchSubject, AudioTextSubject),
     )
 }
-#: Class of models -> the subject, instead of that of the task.
-FURTHER: Mapping[type[Any], type[Subject]] = {
-    PatchedImageTextLM: PatchedImageTextSubject,
-    RasterImageTextLM: RasterImageTextSubject,
-    PlacedImageTextLM: PlacedImageTextSubject,
-    SizedImageTextLM: TileGridSubject,
+#: Layout of images -> the subject, instead of that of the task.
+FURTHER: Mapping[Modality | None, type[Subject]] = {
+    PATCHES: PatchedImageTextSubject,
+    RASTER_PATCHES: RasterImageTextSubject,
+    PLACES: PlacedImageTextSubject,
+    GRID_TILES: TileGridSubject,
 }
 
 
@@ -448,9 +446,9 @@ def subjects(cases: Mapping[str, Cases]) -> list[Subject]:
             )
         for task in family_cases.tasks or registry.list_tasks(model_type)[:1]:
             module_class = registry.get_module(task, model_type)
-            special_kinds = [kind for of, kind in FURTHER.items() if issubclass(module_class, of)]
+            modality = getattr(module_class, "modality", None)
             for row, fields in family_cases.rows.items():
-                kind = special_kinds[0] if special_kinds else SUBJECTS[task]
+                kind = FURTHER.get(modality, SUBJECTS[task])
                 if fields.get("vision_config", {}).get("model_type") == "pixtral":
                     kind = PackedImageTextSubject
                 family_subjects.append(kind(model_type, row, module_class, family_cases))

@@ -31,7 +31,8 @@ from ed_models.body.tiles import (
     TiledImageTextModel,
     joined_squares,
 )
-from ed_models.tasks.image_text import ImageTextLM
+from ed_models.modalities.images import TILES
+from ed_models.tasks.conditional import ConditionalLM
 
 
 @register_config("aya_vision")
@@ -82,11 +83,11 @@ class AyaVisionModel(TiledImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=AyaVisionConfig, model_type="aya_vision")
-class AyaVisionForConditionalGeneration(ImageTextLM):
+class AyaVisionForConditionalGeneration(ConditionalLM):
     """Aya Vision with a language-model head, whose logits are not scaled."""
 
     body_class = AyaVisionModel
-    DERIVED = {}
+    modality = TILES
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
     MODULES = MODULES

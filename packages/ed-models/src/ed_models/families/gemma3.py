@@ -26,7 +26,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.body.tiles import MODULES, OTHER_NAMES, TIED, WEIGHTS, TiledImageTextModel
-from ed_models.tasks.image_text import ImageTextLM
+from ed_models.modalities.images import TILES
+from ed_models.tasks.conditional import ConditionalLM
 
 
 @register_config("gemma3")
@@ -83,11 +84,11 @@ class Gemma3MultimodalModel(TiledImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Gemma3MultimodalConfig, model_type="gemma3")
-class Gemma3ForConditionalGeneration(ImageTextLM):
+class Gemma3ForConditionalGeneration(ConditionalLM):
     """Gemma 3 with a language-model head."""
 
     body_class = Gemma3MultimodalModel
-    DERIVED = {}
+    modality = TILES
     reads_ahead = "image"
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES

@@ -49,7 +49,8 @@ from ed_models.body.patch_grids import PatchPlaces
 from ed_models.body.patch_tower import PatchTower
 from ed_models.body.patch_weights import TIED, TOWER
 from ed_models.body.vision import tower_rules
-from ed_models.tasks.placed_image_text import PlacedImageTextLM
+from ed_models.modalities.images import PLACES
+from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.rules import STANDARD, Rule, ignore, transpose
 
 logger = get_logger(__name__)
@@ -260,11 +261,11 @@ class Gemma4Model(PatchedImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Gemma4Config, model_type="gemma4")
-class Gemma4ForConditionalGeneration(PlacedImageTextLM):
+class Gemma4ForConditionalGeneration(ConditionalLM):
     """Gemma 4 with a language-model head."""
 
     body_class = Gemma4Model
-    DERIVED = {}
+    modality = PLACES
     TIED_WEIGHTS = TIED
     WEIGHTS = (
         PROJECTION,

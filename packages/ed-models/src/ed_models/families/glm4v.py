@@ -36,8 +36,9 @@ from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import SandwichLayer
 from ed_models.body.patch_tower import PatchLayer, PatchTower
 from ed_models.body.patch_weights import NESTED, TIED, TOWER, patch_weights
+from ed_models.modalities.images import PATCHES
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.tasks.patched_image_text import PatchedImageTextLM
+from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.rules import STANDARD, Rule, fused, permute, renamed
 
 #: Rules of the language model.
@@ -175,11 +176,11 @@ class Glm4vModel(PatchedImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Glm4vConfig, model_type="glm4v")
-class Glm4vForConditionalGeneration(PatchedImageTextLM):
+class Glm4vForConditionalGeneration(ConditionalLM):
     """GLM-4V with a language-model head."""
 
     body_class = Glm4vModel
-    DERIVED = {}
+    modality = PATCHES
     TIED_WEIGHTS = TIED
     WEIGHTS = (
         Rule(

@@ -32,10 +32,23 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig as _SmolVision
 
 from ed_models.body.context import layer_context
-from ed_models.body.tiles import TiledImageTextModel, joined_squares
+from ed_models.body.tiles import TIED, TiledImageTextModel, joined_squares
 from ed_models.body.vision import VisionTower, get_size, tower_rules
-from ed_models.tasks.image_text import ImageTextLM
+from ed_models.modalities.images import MASKED_TILES
+from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.rules import STANDARD, renamed
+
+#: Rules of the names of checkpoints.
+TILE_WEIGHTS = (
+    *tower_rules("model.vision_tower", "model.vision_model"),
+    *renamed(
+        {
+            "model.language_model": "model.text_model",
+            "model.multi_modal_projector": "model.connector.modality_projection",
+        },
+        *STANDARD,
+    ),
+)
 
 
 class Idefics3VisionConfig(EasyDeLBaseConfig, _Vision):
@@ -150,30 +163,14 @@ class Idefics3Model(TiledImageTextModel):
         return Idefics3Connector(parts)
 
 
-class TiledLM(ImageTextLM):
-    """A language model over tiles with padding, with the names of Idefics3's checkpoints."""
-
-    DERIVED = {}
-    image_names = ("pixel_values", "pixel_attention_mask")
-    input_names = (*ImageTextLM.input_names, "pixel_attention_mask")
-    TIED_WEIGHTS = {"lm_head.kernel": "model.language_model.embed_tokens.embedding"}
-    WEIGHTS = (
-        *tower_rules("model.vision_tower", "model.vision_model"),
-        *renamed(
-            {
-                "model.language_model": "model.text_model",
-                "model.multi_modal_projector": "model.connector.modality_projection",
-            },
-            *STANDARD,
-        ),
-    )
-
-
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Idefics3Config, model_type="idefics3")
-class Idefics3ForConditionalGeneration(TiledLM):
+class Idefics3ForConditionalGeneration(ConditionalLM):
     """Idefics3 with a language-model head."""
 
     body_class = Idefics3Model
+    modality = MASKED_TILES
+    TIED_WEIGHTS = TIED
+    WEIGHTS = TILE_WEIGHTS
 
 
 class SmolVLMModel(Idefics3Model):
@@ -183,7 +180,10 @@ class SmolVLMModel(Idefics3Model):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=SmolVLMConfig, model_type="smolvlm")
-class SmolVLMForConditionalGeneration(TiledLM):
+class SmolVLMForConditionalGeneration(ConditionalLM):
     """SmolVLM with a language-model head."""
 
     body_class = SmolVLMModel
+    modality = MASKED_TILES
+    TIED_WEIGHTS = TIED
+    WEIGHTS = TILE_WEIGHTS

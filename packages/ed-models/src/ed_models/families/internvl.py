@@ -37,7 +37,8 @@ from ed_models.body.tiles import (
     joined_squares,
 )
 from ed_models.body.vision import VIT_NAMES, VisionEmbeddings, VisionTower, tower_rules
-from ed_models.tasks.image_text import ImageTextLM
+from ed_models.modalities.images import TILES
+from ed_models.tasks.conditional import ConditionalLM
 
 #: Parts of our names -> those of the vision tower.
 NAMES: Mapping[str, str] = {
@@ -159,11 +160,11 @@ class InternVLModel(TiledImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=InternVLConfig, model_type="internvl")
-class InternVLForConditionalGeneration(ImageTextLM):
+class InternVLForConditionalGeneration(ConditionalLM):
     """InternVL with a language-model head."""
 
     body_class = InternVLModel
-    DERIVED = {}
+    modality = TILES
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
     MODULES = MODULES

@@ -42,7 +42,8 @@ from ed_models.body.patch_grids import PatchPlaces
 from ed_models.body.patch_tower import PatchLayer, PatchTower
 from ed_models.body.patch_weights import TIED, TOWER
 from ed_models.body.vision import tower_rules
-from ed_models.tasks.raster_image_text import RasterImageTextLM
+from ed_models.modalities.images import RASTER_PATCHES
+from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.rules import EXPERTS, STANDARD, Rule, equal, fused, permute, renamed
 
 #: Our names of parts of the tower -> those of checkpoints.
@@ -211,12 +212,12 @@ class KimiK25Model(PatchedImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=KimiK25Config, model_type="kimi_k25")
-class KimiK25ForConditionalGeneration(RasterImageTextLM):
+class KimiK25ForConditionalGeneration(ConditionalLM):
     """Kimi K2.5 with a language-model head."""
 
     body_class = KimiK25Model
     architecture = "Kimi_K25ForConditionalGeneration"
-    DERIVED = {}
+    modality = RASTER_PATCHES
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
     MODULES = MODULES

@@ -46,8 +46,9 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
 from ed_models.body.tiles import STORED, TIED, TiledImageTextModel, joined_squares
 from ed_models.body.vision import VisionLayer, VisionTower, get_size, tower_rules
+from ed_models.modalities.images import TILES
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.tasks.image_text import ImageTextLM
+from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.rules import STANDARD, Rule, equal, renamed, split
 
 #: Rules of the language model.
@@ -295,11 +296,11 @@ class Llama4Model(TiledImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Llama4Config, model_type="llama4")
-class Llama4ForConditionalGeneration(ImageTextLM):
+class Llama4ForConditionalGeneration(ConditionalLM):
     """Llama 4 with its vision tower and a language-model head."""
 
     body_class = Llama4Model
-    DERIVED = {}
+    modality = TILES
     TIED_WEIGHTS = TIED
     MODULES = Modules(swapped=True)
     WEIGHTS = (

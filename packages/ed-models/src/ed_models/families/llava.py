@@ -24,7 +24,8 @@ from jaxtyping import Array, Float
 from ed_models.body.packed_image_text import PackedImageTextModel
 from ed_models.body.packed_weights import PACKED_WEIGHTS
 from ed_models.body.tiles import MODULES, OTHER_NAMES, TIED, TwoLayerProjector
-from ed_models.tasks.packed_image_text import PackedImageTextLM
+from ed_models.modalities.images import ROWS
+from ed_models.tasks.conditional import ConditionalLM
 
 
 @register_config("llava")
@@ -56,11 +57,11 @@ class LlavaModel(PackedImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=LlavaConfig, model_type="llava")
-class LlavaForConditionalGeneration(PackedImageTextLM):
+class LlavaForConditionalGeneration(ConditionalLM):
     """LLaVA with a language-model head."""
 
     body_class = LlavaModel
-    DERIVED = {}
+    modality = ROWS
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
     MODULES = MODULES

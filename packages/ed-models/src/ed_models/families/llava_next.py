@@ -18,7 +18,8 @@ from ed_infra.registry import register_config, register_module
 from ed_models.body.sized_tiles import NAMES, RULES, SizedImageTextModel
 from ed_models.body.tiles import MODULES, TIED
 from ed_models.body.unpadded import TileGrids
-from ed_models.tasks.sized_image_text import SizedImageTextLM
+from ed_models.modalities.images import GRID_TILES
+from ed_models.tasks.conditional import ConditionalLM
 
 
 @register_config("llava_next")
@@ -47,11 +48,11 @@ class LlavaNextModel(SizedImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=LlavaNextConfig, model_type="llava_next")
-class LlavaNextForConditionalGeneration(SizedImageTextLM):
+class LlavaNextForConditionalGeneration(ConditionalLM):
     """LLaVA-NeXT with a language-model head."""
 
     body_class = LlavaNextModel
-    DERIVED = {}
+    modality = GRID_TILES
     TIED_WEIGHTS = TIED
     OTHER_NAMES = NAMES
     MODULES = MODULES

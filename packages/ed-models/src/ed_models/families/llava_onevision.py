@@ -21,7 +21,8 @@ from ed_infra.registry import register_config, register_module
 from ed_models.body.sized_tiles import NAMES, RULES, SizedImageTextModel
 from ed_models.body.tiles import MODULES, TIED
 from ed_models.body.unpadded import TileGrids
-from ed_models.tasks.sized_image_text import SizedImageTextLM
+from ed_models.modalities.images import GRID_TILES
+from ed_models.tasks.conditional import ConditionalLM
 
 LIMITED = "anyres_max_"
 
@@ -69,11 +70,11 @@ class LlavaOnevisionModel(SizedImageTextModel):
 @register_module(
     TaskType.IMAGE_TEXT_TO_TEXT, config=LlavaOnevisionConfig, model_type="llava_onevision"
 )
-class LlavaOnevisionForConditionalGeneration(SizedImageTextLM):
+class LlavaOnevisionForConditionalGeneration(ConditionalLM):
     """LLaVA-OneVision with a language-model head."""
 
     body_class = LlavaOnevisionModel
-    DERIVED = {}
+    modality = GRID_TILES
     TIED_WEIGHTS = TIED
     OTHER_NAMES = NAMES
     MODULES = MODULES

@@ -26,7 +26,8 @@ from jaxtyping import Array, Float
 from ed_models.body.packed_image_text import PackedImageTextModel
 from ed_models.body.packed_weights import PACKED_WEIGHTS
 from ed_models.body.tiles import MODULES, OTHER_NAMES, TIED
-from ed_models.tasks.packed_image_text import PackedImageTextLM
+from ed_models.modalities.images import ROWS
+from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.rules import Rule, transpose
 
 
@@ -79,11 +80,11 @@ class Mistral3Model(PackedImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Mistral3Config, model_type="mistral3")
-class Mistral3ForConditionalGeneration(PackedImageTextLM):
+class Mistral3ForConditionalGeneration(ConditionalLM):
     """Mistral 3 with a language-model head."""
 
     body_class = Mistral3Model
-    DERIVED = {}
+    modality = ROWS
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
     MODULES = MODULES

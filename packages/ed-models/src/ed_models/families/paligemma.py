@@ -25,7 +25,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.body.tiles import MODULES, OTHER_NAMES, TIED, WEIGHTS, TiledImageTextModel
-from ed_models.tasks.image_text import ImageTextLM
+from ed_models.modalities.images import TILES
+from ed_models.tasks.conditional import ConditionalLM
 
 
 @register_config("paligemma")
@@ -68,13 +69,12 @@ class PaliGemmaModel(TiledImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=PaliGemmaConfig, model_type="paligemma")
-class PaliGemmaForConditionalGeneration(ImageTextLM):
+class PaliGemmaForConditionalGeneration(ConditionalLM):
     """PaliGemma with a language-model head."""
 
     body_class = PaliGemmaModel
-    DERIVED = {}
+    modality = TILES
     reads_ahead = "prompt"
-    input_names = (*ImageTextLM.input_names, "token_type_ids")
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
     MODULES = MODULES

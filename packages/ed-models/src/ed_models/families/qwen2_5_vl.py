@@ -26,8 +26,9 @@ from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.body.patch_tower import PatchLayer, PatchTower
 from ed_models.body.patch_weights import MERGER, MODULES, OTHER_NAMES, TIED, patch_weights
+from ed_models.modalities.images import PATCHES
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.tasks.patched_image_text import PatchedImageTextLM
+from ed_models.tasks.conditional import ConditionalLM
 
 
 class Qwen2_5_VLVisionConfig(EasyDeLBaseConfig, transformers.Qwen2_5_VLVisionConfig):
@@ -109,11 +110,11 @@ def _list_windowed_layers(config: Qwen2_5_VLVisionConfig) -> list[bool]:
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Qwen2_5_VLConfig, model_type="qwen2_5_vl")
-class Qwen2_5_VLForConditionalGeneration(PatchedImageTextLM):
+class Qwen2_5_VLForConditionalGeneration(ConditionalLM):
     """Qwen2.5-VL with a language-model head."""
 
     body_class = Qwen2_5_VLModel
-    DERIVED = {}
+    modality = PATCHES
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
     MODULES = MODULES

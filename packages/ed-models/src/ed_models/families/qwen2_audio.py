@@ -25,7 +25,8 @@ from jaxtyping import Array, Float
 
 from ed_models.body.audio_text import AUDIO_WEIGHTS, OTHER_NAMES, AudioTextModel, AudioTower
 from ed_models.body.tiles import MODULES, TIED
-from ed_models.tasks.audio_text import MaskedAudioTextLM
+from ed_models.modalities.audio import MASKED_RECORDINGS
+from ed_models.tasks.conditional import ConditionalLM
 
 
 class Qwen2AudioEncoderConfig(EasyDeLBaseConfig, transformers.Qwen2AudioEncoderConfig):
@@ -82,11 +83,11 @@ class Qwen2AudioModel(AudioTextModel):
 
 
 @register_module(TaskType.ANY_TO_ANY, config=Qwen2AudioConfig, model_type="qwen2_audio")
-class Qwen2AudioForConditionalGeneration(MaskedAudioTextLM):
+class Qwen2AudioForConditionalGeneration(ConditionalLM):
     """Qwen2-Audio with a language-model head."""
 
     body_class = Qwen2AudioModel
-    DERIVED = {}
+    modality = MASKED_RECORDINGS
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
     MODULES = MODULES

@@ -27,8 +27,9 @@ from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.body.patch_tower import PatchLayer, PatchTower
 from ed_models.body.patch_weights import MERGER, MODULES, OTHER_NAMES, TIED, patch_weights
+from ed_models.modalities.images import PATCHES
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.tasks.patched_image_text import PatchedImageTextLM
+from ed_models.tasks.conditional import ConditionalLM
 
 
 class Qwen2VLVisionConfig(EasyDeLBaseConfig, transformers.Qwen2VLVisionConfig):
@@ -105,11 +106,11 @@ class Qwen2VLModel(PatchedImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Qwen2VLConfig, model_type="qwen2_vl")
-class Qwen2VLForConditionalGeneration(PatchedImageTextLM):
+class Qwen2VLForConditionalGeneration(ConditionalLM):
     """Qwen2-VL with a language-model head."""
 
     body_class = Qwen2VLModel
-    DERIVED = {}
+    modality = PATCHES
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
     MODULES = MODULES

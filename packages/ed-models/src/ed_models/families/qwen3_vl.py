@@ -26,8 +26,9 @@ from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import AddingLayer
 from ed_models.body.patch_tower import PatchTower, deep_tower
 from ed_models.body.patch_weights import NESTED, NESTED_NAMES, TIED, patch_weights
+from ed_models.modalities.images import PATCHES
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.tasks.patched_image_text import PatchedImageTextLM
+from ed_models.tasks.conditional import ConditionalLM
 
 
 class Qwen3VLVisionConfig(EasyDeLBaseConfig, transformers.Qwen3VLVisionConfig):
@@ -92,10 +93,10 @@ class Qwen3VLModel(PatchedImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Qwen3VLConfig, model_type="qwen3_vl")
-class Qwen3VLForConditionalGeneration(PatchedImageTextLM):
+class Qwen3VLForConditionalGeneration(ConditionalLM):
     """Qwen3-VL with a language-model head."""
 
     body_class = Qwen3VLModel
-    DERIVED = {}
+    modality = PATCHES
     TIED_WEIGHTS = TIED
     WEIGHTS = patch_weights(NESTED_NAMES, stored=NESTED)

@@ -32,8 +32,9 @@ from ed_models.body.layers import AddingLayer
 from ed_models.body.patch_tower import PatchTower, deep_tower
 from ed_models.body.patch_weights import NESTED, NESTED_NAMES, TIED, patch_weights
 from ed_models.checkpoints.tensor_files import Computed, Index, TensorFiles
+from ed_models.modalities.images import PATCHES
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.tasks.patched_image_text import PatchedImageTextLM
+from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.blocks import Shape
 from ed_models.weights.rules import STANDARD, Rule, split, transpose
 
@@ -147,11 +148,11 @@ class Qwen3VLMoeModel(PatchedImageTextModel):
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Qwen3VLMoeConfig, model_type="qwen3_vl_moe")
-class Qwen3VLMoeForConditionalGeneration(PatchedImageTextLM):
+class Qwen3VLMoeForConditionalGeneration(ConditionalLM):
     """Qwen3-VL-MoE with a language-model head."""
 
     body_class = Qwen3VLMoeModel
-    DERIVED = {}
+    modality = PATCHES
     TIED_WEIGHTS = TIED
     WEIGHTS = patch_weights(NESTED_NAMES, text=TEXT_WEIGHTS, stored=NESTED)
     as_published = staticmethod(turned_experts)

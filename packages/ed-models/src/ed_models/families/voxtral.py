@@ -25,7 +25,8 @@ from jaxtyping import Array, Float
 
 from ed_models.body.audio_text import AUDIO_WEIGHTS, OTHER_NAMES, AudioTextModel, AudioTower
 from ed_models.body.tiles import MODULES, TIED
-from ed_models.tasks.audio_text import AudioTextLM
+from ed_models.modalities.audio import RECORDINGS
+from ed_models.tasks.conditional import ConditionalLM
 
 
 class VoxtralEncoderConfig(EasyDeLBaseConfig, transformers.VoxtralEncoderConfig):
@@ -85,11 +86,11 @@ class VoxtralModel(AudioTextModel):
 
 
 @register_module(TaskType.ANY_TO_ANY, config=VoxtralConfig, model_type="voxtral")
-class VoxtralForConditionalGeneration(AudioTextLM):
+class VoxtralForConditionalGeneration(ConditionalLM):
     """Voxtral with a language-model head."""
 
     body_class = VoxtralModel
-    DERIVED = {}
+    modality = RECORDINGS
     TIED_WEIGHTS = TIED
     OTHER_NAMES = OTHER_NAMES
     MODULES = MODULES

@@ -229,7 +229,8 @@ def prompt_inputs(
 
 def get_processor_names(model: LanguageModel) -> tuple[str, ...]:
     """Return the arrays of processors of transformers that only `batched_inputs` reads."""
-    return getattr(model, "processor_names", ())
+    modality = getattr(model, "modality", None)
+    return () if modality is None else modality.unread
 
 
 def decoder_start(model: LanguageModel, start: int | None, inputs: Inputs) -> tuple[Any, Any]:

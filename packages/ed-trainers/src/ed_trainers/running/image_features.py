@@ -2,7 +2,7 @@
 
 A batch receives the embeddings of its images instead of the images, so the steps of later epochs
 run no encoder. Each image is encoded alone, in the shapes for which the engine compiles the encoder
-(`ed_models.tasks.encoder_items`).
+(`ed_models.modalities.items`).
 
 Legend: b rows, s positions, n features of the images of a row, d size of a feature.
 """
@@ -21,14 +21,14 @@ from ed_infra.errors import ConfigError
 from ed_infra.inputs import GRID, IMAGE_FEATURES, Inputs
 from ed_infra.parameter_names import normalize
 from ed_layers.updated import Updated
-from ed_models.protocol import LanguageModel
-from ed_models.tasks.encoder_items import (
+from ed_models.modalities.items import (
     ItemArrays,
     batch_of_one,
+    build_encoder_items,
     encoder_names,
     used_items,
 )
-from ed_models.tasks.item_kinds import build_encoder_items
+from ed_models.protocol import LanguageModel
 from flax import nnx
 from jaxtyping import Float
 

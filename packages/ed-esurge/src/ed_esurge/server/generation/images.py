@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import numpy as np
-from ed_infra.inputs import COUNTS, GRID, POSITIONS, SIZES
-from ed_models.body.packed_images import PatchForm, from_positions, in_blocks
+from ed_models.modalities.images import (
+    ImageTextProcessor,
+    get_feature_token,
+    get_tokens_of_image,
+    process_image,
+)
 
 from ed_esurge.children.process import JobGroup
 from ed_esurge.core.commands import EncoderInput
@@ -43,31 +46,6 @@ MAX_IMAGES, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS = 16, 2**24, 2**24
 MAX_SIDE = 2**16
 # Time limit of a download in seconds.
 FETCH_SECONDS = 10.0
-
-
-class TokenNames(Protocol):
-    """The part of a tokenizer that names the placeholder token of a feature."""
-
-    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
-
-    def convert_ids_to_tokens(self, ids: int) -> str: ...
-
-
-class ImageTextProcessor(Protocol):
-    """The processor of a vision-language checkpoint (`transformers.AutoProcessor`).
-
-    Attributes:
-        image_token: the text that a chat template writes for an image.
-    """
-
-    image_token: str
-    tokenizer: TokenNames
-
-    def _merge_kwargs(self, **options: Any) -> Mapping[str, Any]: ...
-
-    def _process_images(
-        self, images: list[Any], **options: Any
-    ) -> tuple[Mapping[str, Any], list[str]]: ...
 
 
 @dataclass(frozen=True)
@@ -98,12 +76,10 @@ class ChatImages:
         processor: ImageTextProcessor | None,
         allowed_domains: Collection[str],
     ) -> None:
-        self._names = [name for name in names if name.startswith(("pixel_", "image_"))]
-        self.accepts_images, self._processor = "pixel_values" in names, processor
+        self._names, self._processor = names, processor
+        self.accepts_images = "pixel_values" in names
         self._domains = frozenset(name.lower() for name in allowed_domains)
-        self._token = None if processor is None else _image_token(processor)
-        ends_row = getattr(processor, "image_break_token_id", None)
-        self._of_image = {token for token in (self._token, ends_row) if token is not None}
+        self._token = None if processor is None else get_feature_token(processor)
         self._decoder = PictureDecoder()
 
     def start(self) -> None:
@@ -235,7 +211,8 @@ class ChatImages:
             APIError: 400, the tokens of an image are not those of its features.
         """
         assert self._token is not None, "`sources` has checked the processor"
-        return build_encoder_inputs(tokens, images, self._token, self._of_image, IMAGE)
+        allowed = get_tokens_of_image(self._processor)
+        return build_encoder_inputs(tokens, images, self._token, allowed, IMAGE)
 
     def _process_image(
         self,
@@ -253,25 +230,12 @@ class ChatImages:
                 image = data.convert("RGB")
         except PictureError as error:
             IMAGE.refuse(str(error), source.param)
-        images: list[Any] = [image]
-        image_processor = getattr(processor, "image_processor", None)
-        _check_shape(image, image_processor, source.param)
-        if not is_single and COUNTS in (getattr(image_processor, "model_input_names", None) or ()):
-            images = [[image, image.resize((2, 2))]]
-        assert self._token is not None, "`sources` has checked the processor"
+        _check_shape(image, getattr(processor, "image_processor", None), source.param)
         try:
-            options = processor._merge_kwargs(return_tensors="np")["images_kwargs"]
-            output, (text, *_) = processor._process_images(images, **options)
+            processed = process_image(processor, image, self._names, is_single=is_single)
         except Exception as error:  # processors may raise any exception for an unusual size
             IMAGE.refuse(f"the image cannot be processed: {error}", source.param)
-        count = text.count(processor.tokenizer.convert_ids_to_tokens(self._token))
-        arrays = {name: output[name] for name in self._names if name in output}
-        tiles = split_tiles(_pack_patches(processor, arrays))
-        if not count or count % len(tiles):
-            IMAGE.refuse(
-                f"the processor returned {len(tiles)} tiles of {count} features", source.param
-            )
-        return ProcessedMedium(tiles, text, count // len(tiles), source.param)
+        return ProcessedMedium(*processed, source.param)
 
 
 async def resolve_host(host: str, port: int) -> list[str]:
@@ -279,57 +243,6 @@ async def resolve_host(host: str, port: int) -> list[str]:
     loop = asyncio.get_running_loop()
     address_infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in address_infos]
-
-
-def _pack_patches(processor: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arrays of one image; as packed patches if a token ends each row of its features,
-    which is so for models with the tower of Pixtral."""
-    pixels = np.asarray(arrays["pixel_values"])
-    if GRID in arrays and pixels.ndim == 4:  # row by row (Kimi K2.5)
-        merge = int(processor.image_processor.merge_size)
-        patches = in_blocks(pixels.reshape(len(pixels), -1), arrays[GRID], merge)
-        return {**arrays, "pixel_values": patches}
-    if POSITIONS in arrays:  # row by row, with padding (Gemma 4)
-        merge = int(processor.image_processor.pooling_kernel_size)
-        patches, grids = from_positions(pixels, np.asarray(arrays[POSITIONS]), merge)
-        return {"pixel_values": patches, GRID: grids}
-    if getattr(processor, "image_break_token_id", None) is None:
-        return arrays
-    form = PatchForm(processor.patch_size, 3, processor.spatial_merge_size)
-    patches, grid = form.pack_image(np.asarray(arrays["pixel_values"])[0], arrays[SIZES][0])
-    return {"pixel_values": patches, GRID: grid[None]}
-
-
-def split_tiles(arrays: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
-    """Return the arrays of each tile of one image, in the output of an image processor.
-
-    The arrays are [t, c, h, w] or [1, t, c, h, w] and the like, for t tiles. Packed patches [p, f]
-    with `image_grid_thw` [1, 3], and tiles with `image_sizes` [i, 2], are one tile; of several
-    images with sizes, the first counts.
-    """
-    if GRID in arrays:
-        pixels, (grid,) = (np.asarray(arrays[name]) for name in ("pixel_values", GRID))
-        return [{"pixel_values": pixels.astype(np.float32), GRID: grid.astype(np.int32)}]
-    if SIZES in arrays:
-        pixels, size = (np.asarray(arrays[name])[0] for name in ("pixel_values", SIZES))
-        return [{"pixel_values": pixels.astype(np.float32), SIZES: size.astype(np.int32)}]
-    nested = np.ndim(arrays["pixel_values"]) == 5
-    tile_arrays = {
-        name: np.asarray(x)[0] if nested else np.asarray(x) for name, x in arrays.items()
-    }
-    tile_arrays["pixel_values"] = tile_arrays["pixel_values"].astype(np.float32)
-    return [
-        {name: x[tile] for name, x in tile_arrays.items()}
-        for tile in range(len(tile_arrays["pixel_values"]))
-    ]
-
-
-def _image_token(processor: ImageTextProcessor) -> int | None:
-    """Return the id of the placeholder token of a feature."""
-    tokens = getattr(processor, "image_token_ids", None) or [None]
-    if tokens[0] is not None:
-        return tokens[0]
-    return processor.tokenizer.convert_tokens_to_ids(processor.image_token)
 
 
 def _decode_data_url(url: str, param: str) -> bytes:

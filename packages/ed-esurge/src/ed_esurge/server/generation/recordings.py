@@ -3,8 +3,6 @@
 A recording is the base64 text of a WAV or MP3 file (`input_audio`, as in OpenAI's API). The limits
 of bytes and seconds are checked before the whole file is decoded. As in `transformers`, a recording
 is padded to a multiple of the length that the encoder reads, such as 30 seconds.
-
-Legend: m mel bins, f frames of the part of a recording that the encoder reads at once.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from ed_infra.inputs import SOUND
-from ed_models.tasks.audio_text import RecordingForm
+from ed_models.modalities.audio import RecordingForm
 
 from ed_esurge.children.process import JobGroup
 from ed_esurge.core.commands import EncoderInput
@@ -132,8 +129,8 @@ class ChatRecordings:
         self, source: RecordingSource, group: JobGroup | None
     ) -> ProcessedMedium:
         """Return the parts of a recording in the form that the model reads."""
-        bins, frames = self._form.shape
-        rate, samples = int(self._extract.sampling_rate), frames * int(self._extract.hop_length)
+        rate, hop = int(self._extract.sampling_rate), int(self._extract.hop_length)
+        samples = self._form.shape[1] * hop
         parts = self._most if self._form.includes_padding else 1
         seconds = parts * samples / rate
         if (source.kind == "wav") != (WavFile.read(source.data) is not None):
@@ -154,14 +151,7 @@ class ChatRecordings:
             pad_to_multiple_of=samples,
             return_tensors="np",
         )
-        spectrum = np.asarray(output["input_features"][0], np.float32)
-        cut = spectrum.reshape(bins, -1, frames).swapaxes(0, 1)
-        items: list[dict[str, np.ndarray]] = [
-            {"input_features": np.ascontiguousarray(part)} for part in cut
-        ]
-        length = self._form.length
-        if not self._form.includes_padding:
-            count = -(-len(sound) // int(self._extract.hop_length))
-            length = self._form.features(count)
-            items[0][SOUND] = (np.arange(frames) < count).astype(np.int32)
+        spectrogram = np.asarray(output["input_features"][0], np.float32)
+        count = -(-len(sound) // hop)
+        items, length = self._form.split_recording(spectrogram, count)
         return ProcessedMedium(items, self._text * (length * len(items)), length, source.param)

@@ -1,0 +1,1 @@
+"""What language models read besides text: images and recordings, one record for each layout."""
