@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
-from ed_models.base.methods import STATE_GROUP
+from ed_models.base.module import STATE_GROUP
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored.arrays import flat_arrays, leaf_names

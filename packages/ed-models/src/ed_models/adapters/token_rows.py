@@ -65,9 +65,10 @@ def resize_token_rows(
     mean_resizing: bool = True,
     seed: int = 0,
 ) -> M:
-    """Return a model with another number of token rows; see `ModelMethods.resize_token_embeddings`.
+    """Return a model with another number of token rows.
 
-    The arrays of the model may be shapes (`jax.ShapeDtypeStruct`).
+    See `EasyDeLBaseModule.resize_token_embeddings`. The arrays of the model may be shapes
+    (`jax.ShapeDtypeStruct`).
     """
     module = cast(Any, model)
     old = count_token_rows(module.config)

@@ -1,14 +1,15 @@
 """`EasyDeLBaseModule`: the base class of every model.
 
-This file contains creation, splitting, placement and the number of tokens.
-`ed_models.base.methods` contains the methods for files, generation, caches, adapters and
-quantization.
+This file contains creation, splitting, placement, the number of tokens, caches, adapters and
+quantization. `ed_models.base.methods` contains the methods for files and generation. A method
+imports its implementation when it is called, so the import of a family loads no more than it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,23 @@ from ed_layers.depth.stack import Layout, Stack, to_layout
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ed_models.base.methods import ModelMethods
+from ed_models.base.methods import EasyBridgeMixin, EasyGenerationMixin
 from ed_models.weights.rules import Rule
 
+if TYPE_CHECKING:
+    from ed_infra.specs import LoraSpec
+    from ed_layers.cache.protocol import Cache, ContiguousCache
+    from ed_layers.cache.spec import LayerSpecs
+    from ed_layers.quantization.model import QuantizationRules
+
+    from ed_models.adapters.named_adapters import NamedAdapters
+
+#: Entry points of the state classes for `to_state`, from packages above this one.
+STATE_GROUP = "easydel.state"
 ModelT = TypeVar("ModelT", bound="EasyDeLBaseModule")
 
 
-class EasyDeLBaseModule(ModelMethods, nnx.Module):
+class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
     """A model: a config, parameters, and one `__call__`.
 
     Args:
@@ -45,6 +56,7 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
     can_be_batch_invariant: ClassVar[bool] = False
     #: Number of token rows of the checkpoint, if `resize_token_embeddings` has changed the number.
     base_token_rows: int | None = None
+    named_adapters: NamedAdapters | None = None
 
     def __init__(
         self,
@@ -198,3 +210,262 @@ class EasyDeLBaseModule(ModelMethods, nnx.Module):
         """The storage layout of the layers."""
         stacks = (node for _, node in nnx.iter_modules(self) if isinstance(node, Stack))
         return next(stacks).layout
+
+    def to_state(self, state_class: type[Any] | None = None) -> Any:
+        """Create the initial training state, an `EasyDeLState` of this model.
+
+        Args:
+            state_class: a class with `create(model=...)`; None = the entry point `easydel.state` of
+                an installed package (ed-trainers).
+
+        Raises:
+            ConfigError: no installed package has this entry point.
+        """
+        from importlib import metadata
+
+        if state_class is None:
+            states = metadata.entry_points(group=STATE_GROUP)
+            if not states:
+                raise ConfigError("no package for training is installed: pip install ed-trainers")
+            state_class = cast(type[Any], next(iter(states)).load())
+        return state_class.create(model=self)
+
+    # Caches.
+
+    def cache_specs(self) -> Sequence[LayerSpecs]:
+        """Return the memory of each layer: a LayerCacheSpec, a RecurrentSpec, or a tuple of these.
+
+        Raises:
+            TypeError: the model has no cache, because it is not a decoder.
+        """
+        raise TypeError(f"{type(self).__name__} has no layers that keep keys and values")
+
+    def init_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        dtype: DTypeLike | None = None,
+        *,
+        encoder_length: int | None = None,
+    ) -> ContiguousCache:
+        """Create an empty contiguous cache for `max_length` tokens per row.
+
+        The cache is sharded over batch and heads. `use_sharded_kv_caching` also shards the slots
+        along `kv_cache_sharding_sequence_axis_name`. `kv_cache_quantization_config` selects 8 bits.
+
+        Args:
+            encoder_length: number of encoder positions that cross-attention reads.
+
+        Returns:
+            A HybridCache; or a DenseCache or WindowCache if all layers have the same single memory.
+
+        Raises:
+            ConfigError: caches do not support the quantization, or `encoder_length` is missing.
+        """
+        from ed_models.base import caches
+
+        return caches.contiguous(cast(Any, self), batch_size, max_length, dtype, encoder_length)
+
+    def init_paged_cache(
+        self,
+        num_pages: int | Mapping[str, int],
+        page_size: int,
+        dtype: DTypeLike | None = None,
+        *,
+        num_states: int | None = None,
+        encoder_length: int | None = None,
+    ) -> Cache:
+        """Create an empty pool of pages, sharded over heads; quantized as in `init_cache`.
+
+        Args:
+            num_pages: pages of the pool; for several groups of layers one number for all groups, or
+                group -> number.
+            page_size: tokens per page.
+            num_states: slots for sequences, for recurrent layers and for encoder outputs.
+            encoder_length: number of encoder positions that cross-attention reads.
+
+        Returns:
+            A HybridCache; or a PagedCache if all layers have the same single memory.
+        """
+        from ed_models.base import caches
+
+        return caches.create_paged_cache(
+            cast(Any, self), num_pages, page_size, dtype, num_states, encoder_length
+        )
+
+    def init_operations_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        page_size: int = 128,
+        dtype: DTypeLike | None = None,
+    ) -> Cache:
+        """Create the cache that the layers and the attention mechanism need.
+
+        If `attn_mechanism` or `decode_attn_mechanism` reads pages, the result is a pool for
+        `batch_size` sequences of `max_length` tokens; otherwise it is the result of `init_cache`.
+
+        Args:
+            page_size: tokens per page.
+        """
+        from ed_models.base import caches
+
+        return caches.for_operations(cast(Any, self), batch_size, max_length, page_size, dtype)
+
+    # Adapters. Each method returns another model, sharded like this one.
+
+    @property
+    def lora_is_enabled(self) -> bool:
+        """Whether layers have adapters."""
+        from ed_models.adapters.lora import has_lora
+
+        return has_lora(self)
+
+    @property
+    def active_adapter(self) -> str | None:
+        """Name of the adapter on the layers; None if no adapter is active."""
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.active(self)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Names of all adapters: active, merged and inactive."""
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.names(self)
+
+    def apply_lora(
+        self,
+        spec: LoraSpec | Mapping[LoraSpec, list[str]],
+        *,
+        name: str = "default",
+        seed: int = 0,
+    ) -> Self:
+        """Add a new adapter to the layers; only this adapter is trained from then on.
+
+        Args:
+            spec: see `ed_models.adapters.lora.apply_lora`.
+            name: a name that no adapter of the model has; the other adapters become inactive.
+            seed: seed of the random numbers.
+
+        Raises:
+            ConfigError: the name is taken, a target matches no layer, or an adapter is merged.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.add(self, spec, name, seed)
+
+    def apply_lora_to_layers(
+        self, lora_rank: int, lora_pattern: str | None = None, *, seed: int = 0
+    ) -> Self:
+        """Add adapters of a rank to the layers whose canonical names a pattern matches.
+
+        Args:
+            lora_rank: r; the scale is 1.
+            lora_pattern: regular expression; None = every linear layer except the head.
+            seed: seed of the random numbers.
+        """
+        from ed_infra.specs import LoraSpec
+
+        return self.apply_lora(LoraSpec(rank=lora_rank, targets=lora_pattern), seed=seed)
+
+    def load_adapter(self, directory: str | Path, *, name: str = "default") -> Self:
+        """Activate the adapter of a directory in PEFT's layout, under a name.
+
+        Raises:
+            CheckpointError: see `ed_models.adapters.peft.read_adapter`.
+            ConfigError: the name is taken, or an adapter is merged.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.load(self, directory, name)
+
+    def set_adapter(self, name: str | None) -> Self:
+        """Activate the adapter with a name; None deactivates all adapters.
+
+        Raises:
+            ConfigError: no adapter has the name, or an adapter is merged.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.activate(self, name)
+
+    def delete_adapter(self, name: str) -> Self:
+        """Remove the adapter with a name; if it was active, no adapter is active afterwards.
+
+        Raises:
+            ConfigError: no adapter has the name, or an adapter is merged.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.delete(self, name)
+
+    def merge_adapter(self, name: str | None = None, *, dequantize: bool = False) -> Self:
+        """Add the update of an adapter to the weights, so that the adapter costs no time.
+
+        The original matrices are kept (twice the memory of the adapted matrices).
+        `unmerge_adapter` restores them exactly.
+
+        Args:
+            name: name of the adapter; None = the active adapter.
+            dequantize: convert quantized matrices with adapters to plain matrices.
+
+        Raises:
+            ConfigError: the adapter does not exist, an adapter is merged, or a matrix is quantized.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.merge(self, name, dequantize)
+
+    def unmerge_adapter(self) -> Self:
+        """Undo `merge_adapter`: restore the exact base weights, and activate the adapter.
+
+        Changes of these weights since `merge_adapter` are lost.
+
+        Raises:
+            ConfigError: no adapter is merged, or the layout of the layers has changed.
+        """
+        from ed_models.adapters import named_adapters
+
+        return named_adapters.unmerge(self)
+
+    def unwrap_lora_to_layers(self, *, dequantize: bool = False) -> Self:
+        """Merge the active adapter into the weights permanently, and remove all adapters.
+
+        Args:
+            dequantize: convert quantized matrices with adapters to plain matrices.
+        """
+        from ed_models.adapters.lora import merge_lora
+
+        return merge_lora(cast(Any, self), dequantize=dequantize).shard_model()
+
+    # Quantization. Each method returns another model, sharded like this one.
+
+    def quantize(self, rules: QuantizationRules | None = None) -> Self:
+        """Quantize the matrices that rules select; see `ed_layers.quantization.quantize`.
+
+        Args:
+            rules: None = the configuration's `quantization_config`.
+
+        Raises:
+            ConfigError: the model is quantized, a rule matches nothing, a group does not fit, or
+                there are neither rules nor a `quantization_config`.
+        """
+        from ed_models.base.quantization import quantize_model
+
+        return quantize_model(self, rules)
+
+    def dequantize(self) -> Self:
+        """Convert quantized matrices to plain matrices with the same values."""
+        from ed_models.base.quantization import dequantize_model
+
+        return dequantize_model(self)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a matrix is quantized."""
+        from ed_layers.quantization.model import is_quantized
+
+        return is_quantized(cast(Any, self))

@@ -15,23 +15,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from ed_infra import registry
-from ed_infra.enums import TaskType
 from ed_infra.inputs import Encoded
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.bart import BartStack, self_attention
+from ed_models.body.conditional import ConditionalModel
 from ed_models.body.context import layer_context
 from ed_models.body.encoder import BIDIRECTIONAL
 from ed_models.body.layers import DecoderLayer
-from ed_models.body.over_decoder import OverDecoder
 from ed_models.body.tiles import OTHER_NAMES as TILED_NAMES
 from ed_models.body.tiles import STORED
 from ed_models.body.vision import tower_rules
@@ -120,26 +115,13 @@ def count_audio_positions(mask: Int[Array, "b f"]) -> Int[Array, " b"]:
     return (jnp.sum(mask != 0, axis=1, dtype=jnp.int32) + 1) // 2
 
 
-class AudioTextModel(OverDecoder, EasyDeLBaseModule):
+class AudioTextModel(ConditionalModel):
     """Audio tower, projector and decoder; a family states tower and projector."""
 
-    def __init__(
-        self,
-        config: Any,
-        dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
-        *,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(config, dtype, param_dtype, precision)
-        numbers = self.dtype, self.param_dtype, precision
+    def add_towers(self, config: Any, rngs: nnx.Rngs) -> None:
+        numbers = self.dtype, self.param_dtype, self.precision
         self.audio_tower = self.tower(Parts(config.audio_config, rngs, *numbers))
         self.multi_modal_projector = self.projector(Parts(config, rngs, *numbers))
-        text = registry.get_module(TaskType.CAUSAL_LM, config.text_config.model_type)
-        self.language_model = text.body_class(
-            config.text_config, dtype, param_dtype, precision, rngs=rngs
-        )
 
     @staticmethod
     @abstractmethod

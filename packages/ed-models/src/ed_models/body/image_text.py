@@ -9,43 +9,23 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from ed_infra import registry
-from ed_infra.enums import TaskType
 from ed_infra.inputs import Encoded
 from ed_layers.parts import Parts
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ed_models.base.module import EasyDeLBaseModule
-from ed_models.body.over_decoder import OverDecoder
+from ed_models.body.conditional import ConditionalModel
 from ed_models.body.packed_images import PatchForm
 from ed_models.body.patch_grids import real_features
 from ed_models.body.patch_tower import PatchTower
 
 
-class PatchedImageTextModel(OverDecoder, EasyDeLBaseModule):
+class PatchedImageTextModel(ConditionalModel):
     """A tower over packed patches under `visual`, and a decoder under `language_model`."""
 
-    def __init__(
-        self,
-        config: Any,
-        dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
-        *,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(config, dtype, param_dtype, precision)
-        vision = config.vision_config
-        parts = Parts(vision, rngs, self.dtype, self.param_dtype, precision)
-        self.visual = self.tower(parts)
-        text = registry.get_module(TaskType.CAUSAL_LM, config.text_config.model_type)
-        self.language_model = text.body_class(
-            config.text_config, dtype, param_dtype, precision, rngs=rngs
-        )
+    def add_towers(self, config: Any, rngs: nnx.Rngs) -> None:
+        numbers = self.dtype, self.param_dtype, self.precision
+        self.visual = self.tower(Parts(config.vision_config, rngs, *numbers))
 
     @abstractmethod
     def tower(self, parts: Parts) -> PatchTower:
@@ -53,7 +33,6 @@ class PatchedImageTextModel(OverDecoder, EasyDeLBaseModule):
 
     @property
     def encoded_features(self) -> int:
-        """Size of the embeddings that `encode` returns: d, or a multiple of d."""
         return self.visual.features
 
     @property

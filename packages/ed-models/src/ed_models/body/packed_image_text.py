@@ -21,8 +21,8 @@ from ed_models.body.tiles import TiledImageTextModel
 class PackedImageTextModel(TiledImageTextModel):
     """A vision tower, a projector and a decoder. The tower of Pixtral reads images of any size."""
 
-    def __init__(self, config: Any, *numbers: Any, rngs: nnx.Rngs):
-        super().__init__(config, *numbers, rngs=rngs)
+    def add_towers(self, config: Any, rngs: nnx.Rngs) -> None:
+        super().add_towers(config, rngs)
         _ = self.patch_form  # raises an error for a configuration that is not supported
 
     @property
@@ -44,11 +44,6 @@ class PackedImageTextModel(TiledImageTextModel):
             )
         merge = getattr(config, "spatial_merge_size", 1)
         return PatchForm(vision.patch_size, vision.num_channels, merge, ends_rows=True)
-
-    @property
-    def encoded_features(self) -> int:
-        """Size of the embeddings that `encode` returns, d."""
-        return self.features
 
     def encode(
         self,

@@ -14,7 +14,6 @@ import math
 from abc import abstractmethod
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from ed_infra import registry
 from ed_infra.enums import TaskType
@@ -23,12 +22,10 @@ from ed_infra.inputs import Encoded
 from ed_layers.activations import activation
 from ed_layers.parts import Parts
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_models.adapters.peft_layout import Modules
-from ed_models.base.module import EasyDeLBaseModule
-from ed_models.body.over_decoder import OverDecoder
+from ed_models.body.conditional import ConditionalModel
 from ed_models.body.vision import tower_rules
 from ed_models.weights.rules import STANDARD, Rule, renamed
 
@@ -68,7 +65,7 @@ WEIGHTS = (
 )
 
 
-class TiledImageTextModel(OverDecoder, EasyDeLBaseModule):
+class TiledImageTextModel(ConditionalModel):
     """A vision tower, a projector and a decoder; model types select the tower and the decoder."""
 
     #: Class of a tower that is no model by itself; None = by the model type of `vision_config`.
@@ -76,35 +73,19 @@ class TiledImageTextModel(OverDecoder, EasyDeLBaseModule):
     #: Weight rules of the decoder, which are part of the rules of the family.
     decoder_rules: ClassVar[tuple[Rule, ...]] = STANDARD
 
-    def __init__(
-        self,
-        config: Any,
-        dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
-        *,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(config, dtype, param_dtype, precision)
-        numbers = dtype, param_dtype, precision
+    def add_towers(self, config: Any, rngs: nnx.Rngs) -> None:
+        numbers = self.dtype, self.param_dtype, self.precision
         vision, text = config.vision_config, self.decoder_config(config)
         tower = type(self).tower_class
         tower = tower or registry.get_module(TaskType.BASE_VISION, vision.model_type)
         self.vision_tower = tower(vision, *numbers, rngs=rngs)
-        parts = Parts(config, rngs, self.dtype, self.param_dtype, precision)
-        self.multi_modal_projector = self.projector(parts)
+        self.multi_modal_projector = self.projector(Parts(config, rngs, *numbers))
         decoder = registry.get_module(TaskType.CAUSAL_LM, text.model_type)
         if decoder.WEIGHTS is not self.decoder_rules:
             raise ConfigError(
                 f"{config.model_type}: text_config.model_type={text.model_type!r} is not "
                 "supported: checkpoints of this family have other names of parameters"
             )
-        self.language_model = decoder.body_class(text, *numbers, rngs=rngs)
-
-    @staticmethod
-    def decoder_config(config: Any) -> Any:
-        """Return the configuration of the decoder."""
-        return config.text_config
 
     @staticmethod
     @abstractmethod
