@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ed_infra.chats import read_chat_template
 from ed_infra.enums import TaskType
@@ -25,6 +25,7 @@ from ed_esurge.server.batches.worker import running
 from ed_esurge.server.endpoints import get_batched_endpoints, list_endpoints
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.images import ChatImages
+from ed_esurge.server.generation.media import ChatMedia
 from ed_esurge.server.generation.models import ServedModel, ServerState
 from ed_esurge.server.generation.prompts import PromptEncoder
 from ed_esurge.server.generation.recordings import ChatRecordings
@@ -220,7 +221,7 @@ def _prompts(
     if form is None:
         names = getattr(engine, "input_names", ())
         hosts = options.allowed_media_domains
-        media: ChatImages | ChatRecordings = ChatImages(names, processor, hosts)
+        media: ChatMedia[Any] = ChatImages(names, processor, hosts)
     else:
         media = ChatRecordings(form, processor, engine.tokenizer, engine.max_model_len)
     media.start()

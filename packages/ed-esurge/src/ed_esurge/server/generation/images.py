@@ -12,7 +12,6 @@ import socket
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -24,14 +23,12 @@ from ed_models.modalities.images import (
 )
 
 from ed_esurge.children.process import JobGroup
-from ed_esurge.core.commands import EncoderInput
 from ed_esurge.pictures.decoder import PictureDecoder, PictureError
 from ed_esurge.server.generation.media import (
     IMAGE,
     RECORDING,
+    ChatMedia,
     ProcessedMedium,
-    build_encoder_inputs,
-    expand_placeholders,
     media_parts,
 )
 from ed_esurge.server.generation.requests import ChatMessage, ImagePart
@@ -61,7 +58,7 @@ class ImageSource:
     param: str
 
 
-class ChatImages:
+class ChatImages(ChatMedia[ImageSource]):
     """Reads the images of chat requests for one model.
 
     Args:
@@ -69,6 +66,8 @@ class ChatImages:
         processor: processor of the checkpoint; None = no processor was loaded.
         allowed_domains: hosts from which images are downloaded.
     """
+
+    kind = IMAGE
 
     def __init__(
         self,
@@ -79,21 +78,18 @@ class ChatImages:
         self._names, self._processor = names, processor
         self.accepts_images = "pixel_values" in names
         self._domains = frozenset(name.lower() for name in allowed_domains)
-        self._token = None if processor is None else get_feature_token(processor)
+        self.token = None if processor is None else get_feature_token(processor)
+        self.tokens_of_item = set() if processor is None else get_tokens_of_image(processor)
+        self.placeholder = "" if processor is None else processor.image_token
         self._decoder = PictureDecoder()
 
     def start(self) -> None:
-        """Start the process that decodes images, if the model accepts images."""
-        if self.accepts_images and self._token is not None:
+        """See `ChatMedia.start`."""
+        if self.accepts_images and self.token is not None:
             self._decoder.start()
 
     async def sources(self, messages: Sequence[ChatMessage]) -> list[ImageSource]:
-        """Return the encoded images of a conversation in order.
-
-        Raises:
-            APIError: 400, the model does not accept images, there are too many images, or an image
-                cannot be downloaded.
-        """
+        """See `ChatMedia.sources`; images of allowed hosts are downloaded."""
         parts: list[tuple[str, ImagePart]] = []
         for part_path, medium in media_parts(messages):
             if not isinstance(medium, ImagePart):
@@ -105,7 +101,7 @@ class ChatImages:
         if not self.accepts_images:
             field = "type" if first.image_url is None else "image_url"
             IMAGE.refuse("this model does not accept images: send text only", f"{path}.{field}")
-        if self._token is None:
+        if self.token is None:
             IMAGE.refuse(
                 "this model has no processor for images: load the engine from a checkpoint with a "
                 "processor",
@@ -179,49 +175,12 @@ class ChatImages:
         ) as answer:
             yield answer
 
-    def expand_placeholders(
-        self, text: str, sources: Sequence[ImageSource], group: JobGroup | None = None
-    ) -> tuple[str, list[ProcessedMedium]]:
-        """Process the images, and replace the text of each image by the tokens of its features.
-
-        Args:
-            text: the rendered conversation, with one image token per image. The texts of users
-                contain no image tokens, see `ChatTemplate.render`.
-            sources: at least one image, see `sources`.
-            group: the jobs that are cancelled together.
-
-        Raises:
-            APIError: 400, an image is invalid, or the template has no placeholder for it.
-        """
+    def process_medium(
+        self, source: ImageSource, group: JobGroup | None, *, is_single: bool
+    ) -> ProcessedMedium:
+        """See `ChatMedia.process_medium`."""
         processor = self._processor
         assert processor is not None, "`sources` has checked the processor"
-        process = partial(self._process_image, processor, is_single=len(sources) == 1, group=group)
-        return expand_placeholders(text, processor.image_token, sources, process, IMAGE)
-
-    def build_encoder_inputs(
-        self, tokens: Sequence[int], images: Sequence[ProcessedMedium]
-    ) -> tuple[EncoderInput, ...]:
-        """Return the encoder inputs of the images in a prompt.
-
-        Args:
-            tokens: token ids of the expanded text.
-            images: the images, in order.
-
-        Raises:
-            APIError: 400, the tokens of an image are not those of its features.
-        """
-        assert self._token is not None, "`sources` has checked the processor"
-        allowed = get_tokens_of_image(self._processor)
-        return build_encoder_inputs(tokens, images, self._token, allowed, IMAGE)
-
-    def _process_image(
-        self,
-        processor: ImageTextProcessor,
-        source: ImageSource,
-        *,
-        is_single: bool,
-        group: JobGroup | None,
-    ) -> ProcessedMedium:
         data = source.data
         try:
             if isinstance(data, bytes):

@@ -23,10 +23,8 @@ from ed_esurge.engine.intake import (
     check_token_ids,
 )
 from ed_esurge.server.generation.engine import ServedTokenizer
-from ed_esurge.server.generation.images import ChatImages
 from ed_esurge.server.generation.infilling import InfillPrompts
-from ed_esurge.server.generation.media import ProcessedMedium
-from ed_esurge.server.generation.recordings import ChatRecordings
+from ed_esurge.server.generation.media import ChatMedia, ProcessedMedium
 from ed_esurge.server.generation.rendering import ConversationRenderer, RenderedText, RenderInGroup
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
 from ed_esurge.server.generation.structured import Tool
@@ -104,13 +102,13 @@ class PromptEncoder:
         config: EngineConfig,
         max_model_len: int,
         vocab_size: int,
-        media: ChatImages | ChatRecordings,
+        media: ChatMedia[Any],
         chat_template: str | None = None,
         oai_like_processor: bool = True,
         encoder_decoder: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
-        self.media: Any = media
+        self.media = media
         self.config = config
         self.max_model_len, self._encoder_decoder = max_model_len, encoder_decoder
         self.vocab_size = vocab_size

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from ed_models.modalities.audio import RecordingForm
 
 from ed_esurge.children.process import JobGroup
-from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation.media import (
     IMAGE,
     RECORDING,
+    ChatMedia,
     ProcessedMedium,
-    build_encoder_inputs,
-    expand_placeholders,
     media_parts,
 )
 from ed_esurge.server.generation.requests import AudioPart, ChatMessage
@@ -44,7 +41,7 @@ class RecordingSource:
     param: str
 
 
-class ChatRecordings:
+class ChatRecordings(ChatMedia[RecordingSource]):
     """Reads the recordings of chat requests for one model.
 
     Args:
@@ -55,29 +52,25 @@ class ChatRecordings:
         max_model_len: maximum number of tokens of a sequence, which limits the seconds.
     """
 
-    accepts_images = False
+    kind = RECORDING
 
     def __init__(
         self, form: RecordingForm, extractor: Any, tokenizer: Any, max_model_len: int
     ) -> None:
         self._form = form
         self._extract = getattr(extractor, "feature_extractor", extractor)
-        self._text: str = tokenizer.convert_ids_to_tokens(form.token)
+        self.placeholder = tokenizer.convert_ids_to_tokens(form.token)
+        self.token, self.tokens_of_item = form.token, {form.token}
         self._most = max(1, max_model_len // form.length)
         self._decoder = DecoderProcess()
 
     def start(self) -> None:
-        """Start the process that reads recordings, if the model accepts recordings."""
+        """See `ChatMedia.start`."""
         if self._extract is not None:
             self._decoder.start()
 
     async def sources(self, messages: Sequence[ChatMessage]) -> list[RecordingSource]:
-        """Return the encoded recordings of a conversation in order.
-
-        Raises:
-            APIError: 400, the model does not accept images, there are too many recordings, or the
-                base64 text of a recording is invalid or too long.
-        """
+        """See `ChatMedia.sources`."""
         recordings: list[RecordingSource] = []
         for path, part in media_parts(messages):
             if not isinstance(part, AudioPart):
@@ -99,36 +92,10 @@ class ChatRecordings:
             recordings.append(RecordingSource(data, part.input_audio.format, param))
         return recordings
 
-    def expand_placeholders(
-        self, text: str, sources: Sequence[RecordingSource], group: JobGroup | None = None
-    ) -> tuple[str, list[ProcessedMedium]]:
-        """Process the recordings, and replace the token of each recording by those of its features.
-
-        Args:
-            text: the rendered conversation, with one placeholder token per recording. The texts of
-                users contain no placeholder tokens, see `ChatTemplate.render`.
-            sources: at least one recording, see `sources`.
-            group: the jobs that are cancelled together.
-
-        Raises:
-            APIError: 400, a recording is invalid, or the template has no placeholder for it.
-        """
-        return expand_placeholders(
-            text, self._text, sources, partial(self._process_recording, group=group), RECORDING
-        )
-
-    def build_encoder_inputs(
-        self, tokens: Sequence[int], recordings: Sequence[ProcessedMedium]
-    ) -> tuple[EncoderInput, ...]:
-        """Return the encoder inputs of a prompt's recordings; see `media.build_encoder_inputs`."""
-        return build_encoder_inputs(
-            tokens, recordings, self._form.token, {self._form.token}, RECORDING
-        )
-
-    def _process_recording(
-        self, source: RecordingSource, group: JobGroup | None
+    def process_medium(
+        self, source: RecordingSource, group: JobGroup | None, *, is_single: bool
     ) -> ProcessedMedium:
-        """Return the parts of a recording in the form that the model reads."""
+        """See `ChatMedia.process_medium`."""
         rate, hop = int(self._extract.sampling_rate), int(self._extract.hop_length)
         samples = self._form.shape[1] * hop
         parts = self._most if self._form.includes_padding else 1
@@ -154,4 +121,6 @@ class ChatRecordings:
         spectrogram = np.asarray(output["input_features"][0], np.float32)
         count = -(-len(sound) // hop)
         items, length = self._form.split_recording(spectrogram, count)
-        return ProcessedMedium(items, self._text * (length * len(items)), length, source.param)
+        return ProcessedMedium(
+            items, self.placeholder * (length * len(items)), length, source.param
+        )
