@@ -14,6 +14,8 @@ from ed_models.auto import AutoEasyDeLModel, AutoEasyDeLModelForImageClassificat
 from ed_models.body.resizing import resized_grid
 from ed_models.checkpoints.checks import detect_task
 from ed_models.modalities.images import split_images
+from ed_models.tasks.conditional import ConditionalLM
+from flax import nnx
 
 TINY: dict[str, Any] = {
     "hidden_size": 16,
@@ -168,3 +170,17 @@ def test_generate_accepts_the_images_of_all_prompts_in_one_array(family):
     assert flat.ndim == 4
     got = subject.model.generate(**options, pixel_values=flat).sequences
     np.testing.assert_array_equal(got, expected)
+
+
+def count_classes(module_class: type[Any]) -> int:
+    """Return the number of classes of the longest chain below `nnx.Module`."""
+    bases = [base for base in module_class.__bases__ if issubclass(base, nnx.Module)]
+    return 0 if module_class is nnx.Module else 1 + max(map(count_classes, bases))
+
+
+@pytest.mark.parametrize("model_type", ["llava", "llava_next", "qwen2_vl", "gemma4", "smolvlm"])
+def test_five_classes_are_between_a_vision_language_family_and_nnx_module(model_type: str) -> None:
+    module_class = registry.get_module(TaskType.IMAGE_TEXT_TO_TEXT, model_type)
+    assert module_class.__bases__ == (ConditionalLM,)
+    assert count_classes(module_class) - 1 <= 5
+    assert count_classes(module_class.body_class) - 1 <= 5

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 from ed_infra.errors import ConfigError
 from ed_models.body.decoder import Decoder
-from ed_models.modalities.items import EncoderItems, ItemArrays, PlacedItem, encoder_names
+from ed_models.modalities.items import EncoderItems, ItemArrays, PlacedItem
 from ed_models.protocol import LanguageModel
 from jaxtyping import Float
 
@@ -47,7 +47,7 @@ class EmbeddedPrompts(EncoderItems):
     def __init__(self, model: LanguageModel, max_model_len: int, per_step: int) -> None:
         body = getattr(model, "model", None)
         reads_ids = getattr(model.config, "hidden_size_per_layer_input", None)
-        if not isinstance(body, Decoder) or reads_ids or encoder_names(model):
+        if not isinstance(body, Decoder) or reads_ids:
             raise ConfigError(
                 f"enable_prompt_embeds requires a causal language model that reads only the "
                 f"embeddings of its tokens, and this is a {type(model).__name__}: omit the option"

@@ -17,7 +17,7 @@ from ed_layers.cache.spec import LayerCacheSpec, group_layers
 from ed_models.adapters.slots import with_slots
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.generation.prompts import is_encoder_decoder
-from ed_models.modalities.items import encoder_names
+from ed_models.modalities.items import get_modality
 from ed_models.protocol import LanguageModel
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
@@ -118,9 +118,10 @@ def get_task(model: LanguageModel) -> TaskType:
         return TaskType.EMBEDDING
     if is_encoder_decoder(model):
         return TaskType.SEQUENCE_TO_SEQUENCE
-    if "pixel_values" in model.input_names:
-        return TaskType.IMAGE_TEXT_TO_TEXT
-    return TaskType.ANY_TO_ANY if encoder_names(model) else TaskType.CAUSAL_LM
+    modality = get_modality(model)
+    if modality is None:
+        return TaskType.CAUSAL_LM
+    return TaskType.IMAGE_TEXT_TO_TEXT if modality.noun == "images" else TaskType.ANY_TO_ANY
 
 
 def get_labels(model: LanguageModel) -> LabelSet | None:

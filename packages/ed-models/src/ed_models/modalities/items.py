@@ -13,18 +13,13 @@ from typing import Any, NamedTuple, Protocol, cast
 import jax
 import numpy as np
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import AXES, IMAGE_FEATURES, OTHER_FORMS, Inputs
+from ed_infra.inputs import AXES, OTHER_FORMS, Inputs
 from flax import nnx
 from jaxtyping import Bool, Int
 
 from ed_models.protocol import LanguageModel
 
 ItemArrays = Mapping[str, np.ndarray]
-#: Arrays of `input_names` that describe tokens, and the outputs of an encoder.
-_NO_INPUTS = {
-    *("input_ids", "attention_mask", "segment_ids", "position_ids", "token_type_ids"),
-    IMAGE_FEATURES,
-}
 #: Maximum number of tokens of a sequence, if nothing limits the number.
 NO_LIMIT = 2**31 - 1
 
@@ -156,8 +151,13 @@ def build_encoder_items(model: LanguageModel, max_model_len: int = NO_LIMIT) -> 
         model: the served model.
         max_model_len: maximum number of tokens of a sequence.
     """
-    modality: Modality | None = getattr(model, "modality", None)
+    modality = get_modality(model)
     return None if modality is None else modality.build(model, max_model_len)
+
+
+def get_modality(model: LanguageModel) -> Modality | None:
+    """Return what a model reads besides text; None for a model that reads only text."""
+    return getattr(model, "modality", None)
 
 
 class FixedItems(EncoderItems):
@@ -221,16 +221,6 @@ class FixedItems(EncoderItems):
             arrays = {name: row[name][number] for name in self.names}
             if length := self.count_features(arrays):
                 yield arrays, length
-
-
-def encoder_names(model: LanguageModel) -> tuple[str, ...]:
-    """Return the names of the arrays that the model's encoder accepts, such as `pixel_values`; ()
-    without an encoder."""
-    return tuple(
-        name
-        for name in model.input_names
-        if name not in _NO_INPUTS and not name.startswith("decoder_")
-    )
 
 
 def used_items(

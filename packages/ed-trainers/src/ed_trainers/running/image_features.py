@@ -25,7 +25,7 @@ from ed_models.modalities.items import (
     ItemArrays,
     batch_of_one,
     build_encoder_items,
-    encoder_names,
+    get_modality,
     used_items,
 )
 from ed_models.protocol import LanguageModel
@@ -108,10 +108,12 @@ class ImageFeatures:
             )
         config: Any = model.config
         items = build_encoder_items(model, config.get_text_config().max_position_embeddings)
+        modality = get_modality(model)
         assert items is not None, "the model reads images"
+        assert modality is not None, "the model reads images"
         self._items, self._token = items, cast(int, config.image_token_id)
         # The numbers of patches determine the positions of tokens.
-        self._dropped = {*encoder_names(model), *items.names} - {GRID}
+        self._dropped = {*modality.names, *modality.convertible} - {GRID}
         self._weights, self._cache, self.encoded = weights, ByteCache(most), 0
         self._encode = jax.jit(lambda values, inputs: self._embeddings(values, inputs))
         self._graphdef = state.graphdef
