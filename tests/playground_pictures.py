@@ -10,7 +10,6 @@ the probabilities of its tokens are those of the model.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 import json
@@ -356,11 +355,9 @@ def main() -> None:
     values = parser.parse_args()
     vision = None
     if values.vision is not None:
-        from ed_esurge.command.load import add_model_arguments, served_engine
+        from ed_esurge.command.load import parse_model_arguments, served_engine
 
-        flags = argparse.ArgumentParser()
-        add_model_arguments(flags)
-        vision = served_engine(flags.parse_args([str(values.vision), "--no-compile-runner"]))
+        vision = served_engine(parse_model_arguments([str(values.vision), "--no-compile-runner"]))
     engines = {"quickstart": engine_of(values.model)}
     with browser() as open_tab:
         with background({**engines}) as url, clients(url, values.clients):

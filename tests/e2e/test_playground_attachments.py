@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import struct
 import wave
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ed_esurge.command.load import add_model_arguments, served_engine
+from ed_esurge.command.load import parse_model_arguments, served_engine
 from ed_esurge.server.launch import background
 from ed_infra.testing import require_torch
 from playwright.sync_api import Page
@@ -46,10 +45,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             write_whisper(folder)
         else:
             save_checkpoint(name, folder)
-        parser = argparse.ArgumentParser()
-        add_model_arguments(parser)
         flags = FLAGS if name == "gemma3" else "--silent-mode"
-        engines[name] = served_engine(parser.parse_args([str(folder), *flags.split()]))
+        engines[name] = served_engine(parse_model_arguments([str(folder), *flags.split()]))
     with background(engines) as url:
         yield url.removesuffix("v1")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from ed_elarge.config.normalize import normalize
 from ed_elarge.config.table import check_machine
 from ed_elarge.errors import InputError
 from ed_esurge import SamplingParams
-from ed_esurge.command.load import add_model_arguments, create_engine
+from ed_esurge.command.load import create_engine, parse_model_arguments
 from ed_esurge.testing import byte_tokenizer
 from ed_infra import registry
 from ed_infra.enums import TaskType
@@ -70,10 +69,8 @@ def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_engine_of_the_command_line_generates_the_tokens_of_the_text_half(
     model: Any, checkpoint: Path
 ) -> None:
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
     sizes = "--max-model-len 32 --page-size 8 --max-num-seqs 2 --no-compile-runner"
-    engine = create_engine(parser.parse_args([str(checkpoint), *sizes.split()]))
+    engine = create_engine(parse_model_arguments([str(checkpoint), *sizes.split()]))
     assert engine.task == TaskType.CAUSAL_LM
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     (output,) = engine.generate([PROMPT], params)

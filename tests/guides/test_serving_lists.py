@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 from typing import get_args
 
-from ed_esurge.command import bench, bench_serve, chat, join, load, run_batch, serve
+import pytest
+from ed_esurge.command import load
+from ed_esurge.command.main import COMMANDS, main
 from ed_esurge.config import ServerLimits
 from ed_esurge.core.commands import Command
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
@@ -88,12 +89,10 @@ def test_media_page_names_every_format_of_recordings() -> None:
     assert not [name for name in FORMATS if not re.search(rf"\b{name.removesuffix('EX')}\b", text)]
 
 
-def test_flags_of_the_serving_pages_exist() -> None:
-    flags = set()
-    for module in (serve, chat, run_batch, join, bench, bench_serve):
-        parser = argparse.ArgumentParser()
-        module.add_arguments(parser)
-        flags |= {flag for action in parser._actions for flag in action.option_strings}
+def test_flags_of_the_serving_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [main([command, "--help"]) for command in COMMANDS] == [0] * len(COMMANDS)
+    rows = re.findall(r"^  (-.*?)(?:  |$)", capsys.readouterr().out, flags=re.M)
+    flags = set(re.findall(r"(?<!\S)--?[a-z][\w-]*", " ".join(rows).replace(",", " ")))
     for page in PAGES:
         commands = [b.body.replace("\\\n", "") for b in blocks(page) if b.language == "bash"]
         lines = [row for body in commands for row in body.splitlines() if row.startswith("esurge ")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,15 +83,13 @@ def write(folder: Path, kind: str) -> Any:
 @pytest.fixture(scope="module", params=KINDS)
 def served(request: Any, tmp_path_factory: Any) -> Iterator[tuple[Any, str, bool]]:
     """The model of sentence-transformers, the URL of its server, and whether it normalizes."""
-    from ed_esurge.command.load import add_model_arguments, create_engine
+    from ed_esurge.command.load import create_engine, parse_model_arguments
     from ed_esurge.server import background
 
     folder = tmp_path_factory.mktemp("model")
     theirs = write(folder, request.param)
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
     flags = ["--no-compile-runner", "--silent-mode", "--max-num-batched-tokens", "128"]
-    engine = create_engine(parser.parse_args([str(folder / "model"), *flags]))
+    engine = create_engine(parse_model_arguments([str(folder / "model"), *flags]))
     with background(engine) as url:
         yield theirs, url, KINDS[request.param][3]
 

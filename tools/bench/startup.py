@@ -295,12 +295,13 @@ def measure_swaps(folder: Path, cache: Path, rounds: int) -> str:
     import ollama
     from ed_esurge.command import serve
     from ed_esurge.command.model_directory import estimate
+    from ed_esurge.command.program import parse_words
     from ed_esurge.frontends.library.checkpoint_files import CheckpointFiles
 
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
     words = ["--model-dir", str(folder), *SWAP_FLAGS]
-    needed = estimate(parser.parse_args(words), CheckpointFiles(folder / "one"))
+    values = parse_words(serve.serve, words)
+    arguments = values["loading"].replace(engine=values["engine"])
+    needed = estimate(arguments, CheckpointFiles(folder / "one"))
     words += ["--model-memory", str(1.5 * needed / 2**30)]
     durations: dict[str, list[tuple[float, float]]] = {}
 

@@ -28,8 +28,8 @@ _NO_CODE = {
 OTHER_MEANINGS = {"chat_template", "host", "keep_alive", "limits", "port"}
 #: Place with the name of an option of the server -> what it declares.
 OTHER_DECLARATIONS = {
-    "ed_esurge.command.bench_serve:flag": "the model of the requests of a load test",
-    "ed_esurge.command.run_batch:flag": "the model of the requests of a file",
+    "ed_esurge.command.bench_serve:ArrivalOptions": "the model of the requests of a load test",
+    "ed_esurge.command.run_batch:BatchOptions": "the model of the requests of a file",
     "ed_esurge.server.generation.prompts:__init__": "an argument of a class without a server",
     "ed_esurge.server.generation.reply_formats:__init__": "an argument of a class without a server",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from ed_elarge.config.nodes import parse
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import InputError
-from ed_esurge.command.load import add_model_arguments, served_engine
+from ed_esurge.command.load import parse_model_arguments, served_engine
 from ed_esurge.engine import eSurge
 from ed_infra.errors import ConfigError
 from ed_models.checkpoints import hub
@@ -60,12 +59,10 @@ def test_added_tokens_are_trained_saved_and_served(folder: Path, quickstart_mode
     assert saved.config.vocab_size == count + 1
     mean = rows_of(base).mean(axis=0)
     assert 1e-4 < np.abs(rows_of(saved)[count] - mean).max() < 0.1, "the row is trained"
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
     flags = ["--tokenizer", str(folder / "tokenizer"), "--max-model-len", "32"]
     with pytest.raises(ConfigError, match=r"ids up to 320.*320 rows.*resize_token_embeddings"):
-        served_engine(parser.parse_args([str(quickstart_model), *flags]))
-    engine = served_engine(parser.parse_args([str(folder / "run" / "model"), *flags]))
+        served_engine(parse_model_arguments([str(quickstart_model), *flags]))
+    engine = served_engine(parse_model_arguments([str(folder / "run" / "model"), *flags]))
     assert isinstance(engine, eSurge)
     assert engine.vocab_size == count + 1
 

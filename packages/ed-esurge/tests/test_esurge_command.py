@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import json
 import shutil
@@ -18,20 +17,16 @@ import pytest
 from ed_esurge.command import serve
 from ed_esurge.command.bench import RequestTiming, figures, percentile
 from ed_esurge.command.chat import Conversation
-from ed_esurge.command.flags import (
-    add_options,
-    build_options,
-    parse_value,
-    read_attribute_docs,
-    read_config,
-)
+from ed_esurge.command.flags import parse_value, read_attribute_docs
 from ed_esurge.command.load import (
-    add_model_arguments,
+    EngineFlags,
     create_engine,
     get_tokenizer,
     parse_mesh_dims,
+    parse_model_arguments,
 )
-from ed_esurge.command.main import BAD_INPUT, main
+from ed_esurge.command.main import BAD_INPUT, COMMANDS, main
+from ed_esurge.command.program import parse_words
 from ed_esurge.config import EngineConfig
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.launch import background
@@ -49,17 +44,19 @@ def directory(llama, tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def parsed(*flags: str) -> EngineConfig:
-    parser = argparse.ArgumentParser()
-    add_options(parser, EngineConfig, "engine")
-    return build_options(parser.parse_args(flags), EngineConfig)
+    def name_flags(engine: EngineFlags) -> None:
+        """Name the flags."""
+
+    return parse_words(name_flags, flags)["engine"]
 
 
-def test_every_engine_option_is_a_documented_flag() -> None:
+def test_every_engine_option_is_a_documented_flag(capsys: pytest.CaptureFixture[str]) -> None:
     docs = read_attribute_docs(EngineConfig)
     assert set(docs) == set(EngineConfig.model_fields)
-    parser = argparse.ArgumentParser()
-    add_options(parser, EngineConfig, "engine")
-    assert docs["page_size"] in " ".join(parser.format_help().split())
+    assert main(["chat", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert docs["page_size"] in text
+    assert all(f"--{name.replace('_', '-')}" in text for name in docs)
 
 
 def test_command_flags_parse_to_typed_values() -> None:
@@ -89,14 +86,19 @@ def test_command_flags_parse_to_typed_values() -> None:
 
 
 def test_help_shows_kinds_and_defaults_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "usage: esurge serve" in text
-    assert "--max-model-len INT" in text
-    assert "(default: 8192)" in text
-    assert "--scheduling-policy {fcfs,priority}" in text
-    assert "--enable-prefix-caching, --no-enable-prefix-caching" in text
+    assert main(["serve", "--help"]) == 0
+    lines = capsys.readouterr().out
+    titles = [line for line in lines.splitlines() if line.endswith(":") and line[0] != " "]
+    groups = ["Arguments", "Model", "Engine", "Server", "Processes of one model", "Options"]
+    assert titles == [f"{group}:" for group in groups]
+    text = " ".join(lines.split())
+    assert "Usage: esurge serve" in text
+    assert "--max-model-len <int>" in text
+    assert "[default: 8192]" in text
+    assert "--scheduling-policy <fcfs|priority>" in text
+    assert "--enable-prefix-caching / --no-enable-prefix-caching" in text
+    assert "--also <str>..." in text
+    assert "--end-with-parent" not in text
 
 
 @pytest.mark.parametrize(
@@ -116,29 +118,59 @@ def test_wrong_flags_of_vllm_are_explained(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve", "m", "--api-key", "hunter2"], "set the variable ESURGE_API_KEY"),
+        (["serve", "m", "--api-key=hunter2"], "set the variable ESURGE_API_KEY"),
+        (["serve", "m", "--admin-key", "hunter2"], "set the variable ESURGE_ADMIN_API_KEY"),
+        (["serve", "m", "--api-key-fil", "hunter2"], "--api-key-file"),
+        (["serve", "m", "--max-model", "hunter2"], "--max-model-len"),
+        (["serve", "m", "--max-model-lem=hunter2"], "--max-model-len"),
+        (["chat", "m", "--temprature", "hunter2"], "--temperature"),
+        (["serv", "m"], "Did you mean 'serve'"),
+        (["bench", "--client", "hunter2"], "--clients"),
+        (["serve", "m", "--host", "--port", "80"], "'--host' requires an argument"),
+        (["serve", "m", "--host"], "'--host' requires an argument"),
+        (["serve", "m", "--also", "--port", "80"], "'--also' requires an argument"),
+        (["join"], "Missing argument 'HOST:PORT'"),
+    ],
+)
+def test_unknown_flags_are_refused_with_a_near_name_and_without_their_value(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == BAD_INPUT
+    printed = capsys.readouterr()
+    assert message in printed.err and not printed.out
+    assert "hunter2" not in printed.err
+
+
 def test_tensor_parallel_size_is_an_axis_of_the_mesh() -> None:
     assert parse_mesh_dims(None, 4) == (-1, 1, 1, 4, 1)
     assert parse_mesh_dims(None) == (1, 1, 1, -1, 1)
     assert parse_mesh_dims("1,2,1,1,1") == (1, 2, 1, 1, 1)
 
 
-def test_config_file_contains_flags_and_the_command_line_takes_precedence(tmp_path: Path) -> None:
+def test_config_file_contains_flags_and_the_command_line_takes_precedence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text(
         "max-model-len: 64\nenable_prefix_caching: false\nextra-stops: [a, b]\n"
         "enable-sleep-mode: true\nserved-model-name: [x, y]\n"
     )
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    flags = read_config(str(file), parser)
-    values = parser.parse_args(["m", *flags, "--max-model-len", "32"])
-    options = build_options(values, EngineConfig)
+    words = ["--config", str(file), "m", "--max-model-len", "32"]
+    values = parse_words(serve.serve, words)
+    options, server = values["engine"], values["server"]
     assert (options.max_model_len, options.enable_prefix_caching) == (32, False)
     assert options.extra_stops == ("a", "b")
-    assert (values.enable_sleep_mode, values.served_model_name) == (True, ["x", "y"])
+    assert (server.enable_sleep_mode, server.served_model_name) == (True, ("x", "y"))
+    assert parse_words(serve.serve, [*words, "--served-model-name", "z"])[
+        "server"
+    ].served_model_name == ("z",)
     file.write_text("max-model-lenn: 64\n")
-    with pytest.raises(ConfigError, match="is no flag of this command; did you mean 'max-model-"):
-        read_config(str(file), parser)
+    assert main(["serve", *words]) == BAD_INPUT
+    assert "is no flag of this command; did you mean 'max-model-" in capsys.readouterr().err
 
 
 _CACHE_IN_INT8 = '{"kv_cache_quantization_config": {"dtype": "int8"}}'
@@ -181,10 +213,8 @@ def test_invalid_command_line_prints_one_line(
 
 def made(directory: Path, *flags: str) -> Any:
     """Return the engine of command-line flags."""
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
-    sizes = ["--max-model-len", "64", "--page-size", "8", "--no-compile-runner"]
-    return create_engine(parser.parse_args([str(directory), "--max-num-seqs", "2", *sizes, *flags]))
+    words = [str(directory), "--max-num-seqs", "2", "--max-model-len", "64", "--page-size", "8"]
+    return create_engine(parse_model_arguments([*words, "--no-compile-runner", *flags]))
 
 
 @pytest.mark.nightly
@@ -241,12 +271,10 @@ def test_chat_template_flag_replaces_the_template_of_the_tokenizer(
 ) -> None:
     text = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     (tmp_path / "template.jinja").write_text(text)
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
     for given in (text, str(tmp_path / "template.jinja")):
-        values = parser.parse_args([str(directory), "--chat-template", given])
+        values = parse_model_arguments([str(directory), "--chat-template", given])
         assert get_tokenizer(values).chat_template == text
-    values = parser.parse_args([str(directory), "--chat-template", "nowhere.jinja"])
+    values = parse_model_arguments([str(directory), "--chat-template", "nowhere.jinja"])
     with pytest.raises(ConfigError, match=r"'nowhere.jinja' cannot be read"):
         get_tokenizer(values)
 
@@ -290,7 +318,7 @@ def test_bench_command_reports_load_figures(surge, capsys: pytest.CaptureFixture
     load = ["--clients", "1", "3", "--requests", "4", "--prompt-words", "5", "--max-tokens", "6"]
     with background(surge) as url:
         assert main(["bench", "--url", url, "--json", *load]) == 0
-    rows: list[dict[str, Any]] = [json.loads(li) for li in capsys.readouterr().out.splitlines()]
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["clients"], row["requests"], row["errors"]) for row in rows] == [
         (1, 4, 0),
         (3, 4, 0),
@@ -320,7 +348,8 @@ def test_serve_command_answers_requests(directory: Path) -> None:
         [*command, "--serve-flags", flags], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["errors"] == 0
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["errors"] == 0
 
 
 @pytest.mark.nightly
@@ -356,15 +385,59 @@ def test_model_of_the_command_line_has_the_facts_of_its_files(directory: Path) -
 def test_serve_command_accepts_two_models(directory: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(directory, other)
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
     flags = ["--max-model-len", "64", "--page-size", "8", "--no-compile-runner"]
-    engines = serve.create_engines(
-        parser.parse_args([str(directory), "--also", str(other), *flags])
-    )
+    values = parse_words(serve.serve, [str(directory), "--also", str(other), *flags])
+    arguments = values["loading"].replace(model=values["model"], engine=values["engine"])
+    engines = serve.create_engines(arguments, values["server"])
     assert list(engines) == [directory.name, "other"]
     with background(engines) as url:
         for name in engines:
             body = {"prompt": "hello", "max_tokens": 3, "model": name}
             answer = httpx.post(f"{url}/completions", json=body, timeout=120).json()
             assert answer["model"] == name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_the_common_options(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"Usage: esurge {command} [OPTIONS]" in text
+    has_result = command in ("run-batch", "bench", "bench-serve")
+    assert [flag in text for flag in ("--quiet", "--json")] == [has_result, has_result]
+
+
+def test_help_of_serve_imports_no_library_of_the_server() -> None:
+    heavy = {"jax", "flax", "starlette", "uvicorn", "transformers", "httpx", "numpy"}
+    code = (
+        "import sys\nfrom ed_esurge.command.main import main\n"
+        f"assert main(['serve', '--help']) == 0\nprint(sorted({heavy!r} & {{*sys.modules}}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "--max-model-len" in done.stdout
+
+
+def test_shell_completes_commands_flags_and_choices() -> None:
+    code = (
+        "import os, sys\nfrom ed_esurge.command.main import main\n"
+        "for words in ('esurge se', 'esurge serve --max-mod', 'esurge serve m --dtype b'):\n"
+        "    os.environ.update(_ESURGE_COMPLETE='complete_bash', COMP_WORDS=words,\n"
+        "                      COMP_CWORD=str(words.count(' ')))\n"
+        "    main()\nprint('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["serve", "--max-model-len", "bfloat16", "False"]
+
+
+def test_errors_with_json_are_objects(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["bench", "--json"], "give a MODEL"),
+        (["bench", "--json", "--clientz", "1"], "No such option: --clientz"),
+        (["bench", "serve", "--json", "--url", "x", "--num-prompts", "0"], "--num-prompts 0"),
+        (["run-batch", "x", "-i", "-", "-o", "-", "--json"], "keep one"),
+    ):
+        assert main(words) == BAD_INPUT
+        printed = capsys.readouterr()
+        assert message in json.loads(printed.out)["error"] and not printed.err

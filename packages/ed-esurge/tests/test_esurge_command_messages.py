@@ -8,10 +8,10 @@ import sys
 import pytest
 
 RUN = """
-import logging, sys, types
+import logging, sys
 from ed_infra.logging import get_logger
 
-def work(*_, **__):
+def work(model: str = ""):
     get_logger("ed_esurge.engine.setup").warning("a warning of the engine")
     get_logger("ed_esurge.engine.surge").info("sizes of the engine")
     get_logger("ed_models.checkpoints").warning("a warning of the model")
@@ -21,10 +21,8 @@ def work(*_, **__):
 """
 ESURGE = """
 from ed_esurge.command import main as command
-command._module = lambda name: types.SimpleNamespace(
-    __doc__="", add_arguments=lambda parser: parser.add_argument("model"), run=work
-)
-sys.exit(command.main([{command!r}, "x"]))
+command._load = lambda name: work
+sys.exit(command.main([{command!r}, "--model", "x", *{more!r}]))
 """
 WARNINGS = ["a warning of the engine", "a warning of the model", "a warning of the data"]
 
@@ -36,6 +34,11 @@ def read_messages(code: str) -> list[str]:
 
 @pytest.mark.parametrize("command", ["serve", "chat", "run-batch", "join", "bench"])
 def test_every_esurge_command_prints_messages_of_engine_and_server(command: str) -> None:
-    messages = read_messages(ESURGE.format(command=command))
+    messages = read_messages(ESURGE.format(command=command, more=[]))
     details = ["sizes of the engine", "a message of the server"]
     assert sorted(messages) == sorted([*WARNINGS, *details])
+
+
+def test_quiet_command_prints_only_warnings() -> None:
+    messages = read_messages(ESURGE.format(command="bench", more=["--quiet"]))
+    assert sorted(messages) == sorted(WARNINGS)

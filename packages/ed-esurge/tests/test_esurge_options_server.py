@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
+import inspect
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from ed_esurge.command import serve
-from ed_esurge.command.flags import build_server_options
-from ed_esurge.command.load import add_model_arguments
+from ed_esurge.command.load import ModelArguments
 from ed_esurge.command.main import main
-from ed_esurge.config import ApiKey, ServerLimits
+from ed_esurge.command.nodes import NodeOptions
+from ed_esurge.command.program import build_command, parse_words
+from ed_esurge.config import ApiKey, EngineConfig, ServerLimits
 from ed_esurge.server import ServerOptions, create_app
 from ed_esurge.server.launch import background
 from ed_esurge.server.options import AppOptions, ListenOptions
@@ -28,23 +29,20 @@ OTHER_FLAGS = {
 }
 
 
-def parse(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return parser.parse_args(["m", *words])
-
-
 def build(*words: str) -> ServerOptions:
-    return build_server_options(parse(*words), serve.OMITTED)
+    return parse_words(serve.serve, ["m", *words])["server"]
 
 
 def test_each_server_option_is_a_flag() -> None:
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
-    model_flags = vars(parser.parse_args(["m"])).keys()
-    flags = vars(parse()).keys() - model_flags
-    assert "chat_template" in model_flags
-    assert flags ^ ServerOptions.model_fields.keys() == serve.OMITTED.keys() | OTHER_FLAGS.keys()
+    command = build_command(serve.serve, lambda work: 0, has_result=False)
+    flags = inspect.signature(command).parameters.keys()
+    assert ServerOptions.model_fields.keys() <= flags
+    others = {"ctx", "model", "config"} | ModelArguments.model_fields.keys()
+    others |= EngineConfig.model_fields.keys() | NodeOptions.model_fields.keys()
+    assert flags <= ServerOptions.model_fields.keys() | others
+    assert NodeOptions.model_fields.keys() == OTHER_FLAGS.keys()
+    assert set(serve.OMITTED) == {"api_key", "admin_api_key", "chat_template"}
+    assert "chat_template" in ModelArguments.model_fields
 
 
 def test_flags_have_the_defaults_of_the_record() -> None:
@@ -66,9 +64,36 @@ def test_flags_of_all_types_set_the_record(tmp_path: Path) -> None:
         share_prefix_cache=True,
         keep_alive="-1",
     )
-    values = parse("--model-dir", str(tmp_path), "--model-memory", "1.5")
+    values = build("--model-dir", str(tmp_path), "--model-memory", "1.5")
     assert (values.model_directory, values.model_memory) == (str(tmp_path), 1.5)
-    assert parse("--model-directory", "d").model_directory == "d"
+    assert build("--model-directory", "d").model_directory == "d"
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--also", "a", "b"], ("a", "b")),
+        (["--also", "a", "--port", "80", "--also", "b"], ("a", "b")),
+        (["--also=a", "--also=b"], ("a", "b")),
+        (["--also", "a", "-1"], ("a", "-1")),
+        (["--also", "a", "--", "m"], ("a",)),
+    ],
+)
+def test_words_and_repeated_flags_are_several_values(
+    words: list[str], names: tuple[str, ...]
+) -> None:
+    words = words if "--" in words else ["m", *words]
+    values = parse_words(serve.serve, words)
+    assert (values["server"].also, values["model"]) == (names, "m")
+
+
+def test_values_and_short_flags_have_the_forms_of_vllm() -> None:
+    words = ["-tp", "2", "-q=nf4", "--port=80", "--keep-alive", "-1", "-dp", "3", "--host", "a b"]
+    values = parse_words(serve.serve, [*words, "m", "--port", "81", "--seed", "5"])
+    assert (values["loading"].tensor_parallel_size, values["loading"].quantization) == (2, "nf4")
+    server = values["server"]
+    assert (server.port, server.keep_alive, server.data_parallel_size) == (81, "-1", 3)
+    assert values["engine"].seed == 5 and values["engine"].compile_in_background
 
 
 @pytest.mark.parametrize(
@@ -105,8 +130,7 @@ def test_messages_name_the_flags(
 
 
 def test_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"esurge {version('ed-esurge')}\n"
 
 

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from ed_esurge.command.load import add_model_arguments, served_engine
+from ed_esurge.command.load import parse_model_arguments, served_engine
 from ed_esurge.server.launch import background
 from ed_esurge.speech.engine import SpeechEngine
 from ed_esurge.testing import ScriptedEngine, ScriptedTranscriber
@@ -319,15 +319,11 @@ def test_transcription_does_not_delay_other_requests(scripted):
 @pytest.mark.torch
 @pytest.mark.nightly
 def test_serve_reads_the_task_from_the_checkpoint(tmp_path):
-    import argparse
-
     require_torch()
     write_whisper(tmp_path)
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
     with pytest.raises(ConfigError, match="--max-num-seqs has no effect"):
-        served_engine(parser.parse_args([str(tmp_path), "--max-num-seqs", "2"]))
-    engine = served_engine(parser.parse_args([str(tmp_path), "--dtype", "float32"]))
+        served_engine(parse_model_arguments([str(tmp_path), "--max-num-seqs", "2"]))
+    engine = served_engine(parse_model_arguments([str(tmp_path), "--dtype", "float32"]))
     assert isinstance(engine, SpeechEngine)
     with background(engine) as url:
         answer = httpx.post(f"{url}/audio/transcriptions", files={"file": SHORT}, timeout=60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 from ed_esurge import eSurge
-from ed_esurge.command.load import add_model_arguments, create_engine
+from ed_esurge.command.load import create_engine, parse_model_arguments
 from ed_esurge.outputs import LabelSet
 from ed_esurge.server.launch import background
 from ed_esurge.server.openai.classification import ClassificationList
@@ -145,9 +144,7 @@ def test_command_line_loads_the_checkpoint_of_an_encoder(models, kind, tmp_path:
     byte_tokenizer().save_pretrained(tmp_path)
     # Checkpoints of transformers have no files of sentence-transformers.
     (tmp_path / "modules.json").unlink(missing_ok=True)
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
-    engine = create_engine(parser.parse_args([str(tmp_path), "--no-compile-runner"]))
+    engine = create_engine(parse_model_arguments([str(tmp_path), "--no-compile-runner"]))
     if kind == "embedder":
         assert (engine.task, engine.labels) == ("embedding", None)
     else:
@@ -293,10 +290,8 @@ def test_scores_of_a_cross_encoder_have_the_activation_of_its_files(activation, 
     (tmp_path / "modules.json").write_text(json.dumps([module]))
     settings = {"model_type": "CrossEncoder", "activation_fn": f"torch.nn.modules.{activation}"}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
     flags = [str(tmp_path), "--max-num-seqs", "4", "--dtype", "float32"]
-    engine = create_engine(parser.parse_args(flags))
+    engine = create_engine(parse_model_arguments(flags))
     expected = []
     for text in TEXTS[1:]:
         logit = float(model(np.array([tokenizer(TEXTS[0], text)["input_ids"]])).logits[0, 0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import io
@@ -13,7 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from ed_esurge.command.load import add_model_arguments, create_engine
+from ed_esurge.command.load import create_engine, parse_model_arguments
 from ed_esurge.server.launch import background
 
 from tests.hostile_images import damaged
@@ -93,12 +92,10 @@ class Clients:
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_2000_requests_with_disconnects_release_everything(tmp_path):
     save_checkpoint("internvl", tmp_path)
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
     flags = "--max-model-len 256 --max-num-seqs 4 --page-size 16 --silent-mode "
     flags += "--tensor-parallel-size 1 "
     flags += "--num-pages 40 --max-num-batched-tokens 64"
-    engine = create_engine(parser.parse_args([str(tmp_path), *flags.split()]))
+    engine = create_engine(parse_model_arguments([str(tmp_path), *flags.split()]))
     with background(engine) as url:
         clients, peaks = Clients(url, engine.model_name), []
         assert len(clients.hostile) > 50, "each is sent at least once"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from ed_esurge.command.load import add_model_arguments, create_engine
+from ed_esurge.command.load import create_engine, parse_model_arguments
 from ed_esurge.server.launch import background
 from ed_models.auto import AutoEasyDeLModelForImageTextToText
 
@@ -25,13 +24,11 @@ class Served:
     def __init__(self, name: str, path: Any) -> None:
         self.processor = save_checkpoint(name, path)
         self.model: Any = AutoEasyDeLModelForImageTextToText.from_pretrained(path)
-        parser = argparse.ArgumentParser()
-        add_model_arguments(parser)
         flags = "--max-model-len 256 --max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16"
         flags += " --no-compile-runner --silent-mode --max-num-batched-tokens "
         # A step computes a prompt, or an image, together.
         flags += {"paligemma": "256", "gemma4": "260"}.get(name, "24")
-        self.engine = create_engine(parser.parse_args([str(path), *flags.split()]))
+        self.engine = create_engine(parse_model_arguments([str(path), *flags.split()]))
 
     def arrays(self, output: Any) -> dict[str, Any]:
         """Return the arrays of one row in the output of the processor."""

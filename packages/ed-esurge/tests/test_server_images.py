@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import functools
@@ -18,7 +17,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from ed_esurge.command.load import add_model_arguments, create_engine
+from ed_esurge.command.load import create_engine, parse_model_arguments
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation import images
 from ed_esurge.server.generation.prompts import PromptEncoder
@@ -422,12 +421,10 @@ def llava(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def llava_engine(llava):
     """The engine that `python -m ed_esurge serve` creates from the directory."""
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
     flags = "--max-model-len 64 --max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16"
     flags += " --max-num-batched-tokens 16 --no-compile-runner --silent-mode"
     flags += " --auto-truncate-prompt"
-    return create_engine(parser.parse_args([str(llava), *flags.split()]))
+    return create_engine(parse_model_arguments([str(llava), *flags.split()]))
 
 
 @pytest.mark.nightly

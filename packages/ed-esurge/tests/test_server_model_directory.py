@@ -285,24 +285,22 @@ def test_created_models_have_system_prompt_and_parameters(served):
 @pytest.mark.nightly
 def test_real_models_are_swapped_within_the_memory_limit(tmp_path, make_llama):
     """Two models with different weights, of which one fits into the memory."""
-    import argparse
-
     import jax
     from ed_esurge.command import serve
     from ed_esurge.command.model_directory import estimate, model_directory
+    from ed_esurge.command.program import parse_words
 
     answers = {}
     for seed, name in enumerate(("one", "two"), 1):
         make_llama(seed=seed).save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
     flags = ["--model-dir", str(tmp_path), "--max-model-len", "64", "--max-num-seqs", "2"]
     flags += ["--page-size", "16", "--no-compile-runner", "--silent-mode", "--dtype", "float32"]
-    values = parser.parse_args(flags)
-    needed = estimate(values, CheckpointFiles(tmp_path / "one"))
-    values.model_memory = 1.5 * needed / 2**30
-    loading = model_directory(values)
+    values = parse_words(serve.serve, flags)
+    arguments = values["loading"].replace(engine=values["engine"])
+    needed = estimate(arguments, CheckpointFiles(tmp_path / "one"))
+    options = values["server"].replace(model_memory=1.5 * needed / 2**30)
+    loading = model_directory(arguments, options)
     before = sum(array.nbytes for array in jax.live_arrays())
     with background({}, model_directory=loading) as url:
         client = ollama.Client(host=url.removesuffix("/v1"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 import transformers
-from ed_esurge.command.load import add_model_arguments, create_engine
+from ed_esurge.command.load import create_engine, parse_model_arguments
 from ed_esurge.server.launch import background
 from ed_esurge.testing import byte_tokenizer
 from PIL import Image
@@ -99,14 +98,12 @@ def test_reply_to_images_of_different_sizes_equals_generate_and_compiles_nothing
     from ed_models.auto import AutoEasyDeLModelForImageTextToText
     from ed_models.checkpoints.tokenizers import load_processor
 
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
     flags = "--max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16 --silent-mode "
     if checkpoint.name.startswith("gemma4"):  # a step computes the tokens of an image together
         flags += "--max-model-len 176 --max-num-batched-tokens 180"
     else:
         flags += "--max-model-len 64 --max-num-batched-tokens 16"
-    engine = create_engine(parser.parse_args([str(checkpoint), *flags.split()]))
+    engine = create_engine(parse_model_arguments([str(checkpoint), *flags.split()]))
     model = AutoEasyDeLModelForImageTextToText.from_pretrained(checkpoint)
     processor = load_processor(str(checkpoint))
     text, before = {"type": "text", "text": "and"}, engine.loop.runner.num_traces

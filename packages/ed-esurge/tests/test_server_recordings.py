@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import io
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from ed_esurge.command.load import add_model_arguments, create_engine
+from ed_esurge.command.load import create_engine, parse_model_arguments
 from ed_esurge.server.generation.recordings import ChatRecordings
 from ed_esurge.server.generation.requests import ChatMessage
 from ed_esurge.server.http.errors import APIError
@@ -105,11 +104,9 @@ def test_replies_to_0_1_and_3_recordings_equal_generate(checkpoint):
     from ed_models.auto import AutoEasyDeLAnyToAnyModel
     from transformers import AutoTokenizer
 
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
     flags = "--max-model-len 128 --max-num-seqs 2 --max-num-seq-buckets 2 --page-size 16"
     flags += " --max-num-batched-tokens 16 --silent-mode"
-    engine = create_engine(parser.parse_args([str(checkpoint), *flags.split()]))
+    engine = create_engine(parse_model_arguments([str(checkpoint), *flags.split()]))
     before = engine.loop.runner.num_traces
     model: Any = AutoEasyDeLAnyToAnyModel.from_pretrained(checkpoint)
     tokens, extract = AutoTokenizer.from_pretrained(checkpoint), extractor()

@@ -1,16 +1,7 @@
-"""Load test of a server: throughput, time to the first token, time between tokens.
-
-    python -m ed_esurge bench MODEL                        serves the model during the test
-    python -m ed_esurge bench --url http://host:8000/v1    any OpenAI-compatible server
-    python -m ed_esurge bench MODEL --clients 1 8 32 --requests 64 --prompt-words 200
-
-Each client sends streamed completion requests one after another and reads each to the end. Prompts
-are random words from a seed, so that every server receives the same prompts.
-"""
+"""Load test of a server: throughput, time to the first token, time between tokens."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -25,12 +16,19 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated
 
-import httpx
+import typer
 from ed_infra.errors import ConfigError, EasyDeLError
+from ed_infra.options import Options
 
 from ed_esurge.command.bench_data import WORDS
+from ed_esurge.command.flags import Flags
+from ed_esurge.command.program import Result, show_result
 from ed_esurge.command.serve import KEY
+
+if TYPE_CHECKING:
+    import httpx
 
 _PERCENTILES = (50, 90, 99)
 
@@ -53,35 +51,61 @@ class RequestTiming:
     error: str | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the load test."""
-    parser.add_argument("model", nargs="?", help="a directory, or a hub id, to serve meanwhile")
-    parser.add_argument("--url", help="of a server that runs, with /v1")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--requests", type=int, default=64, help="for each number of clients")
-    parser.add_argument("--prompt-words", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--max-tokens", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--json", action="store_true", help="print figures as JSON lines")
-    parser.add_argument(
-        "--serve-flags", default="", help="flags of serve for MODEL, as one text in quotes"
-    )
+class ClientOptions(Options):
+    """The load of a number of clients."""
+
+    clients: tuple[int, ...] = (1, 8, 32)
+    """Numbers of concurrent clients."""
+    requests: int = 64
+    """Requests for each number of clients."""
+    prompt_words: int = 128
+    """Words of a prompt."""
+    max_tokens: int = 64
+    """Tokens of an answer."""
+    temperature: float = 0.0
+    """Temperature of the answers."""
+    seed: int = 0
+    """Seed of the prompts."""
 
 
-def run(values: argparse.Namespace) -> int:
-    """Run the load test and print a row for each number of clients."""
-    if (values.model is None) == (values.url is None):
+MeasuredModel = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="A directory, or a hub id, to serve meanwhile."),
+]
+ServerUrl = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="URL of a server that runs, with /v1.")
+]
+ServeFlags = Annotated[
+    str, typer.Option(metavar="FLAGS", help="Flags of serve for MODEL, as one text in quotes.")
+]
+
+
+def bench(
+    options: Annotated[ClientOptions, Flags("load")],
+    model: MeasuredModel = None,
+    url: ServerUrl = None,
+    serve_flags: ServeFlags = "",
+) -> Result:
+    """Put load on a server: throughput, time to the first token, time between tokens.
+
+    \b
+    esurge bench MODEL                        serves the model during the test
+    esurge bench --url http://host:8000/v1    any OpenAI-compatible server
+    esurge bench MODEL --clients 1 8 32 --requests 64 --prompt-words 200
+
+    Each client sends streamed completion requests one after another and reads each to the end.
+    Prompts are random words from a seed, so that every server receives the same prompts.
+    """
+    if (model is None) == (url is None):
         raise ConfigError("give a MODEL to serve, or the --url of a server that runs")
-    if min(*values.clients, values.requests, values.max_tokens, values.prompt_words) < 1:
+    if min(*options.clients, options.requests, options.max_tokens, options.prompt_words) < 1:
         raise ConfigError("clients, requests, prompt words and tokens are at least 1")
     with contextlib.ExitStack() as stack:
-        url = values.url or stack.enter_context(
-            start_server(values.model, shlex.split(values.serve_flags))
-        )
-        for row in asyncio.run(measure(url.rstrip("/"), values)):
-            print(json.dumps(row) if values.json else format_row(row), flush=True)
-    return 0
+        if url is None:
+            url = stack.enter_context(start_server(model or "", shlex.split(serve_flags)))
+        rows = asyncio.run(measure(url.rstrip("/"), options))
+    show_result("\n".join(map(format_row, rows)))
+    return Result({"rows": rows})
 
 
 @contextlib.contextmanager
@@ -108,29 +132,38 @@ def start_server(model: str, flags: Sequence[str]) -> Iterator[str]:
         process.wait()
 
 
-async def measure(url: str, values: argparse.Namespace) -> list[dict[str, float]]:
-    """Return the results for each number of clients."""
+def open_client() -> httpx.AsyncClient:
+    """Return a client without limits, with the key of the variable."""
+    import httpx
+
     key = os.environ.get(KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(headers=headers, timeout=None, limits=limits) as client:
+    return httpx.AsyncClient(headers=headers, timeout=None, limits=limits)
+
+
+async def measure(url: str, options: ClientOptions) -> list[dict[str, float]]:
+    """Return the results for each number of clients."""
+    import httpx
+
+    async with open_client() as client:
         try:
             models = (await client.get(f"{url}/models")).raise_for_status().json()
         except (httpx.HTTPError, ValueError) as error:
             raise ConfigError(f"{url}/models cannot be read: {error}") from error
         body = {
             "model": models["data"][0]["id"],
-            "max_tokens": values.max_tokens,
-            "temperature": values.temperature,
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        draw = random.Random(values.seed)
-        await load(client, url, body, prompts(draw, values.prompt_words, 2), 1)  # warm
+        draw = random.Random(options.seed)
+        await load(client, url, body, prompts(draw, options.prompt_words, 2), 1)  # warm
         rows = []
-        for clients in values.clients:
-            texts = prompts(draw, values.prompt_words, values.requests)
+        for clients in options.clients:
+            texts = prompts(draw, options.prompt_words, options.requests)
             began = time.perf_counter()
             answers = await load(client, url, body, texts, clients)
             rows.append(figures(clients, answers, time.perf_counter() - began))
@@ -159,6 +192,8 @@ async def load(
 
 async def ask(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> RequestTiming:
     """Send one streamed completion request."""
+    import httpx
+
     answer = RequestTiming(time.perf_counter())
     try:
         async with client.stream("POST", f"{url}/completions", json=body) as response:

@@ -5,22 +5,21 @@ The names of the data sets and their options are those of `vllm bench serve`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ed_infra.errors import ConfigError
+from ed_infra.options import Options
 
 _TEXT: str = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work number night"
 )
 WORDS = _TEXT.split()
-DATASETS = ("random", "sharegpt", "prefix_repetition")
 # vLLM's limits of the tokens of a recorded conversation.
 MIN_TOKENS, MAX_PROMPT, MAX_BOTH = 4, 1024, 2048
 MAX_FILE_BYTES = 2**31
@@ -34,42 +33,42 @@ class LoadRequest:
     output_len: int
 
 
-def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the data sets."""
-    group = parser.add_argument_group("data")
-    group.add_argument("--dataset-name", choices=DATASETS, default="random")
-    group.add_argument("--dataset-path", help="JSON file of conversations in ShareGPT's layout")
-    group.add_argument("--num-prompts", type=int, default=100, help="default: %(default)s")
-    group.add_argument(
-        "--tokenizer",
-        help="counts and creates tokens; without a tokenizer, lengths are numbers of words",
-    )
-    numbers = {
-        "--random-input-len": (1024, "tokens of a prompt"),
-        "--random-output-len": (128, "tokens of an answer"),
-        "--prefix-repetition-prefix-len": (256, "tokens of a shared prefix"),
-        "--prefix-repetition-suffix-len": (256, "tokens after the prefix"),
-        "--prefix-repetition-num-prefixes": (10, "number of different prefixes"),
-        "--prefix-repetition-output-len": (128, "tokens of an answer"),
-    }
-    for flag, (default, text) in numbers.items():
-        group.add_argument(flag, type=int, default=default, help=f"{text}; default: %(default)s")
-    group.add_argument("--sharegpt-output-len", type=int, help="replaces the recorded lengths")
-    group.add_argument(
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        help="lengths vary by this ratio in both directions; default: %(default)s",
-    )
+class DatasetOptions(Options):
+    """The requests of a load test."""
+
+    dataset_name: Literal["random", "sharegpt", "prefix_repetition"] = "random"
+    """Kind of the requests."""
+    dataset_path: str | None = None
+    """JSON file of conversations in ShareGPT's layout."""
+    num_prompts: int = 100
+    """Number of requests."""
+    tokenizer: str | None = None
+    """Counts and creates tokens; without a tokenizer, lengths are numbers of words."""
+    random_input_len: int = 1024
+    """Tokens of a prompt."""
+    random_output_len: int = 128
+    """Tokens of an answer."""
+    prefix_repetition_prefix_len: int = 256
+    """Tokens of a shared prefix."""
+    prefix_repetition_suffix_len: int = 256
+    """Tokens after the prefix."""
+    prefix_repetition_num_prefixes: int = 10
+    """Number of different prefixes."""
+    prefix_repetition_output_len: int = 128
+    """Tokens of an answer."""
+    sharegpt_output_len: int | None = None
+    """Tokens of an answer, instead of the recorded lengths."""
+    random_range_ratio: float = 0.0
+    """Ratio by which lengths vary in both directions."""
 
 
-def build_requests(values: argparse.Namespace) -> list[LoadRequest]:
+def build_requests(values: DatasetOptions, seed: int) -> list[LoadRequest]:
     """Return the requests of the arguments. Equal seeds produce equal requests.
 
     Raises:
         ConfigError: an argument is out of bounds, or the file cannot be read.
     """
-    lengths = {name: value for name, value in vars(values).items() if name.endswith("_len")}
+    lengths = {name: value for name, value in values if name.endswith("_len")}
     lengths |= {"num_prompts": values.num_prompts}
     lengths |= {"num_prefixes": values.prefix_repetition_num_prefixes}
     for name, value in lengths.items():
@@ -77,7 +76,7 @@ def build_requests(values: argparse.Namespace) -> list[LoadRequest]:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be from 1 to 10,000,000")
     if not 0 <= values.random_range_ratio < 1:
         raise ConfigError(f"--random-range-ratio {values.random_range_ratio} must be in [0, 1)")
-    draw = random.Random(values.seed)
+    draw = random.Random(seed)
     tokenizer = None
     if values.tokenizer:
         from ed_models.checkpoints.tokenizers import load_tokenizer
@@ -134,7 +133,7 @@ def _join_pieces(pieces: list[PromptPiece]) -> str | list[int]:
 
 
 def _conversations(
-    values: argparse.Namespace, draw: random.Random, tokenizer: Any
+    values: DatasetOptions, draw: random.Random, tokenizer: Any
 ) -> list[LoadRequest]:
     if values.dataset_path is None:
         raise ConfigError("--dataset-name sharegpt requires --dataset-path, a JSON file")

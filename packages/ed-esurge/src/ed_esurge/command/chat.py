@@ -1,42 +1,63 @@
-"""Conversation with a model in the terminal. Ctrl-C stops an answer, Ctrl-D ends the conversation.
-
-/reset clears the conversation, /undo removes the last question, /system TEXT sets the system
-prompt. Without a chat template, the model continues each line as a prompt.
-"""
+"""Conversation with a model in the terminal."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ed_infra.errors import EasyDeLError
+from ed_infra.options import Options
 
-from ed_esurge.command.load import add_model_arguments, create_engine
-from ed_esurge.sampling import SamplingParams
+from ed_esurge.command.flags import Flags
+from ed_esurge.command.load import ModelFlags, ModelPath, create_engine
+from ed_esurge.config import EngineConfig
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the conversation, the engine and the model."""
-    add_model_arguments(parser, answers_early=True)
-    group = parser.add_argument_group("chat")
-    group.add_argument("--system", help="the system prompt")
-    group.add_argument("--temperature", type=float, default=0.7, help="default: %(default)s")
-    group.add_argument("--top-p", type=float, default=1.0, help="default: %(default)s")
-    group.add_argument("--max-tokens", type=int, default=512, help="default: %(default)s")
+if TYPE_CHECKING:
+    from ed_esurge.engine import eSurge
+    from ed_esurge.sampling import SamplingParams
 
 
-def run(values: argparse.Namespace) -> int:
-    """Answer messages until the input ends."""
-    values.max_num_seqs = values.max_num_seqs or "1"
+class ChatOptions(Options):
+    """Options of a conversation."""
+
+    system: str | None = None
+    """The system prompt."""
+    temperature: float = 0.7
+    """Temperature of the samples."""
+    top_p: float = 1.0
+    """Share of the probability from which tokens are sampled."""
+    max_tokens: int = 512
+    """Maximum number of tokens of an answer."""
+
+
+def _get_engine_defaults(values: Mapping[str, Any]) -> Mapping[str, object]:
+    return {"compile_in_background": True, "max_num_seqs": 1}
+
+
+def chat(
+    model: ModelPath,
+    loading: ModelFlags,
+    engine: Annotated[
+        EngineConfig, Flags("engine", has_words=False, defaults=_get_engine_defaults)
+    ],
+    options: Annotated[ChatOptions, Flags("chat")],
+) -> int:
+    """Talk with a model in the terminal. Ctrl-C stops an answer, Ctrl-D ends the conversation.
+
+    /reset clears the conversation, /undo removes the last question, /system TEXT sets the system
+    prompt. Without a chat template, the model continues each line as a prompt.
+    """
+    from ed_esurge.sampling import SamplingParams
+
     params = SamplingParams(
-        temperature=values.temperature,
-        top_p=values.top_p,
-        max_tokens=values.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_tokens=options.max_tokens,
         seed=None,
     )
-    talk = Conversation(create_engine(values), params, values.system)
+    arguments = loading.replace(model=model, engine=engine)
+    talk = Conversation(create_engine(arguments), params, options.system)
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -60,7 +81,7 @@ class Conversation:
         system: the system prompt.
     """
 
-    def __init__(self, engine: Any, params: SamplingParams, system: str | None = None) -> None:
+    def __init__(self, engine: eSurge, params: SamplingParams, system: str | None = None) -> None:
         from ed_esurge.template import ChatTemplate
 
         self._engine, self._params, self.system = engine, params, system

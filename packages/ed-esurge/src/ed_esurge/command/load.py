@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ed_infra.compilation.cache import keep_compiled_programs
-from ed_infra.config.fields import canonical_field, normalize
+import typer
 from ed_infra.errors import ConfigError
+from ed_infra.options import Options, choice
 from ed_infra.specs import (
     FORMAT_OF_BITS,
     KV_CACHE_FORMATS,
     QUANTIZATION_ALIASES,
     QUANTIZATION_FORMATS,
 )
+from pydantic import Field
 
-from ed_esurge.certificates import certificate_summary
-from ed_esurge.command.flags import add_options, build_options, parse_mapping
+from ed_esurge.command.flags import Flags, format_flag
+from ed_esurge.command.program import parse_words
 from ed_esurge.config import EngineConfig
-from ed_esurge.speech.engine import SPEECH_TASKS, SpeechEngine, unused_options
 
 if TYPE_CHECKING:
     from ed_models.protocol import LanguageModel
 
     from ed_esurge.engine import eSurge
+    from ed_esurge.speech.engine import SpeechEngine
 
 _DIMS = "1,1,1,-1,1"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -39,119 +39,122 @@ _CACHE_DTYPES = {
 }
 
 
-def add_model_arguments(
-    parser: argparse.ArgumentParser, *, optional: bool = False, answers_early: bool = False
-) -> None:
-    """Add the flags of the model, its loading, and the engine.
+class ModelArguments(Options):
+    """A model, how it is loaded, and the options of its engine. Replicas receive this record."""
 
-    Args:
-        optional: whether the command works without a model.
-        answers_early: whether `compile_in_background` is on by default, because a user waits for
-            the first answer.
+    model: str = ""
+    """A directory, or a hub id."""
+    tokenizer: str | None = None
+    """A directory, or a hub id; default: the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub repository."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of weights and computation; auto: float32 on a CPU, bfloat16 elsewhere."""
+    sharding_axis_dims: str | None = Field(
+        None,
+        description="Devices along (dp, fsdp, ep, tp, sp); -1: the remaining devices (default: "
+        f"{_DIMS}).",
+    )
+    tensor_parallel_size: int | None = None
+    """Devices that share each layer (tp); the remaining devices are replicas (dp)."""
+    quantization: str | None = Field(
+        None,
+        description=f"Quantize the weights while they are read: {', '.join(QUANTIZATION_FORMATS)}, "
+        "or bitsandbytes (nf4); default: the codes of a GGUF file are kept (gguf; gguf_a8 also "
+        "rounds activations to 8 bits), and other files are read as --dtype, as with none.",
+    )
+    kv_cache_dtype: Annotated[str, choice("dtype of the cache", ("auto", *_CACHE_DTYPES))] = Field(
+        "auto",
+        description=f"Dtype of cached keys and values: {', '.join(_CACHE_DTYPES)}, or auto, the "
+        "dtype of the computation.",
+    )
+    config_kwargs: Mapping[str, object] = Field(default_factory=dict)
+    """Further fields of the model's configuration; bits and quantization_config quantize the
+    weights."""
+    chat_template: str | None = None
+    """A Jinja template for chats, a file or the text; default: the tokenizer's own, and without one
+    chats are refused."""
+    trust_remote_code: bool = False
+    """Let the tokenizer's repository run its own Python code."""
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    """Options of the engine."""
+    is_one_of_several: bool = False
+    """Whether these are the options of several models, and some may have no effect on this one."""
+
+
+ModelFlags = Annotated[
+    ModelArguments,
+    Flags(
+        "model",
+        short={"tensor_parallel_size": ("-tp",), "quantization": ("-q",)},
+        skipped=("model", "engine", "is_one_of_several"),
+    ),
+]
+EngineFlags = Annotated[EngineConfig, Flags("engine", has_words=False)]
+ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id.")]
+
+
+def parse_model_arguments(words: Sequence[str]) -> ModelArguments:
+    """Return the record of a command line: a model, and flags of the model and the engine.
+
+    Raises:
+        ConfigError: a value is invalid.
     """
-    count: dict[str, Any] = {"nargs": "?"} if optional else {}
-    parser.add_argument("model", metavar="MODEL", help="a directory, or a hub id", **count)
-    group = parser.add_argument_group("model")
-    group.add_argument("--tokenizer", help="a directory, or a hub id; default: the model's own")
-    group.add_argument("--revision", help="branch, tag or commit of a hub repository")
-    group.add_argument(
-        "--dtype",
-        choices=("auto", *_DTYPES),
-        default="auto",
-        help="of weights and computation; auto: float32 on a CPU, bfloat16 elsewhere",
-    )
-    group.add_argument(
-        "--sharding-axis-dims",
-        metavar="N,N,N,N,N",
-        help=f"devices along (dp, fsdp, ep, tp, sp); -1: the remaining devices (default: {_DIMS})",
-    )
-    group.add_argument(
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        metavar="INT",
-        help="devices that share each layer (tp); the remaining devices are replicas (dp)",
-    )
-    group.add_argument(
-        "--quantization",
-        "-q",
-        metavar="FORMAT",
-        help=f"quantize the weights while they are read: {', '.join(QUANTIZATION_FORMATS)}, or "
-        "bitsandbytes (nf4); default: the codes of a GGUF file are kept (gguf; gguf_a8 also rounds "
-        "activations to 8 bits), and other files are read as --dtype, as with none",
-    )
-    group.add_argument(
-        "--kv-cache-dtype",
-        choices=("auto", *_CACHE_DTYPES),
-        default="auto",
-        help="of cached keys and values; auto: the dtype of the computation",
-    )
-    group.add_argument(
-        "--config-kwargs",
-        metavar="JSON",
-        help="further fields of the model's configuration; bits and quantization_config quantize "
-        "the weights",
-    )
-    group.add_argument(
-        "--chat-template",
-        metavar="TEMPLATE",
-        help="a Jinja template for chats, a file or the text; default: the tokenizer's own, and "
-        "without one chats are refused",
-    )
-    group.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="let the tokenizer's repository run its own Python code",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of flags; the command line has precedence"
-    )
-    add_options(parser, EngineConfig, "engine")
-    if answers_early:
-        parser.set_defaults(compile_in_background=True)
+
+    def name_flags(model: ModelPath, loading: ModelFlags, engine: EngineFlags) -> None:
+        """Name the flags."""
+
+    values = parse_words(name_flags, words)
+    return values["loading"].replace(model=values["model"], engine=values["engine"])
 
 
-def create_engine(values: argparse.Namespace) -> eSurge:
+def create_engine(arguments: ModelArguments) -> eSurge:
     """Create the engine of a model of texts. Options are validated before the model is loaded.
 
     Raises:
         EasyDeLError: an option is invalid, or the model cannot be loaded, or reads audio.
     """
-    engine = served_engine(values)
+    from ed_esurge.speech.engine import SpeechEngine
+
+    engine = served_engine(arguments)
     if isinstance(engine, SpeechEngine):
         raise ConfigError(
-            f"{values.model} transcribes audio, and this command needs a model of texts: use "
+            f"{arguments.model} transcribes audio, and this command needs a model of texts: use "
             "`esurge serve` and send files to /v1/audio/transcriptions"
         )
     return engine
 
 
-def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
+def served_engine(arguments: ModelArguments) -> eSurge | SpeechEngine:
     """Create the engine of the arguments. The checkpoint decides between texts and speech.
 
     Raises:
         EasyDeLError: an option is invalid, or the model cannot be loaded.
     """
-    options = build_options(values, EngineConfig)
-    rules, fields = parse_quantization(values)
-    dims = parse_mesh_dims(values.sharding_axis_dims, values.tensor_parallel_size)
+    options = arguments.engine
+    rules, fields = parse_quantization(arguments)
+    dims = parse_mesh_dims(arguments.sharding_axis_dims, arguments.tensor_parallel_size)
     import jax
+    from ed_infra.compilation.cache import keep_compiled_programs
     from ed_infra.enums import TaskType
     from ed_models.checkpoints import hub
     from ed_models.checkpoints.checks import detect_task
     from ed_models.checkpoints.gguf.directory import find_gguf_file
 
+    from ed_esurge.certificates import certificate_summary
+    from ed_esurge.speech.engine import SPEECH_TASKS
+
     keep_compiled_programs()
     from ed_esurge.engine import eSurge
 
-    dtype = values.dtype
+    dtype = arguments.dtype
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if jax.default_backend() == "cpu":
         # Load in the layout of the engine (`served_model`), which avoids a second copy.
         fields = {"scan_layers": False, **fields}
-    settings = hub.resolve(values.model, weights=False, revision=values.revision)
-    if rules is None and values.quantization is None and find_gguf_file(settings) is not None:
+    settings = hub.resolve(arguments.model, weights=False, revision=arguments.revision)
+    if rules is None and arguments.quantization is None and find_gguf_file(settings) is not None:
         rules = {"dtype": "gguf"}
     task = detect_task(settings)
     if task == TaskType.BASE_MODULE:  # a body without a head returns embeddings
@@ -163,16 +166,16 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
         "config_kwargs": fields,
         "quantization_config": rules,
         "apply_quantization": rules is not None,
-        "revision": values.revision,
+        "revision": arguments.revision,
     }
     if task in SPEECH_TASKS:
-        return _speech_engine(values, options, loading)
+        return _speech_engine(arguments, options, loading)
     # transformers is imported, and the tokenizer loaded, while the weights are read.
     with ThreadPoolExecutor(1) as aside:
-        tokenizer = aside.submit(get_tokenizer, values)
-        model: Any = hub.from_pretrained(values.model, task=task, **loading)
-    if values.tokenizer:
-        check_other_tokenizer(tokenizer.result(), model, values)
+        tokenizer = aside.submit(get_tokenizer, arguments)
+        model: Any = hub.from_pretrained(arguments.model, task=task, **loading)
+    if arguments.tokenizer:
+        check_other_tokenizer(tokenizer.result(), model, arguments)
 
     def read_model(directory: Path) -> Any:
         reload_options: dict[str, Any] = {**loading, "revision": None}
@@ -182,8 +185,8 @@ def served_engine(values: argparse.Namespace) -> eSurge | SpeechEngine:
         model,
         tokenizer.result(),
         options,
-        model_name=get_model_name(values.model),
-        processor=get_processor(values, model.input_names),
+        model_name=get_model_name(arguments.model),
+        processor=get_processor(arguments, model.input_names),
         certificate=certificate_summary(settings),
         read_model=read_model,
         directory=settings,
@@ -195,7 +198,7 @@ _TEXT_FLAGS = ("tokenizer", "chat_template", "trust_remote_code")
 
 
 def _speech_engine(
-    values: argparse.Namespace, options: EngineConfig, loading: dict[str, Any]
+    arguments: ModelArguments, options: EngineConfig, loading: dict[str, Any]
 ) -> SpeechEngine:
     """Load a model that transcribes audio.
 
@@ -205,30 +208,35 @@ def _speech_engine(
     """
     from ed_models.speech import load_transcriber
 
-    if not getattr(values, "also", None):
-        flags = [name for name in _TEXT_FLAGS if getattr(values, name, None)]
+    from ed_esurge.speech.engine import SpeechEngine, unused_options
+
+    if not arguments.is_one_of_several:
+        flags = [name for name in _TEXT_FLAGS if getattr(arguments, name)]
         for name in [*unused_options(options), *flags]:
             raise ConfigError(
-                f"--{name.replace('_', '-')} has no effect on {values.model}, which transcribes "
+                f"{format_flag(name)} has no effect on {arguments.model}, which transcribes "
                 "audio: omit the option"
             )
-    engine = SpeechEngine(load_transcriber(values.model, **loading), get_model_name(values.model))
+    engine = SpeechEngine(
+        load_transcriber(arguments.model, **loading), get_model_name(arguments.model)
+    )
     if options.compile_runner:
         engine.warm_up()
     return engine
 
 
-def parse_quantization(values: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+def parse_quantization(arguments: ModelArguments) -> tuple[Any, dict[str, Any]]:
     """Return the quantization format of the weights, and the other fields of the configuration.
 
     Raises:
         ConfigError: A format is unknown, or two arguments set a format.
     """
-    config_kwargs = parse_mapping(values.config_kwargs, "--config-kwargs")
-    fields = {canonical_field(name): value for name, value in config_kwargs.items()}
+    from ed_infra.config.fields import canonical_field, normalize
+
+    fields = {canonical_field(name): value for name, value in arguments.config_kwargs.items()}
     bits = normalize("bits", fields.pop("bits", None))
     rules = {
-        "--quantization": _resolve_format(values.quantization),
+        "--quantization": _resolve_format(arguments.quantization),
         "quantization_config of --config-kwargs": normalize(
             "quantization_config", fields.pop("quantization_config", None)
         ),
@@ -244,7 +252,7 @@ def parse_quantization(values: argparse.Namespace) -> tuple[Any, dict[str, Any]]
             "which describes the files of a packed checkpoint; such a checkpoint is read as it is. "
             'To quantize while loading, give {"dtype": "nf4"} or --quantization nf4'
         )
-    cache = _cache_fields(values)
+    cache = _cache_fields(arguments)
     for name in fields.keys() & cache.keys():
         raise ConfigError(f"--kv-cache-dtype and {name} of --config-kwargs: keep one of them")
     return ({"dtype": rule} if isinstance(rule, str) else rule), fields | cache
@@ -263,9 +271,9 @@ def _resolve_format(name: str | None) -> str | None:
     return format_name
 
 
-def _cache_fields(values: argparse.Namespace) -> dict[str, Any]:
+def _cache_fields(arguments: ModelArguments) -> dict[str, Any]:
     """Return the fields of the configuration that `--kv-cache-dtype` sets."""
-    name = _CACHE_DTYPES.get(values.kv_cache_dtype)
+    name = _CACHE_DTYPES.get(arguments.kv_cache_dtype)
     if name is None:
         return {}
     if name in KV_CACHE_FORMATS:
@@ -273,7 +281,7 @@ def _cache_fields(values: argparse.Namespace) -> dict[str, Any]:
     return {"kvdtype": name}
 
 
-def get_tokenizer(values: argparse.Namespace) -> Any:
+def get_tokenizer(arguments: ModelArguments) -> Any:
     """Load the tokenizer of the arguments.
 
     Raises:
@@ -283,14 +291,14 @@ def get_tokenizer(values: argparse.Namespace) -> Any:
     from ed_models.checkpoints.tokenizers import load_tokenizer
 
     return load_tokenizer(
-        values.tokenizer or values.model,
-        revision=None if values.tokenizer else values.revision,
-        trust_remote_code=values.trust_remote_code,
-        chat_template=values.chat_template,
+        arguments.tokenizer or arguments.model,
+        revision=None if arguments.tokenizer else arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+        chat_template=arguments.chat_template,
     )
 
 
-def check_other_tokenizer(tokenizer: Any, model: LanguageModel, values: argparse.Namespace) -> None:
+def check_other_tokenizer(tokenizer: Any, model: LanguageModel, arguments: ModelArguments) -> None:
     """Check that the model has a row for each id of `--tokenizer`.
 
     Raises:
@@ -301,14 +309,14 @@ def check_other_tokenizer(tokenizer: Any, model: LanguageModel, values: argparse
     largest, rows = max(tokenizer.get_vocab().values(), default=-1), get_vocab_size(model)
     if largest >= rows:
         raise ConfigError(
-            f"--tokenizer {values.tokenizer} has ids up to {largest}, and {values.model} has "
+            f"--tokenizer {arguments.tokenizer} has ids up to {largest}, and {arguments.model} has "
             f"{rows} rows of embeddings (ids 0 to {rows - 1}): use the tokenizer of the model, or "
             "add rows in training (model: {resize_token_embeddings: true} in a run file) and serve "
             "the saved model"
         )
 
 
-def get_processor(values: argparse.Namespace, input_names: Sequence[str]) -> Any:
+def get_processor(arguments: ModelArguments, input_names: Sequence[str]) -> Any:
     """Load the processor of a model that reads images or audio; None for other models.
 
     Args:
@@ -321,10 +329,12 @@ def get_processor(values: argparse.Namespace, input_names: Sequence[str]) -> Any
 
     if "pixel_values" in input_names:
         return load_processor(
-            values.model, revision=values.revision, trust_remote_code=values.trust_remote_code
+            arguments.model,
+            revision=arguments.revision,
+            trust_remote_code=arguments.trust_remote_code,
         )
     if "input_features" in input_names:
-        return load_feature_extractor(values.model, revision=values.revision)
+        return load_feature_extractor(arguments.model, revision=arguments.revision)
     return None
 
 

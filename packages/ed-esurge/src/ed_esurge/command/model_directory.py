@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ed_infra.errors import ConfigError
 
-from ed_esurge.command.flags import build_options
-from ed_esurge.command.load import parse_quantization, served_engine
+from ed_esurge.command.load import ModelArguments, parse_quantization, served_engine
 from ed_esurge.config import EngineConfig
 from ed_esurge.server.activity import parse_keep_alive
 from ed_esurge.server.options import ModelSource, ServerOptions
@@ -26,26 +24,18 @@ _FOUR_BITS = 0.6
 _CPU_SEQUENCES = 16
 
 
-def model_directory(values: argparse.Namespace) -> ModelSource | None:
+def model_directory(arguments: ModelArguments, options: ServerOptions) -> ModelSource | None:
     """Return the options of the directory of models; None without `--model-dir`.
 
     Raises:
         ConfigError: the directory does not exist, or an option is invalid.
     """
-    overrides = {"also": [], "tokenizer": None, "revision": None}
+    plain = arguments.replace(tokenizer=None, revision=None)
 
     def load(path: Path) -> Any:
-        return served_engine(
-            argparse.Namespace(**{**vars(values), **overrides, "model": str(path)})
-        )
+        return served_engine(plain.replace(model=str(path)))
 
-    options = ServerOptions(
-        model_directory=values.model_directory,
-        model_memory=values.model_memory,
-        keep_alive=values.keep_alive,
-    )
-    engine = build_options(values, EngineConfig)
-    return build_loading(options, engine, load, lambda files: estimate(values, files))
+    return build_loading(options, arguments.engine, load, lambda files: estimate(arguments, files))
 
 
 def build_loading(
@@ -76,14 +66,16 @@ def build_loading(
     return ModelLoading(folder, load, estimate, memory, seconds, engine.max_model_len)
 
 
-def estimate(values: argparse.Namespace, files: CheckpointFiles) -> int:
+def estimate(arguments: ModelArguments, files: CheckpointFiles) -> int:
     """Return the bytes of weights and pages that a model will need, before loading."""
     import jax
 
-    width = {"auto": 4 if jax.default_backend() == "cpu" else 2, "float32": 4}.get(values.dtype, 2)
-    rules, _ = parse_quantization(values)
+    width = {"auto": 4 if jax.default_backend() == "cpu" else 2, "float32": 4}.get(
+        arguments.dtype, 2
+    )
+    rules, _ = parse_quantization(arguments)
     name = rules.get("dtype") if isinstance(rules, dict) else None
-    return estimate_memory(build_options(values, EngineConfig), files, width, name)
+    return estimate_memory(arguments.engine, files, width, name)
 
 
 def estimate_memory(

@@ -1,66 +1,82 @@
-"""Batch processing: answer the requests of a file, one per line, in the same order.
-
-    python -m ed_esurge run-batch MODEL -i requests.jsonl -o answers.jsonl
-
-Lines are OpenAI's, {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {…}}.
-The answer to an invalid line is its error. The other lines are processed.
-"""
+"""Batch processing: answer the requests of a file, one per line, in the same order."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
+import typer
 from ed_infra.errors import ConfigError
+from ed_infra.options import Options
 
-from ed_esurge.command.load import add_model_arguments, create_engine
+from ed_esurge.command.flags import Flags
+from ed_esurge.command.load import EngineFlags, ModelFlags, ModelPath, create_engine
+from ed_esurge.command.program import Result, is_json, is_quiet
 
 if TYPE_CHECKING:
     from ed_esurge.server.generation.served_models import ServedModels
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the files, the engine and the model."""
-    add_model_arguments(parser)
-    group = parser.add_argument_group("files")
-    group.add_argument("-i", "--input-file", required=True, help="requests, one a line; - is stdin")
-    group.add_argument("-o", "--output-file", required=True, help="answers; - is stdout")
-    group.add_argument("--served-model-name", nargs="+", help="what the requests call the model")
-    group.add_argument("--concurrency", type=int, default=64, help="lines at once (%(default)s)")
+class BatchOptions(Options):
+    """Options of a batch."""
+
+    served_model_name: tuple[str, ...] | None = None
+    """What the requests call the model."""
+    concurrency: int = 64
+    """Lines that are answered at once."""
 
 
-def run(values: argparse.Namespace) -> int:
-    """Load the model and answer every line."""
-    if values.concurrency < 1:
-        raise ConfigError(f"--concurrency is at least 1, not {values.concurrency}")
+def run_batch(
+    model: ModelPath,
+    loading: ModelFlags,
+    engine: EngineFlags,
+    options: Annotated[BatchOptions, Flags("batch")],
+    input_file: Annotated[
+        str, typer.Option("--input-file", "-i", help="Requests, one a line; - is stdin.")
+    ],
+    output_file: Annotated[str, typer.Option("--output-file", "-o", help="Answers; - is stdout.")],
+) -> Result:
+    """Answer the requests of a file, one per line, in the same order.
+
+    Lines are OpenAI's, {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {…}}.
+    The answer to an invalid line is its error. The other lines are processed.
+
+    \b
+    esurge run-batch MODEL -i requests.jsonl -o answers.jsonl
+    """
+    if options.concurrency < 1:
+        raise ConfigError(f"--concurrency is at least 1, not {options.concurrency}")
+    if output_file == "-" and is_json():
+        raise ConfigError("--json and --output-file - both write to standard output: keep one")
     with ExitStack() as files:
         try:
-            source = files.enter_context(_open(values.input_file, "rb"))
-            to = files.enter_context(_open(values.output_file, "wb"))
+            source = files.enter_context(_open(input_file, "rb"))
+            to = files.enter_context(_open(output_file, "wb"))
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be opened: {error.strerror}") from None
         from ed_esurge.server import create_app
 
-        app = create_app(create_engine(values), served_model_name=values.served_model_name)
+        served_engine = create_engine(loading.replace(model=model, engine=engine))
+        app = create_app(served_engine, served_model_name=options.served_model_name)
 
         async def everything() -> tuple[int, int]:
             async with app.router.lifespan_context(app):
-                return await answer_lines(app.state.server, source, to, values.concurrency)
+                return await answer_lines(app.state.server, source, to, options.concurrency)
 
         good, bad = asyncio.run(everything())
-    print(f"{good} lines were answered, {bad} failed", file=sys.stderr)
-    return 0
+    if not is_quiet():
+        print(f"{good} lines were answered, {bad} failed", file=sys.stderr)
+    return Result({"answered": good, "failed": bad})
 
 
 def _open(name: str, mode: str) -> IO[bytes]:
     if name != "-":
         return open(name, mode)
-    return open((sys.stdin if "r" in mode else sys.stdout).fileno(), mode, closefd=False)
+    return open(0 if "r" in mode else 1, mode, closefd=False)
 
 
 async def answer_lines(

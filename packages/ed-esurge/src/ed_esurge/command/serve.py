@@ -2,49 +2,98 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from ed_infra.errors import ConfigError
 from ed_infra.garbage import pause_collection
 
-from ed_esurge.command.flags import add_server_options, build_options, build_server_options
+from ed_esurge.command.flags import Flags
 from ed_esurge.command.load import (
-    add_model_arguments,
+    ModelArguments,
+    ModelFlags,
     check_model_names,
     get_model_name,
     served_engine,
 )
 from ed_esurge.command.model_directory import model_directory
-from ed_esurge.command.nodes import add_node_arguments, check_nodes, connected_nodes
+from ed_esurge.command.nodes import NodeFlags, NodeOptions, check_nodes, connected_nodes
+from ed_esurge.command.program import WORDS
 from ed_esurge.command.replicated import ReplicaStarter, check_replicas
 from ed_esurge.config import EngineConfig
 from ed_esurge.server.options import ServerOptions
 
 #: Environment variables with API keys. A command line is readable by every user of the machine.
 KEY, ADMIN_KEY = "ESURGE_API_KEY", "ESURGE_ADMIN_API_KEY"
-#: Field of `ServerOptions` without a generated flag -> the reason.
+#: Field of `ServerOptions` without a generated flag -> what to use instead.
 OMITTED = {
-    "api_key": f"the variable {KEY} has the key",
-    "admin_api_key": f"the variable {ADMIN_KEY} has the key",
+    "api_key": f"set the variable {KEY}, or --api-key-file; a flag is readable by every user",
+    "admin_api_key": f"set the variable {ADMIN_KEY}; a flag is readable by every user",
     "chat_template": "a flag of all commands replaces the template of the tokenizer",
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the server, the engine and the model."""
-    add_model_arguments(parser, optional=True, answers_early=True)
-    add_server_options(parser, OMITTED)
-    add_node_arguments(parser)
+def _get_engine_defaults(values: Mapping[str, Any]) -> Mapping[str, object]:
+    adapters = values["lora_modules"]
+    return {"compile_in_background": True} | ({"max_loras": len(adapters)} if adapters else {})
+
+
+def _get_keys(values: Mapping[str, Any]) -> Mapping[str, object]:
+    keys = {"api_key": os.environ.get(KEY), "admin_api_key": os.environ.get(ADMIN_KEY)}
+    return {name: key for name, key in keys.items() if key}
+
+
+def serve(
+    ctx: typer.Context,
+    loading: ModelFlags,
+    engine: Annotated[
+        EngineConfig, Flags("engine", has_words=False, defaults=_get_engine_defaults)
+    ],
+    server: Annotated[
+        ServerOptions,
+        Flags(
+            "server",
+            short={"data_parallel_size": ("-dp",)},
+            omitted=OMITTED,
+            defaults=_get_keys,
+        ),
+    ],
+    nodes: NodeFlags,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A directory, or a hub id.")
+    ] = None,
+) -> None:
+    """Serve a model behind an OpenAI-compatible API, until SIGTERM or Ctrl-C."""
+    if model is None and (server.model_directory is None or server.also or server.lora_modules):
+        raise ConfigError("name a MODEL, or a directory of models with --model-dir")
+    if model is None and server.served_model_name:
+        raise ConfigError("--served-model-name requires a MODEL")
+    arguments = loading.replace(model=model or "", engine=engine)
+    on_demand = model_directory(arguments, server)
+    options = server.with_read_keys()
+    if on_demand is not None:
+        options = options.replace(model_directory=on_demand)
+    check_replicas(engine, options)
+    check_nodes(nodes, server)
+    with ExitStack() as stack:
+        with pause_collection(), ThreadPoolExecutor(1) as aside:
+            serving = aside.submit(_server)  # imports the server while the engine is built
+            running = _running_engines(arguments, options, nodes, ctx.meta[WORDS])
+            engines = stack.enter_context(running)
+            launch = serving.result()
+            launch.load_adapters(engines, options.lora_modules)
+        launch.serve(engines, options=options)
 
 
 def create_engines(
-    values: argparse.Namespace, create: Callable[[argparse.Namespace], Any] = served_engine
+    arguments: ModelArguments,
+    options: ServerOptions,
+    create: Callable[[ModelArguments], Any] = served_engine,
 ) -> Any:
     """Create the engine of the arguments; with `--also`, several engines by name.
 
@@ -54,21 +103,20 @@ def create_engines(
     Raises:
         EasyDeLError: see `served_engine`; or two models have the same name.
     """
-    if values.model is None:
+    if not arguments.model:
         return {}
-    models = [values.model, *values.also]
+    models = [arguments.model, *options.also]
     if len(models) == 1:
-        return create(values)
+        return create(arguments)
     names = [get_model_name(model) for model in models]
     check_model_names(names)
-    options = build_options(values, EngineConfig)
     engines = {}
     for place, (name, model) in enumerate(zip(names, models, strict=True), 1):
-        shares = options.share_memory(place, len(models))
-        overrides = {"model": model, **{key: str(value) for key, value in shares.items()}}
+        shares = arguments.engine.share_memory(place, len(models))
+        changes: dict[str, object] = {"model": model, "engine": arguments.engine.replace(**shares)}
         if place > 1:
-            overrides |= {"tokenizer": None, "revision": None}
-        engines[name] = create(argparse.Namespace(**{**vars(values), **overrides}))
+            changes |= {"tokenizer": None, "revision": None}
+        engines[name] = create(arguments.replace(is_one_of_several=True, **changes))
     return engines
 
 
@@ -78,43 +126,17 @@ def _server() -> ModuleType:
     return launch
 
 
-def run(values: argparse.Namespace) -> int:
-    """Load and serve the models, in this process or in several."""
-    directory, key = values.model_directory, os.environ.get(KEY)
-    if values.model is None and (directory is None or values.also or values.lora_modules):
-        raise ConfigError("name a MODEL, or a directory of models with --model-dir")
-    if values.model is None and values.served_model_name:
-        raise ConfigError("--served-model-name requires a MODEL")
-    options = build_server_options(
-        values, OMITTED, api_key=key or None, admin_api_key=os.environ.get(ADMIN_KEY) or None
-    )
-    on_demand = model_directory(values)
-    options = options.with_read_keys()
-    if on_demand is not None:
-        options = options.replace(model_directory=on_demand)
-    if options.lora_modules and values.max_loras is None:
-        values.max_loras = str(len(options.lora_modules))
-    check_replicas(values, options)
-    check_nodes(values)
-    with ExitStack() as stack:
-        with pause_collection(), ThreadPoolExecutor(1) as aside:
-            serving = aside.submit(_server)  # imports the server while the engine is built
-            engines = stack.enter_context(_running_engines(values, options))
-            launch = serving.result()
-            launch.load_adapters(engines, options.lora_modules)
-        launch.serve(engines, options=options)
-    return 0
-
-
 @contextmanager
-def _running_engines(values: argparse.Namespace, options: ServerOptions) -> Iterator[Any]:
+def _running_engines(
+    arguments: ModelArguments, options: ServerOptions, nodes: NodeOptions, words: list[str]
+) -> Iterator[Any]:
     """Create the engines: in this process, or in the processes of replicas."""
     if not options.replicated:
-        with connected_nodes(values):
-            yield create_engines(values)
+        with connected_nodes(nodes, words):
+            yield create_engines(arguments, options)
         return
     starter = ReplicaStarter(options)
     try:
-        yield create_engines(values, starter.engine)
+        yield create_engines(arguments, options, starter.engine)
     finally:
         starter.hub.close()
