@@ -21,6 +21,7 @@ from ed_esurge.command.load import create_engine, parse_model_arguments
 from ed_esurge.core.commands import EncoderInput
 from ed_esurge.server.generation import images
 from ed_esurge.server.generation.prompts import PromptEncoder
+from ed_esurge.server.generation.rendering import ConversationOptions
 from ed_esurge.server.generation.requests import ChatMessage, ImagePart
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.launch import background
@@ -176,14 +177,15 @@ def test_rendered_text_keeps_optional_images_of_models_that_read_images():
     for accepts_images in (True, False):
         asked: list[Any] = []
 
-        def prepare(messages: Any, asked: list[Any] = asked) -> Any:
+        def render(_: Any, messages: Any, options: Any, asked: list[Any] = asked) -> Any:
             asked.extend(messages)
             raise LookupError
 
         encoder = object.__new__(PromptEncoder)
         encoder.media = SimpleNamespace(accepts_images=accepts_images)
-        encoder.renderer = SimpleNamespace(prepare=prepare)
-        encoder._arguments = lambda request: {}
+        encoder.renderer = SimpleNamespace(render=render, choose_template=lambda options: None)
+        encoder._get_options = lambda request: ConversationOptions()
+        encoder._threads = None
         with pytest.raises(LookupError):
             asyncio.run(encoder.get_text(request))
         assert isinstance(asked[0].content[0], ImagePart) == accepts_images

@@ -18,12 +18,14 @@ from starlette.responses import PlainTextResponse, Response
 
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import SamplingParams
+from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.requests import GenerationRequest
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
+from ed_esurge.server.http.json_parts import answer_json
 from ed_esurge.server.routing import Endpoint, post
 
 #: EasyLMTexts of one request.
@@ -142,11 +144,11 @@ async def chat(model: ServedModel, body: TurnRequest) -> dict[str, Any]:
     return {"response": said, "context": text + said, "temperature": body.temperature}
 
 
-def _within_lifetime(work: Callable[[ServedModel, Any], Awaitable[dict[str, Any]]]) -> Any:
-    """Return the handler of an endpoint, which is cancelled if the client disconnects."""
+def _write_json(work: Callable[[ServedModel, Any], Awaitable[dict[str, Any]]]) -> Any:
+    """Return the handler of an endpoint that answers with JSON."""
 
     async def handle(model: ServedModel, body: RequestBody, request: Request) -> Response:
-        return await model.lifetime(request).answer(work(model, body), {})
+        return await answer_json(await work(model, body))
 
     return handle
 
@@ -293,7 +295,7 @@ _ANSWERS: tuple[tuple[str, str, Any, type[RequestBody], type[AnswerBody]], ...] 
 )
 ENDPOINTS = (
     *(
-        post(path, f"{summary} (EasyLM)", _within_lifetime(work), accepts, returns)
+        post(path, f"{summary} (EasyLM)", _write_json(work), accepts, returns, ability=GENERATES)
         for path, summary, work, accepts, returns in _ANSWERS
     ),
     Endpoint("/ready", "Answer that the server is ready. (EasyLM)", ready, "text/plain"),

@@ -16,8 +16,6 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
-from starlette.types import Scope
 
 from ed_esurge.config import ApiKey, EngineConfig
 from ed_esurge.server import openapi
@@ -33,15 +31,14 @@ from ed_esurge.server.generation.reply_formats import ReplyFormats
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http import errors
 from ed_esurge.server.http.admission import Admission
-from ed_esurge.server.http.auth import BearerAuth, check_access
-from ed_esurge.server.http.body import in_thread, read
-from ed_esurge.server.http.fields import HEADER, IGNORED, TOOLS_HEADER
-from ed_esurge.server.http.forms import read_audio
+from ed_esurge.server.http.auth import BearerAuth
+from ed_esurge.server.http.body import in_thread
+from ed_esurge.server.http.fields import HEADER, TOOLS_HEADER
 from ed_esurge.server.mcp_servers import McpServers, read_mcp_config
 from ed_esurge.server.metrics import HTTPMetrics, ServerMetrics
 from ed_esurge.server.operations.health import server_version
 from ed_esurge.server.options import AppOptions
-from ed_esurge.server.routing import Endpoint, dispatch
+from ed_esurge.server.routing import NamedRoute, build_route
 from ed_esurge.server.stores import BatchStore
 from ed_esurge.server.tracing import TraceContext, Tracing, provider_for
 
@@ -152,9 +149,9 @@ def create_app(engine: Engines, options: AppOptions | None = None, **keywords: o
     app = Starlette(lifespan=lifespan, exception_handlers=errors.HANDLERS)
     app.state.server = server
     app.state.apis = {one.api for one in endpoints if one.api is not None}
-    app.router.routes.append(_EndpointRoute("/openapi.json", _openapi, methods=["GET", "HEAD"]))
+    app.router.routes.append(NamedRoute("/openapi.json", _openapi, methods=["GET", "HEAD"]))
     for endpoint in endpoints:
-        _register(app, server, endpoint)
+        app.router.routes.append(build_route(server, endpoint))
     if keys:
         open_paths = {endpoint.path for endpoint in endpoints if endpoint.access == "open"}
         app.add_middleware(
@@ -242,36 +239,3 @@ def _prompts(
 async def _openapi(_: Request) -> Response:
     text = await in_thread(partial(openapi.render_document, server_version()))
     return Response(text, media_type="application/json")
-
-
-def _register(app: Starlette, server: ServedModels, endpoint: Endpoint) -> None:
-    """Add the route of an endpoint. Model names may contain slashes."""
-    path = endpoint.path.replace("{model}", "{model:path}")
-    methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
-
-    async def handle(request: Request) -> Response:
-        check_access(endpoint.access, request.scope)
-        if endpoint.accepts is None:
-            return await dispatch(server, endpoint, None, request)
-        unknown = server.state.unknown_fields
-        ignored = request.scope[IGNORED] = unknown.request()
-        reads = read_audio if endpoint.form else read
-        body = await reads(request, endpoint.accepts, server.state.limits, ignored)
-        unknown.log(ignored, endpoint.path)
-        response = await dispatch(server, endpoint, body, request)
-        for name, value in ((HEADER, ignored.header), (TOOLS_HEADER, ignored.tools_header)):
-            if value is not None:
-                response.headers[name] = value
-        return response
-
-    app.router.routes.append(_EndpointRoute(path, handle, methods=methods))
-
-
-class _EndpointRoute(Route):
-    """A route that its request names in the scope, for the metrics."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, child = super().matches(scope)
-        if match is Match.FULL:  # a partial match has a method that the route lacks
-            child["route"] = self
-        return match, child

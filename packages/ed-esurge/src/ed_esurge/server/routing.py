@@ -1,4 +1,4 @@
-"""The description of an endpoint, and the call of its handler."""
+"""The description of an endpoint, its route, and the call of its handler."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
-from ed_esurge.server.generation.abilities import EndpointAbility, require
+from ed_esurge.server.generation.abilities import EndpointAbility, unsupported_task
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
-from ed_esurge.server.http.auth import Access, get_owner
+from ed_esurge.server.http.auth import Access, check_admin, get_owner
+from ed_esurge.server.http.body import read
 from ed_esurge.server.http.errors import ApiFormat, client_gone
-from ed_esurge.server.http.fields import RequestBody
+from ed_esurge.server.http.fields import HEADER, IGNORED, TOOLS_HEADER, RequestBody
+from ed_esurge.server.http.forms import read_audio
 from ed_esurge.server.http.streaming import EventStream
 
 REFUSALS = {
@@ -105,39 +109,66 @@ def post(
     )
 
 
+class NamedRoute(Route):
+    """A route that its request names in the scope, for the metrics."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        if match is Match.FULL:  # a partial match has a method that the route lacks
+            child["route"] = self
+        return match, child
+
+
+def build_route(server: ServedModels, endpoint: Endpoint) -> NamedRoute:
+    """Return the route of an endpoint. Model names may contain slashes."""
+    path = endpoint.path.replace("{model}", "{model:path}")
+    methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
+    accepts, reads = endpoint.accepts, read_audio if endpoint.form else read
+
+    async def handle(request: Request) -> Response:
+        if endpoint.access == "admin":
+            check_admin(request.scope)
+        if accepts is None:
+            return await endpoint.answer(server, request)
+        unknown = server.state.unknown_fields
+        ignored = request.scope[IGNORED] = unknown.request()
+        body = await reads(request, accepts, server.state.limits, ignored)
+        unknown.log(ignored, endpoint.path)
+        response = await dispatch(server, endpoint, body, request)
+        for name, value in ((HEADER, ignored.header), (TOOLS_HEADER, ignored.tools_header)):
+            if value is not None:
+                response.headers[name] = value
+        return response
+
+    return NamedRoute(path, handle, methods=methods)
+
+
 async def dispatch(
-    server: ServedModels, endpoint: Endpoint, body: BaseModel | None, request: Request
+    server: ServedModels, endpoint: Endpoint, body: BaseModel, request: Request
 ) -> Response:
-    """Return the answer of an endpoint to a request over HTTP or to a line of a batch.
+    """Return the answer of an endpoint to the body of a request, or to a line of a batch.
+
+    The work is cancelled if the client leaves before its end. The handler of a form reads the body
+    itself, and an operator's change is never cancelled.
 
     Raises:
         APIError: 400, the model of the body lacks the ability of the endpoint; 404, the model does
             not exist; otherwise see the endpoint.
     """
-    if body is None:
-        return await endpoint.answer(server, request)
     if endpoint.whole_server:
         return await endpoint.answer(server, body, request)
     name = getattr(body, "model", None)
     async with AsyncExitStack() as stack:
         model = await stack.enter_async_context(server.using(name, get_owner(request.scope)))
-        if endpoint.ability is not None:
-            require(model, endpoint.ability)
-        response = await _answer(model, endpoint, body, request)
+        if endpoint.ability is not None and endpoint.ability not in model.abilities:
+            raise unsupported_task(model, endpoint.ability)
+        work = endpoint.answer(model, body, request)
+        if endpoint.form or endpoint.access != "key":
+            response = await work
+        else:
+            response = await model.lifetime(request).run(work)
+            if response is None:
+                return client_gone()
         if isinstance(response, EventStream):  # the model stays in memory until the stream ends
             response.held = stack.pop_all()
         return response
-
-
-async def _answer(
-    model: ServedModel, endpoint: Endpoint, body: BaseModel, request: Request
-) -> Response:
-    """Return the answer of an endpoint to a body. Cancel the work if the client leaves before.
-
-    The handler of a form reads the body itself, and an operator's change is never cancelled.
-    """
-    work = endpoint.answer(model, body, request)
-    if endpoint.form or endpoint.access != "key":
-        return await work
-    response = await model.lifetime(request).run(work)
-    return client_gone() if response is None else response

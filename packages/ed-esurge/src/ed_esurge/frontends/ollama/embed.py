@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -18,7 +18,7 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.requests import MAX_PROMPTS
 from ed_esurge.server.http.fields import RequestBody, few, validate_body
-from ed_esurge.server.http.json_parts import JsonItems
+from ed_esurge.server.http.json_parts import JsonItems, answer_json
 from ed_esurge.server.openai.embeddings import EmbeddingRequest, EncodedTexts, truncate_vectors
 from ed_esurge.server.routing import post
 
@@ -72,24 +72,17 @@ async def embed(model: ServedModel, body: EmbedRequest, request: Request) -> Res
     require(model, EMBEDS)
     watch = Stopwatch(model)
     keep(model, body.keep_alive, request)
-    sizes: list[int] = []
-
-    async def build_response() -> dict[str, Any]:
-        vectors: np.ndarray = np.zeros((0, 0), np.float32)
-        count = 0
-        if body.input:
-            vectors, count = await _vectors(
-                model, request, body.input, body.truncate, body.dimensions
-            )
-            sizes.append(vectors.size * NUMBER_BYTES)
-        return {
-            "model": model.name,
-            "embeddings": JsonItems(lambda: (row.tolist() for row in vectors), 1),
-            **watch.durations(),
-            "prompt_eval_count": count,
-        }
-
-    return await model.lifetime(request).answer(build_response(), {}, lambda: sum(sizes))
+    vectors: np.ndarray = np.zeros((0, 0), np.float32)
+    count = 0
+    if body.input:
+        vectors, count = await _vectors(model, request, body.input, body.truncate, body.dimensions)
+    response = {
+        "model": model.name,
+        "embeddings": JsonItems(lambda: (row.tolist() for row in vectors), 1),
+        **watch.durations(),
+        "prompt_eval_count": count,
+    }
+    return await answer_json(response, vectors.size * NUMBER_BYTES)
 
 
 async def embeddings(model: ServedModel, body: EmbeddingsRequest, request: Request) -> Response:
@@ -101,13 +94,10 @@ async def embeddings(model: ServedModel, body: EmbeddingsRequest, request: Reque
     require(model, EMBEDS)
     keep(model, body.keep_alive, request)
 
-    async def build_response() -> dict[str, Any]:
-        if not body.prompt:
-            return {"embedding": []}
-        vectors, _ = await _vectors(model, request, [body.prompt], True, None)
-        return {"embedding": vectors[0].tolist()}
-
-    return await model.lifetime(request).answer(build_response(), {})
+    if not body.prompt:
+        return await answer_json({"embedding": []})
+    vectors, _ = await _vectors(model, request, [body.prompt], True, None)
+    return await answer_json({"embedding": vectors[0].tolist()})
 
 
 async def _vectors(

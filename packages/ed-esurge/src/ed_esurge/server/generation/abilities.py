@@ -80,6 +80,7 @@ EMBEDS_TOKENS = EndpointAbility(
     "returns embeddings of tokens", lambda model: model.task == TaskType.EMBEDDING
 )
 TRANSCRIBES = EndpointAbility("reads audio", lambda model: hasattr(model.engine, "transcribe"))
+ABILITIES = (GENERATES, EMBEDS, CLASSIFIES, RANKS, POOLS, EMBEDS_TOKENS, TRANSCRIBES)
 
 
 def describe_route(model: Model) -> str:

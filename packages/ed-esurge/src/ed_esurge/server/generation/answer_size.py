@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from ed_esurge.config import ServerLimits
 from ed_esurge.server.http.admission import Reservation
 from ed_esurge.server.http.errors import APIError
 
@@ -25,8 +24,8 @@ ID_BYTES, NUMBER_BYTES = 12, 32
 STRING_BYTES = 24
 #: Bytes of an entry of a vector or a score, without its numbers.
 VECTOR_BYTES = 512
-# Bytes of an answer that the limit of concurrent requests bounds.
-_FREE = 2**16
+#: Bytes of an answer that the limit of concurrent requests bounds.
+FREE_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -58,18 +57,16 @@ class AnswerSize:
 
     Args:
         request: the request.
-        limits: limits of the server.
+        most: maximum number of bytes.
         reservation: the reserved bytes of the request.
 
     Attributes:
         bytes: bytes so far.
-        most: maximum number of bytes.
     """
 
-    def __init__(self, request: Request, limits: ServerLimits, reservation: Reservation) -> None:
-        self._scope, self.bytes = request.scope, 0
-        self.most = max(limits.answer_bytes, _FREE)
-        self._reserved = _FREE
+    def __init__(self, request: Request, most: int, reservation: Reservation) -> None:
+        self._scope, self.bytes, self.most = request.scope, 0, most
+        self._reserved = FREE_BYTES
         self._reservation = reservation
 
     def check(self, size: int, param: str, remedy: str) -> None:
@@ -126,6 +123,6 @@ class AnswerSize:
         self.bytes += count
         if self.bytes > self._reserved:
             # Few large steps, so that the budget is not changed for every token.
-            target = self.bytes + _FREE
+            target = self.bytes + FREE_BYTES
             self._reservation.add(self._scope, target - self._reserved)
             self._reserved = target

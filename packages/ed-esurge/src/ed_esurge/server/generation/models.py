@@ -29,8 +29,13 @@ from ed_esurge.outputs import LabelSet, RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.activity import Activity
 from ed_esurge.server.detached import DetachedAnswers
-from ed_esurge.server.generation.abilities import GENERATES, POOLS, require
-from ed_esurge.server.generation.answer_size import NUMBER_BYTES, VECTOR_BYTES, AnswerSize
+from ed_esurge.server.generation.abilities import ABILITIES, POOLS, require
+from ed_esurge.server.generation.answer_size import (
+    FREE_BYTES,
+    NUMBER_BYTES,
+    VECTOR_BYTES,
+    AnswerSize,
+)
 from ed_esurge.server.generation.engine import ServedEngine
 from ed_esurge.server.generation.logprobs import TokenTexts
 from ed_esurge.server.generation.pooled_requests import PooledRequest
@@ -64,6 +69,7 @@ class ServerState:
 
     Attributes:
         budget: the bytes of requests and answers in flight.
+        most_answer_bytes: limit of the bytes of an answer.
         draining: whether the server is stopping.
         stopping: set when the server aborts the running requests.
         responses: the stored responses.
@@ -87,6 +93,7 @@ class ServerState:
         self.trust_request_chat_template = options.trust_request_chat_template
         self.limits, self.tracing = limits, tracing
         self.budget = Budget(limits.max_bytes_in_flight)
+        self.most_answer_bytes = max(limits.answer_bytes, FREE_BYTES)
         self.enable_sleep_mode = options.enable_sleep_mode
         self.keys, self.share_prefix_cache = tuple(keys), options.share_prefix_cache
         self.unknown_fields = UnknownFieldsPolicy(options.unknown_fields)
@@ -121,6 +128,7 @@ class ServedModel:
 
     Attributes:
         name: the name in answers.
+        abilities: what the model can do.
         lora_name: the adapter of the requests; None = the base model.
         owner: the owner of the requests, see `http.auth.owner_of`; empty without a key.
         adapter_owners: name of an adapter -> digests of the keys that may use the adapter. Every
@@ -155,6 +163,7 @@ class ServedModel:
         self.name = self.names[0]
         self.lora_name: str | None = None
         self.owner = ""
+        self.abilities = frozenset(ability for ability in ABILITIES if ability.has(self))
         self.adapter_owners: dict[str, frozenset[str]] = {}
         self.adapter_lock = asyncio.Lock()
         self.decoding: asyncio.Task[str | None] | None = None
@@ -274,7 +283,8 @@ class ServedModel:
 
     def answer_size(self, request: Request) -> AnswerSize:
         """Return the counter of the bytes of an answer."""
-        return AnswerSize(request, self.state.limits, self.state.reservation(request))
+        state = self.state
+        return AnswerSize(request, state.most_answer_bytes, state.reservation(request))
 
     def pooled_size(
         self, request: Request, prompts: Sequence[CheckedPrompt], *, each_token: bool = False
@@ -347,10 +357,9 @@ class ServedModel:
             options: see `queue_options`; and the images of the prompt, `encoder_inputs`.
 
         Raises:
-            APIError: 400, the request is invalid, or the model generates no tokens; 500, the
-                request failed; 503, the engine does not run, or aborted the request.
+            APIError: 400, the request is invalid; 500, the request failed; 503, the engine does
+                not run, or aborted the request.
         """
-        require(self, GENERATES)
         self.check_running()
         span = self._span(label, prompt, params)
         timer = self.metrics.request(

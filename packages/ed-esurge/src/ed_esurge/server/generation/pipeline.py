@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
@@ -41,6 +42,7 @@ from ed_esurge.server.generation.requests import ChatRequest, GenerationRequest
 from ed_esurge.server.generation.structured import NamedTool, compile_one, required_calls
 from ed_esurge.server.http.body import get_size
 from ed_esurge.server.http.errors import APIError
+from ed_esurge.server.http.json_parts import answer_json
 from ed_esurge.server.http.streaming import OPENAI_STREAM, StreamFormat, merge
 
 #: Header of the answer to a truncated prompt: the number of removed tokens.
@@ -99,7 +101,7 @@ class RunningGeneration:
         self.size, self._counts = size, stores or not body.stream
         self._score_bytes = STORED_SCORE_BYTES if stores else SCORE_BYTES + SCORE_TEXT_BYTES
         self.request_id = new_id(kind, body.request_id)
-        self.lifetime = model.lifetime(request)
+        self._request = request
         self.prompt_tokens = sum(len(task.prompt) for task in tasks)
         self.truncated_tokens = sum(task.prompt.removed for task in tasks)
         self.completion_tokens = 0
@@ -164,10 +166,10 @@ class RunningGeneration:
             size: returns the estimated bytes of the body; None = those of this generation.
         """
         if stream:
-            return await self.lifetime.respond(events(), self.headers, form)
-        return await self.lifetime.answer(
-            build_response(), self.headers, size or (lambda: self.size.bytes)
-        )
+            lifetime = self.model.lifetime(self._request)
+            return await lifetime.respond(events(), self.headers, form)
+        body = await build_response()
+        return await answer_json(body, self.size.bytes if size is None else size(), self.headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,6 @@ class ChatGeneration:
     Attributes:
         ending: text of the last tokens of the prompt.
         prompt_logprobs: log-probabilities of the prompt, if requested, after the first output.
-        blocks: the blocks of the reply, filled by `changes`.
         last: the piece with the finish reason, after `changes` has yielded that piece.
         plain: whether the reply is text only, without thoughts and calls.
         stores: whether the endpoint reads the next two attributes.
@@ -215,7 +216,6 @@ class ChatGeneration:
     generation: RunningGeneration
     ending: str
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    blocks: BlockTracker = field(default_factory=BlockTracker)
     last: ReplyPiece | None = None
     is_text_only: bool = False
     stores: bool = False
@@ -283,9 +283,8 @@ class ChatGeneration:
             more["thought_texts"] = model.formats.thought_texts(body, ending)
         ends = () if raw_prompt is not None else model.formats.ends_of_thoughts(ending)
         requested_outputs = _structured_outputs(body, model.formats.call_starts(body))
-        structured = await compile_one(model.engine, requested_outputs, ends)
-        if structured is not None:
-            more["structured_outputs"] = structured
+        if requested_outputs:
+            more["structured_outputs"] = await compile_one(model.engine, requested_outputs, ends)
         params = await model.sampling_params(
             body,
             most,
@@ -296,6 +295,11 @@ class ChatGeneration:
         task = PromptTask(checked, params, encoder_inputs=prompt.encoder_inputs)
         generation = RunningGeneration(model, body, request, [task], kind, size=size, stores=stores)
         return cls(body, generation, ending, is_text_only=raw_prompt is not None, stores=stores)
+
+    @cached_property
+    def blocks(self) -> BlockTracker:
+        """The blocks of the reply, filled by `changes`."""
+        return BlockTracker()
 
     @property
     def model(self) -> ServedModel:
@@ -415,8 +419,10 @@ def _structured_outputs(
     Args:
         call_starts: texts that begin calls, which the model may write instead of the answer.
     """
-    outputs = body.outputs()
-    calls = required_calls(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    outputs = body.outputs() if body.is_guided else {}
+    calls = None
+    if body.tools:
+        calls = required_calls(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     text = body.response_format.schema_text if body.response_format is not None else None
     if calls is not None:  # a reply of calls has no content that response_format could constrain
         outputs["tool_choice"] = calls

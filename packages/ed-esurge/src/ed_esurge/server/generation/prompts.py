@@ -25,9 +25,12 @@ from ed_esurge.engine.intake import (
 from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.infilling import InfillPrompts
 from ed_esurge.server.generation.media import ChatMedia, ProcessedMedium
-from ed_esurge.server.generation.rendering import ConversationRenderer, RenderedText, RenderInGroup
+from ed_esurge.server.generation.rendering import (
+    ConversationOptions,
+    ConversationRenderer,
+    RenderedText,
+)
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
-from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.generation.text_pairs import (
     PairSide,
     encode_pair,
@@ -403,22 +406,21 @@ class PromptEncoder:
         Raises:
             APIError: 400, see `conversation`; or the template does not support `reasoning_effort`.
         """
-        return await self.conversation(request.messages, **self._arguments(request), size=size)
+        return await self.conversation(request.messages, self._get_options(request), size=size)
 
-    def _arguments(self, request: ChatRequest) -> dict[str, Any]:
-        """Return the arguments of `conversation` for a chat request."""
+    def _get_options(self, request: ChatRequest) -> ConversationOptions:
         variables = request.chat_template_kwargs or {}
         if request.reasoning_effort is not None:
             effort = self._thinking(request.reasoning_effort, hint=request.effort_is_hint)
             variables = {**effort, **variables}
-        return {
-            "add_generation_prompt": request.add_generation_prompt,
-            "continue_final_message": request.continue_final_message,
-            "variables": variables,
-            "tools": () if request.tool_choice == "none" else request.tools,
-            "documents": request.documents,
-            "chat_template": request.chat_template,
-        }
+        return ConversationOptions(
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            variables=variables,
+            tools=() if request.tool_choice == "none" else request.tools,
+            documents=request.documents,
+            chat_template=request.chat_template,
+        )
 
     def _thinking(self, effort: str, *, hint: bool) -> dict[str, Any]:
         """Return the template's variables for the amount of thinking.
@@ -441,22 +443,11 @@ class PromptEncoder:
         return read
 
     async def conversation(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: dict[str, Any] | None = None,
-        tools: Sequence[Tool] = (),
-        documents: Sequence[dict[str, Any]] = (),
-        chat_template: str | None = None,
-        size: int = 0,
+        self, messages: Sequence[ChatMessage], options: ConversationOptions, *, size: int = 0
     ) -> EncodedPrompt:
         """Return the prompt of messages. Text in messages never becomes a special token.
 
         Args:
-            documents: documents for the template.
-            chat_template: Jinja text that replaces the template of the model.
             size: length of the request's body in bytes, which selects whether a thread is used.
 
         Raises:
@@ -464,26 +455,18 @@ class PromptEncoder:
                 recording is invalid.
         """
         messages = self._readable(messages)
-        render = self.renderer.prepare(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-            tools=tools,
-            documents=documents,
-            chat_template=chat_template,
-        )
-        sources = await self.media.sources(messages)
-        weight = size + 100 * (len(messages) + len(tools))
+        template = self.renderer.choose_template(options)
+        render = partial(self.renderer.render, template, messages, options)
+        has_parts = any(isinstance(message.content, list) for message in messages)
+        sources = await self.media.sources(messages) if has_parts else []
+        weight = size + 100 * (len(messages) + len(options.tools))
         weight = max(weight, LONG_TEXT) if self.renderer.is_slow else weight
-        if not sources and chat_template is None:
-
-            def encode() -> EncodedPrompt:
-                template, text, marks = render(None)
-                return EncodedPrompt(template.encode(text, marks))
-
-            return await self._aside(encode, weight)
-        template, text, marks = await self._render(render, chat_template is not None, weight)
+        if not sources and options.chat_template is None:
+            return await self._aside(
+                lambda: EncodedPrompt(template.encode(*render())),
+                weight,
+            )
+        text, marks = await self._render(render, options.chat_template is not None, weight)
         media: list[ProcessedMedium] = []
         if sources:
             expand = partial(self.media.expand_placeholders, text, sources)
@@ -502,11 +485,13 @@ class PromptEncoder:
             return messages
         return [message.replace_optional_media() for message in messages]
 
-    async def _render(self, render: RenderInGroup, untrusted: bool, weight: int) -> RenderedText:
+    async def _render(
+        self, render: Callable[..., RenderedText], untrusted: bool, weight: int
+    ) -> RenderedText:
         """Return a rendered conversation. The template of a request has other threads."""
         if untrusted:
             return await run_cancellable(self._template_threads, render)
-        return await self._aside(partial(render, None), weight)
+        return await self._aside(render, weight)
 
     async def get_text(self, request: ChatRequest) -> str:
         """Return the text of a chat request after the template.
@@ -514,10 +499,10 @@ class PromptEncoder:
         Raises:
             APIError: see `conversation`.
         """
-        messages = self._readable(request.messages)
-        render = self.renderer.prepare(messages, **self._arguments(request))
-        untrusted = request.chat_template is not None
-        template, text, marks = await self._render(render, untrusted, LONG_TEXT)
+        options, messages = self._get_options(request), self._readable(request.messages)
+        template = self.renderer.choose_template(options)
+        render = partial(self.renderer.render, template, messages, options)
+        text, marks = await self._render(render, options.chat_template is not None, LONG_TEXT)
         return await self._aside(partial(template.remove_marks, text, marks), len(text))
 
 

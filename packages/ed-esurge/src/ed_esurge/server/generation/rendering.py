@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ed_esurge.children.process import JobGroup
@@ -19,14 +20,30 @@ from ed_esurge.untrusted_template import (
     UntrustedTemplates,
 )
 
-RenderedText = tuple[ChatTemplate, str, re.Pattern[str]]
-"""The template, the text, and the pattern of its marks; see `ChatTemplate.render`."""
-RenderInGroup = Callable[[JobGroup | None], RenderedText]
-"""Renders a conversation, and lets a group cancel the work."""
+RenderedText = tuple[str, re.Pattern[str]]
+"""The text, and the pattern of its marks; see `ChatTemplate.render`."""
 
 #: Limit of the texts that a template may repeat: characters of the variables of a request (or of
 #: its special tokens), times messages.
 MAX_REPEATED = 2**25
+
+
+@dataclass(frozen=True)
+class ConversationOptions:
+    """What a template receives beside the messages.
+
+    Attributes:
+        variables: `chat_template_kwargs` of the request.
+        documents: documents for the template.
+        chat_template: Jinja text that replaces the template of the model.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Tool] = ()
+    documents: Sequence[dict[str, Any]] = ()
+    chat_template: str | None = None
 
 
 class ConversationRenderer:
@@ -61,28 +78,18 @@ class ConversationRenderer:
         message = {"role": "user", "content": "a"}
         self._untrusted.render("{{ messages[0].content }}", [message], {}, 2**20)
 
-    def prepare(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: dict[str, Any] | None = None,
-        tools: Sequence[Tool] = (),
-        documents: Sequence[dict[str, Any]] = (),
-        chat_template: str | None = None,
-    ) -> RenderInGroup:
-        """Return the function that renders a conversation; see `PromptEncoder.conversation`.
+    def choose_template(self, options: ConversationOptions) -> ChatTemplate:
+        """Return the template of a conversation.
 
         Raises:
-            APIError: 400, there is no template, or a variable is reserved.
+            APIError: 400, there is no template, or an option does not fit the template.
         """
-        template = self._template
-        if chat_template is not None:
+        template, source = self._template, options.chat_template
+        if source is not None:
             named = getattr(self._tokenizer, "chat_template", None)
             if isinstance(named, Mapping):
-                chat_template = named.get(chat_template, chat_template)
-            template = ChatTemplate(self._tokenizer, chat_template)
+                source = named.get(source, source)
+            template = ChatTemplate(self._tokenizer, source)
         if template is None:
             raise APIError(
                 "this model has no chat template, which messages require: use /v1/completions, or "
@@ -90,64 +97,76 @@ class ConversationRenderer:
                 code="no_chat_template",
             )
         # Reject the arguments of `apply_chat_template` that are not variables of the template.
-        variables = variables or {}
-        reserved_names = sorted(variables.keys() & _RESERVED)
+        reserved_names = sorted(options.variables.keys() & _RESERVED)
         if reserved_names:
             raise APIError(
                 f"{reserved_names[0]!r} is not a variable of the template; use its own request "
                 "field",
                 param="chat_template_kwargs",
             )
-
-        if documents and template.source is None and "documents" not in self._template_text:
+        if options.documents and template.source is None and "documents" not in self._template_text:
             raise APIError(
                 "documents are not supported by this model's chat template: put them into a "
                 "message",
                 param="documents",
                 code="unsupported_value",
             )
-        options: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            **variables,
+        return template
+
+    def render(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[ChatMessage],
+        options: ConversationOptions,
+        group: JobGroup | None = None,
+    ) -> RenderedText:
+        """Render a conversation with the template of `choose_template`.
+
+        Args:
+            group: can cancel the rendering of a template of the request.
+
+        Raises:
+            APIError: 400, the conversation is too long, or the template rejects it.
+        """
+        texts = [message.for_template() for message in messages]
+        offered: dict[str, Any] = {}
+        if options.tools:
+            offered["tools"] = [tool.for_template() for tool in options.tools]
+        if options.documents:
+            offered["documents"] = list(options.documents)
+        characters = sum(map(len, texts_in((texts, offered))))
+        self._check_length(characters, "messages")
+        _check_repetition(options.variables, len(texts))
+        render_options: dict[str, Any] = {
+            **offered,
+            "add_generation_prompt": options.add_generation_prompt,
+            "continue_final_message": options.continue_final_message,
+            **options.variables,
         }
-
-        def work(group: JobGroup | None) -> RenderedText:
-            texts = [message.for_template() for message in messages]
-            offered: dict[str, Any] = {}
-            if tools:
-                offered["tools"] = [tool.for_template() for tool in tools]
-            if documents:
-                offered["documents"] = list(documents)
-            characters = sum(map(len, texts_in((texts, offered))))
-            self._check_length(characters, "messages")
-            _check_repetition(variables, len(texts))
-            try:
-                if chat_template is None:
-                    with RENDER_TIMER.limit(characters):
-                        text, marks = template.render(texts, **offered, **options)
-                else:
-                    render_options = {**offered, **options}
-                    text, marks = self._render_apart(chat_template, texts, render_options, group)
-            except APIError:
-                raise
-            except TemplateTimeError as error:
-                self.is_slow = True
-                raise APIError(f"the chat template failed: {error}", param="messages") from None
-            except Exception as error:  # a template can raise any exception for a client's messages
-                raise APIError(
-                    f"the chat template rejects these messages: {error}", param="messages"
-                ) from error
-            self._check_length(len(text), "messages")
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise APIError(
-                    f"the messages are not valid Unicode: {error.reason}", param="messages"
-                ) from error
-            return template, text, marks
-
-        return work
+        try:
+            if options.chat_template is None:
+                with RENDER_TIMER.limit(characters):
+                    text, marks = template.render(texts, **render_options)
+            else:
+                source = template.source or ""
+                text, marks = self._render_apart(source, texts, render_options, group)
+        except APIError:
+            raise
+        except TemplateTimeError as error:
+            self.is_slow = True
+            raise APIError(f"the chat template failed: {error}", param="messages") from None
+        except Exception as error:  # a template can raise any exception for a client's messages
+            raise APIError(
+                f"the chat template rejects these messages: {error}", param="messages"
+            ) from error
+        self._check_length(len(text), "messages")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise APIError(
+                f"the messages are not valid Unicode: {error.reason}", param="messages"
+            ) from error
+        return text, marks
 
     def _render_apart(
         self,

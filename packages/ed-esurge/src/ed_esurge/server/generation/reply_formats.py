@@ -167,7 +167,9 @@ class ReplyFormats:
         form = self.reasoning
         if form is None or self.thinks(ending):
             return form is not None
-        if not self._always or ending.rstrip().endswith(form.closes) or body.outputs():
+        if not self._always or ending.rstrip().endswith(form.closes):
+            return False
+        if body.is_guided and body.outputs():
             return False
         answer = body.response_format
         forced = bool(body.tools) and body.tool_choice not in (None, "none", "auto")

@@ -37,6 +37,9 @@ from ed_esurge.server.http.fields import (
 )
 from ed_esurge.server.http.sampling_fields import LlamaSamplers, Stops
 
+# Fields for structured output.
+_GUIDES = frozenset(Guided.model_fields)
+
 
 class OtherSamplers(RequestBody):
     """Sampling fields of vLLM, SGLang, llama.cpp and text-generation-inference."""
@@ -231,6 +234,11 @@ class GenerationRequest(Guided, LlamaSamplers, OtherSamplers):
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidField("is empty: no token could be sampled", "allowed_token_ids")
         return self
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the request has a field for structured output; see `outputs`."""
+        return not self.model_fields_set.isdisjoint(_GUIDES)
 
     @property
     def include_usage(self) -> bool:
@@ -513,6 +521,8 @@ class ChatRequest(GenerationRequest, OtherTemplates):
     @model_validator(mode="before")
     @classmethod
     def _filter_allowed_tools(cls, data: object) -> object:
+        if not isinstance(data, Mapping) or not isinstance(data.get("tool_choice"), Mapping):
+            return data
         return with_allowed_tools(data)
 
     @model_validator(mode="after")

@@ -148,11 +148,13 @@ class AllowedToolChoice(RequestBody):
     allowed_tools: AllowedFunctions
 
 
-def with_allowed_tools(data: object) -> object:
-    """Return the fields of a request with only the allowed tools, and a choice without tools."""
-    choice = data.get("tool_choice") if isinstance(data, Mapping) else None
-    if not isinstance(data, Mapping) or not isinstance(choice, Mapping):
-        return data
+def with_allowed_tools(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a request with only the allowed tools, and a choice without tools.
+
+    Args:
+        data: a request whose `tool_choice` is an object.
+    """
+    choice = data["tool_choice"]
     if choice.get("type") != "allowed_tools":
         return data
     try:

@@ -148,7 +148,7 @@ def get_owner(scope: Scope) -> str:
     return scope.get(OWNER, "")
 
 
-def check_access(access: Access, scope: Scope) -> None:
+def check_admin(scope: Scope) -> None:
     """Check the key of a request to an administrative route.
 
     A server without keys has one user, who may call all routes.
@@ -156,7 +156,7 @@ def check_access(access: Access, scope: Scope) -> None:
     Raises:
         APIError: 403.
     """
-    if access == "admin" and scope.get(ROLE, "admin") != "admin":
+    if scope.get(ROLE, "admin") != "admin":
         raise APIError(
             "this route requires the key of an administrator: start the server with admin_api_key "
             "(the environment variable ESURGE_ADMIN_API_KEY), and send that key",

@@ -111,13 +111,8 @@ async def chunks(request: Request, most: int, seconds: float) -> AsyncGenerator[
     reservation: Reservation = request.scope[RESERVATION]
     length = request.headers.get("content-length", "")
     size = int(length) if length.isdecimal() and len(length) < 20 else 0
-    too_long = APIError(
-        f"the request body is longer than {most} bytes, the limit of this server",
-        status=413,
-        code="request_too_large",
-    )
     if size > most:
-        raise too_long
+        raise _too_long(most)
     reservation.grow(request.scope, size)
     size = 0
     deadline = asyncio.get_running_loop().time() + seconds
@@ -136,9 +131,17 @@ async def chunks(request: Request, most: int, seconds: float) -> AsyncGenerator[
             return
         size += len(chunk)
         if size > most:
-            raise too_long
+            raise _too_long(most)
         reservation.grow(request.scope, size)
         yield chunk
+
+
+def _too_long(most: int) -> APIError:
+    return APIError(
+        f"the request body is longer than {most} bytes, the limit of this server",
+        status=413,
+        code="request_too_large",
+    )
 
 
 def parsed_json(raw: bytes) -> Any:

@@ -135,6 +135,13 @@ def _write_slice(parts: Iterator[str]) -> bytes:
     return to_bytes("".join(texts))
 
 
+async def answer_json(
+    body: Mapping[str, Any], size: int = 0, headers: Mapping[str, str] | None = None
+) -> JsonPieces:
+    """Return an answer with a JSON object, which may contain `JsonItems`; see `write_json`."""
+    return JsonPieces(await write_json(body, size), headers)
+
+
 class JsonPieces(Response):
     """A JSON answer whose text is in pieces.
 

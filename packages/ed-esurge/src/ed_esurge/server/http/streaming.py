@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ed_esurge.server.http.errors import APIError, client_gone
-from ed_esurge.server.http.json_parts import JsonPieces, encode, to_bytes, write_json, write_text
+from ed_esurge.server.http.json_parts import encode, to_bytes, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -132,25 +132,6 @@ class RequestLifetime:
             await events.aclose()
             return client_gone()
         return EventStream(first, events, self, headers, form)
-
-    async def answer(
-        self,
-        body: Awaitable[Mapping[str, Any]],
-        headers: Mapping[str, str],
-        size: Callable[[], int] = lambda: 0,
-    ) -> Response:
-        """Answer with a JSON body.
-
-        Args:
-            body: a JSON object, which may contain `JsonItems`.
-            size: returns the estimated bytes of the complete body.
-        """
-
-        async def write() -> list[bytes]:
-            return await write_json(await body, size())
-
-        pieces = await self.run(write())
-        return client_gone() if pieces is None else JsonPieces(pieces, headers)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

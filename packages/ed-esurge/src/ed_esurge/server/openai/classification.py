@@ -17,7 +17,7 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.generation.pooled_requests import TextRequest
-from ed_esurge.server.http.json_parts import JsonItems
+from ed_esurge.server.http.json_parts import JsonItems, answer_json
 from ed_esurge.server.openai.embeddings import EmbeddingUsage, EncodedTexts, token_counts
 from ed_esurge.server.routing import post
 
@@ -66,31 +66,29 @@ async def classify(model: ServedModel, body: ClassificationRequest, request: Req
     options = model.queue_options(body)
     size = model.pooled_size(request, texts.prompts)
 
-    async def build_response() -> dict[str, Any]:
-        params = PoolingParams(normalize=False)
-        logits = await model.vectors(texts.prompts, params, request_id, **options)
-        scores = apply_activation(labels, logits, body.use_activation)
+    params = PoolingParams(normalize=False)
+    logits = await model.vectors(texts.prompts, params, request_id, **options)
+    scores = apply_activation(labels, logits, body.use_activation)
 
-        def data() -> Iterator[dict[str, Any]]:
-            for index, row in enumerate(scores):
-                yield {
-                    "index": index,
-                    "label": labels.names[row.argmax()],
-                    "probs": row.tolist(),
-                    "num_classes": len(row),
-                }
+    def data() -> Iterator[dict[str, Any]]:
+        for index, row in enumerate(scores):
+            yield {
+                "index": index,
+                "label": labels.names[row.argmax()],
+                "probs": row.tolist(),
+                "num_classes": len(row),
+            }
 
-        return {
-            "id": request_id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": model.name,
-            "data": JsonItems(data, group=4),
-            "usage": token_counts(texts.prompts, texts.truncated),
-        }
-
+    response = {
+        "id": request_id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": model.name,
+        "data": JsonItems(data, group=4),
+        "usage": token_counts(texts.prompts, texts.truncated),
+    }
     headers = answer_headers(request_id, texts.truncated)
-    return await model.lifetime(request).answer(build_response(), headers, lambda: size.bytes)
+    return await answer_json(response, size.bytes, headers)
 
 
 def get_labels(model: ServedModel, reason: str) -> LabelSet:

@@ -21,9 +21,10 @@ from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers, truncation
 from ed_esurge.server.generation.pooled_requests import EncodingFields, PoolingName, TextRequest
+from ed_esurge.server.generation.rendering import ConversationOptions
 from ed_esurge.server.generation.text_pairs import PairSide
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.json_parts import JsonItems
+from ed_esurge.server.http.json_parts import JsonItems, answer_json
 from ed_esurge.server.routing import post
 
 
@@ -90,32 +91,30 @@ async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) ->
     options = model.queue_options(body)
     size = model.pooled_size(request, texts.prompts)
 
-    async def build_response() -> dict[str, Any]:
-        vectors = await model.vectors(texts.prompts, params, request_id, **options)
-        size.raise_to(vectors.size * NUMBER_BYTES)
-        if body.dimensions is not None:
-            vectors = truncate_vectors(vectors, body.dimensions, normalize=body.normalize)
-        return {
-            "id": request_id,
-            "object": "list",
-            "created": int(time.time()),
-            "data": JsonItems(
-                lambda: (
-                    {
-                        "object": "embedding",
-                        "index": index,
-                        "embedding": body.encode_vectors(vector),
-                    }
-                    for index, vector in enumerate(vectors)
-                ),
-                group=0,
+    vectors = await model.vectors(texts.prompts, params, request_id, **options)
+    size.raise_to(vectors.size * NUMBER_BYTES)
+    if body.dimensions is not None:
+        vectors = truncate_vectors(vectors, body.dimensions, normalize=body.normalize)
+    response = {
+        "id": request_id,
+        "object": "list",
+        "created": int(time.time()),
+        "data": JsonItems(
+            lambda: (
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": body.encode_vectors(vector),
+                }
+                for index, vector in enumerate(vectors)
             ),
-            "model": model.name,
-            "usage": token_counts(texts.prompts, texts.truncated),
-        }
-
+            group=0,
+        ),
+        "model": model.name,
+        "usage": token_counts(texts.prompts, texts.truncated),
+    }
     headers = answer_headers(request_id, texts.truncated)
-    return await model.lifetime(request).answer(build_response(), headers, lambda: size.bytes)
+    return await answer_json(response, size.bytes, headers)
 
 
 @dataclass(frozen=True)
@@ -153,12 +152,12 @@ class EncodedTexts:
             require(model, EMBEDS)
         limits: Any = {"most": body.truncate_prompt_tokens, "side": body.truncation_side}
         if body.messages is not None:
-            encoded = await model.prompts.conversation(
-                body.messages,
+            options = ConversationOptions(
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
-                variables=body.chat_template_kwargs,
+                variables=body.chat_template_kwargs or {},
             )
+            encoded = await model.prompts.conversation(body.messages, options)
             if encoded.encoder_inputs:
                 raise APIError(
                     "images have no pooled vectors: send messages of text",

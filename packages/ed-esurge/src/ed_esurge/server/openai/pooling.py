@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BeforeValidator
@@ -17,7 +17,7 @@ from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.http.errors import APIError, InvalidField
 from ed_esurge.server.http.fields import reject_field
-from ed_esurge.server.http.json_parts import JsonItems
+from ed_esurge.server.http.json_parts import JsonItems, answer_json
 from ed_esurge.server.openai.classification import apply_activation, get_labels
 from ed_esurge.server.openai.embeddings import (
     EmbeddingUsage,
@@ -98,31 +98,29 @@ async def pool(model: ServedModel, body: PoolingRequest, request: Request) -> Re
     options = model.queue_options(body)
     size = model.pooled_size(request, texts.prompts, each_token=task == "token_embed")
 
-    async def build_response() -> dict[str, Any]:
-        rows = await model.pool_prompts(texts.prompts, params, request_id, **options)
-        size.raise_to(sum(row.size for row in rows) * NUMBER_BYTES)
-        vectors: list[np.ndarray] | np.ndarray = rows
-        if labels is not None:
-            vectors = apply_activation(labels, np.stack(rows), body.normalize)
-        elif body.dimensions is not None:
-            vectors = truncate_vectors(np.stack(rows), body.dimensions, normalize=body.normalize)
-        return {
-            "id": request_id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": model.name,
-            "data": JsonItems(
-                lambda: (
-                    {"index": index, "object": "pooling", "data": body.encode_vectors(vector)}
-                    for index, vector in enumerate(vectors)
-                ),
-                group=0,
+    rows = await model.pool_prompts(texts.prompts, params, request_id, **options)
+    size.raise_to(sum(row.size for row in rows) * NUMBER_BYTES)
+    vectors: list[np.ndarray] | np.ndarray = rows
+    if labels is not None:
+        vectors = apply_activation(labels, np.stack(rows), body.normalize)
+    elif body.dimensions is not None:
+        vectors = truncate_vectors(np.stack(rows), body.dimensions, normalize=body.normalize)
+    response = {
+        "id": request_id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": model.name,
+        "data": JsonItems(
+            lambda: (
+                {"index": index, "object": "pooling", "data": body.encode_vectors(vector)}
+                for index, vector in enumerate(vectors)
             ),
-            "usage": token_counts(texts.prompts, texts.truncated),
-        }
-
+            group=0,
+        ),
+        "usage": token_counts(texts.prompts, texts.truncated),
+    }
     headers = answer_headers(request_id, texts.truncated)
-    return await model.lifetime(request).answer(build_response(), headers, lambda: size.bytes)
+    return await answer_json(response, size.bytes, headers)
 
 
 def _check_options(body: PoolingRequest, task: PoolingTask) -> None:

@@ -35,7 +35,7 @@ from ed_esurge.server.generation.pooled_requests import PooledRequest, PoolingNa
 from ed_esurge.server.generation.requests import MAX_PROMPTS
 from ed_esurge.server.http.errors import APIError, InvalidField
 from ed_esurge.server.http.fields import few, reject_field
-from ed_esurge.server.http.json_parts import JsonItems
+from ed_esurge.server.http.json_parts import JsonItems, answer_json
 from ed_esurge.server.openai.embeddings import EmbeddingUsage, prompt_lengths, token_counts
 from ed_esurge.server.routing import post
 
@@ -211,24 +211,22 @@ async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Res
     scorer = await _scorer(model, texts)
     size = model.pooled_size(request, scorer.prompts)
 
-    async def build_response() -> dict[str, Any]:
-        scores = await scorer.scores()
-        return {
-            "id": request_id,
-            "object": "list",
-            "created": int(time.time()),
-            "model": model.name,
-            "data": JsonItems(
-                lambda: (
-                    {"index": index, "object": "score", "score": float(value)}
-                    for index, value in enumerate(scores)
-                )
-            ),
-            "usage": token_counts(scorer.prompts, scorer.truncated),
-        }
-
+    scores = await scorer.scores()
+    response = {
+        "id": request_id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": model.name,
+        "data": JsonItems(
+            lambda: (
+                {"index": index, "object": "score", "score": float(value)}
+                for index, value in enumerate(scores)
+            )
+        ),
+        "usage": token_counts(scorer.prompts, scorer.truncated),
+    }
     headers = answer_headers(request_id, scorer.truncated)
-    return await model.lifetime(request).answer(build_response(), headers, lambda: size.bytes)
+    return await answer_json(response, size.bytes, headers)
 
 
 async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> Response:
@@ -251,34 +249,30 @@ async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> R
     scorer = await _scorer(model, texts)
     size = model.pooled_size(request, scorer.prompts)
 
-    async def build_response() -> dict[str, Any]:
-        scores = await scorer.scores()
-        order = np.argsort(-scores, kind="stable").tolist()
+    scores = await scorer.scores()
+    order = np.argsort(-scores, kind="stable").tolist()
 
-        def results() -> Iterator[dict[str, Any]]:
-            for index in order[: body.top_n or len(order)]:
-                result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
-                if body.return_documents:
-                    document = body.documents[index]
-                    result["document"] = (
-                        {"text": document} if isinstance(document, str) else document
-                    )
-                yield result
+    def results() -> Iterator[dict[str, Any]]:
+        for index in order[: body.top_n or len(order)]:
+            result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
+            if body.return_documents:
+                document = body.documents[index]
+                result["document"] = {"text": document} if isinstance(document, str) else document
+            yield result
 
-        usage = token_counts(scorer.prompts, scorer.truncated)
-        return {
-            "id": request_id,
-            "model": model.name,
-            "results": JsonItems(results, group=1),
-            "usage": usage,
-            "meta": {
-                "api_version": {"version": "2"},
-                "tokens": {"input_tokens": usage["prompt_tokens"], "output_tokens": 0},
-            },
-        }
-
+    usage = token_counts(scorer.prompts, scorer.truncated)
+    response = {
+        "id": request_id,
+        "model": model.name,
+        "results": JsonItems(results, group=1),
+        "usage": usage,
+        "meta": {
+            "api_version": {"version": "2"},
+            "tokens": {"input_tokens": usage["prompt_tokens"], "output_tokens": 0},
+        },
+    }
     headers = answer_headers(request_id, scorer.truncated)
-    return await model.lifetime(request).answer(build_response(), headers, lambda: size.bytes)
+    return await answer_json(response, size.bytes, headers)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ed_esurge.server.generation.answers import (
     TokenizerInfo,
 )
 from ed_esurge.server.generation.models import ServedModel
+from ed_esurge.server.generation.rendering import ConversationOptions
 from ed_esurge.server.generation.requests import DetokenizeRequest, TokenizeRequest
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import get_owner
@@ -31,11 +32,8 @@ async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) 
     """Return the token ids of a text or of messages."""
     prompts = model.prompts
     if body.messages is not None:
-        prompt = await prompts.conversation(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            size=get_size(request),
-        )
+        options = ConversationOptions(add_generation_prompt=body.add_generation_prompt)
+        prompt = await prompts.conversation(body.messages, options, size=get_size(request))
         tokens = prompt.tokens
     else:
         (tokens,) = await prompts.encode(
