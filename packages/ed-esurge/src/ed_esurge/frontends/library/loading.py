@@ -14,8 +14,7 @@ from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 
 from ed_esurge.certificates import certificate_summary
 from ed_esurge.frontends.library.checkpoint_files import CheckpointFiles
-from ed_esurge.frontends.library.definitions import DefinitionStore, ModelDefinition
-from ed_esurge.frontends.library.derivation import Derivation
+from ed_esurge.frontends.library.definitions import DefinitionStore, Derivation, ModelDefinition
 from ed_esurge.frontends.library.directory import ModelDirectory
 from ed_esurge.server.generation.models import ServedModel, build_certificate_fields
 from ed_esurge.server.generation.served_models import ServedModels

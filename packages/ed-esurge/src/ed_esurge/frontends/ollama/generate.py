@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ed_esurge.frontends.library.derivation import add_only_messages
+from ed_esurge.frontends.library.definitions import add_only_messages
 from ed_esurge.frontends.ollama.keep_alive import keep
 from ed_esurge.frontends.ollama.replies import (
     LINES,

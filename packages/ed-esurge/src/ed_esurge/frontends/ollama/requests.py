@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ed_esurge.frontends.library.derivation import get_definition
+from ed_esurge.frontends.library.definitions import get_definition
 from ed_esurge.frontends.library.parameters import DEFAULTS, SamplingOptions, chat_fields
 from ed_esurge.frontends.ollama.keep_alive import KeepAlive
 from ed_esurge.server.generation.models import ServedModel
