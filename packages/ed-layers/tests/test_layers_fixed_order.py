@@ -24,10 +24,10 @@ from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.depth.remat import names_in
 from ed_layers.lora.layers import LoRALinear
 from ed_layers.native import library
+from ed_layers.ordered_program import call_ordered, round_operations
 from ed_layers.projections.linear import Linear, project, project_activated, project_gated
 from ed_layers.projections.matmul import matmul
 from ed_layers.quantization.model import quantize
-from ed_layers.unordered_sums import call_ordered
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -139,6 +139,45 @@ def test_sum_that_xla_orders_is_refused_with_its_place() -> None:
 
 def by_rows(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.map(lambda row: jnp.dot(row, w), x)
+
+
+def multiply_and_add(x: jax.Array) -> jax.Array:
+    return x * x + 0.3 * x - 1
+
+
+#: Call -> function of rows that calls `multiply_and_add`, directly or in an operation with a body.
+CALLS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "direct": multiply_and_add,
+    "jit": jax.jit(multiply_and_add),
+    "checkpoint": jax.checkpoint(multiply_and_add),
+    "scan": lambda x: jax.lax.map(multiply_and_add, x),
+    "cond": lambda x: jax.lax.cond(x[0, 0] < 9, multiply_and_add, jnp.zeros_like, x),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"), [("direct", "bfloat16"), *[(call, "float32") for call in CALLS]]
+)
+def test_rewritten_program_has_the_bits_of_each_operation_alone(call: str, dtype: str) -> None:
+    x = drawn(4, 33, dtype=dtype)
+    with jax.disable_jit():
+        expected = np.asarray(multiply_and_add(x), np.float32)
+    rewritten = round_operations(CALLS[call])
+    np.testing.assert_array_equal(np.asarray(jax.jit(rewritten)(x), np.float32), expected)
+    gradient = jax.jit(jax.grad(lambda x: rewritten(x).astype(jnp.float32).sum()))(x)
+    limit = 1e-6 if dtype == "float32" else 0.02
+    np.testing.assert_allclose(gradient, 2 * x + 0.3, rtol=limit, atol=limit)
+
+
+def test_exponentials_of_a_rewritten_program_are_polynomials() -> None:
+    x = jnp.array([-200, -80, -1.5, 0, 2, 80, 200], jnp.float32)
+    rewritten = round_operations(lambda x: (jnp.exp(x), jax.nn.sigmoid(x)))
+    names = str(jax.make_jaxpr(rewritten)(x))
+    assert "logistic" not in names and " exp " not in names
+    for values, expected in zip(rewritten(x), (jnp.exp(x), jax.nn.sigmoid(x)), strict=True):
+        np.testing.assert_allclose(values, expected, rtol=3e-7, atol=1e-38)
+    slopes = jax.vmap(jax.grad(lambda x: rewritten(x)[1]))(x)
+    np.testing.assert_allclose(slopes, jax.vmap(jax.grad(jax.nn.sigmoid))(x), rtol=1e-6, atol=1e-7)
 
 
 ALIBI = Alibi((0.5, 0.25, 0.02, 0.003), factor=0.7, dtype="bfloat16")
@@ -254,7 +293,8 @@ def check_gradients(
 
     def run(params, x, config) -> jax.Array:
         with library.chosen_by(config):
-            return call(nnx.merge(graphdef, params, codes), x)
+            choice = library.KernelChoice.get_current()
+            return choice.wrap_function(partial(call, nnx.merge(graphdef, params, codes)))(x)
 
     def loss(params, x, config) -> tuple[jax.Array, jax.Array]:
         block = partial(run, config=config)
@@ -299,7 +339,9 @@ def test_adapted_and_simulated_layers_have_one_order(adapter, form, depth) -> No
     rows = drawn(7, 64, seed=5)
     with library.chosen_by(ONE):
         call_ordered(lambda: layer(rows))
-        together, alone = (np.asarray(jax.jit(lambda x: layer(x))(x)) for x in (rows, rows[4:5]))
+        together, alone = (
+            np.asarray(jax.jit(round_operations(layer))(x)) for x in (rows, rows[4:5])
+        )
     np.testing.assert_array_equal(alone, together[4:5])
 
 

@@ -40,7 +40,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.dropout import apply_dropout
-from ed_layers.fixed_order import round_to_dtype
 
 if TYPE_CHECKING:
     from ed_infra.inputs import Encoded
@@ -140,7 +139,7 @@ class Ctx:
     def apply_dropout(self, x: Float[Array, "*dims"], rate: float, site: str) -> jax.Array:
         """Apply dropout in training; each `site` of a layer uses a separate random key."""
         if self.key is None or not rate:
-            return round_to_dtype(x)
+            return x
         key = jax.random.fold_in(self.key, zlib.crc32(site.encode()))
         return apply_dropout(x, rate, key)
 
@@ -204,4 +203,4 @@ def name_activation(
     if config is not None and config.use_sharding_constraint and name in AXES:
         axes = AXES[name]
         x = constrain(x, axes, config, mode if axes in (_HEADS, _KEY_HEADS) else "train")
-    return checkpoint_name(round_to_dtype(x), name)
+    return checkpoint_name(x, name)

@@ -75,46 +75,26 @@ def unshard_last_axis(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(config.mesh, spec))
 
 
+#: dtype -> integers of the same size.
+_BITS = {jnp.dtype(k): n for k, n in (("float32", "uint32"), ("bfloat16", "uint16"))}
+
+
+@jax.custom_jvp
 def round_to_dtype(x: jax.Array) -> jax.Array:
     """Return an array whose numbers are rounded to its dtype in every program.
 
     XLA contracts a product and a following sum to one operation, and omits the rounding of 16-bit
     numbers that it does not store. Both depend on the other operations of a program.
     """
-    if not active() or x.dtype not in _BITS:
+    if x.dtype not in _BITS:
         return x
-    return _round_to_dtype(x)
-
-
-#: dtype -> integers of the same size.
-_BITS = {jnp.dtype(k): n for k, n in (("float32", "uint32"), ("bfloat16", "uint16"))}
-
-
-@jax.custom_jvp
-def _round_to_dtype(x: jax.Array) -> jax.Array:
     kind = _BITS[x.dtype]
     bits = jax.lax.bitcast_convert_type(x, kind)
     # The compiler cannot know that the second operand is 0 for all numbers.
     return jax.lax.bitcast_convert_type(bits ^ (x != x).astype(kind), x.dtype)
 
 
-_round_to_dtype.defjvps(lambda tangent, _, __: tangent)
-
-
-def exp(x: jax.Array) -> jax.Array:
-    """Return `exp(x)` of float32 numbers.
-
-    XLA's CPU backend has two implementations of `exp`, which differ in the last bit, and selects
-    one of them by the number of elements. In one order of sums, `exp` is therefore a polynomial.
-    """
-    return _exp(x) if active() else jnp.exp(x)
-
-
-def sigmoid(x: jax.Array) -> jax.Array:
-    """Return the sigmoid in the dtype of `x`; in one order of sums, computed in float32."""
-    if not active():
-        return jax.nn.sigmoid(x)
-    return (1 / (1 + _exp(-x.astype(jnp.float32)))).astype(x.dtype)
+round_to_dtype.defjvps(lambda tangent, _, __: tangent)
 
 
 #: Coefficients of `exp(r) = 1 + r + r**2 (c[0] r**5 + ... + c[5])` (Cephes).
@@ -126,25 +106,37 @@ _LEAST = -87.3
 
 
 @jax.custom_jvp
-def _exp(x: jax.Array) -> jax.Array:
+def exp(x: jax.Array) -> jax.Array:
+    """Return `exp(x)`, computed in float32, in the dtype of `x`.
+
+    XLA's CPU backend has two implementations of `exp`, which differ in the last bit, and selects
+    one of them by the number of elements. This function is a polynomial.
+    """
     # x = n ln 2 + r, so exp(x) = 2**n exp(r).
+    dtype, x = x.dtype, x.astype(jnp.float32)
     n = jnp.round(jnp.clip(x, _LEAST, 89.0) * 1.44269504)
-    r = jnp.clip(x, _LEAST, 89.0) - _round_to_dtype(n * _LN2[0]) - _round_to_dtype(n * _LN2[1])
+    r = jnp.clip(x, _LEAST, 89.0) - round_to_dtype(n * _LN2[0]) - round_to_dtype(n * _LN2[1])
     y = jnp.full_like(r, _EXP[0])
     for c in _EXP[1:]:
-        y = _round_to_dtype(y * r) + c
-    y = _round_to_dtype(y * _round_to_dtype(r * r)) + r + 1
+        y = round_to_dtype(y * r) + c
+    y = round_to_dtype(y * round_to_dtype(r * r)) + r + 1
     # Two factors, because 2**128 is not a float32.
     power = n.astype(jnp.int32)
     for part in (power >> 1, power - (power >> 1)):
         y = y * jax.lax.bitcast_convert_type((part + 127) << 23, jnp.float32)
-    return jnp.where(x < _LEAST, 0, y)
+    return jnp.where(x < _LEAST, 0, y).astype(dtype)
 
 
-@_exp.defjvp
-def _exp_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    y = _exp(primals[0])
-    return y, tangents[0] * y
+exp.defjvps(lambda tangent, y, _: tangent * y)
+
+
+@jax.custom_jvp
+def sigmoid(x: jax.Array) -> jax.Array:
+    """Return the sigmoid of `x`, computed in float32, in the dtype of `x`."""
+    return (1 / (1 + exp(-x.astype(jnp.float32)))).astype(x.dtype)
+
+
+sigmoid.defjvps(lambda tangent, y, _: tangent * y * (1 - y))
 
 
 @jax.custom_jvp

@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.depth.remat import call_with_remat
-from ed_layers.fixed_order import round_to_dtype
 from ed_layers.sums import mean
 
 
@@ -60,11 +59,11 @@ class RMSNorm(nnx.Module):
             x = x.astype(jnp.float32)
             x = x * jax.lax.rsqrt(mean(jnp.square(x)) + eps)
             if weight is None:
-                return round_to_dtype(x.astype(dtype))
+                return x.astype(dtype)
             weight = weight.astype(scale_dtype)
             if offset:
                 weight = weight + offset
-            return round_to_dtype((round_to_dtype(x.astype(scale_dtype)) * weight).astype(dtype))
+            return (x.astype(scale_dtype) * weight).astype(dtype)
 
         return normalize
 
@@ -115,8 +114,8 @@ class LayerNorm(nnx.Module):
             if weight is not None:
                 x = x * (weight.astype(jnp.float32) + offset)
             if bias is not None:
-                x = round_to_dtype(x) + bias.astype(jnp.float32)
-            return round_to_dtype(x.astype(dtype))
+                x = x + bias.astype(jnp.float32)
+            return x.astype(dtype)
 
         return normalize
 
@@ -158,4 +157,4 @@ class GatedRMSNorm(nnx.Module):
         parts = x.reshape(*x.shape[:-1], self.groups, -1)
         x = (parts * jax.lax.rsqrt(mean(jnp.square(parts)) + self.eps)).reshape(x.shape)
         x = x * self.weight.get_value().astype(jnp.float32)
-        return round_to_dtype((x if self.gate_first else x * gate).astype(self.dtype))
+        return (x if self.gate_first else x * gate).astype(self.dtype)

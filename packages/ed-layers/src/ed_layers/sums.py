@@ -56,7 +56,7 @@ def compute_weighted_sum(
     x = x.astype(jnp.float32)
     if not fixed_order.active():
         return jnp.einsum("nkd,nk->nd", x, weights)
-    parts = fixed_order.round_to_dtype(x * weights[..., None])
+    parts = x * weights[..., None]
     return sum((parts[:, i] for i in range(1, x.shape[1])), start=parts[:, 0])
 
 
@@ -72,7 +72,7 @@ def over_axis(x: Float[Array, "*dims"], axis: int) -> Float[Array, "*dims"]:
     axis %= x.ndim
     size = 1 << (x.shape[axis] - 1).bit_length()
     missing = [(0, size - n if at == axis else 0) for at, n in enumerate(x.shape)]
-    x = jnp.pad(fixed_order.round_to_dtype(x), missing)
+    x = jnp.pad(x, missing)
     while size > 1:
         size //= 2
         first, second = (jax.lax.slice_in_dim(x, i, i + size, axis=axis) for i in (0, size))

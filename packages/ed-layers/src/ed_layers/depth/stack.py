@@ -28,7 +28,6 @@ from jaxtyping import Array, Float
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import STREAM, Ctx, name_activation
 from ed_layers.depth.remat import BETWEEN, Remat, names_in
-from ed_layers.fixed_order import round_to_dtype
 
 Layout = Literal["stacked", "leaves"]
 MakeLayer = Callable[[int, nnx.Rngs], nnx.Module]
@@ -269,7 +268,7 @@ def apply_layer(
     x = name_activation(x, BETWEEN)
     ctx = ctx.at_layer(index)
     out, cache, report = nnx.merge(static.graphdef, state)(x, ctx, cache, index)
-    x = round_to_dtype(ctx.layer_dropped(x, out))
+    x = ctx.layer_dropped(x, out)
     # The stream has a fixed placement between layers; inside a layer the compiler may choose.
     x = x if ctx.config is None else constrain(x, STREAM, ctx.config)
     return x, cache, report

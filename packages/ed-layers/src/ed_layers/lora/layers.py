@@ -23,7 +23,6 @@ from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import round_to_dtype
 from ed_layers.projections.dot import Weight, dot
 from ed_layers.projections.embed import Embed
 from ed_layers.projections.linear import ExpertLinear, Linear
@@ -57,12 +56,11 @@ class LowRank:
     def dense(self) -> jax.Array:
         """Return `W + scale * A B` in float32, without the factor."""
         assert isinstance(self.base, jax.Array | QArray), "an adapter lies over no other adapter"
-        return self.base.astype(jnp.float32) + round_to_dtype(self.scale * dot(self.a, self.b))
+        return self.base.astype(jnp.float32) + self.scale * dot(self.a, self.b)
 
     def column_norms(self) -> Float[Array, " o"]:
         """Return the norm of each column of `dense`."""
-        # XLA would replace a division by a root by a product with another rounding.
-        return round_to_dtype(jnp.sqrt(over_axis(jnp.square(self.dense()), 0)))
+        return jnp.sqrt(over_axis(jnp.square(self.dense()), 0))
 
     def product(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `x @ self`, [..., o], in the dtype of `x`."""
@@ -73,12 +71,12 @@ class LowRank:
     def change(self, x: jax.Array, *, precision: PrecisionLike = None) -> jax.Array:
         """Return `scale * x A B`."""
         inner = dot(x, self.a, precision=precision)
-        return round_to_dtype(dot(inner, self.b, precision=precision) * self.scale)
+        return dot(inner, self.b, precision=precision) * self.scale
 
     def finish(self, base: jax.Array, change: jax.Array) -> jax.Array:
         """Combine the two products."""
-        out = round_to_dtype(base + change)
-        return out if self.factor is None else round_to_dtype(out * self.factor.astype(out.dtype))
+        out = base + change
+        return out if self.factor is None else out * self.factor.astype(out.dtype)
 
 
 class LoRALinear(Linear):
@@ -128,7 +126,7 @@ class LoRALinear(Linear):
         else:
             y = weight.finish(base, change)
         if self.use_bias:
-            y = round_to_dtype(y + self.bias.get_value().astype(self.dtype))
+            y = y + self.bias.get_value().astype(self.dtype)
         return y
 
     def merge_adapter(self) -> Linear:
@@ -161,8 +159,8 @@ class LoRAEmbed(Embed):
     def __call__(self, input_ids):
         """Look up [b, s] tokens: [b, s, d]."""
         rows = jnp.take(self.lora_a.get_value(), input_ids, axis=0)
-        change = round_to_dtype(dot(rows, self.lora_b.get_value()) * self.spec.scale)
-        return round_to_dtype(super().__call__(input_ids) + change.astype(self.dtype))
+        change = dot(rows, self.lora_b.get_value()) * self.spec.scale
+        return super().__call__(input_ids) + change.astype(self.dtype)
 
     def merge_adapter(self) -> Embed:
         """Return the embedding without an adapter and with the updated table."""

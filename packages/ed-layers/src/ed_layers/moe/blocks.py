@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_layers.fixed_order import round_to_dtype
 from ed_layers.native.library import KernelChoice
 from ed_layers.projections.dot import dot
 from ed_layers.sums import compute_weighted_sum
@@ -66,9 +65,9 @@ def build_product(params: ExpertParams, precision: PrecisionLike) -> ExpertProdu
     def product(name: str, x: jax.Array) -> jax.Array:
         y = times(x, f"{name}.kernel")
         if f"{name}.lora_a" in params:
-            y = round_to_dtype(y + times(times(x, f"{name}.lora_a"), f"{name}.lora_b"))
+            y = y + times(times(x, f"{name}.lora_a"), f"{name}.lora_b")
         bias = params.get(f"{name}.bias")
-        return y if bias is None else round_to_dtype(y + require_array(bias).astype(x.dtype))
+        return y if bias is None else y + require_array(bias).astype(x.dtype)
 
     def times(x: jax.Array, name: str) -> jax.Array:
         return dot(x, params[name], precision=precision)
@@ -150,16 +149,19 @@ def over_blocks(
     plan: ExpertBlocks,
 ) -> Float[Array, "n d"]:
     """Loop over the blocks that hold rows, without copying a matrix."""
-    rows = x[plan.token]
 
-    def step(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert_params = jax.tree.map(lambda p: p[plan.expert[i]], params)
-        y = network(get_block(rows, i, plan), build_product(expert_params, precision))
-        return put_block(out, y, i, plan)
+    def run(x: jax.Array, weights: jax.Array, params: ExpertParams, plan: ExpertBlocks):
+        rows = x[plan.token]
 
-    with choice.restore():
+        def step(i: jax.Array, out: jax.Array) -> jax.Array:
+            expert_params = jax.tree.map(lambda p: p[plan.expert[i]], params)
+            y = network(get_block(rows, i, plan), build_product(expert_params, precision))
+            return put_block(out, y, i, plan)
+
         out = jax.lax.fori_loop(0, plan.used, step, jnp.zeros(rows.shape, x.dtype))
         return compute_weighted_sum(out[plan.place], weights)
+
+    return choice.wrap_function(run)(x, weights, params, plan)
 
 
 def _forward(network, precision, choice, x, weights, params, plan):

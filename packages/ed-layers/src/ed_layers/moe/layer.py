@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers import sums
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import round_to_dtype, sigmoid
 from ed_layers.mlp import MLP, GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.parts import Parts
@@ -153,7 +152,7 @@ class Router(nnx.Module):
             forced_ids: experts to use instead of the best ones; -1 = the best ones.
         """
         softmax = self.score == "softmax"
-        scores = sums.softmax(logits) if softmax else sigmoid(logits)
+        scores = sums.softmax(logits) if softmax else jax.nn.sigmoid(logits)
         expert_ids = jax.lax.top_k(self.ranks(jax.lax.stop_gradient(scores)), self.per_token)[1]
         expert_ids = given_or(forced_ids, expert_ids)
         if self.normalize and softmax:
@@ -297,7 +296,7 @@ class SparseMLP(nnx.Module):
         out = self.shared_experts(x, ctx)
         if hasattr(self, "shared_expert_gate"):
             logits = ctx.name_activation(self.shared_expert_gate(x, ctx), "moe_gate_logits")
-            out = round_to_dtype(out * sigmoid(logits))
+            out = out * jax.nn.sigmoid(logits)
         return out
 
     def combine_outputs(

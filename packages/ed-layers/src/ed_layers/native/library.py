@@ -18,6 +18,7 @@ from ed_infra.logging import get_logger, once
 
 from ed_layers import fixed_order
 from ed_layers.native.build import LIBRARY, VERSION
+from ed_layers.ordered_program import round_operations
 
 if TYPE_CHECKING:
     from ed_infra.config import EasyDeLBaseConfig
@@ -89,11 +90,13 @@ class KernelChoice(NamedTuple):
             _ALLOWED.reset(token)
 
     def wrap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that is always traced with this choice."""
+        """Return a function of trees of arrays that is always traced with this choice."""
 
         def call_with_choice(*arguments: object) -> Any:
             with self.restore():
-                return function(*arguments)
+                if self.ordered is None:
+                    return function(*arguments)
+                return round_operations(function)(*arguments)
 
         return call_with_choice
 

@@ -15,8 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
-from ed_layers import native
-from ed_layers.fixed_order import round_to_dtype
+from ed_layers import fixed_order, native
 from ed_layers.projections.dot import Weight, dot
 
 
@@ -77,4 +76,4 @@ class Head:
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
         with self.kernels():
-            return round_to_dtype(scores)
+            return fixed_order.round_to_dtype(scores) if fixed_order.active() else scores

@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import round_to_dtype
 from ed_layers.projections.dot import Weight, combine_products, dot
 
 Initializer = jax.nn.initializers.Initializer
@@ -71,11 +70,7 @@ class Linear(nnx.Module):
             return dot(x, w, precision=self.precision)
         bias = self.bias.get_value().astype(self.dtype)
         results = combine_products(x, (w,), (bias,), precision=self.precision)
-        return (
-            round_to_dtype(dot(x, w, precision=self.precision) + bias)
-            if results is None
-            else results[0]
-        )
+        return dot(x, w, precision=self.precision) + bias if results is None else results[0]
 
 
 class ExpertLinear(nnx.Module):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_layers import fixed_order
 from ed_layers.cache.spec import StateSpec
 from ed_layers.parts import Parts
 from ed_layers.recurrence.rows import Rows
@@ -53,21 +52,19 @@ class ShortConv(nnx.Module):
         self, x: Float[Array, "r c f"], state: Float[Array, "m k1 f"], rows: Rows
     ) -> tuple[Float[Array, "r c f"], Float[Array, "m k1 f"]]:
         """Return the outputs, and the state after this step."""
-        # In one order of sums, 16-bit numbers are rounded once, after all additions.
-        dtype = jnp.float32 if fixed_order.active() else self.dtype
-        kernel = self.kernel.get_value().astype(self.dtype)[:, 0].astype(dtype)
+        kernel = self.kernel.get_value().astype(self.dtype)[:, 0]
         taps, columns = kernel.shape[0], x.shape[1]
-        x = fixed_order.round_to_dtype(rows.mask_padding(x.astype(self.dtype)))
+        x = rows.mask_padding(x.astype(self.dtype))
         inputs, state = rows.prepend_history(x, state)
         begun = rows.begun()
         begun_history = None if begun is None else jnp.pad(begun, ((0, 0), (taps - 1, 0)))
-        out = jnp.zeros(x.shape, dtype)
+        out = jnp.zeros(x.shape, self.dtype)
         for tap in range(taps):
             part = jax.lax.slice_in_dim(inputs, tap, tap + columns, axis=1)
             if begun is not None and begun_history is not None:
                 same = jax.lax.slice_in_dim(begun_history, tap, tap + columns, axis=1) == begun
                 part = jnp.where(same[..., None], part, 0)
-            out = out + fixed_order.round_to_dtype(part.astype(dtype) * kernel[tap])
+            out = out + part * kernel[tap]
         if hasattr(self, "bias"):
             out = out + self.bias.get_value().astype(self.dtype)
-        return fixed_order.round_to_dtype(out.astype(self.dtype)), state
+        return out, state

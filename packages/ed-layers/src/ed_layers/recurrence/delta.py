@@ -24,7 +24,6 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.native.recurrences import Terms
 from ed_layers.norms import GatedRMSNorm
 from ed_layers.parts import Parts
@@ -41,7 +40,7 @@ DeltaInputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 def delta_terms(inputs: DeltaInputs) -> Terms:
     """Return the terms of `delta_rule`."""
     q, k, v, g, beta = (x.astype(jnp.float32) for x in inputs)
-    return Terms(q, k, v, exp(g), beta=beta)
+    return Terms(q, k, v, jnp.exp(g), beta=beta)
 
 
 def delta_rule(
@@ -139,7 +138,7 @@ class GatedDelta(nnx.Module):
     def log_decay(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s h one_or_k"]:
         """Return the log of the decay, float32."""
         a = self.a_proj(x, ctx).astype(jnp.float32) + self.dt_bias.get_value().astype(jnp.float32)
-        rate = exp(self.A_log.get_value().astype(jnp.float32))
+        rate = jnp.exp(self.A_log.get_value().astype(jnp.float32))
         return (-rate * jax.nn.softplus(a))[..., None]
 
     def gate(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s hv"]:
@@ -159,7 +158,7 @@ class GatedDelta(nnx.Module):
             y = rows.enter(getattr(self, f"{name}_proj")(x, ctx), "heads")
             conv, state = getattr(self, f"{name}_conv1d"), states[f"{name}_conv"]
             y, states[f"{name}_conv"] = conv(y, state, rows)
-            y = round_to_dtype(activation(self.hidden_act)(y)).astype(jnp.float32)
+            y = activation(self.hidden_act)(y).astype(jnp.float32)
             return y.reshape(*y.shape[:2], -1, size)
 
         q = unit(project_and_convolve("q", self.key_dim))
@@ -168,7 +167,7 @@ class GatedDelta(nnx.Module):
         shared = self.value_heads // k.shape[2]
         q, k = (jnp.repeat(y, shared, axis=2) for y in (q * self.key_dim**-0.5, k))
         g = rows.mask_padding(rows.enter(self.log_decay(x, ctx), "heads"))
-        beta = round_to_dtype(jax.nn.sigmoid(self.b_proj(x, ctx))).astype(jnp.float32)
+        beta = jax.nn.sigmoid(self.b_proj(x, ctx)).astype(jnp.float32)
         beta = beta * self.beta_scale
         beta = rows.mask_padding(rows.enter(beta, "heads"))
         inputs = q, k, v, g, beta
@@ -204,7 +203,7 @@ class KimiDelta(GatedDelta):
     def log_decay(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s h one_or_k"]:
         a = self.f_b_proj(self.f_a_proj(x, ctx), ctx).astype(jnp.float32)
         a = a + self.dt_bias.get_value().astype(jnp.float32)
-        rate = exp(self.A_log.get_value().astype(jnp.float32))
+        rate = jnp.exp(self.A_log.get_value().astype(jnp.float32))
         return -rate * jax.nn.softplus(a).reshape(*a.shape[:2], self.value_heads, -1)
 
     def gate(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s hv"]:

@@ -20,7 +20,6 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.native.recurrences import Terms
 from ed_layers.parts import Parts
 from ed_layers.recurrence.decay import Decay
@@ -33,7 +32,7 @@ LightningInputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 def linear_terms(inputs: LightningInputs) -> Terms:
     """Return the terms of `linear_attention`."""
     q, k, v, g = (x.astype(jnp.float32) for x in inputs)
-    return Terms(q, k, v, exp(g))
+    return Terms(q, k, v, jnp.exp(g))
 
 
 def linear_attention(
@@ -85,7 +84,7 @@ class LightningAttention(nnx.Module):
         b, s, _ = x.shape
         rows = Rows.of(ctx, (b, s), cache, chunk=self.chunk)
         states = rows.states(cache, layer, self.cache_spec)
-        qkv = round_to_dtype(activation(self.hidden_act)(self.qkv_proj(x, ctx))).astype(jnp.float32)
+        qkv = activation(self.hidden_act)(self.qkv_proj(x, ctx)).astype(jnp.float32)
         qkv = rows.enter(qkv.reshape(b, s, self.heads, 3 * self.head_dim), "heads")
         q, k, v = jnp.split(qkv, 3, axis=-1)
         g = jnp.broadcast_to(-self.rates(layer)[:, None], (*q.shape[:3], 1))

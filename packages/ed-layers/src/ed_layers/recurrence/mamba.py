@@ -25,7 +25,6 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.native.recurrences import Terms
 from ed_layers.parts import Parts
 from ed_layers.recurrence.conv import ShortConv
@@ -105,20 +104,18 @@ class MambaMixer(nnx.Module):
         states = rows.states(cache, layer, self.cache_spec)
         u = rows.enter(self.in_proj(x, ctx), "mlp")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)
-        u = round_to_dtype(activation(self.hidden_act)(u))
+        u = activation(self.hidden_act)(u)
         dt, b, c = self.project_terms(u)
         u = u.astype(jnp.float32)
-        rates = -exp(self.A_log.get_value().astype(jnp.float32))
+        rates = -jnp.exp(self.A_log.get_value().astype(jnp.float32))
         # A step size of zero at padding does not change the state.
         inputs = u, rows.mask_padding(dt), b, c
         y, states["ssm"] = rows.scan(
             partial(selective_scan, rates), states["ssm"], inputs, partial(selective_terms, rates)
         )
-        y = rows.leave(
-            y.reshape(u.shape) + round_to_dtype(self.D.get_value().astype(jnp.float32) * u)
-        )
+        y = rows.leave(y.reshape(u.shape) + self.D.get_value().astype(jnp.float32) * u)
         cache = rows.store(cache, layer, states, self.cache_spec)
-        gate = round_to_dtype(activation(self.hidden_act)(self.z_proj(x, ctx)))
+        gate = activation(self.hidden_act)(self.z_proj(x, ctx))
         return self.out_proj((y * gate).astype(self.dtype), ctx), cache
 
     def project_terms(self, u: Float[Array, "r c f"]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -144,7 +141,7 @@ def selective_terms(
     return Terms(
         c[:, :, None],
         b[:, :, None],
-        split_heads(round_to_dtype(dt * u)),
+        split_heads(dt * u),
         split_heads(dt),
         rates=rates.reshape(*heads, rates.shape[-1]),
         keys_last=True,

@@ -23,7 +23,6 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.native.recurrences import Terms
 from ed_layers.norms import GatedRMSNorm
 from ed_layers.parts import Parts
@@ -128,20 +127,20 @@ class Mamba2Mixer(nnx.Module):
         bc = jnp.split(rows.enter(self.bc_proj(x, ctx)), 2, axis=-1)
         bc = jnp.concatenate([bc[0] * b_multiplier, bc[1] * c_multiplier], axis=-1)
         bc, states["bc_conv"] = self.bc_conv1d(bc, states["bc_conv"], rows)
-        u = round_to_dtype(act(u)).astype(jnp.float32).reshape(*u.shape[:2], h, p)
-        bc = round_to_dtype(act(bc)).astype(jnp.float32).reshape(*bc.shape[:2], 2, g, n)
+        u = act(u).astype(jnp.float32).reshape(*u.shape[:2], h, p)
+        bc = act(bc).astype(jnp.float32).reshape(*bc.shape[:2], 2, g, n)
         # A step size of zero at padding does not change the state.
-        dt = rows.enter(round_to_dtype(self.dt_proj(x, ctx) * dt_multiplier), "heads")
+        dt = rows.enter(self.dt_proj(x, ctx) * dt_multiplier, "heads")
         dt = rows.mask_padding(self.steps(dt))
-        rates = -exp(self.A_log.get_value().astype(jnp.float32))
+        rates = -jnp.exp(self.A_log.get_value().astype(jnp.float32))
         step = partial(state_space_dual, rates, precision=self.precision)
         inputs = u, dt, bc[:, :, 0], bc[:, :, 1]
         y, states["ssm"] = rows.scan(step, states["ssm"], inputs, partial(dual_terms, rates))
-        y = y + round_to_dtype(self.D.get_value().astype(jnp.float32)[:, None] * u)
+        y = y + self.D.get_value().astype(jnp.float32)[:, None] * u
         y = rows.leave(y.reshape(*y.shape[:2], h * p))
         cache = rows.store(cache, layer, states, self.cache_spec)
-        z = round_to_dtype(self.z_proj(x, ctx) * z_multiplier)
-        y = self.norm(y, z) if self.has_norm else (y * round_to_dtype(act(z))).astype(self.dtype)
+        z = self.z_proj(x, ctx) * z_multiplier
+        y = self.norm(y, z) if self.has_norm else (y * act(z)).astype(self.dtype)
         return self.out_proj(y, ctx), cache
 
     def steps(self, dt: Float[Array, "r c h"]) -> Float[Array, "r c h"]:
@@ -155,8 +154,8 @@ def dual_terms(
 ) -> Terms:
     """Return the terms of `state_space_dual`, with its arguments."""
     x, dt, b, c = inputs
-    decay = exp(round_to_dtype(dt * rates))[..., None]
-    return Terms(c, b, round_to_dtype(x * dt[..., None]), decay, keys_last=True)
+    decay = jnp.exp(dt * rates)[..., None]
+    return Terms(c, b, x * dt[..., None], decay, keys_last=True)
 
 
 def state_space_dual(

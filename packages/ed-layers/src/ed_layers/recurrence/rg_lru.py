@@ -24,7 +24,6 @@ from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec, StateSpec
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.parts import Parts
 from ed_layers.projections.matmul import matmul
 from ed_layers.recurrence.conv import ShortConv
@@ -38,11 +37,11 @@ def diagonal(
 ) -> tuple[Float[Array, "q f"], Float[Array, "q c f"]]:
     """Compute `h[t] = exp(g[t]) h[t - 1] + x[t]` for the inputs (g, x); a `Step` of `Rows.scan`."""
     g, x = inputs
-    a = exp(g)
+    a = jnp.exp(g)
     if begun is not None:
         a = jnp.where(jnp.diff(begun, axis=1, prepend=0)[..., None] > 0, 0, a)
     if x.shape[1] == 1:
-        h = x + round_to_dtype(a * state[:, None])
+        h = x + a * state[:, None]
         return h[:, 0], h
     x = x.at[:, 0].add(a[:, 0] * state)
 
@@ -96,7 +95,7 @@ class RGLRU(nnx.Module):
             y = jnp.stack([matmul(parts[:, :, i], weight[i]) for i in blocks], axis=2)
         else:
             y = jnp.einsum("bsnw,nwo->bsno", parts, weight)
-        return jax.nn.sigmoid(round_to_dtype(y + bias).astype(jnp.float32)).reshape(x.shape)
+        return jax.nn.sigmoid((y + bias).astype(jnp.float32)).reshape(x.shape)
 
     def __call__(
         self, x: Float[Array, "b s d"], ctx: Ctx, cache: StateCache | None, layer: Layer
@@ -109,7 +108,7 @@ class RGLRU(nnx.Module):
         u = rows.enter(self.linear_x(x, ctx), "mlp")
         u, states["conv"] = self.conv1d(u, states["conv"], rows)
         rate = jax.nn.softplus(self.recurrent_param.get_value().astype(jnp.float32))
-        g = round_to_dtype(-8.0 * self.sigmoid("recurrent_gate", u) * rate)
+        g = -8.0 * self.sigmoid("recurrent_gate", u) * rate
         u = u.astype(jnp.float32) * self.sigmoid("input_gate", u)
         first = rows.enter(ctx.position_ids == 0)[..., None]
         u = u * jnp.where(first, 1.0, root(-jnp.expm1(2 * g)))
@@ -117,7 +116,7 @@ class RGLRU(nnx.Module):
             diagonal, states["h"], (rows.mask_padding(g), rows.mask_padding(u))
         )
         cache = rows.store(cache, layer, states, self.cache_spec)
-        y = round_to_dtype(rows.leave(y).astype(self.dtype))
+        y = rows.leave(y).astype(self.dtype)
         y = ctx.name_activation(
             y * activation(self.hidden_act)(self.linear_y(x, ctx)), "attn_output"
         )

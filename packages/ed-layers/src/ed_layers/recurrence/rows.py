@@ -294,15 +294,13 @@ class Rows:
 def token_by_token(step: RecurrenceStep) -> RecurrenceStep:
     """Return a recurrence without sums that calls `step` for one token after another.
 
-    A token then has the same operations in a whole prompt, in a chunk and alone. The inputs and
-    results of an operation are rounded, whether XLA stores them or not.
+    A token then has the same operations in a whole prompt, in a chunk and alone.
     """
 
     def one(state: Any, inputs: Any, begun: object) -> tuple[Any, Any]:
         dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
-        new, outputs = step(state, jax.tree.map(fixed_order.round_to_dtype, inputs), begun)
-        new = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), new, dtypes)
-        return jax.tree.map(fixed_order.round_to_dtype, (new, outputs))
+        new, outputs = step(state, inputs, begun)
+        return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), new, dtypes), outputs
 
     def body(state: Any, now: object) -> tuple[Any, Any]:
         inputs, starts = jax.tree.map(lambda x: x[:, None], now)

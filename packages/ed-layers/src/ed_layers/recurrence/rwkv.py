@@ -23,7 +23,6 @@ from jaxtyping import Array, Float, Int
 from ed_layers.cache.protocol import States
 from ed_layers.cache.spec import StateSpec
 from ed_layers.context import Ctx
-from ed_layers.fixed_order import exp, round_to_dtype
 from ed_layers.parts import Parts
 from ed_layers.recurrence.rows import Rows
 
@@ -43,10 +42,10 @@ class WeightedSums(NamedTuple):
     def then(self, right: WeightedSums) -> WeightedSums:
         """Return the sums over these tokens, followed by others."""
         m = jnp.maximum(self.m + right.g, right.m)
-        old, new = exp(self.m + right.g - m), exp(right.m - m)
+        old, new = jnp.exp(self.m + right.g - m), jnp.exp(right.m - m)
         return WeightedSums(
-            round_to_dtype(old * self.n) + round_to_dtype(new * right.n),
-            round_to_dtype(old * self.d) + round_to_dtype(new * right.d),
+            old * self.n + new * right.n,
+            old * self.d + new * right.d,
             m,
             self.g + right.g,
         )
@@ -116,7 +115,7 @@ class Mixed(nnx.Module):
     ) -> Float[Array, "b s f"]:
         """Return the output of the layer with this name, for its mixture."""
         share = getattr(self, f"time_mix_{name}").get_value().astype(x.dtype)
-        mixture = round_to_dtype(x * share) + round_to_dtype(previous_x * round_to_dtype(1 - share))
+        mixture = x * share + previous_x * (1 - share)
         return getattr(self, name)(mixture, ctx)
 
 
@@ -154,7 +153,7 @@ class TimeMixing(Mixed):
             )
 
         k, v = enter_mixture("key"), enter_mixture("value")
-        decay = -exp(self.time_decay.get_value().astype(jnp.float32))
+        decay = -jnp.exp(self.time_decay.get_value().astype(jnp.float32))
         first = self.time_first.get_value().astype(jnp.float32)
         inputs = {
             "k": k,
@@ -167,7 +166,7 @@ class TimeMixing(Mixed):
         receptance = ctx.name_activation(
             self.project_mixture("receptance", x, previous_x, ctx), "attn_receptance"
         )
-        y = jax.nn.sigmoid(receptance) * round_to_dtype(rows.leave(y).astype(x.dtype))
+        y = jax.nn.sigmoid(receptance) * rows.leave(y).astype(x.dtype)
         y = self.output(ctx.name_activation(y, "attn_output"), ctx)
         return ctx.name_activation(y, "attn_dense"), {**sums, "attention_x": last}
 

@@ -141,30 +141,31 @@ class Decoder(EasyDeLBaseModule):
         **inputs: Any,
     ) -> BaseModelOutput:
         """See `CausalLM.__call__`; returns hidden states [b, s, d]."""
-        x = self.embed(input_ids, inputs_embeds)
-        if features is not None:
-            x = features.insert(x)
-        b, s, _ = x.shape
-        ctx, cache = layer_context(
-            self.config, (b, s), cache=past_key_values, ropes=self.rope_settings(), **inputs
-        )
-        if features is not None:
-            ctx = replace(ctx, added=features.get_layer_features(x))
 
         def run():
-            x_in = self.enter(x, ctx)
-            outputs = self.through(x_in, ctx, cache, input_ids, keep_hidden=output_hidden_states)
-            return self.leave(outputs[0], ctx), *outputs[1:]
+            x = self.embed(input_ids, inputs_embeds)
+            if features is not None:
+                x = features.insert(x)
+            b, s, _ = x.shape
+            ctx, cache = layer_context(
+                self.config, (b, s), cache=past_key_values, ropes=self.rope_settings(), **inputs
+            )
+            if features is not None:
+                ctx = replace(ctx, added=features.get_layer_features(x))
+            x, cache, report, hidden = self.through(
+                self.enter(x, ctx), ctx, cache, input_ids, keep_hidden=output_hidden_states
+            )
+            if cache is not None and ctx.ragged is None:
+                cache = cast(ContiguousCache, cache).advance(s)
+            return self.leave(x, ctx), cache, report, hidden
 
         with native.chosen_by(self.config):
             if self.config.batch_invariant:
-                from ed_layers.unordered_sums import call_ordered
+                from ed_layers.ordered_program import call_ordered
 
                 x, cache, report, hidden = call_ordered(run)
             else:
                 x, cache, report, hidden = run()
-        if cache is not None and ctx.ragged is None:
-            cache = cast(ContiguousCache, cache).advance(s)
         if report.losses or report.metrics:
             from ed_layers.moe.layer import balance
 

@@ -18,7 +18,6 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import ScoreRule
-from ed_layers.fixed_order import round_to_dtype
 from ed_layers.mlp import GatedMLP, activation
 from ed_layers.parts import Parts
 
@@ -60,7 +59,7 @@ class FalconH1MLP(GatedMLP):
         gate = ctx.name_activation(self.gate_proj(x, ctx), "mlp_gate")
         up = ctx.name_activation(self.up_proj(x, ctx), "mlp_up")
         out = self.down_proj(activation(self.hidden_act)(gate * self.of_gate) * up, ctx)
-        return round_to_dtype(ctx.name_activation(out, "mlp_down") * self.of_output)
+        return ctx.name_activation(out, "mlp_down") * self.of_output
 
 
 class FalconH1DecoderLayer(DecoderLayer):
@@ -85,7 +84,7 @@ class FalconH1DecoderLayer(DecoderLayer):
         mixed, cache = self.mamba(normed * mamba_in_scale, ctx, cache, layer)
         attended, cache = self.self_attn(normed * first, ctx, cache, layer)
         x = ctx.name_activation(
-            x + round_to_dtype(mixed * mamba_out_scale) + round_to_dtype(attended * last),
+            x + mixed * mamba_out_scale + attended * last,
             "residual",
         )
         out, report = self.feed_forward(self.post_attention_layernorm(x), ctx)

@@ -17,7 +17,6 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule
-from ed_layers.fixed_order import round_to_dtype
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
@@ -66,12 +65,10 @@ class MiniMaxDecoderLayer(DecoderLayer):
         keep, add, mlp_keep, mlp_add = self.factors
         x = self.input_layernorm(x)
         attended, cache = self.self_attn(x, ctx, cache, layer)
-        x = ctx.name_activation(
-            round_to_dtype(x * keep) + round_to_dtype(attended * add), "residual"
-        )
+        x = ctx.name_activation(x * keep + attended * add, "residual")
         x = self.post_attention_layernorm(x)
         out, report = self.feed_forward(x, ctx)
-        return round_to_dtype(x * mlp_keep) + round_to_dtype(out * mlp_add), cache, report
+        return x * mlp_keep + out * mlp_add, cache, report
 
 
 class MiniMaxModel(Decoder):
