@@ -103,7 +103,7 @@ def test_unclear_names_are_participles_adjectives_and_relations() -> None:
 @pytest.mark.parametrize(
     ("walk", "ceiling"),
     [
-        *[("row", 31), ("forward", 44), ("chat", 27), ("engine", 28), ("image", 36)],
+        *[("row", 31), ("forward", 39), ("chat", 27), ("engine", 28), ("image", 36)],
         *[("dpo", 11), ("grpo", 14), ("learning_rate", 10)],
     ],
 )

@@ -18,6 +18,7 @@ import pytest
 from cache_cases import ragged
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.masks import MaskInfo
+from ed_layers import fixed_order
 from ed_layers.cache import HybridCache, RecurrentSpec
 from ed_layers.context import Ctx
 from ed_layers.native import library
@@ -35,7 +36,7 @@ def runs(mixer: Any, chunk: int) -> Mix:
     graphdef, state = nnx.split(mixer)
 
     def run(*arguments: Any) -> Any:
-        return library.KernelChoice.get_current().wrap_function(call_mixer)(*arguments)
+        return fixed_order.KernelChoice.get_current().wrap_function(call_mixer)(*arguments)
 
     def call_mixer(state: Any, x: Any, ctx: Any, cache: Any) -> Any:
         merged = nnx.merge(graphdef, state)
@@ -91,7 +92,7 @@ def check_bits(mixer: Any, x: np.ndarray) -> None:
     """Compare the bits of whole rows [4, s, d], of chunks, of a cache and of a server."""
     ones = np.ones(x.shape[:2], np.int32)
     short, long = runs(mixer, 4), runs(mixer, 64)
-    with library.chosen_by(ONE_ORDER):
+    with fixed_order.chosen_by(ONE_ORDER):
         whole = np.asarray(long(x, ctx_of(ones), None)[0])
         np.testing.assert_array_equal(short(x, ctx_of(ones), None)[0], whole)
         np.testing.assert_array_equal(in_steps(long, mixer.cache_spec, x, ones), whole)
@@ -108,7 +109,7 @@ def check_gradients(mixer: Any, x: np.ndarray) -> None:
         def loss(state: Any, x: Any) -> Any:
             merged = nnx.merge(graphdef, state)
             merged.chunk = 4
-            call = library.KernelChoice.get_current().wrap_function(
+            call = fixed_order.KernelChoice.get_current().wrap_function(
                 lambda x: merged(x, ctx_of(ones), None, 0)[0]
             )
             return jnp.sum(jnp.square(call(x)))
@@ -116,7 +117,7 @@ def check_gradients(mixer: Any, x: np.ndarray) -> None:
         return jax.jit(jax.grad(loss, (0, 1)))(state, x)
 
     expected = gradients()
-    with library.chosen_by(ONE_ORDER):
+    with fixed_order.chosen_by(ONE_ORDER):
         got = gradients()
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())

@@ -24,7 +24,7 @@ from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.depth.remat import names_in
 from ed_layers.lora.layers import LoRALinear
 from ed_layers.native import library
-from ed_layers.ordered_program import call_ordered, round_operations
+from ed_layers.ordered_program import call_ordered, exp, round_operations, round_to_dtype
 from ed_layers.projections.linear import Linear, project, project_activated, project_gated
 from ed_layers.projections.matmul import matmul
 from ed_layers.quantization.model import quantize
@@ -47,13 +47,13 @@ def drawn(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
 @pytest.mark.parametrize("spec", [("fsdp", "tp"), ("tp", "fsdp"), (None, None)])
 def test_product_on_a_mesh_has_the_bits_of_each_row_alone(spec, dtype: str) -> None:
     x, w = drawn(8, 40, dtype=dtype), drawn(40, 24, seed=1, dtype=dtype)
-    with library.chosen_by(ONE):
+    with fixed_order.chosen_by(ONE):
         alone = [np.asarray(jax.jit(matmul)(x[i : i + 1], w), np.float32)[0] for i in range(8)]
         together = np.asarray(jax.jit(matmul)(x, w), np.float32)
     np.testing.assert_array_equal(together, alone)
 
     def on_mesh(x: jax.Array, w: jax.Array) -> jax.Array:
-        with library.chosen_by(MESH):
+        with fixed_order.chosen_by(MESH):
             return matmul(x, w)
 
     placed = (
@@ -68,7 +68,7 @@ def test_product_on_a_mesh_has_the_bits_of_each_row_alone(spec, dtype: str) -> N
 @pytest.mark.nightly
 def test_sums_of_a_row_do_not_depend_on_the_other_rows() -> None:
     x = drawn(5, 300)
-    with library.chosen_by(ONE):
+    with fixed_order.chosen_by(ONE):
         for reduce in (sums.total, sums.mean, sums.logsumexp):
             together = np.asarray(jax.jit(lambda x, reduce=reduce: reduce(x))(x))
             alone = np.asarray(jax.jit(lambda x, reduce=reduce: reduce(x))(x[3:4]))
@@ -82,7 +82,7 @@ def test_sums_of_a_row_do_not_depend_on_the_other_rows() -> None:
 @pytest.mark.nightly
 def test_sums_by_additions_do_not_depend_on_the_other_rows() -> None:
     a = drawn(5, 3 * 37).reshape(5, 3, 37)
-    with library.chosen_by(ONE):
+    with fixed_order.chosen_by(ONE):
         call_ordered(lambda: sums.over_axis(a, 1))
         np.testing.assert_allclose(sums.over_axis(a, 1), a.sum(1), rtol=1e-5, atol=1e-5)
         together = np.asarray(jax.jit(lambda a: sums.over_axis(a, 2))(a))
@@ -98,10 +98,10 @@ def test_ordinary_gradients_belong_to_values_in_one_order() -> None:
     x = drawn(5, 300)
 
     def squares(x):
-        square = fixed_order.round_to_dtype(jax.lax.stop_gradient(x * x))
+        square = round_to_dtype(jax.lax.stop_gradient(x * x))
         return fixed_order.with_ordinary_gradient(square, lambda: jnp.cumsum(x * x, 1)).sum()
 
-    with library.chosen_by(ONE):
+    with fixed_order.chosen_by(ONE):
         value, gradient = jax.jit(jax.value_and_grad(squares))(x)
         call_ordered(lambda: fixed_order.with_ordinary_gradient(x, lambda: jnp.cumsum(x, 1)))
     np.testing.assert_allclose(value, (x * x).sum(), rtol=1e-5)
@@ -111,13 +111,13 @@ def test_ordinary_gradients_belong_to_values_in_one_order() -> None:
 @pytest.mark.nightly
 def test_exponential_does_not_depend_on_the_number_of_elements() -> None:
     x = jnp.linspace(-87.2, 88.7, 4001, dtype=jnp.float32)
-    with library.chosen_by(ONE):
-        exp = jax.jit(lambda x: fixed_order.exp(x))
-        whole = np.asarray(exp(x))
+    with fixed_order.chosen_by(ONE):
+        compiled = jax.jit(exp)
+        whole = np.asarray(compiled(x))
         for size in (1, 2, 3, 5, 7, 11):
-            np.testing.assert_array_equal(exp(x[:size]), whole[:size])
-        limits = fixed_order.exp(jnp.array([0, -jnp.inf, jnp.inf, jnp.nan]))
-        assert jax.grad(fixed_order.exp)(1.5) == pytest.approx(np.exp(1.5))
+            np.testing.assert_array_equal(compiled(x[:size]), whole[:size])
+        limits = exp(jnp.array([0, -jnp.inf, jnp.inf, jnp.nan]))
+        assert jax.grad(exp)(1.5) == pytest.approx(np.exp(1.5))
     np.testing.assert_allclose(whole, np.exp(np.asarray(x, np.float64)), rtol=1.2e-7)
     np.testing.assert_array_equal(limits, [1, 0, np.inf, np.nan])
 
@@ -131,7 +131,7 @@ def test_sum_that_xla_orders_is_refused_with_its_place() -> None:
         del unused
         return sums.softmax(matmul(x, w)) + pair[0]
 
-    with library.chosen_by(ONE):
+    with fixed_order.chosen_by(ONE):
         call_ordered(ordered)
         with pytest.raises(ConfigError, match=r"dot_general of .*by_rows.* in test_layers_fixed"):
             call_ordered(lambda: by_rows(x, w))
@@ -214,7 +214,7 @@ def test_attention_over_pages_in_chunks_has_the_bits_of_a_whole_prompt(window, a
         )
         return native.page_attention(call)
 
-    with library.chosen_by(ONE):
+    with fixed_order.chosen_by(ONE):
         call = Projected(name="flash_attn2", q=q, k=k, v=v, mask_info=info, scoring=scoring)
         whole = np.asarray(native.prompt_attention(call))[0]
         for first, last in [(0, 150), (0, 1), (149, 150), (100, 103), (64, 140)]:
@@ -292,8 +292,8 @@ def check_gradients(
     x = drawn(2, 5, 64, seed=7, dtype=dtype)
 
     def run(params, x, config) -> jax.Array:
-        with library.chosen_by(config):
-            choice = library.KernelChoice.get_current()
+        with fixed_order.chosen_by(config):
+            choice = fixed_order.KernelChoice.get_current()
             return choice.wrap_function(partial(call, nnx.merge(graphdef, params, codes)))(x)
 
     def loss(params, x, config) -> tuple[jax.Array, jax.Array]:
@@ -337,7 +337,7 @@ def test_adapted_and_simulated_layers_have_one_order(adapter, form, depth) -> No
         layer.lora_b.set_value(drawn(6, 96, seed=3))
     check_gradients(lambda layers, x: layers[0](x), [layer], "float32", depth)
     rows = drawn(7, 64, seed=5)
-    with library.chosen_by(ONE):
+    with fixed_order.chosen_by(ONE):
         call_ordered(lambda: layer(rows))
         together, alone = (
             np.asarray(jax.jit(round_operations(layer))(x)) for x in (rows, rows[4:5])
@@ -353,7 +353,7 @@ def test_gated_projections_in_one_order_have_names_for_remat_policies(names) -> 
         policy = jax.checkpoint_policies.save_only_these_names(*names)
 
         def block(x):
-            with library.chosen_by(ONE):
+            with fixed_order.chosen_by(ONE):
                 return call_layers("gated", layers, x, "silu")
 
         return jnp.sum(jax.checkpoint(block, policy=policy)(x))

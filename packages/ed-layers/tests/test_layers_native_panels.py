@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.config import EasyDeLBaseConfig
-from ed_layers import packing
-from ed_layers.native import library, products
+from ed_layers import fixed_order, packing
+from ed_layers.native import products
 from ed_layers.packing import pack
 from ed_layers.projections.dot import Transposed, dot
 from ed_layers.projections.embed import Embed
@@ -98,7 +98,7 @@ def require_same_results(packed: Any, model: Any, x: jax.Array, *, tolerance: fl
     """Require equal bits. Without the library, both compute by XLA, within a tolerance."""
     for one, other in zip(jax.jit(packed)(x), jax.jit(model)(x), strict=True):
         np.testing.assert_array_equal(one, other)
-    with library.chosen_by(EasyDeLBaseConfig(native_kernels=False)):
+    with fixed_order.chosen_by(EasyDeLBaseConfig(native_kernels=False)):
         for one, other in zip(jax.jit(packed)(x), jax.jit(model)(x), strict=True):
             np.testing.assert_allclose(exact(one), exact(other), rtol=tolerance, atol=tolerance)
 
@@ -232,5 +232,5 @@ def test_library_refuses_panels_of_other_shapes_and_formats_and_mixed_calls() ->
 
 def test_model_without_library_is_not_packed() -> None:
     model = Pair()
-    with library.chosen_by(EasyDeLBaseConfig(native_kernels=False)):
+    with fixed_order.chosen_by(EasyDeLBaseConfig(native_kernels=False)):
         assert pack(model) is model

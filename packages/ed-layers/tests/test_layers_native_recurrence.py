@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.config import EasyDeLBaseConfig
-from ed_layers.native import library, recurrences
+from ed_layers import fixed_order
+from ed_layers.native import recurrences
 from ed_layers.native.recurrences import Terms
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,7 +121,7 @@ def test_parts_of_a_mesh_have_the_bits_of_one_device(form) -> None:
     marks = jnp.ones((4, 3), jnp.int32)
     whole = recurrences.recur(terms, states, marks, None)
     config = EasyDeLBaseConfig(batch_invariant=True, sharding_axis_dims=(2, 1, 1, 2, 1))
-    with library.chosen_by(config):
+    with fixed_order.chosen_by(config):
         parts = jax.jit(lambda *arrays: recurrences.recur(*arrays, None))(terms, states, marks)
     for part, one in zip(parts, whole, strict=True):
         np.testing.assert_array_equal(part, one)

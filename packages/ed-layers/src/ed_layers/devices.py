@@ -50,6 +50,8 @@ def get_mesh_axes(
     mode: str = "train",
 ) -> tuple[AxisNames | None, ...]:
     """Return the mesh axes that split each dimension, by the partition rules of a model."""
+    if config.mesh.size == 1:
+        return (None,) * len(names)
     spec = config.partition_manager.resolve(names, mode, shape, config.mesh)
     return (*spec, *(None,) * len(names))[: len(names)]
 

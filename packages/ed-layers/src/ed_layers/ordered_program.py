@@ -21,7 +21,72 @@ from ed_infra.errors import ConfigError
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from ed_layers import fixed_order
+#: dtype -> integers of the same size.
+_BITS = {jnp.dtype(k): n for k, n in (("float32", "uint32"), ("bfloat16", "uint16"))}
+
+
+@jax.custom_jvp
+def round_to_dtype(x: jax.Array) -> jax.Array:
+    """Return an array whose numbers are rounded to its dtype in every program.
+
+    XLA contracts a product and a following sum to one operation, and omits the rounding of 16-bit
+    numbers that it does not store. Both depend on the other operations of a program.
+    """
+    if x.dtype not in _BITS:
+        return x
+    kind = _BITS[x.dtype]
+    bits = jax.lax.bitcast_convert_type(x, kind)
+    # The compiler cannot know that the second operand is 0 for all numbers.
+    return jax.lax.bitcast_convert_type(bits ^ (x != x).astype(kind), x.dtype)
+
+
+round_to_dtype.defjvps(lambda tangent, _, __: tangent)
+
+
+#: Coefficients of `exp(r) = 1 + r + r**2 (c[0] r**5 + ... + c[5])` (Cephes).
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+#: ln 2 as a sum of two numbers; products of the first one with small integers are exact.
+_LN2 = (0.693359375, -2.12194440e-4)
+#: The smallest number whose exponential is not 0.
+_LEAST = -87.3
+
+
+@jax.custom_jvp
+def exp(x: jax.Array) -> jax.Array:
+    """Return `exp(x)`, computed in float32, in the dtype of `x`.
+
+    XLA's CPU backend has two implementations of `exp`, which differ in the last bit, and selects
+    one of them by the number of elements. This function is a polynomial.
+    """
+    # x = n ln 2 + r, so exp(x) = 2**n exp(r).
+    dtype, x = x.dtype, x.astype(jnp.float32)
+    n = jnp.round(jnp.clip(x, _LEAST, 89.0) * 1.44269504)
+    r = jnp.clip(x, _LEAST, 89.0) - round_to_dtype(n * _LN2[0]) - round_to_dtype(n * _LN2[1])
+    y = jnp.full_like(r, _EXP[0])
+    for c in _EXP[1:]:
+        y = round_to_dtype(y * r) + c
+    y = round_to_dtype(y * round_to_dtype(r * r)) + r + 1
+    # Two factors, because 2**128 is not a float32.
+    power = n.astype(jnp.int32)
+    for part in (power >> 1, power - (power >> 1)):
+        y = y * jax.lax.bitcast_convert_type((part + 127) << 23, jnp.float32)
+    return jnp.where(x < _LEAST, 0, y).astype(dtype)
+
+
+exp.defjvps(lambda tangent, y, _: tangent * y)
+
+
+@jax.custom_jvp
+def sigmoid(x: jax.Array) -> jax.Array:
+    """Return the sigmoid of `x`, computed in float32, in the dtype of `x`."""
+    return (1 / (1 + exp(-x.astype(jnp.float32)))).astype(x.dtype)
+
+
+sigmoid.defjvps(lambda tangent, y, _: tangent * y * (1 - y))
+
+
+#: Name of the function of `fixed_order.with_ordinary_gradient` in a program.
+ONLY_FOR_GRADIENTS = "only_for_gradients"
 
 #: Primitives of jax that sum numbers, or combine partial sums of devices.
 SUMS = {"dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum", "scatter-add"}
@@ -39,7 +104,7 @@ EXACT_FLOAT32 = EXACT | {"add", "sub", "convert_element_type"}
 #: gradient of their own, because jax traces their forward pass again for a gradient.
 OPAQUE = {"custom_vjp_call", "custom_jvp_call", "shard_map"}
 #: Primitive -> function that replaces it.
-REPLACEMENTS = {"exp": fixed_order.exp, "logistic": fixed_order.sigmoid}
+REPLACEMENTS = {"exp": exp, "logistic": sigmoid}
 
 
 def call_ordered(function: Callable[[], Any]) -> Any:
@@ -86,13 +151,13 @@ def rewrite(jaxpr: Jaxpr) -> Jaxpr:
         if name in REPLACEMENTS and jnp.issubdtype(outputs[0].aval.dtype, jnp.floating):
             call = REPLACEMENTS[name]
             equation = build_call(call, equation.invars[0], outputs[0], equation)
-        elif name not in OPAQUE and equation.params.get("name") != fixed_order.ONLY_FOR_GRADIENTS:
+        elif name not in OPAQUE and equation.params.get("name") != ONLY_FOR_GRADIENTS:
             equation = equation.replace(params=rewrite_functions(equation.params))
         rounded = {at: output for at, output in enumerate(outputs) if is_inexact(name, output)}
         unrounded = [Var(v.aval) if at in rounded else v for at, v in enumerate(outputs)]
         equations.append(equation.replace(outvars=unrounded))
         for at, output in rounded.items():
-            call = fixed_order.round_to_dtype
+            call = round_to_dtype
             equations.append(build_call(call, unrounded[at], output, equation))
     return jaxpr.replace(eqns=equations)
 
@@ -143,7 +208,7 @@ def trace_call(
 def find_unordered_sums(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yield the equations that sum more than two floating-point numbers."""
     for equation in jaxpr.eqns:
-        if equation.params.get("name") == fixed_order.ONLY_FOR_GRADIENTS:
+        if equation.params.get("name") == ONLY_FOR_GRADIENTS:
             continue
         result: Any = equation.outvars[0].aval if equation.outvars else None
         if (

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ed_layers import fixed_order
+from ed_layers.ordered_program import exp
 from ed_layers.projections.matmul import matmul
 
 
@@ -45,7 +46,7 @@ def softmax(x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
     if not fixed_order.active():
         return jax.nn.softmax(x)
     top = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
-    powers = fixed_order.exp(x - top)
+    powers = exp(x - top)
     return powers / total(powers)
 
 

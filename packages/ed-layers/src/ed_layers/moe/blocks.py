@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_layers.native.library import KernelChoice
+from ed_layers.fixed_order import KernelChoice
 from ed_layers.projections.dot import dot
 from ed_layers.sums import compute_weighted_sum
 

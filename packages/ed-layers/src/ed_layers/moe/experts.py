@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.devices import get_platform
+from ed_layers.fixed_order import KernelChoice
 from ed_layers.moe.blocks import (
     ExpertParams,
     ExpertProduct,
@@ -27,7 +28,6 @@ from ed_layers.moe.blocks import (
 )
 from ed_layers.moe.groups import over_groups
 from ed_layers.moe.mesh import ExpertMesh
-from ed_layers.native.library import KernelChoice
 from ed_layers.parts import Parts
 from ed_layers.projections.linear import ExpertLinear
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from ed_infra.lazy import attach
 
 if TYPE_CHECKING:
+    from ed_layers.fixed_order import KernelChoice as KernelChoice
+    from ed_layers.fixed_order import chosen_by as chosen_by
     from ed_layers.native import products as products
     from ed_layers.native import rotary as rotary
     from ed_layers.native import row_writes as row_writes
-    from ed_layers.native.library import KernelChoice as KernelChoice
-    from ed_layers.native.library import chosen_by as chosen_by
     from ed_layers.native.library import describe as describe
     from ed_layers.native.library import require_fixed_order as require_fixed_order
     from ed_layers.native.products import product as product
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "KernelChoice": "ed_layers.native.library",
-        "chosen_by": "ed_layers.native.library",
+        "KernelChoice": "ed_layers.fixed_order",
+        "chosen_by": "ed_layers.fixed_order",
         "describe": "ed_layers.native.library",
         "require_fixed_order": "ed_layers.native.library",
         "product": "ed_layers.native.products",

@@ -5,11 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 from ed_infra.errors import ConfigError
@@ -18,7 +15,6 @@ from ed_infra.logging import get_logger, once
 
 from ed_layers import fixed_order
 from ed_layers.native.build import LIBRARY, VERSION
-from ed_layers.ordered_program import round_operations
 
 if TYPE_CHECKING:
     from ed_infra.config import EasyDeLBaseConfig
@@ -50,57 +46,6 @@ TARGETS = {
 }
 
 
-_ALLOWED = ContextVar("native kernels are allowed", default=True)
-
-
-@contextmanager
-def chosen_by(config: EasyDeLBaseConfig) -> Iterator[None]:
-    """Trace the block with the kernels of a configuration: none with `native_kernels: false`, and
-    kernels for every size with `batch_invariant: true`."""
-    token = _ALLOWED.set(config.native_kernels and _ALLOWED.get())
-    try:
-        with fixed_order.chosen_by(config):
-            yield
-    finally:
-        _ALLOWED.reset(token)
-
-
-class KernelChoice(NamedTuple):
-    """The choice of `chosen_by`, a static argument of functions with a gradient.
-
-    jax may trace the forward pass of such a function after the block of `chosen_by`.
-    """
-
-    allowed: bool
-    ordered: EasyDeLBaseConfig | None
-
-    @classmethod
-    def get_current(cls) -> KernelChoice:
-        """Return the present choice."""
-        return cls(_ALLOWED.get(), fixed_order.get_active_config())
-
-    @contextmanager
-    def restore(self) -> Iterator[None]:
-        """Trace the block with this choice."""
-        token = _ALLOWED.set(self.allowed)
-        try:
-            with fixed_order.restore_config(self.ordered):
-                yield
-        finally:
-            _ALLOWED.reset(token)
-
-    def wrap_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of trees of arrays that is always traced with this choice."""
-
-        def call_with_choice(*arguments: object) -> Any:
-            with self.restore():
-                if self.ordered is None:
-                    return function(*arguments)
-                return round_operations(function)(*arguments)
-
-        return call_with_choice
-
-
 def in_use() -> bool:
     """Return whether kernels may be used: the library is loaded and enabled, and the process has
     one CPU device, or calls are divided over devices."""
@@ -116,7 +61,11 @@ def on_whole_arrays() -> bool:
 
 def usable() -> bool:
     """Return whether the library is loaded and enabled."""
-    if os.environ.get(VARIABLE) == "0" or not _ALLOWED.get() or jax.default_backend() != "cpu":
+    if (
+        os.environ.get(VARIABLE) == "0"
+        or not fixed_order.KernelChoice.get_current().allowed
+        or jax.default_backend() != "cpu"
+    ):
         return False
     return level() is not None
 
@@ -167,7 +116,7 @@ def _load_library() -> Loaded:
 def require_fixed_order(config: EasyDeLBaseConfig) -> None:
     """Raise ConfigError unless the library can compute a model's sums in one order."""
     platform = config.mesh.devices.flat[0].platform
-    with chosen_by(config):
+    with fixed_order.chosen_by(config):
         reason = f"the model is on {platform}" if platform != "cpu" else describe()
         if platform == "cpu" and usable():
             return
@@ -183,7 +132,7 @@ def describe() -> str:
     setting = os.environ.get(VARIABLE, "")
     if setting == "0":
         return f"native kernels: turned off by {VARIABLE}=0"
-    if not _ALLOWED.get():
+    if not fixed_order.KernelChoice.get_current().allowed:
         return "native kernels: turned off by native_kernels of the configuration"
     if jax.default_backend() != "cpu":
         return f"native kernels: none for {jax.default_backend()}"

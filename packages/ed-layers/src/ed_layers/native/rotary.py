@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ed_layers import fixed_order
-from ed_layers.native.library import TARGETS, KernelChoice, in_use
+from ed_layers.native.library import TARGETS, in_use
 
 
 def takes(x: jax.Array) -> bool:
@@ -29,15 +29,15 @@ def rotate(
     sin: Float[Array, "b s r2"],
 ) -> Float[Array, "b s h k"]:
     """Return `ed_infra.rope.rotation.rotate`; the gradient treats the tables as constants."""
-    return _rotate((interleaved, KernelChoice.get_current()), x, cos, sin)
+    return _rotate((interleaved, fixed_order.KernelChoice.get_current()), x, cos, sin)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rotate(static: tuple[bool, KernelChoice], x, cos, sin):
+def _rotate(static: tuple[bool, fixed_order.KernelChoice], x, cos, sin):
     return _turn(static, x, cos, sin, back=False)
 
 
-def _turn(static: tuple[bool, KernelChoice], x, cos, sin, *, back: bool):
+def _turn(static: tuple[bool, fixed_order.KernelChoice], x, cos, sin, *, back: bool):
     interleaved, choice = static
     x_axes, table_axes = ("batch", None, "heads", None), ("batch", None, None)
     turn = partial(_turn_part, interleaved, back)

@@ -16,6 +16,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
 from ed_layers import fixed_order, native
+from ed_layers.ordered_program import round_to_dtype
 from ed_layers.projections.dot import Weight, dot
 
 
@@ -76,4 +77,4 @@ class Head:
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
         with self.kernels():
-            return fixed_order.round_to_dtype(scores) if fixed_order.active() else scores
+            return round_to_dtype(scores) if fixed_order.active() else scores

@@ -22,7 +22,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ed_layers.native.library import KernelChoice
+from ed_layers.fixed_order import KernelChoice
 from ed_layers.native.products import (
     LEAST_SIZE,
     NUMBERS,

@@ -99,9 +99,12 @@ def kernels_here(call: Call) -> list[Kernel[Any]]:
     The result always includes plain XLA, which is the fallback for every setting of the language.
     """
     platform = devices.get_platform(call.config)
-    readable_kernels = [k for k in kernels() if k.reads == call.reads and k.available()]
-    return [k for k in readable_kernels if k.platform == platform] + [
-        k for k in readable_kernels if k.platform is None
+    readable_kernels = [k for k in kernels() if k.reads == call.reads]
+    return [
+        kernel
+        for place in (platform, None)
+        for kernel in readable_kernels
+        if kernel.platform == place and kernel.available()
     ]
 
 
