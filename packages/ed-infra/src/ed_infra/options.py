@@ -7,7 +7,7 @@ jax.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, LiteralString, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -175,9 +175,9 @@ def _shorten_key(key: object) -> object:
     return f"{key[:MAX_KEY]}..." if isinstance(key, str) and len(key) > MAX_KEY else key
 
 
-def _problem(key: object, value: object, kind: str, message: str) -> InitErrorDetails:
+def _problem(key: object, value: object, kind: LiteralString, message: str) -> InitErrorDetails:
     # As a value of the template: braces in a key are not fields.
-    error = PydanticCustomError(kind, "{message}", {"message": message})  # type: ignore[arg-type]
+    error = PydanticCustomError(kind, "{message}", {"message": message})
     return InitErrorDetails(type=error, loc=(str(key),), input=value)
 
 

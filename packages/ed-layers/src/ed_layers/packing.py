@@ -71,7 +71,7 @@ def _matrix(layer: nnx.Module) -> nnx.Param:
 
 def _form(layer: nnx.Module, numbers: bool) -> Any:
     """Return the class of panels that can contain the matrix of a layer; None = none."""
-    w: Any = _matrix(layer).get_value()
+    w = _matrix(layer).get_value()
     if type(layer) is Embed:
         return TablePanels if isinstance(w, QArray) and TablePanels.can_be(w) else None
     # Layers with adapters and other subclasses use their matrix in other ways.

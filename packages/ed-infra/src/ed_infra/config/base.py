@@ -17,7 +17,7 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
@@ -78,6 +78,13 @@ class EasyDeLBaseConfig(StoredConfig):
     #: Classes of nested configurations by field. Other nested configurations have the registered
     #: class of their model type.
     nested_configs: ClassVar[Mapping[str, type]] = {}
+
+    if TYPE_CHECKING:  # transformers declares these fields in its classes, with wider types
+        text_config: EasyDeLBaseConfig = cast("EasyDeLBaseConfig", None)
+        vision_config: EasyDeLBaseConfig = cast("EasyDeLBaseConfig", None)
+        audio_config: EasyDeLBaseConfig = cast("EasyDeLBaseConfig", None)
+
+        def validate(self) -> None: ...
 
     def __init_subclass__(cls, *args: object, **kwargs: Any) -> None:
         inherit_architecture(cls)

@@ -15,7 +15,9 @@ from functools import partial
 from typing import Any
 
 import jax
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError, unknown_name
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ed_layers import native
 
@@ -142,7 +144,7 @@ class Remat:
             )
 
     @classmethod
-    def resolve(cls, config: Any) -> Remat:
+    def resolve(cls, config: EasyDeLBaseConfig) -> Remat:
         """Read the policy from an `EasyDeLBaseConfig`.
 
         Raises:
@@ -212,7 +214,7 @@ def check_host_memory(name: str, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def names_in(jaxpr: Any) -> set[str]:
+def names_in(jaxpr: Jaxpr | ClosedJaxpr) -> set[str]:
     """Return the names that `ed_layers.context.named` assigns inside a jaxpr, at any depth."""
     names: set[str] = set()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:

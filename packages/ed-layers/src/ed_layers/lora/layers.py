@@ -256,6 +256,6 @@ def adopt(new: object, old: nnx.Module) -> Any:
 def strip_adapter(cls: type[Any], adapted: nnx.Module) -> Any:
     """Return a layer of class `cls` with the variables of an adapted layer."""
     # The constructor would create new variables, so the layer is created without calling it.
-    new: Any = nnx.Module()
+    new = nnx.Module()
     object.__setattr__(new, "__class__", cls)  # not an attribute in the eyes of nnx
     return adopt(new, adapted)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ed_layers.fixed_order import KernelChoice
 from ed_layers.projections.dot import dot
@@ -176,7 +176,9 @@ def _backward(network, precision, choice, residuals, g):
     rows, g_rows = x[plan.token], g[plan.token]
     shares = jnp.where(plan.real, weights.reshape(-1)[plan.choice], 0.0)
 
-    def step(i: jax.Array, carry: Any) -> Any:
+    def step(
+        i: jax.Array, carry: tuple[jax.Array, jax.Array, PyTree]
+    ) -> tuple[jax.Array, jax.Array, PyTree]:
         dx, dshares, dparams = carry
         e = plan.expert[i]
         learned_params, frozen_params = jax.tree.map(lambda p: p[e], (learned, frozen))

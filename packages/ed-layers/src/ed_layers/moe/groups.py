@@ -5,13 +5,13 @@ Legend: n tokens, k experts of a token, e experts, d hidden, r rows: pairs of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.lax import PrecisionLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ed_layers.moe.blocks import ExpertParams, Matrices, Network, require_array, split_learned
 
@@ -97,7 +97,9 @@ def one_part(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sum_parts(part: Any, operands: Any, plan: Any, count: Int[Array, ""]) -> jax.Array:
+def sum_parts(
+    part: Callable[..., jax.Array], operands: PyTree, plan: PyTree, count: Int[Array, ""]
+) -> jax.Array:
     """Return `sum(part(i, operands, plan) for i in range(count))` for a traced `count`.
 
     The backward pass recomputes each part.

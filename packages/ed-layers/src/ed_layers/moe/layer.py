@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import LayerReport, Metric
 from flax import nnx
@@ -306,7 +307,7 @@ class SparseMLP(nnx.Module):
         return routed + shared
 
 
-def balance(report: LayerReport, config: Any) -> LayerReport:
+def balance(report: LayerReport, config: EasyDeLBaseConfig) -> LayerReport:
     """Compute the auxiliary loss of Fedus et al. 2021 from the counts of all routers.
 
     As in `transformers`, the loss is `e * sum(load * probability)` of the mean over the layers,

@@ -147,8 +147,7 @@ def combine_products(
     if not fits(x, weights) or not (act is None or act in native.products.ACTS):
         return None
     static = Combination(act, gated, names, precision, native.KernelChoice.get_current())
-    results: Any = multiply(static, x, tuple(weights), tuple(biases))
-    return results
+    return multiply(static, x, tuple(weights), tuple(biases))
 
 
 def fits(x: jax.Array, weights: Sequence[Weight]) -> bool:

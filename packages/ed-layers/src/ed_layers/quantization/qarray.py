@@ -260,7 +260,9 @@ def _whole_numbers(x: Float[Array, "*rows i"], w: QArray) -> Float[Array, "*rows
     halves = w.halves()
     grouped = [w.levels(codes).reshape(w.groups, -1, w.shape[-1]) for codes in halves]
 
-    def add(total: jax.Array, group: Any) -> tuple[jax.Array, None]:
+    def add(
+        total: jax.Array, group: tuple[jax.Array, Sequence[jax.Array], jax.Array, jax.Array]
+    ) -> tuple[jax.Array, None]:
         a, columns, row, scale = group
         for i, b in enumerate(columns):
             part = a[..., i :: len(columns)].astype(jnp.int8)
@@ -310,7 +312,7 @@ def _in_blocks(
         def step(i: jax.Array, out: jax.Array) -> jax.Array:
             # The last block begins earlier, so that all blocks have the same size.
             start = jnp.minimum(i * size, columns - size)
-            part: Any = jax.tree.map(lambda leaf: slice_leaf(leaf, start, axis), stored)
+            part = jax.tree.map(lambda leaf: slice_leaf(leaf, start, axis), stored)
             part = Turned(part) if isinstance(w, Turned) else part
             if not summed:
                 y = product(x, part)

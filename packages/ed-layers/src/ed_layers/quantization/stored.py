@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +187,10 @@ def _f32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def pack(codes: Any, axis: int = -2) -> Any:
+_ArrayT = TypeVar("_ArrayT", np.ndarray, jax.Array)
+
+
+def pack(codes: _ArrayT, axis: int = -2) -> _ArrayT:
     """Pack pairs of 4-bit codes along an axis into bytes; numpy arrays stay numpy arrays."""
     xp = np if isinstance(codes, np.ndarray) else jnp
     even, odd = (xp.take(codes, xp.arange(s, codes.shape[axis], 2), axis=axis) for s in (0, 1))

@@ -29,6 +29,8 @@ from ed_layers.projections.matmul import matmul
 from ed_layers.recurrence.conv import ShortConv
 from ed_layers.recurrence.rows import CHUNK, Rows
 
+Pair = tuple[jax.Array, jax.Array]
+
 
 def diagonal(
     state: Float[Array, "q f"],
@@ -45,7 +47,7 @@ def diagonal(
         return h[:, 0], h
     x = x.at[:, 0].add(a[:, 0] * state)
 
-    def combine_steps(previous_step: Any, right: Any) -> Any:
+    def combine_steps(previous_step: Pair, right: Pair) -> Pair:
         return previous_step[0] * right[0], right[0] * previous_step[1] + right[1]
 
     h = jax.lax.associative_scan(combine_steps, (a, x), axis=1)[1]

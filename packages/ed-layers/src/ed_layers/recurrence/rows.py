@@ -31,7 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ed_infra.sharding.placement import constrain
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ed_layers import fixed_order
 from ed_layers.cache.protocol import StateCache, States
@@ -46,7 +46,7 @@ from ed_layers.native.recurrences import Terms
 #: C, ...])`. `begun` [q, C] is the number of sequences that began at or before a token. The given
 #: state contributes to the tokens with count 0, a token contributes to later tokens with the same
 #: count, and the returned state belongs to the last count. None: no sequence begins.
-RecurrenceStep = Callable[[Any, Any, Any], tuple[Any, Any]]
+RecurrenceStep = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree]]
 
 #: Number of tokens that a recurrence computes in parallel.
 CHUNK = 64
@@ -203,10 +203,10 @@ class Rows:
     def scan(
         self,
         step: RecurrenceStep,
-        state: Any,
-        inputs: Any,
+        state: PyTree,
+        inputs: PyTree,
         terms: Callable[[Any], Terms] | None = None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, PyTree]:
         """Run a recurrence over all tokens.
 
         With sums in one order (`ed_layers.fixed_order`), and in the native library, the recurrence
@@ -238,7 +238,7 @@ class Rows:
         out, new_state = recurrences.recur(terms, state.astype(jnp.float32), marks, self.owner)
         return out, new_state.astype(state.dtype)
 
-    def _scan(self, step: RecurrenceStep, state: Any, inputs: Any) -> tuple[Any, Any]:
+    def _scan(self, step: RecurrenceStep, state: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         """Run a recurrence of XLA."""
         if fixed_order.active():
             step = token_by_token(step)
@@ -259,7 +259,7 @@ class Rows:
             x = jnp.pad(x, ((0, 0), (0, count * width - c), *((0, 0),) * (x.ndim - 2)))
             return jnp.moveaxis(x.reshape(r, count, width, *x.shape[2:]), 1, 0)
 
-        def body(state: Any, now: Any) -> tuple[Any, Any]:
+        def body(state: PyTree, now: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             inputs, starts = now
             begun = None if starts is None else jnp.cumsum(starts, axis=1, dtype=jnp.int32)
             new, outputs = step(state, inputs, begun)
@@ -273,10 +273,12 @@ class Rows:
 
         return jax.tree.map(merge_chunks, outputs), state
 
-    def _scan_chained(self, step: RecurrenceStep, states: Any, inputs: Any) -> tuple[Any, Any]:
+    def _scan_chained(
+        self, step: RecurrenceStep, states: PyTree, inputs: PyTree
+    ) -> tuple[PyTree, PyTree]:
         """Run the rows one after another: each row reads and updates the state of its sequence."""
 
-        def body(states: Any, now: Any) -> tuple[Any, Any]:
+        def body(states: PyTree, now: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             owner, inputs = now
             one = jax.tree.map(lambda s: jax.lax.dynamic_slice_in_dim(s, owner, 1), states)
             new, outputs = step(one, jax.tree.map(lambda x: x[None], inputs), None)
@@ -297,17 +299,19 @@ def token_by_token(step: RecurrenceStep) -> RecurrenceStep:
     A token then has the same operations in a whole prompt, in a chunk and alone.
     """
 
-    def one(state: Any, inputs: Any, begun: object) -> tuple[Any, Any]:
+    def one(state: PyTree, inputs: PyTree, begun: object) -> tuple[PyTree, PyTree]:
         dtypes = jax.tree.map(lambda leaf: leaf.dtype, state)
         new, outputs = step(state, inputs, begun)
         return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), new, dtypes), outputs
 
-    def body(state: Any, now: object) -> tuple[Any, Any]:
+    def body(state: PyTree, now: object) -> tuple[PyTree, PyTree]:
         inputs, starts = jax.tree.map(lambda x: x[:, None], now)
         state, outputs = one(state, inputs, starts)
         return state, jax.tree.map(lambda y: y[:, 0], outputs)
 
-    def run(state: Any, inputs: Any, begun: Any) -> tuple[Any, Any]:
+    def run(
+        state: PyTree, inputs: PyTree, begun: Int[Array, "q c"] | None
+    ) -> tuple[PyTree, PyTree]:
         if jax.tree.leaves(inputs)[0].shape[1] == 1:
             return one(state, inputs, begun)
         starts = None if begun is None else jnp.diff(begun, axis=1, prepend=0)

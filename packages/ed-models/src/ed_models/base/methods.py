@@ -16,6 +16,8 @@ import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 
+from ed_models.weights.blocks import Shapes
+
 if TYPE_CHECKING:
     import numpy as np
     from ed_infra.inputs import Encoded, Inputs
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from ed_models.generation.prompts import TokenRows
     from ed_models.generation.stop_strings import TokenDecoder
     from ed_models.protocol import LanguageModel
-    from ed_models.weights.blocks import Shape
 
 
 class EasyGenerationMixin:
@@ -208,9 +209,7 @@ class EasyBridgeMixin:
         return {"generation_json": read_settings(directory)}
 
     @classmethod
-    def new_tensors(
-        cls, config: EasyDeLBaseConfig, missing: Mapping[str, Shape]
-    ) -> Mapping[str, np.ndarray]:
+    def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
         """Return values for tensors that a checkpoint of another task lacks; default: none.
 
         Args:

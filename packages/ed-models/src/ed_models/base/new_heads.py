@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.logging import get_logger, once
 
 from ed_models.base.export import TORCH_CLASSES
-from ed_models.weights.blocks import Shape
+from ed_models.weights.blocks import Shapes
 
 logger = get_logger(__name__)
 
@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 TRAINING_ONLY = ("mask_token", "masked_spec_embed")
 
 
-def new_training_tensors(config: Any, missing: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+def new_training_tensors(config: EasyDeLBaseConfig, missing: Shapes) -> dict[str, np.ndarray]:
     """Return random values of missing parameters that only training reads, and log them.
 
     Args:
@@ -39,8 +39,8 @@ def new_training_tensors(config: Any, missing: Mapping[str, Shape]) -> dict[str,
 
 def new_heads(
     task: TaskType,
-    config: Any,
-    missing: Mapping[str, Shape],
+    config: EasyDeLBaseConfig,
+    missing: Shapes,
     owners: Collection[str],
     norms: Collection[str | None] = (),
 ) -> dict[str, np.ndarray]:

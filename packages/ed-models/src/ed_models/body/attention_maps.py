@@ -39,7 +39,10 @@ class _Recorder:
 
 
 def watched_attention(
-    model: Any, hidden_states: Sequence[Float[Array, "b s d"]], layers: Sequence[int], **inputs: Any
+    model: Any,
+    hidden_states: Sequence[Float[Array, "b s d"]],
+    layers: Sequence[int],
+    **inputs: Any,
 ) -> list[Watched]:
     """Return the queries and keys of the attention of some layers.
 

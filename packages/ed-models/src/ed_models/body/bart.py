@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import LayerReport
 from ed_layers.attention.blocks.cross_attention import CrossAttention
@@ -199,7 +200,7 @@ class BartBody(EncoderDecoder):
         return self.config.hidden_size**0.5 if self.config.scale_embedding else 1.0
 
 
-def shares_embeddings(config: Any) -> bool:
+def shares_embeddings(config: EasyDeLBaseConfig) -> bool:
     """Return whether encoder and decoder have one table of token embeddings."""
     share = getattr(config, "share_encoder_decoder_embeddings", True)
     return share and config.tie_word_embeddings

@@ -8,10 +8,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo, segment_index
 from ed_infra.rope import frequencies as rope
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def layer_context(
-    config: Any,
+    config: EasyDeLBaseConfig,
     shape: tuple[int, int],
     *,
     attention_mask: jax.Array | None = None,
@@ -138,7 +139,7 @@ def embed_input_ids(
     return embed(input_ids)
 
 
-def rope_settings(config: Any) -> dict[str, RopeSettings]:
+def rope_settings(config: EasyDeLBaseConfig) -> dict[str, RopeSettings]:
     """Return the rotary settings of a config by kind of layer.
 
     The kinds are the layer types if `rope_parameters` has an entry per layer type, otherwise only

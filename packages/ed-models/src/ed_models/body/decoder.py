@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.outputs import BaseModelOutput, LayerReport
 from ed_infra.rope import frequencies as rope
 from ed_infra.rope.frequencies import RopeSettings
@@ -45,7 +46,7 @@ class Decoder(EasyDeLBaseModule):
 
     def __init__(
         self,
-        config: Any,
+        config: EasyDeLBaseConfig,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
@@ -63,12 +64,12 @@ class Decoder(EasyDeLBaseModule):
         self.add_parts(parts)
 
     @staticmethod
-    def depth(config: Any) -> int:
+    def depth(config: EasyDeLBaseConfig) -> int:
         """Return the number of layers."""
         return config.num_hidden_layers
 
     @staticmethod
-    def layer_kinds(config: Any) -> Sequence[Hashable] | None:
+    def layer_kinds(config: EasyDeLBaseConfig) -> Sequence[Hashable] | None:
         """Return one value per layer, equal for equal structure; None = all layers are equal."""
         return getattr(config, "layer_types", None)
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import BaseModelOutput
 from ed_layers.activations import activation
@@ -92,12 +93,12 @@ class TextEncoder(Decoder):
         return parts.embed(parts.config.vocab_size, embedding_size(parts.config))
 
     @staticmethod
-    def has_position_table(config: Any) -> bool:
+    def has_position_table(config: EasyDeLBaseConfig) -> bool:
         """Return whether the embedding has a table of positions."""
         return True
 
     @staticmethod
-    def projects_embeddings(config: Any) -> bool:
+    def projects_embeddings(config: EasyDeLBaseConfig) -> bool:
         """Return whether a linear layer maps the embeddings to the hidden states."""
         return embedding_size(config) != config.hidden_size
 
@@ -180,12 +181,14 @@ class TextEncoder(Decoder):
         return output.replace(pooler_output=activation(self.pooler_activation)(self.pooler(first)))
 
 
-def first_position(config: Any) -> int:
+def first_position(config: EasyDeLBaseConfig) -> int:
     """Return the row of the position table that belongs to the first token."""
     return getattr(config, "first_position", 0)
 
 
-def count_tokens(input_ids: Int[Array, "b s"], config: Any) -> Int[Array, "b s"] | None:
+def count_tokens(
+    input_ids: Int[Array, "b s"], config: EasyDeLBaseConfig
+) -> Int[Array, "b s"] | None:
     """Return the positions of tokens that are not padding; None = all positions count.
 
     The first relatives of RoBERTa take positions from the token ids: padding has the position
@@ -197,7 +200,7 @@ def count_tokens(input_ids: Int[Array, "b s"], config: Any) -> Int[Array, "b s"]
     return jnp.where(is_token, jnp.cumsum(is_token, axis=1) - 1, -1)
 
 
-def only_encoder(config: Any) -> None:
+def only_encoder(config: EasyDeLBaseConfig) -> None:
     """Raise ConfigError if a configuration describes a decoder."""
     for name in ("is_decoder", "add_cross_attention"):
         if getattr(config, name):
@@ -206,7 +209,7 @@ def only_encoder(config: Any) -> None:
             )
 
 
-def embedding_size(config: Any) -> int:
+def embedding_size(config: EasyDeLBaseConfig) -> int:
     """Return the number of features of the embeddings."""
     return getattr(config, "embedding_size", None) or config.hidden_size
 

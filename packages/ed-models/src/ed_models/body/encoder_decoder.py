@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.inputs import Encoded, Inputs
 from ed_infra.outputs import BaseModelOutput, LayerReport
 from ed_infra.rope.frequencies import RopeSettings
@@ -191,7 +192,7 @@ class EncoderDecoder(EasyDeLBaseModule):
 
     def __init__(
         self,
-        config: Any,
+        config: EasyDeLBaseConfig,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from ed_infra.config import EasyDeLBaseConfig
 from ed_layers.mlp import GatedMLP
 from ed_layers.moe.experts import Experts
 from ed_layers.moe.layer import Router, SparseMLP
 from ed_layers.parts import Parts
 
 
-def has_experts(config: Any, index: int) -> bool:
+def has_experts(config: EasyDeLBaseConfig, index: int) -> bool:
     """Return whether a layer of a Qwen model has experts: every `decoder_sparse_step`-th layer
     that `mlp_only_layers` does not name."""
     often = (index + 1) % config.decoder_sparse_step == 0

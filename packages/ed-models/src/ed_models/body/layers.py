@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.outputs import LayerReport
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.context import ALL_LAYERS, Ctx
@@ -250,12 +251,12 @@ def split_report(out: Stream | tuple[Stream, LayerReport], name: str) -> tuple[S
     return (out[0], out[1].under(name)) if isinstance(out, tuple) else (out, LayerReport())
 
 
-def get_layer_window(config: Any, index: int) -> int | None:
+def get_layer_window(config: EasyDeLBaseConfig, index: int) -> int | None:
     """Return the window of a layer: `sliding_window` if its type is `sliding_attention`."""
     return config.sliding_window if config.layer_types[index] == "sliding_attention" else None
 
 
-def rope_kind(config: Any, layer_type: str) -> str:
+def rope_kind(config: EasyDeLBaseConfig, layer_type: str) -> str:
     """Return the name of a layer's rotary tables: its type if each type has parameters."""
     parameters = config.rope_parameters or {}
     return layer_type if isinstance(parameters.get(layer_type), Mapping) else ALL_LAYERS

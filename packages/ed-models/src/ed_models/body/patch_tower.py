@@ -47,7 +47,7 @@ class PatchProjection(nnx.Module):
     """
 
     def __init__(self, parts: Parts, features: int, *, bias: bool = False, flat: bool = False):
-        config: Any = parts.config
+        config = parts.config
         self.dtype, side = parts.dtype, config.patch_size
         if bias:
             self.bias = nnx.Param(jnp.zeros(features, parts.param_dtype), axes=("embed",))
@@ -108,7 +108,7 @@ class PatchMerger(nnx.Module):
     """
 
     def __init__(self, parts: Parts, features: int, *, norm_blocks: bool = False):
-        config: Any = parts.config
+        config = parts.config
         self.size, self.whole = config.spatial_merge_size**2, norm_blocks
         inner = config.hidden_size * self.size
         self.norm = parts.own_norm(inner if norm_blocks else config.hidden_size)
@@ -159,7 +159,7 @@ class PatchTower(nnx.Module):
         merger: Callable[[Parts, int], Any] = PatchMerger,
         deep: Sequence[int] = (),
     ):
-        self.config: Any = parts.config
+        self.config = parts.config
         self.merge: int = self.config.spatial_merge_size
         self.window = window
         d = self.config.hidden_size
@@ -282,7 +282,7 @@ class PlainPatchLayer(PatchLayer):
 
 def deep_tower(parts: Parts) -> PatchTower:
     """Create the tower of Qwen3-VL: learned positions, and features of several layers."""
-    config: Any = parts.config
+    config = parts.config
     return PatchTower(
         replace(parts, norm_of_family=partial(parts.layer_norm, eps=1e-6)),
         PlainPatchLayer,

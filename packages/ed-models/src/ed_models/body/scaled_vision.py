@@ -5,7 +5,7 @@ Legend: b images, n positions, d hidden, f intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from ed_models.adapters.peft_layout import Modules
 from ed_models.body.vision import VISION_RULES, VIT_NAMES, VisionLayer
-from ed_models.weights.blocks import Relation, Shape
+from ed_models.weights.blocks import ArchitectureFields, Relation, Shapes, TheirName
 from ed_models.weights.rules import Rule, equal, split, transpose
 
 #: Parts of our names -> those of DINOv2.
@@ -40,7 +40,7 @@ DINOV2_MODULES = Modules(
 )
 
 
-def _last_layer(ours: Mapping[str, Shape], hf: Callable[..., str], config: Any) -> Relation:
+def _last_layer(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
     """The last layer of a feed-forward layer, whose name in checkpoints depends on the gate."""
     name = "weights_out" if config.use_swiglu_ffn else "fc2"
     (shape,) = ours.values()

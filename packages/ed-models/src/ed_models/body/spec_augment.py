@@ -6,10 +6,11 @@ Legend: b batch, t time steps, d features, n entries of an axis.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from jaxtyping import Array, Bool, Int
 
 
@@ -69,7 +70,7 @@ class SpecAugment:
     feature: Spans
 
     @classmethod
-    def of(cls, config: Any) -> Self:
+    def of(cls, config: EasyDeLBaseConfig) -> Self:
         """Read `mask_time_prob`, `mask_time_length`, `mask_time_min_masks`, `mask_feature_...`."""
 
         def spans(axis: str) -> Spans:

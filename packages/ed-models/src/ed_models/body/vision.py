@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import BaseModelOutput
@@ -38,7 +39,7 @@ from ed_models.base.new_heads import new_heads, new_training_tensors
 from ed_models.body.context import layer_context
 from ed_models.body.layers import DecoderLayer
 from ed_models.body.resizing import resized_grid
-from ed_models.weights.blocks import Shape
+from ed_models.weights.blocks import Shapes
 from ed_models.weights.rules import STANDARD, Rule, fused, ignore, permute, renamed
 
 #: Parts of our names -> those of the towers of CLIP and SigLIP.
@@ -326,7 +327,7 @@ class VisionTower(EasyDeLBaseModule):
 
     def __init__(
         self,
-        config: Any,
+        config: EasyDeLBaseConfig,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
@@ -385,7 +386,7 @@ class VisionTower(EasyDeLBaseModule):
         return None
 
     @classmethod
-    def new_tensors(cls, config: Any, missing: Mapping[str, Shape]) -> Mapping[str, np.ndarray]:
+    def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
         """Return a random pooler for a checkpoint without one, and log a warning."""
         pooler = new_heads(TaskType.BASE_VISION, config, missing, cls.new_layers)
         return {**pooler, **new_training_tensors(config, missing)}

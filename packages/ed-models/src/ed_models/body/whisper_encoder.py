@@ -5,10 +5,9 @@ Legend: b recordings, m mel bins, f frames, t = f / 2 encoder positions, d hidde
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_layers.convolution import Convolution
 from ed_layers.parts import Parts
@@ -51,7 +50,9 @@ class WhisperPositions(nnx.Module):
         return self.embedding.get_value()[None, : position_ids.shape[1]].astype(self.dtype)
 
 
-def checked_frames(features: Float[Array, "b m f"], config: Any) -> Float[Array, "b f m"]:
+def checked_frames(
+    features: Float[Array, "b m f"], config: EasyDeLBaseConfig
+) -> Float[Array, "b f m"]:
     """Return spectrograms with the frames first.
 
     Args:

@@ -12,6 +12,8 @@ from ed_infra.logging import get_logger
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from ed_models.checkpoints.saving import Saved
+
 logger = get_logger(__name__)
 NAME = "README.md"
 #: The end of a card of this project. Other cards are not changed.
@@ -42,7 +44,7 @@ def is_own_card(path: Path) -> bool:
     return not path.exists() or _MARK in path.read_text("utf-8", errors="replace")
 
 
-def write_card(directory: Path, model: Any, *, is_adapter: bool = False) -> None:
+def write_card(directory: Path, model: Saved, *, is_adapter: bool = False) -> None:
     """Write the card of a model, unless the directory has a card of somebody else.
 
     Args:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from ed_infra.errors import ConfigError
 
 from ed_models.checkpoints.weight_map import WeightMap
-from ed_models.weights.blocks import Relation, Shape
+from ed_models.weights.blocks import ArchitectureFields, Relation, Shape, Shapes, TheirName
 from ed_models.weights.rules import STANDARD, Rule, TensorLayout, ignore, transpose
 
 #: Name of the body in a module with a head.
@@ -63,7 +63,7 @@ def _build_body_rule(rule: Rule) -> Rule:
 
 
 def _shorten_layout(layout: TensorLayout) -> TensorLayout:
-    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+    def relate(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
         relation = layout(ours, hf, config)
         shapes = {_rest(name): shape for name, shape in relation.hf_shapes.items()}
         return Relation(shapes, [replace(p, hf=_rest(p.hf)) for p in relation.pieces])

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from ed_infra.errors import CheckpointError, did_you_mean
 
-from ed_models.weights.blocks import Shape
+from ed_models.weights.blocks import ArchitectureFields, Shapes
 from ed_models.weights.rules import Rule
 
 #: What part of a tensor is read.
@@ -141,11 +141,11 @@ class TensorFiles(Mapping[str, TensorEntry]):
         """The same files, and computed tensors; those of equal names are read in their place."""
         return JoinedFiles(self, computed)
 
-    def rules(self, rules: Sequence[Rule], config: object) -> Sequence[Rule]:
+    def rules(self, rules: Sequence[Rule], config: ArchitectureFields) -> Sequence[Rule]:
         """Return the weight rules of a model in these files, from those of its class."""
         return rules
 
-    def reshape_tensors(self, shapes: Mapping[str, Shape], config: object) -> TensorFiles:
+    def reshape_tensors(self, shapes: Shapes, config: ArchitectureFields) -> TensorFiles:
         """Return the files with the dimensions that the rules expect."""
         return self
 

@@ -13,7 +13,7 @@ from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_models.checkpoints.finite import is_finite
 from ed_models.checkpoints.tensor_files import Index
-from ed_models.weights.blocks import Piece, Shape, positions_between
+from ed_models.weights.blocks import ArchitectureFields, Piece, Shape, Shapes, positions_between
 from ed_models.weights.rules import Rule
 
 _MOST_THREADS = 8
@@ -39,7 +39,7 @@ class WeightMap:
     """
 
     def __init__(
-        self, rules: Sequence[Rule], shapes: Mapping[str, Shape], config: object | None = None
+        self, rules: Sequence[Rule], shapes: Shapes, config: ArchitectureFields | None = None
     ):
         self.shapes = dict(shapes)
         self.config = config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,10 @@ from ed_infra.enums import TaskType
 from ed_infra.testing import require_torch
 
 from ed_models.conformance.subjects import B, Cases, S, Subject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 #: Rows and columns of patches of images of different sizes. With one column, torch 2.13 gives all
 #: patches the position of the first one.
@@ -72,7 +76,7 @@ class VisionSubject(Subject):
         arrays = {name: torch.tensor(np.asarray(x)) for name, x in self.training().items()}
         return {n: x if x.is_floating_point() else x.long() for n, x in arrays.items()}
 
-    def torch_outputs(self, model: Any) -> np.ndarray:
+    def torch_outputs(self, model: PreTrainedModel) -> np.ndarray:
         torch = require_torch()
         arrays = {
             name: x for name, x in self.torch_arrays().items() if name in self.build_full_inputs()
@@ -125,7 +129,7 @@ class ImageTextMatchSubject(VisionSubject):
         join = jnp.concatenate if isinstance(parts[0], jax.Array) else require_torch().cat
         return join(parts, 1)
 
-    def torch_outputs(self, model: Any) -> np.ndarray:
+    def torch_outputs(self, model: PreTrainedModel) -> np.ndarray:
         torch = require_torch()
         arrays = {**self.torch_arrays(), "attention_mask": torch.tensor(self.mask)}
         with torch.no_grad():

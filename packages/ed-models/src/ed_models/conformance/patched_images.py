@@ -7,7 +7,7 @@ of a row, d hidden, m patches along the side of a block.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,10 @@ from ed_infra.testing import require_torch
 
 from ed_models.body.image_rows import feature_counts, padded_rows
 from ed_models.conformance.subjects import Cases, Subject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 #: Blocks along height and width of the images of each row: three images, one, none, and two.
 IMAGES = (((2, 2), (1, 2), (3, 1)), ((2, 3),), (), ((1, 1), (5, 2)))
@@ -142,7 +146,7 @@ class PatchedImageTextSubject(Subject):
         types = (inputs["input_ids"] == self.image_token).int()
         return [{**inputs, **images, "mm_token_type_ids": types}]
 
-    def torch_outputs(self, model: Any) -> np.ndarray:
+    def torch_outputs(self, model: PreTrainedModel) -> np.ndarray:
         (inputs,) = self.torch_inputs()
         with require_torch().no_grad():
             return self.output(model(**inputs, use_cache=False)).float().numpy()

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
@@ -25,6 +25,10 @@ from ed_models.base.export import TORCH_CLASSES
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.task_rules import get_weight_rules
 from ed_models.checkpoints.weight_map import WeightMap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 #: Fields of every tiny configuration. A case replaces fields; None removes one of these fields, and
 #: is the value of any other field.
@@ -298,7 +302,7 @@ class Subject:
             return self.torch_logits
         return self.torch_outputs(copy.deepcopy(self.torch_model).double())
 
-    def torch_outputs(self, model: Any) -> np.ndarray:
+    def torch_outputs(self, model: PreTrainedModel) -> np.ndarray:
         """Return the outputs of a torch model, [b, s, v]; zeros for omitted positions."""
         parts = []
         for inputs in self.torch_inputs():
@@ -333,7 +337,7 @@ class Subject:
         return self.torch_model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def is_tied(model: Any) -> bool:
+def is_tied(model: PreTrainedModel) -> bool:
     """Return whether a torch model has one matrix for its head and its token embedding."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,10 @@ from ed_models.conformance.patched_images import (
 from ed_models.conformance.subjects import B, Cases, S, Subject
 from ed_models.modalities.images import GRID_TILES, PATCHES, PLACES, RASTER_PATCHES
 from ed_models.modalities.items import Modality
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 #: Fields of a tiny encoder like BERT.
 TINY_ENCODER: dict[str, Any] = {
@@ -135,7 +139,7 @@ class Seq2SeqSubject(Subject):
     def real(self) -> np.ndarray:
         return np.ones((B, S), bool)
 
-    def torch_outputs(self, model: Any) -> np.ndarray:
+    def torch_outputs(self, model: PreTrainedModel) -> np.ndarray:
         torch = require_torch()
         answers = torch.tensor(self.answers, dtype=torch.long)
         logits, row = [], 0
@@ -250,7 +254,7 @@ class EncoderSubject(Subject):
     # The gradient of a bias that all keys, or all scored tokens, share is zero.
     zero_gradient = 16.0
 
-    def torch_outputs(self, model: Any) -> np.ndarray:
+    def torch_outputs(self, model: PreTrainedModel) -> np.ndarray:
         rows = []
         for inputs in self.torch_inputs():
             with require_torch().no_grad():
@@ -337,7 +341,7 @@ class ClassifierSubject(EncoderSubject):
     def real(self) -> np.ndarray:
         return np.ones(B, bool)
 
-    def torch_outputs(self, model: Any) -> np.ndarray:
+    def torch_outputs(self, model: PreTrainedModel) -> np.ndarray:
         with require_torch().no_grad():
             rows = [self.output(model(**inputs)) for inputs in self.torch_inputs()]
         return require_torch().cat(rows).float().numpy()
@@ -364,7 +368,7 @@ class ChoiceSubject(ClassifierSubject):
     def torch_inputs(self) -> list[dict[str, Any]]:
         return [{n: x[:, None] for n, x in row.items()} for row in super().torch_inputs()]
 
-    def torch_outputs(self, model: Any) -> np.ndarray:
+    def torch_outputs(self, model: PreTrainedModel) -> np.ndarray:
         return super().torch_outputs(model).reshape(B // 2, 2)
 
 
@@ -398,7 +402,7 @@ class CTCSubject(Subject):
     def real(self) -> np.ndarray:
         return np.arange(max(self.lengths)) < self.lengths[:, None]
 
-    def torch_outputs(self, model: Any) -> np.ndarray:
+    def torch_outputs(self, model: PreTrainedModel) -> np.ndarray:
         with require_torch().no_grad():
             rows = [self.output(model(**self.sounds.torch(row))).numpy() for row in range(B)]
         steps = max(row.shape[1] for row in rows)

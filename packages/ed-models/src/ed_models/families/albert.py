@@ -8,8 +8,6 @@ Numbers and parameter names follow Hugging Face's `modeling_albert.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -35,7 +33,7 @@ class AlbertConfig(EasyDeLBaseConfig, transformers.AlbertConfig):
 
     def validate(self):
         """Raise ConfigError for several groups of layers."""
-        super().validate()  # type: ignore[misc]
+        super().validate()
         if self.num_hidden_groups != 1:
             raise ConfigError(
                 f"albert: num_hidden_groups={self.num_hidden_groups} is not supported; published "
@@ -49,11 +47,11 @@ class AlbertModel(TextEncoder):
     config_class = AlbertConfig
 
     @staticmethod
-    def projects_embeddings(config: Any) -> bool:
+    def projects_embeddings(config: EasyDeLBaseConfig) -> bool:
         return True
 
     @staticmethod
-    def depth(config: Any) -> int:
+    def depth(config: EasyDeLBaseConfig) -> int:
         return config.inner_group_num
 
     def through(self, x, ctx, cache, input_ids, *, keep_hidden):

@@ -11,8 +11,6 @@ hidden size of the tower and of the text.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import transformers
@@ -43,8 +41,6 @@ class AyaVisionConfig(EasyDeLBaseConfig, transformers.AyaVisionConfig):
     """
 
     model_type = "aya_vision"
-    text_config: Any = None
-    vision_config: Any = None
 
 
 class AyaVisionProjector(nnx.Module):

@@ -30,7 +30,7 @@ class BertConfig(EasyDeLBaseConfig, transformers.BertConfig):
 
     def validate(self):
         """Raise ConfigError for decoders."""
-        super().validate()  # type: ignore[misc]
+        super().validate()
         only_encoder(self)
 
 

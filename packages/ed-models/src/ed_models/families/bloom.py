@@ -35,7 +35,7 @@ class BloomConfig(EasyDeLBaseConfig, transformers.BloomConfig):
 
     def validate(self):
         """Raise ConfigError for a computation in slices, which omits the biases."""
-        super().validate()  # type: ignore[misc]
+        super().validate()
         if self.slow_but_exact and self.pretraining_tp > 1:
             raise ConfigError(
                 f"bloom: slow_but_exact=True with pretraining_tp={self.pretraining_tp} is not "

@@ -9,8 +9,6 @@ Numbers and parameter names follow Hugging Face's `modeling_clip.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -81,8 +79,6 @@ class CLIPConfig(EasyDeLBaseConfig, transformers.CLIPConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "clip"
-    text_config: Any = None
-    vision_config: Any = None
 
 
 @register_module(TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION, config=CLIPConfig, model_type="clip")

@@ -73,7 +73,7 @@ class DbrxDecoderLayer(DecoderLayer):
     """Attention and experts, each normed before and added to the stream."""
 
     def __init__(self, parts: Parts, index: int):
-        config: Any = parts.config
+        config = parts.config
         ffn = config.ffn_config
         experts = Experts(
             parts, ffn.moe_num_experts, ffn.ffn_hidden_size, hidden_act=ffn.ffn_act_fn["name"]

@@ -145,7 +145,7 @@ class DebertaV2Model(TextEncoder):
         return [index == 0 for index in range(config.num_hidden_layers)] if config.taps else None
 
     @staticmethod
-    def has_position_table(config: Any) -> bool:
+    def has_position_table(config: EasyDeLBaseConfig) -> bool:
         return config.position_biased_input
 
     def add_parts(self, parts):

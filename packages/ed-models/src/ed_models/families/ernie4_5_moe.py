@@ -11,8 +11,6 @@ Numbers follow Hugging Face's `modeling_ernie4_5_moe.py`; parameter names are it
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -38,7 +36,7 @@ class Ernie4_5_MoeConfig(EasyDeLBaseConfig, transformers.Ernie4_5_MoeConfig):
     model_type = "ernie4_5_moe"
 
 
-def is_sparse(config: Any, index: int) -> bool:
+def is_sparse(config: EasyDeLBaseConfig, index: int) -> bool:
     """Whether a layer has experts."""
     within = config.moe_layer_start_index <= index <= config.moe_layer_end_index
     return within and (index + 1) % config.moe_layer_interval == 0

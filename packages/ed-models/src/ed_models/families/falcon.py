@@ -45,7 +45,7 @@ class FalconConfig(EasyDeLBaseConfig, transformers.FalconConfig):
 
     def validate(self):
         """Refuse a mixture that no model has."""
-        super().validate()  # type: ignore[misc]
+        super().validate()
         if self.new_decoder_architecture and not self.parallel_attn:
             raise ConfigError("falcon: new_decoder_architecture needs parallel_attn=True")
 

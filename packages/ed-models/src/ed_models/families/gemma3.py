@@ -13,7 +13,6 @@ size of the tower and of the text.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import transformers
@@ -38,8 +37,6 @@ class Gemma3MultimodalConfig(EasyDeLBaseConfig, transformers.Gemma3Config):
     """
 
     model_type = "gemma3"
-    text_config: Any = None
-    vision_config: Any = None
 
 
 class Gemma3Projector(nnx.Module):

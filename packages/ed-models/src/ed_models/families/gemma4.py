@@ -96,9 +96,7 @@ class Gemma4Config(EasyDeLBaseConfig, _Config):
     """
 
     model_type = "gemma4"
-    text_config: Any = None
-    vision_config: Any = None
-    audio_config: Any = None
+    audio_config: Any = None  # no tower reads it
     nested_configs = {"vision_config": Gemma4VisionConfig}
 
     def __post_init__(self, **kwargs: Any):
@@ -237,7 +235,7 @@ class Gemma4Model(PatchedImageTextModel):
     config_class = Gemma4Config
 
     def tower(self, parts: Parts) -> PatchTower:
-        config: Any = self.config
+        config = self.config
         if config.vision_config is None:
             raise ConfigError(
                 "the gemma4 configuration has no vision_config, so the model reads text only: load "

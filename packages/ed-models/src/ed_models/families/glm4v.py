@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 import transformers
@@ -78,8 +77,6 @@ class Glm4vConfig(EasyDeLBaseConfig, transformers.Glm4vConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "glm4v"
-    text_config: Any = None
-    vision_config: Any = None
     nested_configs = {"vision_config": Glm4vVisionConfig}
 
 

@@ -36,7 +36,7 @@ class GlmMoeDsaConfig(EasyDeLBaseConfig, transformers.GlmMoeDsaConfig):
 
     def validate(self):
         """Refuse layers that share a choice."""
-        super().validate()  # type: ignore[misc]
+        super().validate()
         kinds = self.indexer_types or []
         if shared := [i for i, kind in enumerate(kinds) if kind != "full"]:
             raise ConfigError(

@@ -36,7 +36,7 @@ class GPT2Config(EasyDeLBaseConfig, transformers.GPT2Config):
 
     def validate(self):
         """Refuse what only an encoder's decoder needs."""
-        super().validate()  # type: ignore[misc]
+        super().validate()
         if self.add_cross_attention:
             raise ConfigError("gpt2 with add_cross_attention is no language model by itself")
 

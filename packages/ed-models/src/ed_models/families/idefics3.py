@@ -72,8 +72,6 @@ class Idefics3Config(EasyDeLBaseConfig, transformers.Idefics3Config):
 
     model_type = "idefics3"
     nested_configs: ClassVar[Mapping[str, type]] = {"vision_config": Idefics3VisionConfig}
-    text_config: Any = None
-    vision_config: Any = None
 
 
 @register_config("smolvlm")
@@ -85,8 +83,6 @@ class SmolVLMConfig(EasyDeLBaseConfig, transformers.SmolVLMConfig):
 
     model_type = "smolvlm"
     nested_configs: ClassVar[Mapping[str, type]] = {"vision_config": SmolVLMVisionConfig}
-    text_config: Any = None
-    vision_config: Any = None
 
 
 class Idefics3VisionTower(VisionTower):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -68,8 +68,6 @@ class InternVLConfig(EasyDeLBaseConfig, transformers.InternVLConfig):
 
     model_type = "internvl"
     nested_configs: ClassVar[Mapping[str, type]] = {"vision_config": InternVLVisionConfig}
-    text_config: Any = None
-    vision_config: Any = None
 
 
 class InternVLVisionLayer(ScaledVisionLayer):

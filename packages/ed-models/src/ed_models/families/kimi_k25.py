@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -118,8 +117,6 @@ class KimiK25Config(EasyDeLBaseConfig, _Config):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "kimi_k25"
-    text_config: Any = None
-    vision_config: Any = None
     nested_configs = {"vision_config": KimiK25VisionConfig}
 
 
@@ -194,7 +191,7 @@ class KimiK25Model(PatchedImageTextModel):
     config_class = KimiK25Config
 
     def tower(self, parts: Parts) -> PatchTower:
-        config: Any = self.config
+        config = self.config
         d = config.vision_config.hidden_size
         if config.projection_hidden_size != d:
             raise ConfigError(

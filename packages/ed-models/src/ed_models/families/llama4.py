@@ -164,8 +164,6 @@ class Llama4Config(EasyDeLBaseConfig, transformers.Llama4Config):
 
     model_type = "llama4"
     nested_configs: ClassVar[Mapping[str, type]] = {"vision_config": Llama4VisionConfig}
-    text_config: Any = None
-    vision_config: Any = None
 
 
 class Llama4VisionEmbeddings(nnx.Module):

@@ -11,8 +11,6 @@ Legend: t images, c channels, h height, w width, n patches of an image, d hidden
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -36,8 +34,6 @@ class LlavaConfig(EasyDeLBaseConfig, transformers.LlavaConfig):
     """
 
     model_type = "llava"
-    text_config: Any = None
-    vision_config: Any = None
 
 
 class LlavaModel(PackedImageTextModel):

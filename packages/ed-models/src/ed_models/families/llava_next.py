@@ -8,8 +8,6 @@ The numbers follow Hugging Face's `modeling_llava_next.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -30,8 +28,6 @@ class LlavaNextConfig(EasyDeLBaseConfig, transformers.LlavaNextConfig):
     """
 
     model_type = "llava_next"
-    text_config: Any = None
-    vision_config: Any = None
 
 
 class LlavaNextModel(SizedImageTextModel):
@@ -42,7 +38,7 @@ class LlavaNextModel(SizedImageTextModel):
     @property
     def grids(self) -> TileGrids:
         """The grids into which images are split."""
-        config: Any = self.config
+        config = self.config
         vision = config.vision_config
         return TileGrids.of(config.image_grid_pinpoints, vision.image_size, vision.patch_size)
 

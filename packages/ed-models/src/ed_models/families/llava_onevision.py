@@ -10,8 +10,6 @@ The numbers follow Hugging Face's `modeling_llava_onevision.py`. Videos are not 
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -35,8 +33,6 @@ class LlavaOnevisionConfig(EasyDeLBaseConfig, transformers.LlavaOnevisionConfig)
     """
 
     model_type = "llava_onevision"
-    text_config: Any = None
-    vision_config: Any = None
 
 
 class LlavaOnevisionModel(SizedImageTextModel):
@@ -51,7 +47,7 @@ class LlavaOnevisionModel(SizedImageTextModel):
         Raises:
             ConfigError: `vision_aspect_ratio` does not limit the features of a grid.
         """
-        config: Any = self.config
+        config = self.config
         vision, limit = config.vision_config, config.vision_aspect_ratio.removeprefix(LIMITED)
         if not limit.isdecimal():
             raise ConfigError(

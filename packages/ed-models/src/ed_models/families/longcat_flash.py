@@ -127,6 +127,6 @@ class LongcatFlashForCausalLM(CausalLM):
     )
 
 
-def count_zero_experts(config: Any) -> int:
+def count_zero_experts(config: EasyDeLBaseConfig) -> int:
     """How many experts do nothing."""
     return config.zero_expert_num or 0

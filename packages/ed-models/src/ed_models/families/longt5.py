@@ -10,10 +10,8 @@ of the row alone; Hugging Face's blocks start at the first position of a row, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -30,7 +28,7 @@ from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
 from ed_models.tasks.text_encoder import ENCODER_TASKS
-from ed_models.weights.blocks import Relation, Shape
+from ed_models.weights.blocks import ArchitectureFields, Relation, Shapes, TheirName
 from ed_models.weights.rules import Rule, TensorLayout, equal, transpose
 
 #: `encoder_attention_type` -> the name of the attention in checkpoints.
@@ -106,7 +104,7 @@ class LongT5Model(EncoderDecoder):
 def build_encoder_layout(inner_layout: TensorLayout) -> TensorLayout:
     """Return a layout whose tensor has the name of the encoder's attention."""
 
-    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: Any) -> Relation:
+    def relate(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
         kind = ATTENTIONS[config.encoder_attention_type]
         return inner_layout(ours, lambda **more: hf(kind=kind, **more), config)
 

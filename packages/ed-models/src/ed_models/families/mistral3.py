@@ -11,8 +11,6 @@ along the side of a block, n = p / m².
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -39,8 +37,6 @@ class Mistral3Config(EasyDeLBaseConfig, transformers.Mistral3Config):
     """
 
     model_type = "mistral3"
-    text_config: Any = None
-    vision_config: Any = None
 
 
 class Mistral3Projector(nnx.Module):

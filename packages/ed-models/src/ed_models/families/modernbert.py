@@ -10,7 +10,6 @@ Numbers and parameter names follow Hugging Face's `modeling_modernbert.py`.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -90,7 +89,7 @@ class ModernBertModel(TextEncoder):
         return [(kind, index == 0) for index, kind in enumerate(config.layer_types)]
 
     @staticmethod
-    def has_position_table(config: Any) -> bool:
+    def has_position_table(config: EasyDeLBaseConfig) -> bool:
         return False
 
     def rope_settings(self):

@@ -46,7 +46,7 @@ class MptConfig(EasyDeLBaseConfig, transformers.MptConfig):
         `expansion_ratio` is not among the fields: the feed-forward layer of `transformers` is four
         times as wide as the model for any value, and so is ours.
         """
-        super().validate()  # type: ignore[misc]
+        super().validate()
         attn_config: Any = self.attn_config
         fixed_values = {
             "attn_config.alibi": (attn_config.alibi, True),

@@ -5,8 +5,6 @@ Numbers and parameter names follow Hugging Face's `modeling_nomic_bert.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -37,7 +35,7 @@ class NomicBertConfig(EasyDeLBaseConfig, transformers.NomicBertConfig):
 
     def validate(self):
         """Raise ConfigError for rotary positions of a part of the features."""
-        super().validate()  # type: ignore[misc]
+        super().validate()
         share = (self.rope_parameters or {}).get("partial_rotary_factor")
         if share not in (None, 1):
             raise ConfigError(
@@ -59,7 +57,7 @@ class NomicBertModel(TextEncoder):
     layer_class = staticmethod(layer)
 
     @staticmethod
-    def has_position_table(config: Any) -> bool:
+    def has_position_table(config: EasyDeLBaseConfig) -> bool:
         return False
 
     def rope_settings(self):

@@ -60,7 +60,7 @@ class OpenELMConfig(EasyDeLBaseConfig):
 
     def validate(self):
         """Raise ConfigError for lists of another length, and for layers without a gate."""
-        super().validate()  # type: ignore[misc]
+        super().validate()
         for name in ("num_query_heads", "num_kv_heads", "ffn_multipliers"):
             if len(getattr(self, name)) != self.num_transformer_layers:
                 raise ConfigError(

@@ -37,7 +37,7 @@ class OPTConfig(EasyDeLBaseConfig, transformers.OPTConfig):
 
     def validate(self):
         """Raise ConfigError for unsupported fields."""
-        super().validate()  # type: ignore[misc]
+        super().validate()
         if self.layerdrop:
             raise ConfigError("opt: layers are never dropped here; set layerdrop to 0")
 

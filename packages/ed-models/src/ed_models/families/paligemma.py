@@ -37,8 +37,6 @@ class PaliGemmaConfig(EasyDeLBaseConfig, transformers.PaliGemmaConfig):
     """
 
     model_type = "paligemma"
-    text_config: Any = None
-    vision_config: Any = None
 
 
 class PaliGemmaProjector(nnx.Module):

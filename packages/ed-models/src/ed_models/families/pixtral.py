@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +60,7 @@ class PixtralVisionModel(EasyDeLBaseModule):
 
     def __init__(
         self,
-        config: Any,
+        config: EasyDeLBaseConfig,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -49,8 +48,6 @@ class Qwen2_5_VLConfig(EasyDeLBaseConfig, transformers.Qwen2_5_VLConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "qwen2_5_vl"
-    text_config: Any = None
-    vision_config: Any = None
     nested_configs = {"vision_config": Qwen2_5_VLVisionConfig}
 
 

@@ -13,7 +13,7 @@ Legend: b rows, n features of a row, a and d hidden size of the tower and of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -48,8 +48,6 @@ class Qwen2AudioConfig(EasyDeLBaseConfig, transformers.Qwen2AudioConfig):
 
     model_type = "qwen2_audio"
     nested_configs: ClassVar[Mapping[str, type]] = {"audio_config": Qwen2AudioEncoderConfig}
-    text_config: Any = None
-    audio_config: Any = None
 
 
 class Qwen2AudioProjector(nnx.Module):

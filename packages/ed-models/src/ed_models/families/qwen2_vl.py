@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -50,8 +49,6 @@ class Qwen2VLConfig(EasyDeLBaseConfig, transformers.Qwen2VLConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "qwen2_vl"
-    text_config: Any = None
-    vision_config: Any = None
     nested_configs = {"vision_config": Qwen2VLVisionConfig}
 
 

@@ -10,7 +10,6 @@ Numbers follow Hugging Face's `modeling_qwen3_vl.py`; parameter names are its na
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -49,8 +48,6 @@ class Qwen3VLConfig(EasyDeLBaseConfig, transformers.Qwen3VLConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "qwen3_vl"
-    text_config: Any = None
-    vision_config: Any = None
     nested_configs = {"vision_config": Qwen3VLVisionConfig}
 
 

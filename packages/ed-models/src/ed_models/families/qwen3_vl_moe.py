@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import transformers
@@ -85,8 +84,6 @@ class Qwen3VLMoeConfig(EasyDeLBaseConfig, transformers.Qwen3VLMoeConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "qwen3_vl_moe"
-    text_config: Any = None
-    vision_config: Any = None
     nested_configs = {"vision_config": Qwen3VLMoeVisionConfig}
 
 

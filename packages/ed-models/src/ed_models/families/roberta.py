@@ -30,7 +30,7 @@ class RobertaConfig(EasyDeLBaseConfig, transformers.RobertaConfig):
 
     def validate(self):
         """Raise ConfigError for decoders."""
-        super().validate()  # type: ignore[misc]
+        super().validate()
         only_encoder(self)
 
     @property

@@ -9,8 +9,6 @@ Numbers and parameter names follow Hugging Face's `modeling_siglip.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -79,8 +77,6 @@ class SiglipConfig(EasyDeLBaseConfig, transformers.SiglipConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "siglip"
-    text_config: Any = None
-    vision_config: Any = None
 
 
 @register_module(TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION, config=SiglipConfig, model_type="siglip")

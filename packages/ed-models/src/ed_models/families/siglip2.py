@@ -191,8 +191,6 @@ class Siglip2Config(EasyDeLBaseConfig, transformers.Siglip2Config):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "siglip2"
-    text_config: Any = None
-    vision_config: Any = None
 
 
 @register_module(

@@ -12,7 +12,7 @@ Legend: b rows, n features of a row, f joined encoder positions, d hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -48,8 +48,6 @@ class VoxtralConfig(EasyDeLBaseConfig, transformers.VoxtralConfig):
 
     model_type = "voxtral"
     nested_configs: ClassVar[Mapping[str, type]] = {"audio_config": VoxtralEncoderConfig}
-    text_config: Any = None
-    audio_config: Any = None
 
 
 class VoxtralProjector(nnx.Module):

@@ -28,7 +28,7 @@ class XLMRobertaConfig(EasyDeLBaseConfig, transformers.XLMRobertaConfig):
 
     def validate(self):
         """Raise ConfigError for decoders."""
-        super().validate()  # type: ignore[misc]
+        super().validate()
         only_encoder(self)
 
     @property

@@ -216,7 +216,7 @@ def special_token(model_config: EasyDeLBaseConfig, name: str) -> object:
     return getattr(_text_config(model_config), name, None) if value is None else value
 
 
-def get_vocab_size(config: Any, *, encoder: bool = False) -> int | None:
+def get_vocab_size(config: EasyDeLBaseConfig, *, encoder: bool = False) -> int | None:
     """Return the number of tokens of a model; of the encoder's if encoder and decoder differ.
 
     Args:
@@ -229,7 +229,7 @@ def get_vocab_size(config: Any, *, encoder: bool = False) -> int | None:
     return decoder_vocab_size or getattr(_text_config(config), "vocab_size", None)
 
 
-def _text_config(config: Any) -> Any:
+def _text_config(config: EasyDeLBaseConfig) -> Any:
     """Return the configuration of the language model; tests pass plain objects."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 

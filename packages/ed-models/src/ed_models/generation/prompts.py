@@ -16,6 +16,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
 from jaxtyping import Bool, Int
+from transformers import PretrainedConfig
 
 from ed_models.protocol import LanguageModel
 
@@ -175,7 +176,7 @@ def _build_token_mask(
     return np.logical_or.accumulate(ids != padding, axis=1)
 
 
-def longest_sequence(config: Any) -> int | None:
+def longest_sequence(config: PretrainedConfig) -> int | None:
     """Return the maximum length of a text; None if the rotary factors adapt to any length."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") == "dynamic":

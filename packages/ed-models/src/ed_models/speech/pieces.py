@@ -15,7 +15,8 @@ from flax import nnx
 from jaxtyping import Float
 
 from ed_models.speech.transcript import Segment
-from ed_models.tasks.ctc import best_labels
+from ed_models.tasks.ctc import CTCModel, best_labels
+from ed_models.tasks.seq2seq import Seq2SeqLM
 
 #: Longest piece, and its overlap with each neighbour, in seconds.
 PIECE_SECONDS, OVERLAP_SECONDS = 30.0, 5.0
@@ -56,7 +57,9 @@ class LabelDecoder:
         decode: `labels -> text`; it gets the labels of the best path, merged and without blanks.
     """
 
-    def __init__(self, model: Any, reader: PieceReader, decode: Callable[[Sequence[int]], str]):
+    def __init__(
+        self, model: CTCModel, reader: PieceReader, decode: Callable[[Sequence[int]], str]
+    ):
         self.model, self.reader, self.text_of = model, reader, decode
         graphdef, self._state = nnx.split(model)
 
@@ -119,7 +122,9 @@ class SampleDecoder:
         decode: `tokens -> text`.
     """
 
-    def __init__(self, model: Any, reader: PieceReader, decode: Callable[[Sequence[int]], str]):
+    def __init__(
+        self, model: Seq2SeqLM, reader: PieceReader, decode: Callable[[Sequence[int]], str]
+    ):
         self.model, self.reader, self.text_of = model, reader, decode
 
     def segments(
@@ -144,13 +149,14 @@ class SampleDecoder:
                 seed=seed + number,
                 **draw,
             )
-            tokens = output.sequences[0, 1:]
+            tokens = output.sequences[0, 1:].tolist()
+            assert output.logprobs is not None, "requested above"
             yield Segment(
                 id=number,
                 start=begin / rate,
                 end=end / rate,
                 text=self.text_of(tokens),
-                tokens=tuple(map(int, tokens)),
+                tokens=tuple(tokens),
                 temperature=temperature,
                 avg_logprob=float(np.mean(output.logprobs[0])),
                 seek=int(begin / rate * 100),

@@ -22,6 +22,7 @@ from ed_models.speech.transcript import Segment, Transcript
 from ed_models.speech.whisper import FRAME, SpeechRequest, Thresholds, WhisperDecoder
 from ed_models.speech.words import split_words
 from ed_models.tasks.ctc import CTCModel
+from ed_models.tasks.seq2seq import Seq2SeqLM
 
 #: Temperatures of the attempts to decode a window, if the caller gives none.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -39,7 +40,7 @@ class Transcriber:
 
     def __init__(
         self,
-        model: Any,
+        model: Seq2SeqLM | CTCModel,
         processor: Any,
         *,
         thresholds: Thresholds = Thresholds(),  # noqa: B008
@@ -50,10 +51,10 @@ class Transcriber:
         self.extract = processor.feature_extractor
         reader = PieceReader(self.extract, self.sampling_rate)
         self.decoder: WhisperDecoder | LabelDecoder | SampleDecoder
-        if "input_features" in model.input_names:
-            self.decoder = WhisperDecoder(model, self.get_text)
-        elif isinstance(model, CTCModel):
+        if isinstance(model, CTCModel):
             self.decoder = LabelDecoder(model, reader, self.text_of_labels)
+        elif "input_features" in model.input_names:
+            self.decoder = WhisperDecoder(model, self.get_text)
         else:
             self.decoder = SampleDecoder(model, reader, self.get_text)
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import SequenceClassifierOutput
@@ -24,7 +25,7 @@ from ed_models.base.new_heads import new_heads, new_training_tensors
 from ed_models.tasks.classification import problem_loss, resolve_problem_type
 from ed_models.tasks.encoders import common
 from ed_models.tasks.head_model import HeadModel
-from ed_models.weights.blocks import Shape
+from ed_models.weights.blocks import Shapes
 
 #: End of the names of classes of transformers with this head.
 CLASSIFIER = "ForSequenceClassification"
@@ -98,7 +99,7 @@ class AudioClassifier(HeadModel):
         return output.replace(loss=loss), jnp.asarray(float(labels.shape[0]))
 
     @classmethod
-    def new_tensors(cls, config: Any, missing: Mapping[str, Shape]) -> Mapping[str, np.ndarray]:
+    def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
         """Return a random head for a checkpoint of another task, and log a warning."""
         training = new_training_tensors(config, missing)
         if any(str(name).endswith(CLASSIFIER) for name in config.architectures or ()):

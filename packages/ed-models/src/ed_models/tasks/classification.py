@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from ed_models.checkpoints.task_rules import SCORE, classifier_rules
 from ed_models.tasks.head_model import BodyT, HeadModel, task_class
-from ed_models.weights.blocks import Shape
+from ed_models.weights.blocks import Shapes
 
 logger = get_logger(__name__)
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
@@ -153,9 +153,7 @@ class SequenceClassifier(HeadModel[BodyT]):
         return output.replace(loss=loss), jnp.asarray(float(labels.shape[0]))
 
     @classmethod
-    def new_tensors(
-        cls, config: EasyDeLBaseConfig, missing: Mapping[str, Shape]
-    ) -> Mapping[str, np.ndarray]:
+    def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
         """Return a random head for a checkpoint of another task, and log a warning."""
         saved = config.architectures or []
         if SCORE.hf not in missing or any("SequenceClassification" in name for name in saved):
@@ -170,7 +168,7 @@ class SequenceClassifier(HeadModel[BodyT]):
         return {SCORE.hf: values.astype(np.float32)}
 
 
-def resolve_problem_type(config: Any, labels: jax.Array) -> str:
+def resolve_problem_type(config: EasyDeLBaseConfig, labels: jax.Array) -> str:
     """Return `config.problem_type`, or the problem that follows from the labels.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.outputs import TokenClassifierOutput
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from ed_models.base.new_heads import new_heads, new_training_tensors
 from ed_models.tasks.encoders import common
 from ed_models.tasks.head_model import HeadModel
-from ed_models.weights.blocks import Shape
+from ed_models.weights.blocks import Shapes
 
 #: Ends of the names of classes of transformers with other heads.
 OTHER_HEADS = ("ForSequenceClassification", "ForAudioFrameClassification", "ForXVector")
@@ -59,7 +60,7 @@ class CTCModel(HeadModel):
         return TokenClassifierOutput(logits=logits, **common(body))
 
     @classmethod
-    def new_tensors(cls, config: Any, missing: Mapping[str, Shape]) -> Mapping[str, np.ndarray]:
+    def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
         """Return a random head for a checkpoint of pretraining, and log a warning.
 
         Raises:

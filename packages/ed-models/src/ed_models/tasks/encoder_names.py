@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_layers import dropout
@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.base.new_heads import new_heads
-from ed_models.weights.blocks import Shape
+from ed_models.weights.blocks import Shapes
 from ed_models.weights.rules import STANDARD, Rule, ignore, renamed
 
 
@@ -45,7 +45,7 @@ class HeadNames:
     drops_input: bool = False
     requires: Mapping[str, object] = field(default_factory=dict)
 
-    def check(self, config: Any) -> None:
+    def check(self, config: EasyDeLBaseConfig) -> None:
         """Raise ConfigError if the configuration describes another form of the head."""
         for name, only in self.requires.items():
             if (value := getattr(config, name, only)) != only:
@@ -62,11 +62,11 @@ class HeadNames:
         """Return the names of the bias of a language-model head in checkpoints."""
         return (self.bias, f"{self.out}.bias") if self.bias else ()
 
-    def get_activation(self, config: Any) -> str:
+    def get_activation(self, config: EasyDeLBaseConfig) -> str:
         """Return the name of the activation."""
         return getattr(config, self.activation, self.activation)
 
-    def rate(self, config: Any) -> float:
+    def rate(self, config: EasyDeLBaseConfig) -> float:
         """Return the dropout rate of the head."""
         rate = 0.0 if self.dropout is None else getattr(config, self.dropout, None)
         return config.hidden_dropout_prob if rate is None else rate
@@ -185,7 +185,7 @@ class EncoderNames:
         )
 
     def new_tensors(
-        self, task: TaskType, config: Any, missing: Mapping[str, Shape]
+        self, task: TaskType, config: EasyDeLBaseConfig, missing: Shapes
     ) -> dict[str, np.ndarray]:
         """Return random values of a head that a checkpoint of another task lacks; log a warning.
 

@@ -39,7 +39,7 @@ from ed_models.tasks.embedding import Embedder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames, HeadTransform
 from ed_models.tasks.head_model import HeadModel, task_class
 from ed_models.tasks.pooling import Pooling
-from ed_models.weights.blocks import Shape
+from ed_models.weights.blocks import Shapes
 
 #: Label of positions without a loss.
 IGNORED = -100
@@ -104,9 +104,7 @@ class EncoderTask(HeadModel[TextEncoder]):
         return first_tokens(hidden, mask)
 
     @classmethod
-    def new_tensors(
-        cls, config: EasyDeLBaseConfig, missing: Mapping[str, Shape]
-    ) -> Mapping[str, np.ndarray]:
+    def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
         """Return a random head for a checkpoint of another task, and log a warning."""
         return cls.names.new_tensors(cls.task, config, missing)
 
@@ -370,9 +368,7 @@ class MaskedLM(VocabularyHead):
         return output.replace(loss=total / jnp.maximum(count, 1)), count
 
     @classmethod
-    def new_tensors(
-        cls, config: EasyDeLBaseConfig, missing: Mapping[str, Shape]
-    ) -> Mapping[str, np.ndarray]:
+    def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
         """Return a random head for a checkpoint of another task, and log a warning."""
         return cls.names.new_tensors(TaskType.MASKED_LM, config, missing)
 
@@ -382,7 +378,7 @@ def pooled_body(family: type[MaskedLM]) -> type[Any]:
     names, body = family.names, cast(Any, family.body_class)
     pooler = names.heads.get(TaskType.BASE_MODULE)
 
-    def new_tensors(cls: type, config: Any, missing: Mapping[str, Shape]) -> Any:
+    def new_tensors(cls: type, config: EasyDeLBaseConfig, missing: Shapes) -> Any:
         full_names = {f"{first}.{name}": shape for name, shape in missing.items()}
         new = names.new_tensors(TaskType.BASE_MODULE, config, full_names)
         return {name.partition(".")[2]: value for name, value in new.items()}

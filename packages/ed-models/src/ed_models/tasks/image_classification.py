@@ -25,7 +25,7 @@ from ed_models.base.new_heads import new_heads, new_training_tensors
 from ed_models.body.vision import VisionTower, tower_rules
 from ed_models.tasks.classification import problem_loss, resolve_problem_type
 from ed_models.tasks.encoders import common
-from ed_models.weights.blocks import Shape
+from ed_models.weights.blocks import Shapes
 from ed_models.weights.rules import STANDARD, ignore, renamed
 
 
@@ -58,7 +58,7 @@ class ImageClassifier(EasyDeLBaseModule):
 
     def __init__(
         self,
-        config: Any,
+        config: EasyDeLBaseConfig,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
@@ -115,9 +115,7 @@ class ImageClassifier(EasyDeLBaseModule):
         return output.replace(loss=loss), jnp.asarray(float(labels.shape[0]))
 
     @classmethod
-    def new_tensors(
-        cls, config: EasyDeLBaseConfig, missing: Mapping[str, Shape]
-    ) -> Mapping[str, np.ndarray]:
+    def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
         """Return a random head for a checkpoint of another task, and log a warning."""
         head = new_heads(TaskType.IMAGE_CLASSIFICATION, config, missing, ["classifier"])
         return {**head, **new_training_tensors(config, missing)}

@@ -24,7 +24,7 @@ from ed_models.base.new_heads import new_heads
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.encoders import common
 from ed_models.tasks.head_model import task_class
-from ed_models.weights.blocks import Shape
+from ed_models.weights.blocks import Shapes
 from ed_models.weights.rules import Rule, equal, ignore, transpose
 
 _HEAD = "classification_head"
@@ -111,9 +111,7 @@ class Seq2SeqClassifier(SequenceClassifier[Any]):
         return SequenceClassifierOutput(logits=scores.astype(jnp.float32), **common(body))
 
     @classmethod
-    def new_tensors(
-        cls, config: EasyDeLBaseConfig, missing: Mapping[str, Shape]
-    ) -> Mapping[str, np.ndarray]:
+    def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
         """Return a random head for a checkpoint of another task, and log a warning."""
         owners = [f"{_HEAD}.dense", f"{_HEAD}.out_proj"]
         return new_heads(TaskType.SEQUENCE_CLASSIFICATION, config, missing, owners)

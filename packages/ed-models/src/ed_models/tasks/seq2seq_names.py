@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from ed_models.body.bart import shares_embeddings
 from ed_models.checkpoints.tensor_files import Computed, TensorFiles, arrays
-from ed_models.weights.blocks import Relation, Shape
+from ed_models.weights.blocks import ArchitectureFields, Relation, Shapes, TheirName
 from ed_models.weights.rules import STANDARD, Rule, equal, ignore, renamed, transpose
 
 
-def up_projection(ours: Mapping[str, Shape], hf: Callable[..., str], config: Any) -> Relation:
+def up_projection(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
     """Relate `up_proj` to the second of two input projections, or to the only one."""
     name = "wi_1" if config.is_gated_act else "wi"
     return transpose(ours, lambda **more: hf(up=name, **more), config)
@@ -78,7 +77,7 @@ T5_WEIGHTS = renamed(
 )
 
 
-def decoder_table(ours: Mapping[str, Shape], hf: Callable[..., str], config: Any) -> Relation:
+def decoder_table(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
     """Relate the decoder's embeddings to the shared table, or to the decoder's own."""
     name = "shared" if shares_embeddings(config) else "decoder.embed_tokens"
     return equal(ours, lambda **more: hf(table=name, **more), config)

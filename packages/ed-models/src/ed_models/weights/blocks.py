@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ed_infra.errors import ConfigError
 
 Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+#: Returns Hugging Face's name of a tensor; keywords replace parts of the name.
+TheirName = Callable[..., str]
+
+
+class ArchitectureFields(Protocol):
+    """A configuration; its attributes are the fields of an architecture, such as `hidden_size`."""
+
+    def __getattribute__(self, name: str, /) -> Any: ...
 
 
 @dataclass(frozen=True)

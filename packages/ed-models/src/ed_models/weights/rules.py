@@ -51,7 +51,17 @@ from typing import NamedTuple, Protocol
 
 from ed_infra.errors import ConfigError
 
-from ed_models.weights.blocks import Piece, Relation, Shape, lay_out, one_tensor, resize_shape
+from ed_models.weights.blocks import (
+    ArchitectureFields,
+    Piece,
+    Relation,
+    Shape,
+    Shapes,
+    TheirName,
+    lay_out,
+    one_tensor,
+    resize_shape,
+)
 
 
 class TensorLayout(Protocol):
@@ -61,9 +71,7 @@ class TensorLayout(Protocol):
     `config` is the model's configuration.
     """
 
-    def __call__(
-        self, ours: Mapping[str, Shape], hf: Callable[..., str], config: object
-    ) -> Relation: ...
+    def __call__(self, ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation: ...
 
 
 #: A number, a field of the configuration (`"vision_config.num_heads"`), or a function of it.
@@ -84,7 +92,7 @@ class Rule(NamedTuple):
 def permute(*axes: int) -> TensorLayout:
     """Dimension `i` of ours is dimension `axes[i]` of theirs."""
 
-    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+    def relate(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
         ((name, shape),) = ours.items()
         if sorted(axes) != list(range(len(shape))):
             raise ConfigError(f"permute{axes} does not order the dimensions of {name} {shape}")
@@ -95,13 +103,13 @@ def permute(*axes: int) -> TensorLayout:
     return relate
 
 
-def equal(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+def equal(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
     """The same tensor, perhaps under another name."""
     (shape,) = ours.values()
     return permute(*range(len(shape)))(ours, hf, config)
 
 
-def transpose(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+def transpose(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
     """Last two dimensions swapped: our kernels are [.., in, out], torch's weights [.., out, in]."""
     ((name, shape),) = ours.items()
     if len(shape) < 2:
@@ -115,7 +123,7 @@ def pad_axis(
 ) -> TensorLayout:
     """Their tensor has further entries along `axis`: skipped when read, zero when written."""
 
-    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+    def relate(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
         name, shape, pieces = one_tensor(inner_layout(ours, hf, config))
         size = shape[axis]
         moved = [q for p in pieces for q in lay_out(p, axis % len(shape), size, size, pad_before)]
@@ -152,7 +160,7 @@ def interleave(axis: int, inner_layout: TensorLayout = transpose) -> TensorLayou
 def _fuse_tensors(
     axis: int, inner_layout: TensorLayout, count: Callable[[object, int], int]
 ) -> TensorLayout:
-    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+    def relate(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
         parts = [one_tensor(inner_layout({n: s}, hf, config)) for n, s in ours.items()]
         if len({resize_shape(shape, axis, 0) for _, shape, _ in parts}) > 1:
             raise ConfigError(
@@ -206,7 +214,7 @@ def fused(
 def stack(placeholder: str = "expert", inner_layout: TensorLayout = transpose) -> TensorLayout:
     """Entry `e` of our leading dimension is their tensor with `{placeholder}` = e."""
 
-    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+    def relate(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
         result = Relation({}, [])
         for e in range(_leading(ours)):
             one = inner_layout(
@@ -226,7 +234,7 @@ EXPERTS = Rule("{path}.experts.{name}.kernel", "{path}.experts.{expert}.{name}.w
 def concat(axis: int, inner_layout: TensorLayout = transpose) -> TensorLayout:
     """Concatenate the entries of our leading dimension along `axis` of one tensor of theirs."""
 
-    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: object) -> Relation:
+    def relate(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
         name, shape, pieces = one_tensor(inner_layout(_entry(ours), hf, config))
         size, count = shape[axis], _leading(ours)
         laid = [
@@ -339,7 +347,7 @@ def _entry(ours: Mapping[str, Shape]) -> dict[str, Shape]:
     return {name: shape[1:] for name, shape in ours.items()}
 
 
-def _number(number: SizeRule, config: object) -> int:
+def _number(number: SizeRule, config: ArchitectureFields) -> int:
     if callable(number):
         return number(config)
     if isinstance(number, int):

@@ -8,9 +8,10 @@ the row. Recomputation in the backward pass does not count.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.parameter_names import canonical, normalize, parse_run
 from ed_layers.quantization import QuantParam
 from flax import nnx
@@ -57,7 +58,7 @@ class Utilization(NamedTuple):
 
 
 def utilization(
-    state: EasyDeLState, config: Any, *, length: int, peak: float | None
+    state: EasyDeLState, config: EasyDeLBaseConfig, *, length: int, peak: float | None
 ) -> Utilization | None:
     """Count the FLOPs of a token; None if the peak of the devices is unknown.
 
@@ -91,7 +92,7 @@ def known_peak(device_kind: str) -> float | None:
     return PEAKS[max(fits, key=len)] if fits else None
 
 
-def matrix_parameters(state: EasyDeLState, config: Any) -> tuple[float, float]:
+def matrix_parameters(state: EasyDeLState, config: EasyDeLBaseConfig) -> tuple[float, float]:
     """Return the number of matrix parameters per token: trained parameters, and frozen parameters.
 
     A token uses `num_experts_per_tok` experts. An embedding table does not count as a matrix,
@@ -104,7 +105,7 @@ def matrix_parameters(state: EasyDeLState, config: Any) -> tuple[float, float]:
     return sums[0], sums[1]
 
 
-def _count_parameters(tree: nnx.State, config: Any) -> tuple[float, float, int]:
+def _count_parameters(tree: nnx.State, config: EasyDeLBaseConfig) -> tuple[float, float, int]:
     """Return the parameters of matrices, of embedding tables, and the number of heads."""
     matrices, tables, heads = 0.0, 0.0, 0
     flat = jax.tree_util.tree_flatten_with_path(
@@ -134,7 +135,7 @@ def _count_parameters(tree: nnx.State, config: Any) -> tuple[float, float, int]:
     return matrices, tables, heads
 
 
-def attention_width(config: Any) -> int:
+def attention_width(config: EasyDeLBaseConfig) -> int:
     """Return the number of features of all heads of all layers; 0 if the configuration lacks it."""
     layers = getattr(config, "num_hidden_layers", None)
     heads = getattr(config, "num_attention_heads", None)

@@ -6,11 +6,12 @@ Legend: b rows, n samples, t time steps, l labels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
 from ed_infra.outputs import TokenClassifierOutput
@@ -72,7 +73,7 @@ def _check(
     samples: np.ndarray,
     real: np.ndarray,
 ) -> None:
-    config: Any = run.learner.config
+    config = run.learner.config
     used = np.arange(labels.shape[1]) < lengths[:, None]
     if labels.max(initial=0) >= config.vocab_size:
         raise ConfigError(
@@ -95,7 +96,7 @@ def _check(
         )
 
 
-def _steps(config: Any, samples: np.ndarray) -> np.ndarray:
+def _steps(config: EasyDeLBaseConfig, samples: np.ndarray) -> np.ndarray:
     """Return the time steps of each row on the host; `output_lengths` would use a device."""
     for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
         samples = np.maximum((samples - kernel) // stride + 1, 0)
@@ -109,7 +110,7 @@ def loss(run: MethodRun[CTCArguments], models: Models, batch: Batch, key: jax.Ar
     batches is the mean of a row times the rows of a step. "mean" divides the loss of a row by the
     number of its labels, and is the mean over rows.
     """
-    config: Any = models.learner.config
+    config = models.learner.config
     call = cast(Callable[..., TokenClassifierOutput], models.learner)
     mask = batch["attention_mask"]
     output = call(batch["input_values"], attention_mask=mask, key=key)

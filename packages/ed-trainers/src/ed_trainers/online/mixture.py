@@ -28,7 +28,7 @@ class GeometricMixture(EasyGenerationMixin, nnx.Module):
     def __init__(self, model: LanguageModel, other_model: LanguageModel, coefficient: float):
         self.model, self.other = model, other_model
         self.coefficient = coefficient
-        self.config: Any = model.config
+        self.config = model.config
         self.generation_json: str | None = getattr(model, "generation_json", None)
 
     def prepare_inputs_for_generation(

@@ -17,7 +17,7 @@ from ed_trainers.optimizers.kron import scale_by_kron
 from ed_trainers.optimizers.mars import scale_by_mars
 from ed_trainers.optimizers.masters import in_parameter_dtype, with_masters
 from ed_trainers.optimizers.muon import matrices, scale_by_muon
-from ed_trainers.optimizers.per_array import own_shapes, per_array
+from ed_trainers.optimizers.per_array import create_transformation, own_shapes, per_array
 from ed_trainers.optimizers.schedule_free import schedule_free
 from ed_trainers.optimizers.schedules import Schedule
 from ed_trainers.optimizers.skip import skip_bad_steps
@@ -228,7 +228,7 @@ def _by_learning_rate(schedule: Schedule, get_factors: NumbersOf) -> optax.Gradi
         updates = jax.tree.map(lambda u, f: -rate * f * u, updates, get_factors(params))
         return updates, RateState(state.count + 1)
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return create_transformation(init, update)
 
 
 def _factors(arguments: TrainingArguments, params: optax.Params | None) -> ParamTree:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ import numpy as np
 import optax
 from ed_infra.parameter_names import normalize
 from jaxtyping import Array, Float, UInt8
+
+from ed_trainers.optimizers.per_array import create_transformation
 
 #: Smaller arrays have float32 moments: they need little memory, and norms need the precision.
 SMALLEST = 4096
@@ -153,11 +155,10 @@ def eight_bit(
     def update(
         grad: jax.Array, state: optax.OptState, param: jax.Array | None = None
     ) -> tuple[jax.Array, optax.OptState]:
-        direction: Any
         direction, new = inner.update(grad.astype(jnp.float32), unpack(state), param)
         return direction, pack(new, grad.shape)
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return create_transformation(init, update)
 
 
 def _is_signed(path: Sequence[object]) -> bool:

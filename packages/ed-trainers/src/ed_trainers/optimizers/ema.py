@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ed_trainers.optimizers.masters import find_state
+from ed_trainers.optimizers.per_array import create_transformation
 
 
 class EmaState(NamedTuple):
@@ -44,7 +45,7 @@ def with_ema(inner: optax.GradientTransformation, decay: float) -> optax.Gradien
 
         return updates, EmaState(jax.tree.map(mean, state.ema, params, updates), inner_state)
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return create_transformation(init, update)
 
 
 def get_ema_params(params: optax.Params, opt_state: optax.OptState) -> optax.Params:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ed_trainers.optimizers.per_array import create_transformation
 from ed_trainers.options.optimizers import KronSettings, SkewSettings
 
 # Constants of the authors' implementation.
@@ -151,7 +152,7 @@ def scale_by_kron(settings: KronSettings) -> optax.GradientTransformation:
         state = KronState(count, mean, left, right, left_bound, right_bound)
         return preconditioned_direction.astype(grad.dtype), state
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return create_transformation(init, update)
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ed_trainers.optimizers.per_array import create_transformation
 from ed_trainers.options.optimizers import MarsSettings
 
 
@@ -49,4 +50,4 @@ def scale_by_mars(settings: MarsSettings) -> optax.GradientTransformation:
         mu_hat, nu_hat = mu / (1 - b1**count), nu / (1 - b2**count)
         return mu_hat / (jnp.sqrt(nu_hat) + settings.eps), MarsState(count, grad, mu, nu)
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return create_transformation(init, update)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ed_trainers.optimizers.per_array import create_transformation
+
 S = TypeVar("S")
 P = TypeVar("P")
 
@@ -55,7 +57,7 @@ def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransform
         )
         return updates, MasterState(masters, inner_state)
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return create_transformation(init, update)
 
 
 def in_parameter_dtype(inner: optax.GradientTransformation) -> optax.GradientTransformation:

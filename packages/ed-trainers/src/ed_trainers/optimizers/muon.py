@@ -15,7 +15,12 @@ import optax
 from ed_infra.parameter_names import canonical
 from jaxtyping import Array, Float
 
-from ed_trainers.optimizers.per_array import logical_axes, map_parameters, stacked_axes
+from ed_trainers.optimizers.per_array import (
+    create_transformation,
+    logical_axes,
+    map_parameters,
+    stacked_axes,
+)
 from ed_trainers.options.optimizers import MuonSettings
 
 #: Matrices of the vocabulary and of the classes, where a model does not declare its logical axes.
@@ -68,7 +73,7 @@ def scale_by_muon(settings: MuonSettings) -> optax.GradientTransformation:
         direction = orthogonal(direction, steps=settings.ns_steps, eps=settings.eps)
         return factor * direction, MuonState(momentum)
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return create_transformation(init, update)
 
 
 def orthogonal(matrix: Float[Array, "i o"], *, steps: int, eps: float) -> Float[Array, "i o"]:

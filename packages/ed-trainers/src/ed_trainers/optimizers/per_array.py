@@ -9,15 +9,27 @@ without the leading axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import optax
 from ed_infra.parameter_names import normalize, parse_run
 from flax import nnx
+from jaxtyping import PyTreeDef
 
 #: Logical axis of experts: the first axis of their parameters.
 EXPERT = "expert"
+
+
+StateT = TypeVar("StateT")
+
+
+def create_transformation(
+    init: Callable[[Any], StateT],
+    update: Callable[[Any, StateT, Any], tuple[Any, StateT]],
+) -> optax.GradientTransformation:
+    """Return a transformation of gradients; optax's types do not accept a class of states."""
+    return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
 def logical_axes(node: object) -> tuple[str | None, ...]:
@@ -108,10 +120,12 @@ def per_array(inner: optax.GradientTransformation) -> optax.GradientTransformati
         new = jax.tree.unflatten(treedef, [result[0] for result in results])
         return new, _columns(structure, treedef, [result[1] for result in results])
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return create_transformation(init, update)
 
 
-def _columns(structure: Any, treedef: Any, states: list[optax.OptState]) -> optax.OptState:
+def _columns(
+    structure: PyTreeDef, treedef: PyTreeDef, states: list[optax.OptState]
+) -> optax.OptState:
     """Convert a state for each array to one state whose leaves are trees of arrays."""
     rows = [structure.flatten_up_to(state) for state in states]
     trees = [

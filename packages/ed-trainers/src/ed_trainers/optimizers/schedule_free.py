@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from ed_trainers.optimizers.masters import find_state, with_float32
+from ed_trainers.optimizers.per_array import create_transformation
 from ed_trainers.optimizers.schedules import Schedule
 
 P = TypeVar("P")
@@ -73,7 +74,7 @@ def schedule_free(
         new = ScheduleFreeState(state.count + 1, state.b1, largest, weights, z, inner_state)
         return moved, new
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return create_transformation(init, update)
 
 
 def gradient_point(params: P, opt_state: optax.OptState | None) -> P:

@@ -107,7 +107,7 @@ class MarsSettings(Options):
 class KronSettings(Options):
     """Settings of quad and skew in `optimizer_kwargs`."""
 
-    EQUIVALENT: ClassVar[dict[str, str]] = {
+    EQUIVALENT: ClassVar[Mapping[str, str]] = {
         "scanned_layers": "omit it: the arrays of single layers are found",
         "pipeline_axis_name": "omit it: the mesh places the state",
         "pipeline_axis_size": "omit it: the mesh places the state",

@@ -34,7 +34,11 @@ Pattern = Annotated[str, AfterValidator(_compiles)]
 
 
 def exact(
-    completions: Sequence[Any], *, field: str = "answer", ignore_case: bool = False, **fields: Any
+    completions: Sequence[Any],
+    *,
+    field: str = "answer",
+    ignore_case: bool = False,
+    **fields: object,
 ) -> list[float | None]:
     """Return whether a completion equals the answer, without surrounding spaces."""
 
@@ -46,7 +50,7 @@ def exact(
 
 
 def number(
-    completions: Sequence[Any], *, field: str = "answer", tolerance: float = 0.0, **fields: Any
+    completions: Sequence[Any], *, field: str = "answer", tolerance: float = 0.0, **fields: object
 ) -> list[float | None]:
     """Return whether the last number of a completion equals the last number of the answer.
 
@@ -63,7 +67,7 @@ def number(
     return _each(right, completions, fields, field)
 
 
-def regex(completions: Sequence[Any], *, pattern: Pattern, **fields: Any) -> list[float | None]:
+def regex(completions: Sequence[Any], *, pattern: Pattern, **fields: object) -> list[float | None]:
     """Return whether a pattern of Python's `re` matches somewhere in a completion; `.` matches any
     character.
 
@@ -74,7 +78,7 @@ def regex(completions: Sequence[Any], *, pattern: Pattern, **fields: Any) -> lis
 
 
 def format_rule(
-    completions: Sequence[Any], *, pattern: Pattern = _THINKING, **fields: Any
+    completions: Sequence[Any], *, pattern: Pattern = _THINKING, **fields: object
 ) -> list[float | None]:
     """Return whether a whole completion has a format: `<think>…</think>` followed by
     `<answer>…</answer>`, or the format of `pattern`."""
@@ -83,7 +87,7 @@ def format_rule(
 
 
 def math_answer(
-    completions: Sequence[Any], *, field: str = "answer", **fields: Any
+    completions: Sequence[Any], *, field: str = "answer", **fields: object
 ) -> list[float | None]:
     r"""Return whether a completion ends with the answer of a mathematics problem.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ class ImageFeatures:
                 f"{OPTION} requires one process, and this run has {jax.process_count()}: the "
                 "processes would encode different images. Omit the option"
             )
-        config: Any = model.config
+        config = model.config
         items = build_encoder_items(model, config.get_text_config().max_position_embeddings)
         modality = get_modality(model)
         assert items is not None, "the model reads images"

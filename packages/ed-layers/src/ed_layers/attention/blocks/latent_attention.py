@@ -9,6 +9,7 @@ without position (`qk_nope_head_dim`), p rotary size (`qk_rope_head_dim`), v siz
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -32,6 +33,7 @@ from ed_layers.attention.blocks.sparse_index import (
 )
 from ed_layers.cache import LayerCacheSpec
 from ed_layers.cache.codes import decode
+from ed_layers.cache.protocol import Cache
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
@@ -123,8 +125,8 @@ class LatentAttention(nnx.Module):
             self.cache_spec = (spec, indexer.cache_spec)
 
     def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Float[Array, "b s d"], Any]:
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Cache | None, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Cache | None]:
         """Return the output of the attention [b, s, d], and the cache."""
         x = ctx.name_activation(x, "normed_input")
         compressed = self.compress_queries(x, ctx)
@@ -187,9 +189,9 @@ class LatentAttention(nnx.Module):
         latents: Float[Array, "b s 1 l+p"],
         ctx: Ctx,
         selection: Chosen,
-        cache: Any,
+        cache: Cache | None,
         layer: Layer,
-    ) -> tuple[Float[Array, "b s h v"], Any]:
+    ) -> tuple[Float[Array, "b s h v"], Cache | None]:
         """Attend to latents, of a cache if there is one."""
         key_expansion, value_expansion = jnp.split(self.expansion(q.dtype), [self.plain], axis=-1)
         precision = self.kv_b_proj.precision
@@ -206,8 +208,8 @@ class LatentAttention(nnx.Module):
         return _by_heads(out, value_expansion.transpose(1, 0, 2), precision), cache
 
     def store_latents(
-        self, latents: Float[Array, "b s 1 l+p"], ctx: Ctx, cache: Any, layer: Layer
-    ) -> tuple[Vectors, Any]:
+        self, latents: Float[Array, "b s 1 l+p"], ctx: Ctx, cache: Cache | None, layer: Layer
+    ) -> tuple[Vectors, Cache | None]:
         """Return the latents that the tokens read, and the cache with the new latents."""
         kv, group, dtype = (latents, None), self.latent_spec.group, latents.dtype
         if ctx.ragged is not None:
@@ -234,9 +236,9 @@ class LatentAttention(nnx.Module):
         v: jax.Array,
         ctx: Ctx,
         selection: Chosen,
-        cache: Any,
+        cache: Cache | None,
         layer: Layer,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Cache | None]:
         """Call `ed_layers.attention.attend` with the settings of this layer."""
         assert not isinstance(selection, Places), "`absorbed` reads places"
         return attend(
@@ -265,7 +267,7 @@ def _by_heads(
     return jnp.stack(heads, axis=2)
 
 
-def yarn_factor(rope: Any) -> float:
+def yarn_factor(rope: Mapping[str, Any]) -> float:
     """Return YaRN's factor on the scale of the scores, if `mscale_all_dim` is set.
 
     Args:

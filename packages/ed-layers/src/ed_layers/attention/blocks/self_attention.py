@@ -6,10 +6,11 @@ Legend: b batch, s sequence, d hidden, h heads, g kv heads, k head dim.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from flax import nnx
@@ -259,12 +260,12 @@ def bidirectional(mask_info: MaskInfo | None, cache: Cache | None) -> MaskInfo:
     return replace(mask_info, causal=False)
 
 
-def is_bidirectional(config: Any) -> bool:
+def is_bidirectional(config: EasyDeLBaseConfig) -> bool:
     """Return whether a configuration makes an encoder of a decoder (GTE-Qwen, EmbeddingGemma)."""
     both_ways = getattr(config, "use_bidirectional_attention", None) is True
     return both_ways or not getattr(config, "is_causal", True)
 
 
-def get_num_kv_heads(config: Any) -> int:
+def get_num_kv_heads(config: EasyDeLBaseConfig) -> int:
     """Return the number of key heads; without groups, the number of query heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -11,7 +11,6 @@ of a window, y keys of a token: those of three windows, and summaries.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,12 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_layers.attention.blocks.self_attention import SelfAttention, bidirectional, get_bucket_table
+from ed_layers.attention.blocks.self_attention import (
+    SelfAttention,
+    _CacheT,
+    bidirectional,
+    get_bucket_table,
+)
 from ed_layers.attention.blocks.settings import MaskRule, RelativeBuckets, ScoreRule
 from ed_layers.attention.scoring import (
     RelativeBias,
@@ -27,6 +31,7 @@ from ed_layers.attention.scoring import (
     get_head_indices,
     pad_axis,
 )
+from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
 from ed_layers.parts import Parts
 from ed_layers.projections.linear import project
@@ -71,8 +76,8 @@ class SummaryAttention(SelfAttention):
         self.size, self.window, self.max_distance = size, window, position.max_distance
 
     def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Any
-    ) -> tuple[Float[Array, "b s d"], Any]:
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: _CacheT, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], _CacheT]:
         """Return the output of the attention [b, s, d], and the cache.
 
         Raises:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError
 
 from ed_models.checkpoints.gguf.blocks import read_tensor_values
@@ -183,7 +184,7 @@ class FileWriting:
     `unlike` lists the values with which llama.cpp computes other numbers.
     """
 
-    def __init__(self, config: Any, architecture: str):
+    def __init__(self, config: EasyDeLBaseConfig, architecture: str):
         self.config, self.architecture = config, architecture
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, np.ndarray] = {}

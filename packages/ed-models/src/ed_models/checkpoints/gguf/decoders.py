@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ed_infra.config import EasyDeLBaseConfig
+
 from ed_models.checkpoints.gguf.architecture import (
     LAYER_NORM,
     Architecture,
@@ -109,7 +111,7 @@ def _read_falcon(reading: FileReading) -> dict[str, Any]:
     }
 
 
-def _has_two_norms(config: Any) -> bool:
+def _has_two_norms(config: EasyDeLBaseConfig) -> bool:
     return config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1
 
 

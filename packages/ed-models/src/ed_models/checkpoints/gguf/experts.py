@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ed_infra.config import EasyDeLBaseConfig
+
 from ed_models.checkpoints.gguf.architecture import (
     EXPERT_COUNTS,
     GATES,
@@ -129,7 +131,7 @@ def _is_sigmoid(reading: FileReading) -> bool:
     return GATES.get(reading.get("expert_gating_func", 1)) == "sigmoid"
 
 
-def _latent_shape(name: str, shape: tuple[int, ...], config: Any) -> tuple[int, ...]:
+def _latent_shape(name: str, shape: tuple[int, ...], config: EasyDeLBaseConfig) -> tuple[int, ...]:
     """Return the shape in a file of the keys and values of latents: one matrix for each head."""
     if name.endswith(("attn_k_b.weight", "attn_v_b.weight")):
         heads = config.num_attention_heads

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from ed_infra.errors import CheckpointError
@@ -30,7 +29,7 @@ from ed_models.checkpoints.tensor_files import (
     TensorEntry,
     TensorFiles,
 )
-from ed_models.weights.blocks import Shape
+from ed_models.weights.blocks import ArchitectureFields, Shape, Shapes
 from ed_models.weights.rules import Rule, ignore
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -68,7 +67,7 @@ class GgufFiles(JoinedFiles):
                 tensors[name] = _build_tensor(header, name, location, row, data)
         return cls(row, header, tensors)
 
-    def rules(self, rules: Sequence[Rule], config: Any) -> Sequence[Rule]:
+    def rules(self, rules: Sequence[Rule], config: ArchitectureFields) -> Sequence[Rule]:
         """Return the rules of the architecture; those of the model's class for other parameters."""
         file_rules = rules_of_file(self.row, self.header)
         return (*with_bodies(file_rules), *rules, *map(ignore, _HEAD))
@@ -77,7 +76,7 @@ class GgufFiles(JoinedFiles):
         """Return whether the values of Hugging Face differ from those of a tensor."""
         return _change(name, self.row) is not None
 
-    def reshape_tensors(self, shapes: Mapping[str, Shape], config: Any) -> GgufFiles:
+    def reshape_tensors(self, shapes: Shapes, config: ArchitectureFields) -> GgufFiles:
         """Return the files with the dimensions that the rules expect."""
         changed = {}
         for name, shape in shapes.items():

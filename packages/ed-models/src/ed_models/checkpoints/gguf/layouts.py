@@ -9,12 +9,11 @@ rotates (r, r + head_dim / 2); the rows of queries and keys are then stored in l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from ed_infra.errors import ConfigError
 
-from ed_models.weights.blocks import Piece, Relation, Shape
+from ed_models.weights.blocks import ArchitectureFields, Piece, Relation, Shapes, TheirName
 from ed_models.weights.rules import Rule, TensorLayout, equal, permute, split, transpose
 
 #: One layer of ours, and of a file.
@@ -112,7 +111,7 @@ def adjacent_pairs(heads: str) -> TensorLayout:
         heads: the field of the configuration with the number of heads.
     """
 
-    def relate(ours: Mapping[str, Shape], hf: Callable[..., str], config: Any) -> Relation:
+    def relate(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
         ((name, shape),) = ours.items()
         count = getattr(config, heads, None) or config.num_attention_heads
         size = shape[-1] // count
@@ -145,7 +144,7 @@ PAIRS: tuple[Rule, ...] = tuple(
 )
 
 
-def split_latents(ours: Mapping[str, Shape], hf: Callable[..., str], config: Any) -> Relation:
+def split_latents(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
     """Keys and values from the latents of multi-head latent attention: a tensor for each.
 
     Ours is [latents, heads * (keys + values)]. Theirs are `attn_k_b` [heads, latents, keys] and

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ed_infra.config import EasyDeLBaseConfig
+
 from ed_models.checkpoints.gguf.architecture import Architecture, FileReading, FileWriting
 from ed_models.checkpoints.gguf.layouts import (
     BLOCK,
@@ -103,11 +105,13 @@ def _write_lfm2(writing: FileWriting) -> None:
     writing.set("feed_forward_length", config.feed_forward_size)
 
 
-def _convolution_shape(name: str, shape: tuple[int, ...], config: Any) -> tuple[int, ...]:
+def _convolution_shape(
+    name: str, shape: tuple[int, ...], config: EasyDeLBaseConfig
+) -> tuple[int, ...]:
     return (shape[0], shape[2]) if name.endswith("shortconv.conv.weight") else shape
 
 
-def _mamba_shape(name: str, shape: tuple[int, ...], config: Any) -> tuple[int, ...]:
+def _mamba_shape(name: str, shape: tuple[int, ...], config: EasyDeLBaseConfig) -> tuple[int, ...]:
     """Convolutions are [channels, width]; numbers of a head of Mamba-2 are columns."""
     if name.endswith("ssm_conv1d.weight"):
         return shape[0], shape[2]

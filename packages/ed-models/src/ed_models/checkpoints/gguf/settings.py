@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError
 
 from ed_models.checkpoints.gguf.architecture import Architecture, FileReading, FileWriting
@@ -88,7 +89,7 @@ def _head_dim(reading: FileReading) -> int:
     return size or reading.need("embedding_length") // reading.need("attention.head_count")
 
 
-def write_settings(config: Any, row: Architecture) -> FileWriting:
+def write_settings(config: EasyDeLBaseConfig, row: Architecture) -> FileWriting:
     """Return the metadata and the additional tensors of a configuration.
 
     Raises:

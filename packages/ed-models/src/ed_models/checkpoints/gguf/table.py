@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError, did_you_mean
 
 from ed_models.checkpoints.gguf import decoders, experts, others
@@ -52,7 +52,7 @@ def row_of_file(
     )
 
 
-def row_of_model(config: Any) -> Architecture:
+def row_of_model(config: EasyDeLBaseConfig) -> Architecture:
     """Return the row by which the model of a configuration is written.
 
     Raises:

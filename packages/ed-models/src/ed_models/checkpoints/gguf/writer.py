@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError, ConfigError, did_you_mean
 
 from ed_models.checkpoints.gguf.architecture import Architecture, with_bodies
@@ -72,7 +73,7 @@ def file_type(name: str) -> FileType:
 def write_file(
     path: Path,
     row: Architecture,
-    config: Any,
+    config: EasyDeLBaseConfig,
     shapes: Mapping[str, Shape],
     read: Callable[[str, tuple[int, ...]], np.ndarray],
     *,
