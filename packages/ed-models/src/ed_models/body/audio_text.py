@@ -13,9 +13,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.inputs import Encoded
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
@@ -118,7 +118,7 @@ def count_audio_positions(mask: Int[Array, "b f"]) -> Int[Array, " b"]:
 class AudioTextModel(ConditionalModel):
     """Audio tower, projector and decoder; a family states tower and projector."""
 
-    def add_towers(self, config: Any, rngs: nnx.Rngs) -> None:
+    def add_towers(self, config: EasyDeLBaseConfig, rngs: nnx.Rngs) -> None:
         numbers = self.dtype, self.param_dtype, self.precision
         self.audio_tower = self.tower(Parts(config.audio_config, rngs, *numbers))
         self.multi_modal_projector = self.projector(Parts(config, rngs, *numbers))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ed_infra import registry
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.inputs import Features
 from ed_infra.outputs import BaseModelOutput
@@ -30,7 +31,7 @@ class ConditionalModel(EasyDeLBaseModule):
 
     def __init__(
         self,
-        config: Any,
+        config: EasyDeLBaseConfig,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         precision: jax.lax.PrecisionLike = None,
@@ -44,11 +45,11 @@ class ConditionalModel(EasyDeLBaseModule):
         self.language_model = decoder.body_class(text, dtype, param_dtype, precision, rngs=rngs)
 
     @abstractmethod
-    def add_towers(self, config: Any, rngs: nnx.Rngs) -> None:
+    def add_towers(self, config: EasyDeLBaseConfig, rngs: nnx.Rngs) -> None:
         """Create the parts before the decoder."""
 
     @staticmethod
-    def decoder_config(config: Any) -> Any:
+    def decoder_config(config: EasyDeLBaseConfig) -> Any:
         """Return the configuration of the decoder."""
         return config.text_config
 

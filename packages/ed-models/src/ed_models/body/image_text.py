@@ -7,8 +7,8 @@ of a row, d hidden.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
 
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.inputs import Encoded
 from ed_layers.parts import Parts
 from flax import nnx
@@ -23,7 +23,7 @@ from ed_models.body.patch_tower import PatchTower
 class PatchedImageTextModel(ConditionalModel):
     """A tower over packed patches under `visual`, and a decoder under `language_model`."""
 
-    def add_towers(self, config: Any, rngs: nnx.Rngs) -> None:
+    def add_towers(self, config: EasyDeLBaseConfig, rngs: nnx.Rngs) -> None:
         numbers = self.dtype, self.param_dtype, self.precision
         self.visual = self.tower(Parts(config.vision_config, rngs, *numbers))
 
@@ -38,7 +38,7 @@ class PatchedImageTextModel(ConditionalModel):
     @property
     def patch_form(self) -> PatchForm:
         """The patches that the tower reads."""
-        config: Any = self.config
+        config = self.config
         vision = config.vision_config
         frames = vision.in_channels * vision.temporal_patch_size
         return PatchForm(vision.patch_size, frames, vision.spatial_merge_size, has_axes=True)

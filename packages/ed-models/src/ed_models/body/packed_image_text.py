@@ -6,8 +6,7 @@ width.
 
 from __future__ import annotations
 
-from typing import Any
-
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Encoded
 from flax import nnx
@@ -21,7 +20,7 @@ from ed_models.body.tiles import TiledImageTextModel
 class PackedImageTextModel(TiledImageTextModel):
     """A vision tower, a projector and a decoder. The tower of Pixtral reads images of any size."""
 
-    def add_towers(self, config: Any, rngs: nnx.Rngs) -> None:
+    def add_towers(self, config: EasyDeLBaseConfig, rngs: nnx.Rngs) -> None:
         super().add_towers(config, rngs)
         _ = self.patch_form  # raises an error for a configuration that is not supported
 
@@ -32,7 +31,7 @@ class PackedImageTextModel(TiledImageTextModel):
         Raises:
             ConfigError: the strategy of the features would omit the first patch of a row.
         """
-        config: Any = self.config
+        config = self.config
         vision = config.vision_config
         if vision.model_type != "pixtral":
             return None

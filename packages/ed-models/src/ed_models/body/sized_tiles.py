@@ -9,6 +9,7 @@ from abc import abstractmethod
 from typing import Any
 
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.inputs import GRIDS, SIZES, Encoded
 from ed_layers.parts import Parts
 from flax import nnx
@@ -27,7 +28,7 @@ RULES = (Rule("model.image_newline", NEWLINE, equal), *WEIGHTS)
 class SizedImageTextModel(TiledImageTextModel):
     """Vision tower, projector, the feature that ends a row, and decoder."""
 
-    def __init__(self, config: Any, *numbers: Any, rngs: nnx.Rngs):
+    def __init__(self, config: EasyDeLBaseConfig, *numbers: Any, rngs: nnx.Rngs):
         super().__init__(config, *numbers, rngs=rngs)
         parts = Parts(config, rngs, self.dtype, self.param_dtype)
         self.image_newline = parts.table(config.text_config.hidden_size, axes=("embed",))

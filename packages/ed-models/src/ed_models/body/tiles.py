@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from ed_infra import registry
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Encoded
@@ -73,7 +74,7 @@ class TiledImageTextModel(ConditionalModel):
     #: Weight rules of the decoder, which are part of the rules of the family.
     decoder_rules: ClassVar[tuple[Rule, ...]] = STANDARD
 
-    def add_towers(self, config: Any, rngs: nnx.Rngs) -> None:
+    def add_towers(self, config: EasyDeLBaseConfig, rngs: nnx.Rngs) -> None:
         numbers = self.dtype, self.param_dtype, self.precision
         vision, text = config.vision_config, self.decoder_config(config)
         tower = type(self).tower_class
@@ -109,7 +110,7 @@ class TiledImageTextModel(ConditionalModel):
             pixel_values: images or tiles.
             inputs: further arguments of the tower.
         """
-        config: Any = self.config
+        config = self.config
         output = self.vision_tower(pixel_values, output_hidden_states=True, **inputs)
         layers, hidden = config.vision_feature_layer, output.hidden_states
         layer_states = [hidden[k] for k in ([layers] if isinstance(layers, int) else layers)]
@@ -135,7 +136,7 @@ class TwoLayerProjector(nnx.Module):
     """Two linear layers from the selected layers of the tower to the decoder (LLaVA)."""
 
     def __init__(self, parts: Parts):
-        config: Any = parts.config
+        config = parts.config
         layers = config.vision_feature_layer
         count = 1 if isinstance(layers, int) else len(layers)
         inputs, d = count * config.vision_config.hidden_size, config.text_config.hidden_size
