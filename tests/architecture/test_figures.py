@@ -53,8 +53,8 @@ def test_public_names_have_one_meaning() -> None:
 
 def test_figures_of_the_packages_do_not_grow() -> None:
     files = texts().values()
-    assert sum(map(figures.count_any, files)) <= 645, "annotations `: Any`"
-    assert sum(text.count(figures.IGNORED) for text in files) <= 92, "comments `type: ignore`"
+    assert sum(map(figures.count_any, files)) <= 633, "annotations `: Any`"
+    assert sum(text.count(figures.IGNORED) for text in files) <= 86, "comments `type: ignore`"
     assert sum(text.count("\n") < 60 for text in files) <= 211, "files below 60 lines"
 
 
