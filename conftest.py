@@ -7,6 +7,7 @@ that need no mesh.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import importlib.metadata
@@ -58,6 +59,9 @@ hypothesis.settings.load_profile("default")
 
 #: Resident bytes of a worker above which its compiled programs are dropped after a test file.
 MANY_PROGRAMS = 3 << 30
+#: Growth of the resident bytes since programs were dropped, after which they are dropped again.
+#: Dropping takes two seconds, and a process with all libraries may need 3 GiB without programs.
+MANY_MORE_PROGRAMS = 1 << 30
 #: Memory mappings of a worker above which its compiled programs are dropped after a test. Linux
 #: allows 65,530; XLA ends the process beyond that number, after the programs of about 60 families.
 MANY_MAPPINGS = 40_000
@@ -175,7 +179,7 @@ def one_ssl_context() -> Iterator[None]:
 def bounded_memory() -> Iterator[None]:
     """Drop the compiled programs of a worker after a test file if they need much memory."""
     yield
-    if resident_bytes() > MANY_PROGRAMS:
+    if resident_bytes() > max(MANY_PROGRAMS, _dropped_at[0] + MANY_MORE_PROGRAMS):
         drop_programs()
 
 
@@ -197,13 +201,18 @@ def bounded_mappings() -> Iterator[None]:
 
 #: Resident bytes when the mappings were last counted.
 _counted_at = [0]
+#: Resident bytes after programs were last dropped.
+_dropped_at = [0]
 
 
 def drop_programs() -> None:
-    """Drop the compiled programs of this process."""
+    """Drop the compiled programs of this process, and return their memory to the system."""
     if (jax := sys.modules.get("jax")) is not None:
         jax.clear_caches()
         gc.collect()
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # only in the library of GNU
+            trim(0)
+        _dropped_at[0] = resident_bytes()
 
 
 def mappings() -> int:
