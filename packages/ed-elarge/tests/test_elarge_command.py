@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from ed_elarge.actions.provenance import versions
-from ed_elarge.command.main import app
+from ed_elarge.command.main import _COMMANDS, ENDLESS, app
 from ed_elarge.command.runs import run_file, with_one_action
 from ed_elarge.config import nodes
 from ed_elarge.config.layers import with_settings
@@ -201,6 +201,75 @@ def test_version_and_completion_are_available() -> None:
     command = [sys.executable, "-c", "from ed_elarge.command.main import main; main()"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "init" in done.stdout
+
+
+_BENCH = ("attention", "decode", "limits", "train")
+
+
+@pytest.mark.parametrize(
+    "words", [*((name,) for name in _COMMANDS), *(("bench", name) for name in _BENCH)], ids=" ".join
+)
+def test_every_command_has_help_and_the_common_options(words: tuple[str, ...]) -> None:
+    code, out, _ = elarge(*words, "--help")
+    assert code == 0
+    assert f"{' '.join(words)} [OPTIONS]" in out
+    assert "--verbose" in out
+    has_result = words[0] not in ENDLESS
+    assert [flag in out for flag in ("--quiet", "--json")] == [has_result, has_result]
+
+
+def test_json_is_one_object_for_results_and_errors(here: Path) -> None:
+    Path("b.yaml").write_text("trainer: {trainer_type: sft, seed: 7}\n")
+    results = {}
+    for words, code, key in (
+        (("init", "sft"), 0, "path"),
+        (("init", "dpoo"), 2, "error"),
+        (("schema",), 0, "properties"),
+        (("explain", "trainer.beta"), 0, "keys"),
+        (("explain", "lora"), 0, "keys"),
+        (("explain", "base_config.values.attn_mechanism"), 0, "keys"),
+        (("explain", "trainer.betta"), 2, "error"),
+        (("diff", "sft.yaml", "b.yaml"), 1, "differences"),
+        (("diff", "sft.yaml", "absent.yaml"), 2, "error"),
+        (("sft.yaml", "--dry-run"), 0, "config"),
+        (("train", "sft.yaml", "--dry-run"), 0, "warnings"),
+        (("sft.yaml", "--dry-rum"), 2, "error"),
+        (("trainn",), 2, "error"),
+        (("merge", "a"), 2, "error"),
+    ):
+        done_code, out, _ = elarge(*words, "--json")
+        results[words] = json.loads(out)
+        assert (done_code, key in results[words]) == (code, True), (words, out)
+    assert results["diff", "sft.yaml", "b.yaml"]["differences"]["trainer.seed"][1] == 7
+    assert results["explain", "trainer.beta"]["keys"][0]["type"] == "float"
+    assert results["train", "sft.yaml", "--dry-run"]["config"]["actions"] == ["train"]
+    assert "did you mean 'train'" in results[("trainn",)]["error"]
+
+
+def test_quiet_keeps_results_and_errors(here: Path) -> None:
+    Path("a.yaml").write_text("trainer: {trainer_type: sft, learning_rate: 1e-4}\n")
+    Path("b.yaml").write_text("trainer: {trainer_type: sft}\n")
+    line = "trainer.learning_rate: 0.0001 -> 2e-05\n"
+    assert elarge("diff", "a.yaml", "b.yaml") == (1, line, "1 values differ\n")
+    assert elarge("diff", "a.yaml", "b.yaml", "--quiet") == (1, line, "")
+    code, out, err = elarge("explain", "trainer.betta", "--quiet")
+    assert (code, out) == (2, "") and err.startswith("error: there is no key")
+
+
+@pytest.mark.nightly
+def test_run_with_json_prints_the_figures_of_its_summary(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(small(with_texts(tmp_path))))
+    code, out, err = elarge(str(file), "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert {key: result[key] for key in summary} == summary
+    assert result["metrics"]["steps"] == 3 and Path(result["model"]).is_dir()
+    assert "step 1/3" in err
+    code, out, err = elarge("generate", str(file), "--quiet")
+    assert code == 0, err
+    assert out.startswith("--- 'The ' continues:")
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 
 from ed_data.errors import DataError
+from ed_esurge.command.program import Result, finish, show_error
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import show_messages
 
@@ -53,8 +54,8 @@ def leave_other_processes() -> None:
     os._exit(FAILED)
 
 
-def run_work(work: Callable[[], int | None], *, verbose: bool = False) -> int:
-    """Call a function and return its exit code; None is success.
+def run_work(work: Callable[[], Result | int | None], *, verbose: bool = False) -> int:
+    """Call a function, print its result for `--json`, and return its exit code.
 
     Invalid input prints one message and returns 2. A device without sufficient memory prints one
     message and returns 1. Other errors are defects or failures of the machine, and are raised.
@@ -62,14 +63,14 @@ def run_work(work: Callable[[], int | None], *, verbose: bool = False) -> int:
     """
     show_messages()
     try:
-        return work() or 0
+        return finish(work())
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        show_error("interrupted")
         return INTERRUPTED
     except (EasyDeLError, DataError) as error:
         if verbose:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        show_error(str(error))
         return BAD_INPUT
     except RuntimeError as error:
         # The class of XLA's errors is not imported: jax is not needed before an action runs.
@@ -78,5 +79,5 @@ def run_work(work: Callable[[], int | None], *, verbose: bool = False) -> int:
             raise
         if verbose:
             traceback.print_exc()
-        print(f"error: a device is out of memory ({first[:200]}): {_LESS_MEMORY}", file=sys.stderr)
+        show_error(f"a device is out of memory ({first[:200]}): {_LESS_MEMORY}")
         return FAILED

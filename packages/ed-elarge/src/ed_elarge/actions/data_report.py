@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
 from ed_data import data_report
+from ed_esurge.command.program import Result, show_result
 from ed_infra.errors import ConfigError
 
 from ed_elarge.building.parts import other_inputs
@@ -15,7 +17,7 @@ from ed_elarge.config.normalize import normalize
 from ed_elarge.model import eLargeModel
 
 
-def show(path: str, output: Path | None, with_near_duplicates: bool, samples: int) -> int:
+def show(path: str, output: Path | None, with_near_duplicates: bool, samples: int) -> Result:
     """Print the report and write it as an HTML page.
 
     Args:
@@ -46,11 +48,12 @@ def show(path: str, output: Path | None, with_near_duplicates: bool, samples: in
             with_near_duplicates=with_near_duplicates,
             samples=samples,
         )
-    print(report.text(colour=sys.stdout.isatty()))
+    show_result(report.text(colour=sys.stdout.isatty()))
+    result = Result(dataclasses.asdict(report))
     if output is None and run.trainer is not None:
         output = run.directory / "data.html"
     if output is None:
-        return 0
+        return result
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(report.html(), encoding="utf-8")
@@ -59,4 +62,4 @@ def show(path: str, output: Path | None, with_near_duplicates: bool, samples: in
             f"--output {str(output)!r} cannot be written: {error.strerror}"
         ) from error
     print(f"\nwrote {output}")
-    return 0
+    return result

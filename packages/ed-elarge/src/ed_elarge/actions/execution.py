@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ed_data.schema import TEXT
+from ed_esurge.command.program import Result, is_quiet, show_result
 from ed_infra import freed_memory
 from ed_infra.compilation.cache import keep_compiled_programs
 from ed_infra.enums import TaskType
@@ -45,14 +46,14 @@ class Session:
     stopped: str | None = None
 
 
-def execute(run: RunConfig, *, verbose: bool = False) -> int:
-    """Execute the actions of a run and return the exit code.
+def execute(run: RunConfig, *, verbose: bool = False) -> Result:
+    """Execute the actions of a run and return their results.
 
     Raises:
         InputError: The input is invalid. No action was started, or the trained model is kept and
             standard error names its location.
     """
-    if not sys.stderr.isatty():
+    if is_quiet() or not sys.stderr.isatty():
         # tqdm reads the variable at import; lm-eval and datasets draw progress bars into files
         os.environ.setdefault("TQDM_DISABLE", "1")
     show_messages(logging.INFO if verbose else logging.WARNING)
@@ -74,9 +75,10 @@ def execute(run: RunConfig, *, verbose: bool = False) -> int:
             skipped = ", ".join(action.name for action in run.actions[number + 1 :])
             if skipped:
                 print(f"skipped: {skipped}", file=sys.stderr)
-            return INTERRUPTED if session.stopped == "SIGINT" else stopped_code
+            code = INTERRUPTED if session.stopped == "SIGINT" else stopped_code
+            return Result(session.summary.to_dict(), code)
     session.summary.show()
-    return 0
+    return Result(session.summary.to_dict())
 
 
 def _prepare(elm: eLargeModel) -> None:
@@ -123,17 +125,17 @@ def prepare_model(elm: eLargeModel, options: GenerateOptions | ServeOptions) -> 
 
 def validate(session: Session, options: NoOptions) -> None:
     """Report success: every run is validated before its first action."""
-    print("the configuration is valid")
+    show_result("the configuration is valid")
 
 
 def show(session: Session, options: NoOptions) -> None:
     """Print a summary of the configuration."""
-    print(describe(session.elm.config))
+    show_result(describe(session.elm.config))
 
 
 def dump_config(session: Session, options: NoOptions) -> None:
     """Print the configuration."""
-    print(session.elm.config.to_yaml(secrets=False), end="")
+    show_result(session.elm.config.to_yaml(secrets=False).rstrip("\n"))
 
 
 def to_json(session: Session, options: WriteOptions) -> None:
@@ -199,10 +201,10 @@ def generate(session: Session, options: GenerateOptions) -> None:
     session.summary.samples.extend(completions)
     for prompt, completion in completions:
         if isinstance(prompt, str):
-            print(f"--- {prompt!r} continues:\n{completion}\n---")
+            show_result(f"--- {prompt!r} continues:\n{completion}\n---")
         else:
             turns = "\n".join(f"{m['role']}: {m.get('content')}" for m in prompt)
-            print(f"--- {turns}\nassistant: {completion}\n---")
+            show_result(f"--- {turns}\nassistant: {completion}\n---")
 
 
 def serve(session: Session, options: ServeOptions) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from ed_esurge.command.program import show_result
 from ed_infra.chats import Prompt
 from ed_infra.enums import TaskType
 
@@ -100,7 +101,7 @@ class Summary:
         """Print a line for each metric of an evaluation."""
         for task, metrics in harness.figures(results).items():
             for name, text in harness.describe(metrics).items():
-                print(f"{task}: {name} {text}")
+                show_result(f"{task}: {name} {text}")
 
     def show(self) -> None:
         """Print the summary and write its figures to the run's directory, in process 0."""
@@ -118,12 +119,30 @@ class Summary:
         table = Table(title="Summary", show_header=False, title_justify="left")
         for name, value, note in self._rows():
             table.add_row(name, value, note)
-        console.print(table)
-        if self.directory is not None:
-            self._keep(self.directory)
-            console.print(self._places(self.directory), soft_wrap=True, markup=False)
-        elif self.results is not None:
-            console.print(f"evaluation  {self.results}", soft_wrap=True, markup=False)
+        with console.capture() as printed:
+            console.print(table)
+            if self.directory is not None:
+                self._keep(self.directory)
+                console.print(self._places(self.directory), soft_wrap=True, markup=False)
+            elif self.results is not None:
+                console.print(f"evaluation  {self.results}", soft_wrap=True, markup=False)
+        show_result(printed.get().rstrip("\n"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the results for `--json`, those of `summary.json` and the places of files."""
+        places = {"directory": self.directory, "model": self.model, "adapter": self.adapter}
+        return {**self._collect_figures(), **places, "results": self.results}
+
+    def _collect_figures(self) -> dict[str, Any]:
+        recorded = self._recorded
+        samples = [{"prompt": p, "completion": c} for p, c in self.samples]
+        learned = self.heldout.to_dict() if self.heldout is not None else None
+        return {
+            "metrics": self.metrics,
+            "learned": recorded.get("learned") or learned,
+            "evaluation": {**recorded.get("evaluation", {}), **self.evaluation},
+            "samples": samples or recorded.get("samples", []),
+        }
 
     def _rows(self) -> list[tuple[str, str, str]]:
         rows = []
@@ -166,18 +185,9 @@ class Summary:
         """
         from ed_trainers.report import write_report
 
-        recorded = self._recorded
-        samples = [{"prompt": p, "completion": c} for p, c in self.samples]
-        learned = self.heldout.to_dict() if self.heldout is not None else None
-        evaluation = {**recorded.get("evaluation", {}), **self.evaluation}
+        recorded, figures = self._recorded, self._collect_figures()
         for folder in filter(None, (self.model, self.adapter)):
-            self._complete_card(folder, evaluation)
-        figures = {
-            "metrics": self.metrics,
-            "learned": recorded.get("learned") or learned,
-            "evaluation": evaluation,
-            "samples": samples or recorded.get("samples", []),
-        }
+            self._complete_card(folder, figures["evaluation"])
         figures = json.loads(json.dumps(figures))
         if figures != recorded:
             text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"

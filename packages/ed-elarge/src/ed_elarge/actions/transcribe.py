@@ -6,6 +6,7 @@ import os
 
 from ed_data.rows.example import RowAudio
 from ed_data.rows.recordings import read_samples
+from ed_esurge.command.program import show_result
 from ed_infra.errors import ConfigError
 
 from ed_elarge.actions.execution import Session
@@ -34,4 +35,4 @@ def transcribe(session: Session, options: TranscribeOptions) -> None:
         samples = read_samples(audio, transcriber.sampling_rate)
         transcript = transcriber.transcribe(samples, language=options.language, task=options.task)
         session.summary.samples.append((file, transcript.text))
-        print(f"{file}: {transcript.text}")
+        show_result(f"{file}: {transcript.text}")

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from ed_elarge.exits import run_work
+from ed_esurge.command.program import Result, show_result
 
 
 def certify(
@@ -24,37 +23,33 @@ def certify(
     quick: Annotated[
         bool, typer.Option("--quick", help="Only check files and tokens, without the model.")
     ] = False,
-) -> None:
+) -> Result:
     """Check that a model is the model that was trained, and write a certificate.
 
     certificate.json and certificate.html contain each check with its evidence. The exit code is 1
     if a check failed.
     """
+    from ed_models.checkpoints.model_card import add_section
 
-    def work() -> int:
-        from ed_models.checkpoints.model_card import add_section
+    from ed_elarge.certify.receipt import (
+        JSON_NAME,
+        PAGE_NAME,
+        certificate,
+        findings,
+        write,
+    )
+    from ed_elarge.certify.subject import CertifiedModel
 
-        from ed_elarge.certify.receipt import (
-            JSON_NAME,
-            PAGE_NAME,
-            certificate,
-            findings,
-            write,
-        )
-        from ed_elarge.certify.subject import CertifiedModel
-
-        subject, all_findings = CertifiedModel(directory, against), []
-        for finding in findings(subject, with_model=not quick):
-            print(f"{finding.status:<15} {finding.claim}", flush=True)
-            if finding.status == "failed":
-                print(f"{'':<15} {finding.evidence}", flush=True)
-            all_findings.append(finding)
-        values, folder = certificate(subject, all_findings), output or directory
-        write(values, folder)
-        counts = [f"- {count} {status}" for status, count in values["summary"].items()]
-        add_section(subject.folder, "Certificate", [*counts, f"- Checks: `{JSON_NAME}`"])
-        print(", ".join(f"{count} {status}" for status, count in values["summary"].items()))
-        print(folder / PAGE_NAME)
-        return int(values["summary"]["failed"] > 0)
-
-    raise typer.Exit(run_work(work))
+    subject, all_findings = CertifiedModel(directory, against), []
+    for finding in findings(subject, with_model=not quick):
+        show_result(f"{finding.status:<15} {finding.claim}")
+        if finding.status == "failed":
+            show_result(f"{'':<15} {finding.evidence}")
+        all_findings.append(finding)
+    values, folder = certificate(subject, all_findings), output or directory
+    write(values, folder)
+    counts = [f"- {count} {status}" for status, count in values["summary"].items()]
+    add_section(subject.folder, "Certificate", [*counts, f"- Checks: `{JSON_NAME}`"])
+    show_result(", ".join(f"{count} {status}" for status, count in values["summary"].items()))
+    show_result(str(folder / PAGE_NAME))
+    return Result(values, int(values["summary"]["failed"] > 0))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-from ed_elarge.exits import run_work
+from ed_esurge.command.program import Result, show_result
 
 Dtype = Annotated[
     str, typer.Option(help="Dtype of the weights: auto, float32, bfloat16 or float16.")
@@ -29,38 +29,33 @@ def convert(
         str | None,
         typer.Option(help="Matrices of a .gguf file: f32, f16, bf16, q8_0 or q4_0."),
     ] = None,
-) -> None:
+) -> Result:
     """Convert a checkpoint of a run to a model in Hugging Face layout, or the reverse.
 
     A GGUF file of llama.cpp is read, and written if the target ends with `.gguf`. A stream of
     EasyLM is read (with --config) and written (with --easylm).
     """
+    from ed_trainers.convert import convert
 
-    def work() -> None:
-        from ed_trainers.convert import convert
-
-        print(convert(source, target, config=config, easylm=easylm, dtype=dtype))
-
-    raise typer.Exit(run_work(work))
+    path = convert(source, target, config=config, easylm=easylm, dtype=dtype)
+    show_result(str(path))
+    return Result({"path": str(path)})
 
 
 def compare(
     first: Annotated[str, typer.Argument(help="A checkpoint, model directory or stream.")],
     second: Annotated[str, typer.Argument(help="Another one.")],
-) -> None:
+) -> Result:
     """Print the arrays that differ between two checkpoints. The exit code is 1 if some differ."""
+    from ed_trainers.compare import differences
 
-    def work() -> int:
-        from ed_trainers.compare import differences
-
-        difference_count = 0
-        for difference in differences(first, second):
-            print(difference, flush=True)
-            difference_count += 1
-        print(f"{difference_count} arrays differ" if difference_count else "equal")
-        return int(difference_count > 0)
-
-    raise typer.Exit(run_work(work))
+    array_differences = []
+    for difference in differences(first, second):
+        show_result(str(difference))
+        array_differences.append(asdict(difference))
+    count = len(array_differences)
+    show_result(f"{count} arrays differ" if count else "equal")
+    return Result({"differences": array_differences}, int(count > 0))
 
 
 def merge(
@@ -68,17 +63,13 @@ def merge(
     adapter: Annotated[str, typer.Argument(help="LoRA adapters in PEFT's layout.")],
     target: Annotated[Path, typer.Argument(help="Directory to write.")],
     dtype: Dtype = "auto",
-) -> None:
+) -> Result:
     """Merge LoRA adapters into a model, and save the model in Hugging Face layout."""
+    from ed_models.adapters.peft import load_adapter
+    from ed_models.checkpoints import hub
 
-    def work() -> None:
-        from ed_models.adapters.peft import load_adapter
-        from ed_models.checkpoints import hub
-
-        loaded = _load(model, dtype)
-        _save(load_adapter(loaded, hub.resolve(adapter)).unwrap_lora_to_layers(), model, target)
-
-    raise typer.Exit(run_work(work))
+    loaded = _load(model, dtype)
+    return _save(load_adapter(loaded, hub.resolve(adapter)).unwrap_lora_to_layers(), model, target)
 
 
 def quantize(
@@ -90,17 +81,13 @@ def quantize(
         str | None, typer.Option(help="Regular expression of the modules to quantize.")
     ] = None,
     dtype: Dtype = "auto",
-) -> None:
+) -> Result:
     """Quantize the weights of a model, and save the model with codes and scales."""
-
-    def work() -> None:
-        keys = {"group_size": group_size, "pattern": pattern}
-        options = {key: value for key, value in keys.items() if value is not None}
-        rules = {"dtype": method, **options}
-        quantized_model = _load(model, dtype, quantization_config=rules, apply_quantization=True)
-        _save(quantized_model, model, target)
-
-    raise typer.Exit(run_work(work))
+    keys = {"group_size": group_size, "pattern": pattern}
+    options = {key: value for key, value in keys.items() if value is not None}
+    rules = {"dtype": method, **options}
+    quantized_model = _load(model, dtype, quantization_config=rules, apply_quantization=True)
+    return _save(quantized_model, model, target)
 
 
 def _load(model: str, dtype: str, **options: Any) -> Any:
@@ -117,7 +104,7 @@ def _load(model: str, dtype: str, **options: Any) -> Any:
     )
 
 
-def _save(model: Any, source: str, target: Path) -> None:
+def _save(model: Any, source: str, target: Path) -> Result:
     """Save a model with the tokenizer of its source."""
     from ed_infra.errors import CheckpointError
     from ed_models.checkpoints.model_card import write_card
@@ -129,4 +116,5 @@ def _save(model: Any, source: str, target: Path) -> None:
     write_card(target, model)
     with suppress(CheckpointError):  # a model without a tokenizer
         load_tokenizer(source).save_pretrained(target)
-    print(target)
+    show_result(str(target))
+    return Result({"path": str(target)})

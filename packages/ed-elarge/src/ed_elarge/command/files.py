@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from ed_esurge.command.program import Result, is_quiet, show_result
 from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 
 from ed_elarge.command.runs import RunSettings
-from ed_elarge.exits import run_work
 
 
 def init(
@@ -22,46 +22,37 @@ def init(
         Path | None, typer.Option("--output", "-o", help="The file; default: KIND.yaml.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
-) -> None:
+) -> Result:
     """Write a commented run file, and the schema with which an editor checks it."""
+    from ed_elarge.config.json_schema import schema
+    from ed_elarge.config.templates import SCHEMA_FILE, names, template
 
-    def work() -> None:
-        from ed_elarge.config.json_schema import schema
-        from ed_elarge.config.templates import SCHEMA_FILE, names, template
-
-        name = kind.lower().replace("-", "_")
-        if name not in names():
-            raise unknown_name("method or action", kind, names())
-        path = output or Path(f"{name}.yaml")
-        if path.exists() and not force:
-            raise ConfigError(f"{path} exists: choose another --output, or pass --force")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(template(name, str(path)), "utf-8")
-        (path.parent / SCHEMA_FILE).write_text(json.dumps(schema()) + "\n", "utf-8")
-        print(f"wrote {path}; check the file: elarge {path} --dry-run")
-
-    raise typer.Exit(run_work(work))
+    name = kind.lower().replace("-", "_")
+    if name not in names():
+        raise unknown_name("method or action", kind, names())
+    path = output or Path(f"{name}.yaml")
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists: choose another --output, or pass --force")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(template(name, str(path)), "utf-8")
+    (path.parent / SCHEMA_FILE).write_text(json.dumps(schema()) + "\n", "utf-8")
+    show_result(f"wrote {path}; check the file: elarge {path} --dry-run")
+    return Result({"path": str(path)})
 
 
-def schema() -> None:
+def schema() -> Result:
     """Print the JSON schema of run files, for editors."""
+    from ed_elarge.config.json_schema import schema
 
-    def work() -> None:
-        from ed_elarge.config.json_schema import schema
-
-        print(json.dumps(schema()))
-
-    raise typer.Exit(run_work(work))
+    values = schema()
+    show_result(json.dumps(values))
+    return Result(values)
 
 
 def explain(
     key: Annotated[str, typer.Argument(help="A section or a key, such as trainer.beta.")],
-) -> None:
+) -> Result:
     """Print type, default and meaning of a key, for each method that reads the key."""
-    raise typer.Exit(run_work(lambda: _explain(key)))
-
-
-def _explain(key: str) -> None:
     from ed_elarge.config import reference
 
     path = [part for part in key.split(".") if part]
@@ -73,14 +64,14 @@ def _explain(key: str) -> None:
         section_names = [*SECTIONS, *(f"actions.{name}" for name in ACTIONS)]
         raise unknown_name("section", ".".join(path[:start]) or key, section_names)
     if path[:2] == ["base_config", "values"] and len(path) == 3:
-        _explain_field(path[2])
-        return
+        return _explain_field(path[2])
     if len(path) == start:
         doc = next(iter(owners.values())).__doc__ or ""
-        print(textwrap.dedent(doc).strip())
+        meaning = textwrap.dedent(doc).strip()
         names = dict.fromkeys(name for model in owners.values() for name in model.model_fields)
-        print(textwrap.fill(f"keys: {', '.join(names)}", 100))
-        return
+        show_result(meaning)
+        show_result(textwrap.fill(f"keys: {', '.join(names)}", 100))
+        return Result({"meaning": meaning, "keys": [*names]})
     matching_keys = reference.find(path)
     if not matching_keys:
         holder = reference.find(path[:-1]) if len(path) > start + 1 else []
@@ -94,20 +85,29 @@ def _explain(key: str) -> None:
             for n in (*model.model_fields, *getattr(model, "ALIASES", ()))
         }
         raise ConfigError(f"there is no key {key!r}{did_you_mean(path[-1], names)}")
+    explained_keys = []
     for one in matching_keys:
+        values = {
+            "key": ".".join([*path[:-1], one.name]),
+            "methods": one.kinds,
+            "type": reference.describe_type(one.field.annotation).replace("\\|", "|"),
+            "default": reference.default(one.field).strip("`"),
+            "one of": reference.known_names(one.field),
+            "other names": ", ".join(one.others),
+            "meaning": one.meaning,
+        }
+        explained_keys.append(values)
         of = f" ({', '.join(one.kinds)})" if one.kinds else ""
-        print(f"{'.'.join([*path[:-1], one.name])}{of}")
-        print(f"  type: {reference.describe_type(one.field.annotation)}".replace("\\|", "|"))
-        print(f"  default: {reference.default(one.field).strip('`')}")
-        if names := reference.known_names(one.field):
-            print(f"  one of: {names}")
-        if one.others:
-            print(f"  other names: {', '.join(one.others)}")
+        show_result(f"{values['key']}{of}")
+        for name in ("type", "default", "one of", "other names"):
+            if values[name] or name == "default":
+                show_result(f"  {name}: {values[name]}")
         if one.meaning:
-            print(textwrap.indent(textwrap.fill(one.meaning, 96), "  "))
+            show_result(textwrap.indent(textwrap.fill(one.meaning, 96), "  "))
+    return Result({"keys": explained_keys})
 
 
-def _explain_field(name: str) -> None:
+def _explain_field(name: str) -> Result:
     from ed_infra.config.fields import FIELD_ALIASES, FIELDS, canonical_field
 
     field = FIELDS.get(canonical_field(name))
@@ -116,7 +116,9 @@ def _explain_field(name: str) -> None:
         raise ConfigError(
             f"{name!r} is no execution field{hint}; it may be a key of an architecture"
         )
-    print(f"base_config.values.{canonical_field(name)}\n  default: {field.default}\n  {field.doc}")
+    key = f"base_config.values.{canonical_field(name)}"
+    show_result(f"{key}\n  default: {field.default}\n  {field.doc}")
+    return Result({"keys": [{"key": key, "default": field.default, "meaning": field.doc}]})
 
 
 def diff(
@@ -126,26 +128,26 @@ def diff(
         bool, typer.Option("--run", help="Compare two runs: values, versions and seeds.")
     ] = False,
     settings: RunSettings = None,
-) -> None:
+) -> Result:
     """Print the values that differ between two run files, defaults included.
 
     The exit code is 1 if values differ.
     """
-    raise typer.Exit(run_work(lambda: _diff(first, second, run, settings or [])))
-
-
-def _diff(first: str, second: str, run: bool, settings: list[str]) -> int:
     if run and settings:
         raise ConfigError("--set changes run files, and --run compares finished runs: keep one")
-    sides = [(_read_run if run else _read_run_file)(path, settings) for path in (first, second)]
+    sides = [
+        (_read_run if run else _read_run_file)(path, settings or []) for path in (first, second)
+    ]
     one, second_values = sides
     differing = [
         k for k in dict.fromkeys([*one, *second_values]) if one.get(k) != second_values.get(k)
     ]
     for key in differing:
-        print(f"{key}: {_format_value(one, key)} -> {_format_value(second_values, key)}")
-    print(f"{len(differing)} values differ" if differing else "equal", file=sys.stderr)
-    return int(bool(differing))
+        show_result(f"{key}: {_format_value(one, key)} -> {_format_value(second_values, key)}")
+    if not is_quiet():
+        print(f"{len(differing)} values differ" if differing else "equal", file=sys.stderr)
+    differences = {key: [one.get(key), second_values.get(key)] for key in differing}
+    return Result({"differences": differences}, int(bool(differing)))
 
 
 def _format_value(values: Mapping[str, Any], key: str) -> str:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ed_elarge.command.runs import File, RunSettings, Verbose
-from ed_elarge.exits import run_work
+from ed_elarge.command.runs import File, RunSettings
 
 if TYPE_CHECKING:
     from ed_elarge.launch.launched_run import LaunchedRun
@@ -72,57 +71,52 @@ def launch(
         bool, typer.Option("--dry-run", help="Print what the launcher starts, and exit.")
     ] = False,
     settings: RunSettings = None,
-    verbose: Verbose = False,
-) -> None:
+) -> int:
     """Start FILE on several hosts. They must all see the folder in which this command runs."""
+    from ed_infra.errors import ConfigError
 
-    def work() -> int:
-        from ed_infra.errors import ConfigError
+    from ed_elarge.config import nodes
+    from ed_elarge.config.action_options import ServeOptions
+    from ed_elarge.config.layers import with_settings
+    from ed_elarge.config.normalize import normalize
+    from ed_elarge.launch.launched_run import LaunchedRun, parse_options, parse_sweep
+    from ed_elarge.launch.launchers import LAUNCHERS
 
-        from ed_elarge.config import nodes
-        from ed_elarge.config.action_options import ServeOptions
-        from ed_elarge.config.layers import with_settings
-        from ed_elarge.config.normalize import normalize
-        from ed_elarge.launch.launched_run import LaunchedRun, parse_options, parse_sweep
-        from ed_elarge.launch.launchers import LAUNCHERS
-
-        if on not in LAUNCHERS:
-            raise ConfigError(f"--on {on!r} must be one of {', '.join(LAUNCHERS)}")
-        fixed = tuple(settings or ())
-        run = normalize(with_settings(nodes.read(file), fixed, nodes.parse), require_actions=True)
-        if sweep and run.trainer is None:
-            raise ConfigError("--sweep needs a section trainer: each run has its own folder")
-        directory = run.trainer.save_directory if run.trainer is not None else ""
-        points = parse_sweep(fixed, sweep or (), str(directory))
-        for point in points if sweep else ():
-            normalize(with_settings(nodes.read(file), point, nodes.parse), require_actions=True)
-        for warning in run.warning_texts():
-            print(f"warning: {warning}", file=sys.stderr)
-        server = None
-        if [action.name for action in run.actions] == ["serve"]:
-            served = run.actions[0].options
-            assert isinstance(served, ServeOptions)
-            server = served.host, served.port
-        job = LaunchedRun(
-            file=file,
-            directory=Path(os.getcwd()),
-            hosts=hosts,
-            processes=processes,
-            points=points,
-            setup=tuple(setup or ()),
-            options=parse_options(options or ()),
-            server=server,
-            least=elastic,
-            rejoin=rejoin,
-        )
-        if elastic:
-            return start_elastic(job, on, dry_run)
-        if dry_run:
-            print(LAUNCHERS[on].render(job), end="")
-            return 0
-        return LAUNCHERS[on].start(job)
-
-    raise typer.Exit(run_work(work, verbose=verbose))
+    if on not in LAUNCHERS:
+        raise ConfigError(f"--on {on!r} must be one of {', '.join(LAUNCHERS)}")
+    fixed = tuple(settings or ())
+    run = normalize(with_settings(nodes.read(file), fixed, nodes.parse), require_actions=True)
+    if sweep and run.trainer is None:
+        raise ConfigError("--sweep needs a section trainer: each run has its own folder")
+    directory = run.trainer.save_directory if run.trainer is not None else ""
+    points = parse_sweep(fixed, sweep or (), str(directory))
+    for point in points if sweep else ():
+        normalize(with_settings(nodes.read(file), point, nodes.parse), require_actions=True)
+    for warning in run.warning_texts():
+        print(f"warning: {warning}", file=sys.stderr)
+    server = None
+    if [action.name for action in run.actions] == ["serve"]:
+        served = run.actions[0].options
+        assert isinstance(served, ServeOptions)
+        server = served.host, served.port
+    job = LaunchedRun(
+        file=file,
+        directory=Path(os.getcwd()),
+        hosts=hosts,
+        processes=processes,
+        points=points,
+        setup=tuple(setup or ()),
+        options=parse_options(options or ()),
+        server=server,
+        least=elastic,
+        rejoin=rejoin,
+    )
+    if elastic:
+        return start_elastic(job, on, dry_run)
+    if dry_run:
+        print(LAUNCHERS[on].render(job), end="")
+        return 0
+    return LAUNCHERS[on].start(job)
 
 
 def start_elastic(job: LaunchedRun, on: str, dry_run: bool) -> int:
@@ -186,7 +180,7 @@ def join(
     name: Annotated[
         str | None, typer.Option("--model-name", help="With --as replica: model of the server.")
     ] = None,
-) -> None:
+) -> int:
     """Join an asynchronous run as an engine or as a process of environments, or a server.
 
     The variable ESURGE_CLUSTER_SECRET must have the same value as for the trainer or server.
@@ -195,7 +189,7 @@ def join(
     from ed_elarge.building.replicas import REPLICA, join_as_replica
 
     if role == REPLICA:
-        raise typer.Exit(run_work(lambda: join_as_replica(address, name)))
+        return join_as_replica(address, name)
     if role not in (ENGINE, ENVIRONMENT):
         raise typer.BadParameter(f"--as {role}: use {ENGINE}, {ENVIRONMENT} or {REPLICA}")
-    raise typer.Exit(run_work(lambda: join(address, role)))
+    return join(address, role)

@@ -8,47 +8,43 @@ import sys
 from pathlib import Path
 
 import typer
+from ed_esurge.command.program import Result, show_result
 
 from ed_elarge.actions.provenance import versions
-from ed_elarge.exits import run_work
 
 
-def doctor() -> None:
+def doctor() -> Result:
     """Print versions, devices, memory, the native CPU kernels, and the folders of caches.
 
     The exit code is 1 if something needs attention.
     """
-    raise typer.Exit(run_work(_doctor))
-
-
-def _doctor() -> int:
     problems: list[str] = []
-    for name, version in versions().items():
-        print(f"{name:<22}{version}")
-    print(f"{'memory':<22}{_memory()}")
+    facts = {**versions(), "memory": _memory()}
     try:
         import jax
 
         for device in jax.devices():
             stats = device.memory_stats() if device.platform != "cpu" else None
             size = f", {stats['bytes_limit'] / 2**30:.1f} GiB" if stats else ""
-            print(f"{'device ' + str(device.id):<22}{device.platform} {device.device_kind}{size}")
+            facts[f"device {device.id}"] = f"{device.platform} {device.device_kind}{size}"
         if jax.default_backend() == "cpu":
             from ed_layers.native import describe
 
-            print(f"{'native CPU kernels':<22}{describe()}")
+            facts["native CPU kernels"] = describe()
     except Exception as error:  # a broken plugin must not hide the rest of the report
         problems.append(f"jax finds no devices: {error}")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     hub = os.environ.get("HF_HOME") or home / "huggingface"
     for name, folder in (("compiled programs", home / "easydel"), ("Hugging Face", Path(hub))):
         state = "writable" if _writable(folder) else "NOT writable"
-        print(f"{'cache: ' + name:<28}{folder} ({state})")
+        facts[f"cache: {name}"] = f"{folder} ({state})"
         if state != "writable":
             problems.append(f"{folder} is not writable: set XDG_CACHE_HOME or HF_HOME")
+    for name, fact in facts.items():
+        show_result(f"{name:<28}{fact}")
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
-    return int(bool(problems))
+    return Result({"facts": facts, "problems": problems}, int(bool(problems)))
 
 
 def _memory() -> str:

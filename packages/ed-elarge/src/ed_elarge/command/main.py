@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
+from ed_esurge.command.program import CommandGroup, ProgramCommand, build_command
+from ed_infra.errors import did_you_mean
 
 from ed_elarge.command import (
     certificates,
@@ -23,20 +25,23 @@ from ed_elarge.command import (
     plans,
     runs,
 )
-from ed_elarge.exits import leave_other_processes
+from ed_elarge.exits import leave_other_processes, run_work
 
 #: Options of the program itself; every other first word that is no command is a run file.
 _OWN = ("--help", "--version", "--install-completion", "--show-completion")
 
 
-class _FileFirst(TyperGroup):
+class _FileFirst(CommandGroup):
     """A group in which a first word that is no command is the run file of the command `run`."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Insert the command `run` before a run file."""
         completes = ctx.resilient_parsing  # of the shell: the words are not a whole command
-        is_command = not args or args[0] in self.commands or args[0] in _OWN
-        if not completes and (not args or not is_command):
+        if not completes and (not args or args[0] not in (*self.commands, *_OWN)):
+            if args and args[0].isalpha() and not Path(args[0]).exists():
+                hint = did_you_mean(args[0], self.commands)
+                if hint:
+                    ctx.fail(f"{args[0]!r} is no command and no run file{hint}")
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -89,12 +94,24 @@ _COMMANDS = {
     "certify": certificates.certify,
     "doctor": machine.doctor,
 }
+#: Commands without a result, which have neither `--quiet` nor `--json`.
+ENDLESS = ("serve", "launch", "join")
 for _name, _function in _COMMANDS.items():
-    app.command(_name)(_function)
+    _command = build_command(_function, run_work, has_result=_name not in ENDLESS, has_verbose=True)
+    app.command(_name, cls=ProgramCommand)(_command)
 app.command("member", hidden=True)(launches.member)
 _FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 app.command("chat", context_settings=_FLAGS)(machine.chat)
-app.add_typer(measurements.app, name="bench")
+_bench = typer.Typer(help="Measure attention, decoding, training and the limits of this machine.")
+for _function in (
+    measurements.attention,
+    measurements.decode,
+    measurements.limits,
+    measurements.train,
+):
+    _command = build_command(_function, run_work, has_verbose=True)
+    _bench.command(_function.__name__, cls=ProgramCommand)(_command)
+app.add_typer(_bench, name="bench")
 
 
 def main() -> None:

@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from ed_esurge.command.program import Result, show_result
 
 from ed_elarge.command.runs import File, RunSettings
-from ed_elarge.exits import run_work
-
-app = typer.Typer(help="Measure attention, decoding, training and the limits of this machine.")
 
 Rounds = Annotated[int, typer.Option(min=1, max=1000, help="Number of measurements.")]
 
 
-@app.command()
 def attention(
     mechanisms: Annotated[
         list[str] | None, typer.Option("--mechanism", help="A mechanism. Repeatable.")
@@ -34,25 +31,8 @@ def attention(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     forward: Annotated[bool, typer.Option("--forward", help="Without gradients.")] = False,
     rounds: Rounds = 5,
-) -> None:
+) -> Result:
     """Compare attention mechanisms: milliseconds of a pass, and the difference from `vanilla`."""
-
-    def work() -> None:
-        shape = (batch, length, heads, kv_heads, head_dim)
-        names = mechanisms or ["vanilla", "blockwise", "flash_attn2"]
-        _attention(names, shape, window, dtype, forward, rounds)
-
-    raise typer.Exit(run_work(work))
-
-
-def _attention(
-    names: list[str],
-    shape: tuple[int, int, int, int, int],
-    window: int | None,
-    dtype: str,
-    forward: bool,
-    rounds: int,
-) -> None:
     import jax
     import jax.numpy as jnp
     from ed_infra.config.fields import normalize
@@ -60,7 +40,7 @@ def _attention(
     from ed_infra.masks import MaskInfo
     from ed_layers.attention import Mechanism, attend
 
-    batch, length, heads, kv_heads, head_dim = shape
+    names = mechanisms or ["vanilla", "blockwise", "flash_attn2"]
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = [
         jax.random.normal(key, (batch, length, n, head_dim), canonical_dtype(dtype))
@@ -68,7 +48,8 @@ def _attention(
     ]
     mask = MaskInfo.full(batch, length)
     outputs: dict[str, Any] = {}
-    print(f"{'mechanism':<20}{'ms':>10}{'largest difference':>22}")
+    rows = []
+    show_result(f"{'mechanism':<20}{'ms':>10}{'largest difference':>22}")
     for mechanism_name in names:
         mechanism = Mechanism(name=str(normalize("attn_mechanism", mechanism_name)))
 
@@ -86,7 +67,10 @@ def _attention(
         first = outputs[names[0]]
         pairs = zip(outputs[mechanism_name], first, strict=True)
         largest_difference = max(float(jnp.abs(a - b).astype("float32").max()) for a, b in pairs)
-        print(f"{mechanism_name:<20}{seconds * 1e3:>10.2f}{largest_difference:>22.2e}")
+        row = {"mechanism": mechanism_name, "ms": seconds * 1e3, "difference": largest_difference}
+        rows.append(row)
+        show_result(f"{mechanism_name:<20}{row['ms']:>10.2f}{largest_difference:>22.2e}")
+    return Result({"rows": rows})
 
 
 def _measure_seconds(work: Callable[[], Any], rounds: int) -> tuple[float, Any]:
@@ -100,7 +84,6 @@ def _measure_seconds(work: Callable[[], Any], rounds: int) -> tuple[float, Any]:
     return statistics.median(times), result
 
 
-@app.command()
 def decode(
     file: File,
     batch: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 1,
@@ -108,15 +91,9 @@ def decode(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each completion.")] = 64,
     rounds: Rounds = 3,
     settings: RunSettings = None,
-) -> None:
+) -> Result:
     """Measure the engine with the model of FILE: seconds of a prompt, tokens per second, and the
     shares of the machine's limits."""
-    raise typer.Exit(run_work(lambda: _decode(file, batch, prompt, tokens, rounds, settings or [])))
-
-
-def _decode(
-    file: str, batch: int, prompt: int, tokens: int, rounds: int, settings: list[str]
-) -> None:
     from ed_esurge.sampling import SamplingParams
 
     from ed_elarge.command.limits import describe_reached_limits
@@ -127,7 +104,7 @@ def _decode(
     from ed_elarge.model import eLargeModel
 
     room = f"esurge.max_model_len={prompt + tokens}"
-    document = with_settings(nodes.read(file), [room, *settings], nodes.parse)
+    document = with_settings(nodes.read(file), [room, *(settings or ())], nodes.parse)
     elm = eLargeModel.from_run(normalize(document))
     engine = elm.build_esurge()
     size = len(elm.build_tokenizer())
@@ -148,8 +125,8 @@ def _decode(
     first = statistics.median(measure_decoding(1) for _ in range(rounds))
     total_seconds = statistics.median(measure_decoding(tokens) for _ in range(rounds))
     rate = batch * (tokens - 1) / max(total_seconds - first, 1e-9)
-    print(f"prompts: {batch} x {prompt} tokens in {first * 1e3:.1f} ms")
-    print(
+    show_result(f"prompts: {batch} x {prompt} tokens in {first * 1e3:.1f} ms")
+    show_result(
         f"completions: {batch} x {tokens} tokens in {total_seconds:.3f} s, {rate:,.1f} tokens/s "
         "decoded"
     )
@@ -157,35 +134,29 @@ def _decode(
     measured = limits_of_device(rounds)
     step = max(total_seconds - first, 1e-9) / (tokens - 1)
     shares = describe_reached_limits(measured, model, tokens=batch * prompt, first=first, step=step)
-    print("\n".join([*shares, *measured.lines()]))
+    show_result("\n".join([*shares, *measured.lines()]))
+    figures = {"prompt_seconds": first, "seconds": total_seconds, "tokens_per_second": rate}
+    return Result({**figures, "shares": shares, "limits": measured._asdict()})
 
 
-@app.command()
-def limits(rounds: Rounds = 5) -> None:
+def limits(rounds: Rounds = 5) -> Result:
     """Measure the speed of this machine's memory and of products, without a model."""
+    from ed_elarge.command.limits import measure_limits
 
-    def work() -> None:
-        from ed_elarge.command.limits import measure_limits
-
-        print("\n".join(measure_limits(rounds).lines()))
-
-    raise typer.Exit(run_work(work))
+    measured = measure_limits(rounds)
+    show_result("\n".join(measured.lines()))
+    return Result(measured._asdict())
 
 
-@app.command()
 def train(
     file: File,
     steps: Annotated[int, typer.Option(min=2, max=100_000, help="Number of steps.")] = 10,
     settings: RunSettings = None,
-) -> None:
+) -> Result:
     """Train the model of FILE for some steps into a temporary folder, and print tokens per second.
 
     Nothing is saved. The first half of the steps, which contains the compilation, is not counted.
     """
-    raise typer.Exit(run_work(lambda: _train(file, steps, settings or [])))
-
-
-def _train(file: str, steps: int, settings: list[str]) -> None:
     from ed_elarge.command.runs import with_one_action
     from ed_elarge.config import nodes
     from ed_elarge.config.layers import with_settings
@@ -201,7 +172,10 @@ def _train(file: str, steps: int, settings: list[str]) -> None:
             "use_tensorboard": "false",
             "progress_bar_type": "none",
         }
-        changes = [*settings, *(f"trainer.{key}={value}" for key, value in trainer_options.items())]
+        changes = [
+            *(settings or ()),
+            *(f"trainer.{key}={value}" for key, value in trainer_options.items()),
+        ]
         document = with_settings(nodes.read(file), changes, nodes.parse)
         run = normalize(with_one_action(document, "train"), require_actions=True)
         eLargeModel.from_run(run).train()
@@ -209,6 +183,8 @@ def _train(file: str, steps: int, settings: list[str]) -> None:
     rows = [row for row in map(json.loads, lines) if "tokens_per_second" in row]
     rates = [row["tokens_per_second"] for row in rows[len(rows) // 2 :]]
     if not rates:
-        print("the run reported no speed: raise --steps")
-        return
-    print(f"{statistics.median(rates):,.0f} tokens/s (median of {len(rates)} steps)")
+        show_result("the run reported no speed: raise --steps")
+        return Result({"tokens_per_second": None, "steps": 0})
+    rate = statistics.median(rates)
+    show_result(f"{rate:,.0f} tokens/s (median of {len(rates)} steps)")
+    return Result({"tokens_per_second": rate, "steps": len(rates)})

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from ed_esurge.command.program import Result, show_result
 
-from ed_elarge.command.runs import File, RunSettings, Verbose
-from ed_elarge.exits import run_work
+from ed_elarge.command.runs import File, RunSettings
 
 
 def plan(
@@ -37,40 +37,35 @@ def plan(
         typer.Option("--output", "-o", help="A folder for plan.json and plan.html."),
     ] = None,
     settings: RunSettings = None,
-    verbose: Verbose = False,
-) -> None:
+) -> Result:
     """Predict memory and time of FILE on hardware that this machine does not need to have.
 
     The exit code is 1 if the run does not fit.
     """
+    from ed_elarge.config import nodes
+    from ed_elarge.config.layers import with_settings
+    from ed_elarge.config.normalize import normalize
+    from ed_elarge.plan import devices as hardware
+    from ed_elarge.plan.estimate import plan as estimate
+    from ed_elarge.plan.report import lines, to_dict
 
-    def work() -> int:
-        from ed_elarge.config import nodes
-        from ed_elarge.config.layers import with_settings
-        from ed_elarge.config.normalize import normalize
-        from ed_elarge.plan import devices as hardware
-        from ed_elarge.plan.estimate import plan as estimate
-        from ed_elarge.plan.report import lines, to_dict
+    named = hardware.parse(topology, devices)
+    run = normalize(with_settings(nodes.read(file), settings or (), nodes.parse))
+    for warning in run.warning_texts():
+        print(f"warning: {warning}", file=sys.stderr)
+    estimated_plan = estimate(run, named)
+    compiled = None
+    if compiler is not None:
+        from ed_elarge.plan.compiled import compare
 
-        named = hardware.parse(topology, devices)
-        run = normalize(with_settings(nodes.read(file), settings or (), nodes.parse))
-        for warning in run.warning_texts():
-            print(f"warning: {warning}", file=sys.stderr)
-        estimated_plan = estimate(run, named)
-        compiled = None
-        if compiler is not None:
-            from ed_elarge.plan.compiled import compare
+        compiled = compare(estimated_plan, compiler, time_limit)
+    values = to_dict(estimated_plan, compiled)
+    show_result("\n".join(lines(values)))
+    if output is not None:
+        from ed_elarge.plan.page import render
 
-            compiled = compare(estimated_plan, compiler, time_limit)
-        values = to_dict(estimated_plan, compiled)
-        print("\n".join(lines(values)))
-        if output is not None:
-            from ed_elarge.plan.page import render
-
-            output.mkdir(parents=True, exist_ok=True)
-            (output / "plan.json").write_text(json.dumps(values, indent=2) + "\n", "utf-8")
-            (output / "plan.html").write_text(render(values), "utf-8")
-            print(f"wrote {output / 'plan.json'} and {output / 'plan.html'}")
-        return int(not estimated_plan.fits)
-
-    raise typer.Exit(run_work(work, verbose=verbose))
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "plan.json").write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+        (output / "plan.html").write_text(render(values), "utf-8")
+        print(f"wrote {output / 'plan.json'} and {output / 'plan.html'}")
+    return Result(values, int(not estimated_plan.fits))

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
+from ed_esurge.command.program import Result, show_result
 
 from ed_elarge.exits import run_work
 
 File = Annotated[str, typer.Argument(help="The run file (YAML or JSON).")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the file, print the actions, and exit.")
-]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Log more, and show tracebacks of bad input.")
 ]
 RunSettings = Annotated[
     list[str] | None,
@@ -35,41 +34,41 @@ def run(
     ] = None,
     dry_run: DryRun = False,
     settings: RunSettings = None,
-    verbose: Verbose = False,
-) -> None:
+    verbose: bool = False,
+) -> Result:
     """Execute the actions of FILE: train, evaluate, generate with and serve a model."""
     if (file is None) == (config is None):
         problem = "the run file is missing" if file is None else "the run file is given twice"
         raise typer.BadParameter(f"{problem}: elarge FILE, or elarge --config FILE")
-    raise typer.Exit(run_file(file or config or "", dry_run, verbose, settings or ()))
+    return _run(file or config or "", dry_run, verbose, settings or (), "")
 
 
 def train(
-    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: Verbose = False
-) -> None:
+    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: bool = False
+) -> Result:
     """Train the model of FILE; its other actions are not executed."""
-    raise typer.Exit(run_file(file, dry_run, verbose, settings or (), "train"))
+    return _run(file, dry_run, verbose, settings or (), "train")
 
 
 def evaluate(
-    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: Verbose = False
-) -> None:
+    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: bool = False
+) -> Result:
     """Evaluate the model of FILE on benchmarks, with the parameters of its action `eval`."""
-    raise typer.Exit(run_file(file, dry_run, verbose, settings or (), "eval"))
+    return _run(file, dry_run, verbose, settings or (), "eval")
 
 
 def serve(
-    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: Verbose = False
-) -> None:
+    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: bool = False
+) -> Result:
     """Serve the model of FILE, with the parameters of its action `serve`."""
-    raise typer.Exit(run_file(file, dry_run, verbose, settings or (), "serve"))
+    return _run(file, dry_run, verbose, settings or (), "serve")
 
 
 def generate(
-    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: Verbose = False
-) -> None:
+    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: bool = False
+) -> Result:
     """Print completions of the model of FILE, with the parameters of its action `generate`."""
-    raise typer.Exit(run_file(file, dry_run, verbose, settings or (), "generate"))
+    return _run(file, dry_run, verbose, settings or (), "generate")
 
 
 def data(
@@ -84,14 +83,11 @@ def data(
         bool, typer.Option("--near", help="Also find nearly equal documents (MinHash).")
     ] = False,
     samples: Annotated[int, typer.Option(min=0, max=100, help="Number of rows to show.")] = 3,
-    verbose: Verbose = False,
-) -> None:
+) -> Result:
     """Report the mixture of FILE: rows, tokens, lengths, fill, duplicates and the first rows."""
     from ed_elarge.actions.data_report import show
 
-    raise typer.Exit(
-        run_work(lambda: show(file, output, with_near_duplicates, samples), verbose=verbose)
-    )
+    return show(file, output, with_near_duplicates, samples)
 
 
 def run_file(
@@ -113,7 +109,7 @@ def run_file(
     return run_work(lambda: _run(path, dry_run, verbose, settings, only), verbose=verbose)
 
 
-def _run(path: str, dry_run: bool, verbose: bool, settings: Sequence[str], only: str) -> int:
+def _run(path: str, dry_run: bool, verbose: bool, settings: Sequence[str], only: str) -> Result:
     from ed_elarge.config import nodes
     from ed_elarge.config.layers import with_settings
     from ed_elarge.config.normalize import normalize
@@ -132,9 +128,10 @@ def _run(path: str, dry_run: bool, verbose: bool, settings: Sequence[str], only:
         check_machine(run)
         for problem in device_warnings(run):
             print(f"warning: {run.document.show(run.place(problem))}", file=sys.stderr)
-        print(run.to_yaml(secrets=False))
-        print(describe(run))
-        return 0
+        text = run.to_yaml(secrets=False)
+        show_result(text)
+        show_result(describe(run))
+        return Result({"config": yaml.safe_load(text), "warnings": run.warning_texts()})
     from ed_elarge.actions.execution import execute
 
     return execute(run, verbose=verbose)

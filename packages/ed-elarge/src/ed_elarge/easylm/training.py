@@ -272,7 +272,7 @@ def train(flags: FlagValues) -> int:
     run = normalize(Document("llama_train", value=build_run_file(flags, directory)))
     for warning in run.warning_texts():
         print(f"warning: {warning}", file=sys.stderr)
-    code = execute(run)
+    code = execute(run).code
     if code == 0 and jax.process_index() == 0:
         stream = to_easylm(directory / "model", directory / "streaming_params")
         checkpoints.cast_file(stream, flags["checkpointer.float_dtype"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -107,9 +108,22 @@ def finish(result: Result | int | None) -> int:
     output = _output.get()
     if isinstance(result, Result):
         if output.is_json:
-            print(json.dumps(result.values, default=str), file=output.stream, flush=True)
+            text = json.dumps(_make_plain(result.values), allow_nan=False)
+            print(text, file=output.stream, flush=True)
         return result.code
     return result or 0
+
+
+def _make_plain(value: object) -> object:
+    """Return a value for JSON, in which a number that is not finite is null."""
+    if isinstance(value, Mapping):
+        return {str(key): _make_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_make_plain, value)]
+    if not isinstance(value, str | int | float | None):
+        convert = getattr(value, "item", None)  # of a number of numpy
+        value = convert() if convert else str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def build_command(
