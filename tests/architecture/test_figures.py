@@ -38,6 +38,16 @@ def test_figures_find_names_with_different_definitions() -> None:
     assert figures.several_meanings(modules) == {"Thing": ["a", "b"]}
 
 
+def test_figures_find_names_that_several_modules_define() -> None:
+    modules = {
+        "a": "import logging\nlogger = 1\nROWS: int = 2\ndef read(): ...\ndef _hide(): ...\n",
+        "b": "from a import ROWS\nlogger = 1\nROWS = 2\nasync def read(): ...\ndef _hide(): ...\n",
+        "c": "T = TypeVar('T')\nclass read: ...\n",
+        "d": "T = TypeVar('T')\n",
+    }
+    assert figures.list_repeated_names(modules) == {"ROWS": ["a", "b"], "read": ["a", "b", "c"]}
+
+
 def texts() -> dict[str, str]:
     return {
         module: text
@@ -55,6 +65,7 @@ def test_figures_of_the_packages_do_not_grow() -> None:
     files = texts().values()
     assert sum(map(figures.count_any, files)) <= 633, "annotations `: Any`"
     assert sum(text.count(figures.IGNORED) for text in files) <= 86, "comments `type: ignore`"
+    assert len(figures.list_repeated_names(texts())) <= 288, "public names in several modules"
     assert sum(text.count("\n") < 60 for text in files) <= 211, "files below 60 lines"
 
 

@@ -16,6 +16,7 @@ from tools.figures.sources import (
     HEADER,
     Source,
     imported_by,
+    list_repeated_names,
     list_server_declarations,
     row,
     several_meanings,
@@ -61,13 +62,15 @@ def print_sources(lists_names: bool) -> None:
     modules = {name: text for files in by_package.values() for name, text in files.items()}
     repeated = several_meanings({m: t for m, t in modules.items() if m.startswith("ed_")})
     print(f"{len(repeated)} public names have definitions that differ between modules.")
+    shared_names = list_repeated_names(modules)
+    print(f"{len(shared_names)} public names are defined in several modules.")
     options = list_server_declarations(modules)
     print(f"{max(map(len, options.values()))} places at most declare an option of the server.")
     names = count_names(modules.values())
     print(f"{names.function_rate:.1f} of 1,000 functions are no verbs.")
     print(f"{names.variable_rate:.1f} of 1,000 variables are no nouns.")
     if lists_names:
-        for name, places in repeated.items():
+        for name, places in {**repeated, **shared_names}.items():
             print(f"  {name}: {', '.join(places)}")
         for counts in (names.unclear_functions, names.unclear_variables):
             print("  " + ", ".join(f"{name} {count}" for name, count in counts.most_common()))

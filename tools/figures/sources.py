@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.check_workspace import COPIES
+
 IGNORED = "type: ignore"
 FAMILY = "ed_models.families.llama"
 HEADER = ["", "files", "lines", "code", "median", "p90", "< 60", ": Any", "type: ignore", "llama"]
@@ -24,6 +26,8 @@ _NO_CODE = {
 }
 
 
+#: Names of the logger of a module.
+LOGGERS = {"log", "logger"}
 #: Options of the server whose names also are fields of requests, machines and tokenizers.
 OTHER_MEANINGS = {"chat_template", "host", "keep_alive", "limits", "port"}
 #: Place with the name of an option of the server -> what it declares.
@@ -115,6 +119,40 @@ def several_meanings(modules: dict[str, str]) -> dict[str, list[str]]:
             for name, definition in definitions(text).items():
                 places[name][module] = definition
     return {name: sorted(of) for name, of in sorted(places.items()) if len({*of.values()}) > 1}
+
+
+def list_repeated_names(modules: dict[str, str]) -> dict[str, list[str]]:
+    """Return the public functions, classes and constants that several modules define.
+
+    Loggers, type variables and vendored copies do not count.
+
+    Args:
+        modules: Name of each module -> its text.
+
+    Returns:
+        Name -> the modules that define the name.
+    """
+    copies = {path.split("/src/")[1].removesuffix(".py").replace("/", ".") for path in COPIES}
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, text in modules.items():
+        if module not in copies:
+            for name in dict.fromkeys(_list_module_names(text)):
+                places[name].append(module)
+    return {name: of for name, of in sorted(places.items()) if len(of) > 1}
+
+
+def _list_module_names(text: str) -> list[str]:
+    names: list[str] = []
+    for node in ast.parse(text).body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.append(node.name)
+            case ast.Assign(value=ast.Call(func=ast.Name("TypeVar"))):
+                pass
+            case ast.Assign() | ast.AnnAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if not name.startswith("_") and name not in LOGGERS]
 
 
 def list_declarations(modules: dict[str, str], names: Collection[str]) -> dict[str, list[str]]:

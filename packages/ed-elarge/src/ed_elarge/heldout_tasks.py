@@ -25,7 +25,7 @@ CHOICES = 4
 MAX_QUESTIONS = 200
 CONTEXT_CHARACTERS = 400
 """Characters before the gap: some sentences, within the context of a small model."""
-WORDS = (6, 14)
+_WORDS = (6, 14)
 """Smallest and largest number of words of a continuation."""
 
 _SENTENCE = re.compile(r"[A-Z][^.!?]{40,400}[.!?](?=\s)")
@@ -104,8 +104,8 @@ def _gaps(text: str) -> list[Gap]:
     for match in _SENTENCE.finditer(text):
         words = list(re.finditer(r"\S+", match.group()))
         half = len(words) // 2
-        ending_words = words[half : half + WORDS[1]]
-        if half < 3 or len(ending_words) < WORDS[0]:
+        ending_words = words[half : half + _WORDS[1]]
+        if half < 3 or len(ending_words) < _WORDS[0]:
             continue
         cut, resume, end = words[half - 1].end(), ending_words[0].start(), ending_words[-1].end()
         start = max(0, match.start() - CONTEXT_CHARACTERS)

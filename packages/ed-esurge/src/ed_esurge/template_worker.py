@@ -12,7 +12,7 @@ from ed_esurge.children.worker import run_worker
 # Kinds of messages: the text, the pattern of its marks, a text that is too long.
 TEXT, MARKS, TOO_LONG = b"T", b"K", b"L"
 #: Longest message of an exception of a template, in characters.
-MAX_ERROR = 500
+_MAX_ERROR = 500
 
 
 def prepare() -> None:
@@ -43,20 +43,20 @@ def work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
     from ed_esurge.template import ChatTemplate
 
     messages, arguments = json.loads(data)
-    template = ChatTemplate(make_tokenizer(options), options["template"])
+    template = ChatTemplate(_make_tokenizer(options), options["template"])
     try:
         text, marks = template.render(messages, **arguments)
     except MemoryError:
         raise
     except Exception as error:  # a template can raise any exception
-        raise RefusedError(str(error)[:MAX_ERROR]) from None
+        raise RefusedError(str(error)[:_MAX_ERROR]) from None
     if len(text) > options["characters"]:
         raise RefusedError(str(len(text)), TOO_LONG)
     say(MARKS, marks.pattern.encode())
     say(TEXT, text.encode("utf-8", "surrogatepass"))
 
 
-def make_tokenizer(options: dict[str, Any]) -> Any:
+def _make_tokenizer(options: dict[str, Any]) -> Any:
     """Return a tokenizer that renders templates and has no vocabulary."""
     from tokenizers import AddedToken
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ed_infra.errors import ConfigError, did_you_mean
 
 #: Every dtype that a configuration may name.
-DTYPES: tuple[str, ...] = (
+_DTYPES: tuple[str, ...] = (
     "bfloat16",
     "float16",
     "float32",
@@ -64,8 +64,8 @@ def canonical_dtype(value: object) -> str:
         name = str(value)
     spelling = name.strip().lower().rpartition(".")[2]
     spelling = DTYPE_ALIASES.get(spelling, spelling)
-    if spelling not in DTYPES:
-        hint = did_you_mean(name, [*DTYPES, *DTYPE_ALIASES])
+    if spelling not in _DTYPES:
+        hint = did_you_mean(name, [*_DTYPES, *DTYPE_ALIASES])
         raise ConfigError(f"unknown dtype {name!r}{hint} (known: {', '.join(DTYPES)})")
     return spelling
 
@@ -78,7 +78,7 @@ def canonical_float(value: object) -> str:
     """
     name = canonical_dtype(value)
     if "float" not in name:
-        floats = ", ".join(dtype for dtype in DTYPES if "float" in dtype)
+        floats = ", ".join(dtype for dtype in _DTYPES if "float" in dtype)
         raise ConfigError(f"{name!r} is not a floating-point dtype (those are {floats})")
     return name
 

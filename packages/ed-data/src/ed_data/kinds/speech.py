@@ -18,7 +18,7 @@ _TRANSCRIPTS = ("sentence", "transcription")
 _EXAMPLE: Row = {"audio": "speech.wav", "text": "two plus two"}
 
 
-def refuse_packing(mixture: Mixture, schema: Schema) -> Iterator[tuple[KeyPath, str]]:
+def _refuse_packing(mixture: Mixture, schema: Schema) -> Iterator[tuple[KeyPath, str]]:
     """Yield `pack_tokens`: a row contains one recording."""
     if mixture.pack_tokens:
         reason = "a row is one recording, so rows are not packed: set pack_tokens: false"
@@ -43,7 +43,7 @@ SPEECH_SEQ2SEQ = Schema(
         has_audio=True,
         has_decoder=True,
         arrays=shift_decoder,
-        checks=refuse_packing,
+        checks=_refuse_packing,
     ),
 )
 #: A recording and its transcript, for models that score the labels of each time step.
@@ -59,6 +59,6 @@ CTC = Schema(
         has_audio=True,
         has_time_steps=True,
         arrays=keep_labels,
-        checks=refuse_packing,
+        checks=_refuse_packing,
     ),
 )

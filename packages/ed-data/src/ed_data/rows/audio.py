@@ -17,7 +17,7 @@ _KEY = "audio_field"
 #: Options of an inform about recordings.
 RECORDING_KEYS = frozenset((_KEY, "max_duration_in_seconds", "min_duration_in_seconds"))
 #: The recording parts of messages.
-PARTS = MediaParts(
+_PARTS = MediaParts(
     AUDIO,
     "recording",
     ("audio", "audio_url", "input_audio"),
@@ -82,14 +82,14 @@ class AudioReader:
         Raises:
             DataError: a recording is missing, is left over, or cannot be found.
         """
-        parts = PARTS.of(fields)
+        parts = _PARTS.of(fields)
         if not parts:
             return fields, []
         name = self.field if self._named or row.get(AUDIOS) is None else AUDIOS
         value = row.get(name)
         values = value if isinstance(value, list | tuple) else [] if value is None else [value]
         listed = [self._source(item, repr(name), folder, location) for item in values]
-        sources = PARTS.sources(
+        sources = _PARTS.sources(
             parts,
             listed,
             lambda part_value: self._source(part_value, "an audio part", folder, location),
@@ -104,7 +104,7 @@ class AudioReader:
             if refusal is not None:
                 return refusal
             recordings.append(audio)
-        return PARTS.simplify_parts(fields), recordings
+        return _PARTS.simplify_parts(fields), recordings
 
     def _refusal(self, audio: RowAudio) -> str | None:
         """Return the reason to drop a row with this recording; None = the row is kept."""

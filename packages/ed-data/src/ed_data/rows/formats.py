@@ -39,7 +39,7 @@ class RowFormat:
 
 
 #: Roles of ShareGPT and its relatives.
-ROLES = {
+_ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -82,12 +82,12 @@ def _convert_turn(turn: Any) -> Message:
     if not _is_turn(turn):
         return turn
     name, value = str(turn["from"]).lower(), turn["value"]
-    if name not in ROLES:
+    if name not in _ROLES:
         raise DataError(
             f"the turn is from {turn['from']!r}; known are {', '.join(ROLES)}: rename it in "
             "format_callback"
         )
-    message: Message = {"role": ROLES[name], "content": value}
+    message: Message = {"role": _ROLES[name], "content": value}
     if name == "function_call":
         call = _parse_call(value)
         if call is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 #: The image parts of messages.
-PARTS = MediaParts(
+_PARTS = MediaParts(
     IMAGE,
     "image",
     ("image", "image_url"),
@@ -74,7 +74,7 @@ class ImageReader:
             DataError: an image is missing, is left over, or cannot be found.
         """
         name = self.field or (IMAGES if row.get(IMAGES) is not None else IMAGE)
-        parts = PARTS.of(fields)
+        parts = _PARTS.of(fields)
         value = row.get(name)
         # A text of a chat in the field `image` need not be the name of a file.
         if not parts and not self.required and (not value or isinstance(value, str)):
@@ -82,7 +82,7 @@ class ImageReader:
         listed = self.read_field(value, folder, location)
         if not parts:
             return fields, _number_images(listed, location)
-        images = PARTS.sources(
+        images = _PARTS.sources(
             parts,
             listed,
             lambda value: _read_image(value, "image part", folder, location),
@@ -90,7 +90,7 @@ class ImageReader:
             name,
             named=self.field is not None,
         )
-        return PARTS.simplify_parts(fields), _number_images(images, location)
+        return _PARTS.simplify_parts(fields), _number_images(images, location)
 
 
 def _number_images(images: list[Image], location: str) -> list[RowImage]:

@@ -20,7 +20,7 @@ _BYTES = 256
 
 #: The role and the text are on separate lines. An answer ends with the end-of-text token and is
 #: marked for the loss. Byte-level BPE does not merge line ends, so a prompt ends between tokens.
-CHAT_TEMPLATE = (
+_CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
     "{% if not loop.first %}{{ '\\n' }}{% endif %}"
@@ -38,7 +38,7 @@ def train_bpe(
     vocab_size: int,
     *,
     min_frequency: int = 2,
-    chat_template: str | None = CHAT_TEMPLATE,
+    chat_template: str | None = _CHAT_TEMPLATE,
     mask_token: bool = False,
     special_tokens: Sequence[str] = (),
     model_max_length: int | None = None,

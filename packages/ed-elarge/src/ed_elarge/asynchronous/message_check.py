@@ -12,7 +12,7 @@ from ed_infra.errors import EasyDeLError
 from ed_trainers.online.sample_ledger import SampleKey
 
 #: Kinds of tasks of each role.
-TASKS = {"engine": ("sample",), "environment": ("turn", "score")}
+_TASKS = {"engine": ("sample",), "environment": ("turn", "score")}
 #: Maximum characters of the text of an error.
 _MAX_TEXT = 2**20
 #: Maximum number of tokens of a message that ends an episode, which the sample does not contain.
@@ -38,7 +38,7 @@ def read_task(message: object, role: str) -> tuple[str, SampleKey]:
     require(isinstance(message, dict), "it is no dict")
     assert isinstance(message, dict), "checked"
     kind, name = message.get("task"), message.get("name")
-    require(kind in TASKS.get(role, ()), "a task of another role")
+    require(kind in _TASKS.get(role, ()), "a task of another role")
     require(message.get("do") in ("part", "done", "failed"), "an unknown kind")
     require(isinstance(name, str) and len(name) <= 64, "a wrong name of a task")
     assert isinstance(kind, str), "checked"

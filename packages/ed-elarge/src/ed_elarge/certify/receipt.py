@@ -98,7 +98,7 @@ def certificate(subject: CertifiedModel, all_findings: list[Finding]) -> dict[st
     }
 
 
-def page(values: dict[str, Any]) -> str:
+def _page(values: dict[str, Any]) -> str:
     """Return the certificate as an HTML page without external resources."""
     counts = values["summary"]
     said = ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -121,7 +121,7 @@ def write(values: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     (folder / JSON_NAME).write_text(text, encoding="utf-8")
-    (folder / PAGE_NAME).write_text(page(values), encoding="utf-8")
+    (folder / PAGE_NAME).write_text(_page(values), encoding="utf-8")
 
 
 def _digest(file: Path) -> str:

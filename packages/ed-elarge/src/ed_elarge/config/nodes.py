@@ -26,7 +26,7 @@ from ed_elarge.errors import Document, InputError, Problem, Span, ValuePath
 
 MAX_DEPTH = 64
 """Maximum number of nested levels; the options of this project need fewer than ten."""
-MAX_BYTES = 2**20
+_MAX_BYTES = 2**20
 """Maximum size of a file; run files have a few kilobytes."""
 MAX_INCLUDES = 64
 """Maximum number of paths in the `include` keys of a run file and its included files."""
@@ -89,8 +89,8 @@ def _read_file(path: Path) -> Document:
     name = str(path)
     try:
         with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-        if len(raw) > MAX_BYTES:
+            raw = file.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
             message = f"has more than {MAX_BYTES:,} bytes: a run file contains options, not data"
             raise InputError(name, [Problem((), message)])
         return parse(raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n"), name)

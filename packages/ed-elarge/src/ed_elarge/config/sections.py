@@ -86,7 +86,7 @@ TokenizerOption = Annotated[
 
 
 #: Tasks that trainers and the engine support.
-TASKS = (
+_TASKS = (
     TaskType.CAUSAL_LM,
     TaskType.SEQUENCE_TO_SEQUENCE,
     TaskType.IMAGE_TEXT_TO_TEXT,
@@ -112,8 +112,8 @@ def _task(value: Any) -> Any:
         task = canonical_task(value)
     except ConfigError as error:
         raise ValueError(str(error)) from error
-    if task not in TASKS:
-        task_names = ", ".join(task.value for task in TASKS)
+    if task not in _TASKS:
+        task_names = ", ".join(task.value for task in _TASKS)
         raise ValueError(f"trainers and engine support no models for {task.value!r} ({task_names})")
     return task
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HeldoutBatch = Mapping[str, np.ndarray]
 
-MAX_TOKENS = 200_000
+_MAX_TOKENS = 200_000
 """Maximum number of held-out tokens: enough for three decimal places."""
 _LOGITS_AT_ONCE = 1 << 24
 
@@ -80,7 +80,7 @@ def measure(
         contexts.append(batch["input_ids"][target_mask])
         targets.append(target[target_mask])
         size += int(target_mask.sum())
-        if size >= MAX_TOKENS:
+        if size >= _MAX_TOKENS:
             break
     if size == 0:
         return None

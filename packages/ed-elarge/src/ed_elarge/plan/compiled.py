@@ -12,7 +12,7 @@ from ed_elarge.plan.buffers import ACCELERATOR, CPU
 from ed_elarge.plan.estimate import RunPlan
 
 #: Compilers of `--compile`.
-COMPILERS = ("cpu", "tpu")
+_COMPILERS = ("cpu", "tpu")
 
 
 def compare(plan: RunPlan, compiler: str, time_limit: float) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def compare(plan: RunPlan, compiler: str, time_limit: float) -> dict[str, Any]:
     Raises:
         ConfigError: the run does not train, the compiler is unknown or absent, or it failed.
     """
-    if compiler not in COMPILERS:
-        raise unknown_name("compiler", compiler, COMPILERS)
+    if compiler not in _COMPILERS:
+        raise unknown_name("compiler", compiler, _COMPILERS)
     part = plan.training
     if part is None:
         raise ConfigError("--compile compiles a train step, and this run does not train: omit it")

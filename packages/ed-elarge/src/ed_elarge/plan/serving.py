@@ -19,7 +19,7 @@ from ed_elarge.plan.settings import Serving
 from ed_elarge.plan.tensors import DTYPE_SIZES, CacheShape, ModelShapes, PlanTensor
 
 #: Tokens of a step, unless `max_num_batched_tokens` is set (`ed_esurge.engine.setup.TOKEN_BUDGET`).
-TOKEN_BUDGET = {"gpu": 2048, "tpu": 8192}
+_TOKEN_BUDGET = {"gpu": 2048, "tpu": 8192}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def engine(settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: Devic
         options.max_model_len,
         int(shapes.config.get("max_position_embeddings") or options.max_model_len),
     )
-    tokens = options.max_num_batched_tokens or TOKEN_BUDGET[device.kind]
+    tokens = options.max_num_batched_tokens or _TOKEN_BUDGET[device.kind]
     seqs = options.max_num_seqs
     if options.batch_invariant:
         tokens = options.max_num_batched_tokens or seqs

@@ -40,7 +40,7 @@ METHODS: dict[str, StepForm] = {
     **dict.fromkeys(("grpo", "gspo", "rlvr"), _SAMPLES),
 }
 #: Arrays of a batch with one value for each token.
-TOKEN_ARRAYS = ("input_ids", "segment_ids", "position_ids", "targets", "weights")
+_TOKEN_ARRAYS = ("input_ids", "segment_ids", "position_ids", "targets", "weights")
 #: Arrays of sampled rows with one value for each row.
 ROW_ARRAYS = ("advantages", "rewards", "scored", "present", "tokens")
 
@@ -96,7 +96,7 @@ class Training:
     lora: LoraSection | None
     form: StepForm = StepForm()
     has_reference: bool = False
-    token_arrays: tuple[str, ...] = TOKEN_ARRAYS
+    token_arrays: tuple[str, ...] = _TOKEN_ARRAYS
     forwards: float = 0.0
     engine: Serving | None = None
 
@@ -174,13 +174,13 @@ def training(run: RunConfig) -> Training:
 def token_arrays(arguments: TrainingArguments) -> tuple[str, ...]:
     """Return the names of the arrays of a batch with one value for each token."""
     if not isinstance(arguments, GRPOArguments):
-        return TOKEN_ARRAYS
+        return _TOKEN_ARRAYS
     more = {
         "old_logps": arguments.keeps_old,
         "reference_logps": arguments.has_reference,
         "correction": arguments.corrects,
     }
-    return (*TOKEN_ARRAYS, *(name for name, exists in more.items() if exists))
+    return (*_TOKEN_ARRAYS, *(name for name, exists in more.items() if exists))
 
 
 def _forwards(arguments: TrainingArguments, refers: bool) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 #: Kinds of messages that every task has: a refusal of the input, the lack of memory, the end. A
 #: task may add kinds.
 REFUSED, MEMORY, END = b"E", b"M", b"."
-HEAD = struct.Struct("<cI")
+_HEAD = struct.Struct("<cI")
 #: Size of the longest content of a message, in bytes.
 PIECE = 2**20
 
@@ -36,7 +36,7 @@ def write_message(peer: socket.socket, kind: bytes, content: bytes | memoryview 
     view = memoryview(content).cast("B")
     for begin in range(0, max(len(view), 1), PIECE):
         piece = view[begin : begin + PIECE]
-        peer.sendall(HEAD.pack(kind, len(piece)))
+        peer.sendall(_HEAD.pack(kind, len(piece)))
         peer.sendall(piece)
 
 
@@ -46,7 +46,7 @@ def read_message(peer: socket.socket) -> tuple[bytes, bytes]:
     Raises:
         EOFError: the other side has ended, or sent an invalid message.
     """
-    kind, length = HEAD.unpack(read_exactly(peer, HEAD.size))
+    kind, length = _HEAD.unpack(read_exactly(peer, _HEAD.size))
     if length > PIECE:
         raise EOFError
     return kind, read_exactly(peer, length)
@@ -55,12 +55,12 @@ def read_message(peer: socket.socket) -> tuple[bytes, bytes]:
 def write_options(peer: socket.socket, options: dict[str, Any]) -> None:
     """Write the options of a job."""
     content = json.dumps(options).encode()
-    peer.sendall(HEAD.pack(END, len(content)) + content)
+    peer.sendall(_HEAD.pack(END, len(content)) + content)
 
 
 def read_options(peer: socket.socket) -> dict[str, Any]:
     """Return the options of a job."""
-    _, length = HEAD.unpack(read_exactly(peer, HEAD.size))
+    _, length = _HEAD.unpack(read_exactly(peer, _HEAD.size))
     return json.loads(read_exactly(peer, length))
 
 

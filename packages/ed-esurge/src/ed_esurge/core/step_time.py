@@ -31,7 +31,7 @@ class Speed(NamedTuple):
 
 SPEEDS = {"cpu": Speed(2e-5, 5e10, 1e11)}
 #: Speed of platforms without an entry.
-ACCELERATOR = Speed(1.5e-4, 1e12, 1e14)
+_ACCELERATOR = Speed(1.5e-4, 1e12, 1e14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class StepTime:
             numbers: number of weights.
             token_bytes: bytes of the keys and values of a token.
         """
-        speed = SPEEDS.get(platform, ACCELERATOR)
+        speed = SPEEDS.get(platform, _ACCELERATOR)
         step = layers * speed.layer + weights / speed.bytes
         row, token = 2 * numbers / speed.operations, token_bytes / speed.bytes
         return cls(

@@ -16,7 +16,7 @@ from ed_esurge.children.process import StartedProcess, start_python
 from ed_esurge.grammars.build import GrammarSource
 from ed_esurge.grammars.limits import GrammarError
 
-ENDED = (
+_ENDED = (
     "the process that compiles grammars ended, often for lack of memory: send the request again, "
     "with a smaller grammar if the error returns"
 )
@@ -73,7 +73,7 @@ class _Connection:
         """Fail a job because the process has ended, unless the job has an answer."""
         answer = self.answers.pop(number, None)
         if answer is not None:
-            answer.set_exception(GrammarError(ENDED))
+            answer.set_exception(GrammarError(_ENDED))
 
     def close(self) -> None:
         """End the process."""

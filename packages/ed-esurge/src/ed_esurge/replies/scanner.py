@@ -14,7 +14,7 @@ T = TypeVar("T")
 Reader = Generator[None, None, T]
 Write = Callable[[str], object]
 
-SPACE = re.compile(r"\s*")
+_SPACE = re.compile(r"\s*")
 # Maximum length of the head of a call: a name and its surrounding text.
 MAX_HEAD = 512
 
@@ -117,7 +117,7 @@ class Scanner:
     def space(self) -> Reader[None]:
         """Skip white space, possibly up to the end of the text."""
         while True:
-            self.run(SPACE)
+            self.run(_SPACE)
             if self.at < len(self.text) or self.ended:
                 return
             yield from self.more()

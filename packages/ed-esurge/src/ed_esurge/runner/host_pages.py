@@ -181,7 +181,7 @@ class HostGroup:
         Args:
             saves: place -> device page.
         """
-        for places, theirs in batches(saves):
+        for places, theirs in _batches(saves):
             parts = self._take_parts(pages, theirs)
             for array in parts:
                 array.copy_to_host_async()
@@ -191,7 +191,7 @@ class HostGroup:
     def load(self, pages: PagedCache, loads: Mapping[int, int]) -> PagedCache:
         """Copy pages from host memory to the device, device page -> place."""
         self._wait()
-        for theirs, places in batches(loads):
+        for theirs, places in _batches(loads):
             values = [
                 _on_devices(like, parts, places)
                 for like, parts in zip(self._copied, self._arrays, strict=True)
@@ -299,7 +299,7 @@ def groups(cache: Cache) -> dict[str, PagedCache]:
     return {part.group: part for part in parts.values() if isinstance(part, PagedCache)}
 
 
-def batches(copies: Mapping[int, int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _batches(copies: Mapping[int, int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield sources and targets of each copy; int32 [n] each, padded with the first entry."""
     pairs = [*copies.items()]
     for start in range(0, len(pairs), PAGES_AT_ONCE):

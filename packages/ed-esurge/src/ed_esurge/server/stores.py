@@ -355,7 +355,7 @@ def public(fields: Mapping[str, Any]) -> JsonFields:
 
 
 #: Limit of the stored responses of all owners together.
-MAX_BYTES = 2**28
+_MAX_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +431,7 @@ class ResponseStore:
     """The latest responses of each owner, in memory.
 
     Args:
-        most: maximum number of responses per owner. All owners together have `MAX_BYTES`. Above
+        most: maximum number of responses per owner. All owners together have `_MAX_BYTES`. Above
             that limit, the oldest response of the owner with the most bytes is removed.
     """
 
@@ -452,7 +452,7 @@ class ResponseStore:
         self._bytes += shelf.put(name, stored)
         while len(shelf.kept) > self._most:
             self._bytes -= shelf.drop()
-        while self._bytes > MAX_BYTES:
+        while self._bytes > _MAX_BYTES:
             self._bytes -= max(self._shelves.values(), key=lambda candidate: candidate.bytes).drop()
 
     def recount(self, name: str, owner: str) -> None:

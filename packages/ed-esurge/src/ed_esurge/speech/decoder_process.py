@@ -26,7 +26,7 @@ from ed_esurge.speech.decoder_worker import RATE, SAMPLES, TOO_LONG
 from ed_esurge.speech.errors import AudioError, AudioTooLongError
 from ed_esurge.speech.library_files import missing
 
-ENDED = (
+_ENDED = (
     "the audio file could not be read within the limits of this server, or made the decoding "
     "library fail: convert the file to WAV"
 )
@@ -70,7 +70,7 @@ class DecoderProcess(WorkerProcess):
         kind, content = next(messages, (b"", b""))
         rate = int(content) if kind == RATE and content.isdigit() else 0
         if not RATES[0] <= rate <= RATES[1]:
-            raise AudioError(ENDED)
+            raise AudioError(_ENDED)
         return rate, self._samples(messages, int(max_seconds * rate))
 
     def _samples(
@@ -79,7 +79,7 @@ class DecoderProcess(WorkerProcess):
         count = 0
         for kind, content in messages:
             if kind != SAMPLES or len(content) % 4:
-                raise AudioError(ENDED)
+                raise AudioError(_ENDED)
             block = np.frombuffer(content, np.float32)
             count += len(block)
             if count > most:
@@ -108,4 +108,4 @@ class DecoderProcess(WorkerProcess):
                 f"the audio file needs more than {MEMORY >> 20} MiB to be read"
             ) from None
         except ChildEndedError:
-            raise AudioError(ENDED) from None
+            raise AudioError(_ENDED) from None

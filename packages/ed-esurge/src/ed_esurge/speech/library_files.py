@@ -19,7 +19,7 @@ FORMATS = ("AIFF", "AU", "CAF", "FLAC", "MP3", "OGG", "RF64", "W64", "WAV", "WAV
 #: Values of a block. The last bits of decoded MP3 files depend on the blocks, so `ed-data` reads
 #: blocks of the same size.
 BLOCK = 2**22
-ACCEPTED = "flac, mp3, ogg (Vorbis, Opus), wav, aiff, au and caf"
+_ACCEPTED = "flac, mp3, ogg (Vorbis, Opus), wav, aiff, au and caf"
 
 
 def missing(error: object) -> AudioError:

@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Int
 from ed_layers.native.library import TARGETS, on_whole_arrays
 
 #: Least number of numbers for which the microseconds of a call are justified.
-LEAST_SIZE = 1 << 12
+_LEAST_SIZE = 1 << 12
 
 
 def takes(rows: jax.Array) -> bool:
     """Return whether `find_argmax` is available and faster than XLA."""
-    return rows.dtype == jnp.float32 and rows.size >= LEAST_SIZE and on_whole_arrays()
+    return rows.dtype == jnp.float32 and rows.size >= _LEAST_SIZE and on_whole_arrays()
 
 
 def find_argmax(rows: Float[Array, "n v"]) -> Int[Array, " n"]:

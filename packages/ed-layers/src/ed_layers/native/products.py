@@ -29,7 +29,7 @@ LEAST_ROWS_OF_GRADIENTS = 64
 #: Least number of rows for which a float32 matrix is rounded to bfloat16, if the rows are bfloat16.
 LEAST_ROWS_OF_PAIRS = 129
 #: Levels that multiply pairs of bfloat16 numbers, at twice the speed of float32.
-PAIRS = ("avx512_bf16", "amx")
+_PAIRS = ("avx512_bf16", "amx")
 #: Minimum size of a matrix: smaller products do not justify the microseconds of a call.
 LEAST_SIZE = 1 << 14
 
@@ -52,7 +52,7 @@ ACTS = {
 }
 
 NUMBERS = (jnp.float32, jnp.bfloat16)
-CODES = (jnp.int8, jnp.uint8, jnp.float8_e4m3fn)
+_CODES = (jnp.int8, jnp.uint8, jnp.float8_e4m3fn)
 
 
 def takes(rows: int, dtype: DTypeLike, w: jax.Array) -> bool:
@@ -80,7 +80,7 @@ def takes_gradients(x: jax.Array, d_ys: Sequence[jax.Array]) -> bool:
 def fastest(w: jax.Array, rows: int, dtype: DTypeLike) -> jax.Array:
     """Return a matrix in the dtype that is fastest for rows of a dtype: many bfloat16 rows are
     multiplied by bfloat16 matrices, as XLA does."""
-    rounds = dtype == jnp.bfloat16 and rows >= LEAST_ROWS_OF_PAIRS and level() in PAIRS
+    rounds = dtype == jnp.bfloat16 and rows >= LEAST_ROWS_OF_PAIRS and level() in _PAIRS
     return w.astype(dtype) if rounds and not fixed_order.active() else w
 
 
@@ -103,7 +103,7 @@ def takes_codes(
         and (codes.size >= LEAST_SIZE // 2 or fixed_order.active())
         and codes.ndim == 2
         and dtype in NUMBERS
-        and codes.dtype in CODES
+        and codes.dtype in _CODES
         and on_whole_arrays()
     )
 

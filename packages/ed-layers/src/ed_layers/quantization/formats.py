@@ -42,7 +42,7 @@ NF4 = (
     1.0,
 )
 #: Values of a 4-bit number E2M1: sign, two bits of exponent, one bit of mantissa.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP8 = 448.0  # the largest float8_e4m3fn
 _FLOAT16 = 65504.0  # the largest float16
 _MX = 32  # values of a block, in every microscaling format
@@ -217,11 +217,11 @@ def mxfp8(x: Grouped) -> GroupCodes:
     return GroupCodes(jnp.clip(y, -_FP8, _FP8).astype(jnp.float8_e4m3fn), scale)
 
 
-def mxfp4(x: Grouped) -> GroupCodes:
+def _mxfp4(x: Grouped) -> GroupCodes:
     """Return E2M1 numbers with a power of two for each block of 32; ties round to the even
     mantissa."""
     scale, y = _mx(x, 2)
-    magnitude = _above(jnp.abs(y), _middles(E2M1), closed=np.arange(7) % 2 == 1)
+    magnitude = _above(jnp.abs(y), _middles(_E2M1), closed=np.arange(7) % 2 == 1)
     return GroupCodes(magnitude | jnp.where(y < 0, 8, 0).astype(jnp.uint8), scale)
 
 
@@ -250,7 +250,7 @@ FORMATS: dict[str, StorageFormat] = {
     "fp8": StorageFormat(fp8, _float8),
     "mxfp8": StorageFormat(mxfp8, _float8, group=_MX, only=True),
     "mxfp4": StorageFormat(
-        mxfp4, _lookup((*E2M1, *(-x for x in E2M1))), packed=True, group=_MX, only=True
+        _mxfp4, _lookup((*_E2M1, *(-x for x in _E2M1))), packed=True, group=_MX, only=True
     ),
 }
 

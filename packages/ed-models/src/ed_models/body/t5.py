@@ -35,7 +35,7 @@ def attention(parts: Parts, *, causal: bool) -> SelfAttention:
     )
 
 
-def feed_forward(parts: Parts) -> GatedMLP | MLP:
+def _feed_forward(parts: Parts) -> GatedMLP | MLP:
     """Create the feed-forward layer."""
     config = parts.config
     if config.is_gated_act:
@@ -50,7 +50,7 @@ def encoder_layer(
     return DecoderLayer(
         parts,
         self_attn=attention(parts, causal=False),
-        mlp=feed_forward(parts),
+        mlp=_feed_forward(parts),
         dropout=parts.config.dropout_rate,
     )
 
@@ -63,7 +63,7 @@ def decoder_layer(
         parts,
         self_attn=attention(parts, causal=True),
         cross_attn=CrossAttention(parts, scores=ScoreRule(scale=1.0)),
-        mlp=feed_forward(parts),
+        mlp=_feed_forward(parts),
         dropout=parts.config.dropout_rate,
     )
 

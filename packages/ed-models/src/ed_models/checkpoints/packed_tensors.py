@@ -5,7 +5,7 @@ files in which each packed tensor has its name, its shape and its values; the co
 behind it are hidden. A slice is unpacked when it is read, and converted to the parameter's dtype
 then: nothing but that slice is in memory.
 
-A further format is a file of `ed_models.checkpoints.packing` and an entry of `READERS`.
+A further format is a file of `ed_models.checkpoints.packing` and an entry of `_READERS`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ed_models.checkpoints.tensor_files import Computed, TensorFiles
 logger = get_logger(__name__)
 
 #: `quant_method` of Hugging Face -> what reads the tensors that are packed so.
-READERS: Mapping[str, Callable[[TensorFiles, Mapping[str, Any]], Iterator[Packed]]] = {
+_READERS: Mapping[str, Callable[[TensorFiles, Mapping[str, Any]], Iterator[Packed]]] = {
     "awq": awq,
     "bitsandbytes": bitsandbytes,
     "compressed-tensors": compressed_tensors,
@@ -40,7 +40,7 @@ READERS: Mapping[str, Callable[[TensorFiles, Mapping[str, Any]], Iterator[Packed
 }
 
 #: Last parts of the names of what activations and caches would be rounded by.
-ACTIVATIONS = frozenset(
+_ACTIVATIONS = frozenset(
     {
         "activation_scale",
         "input_global_scale",
@@ -77,15 +77,15 @@ def unpack_tensors(
     method = settings["quant_method"]
     if method == METHOD:  # quantized matrices of this project, which are not unpacked
         return files, config.replace(quantization_config=None)
-    if method not in READERS:
+    if method not in _READERS:
         raise CheckpointError(
             f"quantization_config of config.json has quant_method={method!r}, a packing that is "
             f"not read{did_you_mean(str(method), READERS)} (known: {', '.join(READERS)}): load the "
             "checkpoint that was not quantized, or unpack it once with transformers "
             "(model.dequantize(), then save_pretrained)"
         )
-    packed = {tensor.name: tensor for tensor in READERS[method](files, settings)}
-    idle = {name for name in files if name.rpartition(".")[-1] in ACTIVATIONS}
+    packed = {tensor.name: tensor for tensor in _READERS[method](files, settings)}
+    idle = {name for name in files if name.rpartition(".")[-1] in _ACTIVATIONS}
     if idle:
         once(
             logger,

@@ -33,12 +33,12 @@ from ed_models.weights.rules import Rule, equal
 
 METHOD = "easydel"
 #: Parts of a quantized matrix, by the names of fields.
-PARTS = ("codes", "scale", "scale.codes", "scale.scale", "scale.offset", "zero")
+_PARTS = ("codes", "scale", "scale.codes", "scale.scale", "scale.offset", "zero")
 #: Rules of the weight table for them.
 PARTS_AS_THEY_ARE: tuple[Rule, ...] = tuple(
     Rule(f"{{path}}.{matrix}.{part}", f"{{path}}.{matrix}.{part}", equal)
     for matrix in sorted(set(MATRICES.values()))
-    for part in PARTS
+    for part in _PARTS
 )
 _MOST_RULES = 10_000
 

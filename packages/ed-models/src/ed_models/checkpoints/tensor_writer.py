@@ -88,7 +88,7 @@ def write_tensors(
     shards = plan_shards(specs, parse_size(max_shard_size))
     paths = []
     for file, names in shards.items():
-        write_file(directory / file, {name: specs[name] for name in names}, read)
+        _write_file(directory / file, {name: specs[name] for name in names}, read)
         paths.append(directory / file)
     if len(shards) > 1:
         index = {
@@ -113,7 +113,7 @@ def _file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
     return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
 
 
-def write_file(
+def _write_file(
     path: Path, specs: Mapping[str, TensorSpec], read: Callable[[str], np.ndarray]
 ) -> None:
     """Write one safetensors file; nothing is left under `path` when a value fails."""

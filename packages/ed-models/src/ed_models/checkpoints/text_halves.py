@@ -100,7 +100,7 @@ def specialize_task(task: TaskType, tasks: Collection[TaskType]) -> TaskType:
     return special if special in tasks else task
 
 
-def is_whole(stored: Mapping[str, Any], task: TaskType | None) -> bool:
+def _is_whole(stored: Mapping[str, Any], task: TaskType | None) -> bool:
     """Return whether a multimodal checkpoint is loaded with its vision tower.
 
     Args:
@@ -129,13 +129,13 @@ def text_settings(
     Args:
         stored: content of config.json.
         path: path of the file, for error messages.
-        task: see `is_whole`; the settings of a checkpoint that is loaded whole are unchanged.
+        task: see `_is_whole`; the settings of a checkpoint that is loaded whole are unchanged.
 
     Raises:
         CheckpointError: the settings have no `text_config`.
     """
     model_type = stored.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES or is_whole(stored, task):
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES or _is_whole(stored, task):
         return stored
     text = stored.get("text_config")
     if not isinstance(text, Mapping) or not isinstance(text.get("model_type"), str):

@@ -16,7 +16,7 @@ from ed_models.conformance.image_text import ImageTextSubject
 from ed_models.conformance.subjects import S
 
 #: Rows and columns of features of the images of each row: three images, one, none, and two.
-BLOCKS = (((2, 2), (1, 2), (2, 1)), ((2, 3),), (), ((1, 1), (3, 2)))
+_BLOCKS = (((2, 2), (1, 2), (2, 1)), ((2, 3),), (), ((1, 1), (3, 2)))
 
 
 class PackedImageTextSubject(ImageTextSubject):
@@ -29,7 +29,7 @@ class PackedImageTextSubject(ImageTextSubject):
         form = PatchForm(vision["patch_size"], 3, merge, ends_rows=True)
         rng, side, rows = np.random.default_rng(1), form.side * merge, []
         self.pixels: list[np.ndarray] = []
-        for number, sizes in enumerate(BLOCKS):
+        for number, sizes in enumerate(_BLOCKS):
             start, packed_images = max(self.pad) + 1, []
             for down, across in sizes:
                 for _ in range(down):

@@ -120,7 +120,7 @@ def collect_step_values(
     return {name: x for name, x in (("logits", logits), ("scores", scores)) if name in outputs}
 
 
-def compute_logprobs(scores: Float[Array, "b v"], tokens: Int[Array, " b"]) -> Float[Array, " b"]:
+def _compute_logprobs(scores: Float[Array, "b v"], tokens: Int[Array, " b"]) -> Float[Array, " b"]:
     """Return the log-probabilities of tokens."""
     scores = scores.astype(jnp.float32)
     return jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0] - logsumexp(scores)
@@ -179,7 +179,7 @@ def token_program(split: Split) -> Callable[..., tuple[Finished, ContiguousCache
                 if "raw_logprobs" not in outputs:  # as in the engine
                     of = of - jnp.max(of, axis=-1, keepdims=True)
                 with native.chosen_by(model.config):
-                    step_values["logprobs"] = jnp.where(done, 0.0, compute_logprobs(of, token))
+                    step_values["logprobs"] = jnp.where(done, 0.0, _compute_logprobs(of, token))
             rows = rows.push(token)
             return rows, done | rows.find_ended_rows(), step_values
 

@@ -13,7 +13,7 @@ from ed_trainers.stored import disk
 #: Logger of orbax.
 LOGGER = logging.getLogger("absl")
 #: Logger of unfinished asyncio tasks, which Python destroys during garbage collection.
-TASKS = logging.getLogger("asyncio")
+_TASKS = logging.getLogger("asyncio")
 
 # Warnings about a directory of arrays without metadata of its step, and about reading only shapes.
 _MEANT = ("Metadata file does not exist", "ts_context=None")
@@ -37,7 +37,7 @@ class Hush(logging.Filter):
 
     def broke_off(self) -> None:
         """Keep the filter after a failed write, whose remaining tasks may end at any later time."""
-        TASKS.addFilter(self)
+        _TASKS.addFilter(self)
         self._broken = True
 
     def end(self) -> None:

@@ -117,7 +117,7 @@ class TranscriptBody(AnswerBody):
     words: list[TranscriptWord] | None = None
 
 
-async def transcribe(model: ServedModel, body: TranscriptionRequest, request: Request) -> Response:
+async def _transcribe(model: ServedModel, body: TranscriptionRequest, request: Request) -> Response:
     """Answer with the text of a recording.
 
     Raises:
@@ -141,7 +141,7 @@ async def transcribe(model: ServedModel, body: TranscriptionRequest, request: Re
 
 
 async def translate(model: ServedModel, body: TranslationRequest, request: Request) -> Response:
-    """Answer with an English translation of a recording. Raises APIError: see `transcribe`."""
+    """Answer with an English translation of a recording. Raises APIError: see `_transcribe`."""
     return await _answer(model, body, request, "translate", None, False)
 
 
@@ -216,7 +216,7 @@ ENDPOINTS = (
     post(
         "/v1/audio/transcriptions",
         "Return the text of an audio file.",
-        transcribe,
+        _transcribe,
         TranscriptionRequest,
         TranscriptBody,
         streams=True,

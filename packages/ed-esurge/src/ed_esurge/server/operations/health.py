@@ -1,7 +1,7 @@
 """Endpoints for orchestrators and monitors.
 
 `live` fails if the server needs a restart, because the engine's thread is dead or stuck in a step.
-`ready` and `/health` also fail while the server drains and while a model sleeps. `decode` fails if
+`_ready` and `/health` also fail while the server drains and while a model sleeps. `decode` fails if
 the model does not generate a token (a model that generates no tokens: a vector; a model for speech:
 a transcript).
 """
@@ -48,7 +48,7 @@ async def live(server: ServedModels, request: Request) -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
-async def ready(server: ServedModels, request: Request) -> JSONResponse:
+async def _ready(server: ServedModels, request: Request) -> JSONResponse:
     """Return whether the server accepts requests."""
     if _healthy(server) and server.state.draining:
         return _down("the server is stopping", "draining")
@@ -111,8 +111,8 @@ async def metrics(server: ServedModels, request: Request) -> Response:
 
 
 async def ping(server: ServedModels, request: Request) -> Response:
-    """Return the status of `ready` without a body."""
-    return Response(status_code=(await ready(server, request)).status_code)
+    """Return the status of `_ready` without a body."""
+    return Response(status_code=(await _ready(server, request)).status_code)
 
 
 async def load(server: ServedModels, request: Request) -> JSONResponse:
@@ -131,7 +131,7 @@ _probe = partial(Endpoint, refusals=(421, 503), access="open")
 _figures = partial(Endpoint, refusals=(421,), access="open")
 ENDPOINTS = (
     *(
-        _probe(path, "Return whether the server accepts requests.", ready, HealthState)
+        _probe(path, "Return whether the server accepts requests.", _ready, HealthState)
         for path in ("/health", "/health/ready")
     ),
     _probe(

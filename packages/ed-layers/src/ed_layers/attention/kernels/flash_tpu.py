@@ -20,10 +20,10 @@ from ed_layers.attention.kernels import splash
 def flash_on_tpu(call: Projected) -> Float[Array, "b s h k"]:
     """Run the kernel with `blocksize_b` rows per block."""
     rows = 1 if call.config is None else call.config.blocksize_b
-    return splash.in_whole_blocks(partial(on_one_device, block_b=rows), call)
+    return splash.in_whole_blocks(partial(_on_one_device, block_b=rows), call)
 
 
-def on_one_device(
+def _on_one_device(
     q: Float[Array, "b s h k"],
     k: Float[Array, "b s g k"],
     v: Float[Array, "b s g k"],

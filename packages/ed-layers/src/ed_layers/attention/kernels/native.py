@@ -26,12 +26,12 @@ from ed_layers.native.library import in_use
 
 NUMBERS = (jnp.float32, jnp.bfloat16)
 #: Features that the kernels for prompts lack, and those for caches and pages.
-LACKS = frozenset({"ahead", "bias"})
-LACKS_STORED = LACKS | {"dropout"}
+_LACKS = frozenset({"ahead", "bias"})
+LACKS_STORED = _LACKS | {"dropout"}
 
 
 def refusals(call: Call, stored: Numbers | None = None) -> list[str]:
-    """Return the reasons why the library does not support a call, besides `LACKS`."""
+    """Return the reasons why the library does not support a call, besides `_LACKS`."""
     dtype, softmax = call.q.dtype, jnp.dtype(call.scoring.softmax_dtype)
     mesh = get_mesh(call.config)
     is_distributed = mesh is not None and mesh.size > 1
@@ -249,7 +249,7 @@ def _kernel(mechanism, reads, title, run, refuses, lacks, auto_from: int | None 
 
 
 KERNELS = (
-    _kernel("flash_attn2", "projected", "blocks", prompt_attention, refusals_of_projected, LACKS),
+    _kernel("flash_attn2", "projected", "blocks", prompt_attention, refusals_of_projected, _LACKS),
     _kernel(
         "autoregressive_decodeattn",
         "cache",

@@ -124,7 +124,7 @@ def row_blocks(x: jax.Array, block: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
 
-def compute_scores(
+def _compute_scores(
     recipe: Recipe,
     mask: BlockMask,
     bias: jax.Array | None,
@@ -232,7 +232,7 @@ def forward(
                     preferred_element_type=recipe.softmax_dtype,
                 )
 
-            scores, _ = compute_scores(recipe, mask, bias, relative, i, j, q_i, k[j])
+            scores, _ = _compute_scores(recipe, mask, bias, relative, i, j, q_i, k[j])
             return scores, weighted_sum
 
         start = PartialAttention.empty(q_i.shape[:-1], v.shape[-1], recipe.softmax_dtype)
@@ -287,7 +287,7 @@ def backward(
 
         def key_block(j, grads):
             d_q_i, d_k, d_v, d_bias, d_relative = grads
-            scores, slope = compute_scores(recipe, mask, bias, relative, i, j, q_i, k[j])
+            scores, slope = _compute_scores(recipe, mask, bias, relative, i, j, q_i, k[j])
             weights = jnp.exp(scores - lse_i)
             d_weights = jnp.einsum("bgrxk,bgyk->bgrxy", d_out_i, v[j])
             dropped = weights

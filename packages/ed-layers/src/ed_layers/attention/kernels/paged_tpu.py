@@ -27,7 +27,7 @@ from ed_layers.devices import get_mesh, ways
 HEAD_DIM = 128
 #: Queries and keys per block without `operation_configs`, if the device is absent and jax's table
 #: of tuned sizes is therefore unavailable.
-BLOCKS = (32, 1024)
+_BLOCKS = (32, 1024)
 #: Memory for two blocks of keys and values, of the 16 MiB that the smallest TPU has.
 BLOCK_BYTES = 4 * 2**20
 
@@ -108,11 +108,11 @@ def page_blocks(settings: Settings, pool: jax.Array, pages: int) -> tuple[int | 
         pages: p.
     """
     if settings.is_explicit:
-        block_q, block_k = settings.block_q or BLOCKS[0], settings.block_k or BLOCKS[1]
+        block_q, block_k = settings.block_q or _BLOCKS[0], settings.block_k or _BLOCKS[1]
     elif jax.default_backend() == "tpu":
         return None, None
     else:
-        block_q, block_k = BLOCKS[0], min(BLOCKS[1], BLOCK_BYTES // (2 * row_bytes(pool)))
+        block_q, block_k = _BLOCKS[0], min(_BLOCKS[1], BLOCK_BYTES // (2 * row_bytes(pool)))
     return max(1, min(block_k // pool.shape[1], pages)), block_q
 
 

@@ -102,7 +102,7 @@ def forward_and_save(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: Rin
     return results, (q, k, v, bias, mask_info, limits, *results)
 
 
-def backward_of_call(plan: Plan, saved, cotangents):
+def _backward_of_call(plan: Plan, saved, cotangents):
     inputs = saved[:4]
     grads = plan.on_mesh(backward_here, "tttbmwtttt", "tttb")(*saved, *cotangents)
     grads = [None if x is None else d.astype(x.dtype) for d, x in zip(grads, inputs, strict=True)]
@@ -110,7 +110,7 @@ def backward_of_call(plan: Plan, saved, cotangents):
 
 
 attention_on_ring = jax.custom_vjp(forward, nondiff_argnums=(0,))
-attention_on_ring.defvjp(forward_and_save, backward_of_call)
+attention_on_ring.defvjp(forward_and_save, _backward_of_call)
 
 
 def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out, d_lse):

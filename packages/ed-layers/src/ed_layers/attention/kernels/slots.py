@@ -112,7 +112,7 @@ def attention_to_slots(
     def block(j: jax.Array):
         # The last block starts earlier to stay inside the buffer; slots read twice are masked.
         first = jnp.minimum(j * size, count - size)
-        scores = compute_scores(q, slots.read(slots.keys, first), dtype, by_sum) * scoring.scale
+        scores = _compute_scores(q, slots.read(slots.keys, first), dtype, by_sum) * scoring.scale
         scores, _ = scoring.cap(scores)
         if bias is not None:
             cut = jax.lax.dynamic_slice_in_dim(bias, first, size, axis=-1)
@@ -128,7 +128,7 @@ def attention_to_slots(
         scores = jnp.where(jnp.broadcast_to(allowed, (*lead, slots.block)), scores, -jnp.inf)
 
         def weighted_sum(weights: jax.Array) -> jax.Array:
-            return combine(weights, slots.read(slots.values, first), q.dtype, by_sum)
+            return _combine(weights, slots.read(slots.values, first), q.dtype, by_sum)
 
         return scores, weighted_sum
 
@@ -138,7 +138,7 @@ def attention_to_slots(
     return part.merged_along(-2)
 
 
-def compute_scores(q: jax.Array, k: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
+def _compute_scores(q: jax.Array, k: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
     """Return q·k of one block, [b, g, r, s, p, y]."""
     keys, scale = scale_apart(k, q.dtype)
 
@@ -158,7 +158,7 @@ def compute_scores(q: jax.Array, k: Numbers, dtype: DTypeLike, by_sum: bool) -> 
     return scores if scale is None else scores * scale
 
 
-def combine(weights: jax.Array, v: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
+def _combine(weights: jax.Array, v: Numbers, dtype: DTypeLike, by_sum: bool) -> jax.Array:
     """Return the weighted sum of the values of one block, [b, g, r, s, p, d]."""
     values, scale = scale_apart(v, dtype)
     scaled = weights if scale is None else weights * scale

@@ -48,14 +48,14 @@ class PartialAttention(NamedTuple):
     ) -> PartialAttention:
         """Add one block of keys, whose masked scores are -inf."""
         top = jnp.maximum(self.top, jnp.max(scores, axis=-1, keepdims=True))
-        anchor = finite(top)
+        anchor = _finite(top)
         weights, decay = jnp.exp(scores - anchor), jnp.exp(self.top - anchor)
         total = self.total * decay + jnp.sum(weights, axis=-1, keepdims=True)
         return PartialAttention(top, total, self.acc * decay + weighted_sum(weights))
 
     def below(self, top: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return total and sum relative to a score that is at least as high."""
-        decay = jnp.exp(self.top - finite(top))
+        decay = jnp.exp(self.top - _finite(top))
         return self.total * decay, self.acc * decay
 
     def merge(self, part: PartialAttention) -> PartialAttention:
@@ -83,7 +83,7 @@ class PartialAttention(NamedTuple):
         sinks = sinks.astype(self.top.dtype)
         top = jnp.maximum(self.top, sinks)
         total, acc = self.below(top)
-        return PartialAttention(top, total + jnp.exp(sinks - finite(top)), acc)
+        return PartialAttention(top, total + jnp.exp(sinks - _finite(top)), acc)
 
     @property
     def out(self) -> jax.Array:
@@ -103,7 +103,7 @@ def over_blocks(
     return jax.lax.fori_loop(first, last, lambda j, part: part.and_block(*block(j)), start)
 
 
-def finite(top: jax.Array) -> jax.Array:
+def _finite(top: jax.Array) -> jax.Array:
     """Return the highest score, or 0 if there is none, so that exp(-inf - top) is 0."""
     return jnp.where(jnp.isfinite(top), top, 0)
 

@@ -25,7 +25,7 @@ import numpy as np
 from ed_infra.errors import CheckpointError
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)
+_VERSIONS = (2, 3)
 #: Key of the alignment of tensors in bytes, and the default.
 ALIGNMENT_KEY, ALIGNMENT = "general.alignment", 32
 _MAX_ALIGNMENT = 2**20
@@ -134,9 +134,9 @@ class _Cursor:
         if magic != MAGIC:
             raise CheckpointError(f"{self.file} is no GGUF file: it starts with {magic!r}")
         version = self.number("<I")
-        if version not in VERSIONS:
+        if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-            byte_order = " (big-endian)" if swapped in VERSIONS else ""
+            byte_order = " (big-endian)" if swapped in _VERSIONS else ""
             raise CheckpointError(
                 f"{self.file} is a GGUF file of version {min(version, swapped)}{byte_order}; "
                 "versions "

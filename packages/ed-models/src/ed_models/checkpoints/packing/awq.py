@@ -28,9 +28,9 @@ from ed_models.checkpoints.packing.packed import (
 )
 from ed_models.checkpoints.tensor_files import TensorFiles
 
-LAYOUT = "AWQ"
-BITS = 4
-PER = WORD // BITS
+_LAYOUT = "AWQ"
+_BITS = 4
+PER = WORD // _BITS
 #: The position of each of the eight outputs in a word.
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -43,7 +43,7 @@ def awq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
     """
     version = str(settings.get("version") or settings.get("format") or "gemm").lower()
     bits = settings.get("bits", settings.get("w_bit"))
-    if version != "gemm" or bits != BITS:
+    if version != "gemm" or bits != _BITS:
         raise CheckpointError(
             f"{LAYOUT}: version={version!r} with bits={bits!r} is not read: AutoAWQ's 'gemm' with "
             f"{BITS} bits is; use a checkpoint with that layout"
@@ -54,11 +54,11 @@ def awq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
     for codes in [name for name in files if name.endswith(".qweight")]:
         layer = codes.removesuffix("qweight")
         scales, zeros = f"{layer}scales", f"{layer}qzeros"
-        inputs, words = expect(files, LAYOUT, codes, (None, None), ["I32"]).shape
+        inputs, words = expect(files, _LAYOUT, codes, (None, None), ["I32"]).shape
         size = inputs if group_size == -1 else group_size
         count = math.ceil(inputs / size)
-        expect(files, LAYOUT, zeros, (count, words), ["I32"])
-        expect(files, LAYOUT, scales, (count, words * PER), FLOATS)
+        expect(files, _LAYOUT, zeros, (count, words), ["I32"])
+        expect(files, _LAYOUT, scales, (count, words * PER), FLOATS)
         entry = replace(files[codes], format="F32", shape=(words * PER, inputs))
         read = partial(_read, files, layer, size)
         yield Packed(f"{layer}weight", entry, (codes, scales, zeros), read)
@@ -71,7 +71,7 @@ def _read(files: TensorFiles, layer: str, size: int, index: Slices) -> np.ndarra
     which, inside = covering(rows, words * PER, PER)
 
     def codes(part: str, at: slice) -> np.ndarray:
-        stored = unpack_codes(files.read(f"{layer}{part}", (at, which)), BITS, 1)
+        stored = unpack_codes(files.read(f"{layer}{part}", (at, which)), _BITS, 1)
         in_order = stored.reshape(len(stored), stored.shape[1] // PER, PER)[..., PLACES]
         return in_order.reshape(stored.shape)[:, inside].T
 

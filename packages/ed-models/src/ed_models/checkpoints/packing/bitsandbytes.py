@@ -25,7 +25,7 @@ from ed_infra.errors import CheckpointError
 from ed_models.checkpoints.packing.packed import FLOATS, Packed, Slices, expect
 from ed_models.checkpoints.tensor_files import TensorFiles
 
-LAYOUT = "bitsandbytes"
+_LAYOUT = "bitsandbytes"
 KINDS = ("nf4", "fp4")
 _MOST = 2**16  # bytes of a layer's settings
 #: 1 / 127 as bitsandbytes writes it.
@@ -45,8 +45,8 @@ def bitsandbytes(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Pa
     for scale in [name for name in files if name.endswith(".SCB")]:
         layer = scale.removesuffix("SCB")
         name, form = f"{layer}weight", f"{layer}weight_format"
-        entry = expect(files, LAYOUT, name, (None, None), ["I8"])
-        expect(files, LAYOUT, scale, entry.shape[:1], FLOATS)
+        entry = expect(files, _LAYOUT, name, (None, None), ["I8"])
+        expect(files, _LAYOUT, scale, entry.shape[:1], FLOATS)
         if form in files and files.read(form).any():
             raise CheckpointError(
                 f"{LAYOUT}: {form}: {name} is ordered for one kernel, which is not supported; "
@@ -73,7 +73,7 @@ def _four_bits(files: TensorFiles, name: str, kind: str, text: str) -> Packed:
     numbers = math.prod(state.shape)
     blocks = math.ceil(numbers / state.block)
     if name not in files:
-        expect(files, LAYOUT, name, (None, 1), ["U8"])
+        expect(files, _LAYOUT, name, (None, 1), ["U8"])
     codes = files[name]
     if codes.stop - codes.start != math.ceil(numbers / 2):
         raise CheckpointError(
@@ -86,7 +86,7 @@ def _four_bits(files: TensorFiles, name: str, kind: str, text: str) -> Packed:
         parts |= {"absmax": ((blocks,), "U8"), "nested_absmax": (scales, "F32")}
         parts |= {"nested_quant_map": ((256,), "F32")}
     for part, (shape, format_) in parts.items():
-        expect(files, LAYOUT, f"{name}.{part}", shape, [format_])
+        expect(files, _LAYOUT, f"{name}.{part}", shape, [format_])
     entry = replace(codes, format="F32", shape=state.shape)
     hidden = (text, *(f"{name}.{part}" for part in parts))
     return Packed(name, entry, hidden, partial(_read4, files, name, state))
@@ -94,7 +94,7 @@ def _four_bits(files: TensorFiles, name: str, kind: str, text: str) -> Packed:
 
 def _state(files: TensorFiles, kind: str, name: str) -> _State:
     """Read JSON text from the bytes of a tensor."""
-    entry = expect(files, LAYOUT, name, (None,), ["U8"])
+    entry = expect(files, _LAYOUT, name, (None,), ["U8"])
     try:
         if entry.stop - entry.start > _MOST:
             raise ValueError(f"more than {_MOST} bytes")

@@ -34,10 +34,10 @@ from ed_models.checkpoints.packing.packed import (
 )
 from ed_models.checkpoints.tensor_files import TensorFiles
 
-LAYOUT = "compressed-tensors"
+_LAYOUT = "compressed-tensors"
 #: `format` of the settings, or of one of their groups, that is read.
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "dense")
-BITS = (4, 8)
+_BITS = (4, 8)
 
 
 def compressed_tensors(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
@@ -57,7 +57,7 @@ def compressed_tensors(files: TensorFiles, settings: Mapping[str, Any]) -> Itera
     bare = [n for n, e in files.items() if n.endswith(".weight") and e.format in ("I8", *FLOAT8)]
     for scale in (f"{name.removesuffix('_packed')}_scale" for name in (*packed, *bare)):
         if scale not in files:
-            expect(files, LAYOUT, scale, (None, None), FLOATS)
+            expect(files, _LAYOUT, scale, (None, None), FLOATS)
 
 
 def _read_groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -89,9 +89,9 @@ def _matrix(files: TensorFiles, layer: str, groups: list[Mapping[str, Any]]) -> 
     name, scale, zero, order = (
         f"{layer}{part}" for part in ("weight", "weight_scale", "weight_zero_point", "weight_g_idx")
     )
-    entry = expect(files, LAYOUT, name, (None, None), ["I8", *FLOAT8])
+    entry = expect(files, _LAYOUT, name, (None, None), ["I8", *FLOAT8])
     shape, grid = entry.shape, files[scale].shape
-    expect(files, LAYOUT, scale, grid, FLOATS)
+    expect(files, _LAYOUT, scale, grid, FLOATS)
     block = _block(shape, grid, groups)
     if block is None:
         raise CheckpointError(
@@ -99,12 +99,12 @@ def _matrix(files: TensorFiles, layer: str, groups: list[Mapping[str, Any]]) -> 
             "one for each row, for equal groups of a row, or for each block of a block_structure"
         )
     if zero in files:
-        expect(files, LAYOUT, zero, grid, ["I8", *FLOAT8, *FLOATS])
+        expect(files, _LAYOUT, zero, grid, ["I8", *FLOAT8, *FLOATS])
     zero_name = zero if zero in files else None
     entry = replace(entry, format="F32")
     parts = (scale, *({zero, order} & files.keys()))
     if order in files:
-        expect(files, LAYOUT, order, (shape[-1],), ["I32", "I64"])
+        expect(files, _LAYOUT, order, (shape[-1],), ["I32", "I64"])
         return Packed(
             name, entry, parts, partial(_read_ordered, files, name, scale, zero_name, order)
         )
@@ -145,24 +145,24 @@ def _integers(files: TensorFiles, layer: str) -> Packed:
     codes, sizes, scale, zero, order = (
         f"{layer}weight_{part}" for part in ("packed", "shape", "scale", "zero_point", "g_idx")
     )
-    rows, words = expect(files, LAYOUT, codes, (None, None), ["I32"]).shape
-    expect(files, LAYOUT, sizes, (2,), ["I64", "I32"])
+    rows, words = expect(files, _LAYOUT, codes, (None, None), ["I32"]).shape
+    expect(files, _LAYOUT, sizes, (2,), ["I64", "I32"])
     o, i = (int(n) for n in files.read(sizes))
-    bits = next((b for b in BITS if o == rows and -(-i * b // WORD) == words), None)
+    bits = next((b for b in _BITS if o == rows and -(-i * b // WORD) == words), None)
     if bits is None:
         raise CheckpointError(
             f"{LAYOUT}: {codes} is {[rows, words]}, and {sizes} says {[o, i]}: these are no codes "
             f"of {' or '.join(map(str, BITS))} bits, which are read"
         )
-    count = expect(files, LAYOUT, scale, (o, None), FLOATS).shape[-1]
+    count = expect(files, _LAYOUT, scale, (o, None), FLOATS).shape[-1]
     if order in files:
-        expect(files, LAYOUT, order, (i,), ["I32", "I64"])
+        expect(files, _LAYOUT, order, (i,), ["I32", "I64"])
     elif i % count:
         raise CheckpointError(
             f"{LAYOUT}: {scale} has {count} groups, which do not divide the {i} inputs of {codes}"
         )
     if zero in files:
-        expect(files, LAYOUT, zero, (-(-o * bits // WORD), count), ["I32"])
+        expect(files, _LAYOUT, zero, (-(-o * bits // WORD), count), ["I32"])
     entry = replace(files[codes], format="F32", shape=(o, i))
     parts = (codes, sizes, scale, *({zero, order} & files.keys()))
     read = partial(_read_integers, files, layer, (o, i), bits)

@@ -36,10 +36,10 @@ from ed_models.checkpoints.packing.packed import (
 )
 from ed_models.checkpoints.tensor_files import TensorFiles
 
-LAYOUT = "GPTQ"
-BITS = (2, 4, 8)
+_LAYOUT = "GPTQ"
+_BITS = (2, 4, 8)
 #: `checkpoint_format` -> the offset of stored zero points.
-VERSIONS: Mapping[str, int] = {"gptq": 1, "gptq_v2": 0}
+_VERSIONS: Mapping[str, int] = {"gptq": 1, "gptq_v2": 0}
 
 
 def gptq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
@@ -49,7 +49,7 @@ def gptq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
         CheckpointError: another variant of the format, or tensors that do not fit each other.
     """
     version = str(settings.get("checkpoint_format") or "gptq")
-    if version not in VERSIONS:
+    if version not in _VERSIONS:
         raise CheckpointError(
             f"{LAYOUT}: checkpoint_format={version!r} is made for one kernel and not read (known: "
             f"{', '.join(VERSIONS)}); use a checkpoint in one of these"
@@ -57,14 +57,14 @@ def gptq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
     for codes in [name for name in files if name.endswith(".qweight")]:
         layer = codes.removesuffix("qweight")
         scales, zeros, order = (f"{layer}{part}" for part in ("scales", "qzeros", "g_idx"))
-        words, o = expect(files, LAYOUT, codes, (None, None), ["I32"]).shape
-        count = expect(files, LAYOUT, scales, (None, o), FLOATS).shape[0]
+        words, o = expect(files, _LAYOUT, codes, (None, None), ["I32"]).shape
+        count = expect(files, _LAYOUT, scales, (None, o), FLOATS).shape[0]
         bits = _bits(files, codes, order, settings)
-        expect(files, LAYOUT, zeros, (count, math.ceil(o * bits / WORD)), ["I32"])
+        expect(files, _LAYOUT, zeros, (count, math.ceil(o * bits / WORD)), ["I32"])
         inputs = words * WORD // bits
         size = _group_size(settings, inputs)
         if order in files:
-            expect(files, LAYOUT, order, (inputs,), ["I32", "I64"])
+            expect(files, _LAYOUT, order, (inputs,), ["I32", "I64"])
         elif count != math.ceil(inputs / size):
             raise CheckpointError(
                 f"{LAYOUT}: {scales} has {count} groups, and {inputs} inputs in groups of {size} "
@@ -77,7 +77,7 @@ def gptq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
             layer,
             bits=bits,
             size=size,
-            added=VERSIONS[version],
+            added=_VERSIONS[version],
             symmetric=bool(settings.get("sym")),
         )
         entry = replace(files[codes], format="F32", shape=(o, inputs))
@@ -90,7 +90,7 @@ def _bits(files: TensorFiles, codes: str, order: str, settings: Mapping[str, Any
     bits = settings.get("bits")
     if settings.get("dynamic") and order in files and files[order].shape[0]:
         bits = files[codes].shape[0] * WORD // files[order].shape[0]
-    if bits not in BITS:
+    if bits not in _BITS:
         raise CheckpointError(
             f"{LAYOUT}: {codes} has codes of bits={bits!r}, which are not read (known: "
             f"{', '.join(map(str, BITS))})"

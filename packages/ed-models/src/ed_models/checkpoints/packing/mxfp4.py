@@ -20,7 +20,7 @@ from ed_models.checkpoints.packing.packed import Packed, Slices, covering
 from ed_models.checkpoints.tensor_files import TensorFiles
 
 #: Values of a 4-bit number E2M1: sign, two bits of exponent, one of mantissa.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: Numbers that share a scale in MXFP4.
 MX_BLOCK = 32
 
@@ -63,7 +63,7 @@ def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         blocks: uint8 [.., n, 16].
         scales: uint8 [.., n].
     """
-    signed = np.array([*E2M1, *(-x for x in E2M1)], np.float32)
+    signed = np.array([*_E2M1, *(-x for x in _E2M1)], np.float32)
     codes = np.arange(256)
     pairs = np.stack([signed[codes & 15], signed[codes >> 4]], axis=-1)
     out = np.empty((*blocks.shape[:-1], MX_BLOCK), ml_dtypes.bfloat16)
