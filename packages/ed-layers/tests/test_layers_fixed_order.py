@@ -25,7 +25,7 @@ from ed_layers.depth.remat import names_in
 from ed_layers.lora.layers import LoRALinear
 from ed_layers.native import library
 from ed_layers.ordered_program import call_ordered, exp, round_operations, round_to_dtype
-from ed_layers.projections.linear import Linear, project, project_activated, project_gated
+from ed_layers.projections.linear import Linear, project, project_activated
 from ed_layers.projections.matmul import matmul
 from ed_layers.quantization.model import quantize
 from flax import nnx
@@ -250,10 +250,10 @@ def call_layers(kind: str, layers: list[Linear], x: jax.Array, act: str) -> jax.
     """Return what a block computes of its layers: with the library where it combines products."""
     names = ("mlp_gate", "mlp_up")
     if kind == "gated":
-        inner = project_gated(layers[0], layers[1], act, x, names)
+        inner = project_activated(layers, act, x, names)
         return activation(act)(layers[0](x)) * layers[1](x) if inner is None else inner
     if kind == "activated":
-        inner = project_activated(layers[0], act, x, "mlp_up")
+        inner = project_activated(layers, act, x, ("mlp_up",))
         return activation(act)(layers[0](x)) if inner is None else inner
     if kind == "single":
         return layers[0](x)

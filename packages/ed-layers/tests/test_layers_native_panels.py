@@ -16,7 +16,7 @@ from ed_layers.native import products
 from ed_layers.packing import pack
 from ed_layers.projections.dot import Transposed, dot
 from ed_layers.projections.embed import Embed
-from ed_layers.projections.linear import Linear, project, project_gated
+from ed_layers.projections.linear import Linear, project, project_activated
 from ed_layers.projections.panels import Panels
 from ed_layers.quantization import encode, quantize
 from ed_layers.quantization.panels import CodePanels, TablePanels
@@ -89,7 +89,7 @@ class Pair(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:
         a, b = project((self.gate, self.up), x)
-        gated = project_gated(self.gate, self.up, "silu", x, ("gate", "up"))
+        gated = project_activated((self.gate, self.up), "silu", x, ("gate", "up"))
         y = self.down(a * b if gated is None else a * b + gated)
         return *project((self.gate, self.up), x), y, self.narrow(y)
 

@@ -18,7 +18,7 @@ from ed_layers.mlp import GatedMLP
 from ed_layers.native import library, products
 from ed_layers.native.products import Epilogue
 from ed_layers.parts import Parts
-from ed_layers.projections.linear import Linear, project, project_activated, project_gated
+from ed_layers.projections.linear import Linear, project, project_activated
 from ed_layers.projections.matmul import matmul
 from ed_layers.quantization import encode
 from flax import nnx
@@ -190,9 +190,7 @@ def test_a_row_does_not_depend_on_its_company(form, act) -> None:
 
     def both(x: jax.Array) -> np.ndarray:
         found = (
-            project(layers, x)
-            if act is None
-            else [project_gated(layers[0], layers[1], act, x, NAMES)]
+            project(layers, x) if act is None else [project_activated(layers[:2], act, x, NAMES)]
         )
         return np.concatenate([np.asarray(y) for y in found], axis=1)
 
@@ -237,7 +235,7 @@ def test_gradients_are_those_of_plain_products(form, act, monkeypatch) -> None:
         own = nnx.merge(graphdef, kernels)
         if act is None:
             return sum(jnp.sum(jnp.sin(y)) for y in project(own, x))
-        inner = project_gated(own[0], own[1], act, x, NAMES)
+        inner = project_activated(own[:2], act, x, NAMES)
         if inner is None:
             inner = activation(act)(own[0](x)) * own[1](x)
         return jnp.sum(jnp.sin(inner))
@@ -283,7 +281,7 @@ def test_unsupported_gated_projection_is_not_fused(reason, monkeypatch) -> None:
         monkeypatch.setenv(library.VARIABLE, "0")
     if reason == "adapter":
         gate = LoRALinear(gate, LoraSpec(rank=4), jax.random.key(0))
-    assert project_gated(gate, up, "mish" if reason == "act" else "silu", x, NAMES) is None
+    assert project_activated((gate, up), "mish" if reason == "act" else "silu", x, NAMES) is None
     for y, of in zip(project((gate, up), x), (gate, up), strict=True):
         np.testing.assert_array_equal(np.asarray(y), np.asarray(of(x)))
 
@@ -294,7 +292,7 @@ def test_activated_projection_is_one_call_and_has_gradients(bias) -> None:
     up, x = layer(1, 130, 260, bias=bias), drawn(0, 90, 130)
 
     def ours(x: jax.Array) -> jax.Array:
-        y = project_activated(up, "quick_gelu", x, "mlp_up")
+        y = project_activated((up,), "quick_gelu", x, ("mlp_up",))
         assert y is not None
         return y
 

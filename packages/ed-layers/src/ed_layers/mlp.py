@@ -15,7 +15,7 @@ from ed_layers.activations import activation
 from ed_layers.context import Ctx
 from ed_layers.depth.remat import call_with_remat
 from ed_layers.parts import Parts
-from ed_layers.projections.linear import project_activated, project_gated
+from ed_layers.projections.linear import project_activated
 
 
 def apply_gate(name: str, gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -82,8 +82,8 @@ class GatedMLP(nnx.Module):
 
     def block(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         """Apply the layer to all positions of `x`."""
-        names = "mlp_gate", "mlp_up"
-        inner = project_gated(self.gate_proj, self.up_proj, self.hidden_act, x, names)
+        layers, names = (self.gate_proj, self.up_proj), ("mlp_gate", "mlp_up")
+        inner = project_activated(layers, self.hidden_act, x, names)
         if inner is None:
             gate = ctx.name_activation(self.gate_proj(x, ctx), "mlp_gate")
             up = ctx.name_activation(self.up_proj(x, ctx), "mlp_up")
@@ -129,7 +129,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "b s d"], ctx: Ctx) -> Float[Array, "b s d"]:
         x, inner, act = ctx.name_activation(x, "normed_input"), None, self.hidden_act
         if act is not None:
-            inner = project_activated(self.up_proj, act, x, "mlp_up")
+            inner = project_activated((self.up_proj,), act, x, ("mlp_up",))
         if inner is None:
             up = ctx.name_activation(self.up_proj(x, ctx), "mlp_up")
             inner = self.act_fn(up) if act is None else call_with_remat(activation(act), up)

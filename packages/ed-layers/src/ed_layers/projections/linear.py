@@ -122,28 +122,16 @@ def project(
 
 
 def project_activated(
-    layer: Linear, act: str, x: Float[Array, "*rows i"], name: str
+    layers: Sequence[Linear], act: str, x: Float[Array, "*rows i"], names: tuple[str, ...]
 ) -> Float[Array, "*rows o"] | None:
-    """Return `act(layer(x))`; None if the native library does not support this product.
+    """Return `act(layer(x))` of one layer, or `act(gate(x)) * up(x)` of a gate and a layer; None if
+    the native library does not support this product.
 
     Args:
         act: Hugging Face's name of the activation.
-        name: name of the projection for remat policies.
+        names: names of the projections for remat policies.
     """
-    results = combine_layers((layer,), x, act=act, names=(name,))
-    return None if results is None else results[0]
-
-
-def project_gated(
-    gate: Linear, up: Linear, act: str, x: Float[Array, "*rows i"], names: tuple[str, str]
-) -> Float[Array, "*rows o"] | None:
-    """Return `act(gate(x)) * up(x)`; None if the native library does not support this product.
-
-    Args:
-        act: Hugging Face's name of the activation.
-        names: names of the two projections for remat policies.
-    """
-    results = combine_layers((gate, up), x, act=act, gated=True, names=names)
+    results = combine_layers(layers, x, act=act, gated=len(layers) == 2, names=names)
     return None if results is None else results[0]
 
 
