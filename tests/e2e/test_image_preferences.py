@@ -231,13 +231,12 @@ def test_dpo_with_images_has_the_loss_of_torch_and_learns_the_preference(folder:
 def test_grpo_with_images_has_the_loss_of_torch(folder: Path) -> None:
     torch = require_torch()
     from ed_trainers.contract import Models, build_log_metrics
-    from ed_trainers.online.phase import Phase
     from flax import nnx
 
     file = folder / "grpo-loss.yaml"
     file.write_text(yaml.safe_dump(document(folder, "grpo-loss", "grpo")))
     trainer: Any = eLargeModel.from_yaml(str(file)).build_trainer()
-    phase, weights = trainer.method.part(Phase), trainer.weights()
+    phase, weights = trainer.method.phase, trainer.weights()
     generation = phase.generate(trainer.feed.dataset.batch_at(1), weights, 0)
     rows = generation.rows
     assert generation.rows["pixel_values"].any(), "the prompts have images"

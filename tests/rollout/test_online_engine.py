@@ -18,8 +18,6 @@ from ed_layers.native import library
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
 from ed_trainers.figures.metrics import read_rows
-from ed_trainers.online.phase import Phase
-from ed_trainers.online.scorer import Scorer
 
 PROMPT, NEW = 8, 6
 ONE = (1, 1, 1, 1, 1)
@@ -179,7 +177,7 @@ def test_a_reward_model_scores_the_last_token(tmp_path):
     model = LlamaForCausalLM.create(config(), seed=0)
     trainer, _, rows = train(tmp_path, model, frozen={"reward": reward}, reward_weights=[0.0, 2.0])
     checked(rows)
-    phase, scorer = trainer.method.part(Phase), trainer.method.part(Scorer)
+    phase, scorer = trainer.method.phase, trainer.method.scorer
     batch = phase.complete(Prompts().batch_at(0), trainer.weights(), number=0)
     scores = scorer.score(batch, batch.rows(PROMPT + NEW), trainer.weights())
     assert scores.names == ("small", "reward_model")

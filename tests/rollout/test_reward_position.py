@@ -13,8 +13,6 @@ from ed_infra.enums import TaskType
 from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
-from ed_trainers.online.phase import Phase
-from ed_trainers.online.scorer import Scorer
 from ed_trainers.rollout import Sampled
 
 from tests.parity.chat_families import ANSWER, FAMILIES, USER
@@ -84,7 +82,7 @@ def test_training_pairs_and_sampled_answers_have_equal_scores(tmp_path, monkeypa
         frozen={"reward": reward},
     )
     weights = sampler.weights()
-    phase, scorer = sampler.method.part(Phase), sampler.method.part(Scorer)
+    phase, scorer = sampler.method.phase, sampler.method.scorer
     completions = phase.complete(prompts.batch_at(0), weights, number=0)
     scores = scorer.score(completions, completions.rows(LENGTH), weights)
     np.testing.assert_allclose(scores.rewards[:, 0], trained, atol=1e-5)

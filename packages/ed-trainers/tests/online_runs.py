@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from ed_trainers import trainer_class
 from ed_trainers.arguments import arguments_class
-from ed_trainers.online.phase import Phase
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
 from ed_trainers.rollout import Sampled
@@ -135,7 +134,7 @@ def filtered(scores, params):
 
 def phase_of(run):
     """The object of a trainer that samples."""
-    return run.method.part(Phase)
+    return run.method.phase
 
 
 def even(completion_ids):

@@ -115,7 +115,6 @@ def ours(
 ) -> Outcome:
     """Compute rows with the first model, and the loss with the second."""
     from ed_trainers import arguments_class, trainer_class
-    from ed_trainers.online.phase import Phase
 
     made_by: Any = trainer_class(method)
     arguments: Any = arguments_class(method)
@@ -132,7 +131,7 @@ def ours(
         made_by(arguments, our_model(path), frozen=frozen, reward_functions=functions)
         for path in (folder(0), moved())
     )
-    phase = first.method.part(Phase)
+    phase = first.method.phase
     rows, figures = phase.get_rows(given, first.weights(), 0)
     outcome = our_outcome(later, rows)
     metrics = {**given.figures(), **figures, **outcome.metrics}

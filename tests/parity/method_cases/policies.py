@@ -65,9 +65,8 @@ def online(method: str, frozen: Any, **arguments: Any) -> Any:
         frozen={name: harness.our_model(path) for name, path in frozen.items()},
         **more,
     )
-    from ed_trainers.online.phase import Phase
 
-    phase = trainer.method.part(Phase)
+    phase = trainer.method.phase
     phase.rollout_of = lambda make: FixedRollout([a.answer for a in completed(1)])
     return trainer, SimpleNamespace(input_ids=[a.prompt for a in completed(0)])
 

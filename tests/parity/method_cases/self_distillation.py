@@ -54,7 +54,6 @@ def rewards(completion_ids: list[list[int]], **fields: Any) -> list[float]:
 def ours(options: dict[str, Any]) -> harness.Outcome:
     """Compute rows with the first model, and the loss with the second."""
     from ed_trainers import arguments_class, trainer_class
-    from ed_trainers.online.phase import Phase
 
     arguments: Any = arguments_class("sdpo")
     arguments = arguments(
@@ -77,7 +76,7 @@ def ours(options: dict[str, Any]) -> harness.Outcome:
         )
         for path in (harness.folder(0), groups.moved())
     )
-    rows, figures = first.method.part(Phase).get_rows(completions(), first.weights(), 0)
+    rows, figures = first.method.phase.get_rows(completions(), first.weights(), 0)
     # The teacher of the loss is the model that sampled.
     if "teacher" in later.method.frozen._graphdefs:
         later.method.frozen = first.method.frozen

@@ -33,7 +33,7 @@ Prepared = Inputs[np.ndarray]
 Batch = Inputs[jax.Array]
 Number = TypeVar("Number", float, jax.Array)
 A = TypeVar("A", bound=TrainingArguments, covariant=True)
-T = TypeVar("T")
+R = TypeVar("R", bound="MethodRun")
 
 #: Name of the method's own term of the loss.
 MAIN = "main_loss"
@@ -185,56 +185,11 @@ class FeaturesOfImages(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Method(Generic[A]):
-    """A training method: functions of a run. Every function gets the `MethodRun` first.
-
-    Attributes:
-        prepare: returns the arrays that `loss` reads from a loader's batch, each with the axis
-            `batch` first; numpy only.
-        loss: returns the sums over a batch; traced, so a pure function of its arguments. The key is
-            None in an evaluation, which is deterministic.
-        statistics: returns means that the loss reads over the whole step or the whole evaluation;
-            the loss finds them in its batch by name. A batch without them is a whole step. No
-            gradient flows through them; traced.
-        held_out: yields the prepared batches of one pass over held-out data; default: `prepare` of
-            each.
-        measure: returns further figures of one pass over the held-out batches, computed on the
-            host, such as error rates of transcripts; called with the whole batches on every
-            process.
-        feed: returns the training batches of a dataset; default: the rows of this process.
-        before_training: runs once before the first step of `train`.
-        parts: constructors of the objects that the method holds in a run. Each gets the run and
-            the frozen models by role, which it may change; `run.part(kind)` returns the object.
-        whole_batches: whether `prepare` needs the rows of all processes.
-        per_token: whether the method's own term is a mean over tokens, in nats. If so, an
-            evaluation reports the perplexity.
-        progress_columns: names of the figures in the terminal and in the summary.
-        extension: variables that are trained together with the model.
-    """
-
-    prepare: Callable[[MethodRun[A], HostBatch], Prepared]
-    loss: Callable[[MethodRun[A], Models, Batch, jax.Array | None], Loss]
-    statistics: (
-        Callable[[MethodRun[A], Models, Batch, jax.Array | None], dict[str, Metric]] | None
-    ) = None
-    held_out: (
-        Callable[[MethodRun[A], Iterable[HostBatch], EasyDeLState], Iterator[Prepared]] | None
-    ) = None
-    measure: (
-        Callable[[MethodRun[A], Iterable[HostBatch], EasyDeLState], dict[str, float]] | None
-    ) = None
-    feed: Callable[[MethodRun[A], Dataset], Feed] | None = None
-    before_training: Callable[[MethodRun[A], RunData], None] | None = None
-    parts: tuple[Callable[[MethodRun[A], dict[str, LanguageModel]], object], ...] = ()
-    whole_batches: bool | Callable[[MethodRun[A]], bool] = False
-    per_token: bool = True
-    progress_columns: tuple[str, ...] = ("loss",)
-    extension: Extension | None = None
-
-
 class MethodRun(Generic[A]):
     """A method in one run: its options, models and objects, and its functions bound to them.
+
+    A method with objects of its own has a subclass: its fields are the objects, and `create_parts`
+    creates them.
 
     Attributes:
         name: the name of the trainer, for messages.
@@ -261,7 +216,7 @@ class MethodRun(Generic[A]):
     def __init__(
         self,
         name: str,
-        record: Method[A],
+        record: Method,
         arguments: A,
         learner: LanguageModel,
         *,
@@ -280,7 +235,6 @@ class MethodRun(Generic[A]):
         self.tokenizer, self.rollout = tokenizer, rollout
         self.reward_functions = tuple(reward_functions)
         self.reward_folders = tuple(reward_folders)
-        self._parts: list[object] = []
 
     def bind(self, models: Mapping[str, LanguageModel]) -> None:
         """Create the method's objects, and place the frozen models on the learner's mesh.
@@ -291,20 +245,17 @@ class MethodRun(Generic[A]):
         Raises:
             ConfigError: a model was created for another mesh, or a part rejects the models.
         """
-        frozen_models = self.create_parts(models)
+        frozen_models = dict(models)
+        self.create_parts(frozen_models)
         placed = {role: self.placement.frozen(role, model) for role, model in frozen_models.items()}
         self.frozen = Frozen(placed, self.learner, self.following)
 
-    def create_parts(self, models: Mapping[str, LanguageModel]) -> dict[str, LanguageModel]:
-        """Create the method's objects, and return the frozen models that its steps read."""
-        frozen_models = dict(models)
-        for make in self.record.parts:
-            self._parts.append(make(self, frozen_models))
-        return frozen_models
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """Create the method's objects.
 
-    def part(self, kind: type[T]) -> T:
-        """Return the object of a class that the method holds."""
-        return next(part for part in self._parts if isinstance(part, kind))
+        Args:
+            models: the frozen models by role; the objects may add and remove models.
+        """
 
     @property
     def rows(self) -> int:
@@ -346,3 +297,45 @@ class MethodRun(Generic[A]):
         if self.record.statistics is None:
             return {}
         return self.record.statistics(self, models, batch, key)
+
+
+@dataclass(frozen=True)
+class Method(Generic[R]):
+    """A training method: functions of a run. Every function gets the run first.
+
+    Attributes:
+        prepare: returns the arrays that `loss` reads from a loader's batch, each with the axis
+            `batch` first; numpy only.
+        loss: returns the sums over a batch; traced, so a pure function of its arguments. The key is
+            None in an evaluation, which is deterministic.
+        statistics: returns means that the loss reads over the whole step or the whole evaluation;
+            the loss finds them in its batch by name. A batch without them is a whole step. No
+            gradient flows through them; traced.
+        held_out: yields the prepared batches of one pass over held-out data; default: `prepare` of
+            each.
+        measure: returns further figures of one pass over the held-out batches, computed on the
+            host, such as error rates of transcripts; called with the whole batches on every
+            process.
+        feed: returns the training batches of a dataset; default: the rows of this process.
+        before_training: runs once before the first step of `train`.
+        run: the class of the run. A method with objects of its own has a subclass of `MethodRun`,
+            whose fields are these objects.
+        whole_batches: whether `prepare` needs the rows of all processes.
+        per_token: whether the method's own term is a mean over tokens, in nats. If so, an
+            evaluation reports the perplexity.
+        progress_columns: names of the figures in the terminal and in the summary.
+        extension: variables that are trained together with the model.
+    """
+
+    prepare: Callable[[R, HostBatch], Prepared]
+    loss: Callable[[R, Models, Batch, jax.Array | None], Loss]
+    statistics: Callable[[R, Models, Batch, jax.Array | None], dict[str, Metric]] | None = None
+    held_out: Callable[[R, Iterable[HostBatch], EasyDeLState], Iterator[Prepared]] | None = None
+    measure: Callable[[R, Iterable[HostBatch], EasyDeLState], dict[str, float]] | None = None
+    feed: Callable[[R, Dataset], Feed] | None = None
+    before_training: Callable[[R, RunData], None] | None = None
+    run: type[MethodRun] = MethodRun
+    whole_batches: bool | Callable[[R], bool] = False
+    per_token: bool = True
+    progress_columns: tuple[str, ...] = ("loss",)
+    extension: Extension | None = None

@@ -21,7 +21,7 @@ from ed_trainers.arguments import REWARD, MethodEntry
 from ed_trainers.batches import Dataset, Feed, HostBatch, Share
 from ed_trainers.callbacks import Callback
 from ed_trainers.checkpoints.run_lock import RunLock
-from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared, RunData
+from ed_trainers.contract import Batch, Loss, Method, Models, Prepared, RunData
 from ed_trainers.figures.metrics import RECORD
 from ed_trainers.optimizers import build_optimizer, build_schedule, check_rules
 from ed_trainers.options.base import TrainingArguments
@@ -173,7 +173,7 @@ class Trainer:
         self.placement = Placement(self._model.config)
         self.callbacks = tuple(callbacks)
         #: The method in this run; compiled steps read its loss and its frozen models.
-        self.method = MethodRun(
+        self.method = self.record.run(
             name,
             self.record,
             arguments,

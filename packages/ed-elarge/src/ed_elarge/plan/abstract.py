@@ -99,7 +99,6 @@ def _add_sharding(value: object, sharding: Any) -> Any:
 
 def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
     """Return the lowered train step of a run whose method `settings.METHODS` lists."""
-    from ed_trainers.contract import MethodRun
     from ed_trainers.methods import trainer_class
     from ed_trainers.optimizers import build_optimizer, build_schedule
     from ed_trainers.placement import Placement, microbatches
@@ -111,7 +110,7 @@ def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
     assert arguments is not None, "a plan of training has a trainer"
     place = Placement(model.config)
     record = trainer_class(run.method).record
-    method: Any = MethodRun(
+    method: Any = record.run(
         run.method,
         record,
         arguments,
@@ -121,7 +120,9 @@ def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
         learned=partial(_absent, "learned"),
         present_reference=partial(_absent, "reference"),
     )
-    method.frozen = Frozen(method.create_parts({}))
+    frozen_models: dict[str, Any] = {}
+    method.create_parts(frozen_models)
+    method.frozen = Frozen(frozen_models)
     schedule = build_schedule(arguments, 1000)
     tx = build_optimizer(arguments, schedule)
     state = _state(split_model(model, arguments.trainable_rules), tx)

@@ -16,21 +16,23 @@ from ed_infra.outputs import Metric
 from jax.nn import log_sigmoid
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models
+from ed_trainers.contract import Batch, Loss, Method, Models
 from ed_trainers.methods.labelled import ScoredAnswers, prepare_labelled, score_answers
-from ed_trainers.methods.reference import Reference, compute_ahead, reads_whole_batches
+from ed_trainers.methods.reference import ReferenceRun, compute_ahead, reads_whole_batches
 from ed_trainers.options.preference import BCOArguments
 from ed_trainers.trainer import Trainer
 
 
 def statistics(
-    run: MethodRun[BCOArguments], models: Models, batch: Batch, key: jax.Array | None
+    run: ReferenceRun[BCOArguments], models: Models, batch: Batch, key: jax.Array | None
 ) -> dict[str, Metric]:
     """Return the mean rewards of good and of bad answers."""
     return _means(run, score_answers(run, models, batch, key)[1])
 
 
-def loss(run: MethodRun[BCOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+def loss(
+    run: ReferenceRun[BCOArguments], models: Models, batch: Batch, key: jax.Array | None
+) -> Loss:
     """Return the cross-entropy summed over the answers, weighted by kind."""
     arguments = run.arguments
     output, scored = score_answers(run, models, batch, key)
@@ -45,16 +47,16 @@ def loss(run: MethodRun[BCOArguments], models: Models, batch: Batch, key: jax.Ar
     return Loss.of(output, jnp.sum(good + bad), count, **metrics)
 
 
-def _means(run: MethodRun[BCOArguments], scored: ScoredAnswers) -> dict[str, Metric]:
+def _means(run: ReferenceRun[BCOArguments], scored: ScoredAnswers) -> dict[str, Metric]:
     figures = scored.metrics(run.arguments.beta)
     return {name: figures[name] for name in ("rewards/chosen", "rewards/rejected")}
 
 
-BCO = Method[BCOArguments](
+BCO = Method[ReferenceRun[BCOArguments]](
     prepare=prepare_labelled,
     loss=loss,
     statistics=statistics,
-    parts=(Reference,),
+    run=ReferenceRun,
     before_training=compute_ahead,
     whole_batches=reads_whole_batches,
     per_token=False,

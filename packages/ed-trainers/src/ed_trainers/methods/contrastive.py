@@ -69,7 +69,7 @@ def loss(
     return Loss.of(output, total, count, accuracy=accuracy)
 
 
-CONTRASTIVE = Method[ContrastiveArguments](
+CONTRASTIVE = Method[MethodRun[ContrastiveArguments]](
     prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "accuracy")
 )
 

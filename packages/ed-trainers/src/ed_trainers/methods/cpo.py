@@ -75,10 +75,10 @@ def pair_losses(
     raise AssertionError(loss_type)
 
 
-CPO = Method[CPOArguments](
+CPO = Method[MethodRun[CPOArguments]](
     prepare=prepare_pairs, loss=loss, per_token=False, progress_columns=COLUMNS
 )
-SIMPO = Method[SimPOArguments](
+SIMPO = Method[MethodRun[SimPOArguments]](
     prepare=prepare_pairs, loss=loss, per_token=False, progress_columns=COLUMNS
 )
 

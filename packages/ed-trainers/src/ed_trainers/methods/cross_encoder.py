@@ -106,8 +106,18 @@ def loss(
     return Loss.of(output, jnp.sum(weights * (scores - labels) ** 2), count)
 
 
+class CrossEncoderRun(MethodRun[CrossEncoderArguments]):
+    """A run of `cross_encoder`."""
+
+    outputs: HeldOutOutputs
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        self.outputs = HeldOutOutputs(self)
+
+
 def measure(
-    run: MethodRun[CrossEncoderArguments], batches: Iterable[HostBatch], state: EasyDeLState
+    run: CrossEncoderRun, batches: Iterable[HostBatch], state: EasyDeLState
 ) -> dict[str, float]:
     """Return the metrics of the scores of held-out rows."""
 
@@ -117,14 +127,14 @@ def measure(
         logits = outputs_of_texts(model, rows, None).logits[:, 0].astype(jnp.float32)
         return logits.reshape(len(batch["weights"]), -1) if run.arguments.sides else logits
 
-    return score_metrics(run, run.part(HeldOutOutputs).each(batches, state, scores))
+    return score_metrics(run, run.outputs.each(batches, state, scores))
 
 
-CROSS_ENCODER = Method[CrossEncoderArguments](
+CROSS_ENCODER = Method[CrossEncoderRun](
+    run=CrossEncoderRun,
     prepare=prepare,
     loss=loss,
     measure=measure,
-    parts=(HeldOutOutputs,),
     per_token=False,
     progress_columns=("loss", "accuracy"),
 )

@@ -16,6 +16,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
 from ed_infra.outputs import TokenClassifierOutput
 from ed_infra.sharding.axes import LogicalAxes
+from ed_models.protocol import LanguageModel
 from ed_models.tasks.ctc import CTCModel
 
 from ed_trainers.arguments import METHODS
@@ -30,7 +31,17 @@ from ed_trainers.trainer import Trainer
 _ROWS: LogicalAxes = ("batch",)
 
 
-def prepare(run: MethodRun[CTCArguments], batch: HostBatch) -> Prepared:
+class CTCRun(MethodRun[CTCArguments]):
+    """A run of `ctc`."""
+
+    best_labels: BestLabels
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        self.best_labels = BestLabels(self)
+
+
+def prepare(run: CTCRun, batch: HostBatch) -> Prepared:
     """Return the arrays of the model, and `labels` [b, l], `label_lengths` and `weights` [b].
 
     Args:
@@ -67,7 +78,7 @@ def prepare(run: MethodRun[CTCArguments], batch: HostBatch) -> Prepared:
 
 
 def _check(
-    run: MethodRun[CTCArguments],
+    run: CTCRun,
     labels: np.ndarray,
     lengths: np.ndarray,
     samples: np.ndarray,
@@ -103,7 +114,7 @@ def _steps(config: EasyDeLBaseConfig, samples: np.ndarray) -> np.ndarray:
     return samples
 
 
-def loss(run: MethodRun[CTCArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+def loss(run: CTCRun, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the summed losses of the rows, with the reduction of the model's configuration.
 
     "sum" is the sum over an optimizer step, also of several microbatches; the mean over evaluation
@@ -131,16 +142,12 @@ def loss(run: MethodRun[CTCArguments], models: Models, batch: Batch, key: jax.Ar
     return Loss.of(output, jnp.sum(jnp.where(weights > 0, losses, 0)), count)
 
 
-def measure(
-    run: MethodRun[CTCArguments], batches: Iterable[HostBatch], state: EasyDeLState
-) -> dict[str, float]:
+def measure(run: CTCRun, batches: Iterable[HostBatch], state: EasyDeLState) -> dict[str, float]:
     """Return the error rates of the best labels of held-out recordings."""
-    return run.part(BestLabels).rates(batches, state)
+    return run.best_labels.rates(batches, state)
 
 
-CTC = Method[CTCArguments](
-    prepare=prepare, loss=loss, measure=measure, parts=(BestLabels,), per_token=False
-)
+CTC = Method[CTCRun](run=CTCRun, prepare=prepare, loss=loss, measure=measure, per_token=False)
 
 
 class CTCTrainer(Trainer):

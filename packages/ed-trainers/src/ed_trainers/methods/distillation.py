@@ -133,7 +133,7 @@ def _layers(output: CausalLMOutput) -> tuple[jax.Array, ...]:
     return (*output.hidden_states[:-1], output.last_hidden_state)
 
 
-DISTILLATION = Method[DistillationArguments](
+DISTILLATION = Method[MethodRun[DistillationArguments]](
     prepare=prepare,
     loss=loss,
     progress_columns=("loss", "distillation_loss", "ce_loss"),

@@ -11,8 +11,6 @@ Legend: b rows, s slots of pairs.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +19,7 @@ from jaxtyping import Array, Float
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
-from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
+from ed_trainers.contract import Batch, Loss, Method, Models, Prepared
 from ed_trainers.losses.pairs import (
     COLUMNS,
     compute_smoothed_losses,
@@ -31,21 +29,27 @@ from ed_trainers.losses.pairs import (
     split_sides,
 )
 from ed_trainers.losses.segments import Answers
-from ed_trainers.methods.reference import Reference, compute_ahead, reads_whole_batches
+from ed_trainers.methods.reference import ReferenceRun, compute_ahead, reads_whole_batches
 from ed_trainers.options.preference import DPOArguments
 from ed_trainers.trainer import Trainer
 
 
-def prepare(run: MethodRun[DPOArguments], batch: HostBatch) -> Prepared:
+class DPORun(ReferenceRun[DPOArguments]):
+    """A run of `dpo`: the reference scores both answers of each pair."""
+
+    sides = 2
+
+
+def prepare(run: DPORun, batch: HostBatch) -> Prepared:
     """Stack the pairs, [b, 2, s]; see `pair_batch`."""
-    return run.part(Reference).add_logps(pair_batch(batch, model=run.learner))
+    return run.reference.add_logps(pair_batch(batch, model=run.learner))
 
 
-def loss(run: MethodRun[DPOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+def loss(run: DPORun, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the loss summed over the pairs."""
     pairs = score_pairs(run, models, batch, key)
     sides, present = (pairs.chosen, pairs.rejected), pairs.present
-    references = split_sides(run.part(Reference).logps(models, pairs.rows))
+    references = split_sides(run.reference.logps(models, pairs.rows))
     ratios = [
         Answers(side.logps - reference, side.tokens)
         for side, reference in zip(sides, references, strict=True)
@@ -104,10 +108,10 @@ def pair_losses(arguments: DPOArguments, chosen: Answers, rejected: Answers) -> 
     raise AssertionError(arguments.loss_type)
 
 
-DPO = Method[DPOArguments](
+DPO = Method[DPORun](
+    run=DPORun,
     prepare=prepare,
     loss=loss,
-    parts=(partial(Reference, sides=2),),
     before_training=compute_ahead,
     whole_batches=reads_whole_batches,
     per_token=False,

@@ -48,15 +48,8 @@ _TEACHER = "teacher"
 class PairSlots:
     """The number of pairs that a row of the compiled step has room for: a power of two."""
 
-    def __init__(self, run: MethodRun[EmbeddingArguments], models: dict[str, LanguageModel]):
+    def __init__(self) -> None:
         self.count = 1
-        distills = run.arguments.loss_type == MSE
-        if distills != (_TEACHER in models):
-            change = "add the section teacher_model" if distills else "omit the teacher"
-            raise ConfigError(
-                f"embedding with loss_type {run.arguments.loss_type} "
-                f"{'needs' if distills else 'does not read'} a teacher: {change}"
-            )
 
     def fit(self, pairs: int) -> int:
         """Return the number of slots for rows with `pairs` pairs. The number never decreases."""
@@ -65,7 +58,25 @@ class PairSlots:
         return self.count
 
 
-def prepare(run: MethodRun[EmbeddingArguments], batch: HostBatch) -> Prepared:
+class EmbeddingRun(MethodRun[EmbeddingArguments]):
+    """A run of `embedding`."""
+
+    slots: PairSlots
+    outputs: HeldOutOutputs
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        distills = self.arguments.loss_type == MSE
+        if distills != (_TEACHER in models):
+            change = "add the section teacher_model" if distills else "omit the teacher"
+            raise ConfigError(
+                f"embedding with loss_type {self.arguments.loss_type} "
+                f"{'needs' if distills else 'does not read'} a teacher: {change}"
+            )
+        self.slots, self.outputs = PairSlots(), HeldOutOutputs(self)
+
+
+def prepare(run: EmbeddingRun, batch: HostBatch) -> Prepared:
     """Stack the texts, [b, c, s], with `present` [b, p]: 1 where a row has that pair.
 
     The numbers of the pairs, such as `score`, have the shape [b, p].
@@ -73,7 +84,7 @@ def prepare(run: MethodRun[EmbeddingArguments], batch: HostBatch) -> Prepared:
     sides = run.arguments.sides
     pairs = pair_batch(batch, sides)
     counts = pairs["segment_ids"].max(axis=(1, 2))
-    slots = run.part(PairSlots).fit(counts.max(initial=0))
+    slots = run.slots.fit(counts.max(initial=0))
     numbers = {"present": (np.arange(slots) < counts[:, None]).astype(np.float32)}
     for name in run.arguments.scores:
         if name not in batch:
@@ -94,9 +105,7 @@ def gather_pair_values(values: np.ndarray, segment_ids: np.ndarray, slots: int) 
     return pair_values
 
 
-def loss(
-    run: MethodRun[EmbeddingArguments], models: Models, batch: Batch, key: jax.Array | None
-) -> Loss:
+def loss(run: EmbeddingRun, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the loss summed over the pairs; the loss of `cosent` belongs to the whole batch."""
     arguments, present = run.arguments, batch["present"]
     numbers = ("present", *arguments.scores)
@@ -200,7 +209,7 @@ def _compute_squared_errors(
     return sum(errors[1:], errors[0]) / len(errors)
 
 
-def _cuts(run: MethodRun[EmbeddingArguments], width: int) -> list[tuple[int, float]]:
+def _cuts(run: EmbeddingRun, width: int) -> list[tuple[int, float]]:
     """Return the lengths of the cut embeddings in rising order, each with its loss weight."""
     dims = run.arguments.matryoshka_dims or (width,)
     weights = run.arguments.matryoshka_weights or (1.0,) * len(dims)
@@ -210,7 +219,7 @@ def _cuts(run: MethodRun[EmbeddingArguments], width: int) -> list[tuple[int, flo
 
 
 def measure(
-    run: MethodRun[EmbeddingArguments], batches: Iterable[HostBatch], state: EasyDeLState
+    run: EmbeddingRun, batches: Iterable[HostBatch], state: EasyDeLState
 ) -> dict[str, float]:
     """Return the metrics of retrieval, or the correlations with the scores, of held-out rows."""
     numbers = ("present", *run.arguments.scores)
@@ -222,14 +231,14 @@ def measure(
         embeddings = embed(model, rows, slots, None, run.arguments).embeddings
         return embeddings.reshape(-1, sides, *embeddings.shape[1:]).astype(jnp.float32)
 
-    return vector_metrics(run, run.part(HeldOutOutputs).each(batches, state, vectors))
+    return vector_metrics(run, run.outputs.each(batches, state, vectors))
 
 
-EMBEDDING = Method[EmbeddingArguments](
+EMBEDDING = Method[EmbeddingRun](
+    run=EmbeddingRun,
     prepare=prepare,
     loss=loss,
     measure=measure,
-    parts=(PairSlots, HeldOutOutputs),
     whole_batches=True,  # the shape of `present` depends on all rows
     per_token=False,
     progress_columns=("loss", "accuracy"),

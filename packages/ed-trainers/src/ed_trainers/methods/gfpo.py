@@ -12,12 +12,9 @@ from __future__ import annotations
 import numpy as np
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.contract import MethodRun
 from ed_trainers.methods import grpo
-from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import HELD_OUT, PhaseRows, online_method
-from ed_trainers.online.scorer import Scorer
 from ed_trainers.options.groups import GFPOArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
@@ -27,7 +24,7 @@ _SMALL = 1e-8
 
 
 def rows(
-    run: MethodRun[GFPOArguments], completions: Completions, weights: Weights, number: int
+    run: grpo.GroupRun[GFPOArguments], completions: Completions, weights: Weights, number: int
 ) -> PhaseRows:
     """Return the rows of `grpo` for the completions that remain, and figures of all completions.
 
@@ -37,7 +34,7 @@ def rows(
     if remain is None or number == HELD_OUT:
         return grpo.rows(run, completions, weights, number)
     all_rows = completions.rows(run.arguments.row_length)
-    scores = run.part(Scorer).score(completions, all_rows, weights)
+    scores = run.scorer.score(completions, all_rows, weights)
     lengths = np.asarray([len(ids) for ids in completions.completion_ids])
     best_indices = best(run.arguments, scores.total, lengths)
     remaining_scores = scores._replace(
@@ -73,10 +70,10 @@ def best(arguments: GFPOArguments, rewards: np.ndarray, lengths: np.ndarray) -> 
 
 
 GFPO = online_method(
+    run=grpo.GroupRun[GFPOArguments],
     rows=rows,
     loss=grpo.loss,
     token_arrays=grpo.TOKEN_ARRAYS,
-    parts=(Scorer, Reference, grpo.EqualRewards),
     progress_columns=grpo.COLUMNS,
 )
 

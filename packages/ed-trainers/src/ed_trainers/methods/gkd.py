@@ -23,10 +23,10 @@ from ed_infra.outputs import Metric
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
-from ed_trainers.contract import Batch, Loss, MethodRun, Models
+from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.losses.divergence import compare_models
 from ed_trainers.online.completions import Completions, PromptContent, PromptRows
-from ed_trainers.online.phase import HELD_OUT, Phase, PhaseRows, online_method
+from ed_trainers.online.phase import HELD_OUT, OnlineRun, PhaseRows, online_method
 from ed_trainers.options.distillation import GKDArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
@@ -37,7 +37,7 @@ FIELD = "completion"
 _SHARE = 1
 
 
-def is_on_policy(run: MethodRun[GKDArguments], number: int) -> bool:
+def is_on_policy(run: OnlineRun[GKDArguments], number: int) -> bool:
     """Whether the student completes the prompts of a generation; depends on the seed only.
 
     The student completes held-out prompts if `lmbda` is above 0.
@@ -49,10 +49,10 @@ def is_on_policy(run: MethodRun[GKDArguments], number: int) -> bool:
 
 
 def complete(
-    run: MethodRun[GKDArguments], batch: HostBatch, weights: Weights, number: int
+    run: OnlineRun[GKDArguments], batch: HostBatch, weights: Weights, number: int
 ) -> Completions:
     """Return completions by the student, the teacher or the data."""
-    phase = run.part(Phase)
+    phase = run.phase
     if is_on_policy(run, number):
         return phase.sample(batch, weights, number=number)
     if run.arguments.seq_kd:
@@ -61,7 +61,7 @@ def complete(
     return _read_completions(run, batch)
 
 
-def _read_completions(run: MethodRun[GKDArguments], batch: HostBatch) -> Completions:
+def _read_completions(run: OnlineRun[GKDArguments], batch: HostBatch) -> Completions:
     """Return the completions in the field `completion` of the data."""
     arguments = run.arguments
     fields = getattr(batch, "fields", {})
@@ -84,7 +84,7 @@ def _read_completions(run: MethodRun[GKDArguments], batch: HostBatch) -> Complet
     )
 
 
-def _tokens(run: MethodRun[GKDArguments], answer: PromptContent | None, row: int) -> list[int]:
+def _tokens(run: OnlineRun[GKDArguments], answer: PromptContent | None, row: int) -> list[int]:
     """Return the token ids of a completion of the data, the end token included."""
     if isinstance(answer, str) and callable(run.tokenizer):
         tokenizer: Any = run.tokenizer
@@ -100,7 +100,7 @@ def _tokens(run: MethodRun[GKDArguments], answer: PromptContent | None, row: int
 
 
 def rows(
-    run: MethodRun[GKDArguments], completions: Completions, weights: Weights, number: int
+    run: OnlineRun[GKDArguments], completions: Completions, weights: Weights, number: int
 ) -> PhaseRows:
     """Return rows of the completions; the figure `on_policy` is 1 for the student's own."""
     del weights
@@ -108,7 +108,7 @@ def rows(
     return row_arrays, {"on_policy": float(is_on_policy(run, number))}
 
 
-def loss(run: MethodRun[GKDArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+def loss(run: OnlineRun[GKDArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the divergence summed over the tokens of completions."""
     output, _, divergence, logp = compare_models(
         models.learner,
@@ -129,6 +129,7 @@ def loss(run: MethodRun[GKDArguments], models: Models, batch: Batch, key: jax.Ar
 
 
 GKD = online_method(
+    run=OnlineRun[GKDArguments],
     rows=rows,
     loss=loss,
     complete=complete,

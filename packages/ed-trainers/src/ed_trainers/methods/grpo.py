@@ -25,13 +25,13 @@ from ed_infra.outputs import CausalLMOutput, Metric
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.contract import Batch, Loss, MethodRun, Models
+from ed_trainers.contract import A, Batch, Loss, Models
 from ed_trainers.losses.policy import Policy, Truncation, clip_metrics, old_logps, row_metrics
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import (
     HELD_OUT,
-    Phase,
+    OnlineRun,
     PhaseRows,
     Question,
     compute_policy,
@@ -51,11 +51,26 @@ COLUMNS = ("reward", "kl", "completions/mean_length", "loss")
 _SMALL = 1e-4
 
 
+class GroupRun(OnlineRun[A]):
+    """A run of a method that compares the rewards of a group of completions."""
+
+    scorer: Scorer
+    reference: Reference
+    equal_rewards: EqualRewards
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        self.scorer = Scorer(self, models)
+        self.reference = Reference(self, models)
+        super().create_parts(models)
+        self.equal_rewards = EqualRewards(self.phase.options.updates_per_generation)
+
+
 # --- a generation ---
 
 
 def rows(
-    run: MethodRun[GRPOArguments],
+    run: GroupRun[GRPOArguments],
     completions: Completions,
     weights: Weights,
     number: int,
@@ -96,7 +111,7 @@ def rows(
     return row_arrays, {**figures, **more}
 
 
-def policies(run: MethodRun[GRPOArguments], models: Models, batch: Batch) -> dict[str, jax.Array]:
+def policies(run: GroupRun[GRPOArguments], models: Models, batch: Batch) -> dict[str, jax.Array]:
     """Return `old_logps` and `reference_logps` [n, s] of rows, as far as the loss reads them.
 
     If samples are corrected and the sampling has filters, the forward pass also returns
@@ -116,7 +131,7 @@ def policies(run: MethodRun[GRPOArguments], models: Models, batch: Batch) -> dic
 
 
 def advantages(
-    run: MethodRun[GRPOArguments], groups: np.ndarray, row_arrays: dict[str, np.ndarray]
+    run: GroupRun[GRPOArguments], groups: np.ndarray, row_arrays: dict[str, np.ndarray]
 ) -> np.ndarray:
     """Return the rewards [p, g] minus the mean of their group, scaled by `scale_rewards`."""
     del row_arrays
@@ -129,14 +144,14 @@ def advantages(
 
 
 def group_rows(
-    run: MethodRun,
+    run: GroupRun,
     completions: Completions,
     weights: Weights,
     number: int,
     *,
     asks: bool,
     ask: Question,
-    advantages: Callable[[MethodRun, np.ndarray, dict[str, np.ndarray]], np.ndarray],
+    advantages: Callable[[GroupRun, np.ndarray, dict[str, np.ndarray]], np.ndarray],
     scores: Scores | None = None,
 ) -> PhaseRows:
     """Return one row per completion, with the arrays of `ask`, and figures for the log.
@@ -164,9 +179,9 @@ def group_rows(
     if options.mask_truncated_completions:
         row_arrays["weights"] *= np.asarray(completions.ended, np.float32)[:, None]
     if asks:
-        row_arrays |= run.part(Phase).ask(ask, row_arrays, weights)
+        row_arrays |= run.phase.ask(ask, row_arrays, weights)
     if scores is None:
-        scores = run.part(Scorer).score(completions, row_arrays, weights)
+        scores = run.scorer.score(completions, row_arrays, weights)
     reward_mask = np.isfinite(scores.total)
     count = len(completions)
     groups = scores.total.reshape(-1, scores.per_prompt or options.num_return_sequences)
@@ -181,7 +196,7 @@ def group_rows(
         "tokens": np.full(count, row_arrays["weights"].sum() / count, np.float32),
     }
     if number != HELD_OUT:
-        run.part(EqualRewards).check(row_arrays["rewards"], figures["frac_reward_zero_std"] == 1)
+        run.equal_rewards.check(row_arrays["rewards"], figures["frac_reward_zero_std"] == 1)
     return row_arrays, figures
 
 
@@ -189,14 +204,11 @@ class EqualRewards:
     """Prints a warning if the rewards of every group are equal for many steps.
 
     Args:
-        run: the run of the method.
-        models: the frozen models by role; unchanged.
+        updates: number of optimizer steps of a generation.
     """
 
-    def __init__(self, run: MethodRun, models: dict[str, LanguageModel]):
-        del models
-        assert isinstance(run.arguments, OnlineArguments), "the options of a method that samples"
-        self._updates, self._steps = run.arguments.updates_per_generation, 0
+    def __init__(self, updates: int):
+        self._updates, self._steps = updates, 0
 
     def check(self, rewards: np.ndarray, equal: bool) -> None:
         """Count the steps of a generation.
@@ -226,9 +238,7 @@ def _equal_rewards(rewards: np.ndarray, steps: int) -> str:
 # --- the loss ---
 
 
-def loss(
-    run: MethodRun[GRPOArguments], models: Models, batch: Batch, key: jax.Array | None
-) -> Loss:
+def loss(run: GroupRun[GRPOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the loss summed over tokens or completions; see `GRPOArguments.loss_type`."""
     return policy_loss(run.arguments, batch, *compute_policy(run, models.learner, batch, key))
 
@@ -333,7 +343,7 @@ def correction(
     return np.where(token_mask, factors, 1).astype(np.float32), figures
 
 
-def require_equal_bits(run: MethodRun[GRPOArguments], figures: dict[str, float]) -> None:
+def require_equal_bits(run: GroupRun[GRPOArguments], figures: dict[str, float]) -> None:
     """Raise EasyDeLError if the engine and a learner with `batch_invariant` differ in a bit.
 
     Filters of the sampling are computed in another order, so their rounding is allowed. A rollout
@@ -372,10 +382,10 @@ def nanstd(values: np.ndarray) -> np.ndarray:
 #: Arrays of rows with one value per token.
 TOKEN_ARRAYS = ("old_logps", "reference_logps", "correction")
 GRPO = online_method(
+    run=GroupRun[GRPOArguments],
     rows=rows,
     loss=loss,
     token_arrays=TOKEN_ARRAYS,
-    parts=(Scorer, Reference, EqualRewards),
     progress_columns=COLUMNS,
 )
 

@@ -41,11 +41,9 @@ class HeldOutOutputs:
 
     Args:
         run: the run of the method.
-        models: the frozen models, which are not read.
     """
 
-    def __init__(self, run: MethodRun[Any], models: dict[str, LanguageModel]):
-        del models
+    def __init__(self, run: MethodRun[Any]):
         self._run = run
         self._rows = 0
         self._step: Any = None

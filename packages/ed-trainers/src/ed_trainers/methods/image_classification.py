@@ -53,7 +53,7 @@ def loss(
     return Loss.of(output, total, rows, accuracy=accuracy)
 
 
-IMAGE_CLASSIFICATION = Method[ImageClassificationArguments](
+IMAGE_CLASSIFICATION = Method[MethodRun[ImageClassificationArguments]](
     prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "accuracy")
 )
 

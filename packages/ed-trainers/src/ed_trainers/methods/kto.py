@@ -21,12 +21,12 @@ from jax.nn import sigmoid
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
-from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
+from ed_trainers.contract import Batch, Loss, Method, Models, Prepared
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.scoring import learner_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.labelled import prepare_labelled, score_answers
-from ed_trainers.methods.reference import Reference, compute_ahead
+from ed_trainers.methods.reference import ReferenceRun, compute_ahead
 from ed_trainers.options.preference import KTOArguments
 from ed_trainers.placement import TOKENS, with_arrays
 from ed_trainers.state import EasyDeLState
@@ -42,7 +42,7 @@ class AnswerDocument(NamedTuple):
     answer: np.ndarray
 
 
-def prepare(run: MethodRun[KTOArguments], batch: HostBatch) -> Prepared:
+def prepare(run: ReferenceRun[KTOArguments], batch: HostBatch) -> Prepared:
     """Add `other_*`: the same prompts, each with the answer to another prompt."""
     inputs = prepare_labelled(run, batch)
     rows = split_documents(inputs, batch)
@@ -53,7 +53,7 @@ def prepare(run: MethodRun[KTOArguments], batch: HostBatch) -> Prepared:
 
 
 def held_out(
-    run: MethodRun[KTOArguments], batches: Iterable[HostBatch], state: EasyDeLState
+    run: ReferenceRun[KTOArguments], batches: Iterable[HostBatch], state: EasyDeLState
 ) -> Iterator[Prepared]:
     """Yield the held-out batches, with pairs that do not depend on the batch size.
 
@@ -72,7 +72,7 @@ def held_out(
 
 
 def _with_others(
-    run: MethodRun[KTOArguments],
+    run: ReferenceRun[KTOArguments],
     inputs: Prepared,
     rows: list[list[AnswerDocument]],
     previous_answer: np.ndarray | None,
@@ -81,14 +81,14 @@ def _with_others(
         return inputs
     length = inputs["input_ids"].shape[1]
     mismatched_inputs = next_token_batch(build_mismatched_rows(rows, length, previous_answer))
-    mismatched_inputs = run.part(Reference).add_logps(mismatched_inputs)
+    mismatched_inputs = run.reference.add_logps(mismatched_inputs)
     return with_arrays(
         inputs, TOKENS, **{f"{_OTHER}{name}": array for name, array in mismatched_inputs.items()}
     )
 
 
 def statistics(
-    run: MethodRun[KTOArguments], models: Models, batch: Batch, key: jax.Array | None
+    run: ReferenceRun[KTOArguments], models: Models, batch: Batch, key: jax.Array | None
 ) -> dict[str, Metric]:
     """Return the mean log-ratio of prompts with answers to other prompts, `kl`."""
     if run.arguments.loss_type != "kto":
@@ -98,13 +98,13 @@ def statistics(
     )
     _, logps = learner_logps(run, models, mismatched_inputs, key)
     answers = Answers.of(logps, mismatched_inputs["weights"], mismatched_inputs["segment_ids"])
-    ratios = jax.lax.stop_gradient(answers.logps) - run.part(Reference).logps(
-        models, mismatched_inputs
-    )
+    ratios = jax.lax.stop_gradient(answers.logps) - run.reference.logps(models, mismatched_inputs)
     return {"kl": Metric.of(jnp.sum(answers.present * ratios), jnp.sum(answers.present))}
 
 
-def loss(run: MethodRun[KTOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+def loss(
+    run: ReferenceRun[KTOArguments], models: Models, batch: Batch, key: jax.Array | None
+) -> Loss:
     """Return the loss summed over the answers, weighted by kind."""
     arguments, beta = run.arguments, run.arguments.beta
     output, scored = score_answers(run, models, batch, key)
@@ -123,9 +123,9 @@ def loss(run: MethodRun[KTOArguments], models: Models, batch: Batch, key: jax.Ar
     return Loss.of(output, jnp.sum(good + bad), count, **metrics)
 
 
-def whole_batches(run: MethodRun[KTOArguments]) -> bool:
+def whole_batches(run: ReferenceRun[KTOArguments]) -> bool:
     """Whether answers move between rows, or the reference is computed before training."""
-    return run.part(Reference).is_computed_ahead or run.arguments.loss_type == "kto"
+    return run.reference.is_computed_ahead or run.arguments.loss_type == "kto"
 
 
 def split_documents(
@@ -186,12 +186,12 @@ def build_mismatched_rows(
     return out
 
 
-KTO = Method[KTOArguments](
+KTO = Method[ReferenceRun[KTOArguments]](
     prepare=prepare,
     loss=loss,
     statistics=statistics,
     held_out=held_out,
-    parts=(Reference,),
+    run=ReferenceRun,
     before_training=compute_ahead,
     whole_batches=whole_batches,
     per_token=False,

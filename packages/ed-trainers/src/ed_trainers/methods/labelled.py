@@ -14,11 +14,11 @@ from ed_infra.errors import ConfigError
 from ed_infra.outputs import CausalLMOutput, Metric
 
 from ed_trainers.batches import HostBatch
-from ed_trainers.contract import Batch, MethodRun, Models, Prepared
+from ed_trainers.contract import Batch, Models, Prepared
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.scoring import learner_logps
 from ed_trainers.losses.segments import Answers, last_tokens
-from ed_trainers.methods.reference import Reference
+from ed_trainers.methods.reference import ReferenceRun
 from ed_trainers.placement import with_arrays
 
 
@@ -47,7 +47,7 @@ class ScoredAnswers(NamedTuple):
         return figures
 
 
-def prepare_labelled(run: MethodRun, batch: HostBatch) -> Prepared:
+def prepare_labelled(run: ReferenceRun, batch: HostBatch) -> Prepared:
     """Shift the labels of tokens; `label` by slot is 1 or 0, and -1 where there is no answer.
 
     Args:
@@ -67,16 +67,16 @@ def prepare_labelled(run: MethodRun, batch: HostBatch) -> Prepared:
     rows, columns = np.nonzero(last_tokens(inputs["segment_ids"]))
     values = np.asarray(batch["label"], np.float32)[rows, columns]
     label[rows, inputs["segment_ids"][rows, columns] - 1] = values
-    return run.part(Reference).add_logps(with_arrays(inputs, label=label))
+    return run.reference.add_logps(with_arrays(inputs, label=label))
 
 
 def score_answers(
-    run: MethodRun, models: Models, batch: Batch, key: jax.Array | None
+    run: ReferenceRun, models: Models, batch: Batch, key: jax.Array | None
 ) -> tuple[CausalLMOutput, ScoredAnswers]:
     """Return the learner's output, and the answers under both models."""
     output, token_logps = learner_logps(run, models, batch, key)
     answers = Answers.of(token_logps, batch["weights"], batch["segment_ids"])
-    ratios = answers.logps - run.part(Reference).logps(models, batch)
+    ratios = answers.logps - run.reference.logps(models, batch)
     label = batch["label"]
     good, bad = answers.present * (label == 1), answers.present * (label == 0)
     return output, ScoredAnswers(answers.logps, ratios, good, bad)

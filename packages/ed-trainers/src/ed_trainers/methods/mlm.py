@@ -39,21 +39,23 @@ class Transforms(Protocol):
         ...
 
 
-class Masking:
-    """The vocabulary of the run's tokenizer."""
+class MLMRun(MethodRun[MLMArguments]):
+    """A run of `mlm`, with the vocabulary of its tokenizer."""
 
-    def __init__(self, run: MethodRun[MLMArguments], models: dict[str, LanguageModel]):
-        del models
-        if run.tokenizer is None:
+    vocabulary: Vocabulary
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        if self.tokenizer is None:
             raise ConfigError(
                 "masked language modeling needs a tokenizer, whose mask token and special tokens "
                 "it reads: pass processing_class"
             )
-        tokenizer = cast(MaskTokenizer, run.tokenizer)
-        self.vocabulary = Vocabulary.of(tokenizer, whole_words=run.arguments.whole_word_mask)
+        tokenizer = cast(MaskTokenizer, self.tokenizer)
+        self.vocabulary = Vocabulary.of(tokenizer, whole_words=self.arguments.whole_word_mask)
 
 
-def prepare(run: MethodRun[MLMArguments], batch: HostBatch) -> Prepared:
+def prepare(run: MLMRun, batch: HostBatch) -> Prepared:
     """Mask the tokens of a batch; see `masked_rows`.
 
     Masks are drawn from `seed`, the step and the tokens of a row. An evaluation masks the same
@@ -76,7 +78,7 @@ def prepare(run: MethodRun[MLMArguments], batch: HostBatch) -> Prepared:
         arrays["input_ids"],
         arrays["segment_ids"],
         weights,
-        run.part(Masking).vocabulary,
+        run.vocabulary,
         probabilities=(
             options.mlm_probability,
             options.mask_replace_prob,
@@ -95,7 +97,7 @@ def prepare(run: MethodRun[MLMArguments], batch: HostBatch) -> Prepared:
     return Inputs({**arrays, **further_arrays(batch, read)}, dict.fromkeys(selected, _SELECTED))
 
 
-def loss(run: MethodRun[MLMArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+def loss(run: MLMRun, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the weighted sum of `-log p(target)` in nats over the masked positions.
 
     The head computes logits of the selected positions only. Label smoothing and z-loss apply in
@@ -122,7 +124,7 @@ def loss(run: MethodRun[MLMArguments], models: Models, batch: Batch, key: jax.Ar
     return Loss.of(output, total, jnp.sum(batch["weights"]))
 
 
-MLM = Method[MLMArguments](prepare=prepare, loss=loss, feed=feed, parts=(Masking,))
+MLM = Method[MLMRun](run=MLMRun, prepare=prepare, loss=loss, feed=feed)
 
 
 class MLMTrainer(Trainer):

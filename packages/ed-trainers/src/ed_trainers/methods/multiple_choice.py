@@ -60,7 +60,7 @@ def loss(
     return Loss.of(output, total, rows, accuracy=accuracy)
 
 
-MULTIPLE_CHOICE = Method[MultipleChoiceArguments](
+MULTIPLE_CHOICE = Method[MethodRun[MultipleChoiceArguments]](
     prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "accuracy")
 )
 

@@ -18,25 +18,24 @@ import numpy as np
 from ed_infra.outputs import Metric
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.contract import Batch, Loss, MethodRun, Models
+from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.losses.policy import row_metrics
-from ed_trainers.methods.reference import Reference
+from ed_trainers.methods.xpo import SelfPlayRun
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.mixture import GeometricMixture
-from ed_trainers.online.phase import Phase, PhaseRows, compute_policy, online_method
-from ed_trainers.online.self_play import Referee
+from ed_trainers.online.phase import PhaseRows, compute_policy, online_method
 from ed_trainers.options.online import NashMDArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
 
 
-def opponent(run: MethodRun[NashMDArguments], models: Models) -> object:
+def opponent(run: SelfPlayRun[NashMDArguments], models: Models) -> object:
     """Return the mixture of the learner and the reference."""
     return GeometricMixture(models.learner, models["reference"], run.arguments.mixture_coef)
 
 
 def rows(
-    run: MethodRun[NashMDArguments], completions: Completions, weights: Weights, number: int
+    run: SelfPlayRun[NashMDArguments], completions: Completions, weights: Weights, number: int
 ) -> PhaseRows:
     """Return rows of the learner's completions with `reference_logps` [n, s].
 
@@ -44,9 +43,9 @@ def rows(
     probability is known.
     """
     del number
-    contest = run.part(Referee).contest(completions, weights, partial(opponent, run))
+    contest = run.referee.contest(completions, weights, partial(opponent, run))
     row_arrays = {**contest.learner_rows, **contest.scored}
-    row_arrays |= run.part(Phase).ask(reference_logps, row_arrays, weights)
+    row_arrays |= run.phase.ask(reference_logps, row_arrays, weights)
     win_mask = np.isfinite(contest.wins)
     row_arrays["wins"] = np.where(win_mask, contest.wins, 0).astype(np.float32)
     row_arrays["present"] = win_mask.astype(np.float32)
@@ -54,14 +53,14 @@ def rows(
 
 
 def reference_logps(
-    run: MethodRun[NashMDArguments], models: Models, batch: Batch
+    run: SelfPlayRun[NashMDArguments], models: Models, batch: Batch
 ) -> dict[str, jax.Array]:
     """Return the log-probabilities of the tokens of rows under the reference."""
     return {"reference_logps": compute_policy(run, models["reference"], batch)[1].logps}
 
 
 def loss(
-    run: MethodRun[NashMDArguments], models: Models, batch: Batch, key: jax.Array | None
+    run: SelfPlayRun[NashMDArguments], models: Models, batch: Batch, key: jax.Array | None
 ) -> Loss:
     """Return the loss summed over the completions. Only its gradient has a meaning."""
     weights, wins = batch["weights"], batch["wins"]
@@ -87,10 +86,10 @@ def loss(
 
 
 NASH_MD = online_method(
+    run=SelfPlayRun[NashMDArguments],
     rows=rows,
     loss=loss,
     token_arrays=("reference_logps",),
-    parts=(Referee, Reference),
     progress_columns=("reward", "rewards/accuracies", "objective/kl", "loss"),
 )
 

@@ -69,7 +69,9 @@ def _log1mexp(x: jax.Array) -> jax.Array:
     return jnp.where(x > -0.6931472, near_zero, jnp.log1p(-jnp.exp(jnp.minimum(x, -0.6931472))))
 
 
-ORPO = Method[ORPOArguments](prepare=prepare, loss=loss, per_token=False, progress_columns=COLUMNS)
+ORPO = Method[MethodRun[ORPOArguments]](
+    prepare=prepare, loss=loss, per_token=False, progress_columns=COLUMNS
+)
 
 
 class ORPOTrainer(Trainer):

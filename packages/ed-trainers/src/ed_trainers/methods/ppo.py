@@ -18,7 +18,7 @@ from ed_infra.outputs import CausalLMOutput, Metric
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.contract import Batch, Loss, MethodRun, Models
+from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.losses.policy import Policy, row_metrics
 from ed_trainers.losses.ppo import (
     generalized_advantages,
@@ -30,7 +30,7 @@ from ed_trainers.losses.ppo import (
 )
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import Phase, PhaseRows, compute_policy, online_method
+from ed_trainers.online.phase import OnlineRun, PhaseRows, compute_policy, online_method
 from ed_trainers.online.scorer import Scorer
 from ed_trainers.options.online import PPOArguments
 from ed_trainers.roles.value_head import VALUE_HEAD, value_head
@@ -38,9 +38,20 @@ from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
 
 
-def rows(
-    run: MethodRun[PPOArguments], completions: Completions, weights: Weights, number: int
-) -> PhaseRows:
+class PPORun(OnlineRun[PPOArguments]):
+    """A run of `ppo`."""
+
+    scorer: Scorer
+    reference: Reference
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        self.scorer = Scorer(self, models)
+        self.reference = Reference(self, models)
+        super().create_parts(models)
+
+
+def rows(run: PPORun, completions: Completions, weights: Weights, number: int) -> PhaseRows:
     """Return one row per completion with `old_logps`, `old_values`, `advantages`, `returns` [n, s].
 
     The rows also have `rewards` [n], and `scored` [n], 1 for a completion with a reward.
@@ -48,14 +59,14 @@ def rows(
     del number
     arguments = run.arguments
     row_arrays = dict(completions.rows(arguments.row_length))
-    scores = run.part(Scorer).score(completions, row_arrays, weights)
+    scores = run.scorer.score(completions, row_arrays, weights)
     figures, total = scores.figures(), scores.total
     if arguments.missing_eos_penalty is not None:
         total = total - arguments.missing_eos_penalty * ~np.asarray(completions.ended)
     # A completion without a score is not trained on.
     scored = np.isfinite(total)
     row_arrays["weights"] *= scored[:, None]
-    model_outputs = run.part(Phase).ask(before_updates, row_arrays, weights)
+    model_outputs = run.phase.ask(before_updates, row_arrays, weights)
     aims, means = jax.device_get(
         compute_targets(
             np.where(scored, total, 0).astype(np.float32),
@@ -78,9 +89,7 @@ def rows(
     return row_arrays, {**figures, **{name: float(value) for name, value in means.items()}}
 
 
-def before_updates(
-    run: MethodRun[PPOArguments], models: Models, batch: Batch
-) -> dict[str, jax.Array]:
+def before_updates(run: PPORun, models: Models, batch: Batch) -> dict[str, jax.Array]:
     """Return log-probabilities and values of the tokens of completions, each [n, s]."""
     _, policy, values = _policy(run, models.learner, batch, None)
     model_outputs = {"logps": policy.logps, "values": values, "ref_logps": policy.logps}
@@ -90,7 +99,7 @@ def before_updates(
     return model_outputs
 
 
-def loss(run: MethodRun[PPOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+def loss(run: PPORun, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the clipped losses of policy and values, summed over the tokens of completions."""
     arguments, weights = run.arguments, batch["weights"]
     output, now, values = _policy(run, models.learner, batch, key)
@@ -115,7 +124,7 @@ def loss(run: MethodRun[PPOArguments], models: Models, batch: Batch, key: jax.Ar
 
 
 def _policy(
-    run: MethodRun[PPOArguments], learner: LanguageModel, batch: Batch, key: jax.Array | None
+    run: PPORun, learner: LanguageModel, batch: Batch, key: jax.Array | None
 ) -> tuple[CausalLMOutput, Policy, jax.Array]:
     """Return the output, the figures of each token, and the value before it."""
     output, policy = compute_policy(run, learner, batch, key)
@@ -177,10 +186,10 @@ def compute_targets(
 
 
 PPO = online_method(
+    run=PPORun,
     rows=rows,
     loss=loss,
     token_arrays=("old_logps", "old_values", "advantages", "returns"),
-    parts=(Scorer, Reference),
     extension=VALUE_HEAD,
     progress_columns=("reward", "objective/kl", "completions/mean_length", "loss"),
 )

@@ -63,7 +63,7 @@ def loss(run: MethodRun[PRMArguments], models: Models, batch: Batch, key: jax.Ar
     return Loss.of(output, jnp.sum(weights * losses), steps, accuracy=accuracy)
 
 
-PRM = Method[PRMArguments](
+PRM = Method[MethodRun[PRMArguments]](
     prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "accuracy")
 )
 

@@ -121,7 +121,7 @@ def span_f1(
     return 2 * jnp.maximum(common, 0) / jnp.maximum(sizes, 1)
 
 
-QUESTION_ANSWERING = Method[QuestionAnsweringArguments](
+QUESTION_ANSWERING = Method[MethodRun[QuestionAnsweringArguments]](
     prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "exact_match", "f1")
 )
 

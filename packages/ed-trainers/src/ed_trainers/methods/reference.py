@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import ClassVar, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.batches import BatchLoader, Dataset
-from ed_trainers.contract import Batch, MethodRun, Models, Prepared, RunData
+from ed_trainers.contract import A, Batch, MethodRun, Models, Prepared, RunData
 from ed_trainers.losses.pairs import get_slots
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
@@ -52,7 +52,7 @@ class ReferenceOptions(Protocol):
 
 
 class Reference:
-    """The reference policy of a run; an object in `Method.parts`.
+    """The reference policy of a run.
 
     Args:
         run: the run of the method, with options of `ReferenceOptions`.
@@ -163,13 +163,25 @@ class Reference:
         return jax.lax.stop_gradient(answers.logps)
 
 
-def compute_ahead(run: MethodRun, data: RunData) -> None:
+class ReferenceRun(MethodRun[A]):
+    """A run of a method on given answers that compares them with those of a reference."""
+
+    #: Number of rows of a model for each row of a batch, 2 for pairs.
+    sides: ClassVar[int] = 1
+    reference: Reference
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        self.reference = Reference(self, models, sides=self.sides)
+
+
+def compute_ahead(run: ReferenceRun, data: RunData) -> None:
     """Compute the log-probabilities of the reference for all data, if `precompute_ref_log_probs`.
 
     Raises:
         ConfigError: a dataset is not a loader with a length.
     """
-    ahead = run.part(Reference)._ahead
+    ahead = run.reference._ahead
     if ahead is None:
         return
     walks: list[tuple[Dataset | None, str, int | None, bool]] = [
@@ -193,6 +205,6 @@ def compute_ahead(run: MethodRun, data: RunData) -> None:
     ahead.let_go()
 
 
-def reads_whole_batches(run: MethodRun) -> bool:
+def reads_whole_batches(run: ReferenceRun) -> bool:
     """Whether all processes compute the log-probabilities of the reference together."""
-    return run.part(Reference).is_computed_ahead
+    return run.reference.is_computed_ahead

@@ -70,7 +70,7 @@ def loss(
     return Loss.of(output, jnp.sum(present * losses), pairs, **metrics)
 
 
-REWARD = Method[RewardArguments](
+REWARD = Method[MethodRun[RewardArguments]](
     prepare=prepare,
     loss=loss,
     per_token=False,

@@ -13,13 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.contract import Batch, Loss, MethodRun, Models
+from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.losses.policy import clip_metrics, old_logps, row_metrics
-from ed_trainers.methods.grpo import COLUMNS, EqualRewards, group_rows, nanmean, nanstd
-from ed_trainers.methods.reference import Reference
+from ed_trainers.methods.grpo import COLUMNS, GroupRun, group_rows, nanmean, nanstd
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import PhaseRows, compute_policy, online_method
-from ed_trainers.online.scorer import Scorer
 from ed_trainers.options.groups import RLOOArguments
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
@@ -29,7 +27,7 @@ _SMALL = 1e-4
 
 
 def rows(
-    run: MethodRun[RLOOArguments], completions: Completions, weights: Weights, number: int
+    run: GroupRun[RLOOArguments], completions: Completions, weights: Weights, number: int
 ) -> PhaseRows:
     """Return the rows of `group_rows`; the figures have the divergence of a token, `kl`."""
     asks = run.arguments.updates_per_generation > 1 or run.arguments.has_reference
@@ -44,7 +42,7 @@ def rows(
     return row_arrays, figures
 
 
-def policies(run: MethodRun[RLOOArguments], models: Models, batch: Batch) -> dict[str, jax.Array]:
+def policies(run: GroupRun[RLOOArguments], models: Models, batch: Batch) -> dict[str, jax.Array]:
     """Return `old_logps` and, with a reference, `reference_logps` of rows, [n, s]."""
     out = {"old_logps": compute_policy(run, models.learner, batch)[1].logps}
     if run.arguments.has_reference:
@@ -53,7 +51,7 @@ def policies(run: MethodRun[RLOOArguments], models: Models, batch: Batch) -> dic
 
 
 def advantages(
-    run: MethodRun[RLOOArguments], groups: np.ndarray, row_arrays: dict[str, np.ndarray]
+    run: GroupRun[RLOOArguments], groups: np.ndarray, row_arrays: dict[str, np.ndarray]
 ) -> np.ndarray:
     """Return the rewards [p, g] minus the mean reward of the others of their group."""
     arguments = run.arguments
@@ -74,9 +72,7 @@ def advantages(
     return flat_advantages
 
 
-def loss(
-    run: MethodRun[RLOOArguments], models: Models, batch: Batch, key: jax.Array | None
-) -> Loss:
+def loss(run: GroupRun[RLOOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the clipped loss of each completion, summed over the completions."""
     arguments, weights = run.arguments, batch["weights"]
     output, policy = compute_policy(run, models.learner, batch, key)
@@ -92,10 +88,10 @@ def loss(
 
 
 RLOO = online_method(
+    run=GroupRun[RLOOArguments],
     rows=rows,
     loss=loss,
     token_arrays=("old_logps",),
-    parts=(Scorer, Reference, EqualRewards),
     progress_columns=COLUMNS,
 )
 

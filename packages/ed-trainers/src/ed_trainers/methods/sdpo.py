@@ -21,16 +21,14 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.contract import MAIN, Batch, Loss, MethodRun, Models
+from ed_trainers.contract import MAIN, Batch, Loss, Models
 from ed_trainers.losses.divergence import token_divergences
 from ed_trainers.losses.policy import Policy, old_logps, row_metrics
 from ed_trainers.losses.scoring import forward
 from ed_trainers.methods import grpo
-from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import PhaseRows, compute_policy, online_method
 from ed_trainers.online.reprompts import build_reprompts
-from ed_trainers.online.scorer import Scorer
 from ed_trainers.options.groups import SDPOArguments
 from ed_trainers.roles.frozen import Following
 from ed_trainers.rollout import Weights
@@ -43,7 +41,7 @@ _LARGEST_LOG = 20.0
 
 
 class SelfTeacher:
-    """The teacher of a run, the frozen model `"teacher"`; an object of `Method.parts`.
+    """The teacher of a run, the frozen model `"teacher"`.
 
     Args:
         run: the run of the method.
@@ -51,7 +49,7 @@ class SelfTeacher:
             the base under its adapters.
     """
 
-    def __init__(self, run: MethodRun[SDPOArguments], models: dict[str, LanguageModel]):
+    def __init__(self, run: SDPORun, models: dict[str, LanguageModel]):
         options, learner = run.arguments, run.learner
         kind = options.teacher_model_kind
         self._under = kind == "base" and has_lora(learner)
@@ -78,9 +76,18 @@ class SelfTeacher:
         return models[NAME]
 
 
-def rows(
-    run: MethodRun[SDPOArguments], completions: Completions, weights: Weights, number: int
-) -> PhaseRows:
+class SDPORun(grpo.GroupRun[SDPOArguments]):
+    """A run of `sdpo`: the objects of `grpo`, and the teacher."""
+
+    teacher: SelfTeacher
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        super().create_parts(models)
+        self.teacher = SelfTeacher(self, models)
+
+
+def rows(run: SDPORun, completions: Completions, weights: Weights, number: int) -> PhaseRows:
     """Return the rows of `grpo` and the rows of the teacher, named `teacher_...` [n, t].
 
     `teacher_places` [n, s] are the positions of the teacher's rows that predict the tokens, and
@@ -106,9 +113,7 @@ def rows(
     return row_arrays, {**figures, **reprompts.figures}
 
 
-def loss(
-    run: MethodRun[SDPOArguments], models: Models, batch: Batch, key: jax.Array | None
-) -> Loss:
+def loss(run: SDPORun, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the weighted sum of the distillation and the policy loss; see `SDPOArguments`."""
     options = run.arguments
     output, policy = compute_policy(run, models.learner, batch, key)
@@ -140,7 +145,7 @@ def loss(
 
 
 def divergences(
-    run: MethodRun[SDPOArguments],
+    run: SDPORun,
     models: Models,
     batch: Batch,
     output: CausalLMOutput,
@@ -150,7 +155,7 @@ def divergences(
 
     The divergence of `sampled_token` is an estimate whose gradient alone has a meaning.
     """
-    options, teacher = run.arguments, run.part(SelfTeacher).of(models)
+    options, teacher = run.arguments, run.teacher.of(models)
     longer = batch.replace(**{name: batch[f"{NAME}_{name}"] for name in _ROWS})
     places = batch[f"{NAME}_places"]
     if options.distillation_mode == "sampled_token":
@@ -176,13 +181,13 @@ def divergences(
 
 
 SDPO = online_method(
+    run=SDPORun,
     rows=rows,
     loss=loss,
     token_arrays=(
         *grpo.TOKEN_ARRAYS,
         *(f"{NAME}_{name}" for name in (*_ROWS, "places")),
     ),
-    parts=(Scorer, Reference, SelfTeacher, grpo.EqualRewards),
     progress_columns=("reward", "self_distillation/distillation_loss", "loss"),
 )
 

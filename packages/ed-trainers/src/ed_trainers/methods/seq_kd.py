@@ -63,7 +63,17 @@ class TeacherAnswers:
                 self._answers[prompt] = until_end(sequence[width:], self._teacher)
 
 
-def prepare(run: MethodRun[SeqKDArguments], batch: HostBatch) -> Prepared:
+class SeqKDRun(MethodRun[SeqKDArguments]):
+    """A run of `seq_kd`."""
+
+    answers: TeacherAnswers
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        self.answers = TeacherAnswers(self, models)
+
+
+def prepare(run: SeqKDRun, batch: HostBatch) -> Prepared:
     """Return rows [b, s] of prompts and the teacher's answers.
 
     Raises:
@@ -76,7 +86,7 @@ def prepare(run: MethodRun[SeqKDArguments], batch: HostBatch) -> Prepared:
         )
     arguments = run.arguments
     prompts = [tuple(ids)[-arguments.max_prompt_length :] for ids in batch.input_ids]
-    answers = run.part(TeacherAnswers).of(prompts)
+    answers = run.answers.of(prompts)
     width = arguments.max_prompt_length + arguments.max_completion_length
     rows = {
         "input_ids": np.zeros((len(prompts), width), np.int32),
@@ -91,10 +101,10 @@ def prepare(run: MethodRun[SeqKDArguments], batch: HostBatch) -> Prepared:
     return next_token_batch(rows)
 
 
-SEQ_KD = Method[SeqKDArguments](
+SEQ_KD = Method[SeqKDRun](
+    run=SeqKDRun,
     prepare=prepare,
     loss=loss,
-    parts=(TeacherAnswers,),
     whole_batches=True,  # all processes run the teacher together
 )
 

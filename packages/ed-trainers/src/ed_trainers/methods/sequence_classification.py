@@ -46,7 +46,7 @@ def loss(
     return Loss.of(output, total, rows, accuracy=accuracy)
 
 
-SEQUENCE_CLASSIFICATION = Method[SequenceClassificationArguments](
+SEQUENCE_CLASSIFICATION = Method[MethodRun[SequenceClassificationArguments]](
     prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "accuracy")
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ed_layers.losses import TokenLoss
+from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS, SFTArguments
 from ed_trainers.batches import HostBatch
@@ -25,6 +26,16 @@ from ed_trainers.methods.transcripts import Transcripts
 from ed_trainers.options.distillation import SeqKDArguments
 from ed_trainers.state import EasyDeLState
 from ed_trainers.trainer import Trainer
+
+
+class SFTRun(MethodRun[SFTArguments]):
+    """A run of `sft`."""
+
+    transcripts: Transcripts
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        self.transcripts = Transcripts(self)
 
 
 def prepare(run: MethodRun, batch: HostBatch) -> Prepared:
@@ -81,14 +92,12 @@ def cross_entropy(
     return Loss.of(output, total, jnp.sum(batch["weights"]))
 
 
-def measure(
-    run: MethodRun[SFTArguments], batches: Iterable[HostBatch], state: EasyDeLState
-) -> dict[str, float]:
+def measure(run: SFTRun, batches: Iterable[HostBatch], state: EasyDeLState) -> dict[str, float]:
     """With `predict_with_generate`, return the error rates of held-out transcripts."""
-    return run.part(Transcripts).rates(batches, state)
+    return run.transcripts.rates(batches, state)
 
 
-SFT = Method[SFTArguments](prepare=prepare, loss=loss, measure=measure, parts=(Transcripts,))
+SFT = Method[SFTRun](run=SFTRun, prepare=prepare, loss=loss, measure=measure)
 
 
 class SFTTrainer(Trainer):

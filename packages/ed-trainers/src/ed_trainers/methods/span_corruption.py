@@ -23,21 +23,24 @@ from ed_trainers.options.supervised import SpanCorruptionArguments
 from ed_trainers.trainer import Trainer
 
 
-class Corruption:
-    """The sentinels of the run's tokenizer."""
+class SpanCorruptionRun(MethodRun[SpanCorruptionArguments]):
+    """A run of `span_corruption`, with the sentinels of its tokenizer."""
 
-    def __init__(self, run: MethodRun[SpanCorruptionArguments], models: dict[str, LanguageModel]):
-        del models
-        if run.tokenizer is None:
+    sentinels: Sentinels
+    pad: int
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        if self.tokenizer is None:
             raise ConfigError(
                 "span corruption needs a tokenizer, whose sentinels it reads: pass processing_class"
             )
-        self.sentinels = Sentinels.of(cast(SentinelTokenizer, run.tokenizer))
-        pad = run.learner.config.pad_token_id
+        self.sentinels = Sentinels.of(cast(SentinelTokenizer, self.tokenizer))
+        pad = self.learner.config.pad_token_id
         self.pad = pad if isinstance(pad, int) else 0
 
 
-def prepare(run: MethodRun[SpanCorruptionArguments], batch: HostBatch) -> Prepared:
+def prepare(run: SpanCorruptionRun, batch: HostBatch) -> Prepared:
     """Replace spans of a batch by sentinels; see `corrupted_rows`.
 
     Spans are drawn from `seed`, the step and the tokens of a document. An evaluation corrupts the
@@ -50,18 +53,18 @@ def prepare(run: MethodRun[SpanCorruptionArguments], batch: HostBatch) -> Prepar
     Returns:
         The arrays of an encoder-decoder, as `next_token_batch` returns them.
     """
-    options, corruption = run.arguments, run.part(Corruption)
+    options = run.arguments
     sequences = sequence_arrays(batch)
     density, mean_span = options.noise_density, options.mean_noise_span_length
     rows = corrupted_rows(
         sequences["input_ids"],
         sequences["segment_ids"],
-        corruption.sentinels,
+        run.sentinels,
         density=density,
         mean_span=mean_span,
         width=options.max_target_length
         or target_width(sequences["input_ids"].shape[1], density, mean_span),
-        pad=corruption.pad,
+        pad=run.pad,
         seed=(options.seed, get_batch_number(batch)),
     )
     arrays: dict[str, np.ndarray] = rows._asdict()
@@ -69,7 +72,7 @@ def prepare(run: MethodRun[SpanCorruptionArguments], batch: HostBatch) -> Prepar
 
 
 def loss(
-    run: MethodRun[SpanCorruptionArguments],
+    run: SpanCorruptionRun,
     models: Models,
     batch: Batch,
     key: jax.Array | None,
@@ -78,8 +81,8 @@ def loss(
     return cross_entropy(run, models, batch, key)
 
 
-SPAN_CORRUPTION = Method[SpanCorruptionArguments](
-    prepare=prepare, loss=loss, feed=feed, parts=(Corruption,)
+SPAN_CORRUPTION = Method[SpanCorruptionRun](
+    run=SpanCorruptionRun, prepare=prepare, loss=loss, feed=feed
 )
 
 

@@ -61,7 +61,7 @@ def loss(
     return Loss.of(output, total, words, **metrics)
 
 
-TOKEN_CLASSIFICATION = Method[TokenClassificationArguments](
+TOKEN_CLASSIFICATION = Method[MethodRun[TokenClassificationArguments]](
     prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "accuracy")
 )
 

@@ -11,7 +11,6 @@ import numpy as np
 from ed_infra.errors import ConfigError
 from ed_models.generation.options import special_token
 from ed_models.generation.prompts import longest_sequence
-from ed_models.protocol import LanguageModel
 from ed_models.tasks.ctc import best_labels
 from flax import nnx
 
@@ -35,8 +34,7 @@ class Transcripts:
             no tokenizer.
     """
 
-    def __init__(self, run: MethodRun[Any], models: dict[str, LanguageModel]):
-        del models
+    def __init__(self, run: MethodRun[Any]):
         options = run.arguments
         self.active = isinstance(options, SFTArguments) and options.predict_with_generate
         if not self.active:
@@ -86,8 +84,7 @@ class Transcripts:
 class BestLabels:
     """Reads the best label of each time step of a CTC model, and counts the errors."""
 
-    def __init__(self, run: MethodRun[Any], models: dict[str, LanguageModel]):
-        del models
+    def __init__(self, run: MethodRun[Any]):
         self.tokenizer: Any = None
         if run.tokenizer is not None:
             self.tokenizer = get_tokenizer(run.tokenizer, "the error rates of an evaluation")

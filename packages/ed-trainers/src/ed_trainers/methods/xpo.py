@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.outputs import Metric
+from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.contract import Batch, Loss, MethodRun, Models
+from ed_trainers.contract import A, Batch, Loss, Models
 from ed_trainers.losses.pairs import as_rows, compute_smoothed_losses, get_pair_axes, pair_metrics
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import Phase, PhaseRows, compute_policy, online_method
+from ed_trainers.online.phase import OnlineRun, PhaseRows, compute_policy, online_method
 from ed_trainers.online.self_play import Referee
 from ed_trainers.options.online import XPOArguments
 from ed_trainers.rollout import Weights
@@ -29,13 +30,26 @@ from ed_trainers.trainer import Trainer
 _ROWS = ("input_ids", "segment_ids", "position_ids", "targets", "weights")
 
 
+class SelfPlayRun(OnlineRun[A]):
+    """A run of a method that compares completions of two policies."""
+
+    referee: Referee
+    reference: Reference
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        self.referee = Referee(self, models)
+        self.reference = Reference(self, models)
+        super().create_parts(models)
+
+
 def opponent(models: Models) -> object:
     """Return the reference."""
     return models["reference"]
 
 
 def rows(
-    run: MethodRun[XPOArguments], completions: Completions, weights: Weights, number: int
+    run: SelfPlayRun[XPOArguments], completions: Completions, weights: Weights, number: int
 ) -> PhaseRows:
     """Return pairs [n, 2, s], the learner's completion first, with `reference_logps` [n, 2, s].
 
@@ -43,10 +57,10 @@ def rows(
     0, and only the exploration is trained.
     """
     del number
-    contest = run.part(Referee).contest(completions, weights, opponent)
+    contest = run.referee.contest(completions, weights, opponent)
     sides = contest.learner_rows, contest.opponent_rows
     row_arrays = {name: np.stack([side[name] for side in sides], axis=1) for name in _ROWS}
-    row_arrays |= run.part(Phase).ask(reference_logps, row_arrays, weights)
+    row_arrays |= run.phase.ask(reference_logps, row_arrays, weights)
     row_arrays["won"] = (contest.wins > 0.5).astype(np.float32)
     row_arrays["lost"] = (contest.wins < 0.5).astype(np.float32)
     row_arrays["present"] = np.ones_like(contest.wins)
@@ -55,14 +69,16 @@ def rows(
 
 
 def reference_logps(
-    run: MethodRun[XPOArguments], models: Models, batch: Batch
+    run: SelfPlayRun[XPOArguments], models: Models, batch: Batch
 ) -> dict[str, jax.Array]:
     """Return the log-probabilities of the tokens of pairs under the reference."""
     _, policy = compute_policy(run, models["reference"], as_rows(batch))
     return {"reference_logps": policy.logps.reshape(batch["targets"].shape)}
 
 
-def loss(run: MethodRun[XPOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
+def loss(
+    run: SelfPlayRun[XPOArguments], models: Models, batch: Batch, key: jax.Array | None
+) -> Loss:
     """Return the loss summed over the pairs."""
     arguments, weights = run.arguments, batch["weights"]
     pairs = as_rows(batch.select(_ROWS))
@@ -104,11 +120,11 @@ def loss(run: MethodRun[XPOArguments], models: Models, batch: Batch, key: jax.Ar
 
 
 XPO = online_method(
+    run=SelfPlayRun[XPOArguments],
     rows=rows,
     loss=loss,
     token_arrays=("reference_logps",),
     axes=get_pair_axes(),
-    parts=(Referee, Reference),
     progress_columns=("reward", "rewards/won", "objective/kl", "loss"),
 )
 

@@ -14,8 +14,8 @@ import base64
 import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ed_trainers.batches import BatchLoader, Dataset, Feed, HostBatch
-from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
+from ed_trainers.contract import A, Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.policy import Policy, Truncation, token_policy
 from ed_trainers.online.completions import (
     Completions,
@@ -38,7 +38,6 @@ from ed_trainers.online.completions import (
     get_rows,
 )
 from ed_trainers.online.model_rollout import ModelRollout
-from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.online import OnlineArguments
 from ed_trainers.placement import TOKENS, pad_rows
 from ed_trainers.roles.extension import Extension, PolicyWeights
@@ -46,32 +45,42 @@ from ed_trainers.rollout import AheadRollout, Rollout, SampleRequest, Weights
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored.npz import read_npz
 
-A = TypeVar("A", bound=TrainingArguments)
+R = TypeVar("R", bound="OnlineRun")
 #: Arrays of a generation, each [n, ...], and figures for the log.
 PhaseRows = tuple[dict[str, np.ndarray], dict[str, float]]
-RowsOf = Callable[[MethodRun[A], Completions, Weights, int], PhaseRows]
-Complete = Callable[[MethodRun[A], HostBatch, Weights, int], Completions]
-Question = Callable[[MethodRun[A], Models, Batch], dict[str, jax.Array]]
+RowsOf = Callable[[R, Completions, Weights, int], PhaseRows]
+Complete = Callable[[R, HostBatch, Weights, int], Completions]
+Question = Callable[..., dict[str, jax.Array]]
 
 #: Number of the generations of held-out prompts; the seeds of their samples depend on it.
 HELD_OUT = 2**31
 _ROLLOUT, _LEDGER = "rollout", "ledger"
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnlineMethod(Method[R]):
+    """A method that samples; see `online_method`."""
+
+    rows: RowsOf[R]
+    complete: Complete[R] | None
+    axes: Mapping[str, LogicalAxes]
+
+
 def online_method(
     *,
-    rows: RowsOf[A],
-    loss: Callable[[MethodRun[A], Models, Batch, jax.Array | None], Loss],
+    run: type[R],
+    rows: RowsOf[R],
+    loss: Callable[[R, Models, Batch, jax.Array | None], Loss],
     token_arrays: tuple[str, ...],
     progress_columns: tuple[str, ...],
     axes: LogicalAxes = TOKENS,
-    complete: Complete[A] | None = None,
-    parts: tuple[Callable[[MethodRun[A], dict[str, LanguageModel]], object], ...] = (),
+    complete: Complete[R] | None = None,
     extension: Extension | None = None,
-) -> Method[A]:
+) -> OnlineMethod[R]:
     """Return the record of a method that samples.
 
     Args:
+        run: the class of the run, whose fields are the objects of the method.
         rows: returns the arrays of the loss, each [n, ...], and figures for the log, from
             completions, the weights that sampled them and the number of the generation. Completions
             are ordered by prompt, `rows_per_prompt * completions_per_row` for each prompt.
@@ -81,23 +90,34 @@ def online_method(
         progress_columns: see `Method.progress_columns`.
         axes: logical axes of the arrays with one value per token.
         complete: returns the completions of a batch of prompts; default: `Phase.sample`.
-        parts: see `Method.parts`.
         extension: see `Method.extension`.
     """
-    declared = dict.fromkeys(
-        ("input_ids", "segment_ids", "position_ids", "targets", "weights", *token_arrays), axes
-    )
-    return Method(
-        prepare=lambda run, batch: run.part(Phase).prepare(batch),
+    return OnlineMethod(
+        run=run,
+        prepare=lambda run, batch: run.phase.prepare(batch),
         loss=loss,
-        held_out=lambda run, batches, state: run.part(Phase).held_out(batches, state),
-        feed=lambda run, dataset: RolloutFeed(dataset, run.part(Phase)),
-        parts=(*parts, partial(Phase, rows=rows, complete=complete, axes=declared)),
+        held_out=lambda run, batches, state: run.phase.held_out(batches, state),
+        feed=lambda run, dataset: RolloutFeed(dataset, run.phase),
         whole_batches=True,  # all processes complete and score the same prompts together
         per_token=False,
         progress_columns=progress_columns,
         extension=extension,
+        rows=rows,
+        complete=complete,
+        axes=dict.fromkeys(
+            ("input_ids", "segment_ids", "position_ids", "targets", "weights", *token_arrays), axes
+        ),
     )
+
+
+class OnlineRun(MethodRun[A]):
+    """A run of a method that samples. A subclass creates its other objects first."""
+
+    phase: Phase
+
+    def create_parts(self, models: dict[str, LanguageModel]) -> None:
+        """See `MethodRun`."""
+        self.phase = Phase(self)
 
 
 class Generation(NamedTuple):
@@ -114,33 +134,22 @@ class Generation(NamedTuple):
     figures: dict[str, float]
 
 
-class Phase(Generic[A]):
-    """Completes prompts, and evaluates models on the completions; an object of `Method.parts`.
+class Phase:
+    """Completes prompts, and evaluates models on the completions.
 
     Args:
-        run: the run of the method.
-        models: the frozen models by role; unchanged.
-        rows: see `online_method`.
-        complete: see `online_method`.
-        axes: logical axes of the arrays of the rows, by name.
+        run: the run of a method of `online_method`.
     """
 
-    def __init__(
-        self,
-        run: MethodRun[A],
-        models: dict[str, LanguageModel],
-        *,
-        rows: RowsOf[A],
-        complete: Complete[A] | None,
-        axes: Mapping[str, LogicalAxes],
-    ):
-        del models
+    def __init__(self, run: OnlineRun):
+        method = run.record
+        assert isinstance(method, OnlineMethod), "the record of `online_method`"
         assert isinstance(run.arguments, OnlineArguments), "the options of a method that samples"
         self.run, self.options, self.chunk = run, run.arguments, run.arguments.lmhead_chunksize
-        self._rows, self._complete, self._axes = rows, complete, axes
-        self._programs: dict[Question[A], Callable[..., dict[str, jax.Array]]] = {}
+        self._rows, self._complete, self._axes = method.rows, method.complete, method.axes
+        self._programs: dict[Question, Callable[..., dict[str, jax.Array]]] = {}
         self._figures: dict[str, float] = {}  # of the rollout
-        if complete is not None and isinstance(run.rollout, AheadRollout):
+        if method.complete is not None and isinstance(run.rollout, AheadRollout):
             raise ConfigError(
                 f"{run.name} decides for each generation how prompts are completed, so it cannot "
                 "issue prompts ahead: omit the section asynchronous"
@@ -296,7 +305,7 @@ class Phase(Generic[A]):
 
     def ask(
         self,
-        question: Question[A],
+        question: Question,
         rows: Mapping[str, np.ndarray],
         weights: Weights,
         axes: Mapping[str, LogicalAxes] | None = None,
@@ -329,7 +338,7 @@ class Phase(Generic[A]):
         }
 
     def _program(
-        self, question: Question[A], graphdef: nnx.GraphDef
+        self, question: Question, graphdef: nnx.GraphDef
     ) -> Callable[..., dict[str, jax.Array]]:
         replicated_sharding = NamedSharding(self.run.placement.config.mesh, PartitionSpec())
         merge = self.run.frozen.merge
@@ -362,7 +371,7 @@ class Phase(Generic[A]):
 
 
 def compute_policy(
-    run: MethodRun[A],
+    run: OnlineRun,
     model: LanguageModel,
     rows: Batch,
     key: jax.Array | None = None,
@@ -378,7 +387,7 @@ def compute_policy(
         key: dropout key.
         truncated: also compute `sampled_logps`, if the sampling has filters.
     """
-    phase = run.part(Phase)
+    phase = run.phase
     options = phase.options
     truncation = Truncation(options.top_k, options.top_p, options.min_p)
     return token_policy(

@@ -20,7 +20,7 @@ from ed_trainers.contract import Batch, MethodRun, Models
 from ed_trainers.losses.scoring import token_scores
 from ed_trainers.losses.segments import last_tokens
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import Phase
+from ed_trainers.online.phase import OnlineRun
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.online import RewardedArguments
 from ed_trainers.placement import TOKENS
@@ -62,7 +62,7 @@ class Scores(NamedTuple):
 
 
 class Scorer:
-    """The rewards of a run: functions and a reward model; an object of `Method.parts`.
+    """The rewards of a run: functions and a reward model.
 
     The reward model is the frozen model `"reward"`, a `SequenceClassifier` with one label, whose
     score of the last token counts. The reward model reads the token ids of the learner.
@@ -75,7 +75,7 @@ class Scorer:
         ConfigError: there are no rewards, or the number of weights differs from their number.
     """
 
-    def __init__(self, run: MethodRun[A], models: dict[str, LanguageModel]):
+    def __init__(self, run: OnlineRun, models: dict[str, LanguageModel]):
         options = run.arguments
         assert isinstance(options, RewardedArguments), "the options of a method with rewards"
         self._run = run
@@ -122,7 +122,7 @@ class Scorer:
             score_inputs = dict(completions.rows_to_score(rows["input_ids"].shape[1]))
             score_inputs["last"] = last_tokens(score_inputs["segment_ids"])
             axes = dict.fromkeys(score_inputs, TOKENS)
-            model_scores = self._run.part(Phase).ask(_compute_rewards, score_inputs, weights, axes)
+            model_scores = self._run.phase.ask(_compute_rewards, score_inputs, weights, axes)
             parts.append(model_scores[REWARD.name][:, None])
         rewards = np.concatenate(parts, axis=1)
         total = np.nansum(rewards * self._weights, axis=1)

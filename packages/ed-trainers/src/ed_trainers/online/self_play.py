@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from ed_models.protocol import LanguageModel
 
-from ed_trainers.contract import MethodRun, Models
+from ed_trainers.contract import Models
 from ed_trainers.online.completions import Completions
-from ed_trainers.online.phase import Phase
+from ed_trainers.online.phase import OnlineRun
 from ed_trainers.online.scorer import Scorer, call_once
 from ed_trainers.options.online import OnlineArguments, SelfPlayArguments
 from ed_trainers.rewards import Rewards
@@ -46,7 +46,7 @@ class Contest(NamedTuple):
 
 
 class Referee:
-    """Decides which completion is better; an object of `Method.parts`.
+    """Decides which completion is better.
 
     Args:
         run: the run of the method, with options of `SelfPlayArguments`.
@@ -56,7 +56,7 @@ class Referee:
         ConfigError: there is neither a judge nor a reward.
     """
 
-    def __init__(self, run: MethodRun, models: dict[str, LanguageModel]):
+    def __init__(self, run: OnlineRun, models: dict[str, LanguageModel]):
         options = run.arguments
         assert isinstance(options, OnlineArguments), "the options of a method that samples"
         self._run, self._length = run, options.row_length
@@ -75,7 +75,7 @@ class Referee:
             weights: weights of the learner.
             opponent: returns the module whose `generate` completes the prompts a second time.
         """
-        phase = self._run.part(Phase)
+        phase = self._run.phase
         prompts = SimpleNamespace(
             input_ids=completions.prompt_ids,
             prompts=completions.prompts,
