@@ -111,7 +111,7 @@ def register_module(
         _modules[task, model_type] = ModuleRegistration(
             cls, config, tuple(embedding_layer_names or ()), tuple(layernorm_names or ())
         )
-        cls.config_class, cls.model_type, cls.model_task = config, model_type, task  # type: ignore
+        cls.config_class, cls.model_type, cls.model_task = config, model_type, task
         return cls
 
     return add

@@ -181,7 +181,7 @@ def logits_and_pullback(
 
     The gradient of a plain matrix is summed over the chunk in float32 for every dtype.
     """
-    weight, tail = head.weight, replace(head, weight=None)  # type: ignore[arg-type]
+    weight, tail = head.weight, replace(head, weight=None)
     transposed = isinstance(weight, Transposed)
     if isinstance(weight, Product) and not transposed:
         return jax.vjp(lambda head, h: head(h), head, hidden)

@@ -31,7 +31,9 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
         compiled: the result of `ed_elarge.plan.compiled.compare`, if the run was compiled.
     """
     device = plan.hardware.device
-    names = tuple((plan.training or plan.serving).mesh.sizes)  # type: ignore[union-attr]
+    work = plan.training or plan.serving
+    assert work is not None
+    names = tuple(work.mesh.sizes)
     out: dict[str, Any] = {
         "hardware": {
             "name": plan.hardware.text,

@@ -90,8 +90,8 @@ class EasyDeLBaseConfig(StoredConfig):
         inherit_architecture(cls)
         super().__init_subclass__(*args, **kwargs)
         # A dataclass that defines __eq__ has no __hash__.
-        cls.__eq__ = EasyDeLBaseConfig.__eq__  # type: ignore[method-assign]
-        cls.__hash__ = EasyDeLBaseConfig.__hash__  # type: ignore[method-assign]
+        cls.__eq__ = EasyDeLBaseConfig.__eq__
+        cls.__hash__ = EasyDeLBaseConfig.__hash__
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name in (name for name in FIELD_ALIASES if name in kwargs):

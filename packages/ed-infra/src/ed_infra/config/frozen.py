@@ -107,7 +107,7 @@ class FrozenDict(dict):
     def setdefault(self, key: object, default: object = None) -> Any:
         return self[key] if key in self else _refuse()
 
-    __delitem__ = clear = pop = popitem = update = __ior__ = _refuse  # type: ignore[assignment]
+    __delitem__ = clear = pop = popitem = update = __ior__ = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -121,8 +121,8 @@ class FrozenDict(dict):
 class FrozenList(list):
     """An immutable `list`."""
 
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
-    append = extend = insert = pop = remove = clear = sort = reverse = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)

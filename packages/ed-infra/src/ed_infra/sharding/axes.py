@@ -157,7 +157,7 @@ class PartitionAxis:
             return new if value == old else value
 
         names = [field.name for field in dataclasses.fields(self)]
-        return dataclasses.replace(self, **{n: change(getattr(self, n)) for n in names})  # type: ignore
+        return dataclasses.replace(self, **{n: change(getattr(self, n)) for n in names})
 
     def mesh_axes(self) -> set[str]:
         """Return all mesh axes of the fields."""

@@ -77,7 +77,7 @@ def quantize(model: M, rules: QuantizationRules) -> M:
         )
 
     replace = to_rules(rules).map(replacement)
-    return transform(model, replace, of=tuple(MATRICES))  # type: ignore[arg-type]
+    return transform(model, replace, of=tuple(MATRICES))
 
 
 def to_rules(rules: QuantizationRules) -> Rules[EasyDeLQuantizationConfig | None]:
@@ -101,7 +101,7 @@ def warn_of_plain_weights(rules: QuantizationRules) -> None:
     single = isinstance(rules, EasyDeLQuantizationConfig | Mapping)
     once(
         logger,
-        f"the weights are not quantized{f' to {to_spec(rules).dtype}' if single else ''}: "  # type: ignore[arg-type]
+        f"the weights are not quantized{f' to {to_spec(rules).dtype}' if single else ''}: "
         "quantization_config and bits only store the rules of model.quantize(). Call "
         "model.quantize(), or load a checkpoint with apply_quantization=True (False: no warning)",
     )

@@ -157,7 +157,7 @@ class Kimi_K25Processor(ProcessorMixin):
         self.image_token_id: int = tokenizer.convert_tokens_to_ids(self.image_token)
 
     @classmethod
-    def from_pretrained(cls, name: str | Path, **options: Any) -> Self:  # type: ignore[override]
+    def from_pretrained(cls, name: str | Path, **options: Any) -> Self:
         """Load the two parts of a directory or a hub repository."""
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         options.pop("trust_remote_code", None)

@@ -223,10 +223,10 @@ def prepare(
     if is_packed:
         files = _without_zero_biases(model_draft.weights, files)
     if hasattr(cls, "as_published"):
-        files = cls.as_published(files, model_draft.weights.hf_shapes)  # type: ignore[attr-defined]
+        files = cls.as_published(files, model_draft.weights.hf_shapes)
     if hasattr(cls, "new_tensors"):
         missing = {n: shape for n, shape in model_draft.weights.hf_shapes.items() if n not in files}
-        new = cls.new_tensors(config, missing)  # type: ignore[attr-defined]
+        new = cls.new_tensors(config, missing)
         files = files.add_tensors(arrays(files, new)) if new else files
     if getattr(config, "tie_word_embeddings", False) and find_leftovers(model_draft.weights, files):
         untied = config.replace(tie_word_embeddings=False)

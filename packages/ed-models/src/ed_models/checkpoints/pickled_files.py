@@ -181,7 +181,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
+class _Unpickler(pickle._Unpickler):
     """Knows the names of `_KNOWN` and no other, so nothing that it calls does anything.
 
     The one in Python: a number in the file makes the one in C allocate memory.

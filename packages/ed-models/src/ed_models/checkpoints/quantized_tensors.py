@@ -119,7 +119,9 @@ def build_patterns(modules: Iterable[str]) -> Iterator[str]:
     """Regular expressions that match these modules and no others, few for many layers."""
     layers: dict[tuple[str, str], list[str]] = {}
     for name in sorted(modules):
-        prefix, number, suffix = re.fullmatch(r"(.*?)(?:\.(\d+)(\..*))?", name).groups()  # type: ignore[union-attr]
+        parts = re.fullmatch(r"(.*?)(?:\.(\d+)(\..*))?", name)
+        assert parts is not None
+        prefix, number, suffix = parts.groups()
         layers.setdefault((prefix, suffix or ""), []).append(number or "")
     for (prefix, suffix), numbers in layers.items():
         middle = rf"\.(?:{'|'.join(sorted(numbers, key=int))})" if suffix else ""

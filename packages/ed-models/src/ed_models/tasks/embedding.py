@@ -89,7 +89,7 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
                 "segment_ids and segments must be passed together: segments is the number of texts "
                 "in a row"
             )
-        body: Any = super().__call__(  # type: ignore[misc]
+        body: Any = super().__call__(
             input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,

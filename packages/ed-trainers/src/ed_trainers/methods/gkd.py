@@ -92,7 +92,7 @@ def _tokens(run: OnlineRun[GKDArguments], answer: PromptContent | None, row: int
         end = getattr(tokenizer, "eos_token_id", None)
         return [*ids, *([] if end is None else [end])]
     if isinstance(answer, list) and answer and all(isinstance(x, int) for x in answer):
-        return [int(x) for x in answer]  # type: ignore[call-overload]
+        return [int(x) for x in answer if isinstance(x, int)]
     raise ConfigError(
         f"row {row} has the {FIELD} {answer!r:.60}: use a text and pass the trainer a tokenizer, "
         "or use token ids"

@@ -138,7 +138,7 @@ class OnPolicyDistillationArguments(OnPolicyArguments, GKDArguments):
     """On-policy distillation: `gkd` on the learner's completions only, with the reverse
     divergence."""
 
-    trainer_type: Literal["on_policy_distillation"] = "on_policy_distillation"  # type: ignore[assignment]
+    trainer_type: Literal["on_policy_distillation"] = "on_policy_distillation"
     beta: Fraction = 1.0
     """Kind of divergence: 0 is forward, KL(teacher || student); 1 is reverse; values between are
     the generalized Jensen-Shannon divergence."""
@@ -149,7 +149,7 @@ class SparseDistillationArguments(OnPolicyArguments, GKDArguments):
 
     ALIASES: ClassVar[Mapping[str, str]] = {"top_k_teacher": "loss_top_k"}
 
-    trainer_type: Literal["sparse_distillation"] = "sparse_distillation"  # type: ignore[assignment]
+    trainer_type: Literal["sparse_distillation"] = "sparse_distillation"
     beta: Fraction = 0.0
     """Kind of divergence: 0 is forward, KL(teacher || student); 1 is reverse; values between are
     the generalized Jensen-Shannon divergence."""

@@ -169,7 +169,7 @@ class GRPOArguments(GroupArguments, OnlineArguments):
 class RLVRArguments(GRPOArguments):
     """Reinforcement learning with verifiable rewards: `grpo` with rewards that rules check."""
 
-    trainer_type: Literal["rlvr"] = "rlvr"  # type: ignore[assignment]
+    trainer_type: Literal["rlvr"] = "rlvr"
     reward_functions: RewardNames = ("math_answer",)
 
 
@@ -177,7 +177,7 @@ class GSPOArguments(GRPOArguments):
     """Group sequence policy optimization (Zheng et al., arXiv:2507.18071): `grpo` with one ratio
     for each completion, and the defaults of the paper."""
 
-    trainer_type: Literal["gspo"] = "gspo"  # type: ignore[assignment]
+    trainer_type: Literal["gspo"] = "gspo"
     beta: NotNegative = 0.0
     """Weight of the divergence from the reference; 0: no reference."""
     epsilon: Positive = 3e-4
@@ -205,7 +205,7 @@ class GFPOArguments(GRPOArguments):
 
     ROWS_OPTION: ClassVar[str] = "num_remains_in_group"
 
-    trainer_type: Literal["gfpo"] = "gfpo"  # type: ignore[assignment]
+    trainer_type: Literal["gfpo"] = "gfpo"
     num_remains_in_group: Annotated[int, Field(ge=2, le=4095)] | None = None
     """Number of completions per prompt that are trained: those with the highest filter scores among
     `num_return_sequences`. None: all, as in `grpo`. An evaluation counts all completions."""
@@ -319,7 +319,7 @@ class SDPOArguments(GRPOArguments):
         "use_teacher_server": "omit it: the teacher is always on the devices of the run",
     }
 
-    trainer_type: Literal["sdpo"] = "sdpo"  # type: ignore[assignment]
+    trainer_type: Literal["sdpo"] = "sdpo"
     beta: NotNegative = 0.0
     """Weight of the divergence from the reference in the policy loss; 0: no reference."""
     distillation_weight: Fraction = 1.0

@@ -170,11 +170,12 @@ def parse_number(text: str) -> Fraction | None:
     percent = clean_text.endswith("%")
     clean_text = clean_text.removesuffix("%").removesuffix("\\")
     parts = clean_text.split("/")
-    numbers = [_fraction(part) if _NUMBER.fullmatch(part) else None for part in parts]
-    if len(parts) > 2 or None in numbers or (len(parts) == 2 and numbers[1] == 0):
+    fractions = [_fraction(part) if _NUMBER.fullmatch(part) else None for part in parts]
+    numbers = [number for number in fractions if number is not None]
+    if len(parts) > 2 or len(numbers) < len(parts) or (len(parts) == 2 and numbers[1] == 0):
         return None
-    value = numbers[0] if len(parts) == 1 else numbers[0] / numbers[1]  # type: ignore[operator]
-    return value / 100 if percent else value  # type: ignore[operator]
+    value = numbers[0] if len(parts) == 1 else numbers[0] / numbers[1]
+    return value / 100 if percent else value
 
 
 def _extract_boxed_answer(text: str) -> str | None:

@@ -219,7 +219,7 @@ def connection_class(limits: ServerLimits, slots: ConnectionSlots) -> type[async
                 self._watch.written += len(data)
                 self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             if self.handshake is not None:
                 slots.leave(self.handshake)

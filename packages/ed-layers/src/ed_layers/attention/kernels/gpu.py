@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +184,9 @@ def arguments(
     }
 
 
-def by_jax(scale: float, implementation: str, q, k, v, **mask: Any) -> Float[Array, "b s h d"]:
+def by_jax(
+    scale: float, implementation: Literal["xla", "cudnn"], q, k, v, **mask: Any
+) -> Float[Array, "b s h d"]:
     """Call `jax.nn.dot_product_attention` with cuDNN's flash attention.
 
     The narrower head dim is padded with zeros.
@@ -195,7 +197,7 @@ def by_jax(scale: float, implementation: str, q, k, v, **mask: Any) -> Float[Arr
         k,
         v,
         scale=scale,
-        implementation=implementation,  # type: ignore[arg-type]
+        implementation=implementation,
         **arguments(**mask),
     )
     return out[..., :d]
