@@ -66,7 +66,7 @@ def canonical_dtype(value: object) -> str:
     spelling = DTYPE_ALIASES.get(spelling, spelling)
     if spelling not in _DTYPES:
         hint = did_you_mean(name, [*_DTYPES, *DTYPE_ALIASES])
-        raise ConfigError(f"unknown dtype {name!r}{hint} (known: {', '.join(DTYPES)})")
+        raise ConfigError(f"unknown dtype {name!r}{hint} (known: {', '.join(_DTYPES)})")
     return spelling
 
 

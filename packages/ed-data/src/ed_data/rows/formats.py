@@ -84,7 +84,7 @@ def _convert_turn(turn: Any) -> Message:
     name, value = str(turn["from"]).lower(), turn["value"]
     if name not in _ROLES:
         raise DataError(
-            f"the turn is from {turn['from']!r}; known are {', '.join(ROLES)}: rename it in "
+            f"the turn is from {turn['from']!r}; known are {', '.join(_ROLES)}: rename it in "
             "format_callback"
         )
     message: Message = {"role": _ROLES[name], "content": value}

@@ -91,7 +91,7 @@ def _read_file(path: Path) -> Document:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
-            message = f"has more than {MAX_BYTES:,} bytes: a run file contains options, not data"
+            message = f"has more than {_MAX_BYTES:,} bytes: a run file contains options, not data"
             raise InputError(name, [Problem((), message)])
         return parse(raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n"), name)
     except UnicodeDecodeError as error:

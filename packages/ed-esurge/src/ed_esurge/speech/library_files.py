@@ -26,7 +26,7 @@ def missing(error: object) -> AudioError:
     """Return the error of a server without the library."""
     return AudioError(
         "this server reads WAV files (PCM or float) only: send such a file, or install "
-        f"ed-esurge[audio] on the server for {ACCEPTED} ({error})"
+        f"ed-esurge[audio] on the server for {_ACCEPTED} ({error})"
     )
 
 
@@ -54,11 +54,11 @@ class LibraryFile:
             self._file = soundfile.SoundFile(io.BytesIO(data))
         except (soundfile.SoundFileError, TypeError, ValueError) as error:
             raise AudioError(
-                f"the file is not an audio file that this server reads ({ACCEPTED}): {error}"
+                f"the file is not an audio file that this server reads ({_ACCEPTED}): {error}"
             ) from None
         if self._file.format not in FORMATS:
             raise AudioError(
-                f"audio files of the format {self._file.format} are not supported: {ACCEPTED}"
+                f"audio files of the format {self._file.format} are not supported: {_ACCEPTED}"
             )
         self.rate, self.channels = self._file.samplerate, self._file.channels
 

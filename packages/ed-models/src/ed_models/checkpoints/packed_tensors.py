@@ -80,8 +80,8 @@ def unpack_tensors(
     if method not in _READERS:
         raise CheckpointError(
             f"quantization_config of config.json has quant_method={method!r}, a packing that is "
-            f"not read{did_you_mean(str(method), READERS)} (known: {', '.join(READERS)}): load the "
-            "checkpoint that was not quantized, or unpack it once with transformers "
+            f"not read{did_you_mean(str(method), _READERS)} (known: {', '.join(_READERS)}): load "
+            "the checkpoint that was not quantized, or unpack it once with transformers "
             "(model.dequantize(), then save_pretrained)"
         )
     packed = {tensor.name: tensor for tensor in _READERS[method](files, settings)}

@@ -140,7 +140,7 @@ class _Cursor:
             raise CheckpointError(
                 f"{self.file} is a GGUF file of version {min(version, swapped)}{byte_order}; "
                 "versions "
-                f"{' and '.join(map(str, VERSIONS))}, little-endian, are read: convert the model "
+                f"{' and '.join(map(str, _VERSIONS))}, little-endian, are read: convert the model "
                 "with a current llama.cpp"
             )
         tensors = self.count("tensors", _MAX_TENSORS, 24)

@@ -45,12 +45,12 @@ def awq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
     bits = settings.get("bits", settings.get("w_bit"))
     if version != "gemm" or bits != _BITS:
         raise CheckpointError(
-            f"{LAYOUT}: version={version!r} with bits={bits!r} is not read: AutoAWQ's 'gemm' with "
-            f"{BITS} bits is; use a checkpoint with that layout"
+            f"{_LAYOUT}: version={version!r} with bits={bits!r} is not read: AutoAWQ's 'gemm' with "
+            f"{_BITS} bits is; use a checkpoint with that layout"
         )
     group_size = settings.get("group_size", settings.get("q_group_size", -1))
     if not isinstance(group_size, int) or group_size == 0 or group_size < -1:
-        raise CheckpointError(f"{LAYOUT}: group_size is {group_size!r}; -1 means one group")
+        raise CheckpointError(f"{_LAYOUT}: group_size is {group_size!r}; -1 means one group")
     for codes in [name for name in files if name.endswith(".qweight")]:
         layer = codes.removesuffix("qweight")
         scales, zeros = f"{layer}scales", f"{layer}qzeros"

@@ -49,7 +49,7 @@ def bitsandbytes(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Pa
         expect(files, _LAYOUT, scale, entry.shape[:1], FLOATS)
         if form in files and files.read(form).any():
             raise CheckpointError(
-                f"{LAYOUT}: {form}: {name} is ordered for one kernel, which is not supported; "
+                f"{_LAYOUT}: {form}: {name} is ordered for one kernel, which is not supported; "
                 "save the checkpoint again with a recent version"
             )
         parts = (scale, *({form} & files.keys()))
@@ -77,7 +77,7 @@ def _four_bits(files: TensorFiles, name: str, kind: str, text: str) -> Packed:
     codes = files[name]
     if codes.stop - codes.start != math.ceil(numbers / 2):
         raise CheckpointError(
-            f"{LAYOUT}: {name} has {codes.stop - codes.start} bytes, and {list(state.shape)} "
+            f"{_LAYOUT}: {name} has {codes.stop - codes.start} bytes, and {list(state.shape)} "
             f"numbers of 4 bits ({text}) have {math.ceil(numbers / 2)}"
         )
     parts = {"quant_map": ((16,), "F32"), "absmax": ((blocks,), "F32")}
@@ -107,12 +107,12 @@ def _state(files: TensorFiles, kind: str, name: str) -> _State:
         )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"{LAYOUT}: {name} is not JSON text with a shape and a blocksize ({error!r})"
+            f"{_LAYOUT}: {name} is not JSON text with a shape and a blocksize ({error!r})"
         ) from error
     odd = state.block < 2 or state.block % 2 or state.nested < 0
     if kind not in KINDS or odd or min(state.shape, default=0) < 1:
         raise CheckpointError(
-            f"{LAYOUT}: {name} has {state} of kind {kind!r}; known are {', '.join(KINDS)} with an "
+            f"{_LAYOUT}: {name} has {state} of kind {kind!r}; known are {', '.join(KINDS)} with an "
             "even blocksize and a shape without zeros"
         )
     return state

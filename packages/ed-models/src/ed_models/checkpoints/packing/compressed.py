@@ -64,22 +64,24 @@ def _read_groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the groups of layers of the settings; unsupported settings raise CheckpointError."""
     groups = settings.get("config_groups") or {}
     if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
-        raise CheckpointError(f"{LAYOUT}: config_groups is not a mapping of groups: {groups!r:.80}")
+        raise CheckpointError(
+            f"{_LAYOUT}: config_groups is not a mapping of groups: {groups!r:.80}"
+        )
     formats = {group.get("format") for group in groups.values()} - {None}
     formats |= {settings.get("format")} - {None, "mixed-precision"}
     unknown = sorted(str(f) for f in formats if f not in FORMATS)
     if unknown:
         raise CheckpointError(
-            f"{LAYOUT}: format={unknown[0]!r} is not read (known: {', '.join(FORMATS)})"
+            f"{_LAYOUT}: format={unknown[0]!r} is not read (known: {', '.join(FORMATS)})"
         )
     sparse = (settings.get("sparsity_config") or {}).get("format")
     if sparse not in (None, "dense"):
         raise CheckpointError(
-            f"{LAYOUT}: sparsity_config has format={sparse!r}; sparse tensors are not read"
+            f"{_LAYOUT}: sparsity_config has format={sparse!r}; sparse tensors are not read"
         )
     if (settings.get("transform_config") or {}).get("config_groups"):
         raise CheckpointError(
-            f"{LAYOUT}: transform_config rotates activations, which is not supported"
+            f"{_LAYOUT}: transform_config rotates activations, which is not supported"
         )
     return list(groups.values())
 
@@ -95,7 +97,7 @@ def _matrix(files: TensorFiles, layer: str, groups: list[Mapping[str, Any]]) -> 
     block = _block(shape, grid, groups)
     if block is None:
         raise CheckpointError(
-            f"{LAYOUT}: {scale} is {list(grid)}, and {name} {list(shape)} should have one scale, "
+            f"{_LAYOUT}: {scale} is {list(grid)}, and {name} {list(shape)} should have one scale, "
             "one for each row, for equal groups of a row, or for each block of a block_structure"
         )
     if zero in files:
@@ -151,15 +153,15 @@ def _integers(files: TensorFiles, layer: str) -> Packed:
     bits = next((b for b in _BITS if o == rows and -(-i * b // WORD) == words), None)
     if bits is None:
         raise CheckpointError(
-            f"{LAYOUT}: {codes} is {[rows, words]}, and {sizes} says {[o, i]}: these are no codes "
-            f"of {' or '.join(map(str, BITS))} bits, which are read"
+            f"{_LAYOUT}: {codes} is {[rows, words]}, and {sizes} says {[o, i]}: these are no codes "
+            f"of {' or '.join(map(str, _BITS))} bits, which are read"
         )
     count = expect(files, _LAYOUT, scale, (o, None), FLOATS).shape[-1]
     if order in files:
         expect(files, _LAYOUT, order, (i,), ["I32", "I64"])
     elif i % count:
         raise CheckpointError(
-            f"{LAYOUT}: {scale} has {count} groups, which do not divide the {i} inputs of {codes}"
+            f"{_LAYOUT}: {scale} has {count} groups, which do not divide the {i} inputs of {codes}"
         )
     if zero in files:
         expect(files, _LAYOUT, zero, (-(-o * bits // WORD), count), ["I32"])

@@ -51,8 +51,8 @@ def gptq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
     version = str(settings.get("checkpoint_format") or "gptq")
     if version not in _VERSIONS:
         raise CheckpointError(
-            f"{LAYOUT}: checkpoint_format={version!r} is made for one kernel and not read (known: "
-            f"{', '.join(VERSIONS)}); use a checkpoint in one of these"
+            f"{_LAYOUT}: checkpoint_format={version!r} is made for one kernel and not read (known: "
+            f"{', '.join(_VERSIONS)}); use a checkpoint in one of these"
         )
     for codes in [name for name in files if name.endswith(".qweight")]:
         layer = codes.removesuffix("qweight")
@@ -67,7 +67,7 @@ def gptq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
             expect(files, _LAYOUT, order, (inputs,), ["I32", "I64"])
         elif count != math.ceil(inputs / size):
             raise CheckpointError(
-                f"{LAYOUT}: {scales} has {count} groups, and {inputs} inputs in groups of {size} "
+                f"{_LAYOUT}: {scales} has {count} groups, and {inputs} inputs in groups of {size} "
                 f"(group_size) are {math.ceil(inputs / size)}; {order} could define more, but "
                 "the checkpoint lacks it"
             )
@@ -92,8 +92,8 @@ def _bits(files: TensorFiles, codes: str, order: str, settings: Mapping[str, Any
         bits = files[codes].shape[0] * WORD // files[order].shape[0]
     if bits not in _BITS:
         raise CheckpointError(
-            f"{LAYOUT}: {codes} has codes of bits={bits!r}, which are not read (known: "
-            f"{', '.join(map(str, BITS))})"
+            f"{_LAYOUT}: {codes} has codes of bits={bits!r}, which are not read (known: "
+            f"{', '.join(map(str, _BITS))})"
         )
     return bits
 
@@ -101,7 +101,7 @@ def _bits(files: TensorFiles, codes: str, order: str, settings: Mapping[str, Any
 def _group_size(settings: Mapping[str, Any], inputs: int) -> int:
     size = settings.get("group_size", -1)
     if not isinstance(size, int) or size == 0 or size < -1:
-        raise CheckpointError(f"{LAYOUT}: group_size is {size!r}; -1 means one group, else inputs")
+        raise CheckpointError(f"{_LAYOUT}: group_size is {size!r}; -1 means one group, else inputs")
     return inputs if size == -1 else size
 
 
