@@ -311,7 +311,7 @@ def correction(
 
     Args:
         arguments: options that select the correction.
-        own: log-probabilities of the trainer, [n, s].
+        trainer_logps: log-probabilities of the trainer, [n, s].
         sampled: log-probabilities of the engine. Both belong to the distribution of the sampling,
             with temperature and filters.
         weights: 1 for the tokens of completions.

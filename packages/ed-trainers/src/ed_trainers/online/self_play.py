@@ -71,7 +71,7 @@ class Referee:
         """Let an opponent complete the prompts of completions, and decide which ones are better.
 
         Args:
-            own: completions of the learner.
+            completions: completions of the learner.
             weights: weights of the learner.
             opponent: returns the module whose `generate` completes the prompts a second time.
         """

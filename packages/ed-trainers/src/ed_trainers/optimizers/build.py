@@ -46,12 +46,12 @@ def build_optimizer(
     resumed run may change every other setting. With `skip_bad_steps`, the update also needs the
     loss, as `value=`.
     """
+    settings = optimizer_settings(arguments.optimizer, arguments.optimizer_kwargs)
     core = optax.chain(
-        _direction(arguments),
+        DIRECTIONS[arguments.optimizer](settings.model_dump(), arguments.tx_mu_dtype),
         _add_decay(partial(weight_decays, arguments)),
         _by_learning_rate(schedule, partial(_factors, arguments)),
     )
-    settings = optimizer_settings(arguments.optimizer, arguments.optimizer_kwargs)
     if isinstance(settings, ScheduleFreeAdamWSettings):
         power = settings.weight_lr_power
         core = schedule_free(core, schedule, b1=settings.b1, weight_lr_power=power)
@@ -170,11 +170,6 @@ DIRECTIONS: dict[str, Callable[[dict[str, Any], str | None], Direction]] = {
     "skew": partial(_kron, SkewSettings),
     "schedule_free_adamw": _schedule_free_adamw,
 }
-
-
-def _direction(arguments: TrainingArguments) -> Direction:
-    settings = optimizer_settings(arguments.optimizer, arguments.optimizer_kwargs)
-    return DIRECTIONS[arguments.optimizer](settings.model_dump(), arguments.tx_mu_dtype)
 
 
 def _split(

@@ -56,7 +56,6 @@ def _course(
     settings: Options, arguments: TrainingArguments, total_steps: int
 ) -> tuple[int, Callable[[jax.Array], jax.Array]]:
     """Return the first step of the decay, and its factor (1 to 0) by the completed share."""
-    settings = scheduler_settings(arguments.scheduler, arguments.scheduler_kwargs)
     begin = arguments.warmup_steps
     match settings:
         case PolynomialSettings():
