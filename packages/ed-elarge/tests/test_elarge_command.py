@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ed_elarge import exits
 from ed_elarge.actions.provenance import versions
 from ed_elarge.command.main import _COMMANDS, ENDLESS, app
 from ed_elarge.command.runs import run_file, with_one_action
@@ -19,6 +21,8 @@ from ed_elarge.config.layers import with_settings
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.templates import has_data, names, template
 from ed_elarge.errors import InputError
+from ed_esurge.command import main as esurge
+from ed_esurge.command.program import Result, finish, open_output
 from run_files import run, small, with_texts
 from typer.testing import CliRunner
 
@@ -254,6 +258,26 @@ def test_quiet_keeps_results_and_errors(here: Path) -> None:
     assert elarge("diff", "a.yaml", "b.yaml", "--quiet") == (1, line, "")
     code, out, err = elarge("explain", "trainer.betta", "--quiet")
     assert (code, out) == (2, "") and err.startswith("error: there is no key")
+
+
+@pytest.mark.parametrize("run", [exits.run_work, esurge.run_work])
+def test_interrupted_command_with_json_prints_an_object(
+    run: Callable[[Callable[[], int]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> int:
+        print("progress")
+        raise KeyboardInterrupt
+
+    with open_output(is_quiet=False, is_json=True):
+        assert run(interrupt) == 130
+    printed = capsys.readouterr()
+    assert (json.loads(printed.out), printed.err) == ({"error": "interrupted"}, "progress\n")
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_output(is_quiet=True, is_json=True):
+        assert finish(Result({"loss": float("nan"), "file": Path("a"), "pair": (1, 2.5)}, 3)) == 3
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "file": "a", "pair": [1, 2.5]}
 
 
 @pytest.mark.nightly

@@ -65,7 +65,7 @@ def run_work(work: Callable[[], Result | int | None], *, verbose: bool = False) 
     try:
         return finish(work())
     except KeyboardInterrupt:
-        show_error("interrupted")
+        show_error("interrupted", prefix="")
         return INTERRUPTED
     except (EasyDeLError, DataError) as error:
         if verbose:

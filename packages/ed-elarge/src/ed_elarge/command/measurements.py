@@ -53,10 +53,18 @@ def attention(
     for mechanism_name in names:
         mechanism = Mechanism(name=str(normalize("attn_mechanism", mechanism_name)))
 
-        def ahead(q: Any, k: Any, v: Any, mechanism: Mechanism = mechanism) -> Any:
+        def ahead(
+            q: jax.Array, k: jax.Array, v: jax.Array, mechanism: Mechanism = mechanism
+        ) -> jax.Array:
             return attend(q, k, v, mask, window=window, mechanism=mechanism)[0]
 
-        def both(q: Any, k: Any, v: Any, d_out: Any, ahead: Callable[..., Any] = ahead) -> Any:
+        def both(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            d_out: jax.Array,
+            ahead: Callable[..., jax.Array] = ahead,
+        ) -> tuple[jax.Array, ...]:
             out, pull = jax.vjp(ahead, q, k, v)
             return (out, *pull(d_out))
 

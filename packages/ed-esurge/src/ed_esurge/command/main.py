@@ -26,6 +26,7 @@ from ed_esurge.command.program import (
     Result,
     build_command,
     finish,
+    is_json,
     is_quiet,
     show_error,
 )
@@ -114,6 +115,8 @@ def run_work(work: Callable[[], Result | int | None]) -> int:
     try:
         return finish(work())
     except KeyboardInterrupt:
+        if is_json():
+            show_error("interrupted")
         return INTERRUPTED
     except EasyDeLError as error:
         show_error(str(error))

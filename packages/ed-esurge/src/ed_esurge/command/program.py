@@ -94,13 +94,13 @@ def show_result(text: str) -> None:
         print(text, file=output.stream, flush=True)
 
 
-def show_error(text: str) -> None:
+def show_error(text: str, prefix: str = "error: ") -> None:
     """Print an error: to standard error, or with `--json` as an object to standard output."""
     output = _output.get()
     if output.is_json:
         print(json.dumps({"error": text}), file=output.stream, flush=True)
     else:
-        print(f"error: {text}", file=sys.stderr)
+        print(f"{prefix}{text}", file=sys.stderr)
 
 
 def finish(result: Result | int | None) -> int:
