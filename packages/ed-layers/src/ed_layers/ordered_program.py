@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 #: dtype -> integers of the same size.
@@ -147,8 +148,8 @@ def rewrite(jaxpr: Jaxpr) -> Jaxpr:
     equations: list[JaxprEqn] = []
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        outputs: list[Any] = list(equation.outvars)
-        if name in REPLACEMENTS and jnp.issubdtype(outputs[0].aval.dtype, jnp.floating):
+        outputs = equation.outvars
+        if name in REPLACEMENTS and jnp.issubdtype(get_shape(outputs[0]).dtype, jnp.floating):
             call = REPLACEMENTS[name]
             equation = build_call(call, equation.invars[0], outputs[0], equation)
         elif name not in OPAQUE and equation.params.get("name") != ONLY_FOR_GRADIENTS:
@@ -162,10 +163,10 @@ def rewrite(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=equations)
 
 
-def rewrite_functions(params: Mapping[str, Any]) -> dict[str, Any]:
+def rewrite_functions(params: Mapping[str, Any]) -> dict[str, object]:
     """Return the parameters of an operation with rewritten functions."""
 
-    def rewrite_value(value: Any) -> Any:
+    def rewrite_value(value: object) -> object:
         if isinstance(value, ClosedJaxpr):
             return value.replace(jaxpr=rewrite(value.jaxpr))
         if isinstance(value, Jaxpr):
@@ -178,19 +179,29 @@ def rewrite_functions(params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_inexact(name: str, output: Any) -> bool:
+def get_shape(array: Var | Literal) -> ShapedArray:
+    """Return shape and dtype of an array of a program."""
+    assert isinstance(array.aval, ShapedArray)
+    return array.aval
+
+
+def is_inexact(name: str, output: Var) -> bool:
     """Return whether XLA may omit the rounding of an operation, or contract the operation."""
-    dtype = output.aval.dtype
-    exact = {jnp.bfloat16: EXACT, jnp.float32: EXACT_FLOAT32}
-    return any(dtype == kind and name not in names for kind, names in exact.items())
+    array, exact = output.aval, {jnp.bfloat16: EXACT, jnp.float32: EXACT_FLOAT32}
+    return isinstance(array, ShapedArray) and any(
+        array.dtype == kind and name not in names for kind, names in exact.items()
+    )
 
 
 def build_call(
-    function: Callable[[jax.Array], jax.Array], operand: Any, output: Any, origin: JaxprEqn
+    function: Callable[[jax.Array], jax.Array],
+    operand: Var | Literal,
+    output: Var,
+    origin: JaxprEqn,
 ) -> JaxprEqn:
     """Return the equation `output = function(operand)` at the place of another equation."""
-    aval = operand.aval
-    call = trace_call(function, aval.shape, jnp.dtype(aval.dtype).name)
+    array = get_shape(operand)
+    call = trace_call(function, array.shape, jnp.dtype(array.dtype).name)
     return call.replace(
         invars=[operand], outvars=[output], ctx=origin.ctx, source_info=origin.source_info
     )
@@ -210,10 +221,9 @@ def find_unordered_sums(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     for equation in jaxpr.eqns:
         if equation.params.get("name") == ONLY_FOR_GRADIENTS:
             continue
-        result: Any = equation.outvars[0].aval if equation.outvars else None
         if (
             equation.primitive.name in SUMS
-            and jnp.issubdtype(result.dtype, jnp.floating)
+            and jnp.issubdtype(get_shape(equation.outvars[0]).dtype, jnp.floating)
             and terms(equation) > 2
         ):
             yield equation
@@ -230,8 +240,8 @@ def terms(equation: JaxprEqn) -> float:
         axes = params["axes"]
     else:
         return math.inf
-    summed: Any = equation.invars[0].aval
-    return math.prod(summed.shape[axis] for axis in axes)
+    shape = get_shape(equation.invars[0]).shape
+    return math.prod(shape[axis] for axis in axes)
 
 
 def parts(equation: JaxprEqn) -> Iterator[Jaxpr]:
