@@ -10,9 +10,10 @@ features of a row, d hidden.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
@@ -118,20 +119,18 @@ def count_audio_positions(mask: Int[Array, "b f"]) -> Int[Array, " b"]:
 class AudioTextModel(ConditionalModel):
     """Audio tower, projector and decoder; a family states tower and projector."""
 
+    #: Creates the projector; `parts.config` is the configuration of the whole model.
+    projector_class: ClassVar[Callable[[Parts], nnx.Module]]
+
     def add_towers(self, config: EasyDeLBaseConfig, rngs: nnx.Rngs) -> None:
         numbers = self.dtype, self.param_dtype, self.precision
         self.audio_tower = self.tower(Parts(config.audio_config, rngs, *numbers))
-        self.multi_modal_projector = self.projector(Parts(config, rngs, *numbers))
+        self.multi_modal_projector = type(self).projector_class(Parts(config, rngs, *numbers))
 
     @staticmethod
     @abstractmethod
     def tower(parts: Parts) -> AudioTower:
         """Create the audio tower; `parts.config` is the configuration of the tower."""
-
-    @staticmethod
-    @abstractmethod
-    def projector(parts: Parts) -> nnx.Module:
-        """Create the projector; `parts.config` is the configuration of the whole model."""
 
     @property
     @abstractmethod

@@ -28,6 +28,8 @@ RULES = (Rule("model.image_newline", NEWLINE, equal), *WEIGHTS)
 class SizedImageTextModel(TiledImageTextModel):
     """Vision tower, projector, the feature that ends a row, and decoder."""
 
+    projector_class = TwoLayerProjector
+
     def __init__(self, config: EasyDeLBaseConfig, *numbers: Any, rngs: nnx.Rngs):
         super().__init__(config, *numbers, rngs=rngs)
         parts = Parts(config, rngs, self.dtype, self.param_dtype)
@@ -37,10 +39,6 @@ class SizedImageTextModel(TiledImageTextModel):
     @abstractmethod
     def grids(self) -> TileGrids:
         """The grids into which images are split."""
-
-    @staticmethod
-    def projector(parts: Parts) -> nnx.Module:
-        return TwoLayerProjector(parts)
 
     def encode(
         self,

@@ -11,7 +11,7 @@ the decoder, f inputs of the projector.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -69,6 +69,8 @@ WEIGHTS = (
 class TiledImageTextModel(ConditionalModel):
     """A vision tower, a projector and a decoder; model types select the tower and the decoder."""
 
+    #: Creates the projector; `parts.config` is the configuration of the whole model.
+    projector_class: ClassVar[Callable[[Parts], nnx.Module]]
     #: Class of a tower that is no model by itself; None = by the model type of `vision_config`.
     tower_class: ClassVar[type[Any] | None] = None
     #: Weight rules of the decoder, which are part of the rules of the family.
@@ -80,18 +82,13 @@ class TiledImageTextModel(ConditionalModel):
         tower = type(self).tower_class
         tower = tower or registry.get_module(TaskType.BASE_VISION, vision.model_type)
         self.vision_tower = tower(vision, *numbers, rngs=rngs)
-        self.multi_modal_projector = self.projector(Parts(config, rngs, *numbers))
+        self.multi_modal_projector = type(self).projector_class(Parts(config, rngs, *numbers))
         decoder = registry.get_module(TaskType.CAUSAL_LM, text.model_type)
         if decoder.WEIGHTS is not self.decoder_rules:
             raise ConfigError(
                 f"{config.model_type}: text_config.model_type={text.model_type!r} is not "
                 "supported: checkpoints of this family have other names of parameters"
             )
-
-    @staticmethod
-    @abstractmethod
-    def projector(parts: Parts) -> nnx.Module:
-        """Create the projector; `parts.config` is the configuration of the whole model."""
 
     def tiles(
         self, pixel_values: Float[Array, "t c h w"], **extra_inputs: Array

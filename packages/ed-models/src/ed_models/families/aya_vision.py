@@ -66,10 +66,7 @@ class AyaVisionModel(TiledImageTextModel):
     """Vision tower, projector and decoder."""
 
     config_class = AyaVisionConfig
-
-    @staticmethod
-    def projector(parts: Parts) -> nnx.Module:
-        return AyaVisionProjector(parts)
+    projector_class = AyaVisionProjector
 
     def tiles(
         self, pixel_values: Float[Array, "t c h w"], **extra_inputs: Array

@@ -74,10 +74,7 @@ class Gemma3MultimodalModel(TiledImageTextModel):
     """Vision tower, projector and decoder."""
 
     config_class = Gemma3MultimodalConfig
-
-    @staticmethod
-    def projector(parts: Parts) -> nnx.Module:
-        return Gemma3Projector(parts)
+    projector_class = Gemma3Projector
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Gemma3MultimodalConfig, model_type="gemma3")

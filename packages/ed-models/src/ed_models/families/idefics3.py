@@ -152,11 +152,8 @@ class Idefics3Model(TiledImageTextModel):
     """Vision tower, connector and decoder."""
 
     config_class = Idefics3Config
+    projector_class = Idefics3Connector
     tower_class = Idefics3VisionTower
-
-    @staticmethod
-    def projector(parts: Parts) -> nnx.Module:
-        return Idefics3Connector(parts)
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Idefics3Config, model_type="idefics3")

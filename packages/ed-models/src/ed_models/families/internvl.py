@@ -141,11 +141,8 @@ class InternVLModel(TiledImageTextModel):
     """Vision tower, projector and decoder."""
 
     config_class = InternVLConfig
+    projector_class = InternVLProjector
     tower_class = InternVLVisionModel
-
-    @staticmethod
-    def projector(parts: Parts) -> nnx.Module:
-        return InternVLProjector(parts)
 
     def tiles(
         self, pixel_values: Float[Array, "t c h w"], **extra_inputs: Array

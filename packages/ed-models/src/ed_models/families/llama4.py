@@ -285,12 +285,9 @@ class Llama4Model(TiledImageTextModel):
     """Vision tower, projector and decoder."""
 
     config_class = Llama4Config
+    projector_class = Llama4Projector
     tower_class = Llama4VisionModel
     decoder_rules = TEXT_WEIGHTS
-
-    @staticmethod
-    def projector(parts: Parts) -> nnx.Module:
-        return Llama4Projector(parts)
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Llama4Config, model_type="llama4")

@@ -15,8 +15,6 @@ import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
-from ed_layers.parts import Parts
-from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.body.packed_image_text import PackedImageTextModel
@@ -40,10 +38,7 @@ class LlavaModel(PackedImageTextModel):
     """Vision tower, projector and decoder."""
 
     config_class = LlavaConfig
-
-    @staticmethod
-    def projector(parts: Parts) -> nnx.Module:
-        return TwoLayerProjector(parts)
+    projector_class = TwoLayerProjector
 
     def tiles(
         self, pixel_values: Float[Array, "t c h w"], **extra_inputs: Array

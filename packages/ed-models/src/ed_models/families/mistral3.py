@@ -69,10 +69,7 @@ class Mistral3Model(PackedImageTextModel):
     """Vision tower, projector and decoder."""
 
     config_class = Mistral3Config
-
-    @staticmethod
-    def projector(parts: Parts) -> nnx.Module:
-        return Mistral3Projector(parts)
+    projector_class = Mistral3Projector
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Mistral3Config, model_type="mistral3")

@@ -55,15 +55,12 @@ class PaliGemmaModel(TiledImageTextModel):
     """Vision tower, projector and decoder."""
 
     config_class = PaliGemmaConfig
+    projector_class = PaliGemmaProjector
 
     @staticmethod
     def decoder_config(config: PaliGemmaConfig) -> Any:
         # `transformers` marks the decoder as bidirectional, although only prompts are.
         return config.text_config.replace(use_bidirectional_attention=False)
-
-    @staticmethod
-    def projector(parts: Parts) -> nnx.Module:
-        return PaliGemmaProjector(parts)
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=PaliGemmaConfig, model_type="paligemma")

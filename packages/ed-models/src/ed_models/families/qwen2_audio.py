@@ -66,6 +66,7 @@ class Qwen2AudioModel(AudioTextModel):
     """Audio tower, projector and decoder."""
 
     config_class = Qwen2AudioConfig
+    projector_class = Qwen2AudioProjector
 
     @property
     def positions_of_feature(self) -> int:
@@ -74,10 +75,6 @@ class Qwen2AudioModel(AudioTextModel):
     @staticmethod
     def tower(parts: Parts) -> AudioTower:
         return AudioTower(parts, layerdrop=parts.config.encoder_layerdrop, pooled=2)
-
-    @staticmethod
-    def projector(parts: Parts) -> nnx.Module:
-        return Qwen2AudioProjector(parts)
 
 
 @register_module(TaskType.ANY_TO_ANY, config=Qwen2AudioConfig, model_type="qwen2_audio")

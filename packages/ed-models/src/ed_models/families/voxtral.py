@@ -68,14 +68,11 @@ class VoxtralModel(AudioTextModel):
     """Audio tower, projector and decoder."""
 
     config_class = VoxtralConfig
+    projector_class = VoxtralProjector
 
     @staticmethod
     def tower(parts: Parts) -> AudioTower:
         return AudioTower(parts, layerdrop=parts.config.layerdrop)
-
-    @staticmethod
-    def projector(parts: Parts) -> nnx.Module:
-        return VoxtralProjector(parts)
 
     @property
     def positions_of_feature(self) -> int:

@@ -71,7 +71,7 @@ class Recordings(FixedItems):
 
     def __init__(self, model: LanguageModel, max_model_len: int) -> None:
         self._form = RecordingForm.of(model)
-        example = {"input_features": np.zeros(self._form.shape, np.float32)}
+        example: dict[str, np.ndarray] = {"input_features": np.zeros(self._form.shape, np.float32)}
         if not self._form.includes_padding:
             example[SOUND] = np.ones(self._form.shape[1], np.int32)
         super().__init__(model, example)

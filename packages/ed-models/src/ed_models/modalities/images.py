@@ -49,7 +49,7 @@ class FixedImages(FixedItems):
         modality: Modality = cast(Any, model).modality
         vision = cast(Any, model.config).vision_config
         size = get_size(vision.image_size)
-        example = {
+        example: dict[str, np.ndarray] = {
             "pixel_values": np.zeros((getattr(vision, "num_channels", 3), *size), np.float32)
         }
         if MASK in modality.names:
@@ -440,7 +440,8 @@ def process_image(
     for form in filter(None, forms):
         arrays = pack_patches(arrays, form)
     items = _split_image(arrays)
-    token = get_feature_token(processor)
+    if (token := get_feature_token(processor)) is None:
+        raise ConfigError(f"the tokenizer has no token {processor.image_token!r}")
     count = text.count(processor.tokenizer.convert_ids_to_tokens(token))
     if not count or count % len(items):
         raise ConfigError(f"the processor returned {len(items)} tiles of {count} features")

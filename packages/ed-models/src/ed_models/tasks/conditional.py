@@ -112,16 +112,18 @@ class ConditionalLM(CausalLM):
         arrays = {name: inputs.pop(name, None) for name in modality.call_names}
         arrays = {name: array for name, array in arrays.items() if array is not None}
         has_media = features is None and not arrays.keys().isdisjoint(modality.main_names)
-        has_axes = form is not None and form.has_axes
-        if has_media and has_axes and GRID not in arrays:
+        # Side of the blocks of patches of images whose tokens have axes.
+        merge = form.merge if form is not None and form.has_axes else None
+        if has_media and merge is not None and GRID not in arrays:
             raise ConfigError("images are packed patches: pass image_grid_thw, too")
         if has_media:
             features = self._assign_features(self._find_placeholders(input_ids), arrays)
         offsets = None
-        if has_axes and GRID in arrays and (position_ids is None or position_ids.ndim == 2):
+        is_counted = position_ids is None or position_ids.ndim == 2
+        if merge is not None and GRID in arrays and is_counted:
             placeholders = self._find_placeholders(input_ids)
             segments = _get_segment_ids(placeholders, inputs)
-            grids = jnp.asarray(arrays[GRID]) // np.asarray([1, form.merge, form.merge], np.int32)
+            grids = jnp.asarray(arrays[GRID]) // np.asarray([1, merge, merge], np.int32)
             position_ids = grid_positions(placeholders, segments, grids)
             cache = inputs.get("past_key_values")
             if cache is not None and inputs.get("ragged") is None:
