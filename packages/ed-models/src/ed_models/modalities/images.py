@@ -300,19 +300,20 @@ def _order_raster(
     return in_blocks(pixels.reshape(len(pixels), -1), grids, form.merge), grids
 
 
-def _read_row_form(processor: Any) -> PatchForm | None:
-    if getattr(processor, "image_break_token_id", None) is None:
-        return None
-    return PatchForm(processor.patch_size, 3, processor.spatial_merge_size)
-
-
 #: Array beside `pixel_values` -> the layout of a processor that returns the array.
 PATCH_LAYOUTS: Mapping[str, PatchLayout] = {
     GRID: PatchLayout(
         lambda processor: PatchForm(1, 3, getattr(processor.image_processor, "merge_size", 1)),
         _order_raster,
     ),
-    SIZES: PatchLayout(_read_row_form, lambda pixels, sizes, form: form.pack_images(pixels, sizes)),
+    SIZES: PatchLayout(
+        lambda processor: (
+            None
+            if getattr(processor, "image_break_token_id", None) is None
+            else PatchForm(processor.patch_size, 3, processor.spatial_merge_size)
+        ),
+        lambda pixels, sizes, form: form.pack_images(pixels, sizes),
+    ),
     POSITIONS: PatchLayout(
         lambda processor: PatchForm(1, 3, processor.image_processor.pooling_kernel_size),
         lambda pixels, places, form: from_positions(pixels, places, form.merge),
@@ -382,10 +383,10 @@ class ImageTextProcessor(Protocol):
     image_token: str
     tokenizer: TokenNames
 
-    def _merge_kwargs(self, **options: Any) -> Mapping[str, Any]: ...
+    def _merge_kwargs(self, **options: object) -> Mapping[str, Any]: ...
 
     def _process_images(
-        self, images: list[Any], **options: Any
+        self, images: list[Any], **options: object
     ) -> tuple[Mapping[str, Any], list[str]]: ...
 
 
