@@ -159,9 +159,10 @@ def has_rate(value: object, depth: int = 3) -> bool:
         return str(RATE) in value
     if isinstance(value, BaseModel):
         return getattr(value, "learning_rate", None) == RATE
-    if type(value) is dict:
-        value = list(value.values())
-    return type(value) in (list, tuple) and depth > 0 and any(has_rate(x, depth - 1) for x in value)
+    values = list(value.values()) if type(value) is dict else value
+    if not isinstance(values, list | tuple) or not depth:
+        return False
+    return any(has_rate(item, depth - 1) for item in values)
 
 
 def get_attributes(value: object) -> dict[str, object]:
