@@ -164,7 +164,7 @@ def _derive_key(key: jax.Array, name: str) -> jax.Array:
 
 
 def _put(model: nnx.Module, path: ModulePath, module: nnx.Module) -> None:
-    parent: object = model
+    parent: Any = model
     for part in path[:-1]:
         parent = parent[part] if isinstance(part, int) else getattr(parent, part)
     if isinstance(path[-1], int):

@@ -116,7 +116,7 @@ def _forward(part, operands, plan, count):
 def _backward(part, residuals, g):
     operands, plan, count = residuals
 
-    def step(i: jax.Array, totals: object) -> Any:
+    def step(i: jax.Array, totals: PyTree) -> PyTree:
         pull = jax.vjp(lambda operands: part(i, operands, plan), operands)[1]
         return jax.tree.map(lambda total, d: total + d.astype(total.dtype), totals, pull(g)[0])
 

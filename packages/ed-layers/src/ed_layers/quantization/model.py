@@ -154,10 +154,7 @@ def _dequantize_module(module: nnx.Module, _: jax.Array) -> nnx.Module:
     return module
 
 
-ValueT = TypeVar("ValueT")
-
-
-def _matrices(model: nnx.Module, of: type[ValueT]) -> Iterator[tuple[list[str], ValueT]]:
+def _matrices(model: nnx.Module, of: Any) -> Iterator[tuple[list[str], Any]]:
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         value = variable.get_value()
         if isinstance(value, of):

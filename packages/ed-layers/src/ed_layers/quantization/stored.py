@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -187,10 +187,7 @@ def _f32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-_ArrayT = TypeVar("_ArrayT", np.ndarray, jax.Array)
-
-
-def pack(codes: _ArrayT, axis: int = -2) -> _ArrayT:
+def pack(codes: np.ndarray | jax.Array, axis: int = -2) -> Any:
     """Pack pairs of 4-bit codes along an axis into bytes; numpy arrays stay numpy arrays."""
     xp = np if isinstance(codes, np.ndarray) else jnp
     even, odd = (xp.take(codes, xp.arange(s, codes.shape[axis], 2), axis=axis) for s in (0, 1))

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import LayerReport
 from ed_layers.attention.blocks.cross_attention import CrossAttention
@@ -31,6 +30,7 @@ from jaxtyping import Array, Float
 from ed_models.body.encoder import BIDIRECTIONAL, EncoderLayer
 from ed_models.body.encoder_decoder import CrossAttentionLayer, EncoderDecoder
 from ed_models.body.layers import DecoderLayer
+from ed_models.weights.blocks import ArchitectureFields
 
 CAUSAL = MaskRule()
 #: Our names of configuration fields -> the names of these families.
@@ -200,7 +200,7 @@ class BartBody(EncoderDecoder):
         return self.config.hidden_size**0.5 if self.config.scale_embedding else 1.0
 
 
-def shares_embeddings(config: EasyDeLBaseConfig) -> bool:
+def shares_embeddings(config: ArchitectureFields) -> bool:
     """Return whether encoder and decoder have one table of token embeddings."""
     share = getattr(config, "share_encoder_decoder_embeddings", True)
     return share and config.tie_word_embeddings

@@ -22,7 +22,6 @@ from ed_models.speech.transcript import Segment, Transcript
 from ed_models.speech.whisper import FRAME, SpeechRequest, Thresholds, WhisperDecoder
 from ed_models.speech.words import split_words
 from ed_models.tasks.ctc import CTCModel
-from ed_models.tasks.seq2seq import Seq2SeqLM
 
 #: Temperatures of the attempts to decode a window, if the caller gives none.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -40,7 +39,7 @@ class Transcriber:
 
     def __init__(
         self,
-        model: Seq2SeqLM | CTCModel,
+        model: Any,
         processor: Any,
         *,
         thresholds: Thresholds = Thresholds(),  # noqa: B008

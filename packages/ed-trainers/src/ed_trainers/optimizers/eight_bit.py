@@ -154,7 +154,7 @@ def eight_bit(
 
     def update(
         grad: jax.Array, state: optax.OptState, param: jax.Array | None = None
-    ) -> tuple[jax.Array, optax.OptState]:
+    ) -> tuple[optax.Updates, optax.OptState]:
         direction, new = inner.update(grad.astype(jnp.float32), unpack(state), param)
         return direction, pack(new, grad.shape)
 

@@ -15,7 +15,6 @@ import jax
 import optax
 from ed_infra.parameter_names import normalize, parse_run
 from flax import nnx
-from jaxtyping import PyTreeDef
 
 #: Logical axis of experts: the first axis of their parameters.
 EXPERT = "expert"
@@ -29,7 +28,9 @@ def create_transformation(
     update: Callable[[Any, StateT, Any], tuple[Any, StateT]],
 ) -> optax.GradientTransformation:
     """Return a transformation of gradients; optax's types do not accept a class of states."""
-    return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
+    return optax.GradientTransformation(
+        cast(optax.TransformInitFn, init), cast(optax.TransformUpdateFn, update)
+    )
 
 
 def logical_axes(node: object) -> tuple[str | None, ...]:
@@ -123,9 +124,7 @@ def per_array(inner: optax.GradientTransformation) -> optax.GradientTransformati
     return create_transformation(init, update)
 
 
-def _columns(
-    structure: PyTreeDef, treedef: PyTreeDef, states: list[optax.OptState]
-) -> optax.OptState:
+def _columns(structure: Any, treedef: Any, states: list[optax.OptState]) -> optax.OptState:
     """Convert a state for each array to one state whose leaves are trees of arrays."""
     rows = [structure.flatten_up_to(state) for state in states]
     trees = [

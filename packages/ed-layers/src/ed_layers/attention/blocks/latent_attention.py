@@ -33,7 +33,6 @@ from ed_layers.attention.blocks.sparse_index import (
 )
 from ed_layers.cache import LayerCacheSpec
 from ed_layers.cache.codes import decode
-from ed_layers.cache.protocol import Cache
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
@@ -125,8 +124,8 @@ class LatentAttention(nnx.Module):
             self.cache_spec = (spec, indexer.cache_spec)
 
     def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Cache | None, layer: Layer
-    ) -> tuple[Float[Array, "b s d"], Cache | None]:
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the attention [b, s, d], and the cache."""
         x = ctx.name_activation(x, "normed_input")
         compressed = self.compress_queries(x, ctx)
@@ -189,9 +188,9 @@ class LatentAttention(nnx.Module):
         latents: Float[Array, "b s 1 l+p"],
         ctx: Ctx,
         selection: Chosen,
-        cache: Cache | None,
+        cache: Any,
         layer: Layer,
-    ) -> tuple[Float[Array, "b s h v"], Cache | None]:
+    ) -> tuple[Float[Array, "b s h v"], Any]:
         """Attend to latents, of a cache if there is one."""
         key_expansion, value_expansion = jnp.split(self.expansion(q.dtype), [self.plain], axis=-1)
         precision = self.kv_b_proj.precision
@@ -208,8 +207,8 @@ class LatentAttention(nnx.Module):
         return _by_heads(out, value_expansion.transpose(1, 0, 2), precision), cache
 
     def store_latents(
-        self, latents: Float[Array, "b s 1 l+p"], ctx: Ctx, cache: Cache | None, layer: Layer
-    ) -> tuple[Vectors, Cache | None]:
+        self, latents: Float[Array, "b s 1 l+p"], ctx: Ctx, cache: Any, layer: Layer
+    ) -> tuple[Vectors, Any]:
         """Return the latents that the tokens read, and the cache with the new latents."""
         kv, group, dtype = (latents, None), self.latent_spec.group, latents.dtype
         if ctx.ragged is not None:
@@ -236,9 +235,9 @@ class LatentAttention(nnx.Module):
         v: jax.Array,
         ctx: Ctx,
         selection: Chosen,
-        cache: Cache | None,
+        cache: Any,
         layer: Layer,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, Any]:
         """Call `ed_layers.attention.attend` with the settings of this layer."""
         assert not isinstance(selection, Places), "`absorbed` reads places"
         return attend(

@@ -26,7 +26,7 @@ from ed_layers import fixed_order, sums
 from ed_layers.attention.scoring import pad_axis
 from ed_layers.cache import LayerCacheSpec
 from ed_layers.cache.codes import Codes, decode
-from ed_layers.cache.protocol import Cache, Pages
+from ed_layers.cache.protocol import Pages
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
@@ -117,9 +117,9 @@ class Indexer(nnx.Module):
         x: Float[Array, "b s d"],
         compressed: Float[Array, "b s a"],
         ctx: Ctx,
-        cache: Cache | None,
+        cache: Any,
         layer: Layer,
-    ) -> tuple[Chosen, Cache | None]:
+    ) -> tuple[Chosen, Any]:
         """Return the selected keys and the cache."""
         x, compressed = jax.lax.stop_gradient((x, compressed))
         new, mask = self.keys(x, ctx), ctx.mask_info
