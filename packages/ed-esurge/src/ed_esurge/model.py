@@ -252,7 +252,7 @@ _UNUSED: Mapping[str, Any] = {
 
 def get_vocab_size(model: LanguageModel) -> int:
     """Return the vocabulary size of the model's text."""
-    text: Any = model.config.get_text_config()
+    text = model.config.get_text_config()
     return int(text.vocab_size)
 
 

@@ -56,7 +56,7 @@ class ChatTemplate:
         self.tokenizer, self.source = tokenizer, source
         self._reads_parts = reads_parts
 
-    def token_ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def token_ids(self, messages: Sequence[Mapping[str, Any]], **options: object) -> list[int]:
         """Return the token ids of a conversation; see `render`."""
         return self.encode(*self.render(messages, **options))
 
@@ -106,7 +106,7 @@ class ChatTemplate:
     def conversation(self) -> ConversationFormat:
         """The shapes of conversations that the template accepts."""
 
-        def render(messages: Messages, **options: Any) -> str:
+        def render(messages: Messages, **options: object) -> str:
             if self.source is not None:
                 options["chat_template"] = self.source
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
@@ -231,7 +231,7 @@ class ChatTemplate:
     def _text_only(self) -> Any:
         """A copy of the Rust tokenizer that encodes special tokens as text. A copy is required,
         because all threads share the flag of the original."""
-        original: Any = getattr(self.tokenizer, "_tokenizer", None)
+        original = getattr(self.tokenizer, "_tokenizer", None)
         if original is None:
             return None
         copy = _copy_tokenizer(original)

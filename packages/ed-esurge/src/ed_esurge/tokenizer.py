@@ -39,11 +39,13 @@ class Tokenizer(Protocol):
         """Return a mapping with `input_ids`."""
         ...
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False, **options: Any) -> Any:
+    def decode(
+        self, token_ids: object, *, skip_special_tokens: bool = False, **options: object
+    ) -> Any:
         """Return the text of token ids."""
         ...
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+    def apply_chat_template(self, conversation: object, **options: object) -> Any:
         """Return a conversation as text."""
         ...
 

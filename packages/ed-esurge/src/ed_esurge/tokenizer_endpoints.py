@@ -58,7 +58,7 @@ class TokenizerEndpoint:
             return self._local(text, add_special_tokens=add_special_tokens)
 
     def decode(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **options: Any
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **options: object
     ) -> str:
         """Return the text of token ids."""
         if self._decodes is None:

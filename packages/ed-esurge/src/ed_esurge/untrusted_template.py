@@ -51,7 +51,7 @@ class UntrustedTemplates(WorkerProcess):
         tokenizer: a tokenizer of `transformers`, whose special tokens the templates read.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: object) -> None:
         super().__init__("ed_esurge.template_worker")
         special: Mapping[str, Any] = getattr(tokenizer, "special_tokens_map", {})
         added = getattr(tokenizer, "added_tokens_decoder", {})

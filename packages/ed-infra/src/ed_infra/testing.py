@@ -66,7 +66,7 @@ def random_hf_llama(
     seed: int = 0,
     max_shard_size: str | int = "5GB",
     scale: float = 3.0,
-    **config: Any,
+    **config: object,
 ) -> pathlib.Path:
     """Save a Llama with random weights, made by torch transformers, and return its directory.
 

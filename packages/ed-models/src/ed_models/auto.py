@@ -64,7 +64,7 @@ class AutoEasyDeLConfig:
         return hub.read_config(directory, **changes)
 
     @classmethod
-    def for_model(cls, model_type: str, **fields: Any) -> EasyDeLBaseConfig:
+    def for_model(cls, model_type: str, **fields: object) -> EasyDeLBaseConfig:
         """Create a configuration to train from scratch.
 
         Args:
@@ -236,7 +236,7 @@ class AutoEasyDeLModelForReward(_AutoModel[SequenceClassifier]):
 
     @classmethod
     def from_config(
-        cls, config: EasyDeLBaseConfig, *args: Any, **options: Any
+        cls, config: EasyDeLBaseConfig, *args: Any, **options: object
     ) -> SequenceClassifier:
         """Create a reward model with random parameters; arguments as for other tasks."""
         if isinstance(config, EasyDeLBaseConfig):
@@ -271,7 +271,7 @@ class AutoEasyDeLModelForEmbedding(_AutoModel[Embedder]):
         *args: Any,
         pooling_mode: str = "mean",
         normalize: bool = False,
-        **options: Any,
+        **options: object,
     ) -> Embedder:
         """Create an embedding model with random parameters.
 

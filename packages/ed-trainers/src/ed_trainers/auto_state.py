@@ -35,7 +35,7 @@ class AutoState:
         name_or_path: str | Path,
         *,
         tx: optax.GradientTransformation | None = None,
-        **options: Any,
+        **options: object,
     ) -> EasyDeLState:
         """Load a model and return its state.
 
@@ -52,7 +52,7 @@ class AutoState:
         config: EasyDeLBaseConfig,
         *,
         tx: optax.GradientTransformation | None = None,
-        **options: Any,
+        **options: object,
     ) -> EasyDeLState:
         """Create a model with random parameters and return its state; see `from_pretrained`."""
         return _state(cls.auto_model.from_config(config, **options), tx)

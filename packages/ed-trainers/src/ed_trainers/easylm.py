@@ -106,7 +106,7 @@ class StreamFile(Mapping[str, Record]):
             ) from error
 
 
-def _unpacker(file: Any) -> msgpack.Unpacker:
+def _unpacker(file: object) -> msgpack.Unpacker:
     return msgpack.Unpacker(file, read_size=_READ, max_buffer_size=0)  # 0: as large as a record
 
 

@@ -173,7 +173,7 @@ def served_engine(arguments: ModelArguments) -> eSurge | SpeechEngine:
     # transformers is imported, and the tokenizer loaded, while the weights are read.
     with ThreadPoolExecutor(1) as aside:
         tokenizer = aside.submit(get_tokenizer, arguments)
-        model: Any = hub.from_pretrained(arguments.model, task=task, **loading)
+        model = hub.from_pretrained(arguments.model, task=task, **loading)
     if arguments.tokenizer:
         check_other_tokenizer(tokenizer.result(), model, arguments)
 

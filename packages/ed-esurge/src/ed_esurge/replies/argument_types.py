@@ -202,7 +202,7 @@ class ArgumentTypes:
         """Return the schema at a reference within the whole schema; True if there is none."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return True
-        place: Any = self._root
+        place = self._root
         for step in unquote(reference[1:]).split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
             if isinstance(place, Mapping) and key in place:

@@ -328,7 +328,7 @@ def _element_name(src: Scanner, form: ToolFormat) -> Reader[str]:
 
 
 def _element(
-    src: Scanner, form: ToolFormat, types: ArgumentTypes, name: str, schema: Any, depth: int
+    src: Scanner, form: ToolFormat, types: ArgumentTypes, name: str, schema: object, depth: int
 ) -> Reader[Any]:
     """Read the value of an element with its end. Elements named `item` are the items of a list.
 

@@ -55,7 +55,7 @@ class Memory:
         self.state: SamplerState | None = None
         self.sums: jax.Array | None = None
         self._model, self._mesh = model, model.config.mesh
-        text: Any = model.config.get_text_config()
+        text = model.config.get_text_config()
         self._vocab_size, self._width = cast(int, text.vocab_size), cast(int, text.hidden_size)
 
     def allocate(self) -> Cache:

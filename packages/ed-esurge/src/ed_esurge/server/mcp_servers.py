@@ -189,7 +189,7 @@ class _Session:
         assert options.url is not None, "a server has a command or a url"
         return streamable_http_client(options.url, http_client=http)
 
-    def _drop(self, client: Any) -> None:
+    def _drop(self, client: object) -> None:
         """End the connection of a client. The next request opens a new one."""
         ready = self._ready
         if ready is None or not ready.done() or ready.cancelled() or ready.exception() is not None:

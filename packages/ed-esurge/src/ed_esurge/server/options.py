@@ -107,8 +107,12 @@ Adapters = Annotated[Mapping[OptionText, OptionText], BeforeValidator(parse_adap
 class ModelSource(Protocol):
     """Opens models beside those of the start, such as `ed_esurge.frontends.library.loading`."""
 
-    def open(self, server: Any, serve: Callable[..., Any]) -> Any:
-        """Return the `FurtherModels` of a server. `serve` returns the model of an engine."""
+    @property
+    def open(self) -> Callable[..., Any]:
+        """Function `(server, serve)` that returns the `FurtherModels` of a server.
+
+        `serve` returns the model of an engine.
+        """
         ...
 
 

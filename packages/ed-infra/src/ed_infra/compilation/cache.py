@@ -61,7 +61,7 @@ def _describe_cpus_equally() -> None:
     from ed_infra.compilation.fingerprint import instructions
 
     name = "_hash_accelerator_config"
-    original_hash: Any = getattr(cache_key, name, None)
+    original_hash = getattr(cache_key, name, None)
     if (
         original_hash is None
         or hasattr(original_hash, _DESCRIBES_EQUALLY)

@@ -95,7 +95,7 @@ class Stack(nnx.Module):
         return "leaves" if hasattr(self, "layer_0") else "stacked"
 
     def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any = None, *, keep_hidden: bool = False
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: object = None, *, keep_hidden: bool = False
     ) -> tuple[Float[Array, "b s d"], Any, LayerReport, tuple[jax.Array, ...] | None]:
         """Run all layers.
 
@@ -118,7 +118,7 @@ class Stack(nnx.Module):
         remat = self.remat if ctx.mode == "train" else Remat()
         remat.check(self.names(apply, x, cache))
 
-        def apply_and_record(static: Static, state: Any, x: jax.Array, cache: Any):
+        def apply_and_record(static: Static, state: object, x: jax.Array, cache: object):
             hidden.append(x)
             return remat.wrap(apply)(static, state, x, cache)
 
@@ -197,10 +197,10 @@ class Stack(nnx.Module):
         for run in self.runs if self.layout == "stacked" else ():
             yield run, [nnx.split(layer) for layer in getattr(self, run.name)]
 
-    def names(self, apply: Callable[..., Any], x: jax.Array, cache: Any) -> Iterator[set[str]]:
+    def names(self, apply: Callable[..., Any], x: jax.Array, cache: object) -> Iterator[set[str]]:
         """The names that each kind of layer passes to `name_activation`, traced on first use."""
 
-        def differentiate_layer(static: Static, state: Any, x: jax.Array, cache: Any):
+        def differentiate_layer(static: Static, state: object, x: jax.Array, cache: object):
             # The forward pass of a derivative may name more values than the layer alone.
             return jax.vjp(lambda x: apply(static, state, x, cache), x)[0]
 

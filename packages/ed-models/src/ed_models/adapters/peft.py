@@ -296,7 +296,7 @@ def describe_class(model: Any) -> dict[str, str] | None:
 
 
 def _saved_tensors(
-    model: Any, saved: Mapping[str, np.ndarray]
+    model: object, saved: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Return the tensors of the modules that are trained in full, and the names of the modules."""
     if not saved:

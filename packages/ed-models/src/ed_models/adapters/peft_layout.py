@@ -115,7 +115,7 @@ class Matrix:
         return as_slice(piece.hf_region[piece.perm[1]])
 
 
-def get_modules(model: Any) -> Modules:
+def get_modules(model: object) -> Modules:
     """Return the names of the modules of a model; a body alone has those of its family."""
     family = getattr(type(model), "head_class", None)
     return getattr(type(model), "MODULES", getattr(family, "MODULES", Modules()))
@@ -184,7 +184,7 @@ def _halve_heads(piece: Piece, heads: int) -> list[Piece]:
     ]
 
 
-def find_module(model: Any, name: str, modules: Container[str]) -> str:
+def find_module(model: object, name: str, modules: Container[str]) -> str:
     """Return the name in transformers 5 of a module of an adapter; unknown names are unchanged.
 
     Adapters of earlier releases have the names of checkpoints, and adapters of a multimodal model

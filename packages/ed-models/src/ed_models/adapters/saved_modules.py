@@ -32,7 +32,7 @@ M = TypeVar("M", bound=nnx.Module)
 _LISTED = 10
 
 
-def base_state(model: Any) -> nnx.State:
+def base_state(model: object) -> nnx.State:
     """Return the parameters of a model without its adapters."""
 
     def is_base(path: object, variable: nnx.Variable) -> bool:
@@ -48,20 +48,20 @@ def build_weight_map(model: Any) -> WeightMap:
     return weight_map(type(model), base_state(model), model.config)
 
 
-def module_names(model: Any, weights: WeightMap) -> dict[str, str]:
+def module_names(model: object, weights: WeightMap) -> dict[str, str]:
     """Return checkpoint tensor -> the name of the parameter in transformers' model."""
     modules = getattr(type(model), "MODULES", None)
     rename = renamer({} if modules is None else modules.names)
     return {name: rename(name) for name in weights.hf_shapes}
 
 
-def list_modules(model: Any, weights: WeightMap) -> list[str]:
+def list_modules(model: object, weights: WeightMap) -> list[str]:
     """Return the names of the modules of transformers' model, of layers and of what has layers."""
     names = module_names(model, weights).values()
     return list(dict.fromkeys(module for name in names for module in _prefixes(name)))
 
 
-def find_parameters(model: Any, names: str | Iterable[str]) -> list[str]:
+def find_parameters(model: object, names: str | Iterable[str]) -> list[str]:
     """Return the canonical names of the parameters of modules.
 
     Args:
@@ -122,7 +122,7 @@ def put_saved_values(model: M, values: Mapping[str, np.ndarray]) -> M:
     return model
 
 
-def covering(model: Any, weights: WeightMap, tensors: Iterable[str]) -> list[str]:
+def covering(model: object, weights: WeightMap, tensors: Iterable[str]) -> list[str]:
     """Return the shortest names of transformers' modules that contain exactly these tensors.
 
     PEFT selects every module whose name ends with a name of the list.

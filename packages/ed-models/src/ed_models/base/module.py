@@ -137,7 +137,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
         return graphdef, params, graphother
 
     @staticmethod
-    def merge_module(graphdef: nnx.GraphDef, graphstate: Any, graphother: Any) -> Any:
+    def merge_module(graphdef: nnx.GraphDef, graphstate: object, graphother: object) -> Any:
         """Return the module; inside jit this has no run-time cost."""
         return nnx.merge(graphdef, graphstate, graphother)
 

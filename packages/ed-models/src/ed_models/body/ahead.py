@@ -62,7 +62,7 @@ def ahead_in_prompt(
     return ahead_in_run(prompt, segments)
 
 
-def ahead_in_run(member: Bool[Array, "b s"], segments: Any = None) -> Int[Array, "b s"]:
+def ahead_in_run(member: Bool[Array, "b s"], segments: object = None) -> Int[Array, "b s"]:
     """Return the number of later tokens of the same run of members in one segment."""
     continues = member[:, :-1] & member[:, 1:]
     if segments is not None:

@@ -103,7 +103,7 @@ class BartStack(nnx.Module):
         self.dropout, self.layerdrop = config.dropout, layerdrop
 
     def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, *, keep_hidden: bool = False
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: object, *, keep_hidden: bool = False
     ) -> tuple[Float[Array, "b s d"], Any, LayerReport, tuple[jax.Array, ...] | None]:
         """Run the layers; see `ed_layers.depth.stack.Stack`.
 

@@ -162,7 +162,7 @@ class LayerStack(nnx.Module):
         self.dropout = dropout
 
     def __call__(
-        self, x: Float[Array, "b s d"], ctx: Ctx, cache: Any, *, keep_hidden: bool = False
+        self, x: Float[Array, "b s d"], ctx: Ctx, cache: object, *, keep_hidden: bool = False
     ) -> tuple[Float[Array, "b s d"], Any, LayerReport, tuple[jax.Array, ...] | None]:
         """Run the layers; see `ed_layers.depth.stack.Stack`."""
         if hasattr(self, "relative_attention_bias"):

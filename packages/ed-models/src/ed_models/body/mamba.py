@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from ed_infra.rope.frequencies import RopeSettings
@@ -42,7 +41,7 @@ def mamba_mixer(parts: Parts, *, norm: MakeNorm | None = None) -> MambaMixer:
     )
 
 
-def hybrid_mixer(parts: Parts, **form: Any) -> Mamba2Mixer:
+def hybrid_mixer(parts: Parts, **form: object) -> Mamba2Mixer:
     """Mamba-2, by the fields of hybrids (Bamba, Falcon-H1, Granite 4).
 
     Args:

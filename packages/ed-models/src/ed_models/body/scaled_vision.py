@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from ed_layers.mlp import MLP, GatedMLP
@@ -81,7 +80,7 @@ class LayerScale(nnx.Module):
 class ScaledVisionLayer(VisionLayer):
     """A pre-norm layer whose outputs are scaled; training skips them at `drop_path_rate`."""
 
-    def __init__(self, parts: Parts, index: int, **changes: Any):
+    def __init__(self, parts: Parts, index: int, **changes: object):
         super().__init__(parts, index, **changes)
         self.layer_scale1, self.layer_scale2 = LayerScale(parts), LayerScale(parts)
         self.skipped: float = getattr(parts.config, "drop_path_rate", 0.0)

@@ -41,7 +41,7 @@ def fill(path: tuple, leaf: jax.ShapeDtypeStruct, placement: _Placement, read: _
 
 def fill_simulated(path: tuple, leaf: Simulated, placement: Simulated, read: _Read) -> Simulated:
     """Create a trainable matrix that is rounded in products."""
-    place: Any = placement.value
+    place = placement.value
     return replace(leaf, value=fill(path, leaf.value, place, read))  # type: ignore[arg-type]
 
 

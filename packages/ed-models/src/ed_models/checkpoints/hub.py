@@ -300,7 +300,7 @@ def from_pretrained(
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     changes |= {"sharding_axis_dims": sharding_axis_dims} | dict(config_kwargs or {})
-    model_task: Any = canonical_task(task) if module_class is None else None
+    model_task = canonical_task(task) if module_class is None else None
     model_task = getattr(module_class, "model_task", model_task)
     config = read_config(directory, model_task, **changes)
     config = _for_task(config, module_class, task, directory)
@@ -411,7 +411,7 @@ def _prepare_checkpoint(directory: Path, task: TaskType | str) -> CheckedFiles:
     task = canonical_task(task)
     config = read_config(directory, task, sharding_axis_dims=(1, 1, 1, 1, 1))
     config = _for_task(config, None, task, directory)
-    cls: Any = _class_for(None, task, config, directory)
+    cls = _class_for(None, task, config, directory)
     return prepare(cls, config, open_tensors(directory))
 
 

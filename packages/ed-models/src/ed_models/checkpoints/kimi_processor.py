@@ -147,7 +147,7 @@ class Kimi_K25Processor(ProcessorMixin):
 
     def __init__(
         self,
-        image_processor: Any = None,
+        image_processor: object = None,
         tokenizer: Any = None,
         chat_template: str | None = None,
         **options: Any,
@@ -170,7 +170,7 @@ class Kimi_K25Processor(ProcessorMixin):
         return [*self.tokenizer.model_input_names, *self.image_processor.model_input_names]
 
     def replace_image_token(
-        self, image_inputs: Mapping[str, Any], image_idx: int, **options: Any
+        self, image_inputs: Mapping[str, Any], image_idx: int, **options: object
     ) -> str:
         """Return the text of the tokens of an image.
 

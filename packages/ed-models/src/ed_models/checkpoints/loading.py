@@ -140,8 +140,8 @@ def load(
 
     def load_variable(item: tuple[Any, Any]) -> tuple[Any, Any]:
         path, variable = item
-        leaf: Any = variable.get_value()
-        make: Any = special.get(type(leaf), fill)
+        leaf = variable.get_value()
+        make = special.get(type(leaf), fill)
         return path, variable.replace(make(path, leaf, placement[path], read))
 
     filled = []

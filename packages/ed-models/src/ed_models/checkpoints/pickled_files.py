@@ -158,10 +158,10 @@ def _rebuild_v2(storage: _Storage, offset: int, shape: Any, strides: Any, *_: ob
 def _rebuild_v3(
     storage: _Storage,
     offset: int,
-    shape: Any,
-    strides: Any,
-    grad: Any,
-    hooks: Any,
+    shape: object,
+    strides: object,
+    grad: object,
+    hooks: object,
     dtype: _Kind,
 ) -> _Tensor:
     return _rebuild_v2(_Storage(dtype.format, storage.key), offset, shape, strides)

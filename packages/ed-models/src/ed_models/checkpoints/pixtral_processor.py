@@ -33,7 +33,7 @@ class PixtralProcessor(ProcessorMixin):
 
     def __init__(
         self,
-        image_processor: Any = None,
+        image_processor: object = None,
         tokenizer: Any = None,
         patch_size: int = 16,
         spatial_merge_size: int = 1,
@@ -41,7 +41,7 @@ class PixtralProcessor(ProcessorMixin):
         image_token: str = "[IMG]",
         image_break_token: str = "[IMG_BREAK]",
         image_end_token: str = "[IMG_END]",
-        **options: Any,
+        **options: object,
     ) -> None:
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
         self.patch_size, self.spatial_merge_size = patch_size, spatial_merge_size
@@ -63,7 +63,7 @@ class PixtralProcessor(ProcessorMixin):
         return super()._process_images(images, **options)
 
     def replace_image_token(
-        self, image_inputs: Mapping[str, Any], image_idx: int, **options: Any
+        self, image_inputs: Mapping[str, Any], image_idx: int, **options: object
     ) -> str:
         """Return the text of the tokens of an image.
 

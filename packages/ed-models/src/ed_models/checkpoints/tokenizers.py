@@ -76,7 +76,7 @@ def _set_lower_case(tokenizer: PreTrainedTokenizerBase, name: str, revision: str
         return
     if not EmbeddingSettings.read(Path(settings).parent).do_lower_case:
         return
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise CheckpointError(
             f"{settings} has do_lower_case, which requires a fast tokenizer: add a tokenizer.json"
@@ -145,7 +145,7 @@ def _without_torchvision(name: str, revision: str | None) -> type[Any] | None:
         from ed_models.checkpoints.kimi_processor import Kimi_K25Processor
 
         return Kimi_K25Processor
-    kind: Any = getattr(transformers, class_name, None) if class_name else None
+    kind = getattr(transformers, class_name, None) if class_name else None
     if kind is None or _VIDEOS not in kind.get_attributes():
         return None
     return without_videos(kind)
@@ -162,7 +162,7 @@ def without_videos(kind: Any) -> type[Any]:
     parts: list[str] = kind.get_attributes()
 
     class WithoutVideos(ProcessorMixin):
-        def __init__(self, *args: object, **options: Any) -> None:
+        def __init__(self, *args: object, **options: object) -> None:
             options.pop(_VIDEOS, None)
             super().__init__(*args, **options)
 
@@ -172,7 +172,7 @@ def without_videos(kind: Any) -> type[Any]:
 
         @classmethod
         def from_args_and_dict(
-            cls, args: Any, processor_dict: dict[str, Any], **options: Any
+            cls, args: Any, processor_dict: dict[str, Any], **options: object
         ) -> Any:
             place = parts.index(_VIDEOS)
             args = [*args[:place], None, *args[place:]]

@@ -50,7 +50,7 @@ def gradients(subject: Subject) -> float:
     grads = revert_weight_conversion(model, grads)
     graphdef, params, graphother = subject.model.split_module()
 
-    def loss(params: Any) -> jax.Array:
+    def loss(params: object) -> jax.Array:
         module = nnx.merge(graphdef, params, graphother)
         if hasattr(module, "compute_loss"):
             return module.compute_loss(**subject.training())[0].loss
@@ -99,7 +99,7 @@ def cache(subject: Subject) -> float:
     """Compare a contiguous cache, filled in steps, with a forward pass without a cache."""
     model, at, parts = subject.model, 0, []
     length = encoder_length(subject)
-    filled: Any = model.init_cache(B, 32, **length)
+    filled = model.init_cache(B, 32, **length)
     for n in (11, 1, 1, 11):  # the first and the last call share a program
         inputs = subject.inputs(at=slice(at, at + n))
         out = forward(model, "decode", **inputs, past_key_values=filled)

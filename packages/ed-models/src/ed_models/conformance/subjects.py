@@ -207,7 +207,7 @@ class Subject:
             return self.model_type in CONFIG_MAPPING
         return CONFIG_MAPPING[self.model_type] in self.torch_class._model_mapping
 
-    def load(self, dims: tuple[int, ...] = ONE, **config_kwargs: Any) -> Any:
+    def load(self, dims: tuple[int, ...] = ONE, **config_kwargs: object) -> Any:
         """Load the checkpoint as a model of this project."""
         return hub.from_pretrained(
             self.directory,
@@ -343,7 +343,7 @@ def is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def forward(model: Any, method: str = "__call__", **inputs: Any) -> Any:
+def forward(model: object, method: str = "__call__", **inputs: Any) -> Any:
     """Call a method of a model jitted, with flat leaves and a closed-over graphdef."""
     graphdef, state = nnx.split(model)
     return _program(graphdef, method)(state, inputs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -57,7 +57,7 @@ class DebertaV2Config(EasyDeLBaseConfig, transformers.DebertaV2Config):
         }
     )
 
-    def __post_init__(self, **kwargs: Any):
+    def __post_init__(self, **kwargs: object):
         super().__post_init__(**kwargs)
         self.legacy = True  # The head has equal outputs in both forms; it is saved in this one.
         sizes = {"attention_head_size": self.hidden_size // self.num_attention_heads}

@@ -99,7 +99,7 @@ class Gemma4Config(EasyDeLBaseConfig, _Config):
     audio_config: Any = None  # no tower reads it
     nested_configs = {"vision_config": Gemma4VisionConfig}
 
-    def __post_init__(self, **kwargs: Any):
+    def __post_init__(self, **kwargs: object):
         if self.audio_config is not None:
             message = "gemma4 reads images and text: the audio tower of the checkpoint is not read"
             once(logger, message)

@@ -13,8 +13,6 @@ Numbers follow Hugging Face's `modeling_longcat_flash.py`; parameter names are i
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -81,7 +79,7 @@ class LongcatFlashDecoderLayer(nnx.Module):
         )
         self.mlp = SparseMLP(parts, gate=gate, experts=LongcatFlashExperts(parts))
 
-    def __call__(self, x, ctx: Ctx, cache: Any, layer: Layer):
+    def __call__(self, x, ctx: Ctx, cache: object, layer: Layer):
         """Return the stream after the layer, the cache, and the report of the layer."""
         attended, cache = self.self_attn[0](self.input_layernorm[0](x), ctx, cache, layer)
         x = x + attended

@@ -5,8 +5,6 @@ Numbers and parameter names follow Hugging Face's `modeling_mt5.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
@@ -31,7 +29,7 @@ class MT5Config(EasyDeLBaseConfig, transformers.MT5Config):
     known_keywords = frozenset({"dense_act_fn", "is_gated_act"})
     initializer_range = INITIALIZER_RANGE
 
-    def __post_init__(self, **kwargs: Any):
+    def __post_init__(self, **kwargs: object):
         tied = self.tie_word_embeddings
         super().__post_init__(**kwargs)
         self.tie_word_embeddings = tied is not False

@@ -157,7 +157,7 @@ class Siglip2VisionModel(VisionTower):
         ctx, _ = layer_context(self.config, keys.shape, mask_info=mask_info, ropes={}, key=key)
         x, _, _, hidden = self.layers(x, ctx, keep_hidden=output_hidden_states)
         x = self.norm(x)
-        pooler: Any = getattr(self, "pooler", None)
+        pooler = getattr(self, "pooler", None)
         pooled = None if pooler is None else pooler(x, keys)
         return BaseModelOutput(x, hidden_states=hidden, pooler_output=pooled)
 

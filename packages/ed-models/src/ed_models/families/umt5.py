@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
@@ -37,7 +36,7 @@ class UMT5Config(EasyDeLBaseConfig, transformers.UMT5Config):
     known_keywords = frozenset({"dense_act_fn", "is_gated_act", "tie_word_embeddings"})
     initializer_range = INITIALIZER_RANGE
 
-    def __post_init__(self, **kwargs: Any):
+    def __post_init__(self, **kwargs: object):
         tied = kwargs.get("tie_word_embeddings")
         super().__post_init__(**kwargs)
         self.tie_word_embeddings = tied is not False

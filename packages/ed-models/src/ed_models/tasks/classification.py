@@ -59,7 +59,7 @@ class SequenceClassifier(HeadModel[BodyT]):
         attention_mask: Int[Array, "b s"] | None = None,
         segment_ids: Int[Array, "b s"] | None = None,
         position_ids: Int[Array, "b s"] | None = None,
-        past_key_values: Any = None,
+        past_key_values: object = None,
         logits_at: Literal["last", "all"] = "last",
         key: jax.Array | None = None,
         output_hidden_states: bool = False,

@@ -89,7 +89,7 @@ class Embedder(EasyDeLBaseModule, Generic[BodyT]):
                 "segment_ids and segments must be passed together: segments is the number of texts "
                 "in a row"
             )
-        body: Any = super().__call__(
+        body = super().__call__(
             input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
@@ -187,7 +187,7 @@ def derive_body_class(family: type[Any]) -> type[Any]:
         return body
     # The body belongs to another family: its names follow from the rules of this family.
     content = {"__doc__": body.__doc__, "WEIGHTS": body_rules(family.WEIGHTS)}
-    body_class: Any = type(body)(body.__name__, (body,), content)
+    body_class = type(body)(body.__name__, (body,), content)
     name = body.__name__
     body_class = task_class(body_class, family, "")
     body_class.__name__ = body_class.__qualname__ = name

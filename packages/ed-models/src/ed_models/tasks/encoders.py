@@ -68,7 +68,7 @@ class EncoderTask(HeadModel[TextEncoder]):
             "input_names": family.input_names,
             "WEIGHTS": family.names.weights(cls.task),
         }
-        metaclass: Any = type(cls)
+        metaclass = type(cls)
         model_class = metaclass(cls.__name__, (cls,), content)
         ending = "".join(word.capitalize() for word in cls.task.split("-"))
         return task_class(model_class, family, f"For{ending}")
@@ -287,7 +287,7 @@ class MaskedLM(VocabularyHead):
             **{head.task: head.for_family for head in heads if head.task in cls.names.heads},
         }
 
-    def __init_subclass__(cls, **options: Any):
+    def __init_subclass__(cls, **options: object):
         super().__init_subclass__(**options)
         cls.input_names = cls.body_class.input_names
         cls.WEIGHTS = cls.names.weights(TaskType.MASKED_LM)

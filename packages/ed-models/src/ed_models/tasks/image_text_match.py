@@ -97,7 +97,7 @@ class ImageTextMatcher(EasyDeLBaseModule):
         attention_mask: Int[Array, "b s"] | None = None,
         interpolate_pos_encoding: bool | None = None,
         key: jax.Array | None = None,
-        **images: Any,
+        **images: object,
     ) -> ImageTextOutput:
         """Compare all images with all texts.
 

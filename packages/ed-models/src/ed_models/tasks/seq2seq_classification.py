@@ -58,7 +58,7 @@ class Seq2SeqClassifier(SequenceClassifier[Any]):
                 ignore("final_logits_bias"),
             ),
         }
-        metaclass: Any = type(cls)
+        metaclass = type(cls)
         model_class = metaclass(cls.__name__, (cls,), content)
         return task_class(model_class, family, "ForSequenceClassification")
 

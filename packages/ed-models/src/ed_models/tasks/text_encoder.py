@@ -41,7 +41,7 @@ class SeparateEncoder(EncoderDecoder):
             "__module__": family.__module__,
             "WEIGHTS": encoder_rules(family.WEIGHTS),
         }
-        metaclass: Any = type(cls)
+        metaclass = type(cls)
         return metaclass(f"{stem}EncoderModel", (cls, family.body_class), content)
 
     @property

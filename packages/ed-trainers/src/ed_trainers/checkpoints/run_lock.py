@@ -21,7 +21,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import fsspec
 from ed_infra.errors import CheckpointError
@@ -82,7 +82,7 @@ class Owner:
     def parse(cls, raw: bytes) -> Owner | None:
         """Return the owner in the content of a lock; None if the content is not readable."""
         try:
-            values: Any = json.loads(raw)
+            values = json.loads(raw)
             names = {field.name for field in dataclasses.fields(cls)}
             return cls(**{name: value for name, value in values.items() if name in names})
         except (ValueError, TypeError, AttributeError):

@@ -103,7 +103,7 @@ class BestLabels:
             def score(
                 variables: nnx.State, arrays: dict[str, jax.Array]
             ) -> tuple[jax.Array, jax.Array]:
-                module: Any = nnx.merge(graphdef, variables)
+                module = nnx.merge(graphdef, variables)
                 mask = arrays["attention_mask"]
                 return module(**arrays).logits, module.output_lengths((mask != 0).sum(axis=1))
 

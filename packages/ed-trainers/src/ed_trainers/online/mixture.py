@@ -51,7 +51,7 @@ class GeometricMixture(EasyGenerationMixin, nnx.Module):
         return {**model_inputs[0], "past_key_values": caches}
 
     def __call__(
-        self, input_ids: jax.Array, *, past_key_values: Any, logits_at: Any, **inputs: Any
+        self, input_ids: jax.Array, *, past_key_values: Any, logits_at: object, **inputs: Any
     ) -> CausalLMOutput:
         """Logits of the mixture, up to a constant of each token."""
         outputs = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from ed_models.protocol import LanguageModel
@@ -118,7 +118,7 @@ class Referee:
         self, completions: Completions, rows: Mapping[str, np.ndarray], weights: Weights
     ) -> np.ndarray:
         assert self._scorer is not None
-        total: Any = self._scorer.score(completions, rows, weights).total
+        total = self._scorer.score(completions, rows, weights).total
         if self._penalty is not None:
             total = total - self._penalty * ~np.asarray(completions.ended)
         return total

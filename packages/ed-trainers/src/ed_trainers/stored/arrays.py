@@ -84,7 +84,7 @@ def stored_arrays(directory: Path) -> dict[str, StoredArray]:
         CheckpointError: the directory has no arrays.
     """
     with hush_logger(), ocp.StandardCheckpointer() as checkpointer:
-        metadata: Any = checkpointer.metadata(directory).item_metadata
+        metadata = checkpointer.metadata(directory).item_metadata
     if metadata is None:
         raise CheckpointError(f"{directory} holds no arrays of a checkpoint")
     return dict(metadata.tree)
@@ -225,7 +225,7 @@ def _masters(names: Iterable[str]) -> dict[str, str]:
     return {_PARAMETERS + match["parameter"]: match[0] for match in matches}
 
 
-def _restack_sharding(sharding: Any, stacked: bool, stored_stacked: bool) -> Any:
+def _restack_sharding(sharding: object, stacked: bool, stored_stacked: bool) -> Any:
     """Return the sharding of a stored array, derived from the sharding of the requested array."""
     if stacked == stored_stacked or not isinstance(sharding, NamedSharding):
         return sharding

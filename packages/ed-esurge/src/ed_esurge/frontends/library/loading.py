@@ -204,20 +204,20 @@ def has_weights(server: ServedModels, name: str) -> bool:
     )
 
 
-def measure_memory(engine: Any) -> int:
+def measure_memory(engine: object) -> int:
     """Return the bytes of an engine's weights and pages; 0 for an engine without arrays."""
     bare = getattr(engine, "engine", engine)
     measure = getattr(bare, "memory_bytes", None)
     return 0 if measure is None else measure()
 
 
-def on_accelerator(engine: Any) -> bool:
+def on_accelerator(engine: object) -> bool:
     """Return whether the arrays of an engine are in the memory of accelerators."""
     bare = getattr(engine, "engine", engine)
     return getattr(bare, "platform", "cpu") != "cpu"
 
 
-async def release(engine: Any) -> None:
+async def release(engine: object) -> None:
     """Stop an engine and its compilation of programs, and free its weights and pages."""
 
     def work() -> None:

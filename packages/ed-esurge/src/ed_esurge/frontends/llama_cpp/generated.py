@@ -256,7 +256,7 @@ def _select(answer: dict[str, Any], names: Sequence[str] | None) -> dict[str, An
         return answer
     selected: dict[str, Any] = {}
     for name in names:
-        value: Any = answer
+        value = answer
         *_, last = keys = name.split("/")
         for key in keys:
             value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING

@@ -77,7 +77,9 @@ class OllamaRequest(RequestBody):
         derived = definition.parameters if definition is not None else {}
         return {**DEFAULTS, **derived, **self.options.values()}
 
-    def chat(self, model: ServedModel, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
+    def chat(
+        self, model: ServedModel, messages: list[dict[str, Any]], **more: object
+    ) -> ChatRequest:
         """Return the chat request with the fields of this request.
 
         Raises:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 from ed_models.modalities.images import (
@@ -214,7 +214,7 @@ def _decode_data_url(url: str, param: str) -> bytes:
     return IMAGE.decode_base64(data, MAX_IMAGE_BYTES, param)
 
 
-def _check_shape(image: PIL.Image.Image, processor: Any, param: str) -> None:
+def _check_shape(image: PIL.Image.Image, processor: object, param: str) -> None:
     """Check that an image processor does not enlarge a narrow image without a limit.
 
     A processor such as CLIP's enlarges the shortest side to a fixed length before it crops.

@@ -228,7 +228,7 @@ class ServedModel:
         }
 
     async def sampling_params(
-        self, request: GenerationRequest, max_tokens: int, **more: Any
+        self, request: GenerationRequest, max_tokens: int, **more: object
     ) -> SamplingParams:
         """Return the sampling options of a request. Omitted extensions have default values."""
         extensions = {

@@ -185,7 +185,7 @@ def connection_class(limits: ServerLimits, slots: ConnectionSlots) -> type[async
         _timer: asyncio.TimerHandle | None = None
         _check: asyncio.TimerHandle | None = None
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: Any, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             self._watch = WriteWatch(limits.write_timeout)
             app: ASGIApp = self.app

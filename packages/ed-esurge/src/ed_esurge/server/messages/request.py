@@ -74,7 +74,7 @@ class AnthropicMessage(History):
         parts = [*images, *convert_blocks(self.content, f"{field}.content")]
         thoughts = [block.thinking for block in self.content if isinstance(block, Thinking)]
         calls = [block.for_chat() for block in self.content if isinstance(block, ToolUse)]
-        content: Any = parts
+        content = parts
         if all(isinstance(part, dict) for part in parts):
             content = "".join(part["text"] for part in parts if isinstance(part, dict))
         message: dict[str, Any] = {"role": self.role, "content": content}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from ed_infra.errors import ConfigError
@@ -150,7 +150,7 @@ class EncodedTexts:
         """
         if embeds:
             require(model, EMBEDS)
-        limits: Any = {"most": body.truncate_prompt_tokens, "side": body.truncation_side}
+        limits = {"most": body.truncate_prompt_tokens, "side": body.truncation_side}
         if body.messages is not None:
             options = ConversationOptions(
                 add_generation_prompt=body.add_generation_prompt,

@@ -132,7 +132,7 @@ class McpCalls:
         """Return whether a tool belongs to an MCP server."""
         return name in self._tools
 
-    def item(self, name: str, arguments: str, block_id: str, **more: Any) -> dict[str, Any]:
+    def item(self, name: str, arguments: str, block_id: str, **more: object) -> dict[str, Any]:
         """Return the item of a call."""
         return {
             "id": f"mcp_{block_id}",

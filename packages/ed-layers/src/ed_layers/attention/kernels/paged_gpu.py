@@ -180,7 +180,7 @@ def attend_block(
     blocks: Any,
     table: Any,
     numbers: Any,
-    q: Any,
+    q: object,
     pool: Any,
     out: Any,
     ahead: Any = None,

@@ -75,7 +75,7 @@ def read_slice(data: np.ndarray, tensor: Location, index: Slices) -> np.ndarray:
     *leading_sizes, count, _ = blocks.shape
     if not blocks.size:
         return np.zeros((*leading_sizes, len(range(columns)[along])), np.float32)
-    flat: Any = np.ascontiguousarray(blocks).reshape(-1, count * block.bytes)
+    flat = np.ascontiguousarray(blocks).reshape(-1, count * block.bytes)
     with np.errstate(all="ignore"):  # a damaged scale gives NaN, which the loader reports
         values = dequantize(flat, GGMLQuantizationType[tensor.format])
     return values.reshape(*leading_sizes, count * block.elements)[..., inside]

@@ -139,7 +139,7 @@ def build_pretokenizer_steps(division: Division) -> list[dict[str, Any]]:
     return steps
 
 
-def find_division_name(pre_tokenizer: Any, *, ignore_merges: bool) -> str | None:
+def find_division_name(pre_tokenizer: object, *, ignore_merges: bool) -> str | None:
     """Return the name of the division of a tokenizer; None if llama.cpp has no name for it.
 
     Args:

@@ -151,7 +151,7 @@ def _rope(rope: Mapping[str, Any], context: int | None, head_dim: int) -> dict[s
     }
 
 
-def _equal(model_value: object, read: Any) -> bool:
+def _equal(model_value: object, read: object) -> bool:
     if isinstance(model_value, Mapping) and isinstance(read, Mapping):
         names = (model_value.keys() | read.keys()) - {"type", "max_position_embeddings"}
         return all(_equal(model_value.get(name), read.get(name)) for name in names)
