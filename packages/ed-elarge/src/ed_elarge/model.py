@@ -73,7 +73,9 @@ class eLargeModel(Setters):
     # Reading and writing configurations.
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str, *, task: str | None = None, **model: Any) -> Self:
+    def from_pretrained(
+        cls, name_or_path: str, *, task: str | None = None, **model: object
+    ) -> Self:
         """Create a configuration for a model: a directory in Hugging Face layout, or a hub id."""
         section = {"name_or_path": name_or_path, **model}
         return cls({"model": section if task is None else {**section, "task": task}})
@@ -288,7 +290,7 @@ class eLargeModel(Setters):
             return trainer.train()
 
     def eval(
-        self, tasks: Sequence[str] | str | None = None, *, engine: str = "auto", **options: Any
+        self, tasks: Sequence[str] | str | None = None, *, engine: str = "auto", **options: object
     ) -> dict[str, Any]:
         """Evaluate on the engine with lm-evaluation-harness, or on local tasks.
 
@@ -346,7 +348,7 @@ class eLargeModel(Setters):
         return self.once(f"tasks {merged.model_dump_json()}", load)
 
     def generate(
-        self, prompts: Sequence[Prompt] | Chat | str | None = None, **options: Any
+        self, prompts: Sequence[Prompt] | Chat | str | None = None, **options: object
     ) -> list[tuple[Prompt, str]]:
         """Complete prompts with the engine.
 
@@ -378,7 +380,7 @@ class eLargeModel(Setters):
         outputs = engine.generate(ready, params)
         return [(p, out.outputs[0].text) for p, out in zip(all_prompts, outputs, strict=True)]
 
-    def serve(self, **options: Any) -> None:
+    def serve(self, **options: object) -> None:
         """Serve the OpenAI-compatible API until interrupted, with options of the `serve` action."""
         from ed_esurge.server import serve
         from ed_esurge.server.launch import load_adapters

@@ -14,7 +14,7 @@ SettersT = TypeVar("SettersT", bound="Setters")
 
 
 def _setter(section: str, leading: str = "") -> Callable[Concatenate[SettersT, ...], SettersT]:
-    def set_section(self: SettersT, value: object = None, /, **keys: Any) -> SettersT:
+    def set_section(self: SettersT, value: object = None, /, **keys: object) -> SettersT:
         first = {} if value is None else {leading: value}
         return self.update_config({section: {**keys, **first}})
 
@@ -51,12 +51,12 @@ class Setters:
         """Set the dtype of computation and of the parameters (by default the same)."""
         return self.update_config({"loader": {"dtype": dtype, "param_dtype": param_dtype or dtype}})
 
-    def set_base_config(self, **values: Any) -> Self:
+    def set_base_config(self, **values: object) -> Self:
         """Override values of the model's configuration."""
         return self.update_config({"base_config": {"values": values}})
 
     def set_operation_configs(
-        self, configs: Mapping[str, Mapping[str, Any]] | None = None, **values: Any
+        self, configs: Mapping[str, Mapping[str, Any]] | None = None, **values: object
     ) -> Self:
         """Set kernel settings of operations, and execution fields such as `attn_mechanism`.
 
@@ -80,7 +80,7 @@ class Setters:
         dataset_name: str | None = None,
         max_length: int | None = None,
         held_out: bool = False,
-        **inform: Any,
+        **inform: object,
     ) -> Self:
         """Add a source of texts to the mixture.
 

@@ -6,7 +6,7 @@ It resembles `ed_infra.options`, because this package imports no other package o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, LiteralString, Self
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
@@ -93,14 +93,14 @@ class DataOptions(BaseModel):
             raise ValidationError.from_exception_data(type(self).__name__, problems)
         return self
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Return a copy with changed fields; the whole copy is validated."""
         values = {name: getattr(self, name) for name in self.model_fields_set}
         values.update({self.ALIASES.get(name, name): value for name, value in changes.items()})
         return type(self)(**values)
 
 
-def _problem(path: KeyPath, message: str, kind: str) -> InitErrorDetails:
+def _problem(path: KeyPath, message: str, kind: LiteralString) -> InitErrorDetails:
     # The message is a value of the template, because it may contain braces.
-    error = PydanticCustomError(kind, "{message}", {"message": message})  # type: ignore[arg-type]
+    error = PydanticCustomError(kind, "{message}", {"message": message})
     return InitErrorDetails(type=error, loc=path, input=None)

@@ -10,7 +10,7 @@ prefix. The rule for the last layout is `extract_prompt` of TRL.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from ed_data.errors import DataError
 from ed_data.schema import Content, Message
@@ -158,6 +158,16 @@ def _check_text(text: str, field: str, location: str, is_content: bool) -> None:
         ) from error
 
 
+def is_chat(content: Content) -> TypeGuard[list[Message]]:
+    """Return whether a content is a chat with at least one message."""
+    return get_kind(content) == "chat"
+
+
+def is_ids(content: Content) -> TypeGuard[list[int]]:
+    """Return whether a content is a list of token ids; an empty list is one."""
+    return get_kind(content) == "ids"
+
+
 def get_kind(content: Content) -> str:
     """Return `"text"`, `"chat"` or `"ids"`."""
     if isinstance(content, str):
@@ -188,7 +198,7 @@ def unify_kinds(context: Content, body: Content, location: str) -> tuple[Content
 def _messages(content: Content, role: str) -> list[Message]:
     if isinstance(content, str):
         return [{"role": role, "content": content}] if content else []
-    return content  # type: ignore[return-value]
+    return content if is_chat(content) else []
 
 
 def separate_prompt(
@@ -207,7 +217,7 @@ def separate_prompt(
     are_chats = [get_kind(answer) == "chat" for answer in answers.values()]
     if prompt is None or (not prompt and len(answers) > 1 and all(are_chats)):
         return _shared_prompt(answers, location)
-    if prompt and any(are_chats) and get_kind(prompt) != "ids":
+    if prompt and any(are_chats) and (isinstance(prompt, str) or is_chat(prompt)):
         return _without_prompt(prompt, answers, location)
     return prompt, answers
 
@@ -238,18 +248,14 @@ def _shared_prompt(
 
 
 def _without_prompt(
-    prompt: Content, answers: dict[str, Content], location: str
+    prompt: str | list[Message], answers: dict[str, Content], location: str
 ) -> tuple[Content, dict[str, Content]]:
     """Remove the prompt from the answers that are whole chats; do not change other answers.
 
     A text prompt is the content of a user message. The system message may occur only in the prompt
     or only in the chats.
     """
-    chats: dict[str, list[Message]] = {
-        name: answer  # type: ignore[misc]
-        for name, answer in answers.items()
-        if get_kind(answer) == "chat"
-    }
+    chats = {name: answer for name, answer in answers.items() if is_chat(answer)}
     repeated = {
         name: length
         for name, chat in chats.items()
@@ -288,16 +294,16 @@ def _count_common_prefix(answers: Sequence[Content]) -> int:
 
 
 def _count_prompt_messages(
-    prompt: Content, chat: list[Message], chats: list[list[Message]], location: str
+    prompt: str | list[Message], chat: list[Message], chats: list[list[Message]], location: str
 ) -> int:
     """Return how many messages of a chat are the prompt; 0 if the chat is only an answer."""
     if isinstance(prompt, str):
         return _with_question(prompt, chat, chats, location)
-    forms: list[list[Message]] = [prompt]  # type: ignore[list-item]
+    forms = [prompt]
     if _is_system(prompt[0]):
-        forms.append(prompt[1:])  # type: ignore[arg-type]
+        forms.append(prompt[1:])
     elif _is_system(chat[0]):
-        forms.append([chat[0], *prompt])  # type: ignore[list-item]
+        forms.append([chat[0], *prompt])
     for form in forms:
         if (
             form
@@ -305,7 +311,7 @@ def _count_prompt_messages(
             and _normalize_messages(chat[: len(form)]) == _normalize_messages(form)
         ):
             return len(form)
-    follows_an_answer = prompt[-1]["role"] == "assistant"  # type: ignore[index]
+    follows_an_answer = prompt[-1]["role"] == "assistant"
     if _is_system(chat[0]) or (chat[0]["role"] == "user" and not follows_an_answer):
         raise _contradiction(location, "its first messages differ from the prompt")
     return 0

@@ -115,7 +115,7 @@ class MediaParts(NamedTuple):
         key = next((key for key in self.keys if part.get(key) is not None), None)
         if key is None:
             return None
-        value: Any = part[key]
+        value = part[key]
         if isinstance(value, dict) and isinstance(value.get("url"), str):
             value = value["url"]
         elif isinstance(value, dict) and isinstance(value.get("data"), str):

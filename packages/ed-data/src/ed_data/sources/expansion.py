@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from _typeshed import WriteableBuffer
 
 #: Bytes after decompression that every file may have, and the limit of larger files: the ratio to
 #: the compressed bytes. Text rarely exceeds a ratio of 20.
@@ -53,9 +54,10 @@ class ExpandedStream(io.RawIOBase):
         self._check(place)
         return place
 
-    def readinto(self, buffer: bytearray | memoryview) -> int:
-        data = self._stream.read(len(buffer))
-        buffer[: len(data)] = data
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer)
+        data = self._stream.read(len(view))
+        view[: len(data)] = data
         self._check(self._count + len(data))
         return len(data)
 

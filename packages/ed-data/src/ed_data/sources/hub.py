@@ -166,7 +166,7 @@ def _stream(inform: Inform, dataset_id: str, cache: FileCache) -> HubStream | Fi
     config, split = _config_and_split(inform, dataset_id)
     try:
         builder = _open_builder(dataset_id, config, label)
-        files: Any = getattr(builder.config, "data_files", None) or {}
+        files = getattr(builder.config, "data_files", None) or {}
         if files and split not in files:
             raise DataError(_no_split(label, split, files))
         if isinstance(builder, Parquet) and not _reads_part(builder):
@@ -200,7 +200,7 @@ def _open_builder(dataset_id: str, config: str | None, label: str) -> DatasetBui
     import datasets
 
     builder = datasets.load_dataset_builder(dataset_id, config)
-    files: Any = getattr(builder.config, "data_files", None) or {}
+    files = getattr(builder.config, "data_files", None) or {}
     root = os.path.realpath(dataset_id) if os.path.isdir(dataset_id) else None
     for file in (str(file) for paths in files.values() for file in paths):
         if root is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, cast
 
 from ed_data.errors import DataError
 from ed_data.schema import Row
@@ -127,5 +127,5 @@ def _skip_bytes(stream: IO[bytes], offset: int) -> IO[bytes]:
             while offset > 0 and (passed := len(stream.read(min(offset, 1 << 20)))):
                 offset -= passed
     if hasattr(stream, "readinto") and not isinstance(stream, io.BufferedReader):
-        return io.BufferedReader(stream, 1 << 17)  # type: ignore[arg-type, return-value]
+        return io.BufferedReader(cast(io.RawIOBase, stream), 1 << 17)
     return stream

@@ -12,9 +12,9 @@ next turn of another role. Character offsets determine the tokens of an answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ed_data.schema import Message
 
@@ -49,7 +49,7 @@ def with_answers(
     added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     spans = _Turns(text, render, end_tokens, added).answers(chat)
     try:
-        encoded = tokenizer(
+        encoded: Mapping[str, Any] = tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
     except NotImplementedError as error:
@@ -57,8 +57,7 @@ def with_answers(
             "the tokenizer does not return character offsets, so the chat template must mark the "
             "answers with {% generation %} … {% endgeneration %}"
         ) from error
-    places: list[TokenSpan] = encoded["offset_mapping"]  # type: ignore[assignment]
-    return list(encoded["input_ids"]), mask_tokens(places, spans)  # type: ignore[arg-type]
+    return list(encoded["input_ids"]), mask_tokens(encoded["offset_mapping"], spans)
 
 
 def mask_tokens(places: Sequence[TokenSpan], spans: Sequence[TokenSpan]) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,7 @@ class FeatureExtractor(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
+@runtime_checkable
 class SpeechProcessor(Protocol):
     """A processor of transformers, such as `WhisperProcessor`."""
 
@@ -94,7 +95,7 @@ class AudioEncoder:
 
     def __init__(
         self,
-        processor: SpeechProcessor,
+        processor: object,
         kind: KindOfRows,
         *,
         language: str | None = None,
@@ -104,7 +105,7 @@ class AudioEncoder:
         longest: float = LONGEST_SECONDS,
         padded: bool = True,
     ) -> None:
-        checked_processor(processor)
+        processor = checked_processor(processor)
         self.processor, self.kind, self.start, self.steps = processor, kind, start, steps
         self.extract, self.tokenizer = processor.feature_extractor, processor.tokenizer
         self.rate = int(self.extract.sampling_rate)
@@ -255,19 +256,20 @@ class AudioEncoder:
             )
 
 
-def checked_processor(processor: SpeechProcessor) -> SpeechProcessor:
+def checked_processor(processor: object) -> SpeechProcessor:
     """Return a processor with a feature extractor and a tokenizer.
 
     Raises:
         DataError: one of them is missing.
     """
-    for name in ("feature_extractor", "tokenizer"):
-        if not hasattr(processor, name):
-            raise DataError(
-                f"{type(processor).__name__} is not a processor of speech: it has no {name!r}; "
-                "pass the AutoProcessor of a checkpoint such as Whisper"
-            )
-    return processor
+    if isinstance(processor, SpeechProcessor):
+        return processor
+    names = ("feature_extractor", "tokenizer")
+    missing = next(name for name in names if not hasattr(processor, name))
+    raise DataError(
+        f"{type(processor).__name__} is not a processor of speech: it has no {missing!r}; "
+        "pass the AutoProcessor of a checkpoint such as Whisper"
+    )
 
 
 def steps_needed(labels: Sequence[int]) -> int:

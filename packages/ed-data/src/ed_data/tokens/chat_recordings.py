@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ed_data.errors import DataError
 from ed_data.rows.example import RowAudio
 from ed_data.rows.recordings import header, read_samples
-from ed_data.tokens.audio import SpeechProcessor, checked_processor
+from ed_data.tokens.audio import checked_processor
 from ed_data.tokens.images import round_up
 from ed_data.tokens.items import MediumTokens
 
@@ -83,7 +83,7 @@ class RecordingEncoder:
     noun, part, reads = "recording", "audio", RowAudio
     marks_prompts = False
 
-    def __init__(self, processor: SpeechProcessor, form: RecordingLayout) -> None:
+    def __init__(self, processor: object, form: RecordingLayout) -> None:
         self._extract: Any = checked_processor(processor).feature_extractor
         self.token: int | None = form.token
         self.feature, self._form = form.token, form

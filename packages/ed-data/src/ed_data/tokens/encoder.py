@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ed_data.config import Tokenization
 from ed_data.errors import DataError
-from ed_data.rows.contents import get_kind, unify_kinds
+from ed_data.rows.contents import get_kind, is_ids, unify_kinds
 from ed_data.rows.example import Example
 from ed_data.schema import NO_VALUE, TEXT, Column, Schema
 from ed_data.tokens.audio import AudioEncoder
@@ -396,10 +396,9 @@ class Encoder:
             self._encode_what_can_be(part, label, skip)
             for part in (documents[:half], documents[half:])
         )
-        joined = (
+        return EncodedDocuments._make(
             None if a is None or b is None else [*a, *b] for a, b in zip(first, second, strict=True)
         )
-        return EncodedDocuments(*joined)  # type: ignore[arg-type]
 
     def _windows(
         self, documents: list[Example], label: str
@@ -579,7 +578,8 @@ class Encoder:
         last = self.vocab_size - 1
         result: list[list[int]] = []
         for item in items:
-            tokens: list[int] = item.content  # type: ignore[assignment]
+            tokens = item.content
+            assert is_ids(tokens)
             ends = (min(tokens), max(tokens)) if tokens else ()
             wrong = next((t for t in ends if not 0 <= t <= last), None)
             if wrong is not None:

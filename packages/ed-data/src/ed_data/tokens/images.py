@@ -69,10 +69,10 @@ class ModelProcessor(Protocol):
     image_processor: ImageProcessor
     tokenizer: PreTrainedTokenizerBase
 
-    def _merge_kwargs(self, **options: Any) -> Mapping[str, Any]: ...
+    def _merge_kwargs(self, **options: object) -> Mapping[str, Any]: ...
 
     def _process_images(
-        self, images: list[Any], **options: Any
+        self, images: list[Any], **options: object
     ) -> tuple[Mapping[str, Any], list[str]]: ...
 
     def _get_num_multimodal_tokens(self, image_sizes: list[list[int]]) -> FeatureCounts: ...
@@ -101,7 +101,7 @@ class ImageEncoder:
 
     noun, part, reads = "image", "image", RowImage
 
-    def __init__(self, processor: ModelProcessor | ImageProcessor, *, placed: bool = True) -> None:
+    def __init__(self, processor: object, *, placed: bool = True) -> None:
         self.processor: Any = processor
         self.token: int | None = None
         self._known: dict[tuple[int, int, bool], MediumTokens] = {}
@@ -270,7 +270,7 @@ class ImageEncoder:
             decoded = _decode_image(image)
         return self._run(decoded, image)[0]
 
-    def _run(self, pixels: Any, image: RowImage) -> tuple[Mapping[str, Any], str]:
+    def _run(self, pixels: object, image: RowImage) -> tuple[Mapping[str, Any], str]:
         """Return the arrays of an image, and the text of its tokens."""
         location = image.location
         if self.token is None:

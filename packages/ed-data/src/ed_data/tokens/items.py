@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -100,7 +101,7 @@ class MediumEncoder(Protocol):
     token: int | None
     feature: int
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of everything that the tokens and arrays depend on."""
         ...
@@ -111,7 +112,7 @@ class MediumEncoder(Protocol):
         one with loss from the others."""
         ...
 
-    def tokens(self, medium: Any, /) -> MediumTokens:
+    def tokens(self, medium: object, /) -> MediumTokens:
         """Return the tokens of a medium, which depend on its size. Raises DataError."""
         ...
 
@@ -125,7 +126,7 @@ class MediumEncoder(Protocol):
         """Return the arrays of a batch from the media by row. Raises DataError."""
         ...
 
-    def check(self, medium: Any, /) -> None:
+    def check(self, medium: object, /) -> None:
         """Decode a medium, whose tokens follow from its header alone. Raises DataError."""
         ...
 

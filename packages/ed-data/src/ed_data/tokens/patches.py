@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ed_data.errors import DataError
 from ed_data.rows.example import RowImage
-from ed_data.tokens.images import BLANK, ImageEncoder, ModelProcessor, get_size
+from ed_data.tokens.images import BLANK, ImageEncoder, get_size
 from ed_data.tokens.items import MediumTokens
 
 GRID, PLACES = "image_grid_thw", "image_position_ids"
@@ -37,12 +37,12 @@ class PatchEncoder(ImageEncoder):
     `image_grid_thw` [1, 3], their numbers along time, height and width.
     """
 
-    def __init__(self, processor: ModelProcessor) -> None:
+    def __init__(self, processor: object) -> None:
         super().__init__(processor)
         self._counts: dict[str, PatchCounts] = {}
 
     @staticmethod
-    def fits(processor: ModelProcessor) -> bool:
+    def fits(processor: object) -> bool:
         """Return whether the image processor of a processor returns packed patches."""
         images = getattr(processor, "image_processor", None)
         return GRID in (getattr(images, "model_input_names", None) or ())
@@ -150,7 +150,7 @@ class PlacedEncoder(PatchEncoder):
     """
 
     @staticmethod
-    def fits(processor: ModelProcessor) -> bool:
+    def fits(processor: object) -> bool:
         """Return whether the image processor of a processor returns places of patches."""
         images = getattr(processor, "image_processor", None)
         return PLACES in (getattr(images, "model_input_names", None) or ())
@@ -189,13 +189,13 @@ class RowEncoder(PatchEncoder):
     instead of the last break token.
     """
 
-    def __init__(self, processor: ModelProcessor) -> None:
+    def __init__(self, processor: object) -> None:
         super().__init__(processor)
         self._side: int = self.processor.patch_size
         self._merge: int = self.processor.spatial_merge_size
 
     @staticmethod
-    def fits(processor: ModelProcessor) -> bool:
+    def fits(processor: object) -> bool:
         """Return whether a processor writes a token after each row of features."""
         return isinstance(getattr(processor, "image_break_token_id", None), int)
 

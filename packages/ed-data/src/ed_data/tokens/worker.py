@@ -66,7 +66,7 @@ def main() -> None:
             os._exit(0)  # the parent has ended, so no process waits for a result
 
     threading.Thread(target=read, daemon=True).start()
-    function: Any = None
+    function = None
     reply: tuple[bool, object]
     while True:
         try:

@@ -175,7 +175,7 @@ class EngineWorker:
                 experts = new.routed_experts
                 self._send("done", output.request_id, open_sample, ended=ended, experts=experts)
 
-    def _send(self, kind: str, name: str, open_sample: _Open, **more: Any) -> None:
+    def _send(self, kind: str, name: str, open_sample: _Open, **more: object) -> None:
         content = {
             "tokens": open_sample.tokens,
             "logprobs": open_sample.logprobs,

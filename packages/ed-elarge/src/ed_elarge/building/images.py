@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ _PROCESSORS = {
 _WITH_TEXT = {"clip": "CLIPProcessor", "siglip": "SiglipProcessor"}
 
 
-def new_processor(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> ProcessorMixin:
+def new_processor(
+    config: EasyDeLBaseConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> ProcessorMixin:
     """Return the processor of a new model.
 
     The image processor resizes images to `image_size`, and normalizes them with the mean and the

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ed_data.config import Tokenization
 from ed_data.languages import LANGUAGES
 from ed_data.tokens.audio import TimeSteps
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 
 from ed_elarge.config.run_config import RunConfig
@@ -120,6 +121,6 @@ def set_language(model: Any, tokenization: Tokenization) -> None:
         model.generation_json = json.dumps({**stored, **named}, indent=2, sort_keys=True) + "\n"
 
 
-def time_steps(config: Any) -> TimeSteps:
+def time_steps(config: EasyDeLBaseConfig) -> TimeSteps:
     """Return the convolutions of a CTC model."""
     return TimeSteps(tuple(config.conv_kernel), tuple(config.conv_stride))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger
@@ -34,7 +34,7 @@ def count_embedding_rows(run: RunConfig) -> int | None:
         return None
     with run.blame("model", "name_or_path"):
         revision = section.extra_kwargs.revision
-        config: Any = hub.read_config(hub.resolve(str(section.name_or_path), revision=revision))
+        config = hub.read_config(hub.resolve(str(section.name_or_path), revision=revision))
     rows = getattr(config.get_text_config(), "vocab_size", None)
     return rows if isinstance(rows, int) else None
 
@@ -80,7 +80,7 @@ def sequence_length(run: RunConfig) -> int | None:
 
         with run.blame("model"):
             name, revision = str(model.name_or_path), model.extra_kwargs.revision
-            config: Any = AutoEasyDeLConfig.from_pretrained(name, revision=revision)
+            config = AutoEasyDeLConfig.from_pretrained(name, revision=revision)
         text = getattr(config, "text_config", None) or config
         length = run.trainer.default_length(getattr(text, "max_position_embeddings", None))
     logger.info("sequences have %d tokens, the default of %s: set max_length", length, run.method)

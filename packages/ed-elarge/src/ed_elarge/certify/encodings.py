@@ -49,23 +49,25 @@ class Encodings:
             rendered_cases.append(("tools", CONVERSATIONS["one turn"], {"tools": TOOLS}))
         return rendered_cases
 
-    def encode_with_transformers(self, chat: SampleChat, **options: Any) -> list[int]:
+    def encode_with_transformers(self, chat: SampleChat, **options: object) -> list[int]:
         """Return the tokens that `apply_chat_template` returns."""
 
         def encode() -> list[int]:
             _ = self._subject.template  # without a template the check is not applicable
-            arguments: Any = {"tokenize": True, "return_dict": True, **options}
-            output: Any = self._subject.tokenizer.apply_chat_template(chat, **arguments)
+            arguments = {"tokenize": True, "return_dict": True, **options}
+            output = self._subject.tokenizer.apply_chat_template(chat, **arguments)
             return list(output["input_ids"])
 
         return self._once("transformers", (chat, options), encode)
 
-    def encode_with_engine(self, chat: SampleChat, **options: Any) -> list[int]:
+    def encode_with_engine(self, chat: SampleChat, **options: object) -> list[int]:
         """Return the prompt of the engine."""
         template = self._subject.template
         return self._once("engine", (chat, options), lambda: template.token_ids(chat, **options))
 
-    def encode_with_trainer(self, chat: SampleChat, **options: Any) -> tuple[list[int], list[int]]:
+    def encode_with_trainer(
+        self, chat: SampleChat, **options: object
+    ) -> tuple[list[int], list[int]]:
         """Return the tokens of a conversation and their loss mask, as the trainer reads them.
 
         Raises:
@@ -78,11 +80,11 @@ class Encodings:
             from ed_data.tokens.chats import ChatEncoder
             from ed_data.tokens.items import DocumentField
 
-            eos: Any = self._subject.tokenizer.eos_token_id
+            eos = self._subject.tokenizer.eos_token_id
             if eos is None:
                 raise NotApplicable("the tokenizer has no end-of-text token")
             encoder = ChatEncoder(self._subject.tokenizer, eos, assistant_only_loss=True)
-            item: Any = DocumentField(chat, "the conversation", options)
+            item = DocumentField(chat, "the conversation", options)
             try:
                 tokens = encoder.encode_chats([item])[0]
             except DataError as error:
@@ -92,12 +94,12 @@ class Encodings:
         _ = self._subject.template
         return self._once("trainer", (chat, options), encode)
 
-    def text(self, chat: SampleChat, **options: Any) -> str:
+    def text(self, chat: SampleChat, **options: object) -> str:
         """Return the rendered text of a conversation."""
 
         def render() -> str:
             _ = self._subject.template
-            arguments: Any = {"tokenize": False, **options}
+            arguments = {"tokenize": False, **options}
             return str(self._subject.tokenizer.apply_chat_template(chat, **arguments))
 
         return self._once("text", (chat, options), render)

@@ -127,7 +127,7 @@ def equals_llama_cpp(subject: CertifiedModel) -> Outcome:
         except RuntimeError as error:
             require(False, f"{file.name}: {error}"[:1000])
             raise
-        loaded_model: Any = hub.from_pretrained(file)
+        loaded_model = hub.from_pretrained(file)
         if {place.format for place in read_parts(file).tensors.values()} <= UNQUANTIZED:
             text = compare_logits(
                 compute_logits(loaded_model, ids), theirs, "llama.cpp", LOGITS_LIMIT

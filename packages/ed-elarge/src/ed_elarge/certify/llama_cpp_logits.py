@@ -97,7 +97,7 @@ class LlamaCpp:
             parameters.flash_attn_type = 0
         return self.api.llama_init_from_model(self.model, parameters)
 
-    def logits(self, context: Any, tokens: list[int], start: int) -> np.ndarray:
+    def logits(self, context: object, tokens: list[int], start: int) -> np.ndarray:
         """Return the logits of tokens at consecutive positions."""
         batch = self.api.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)

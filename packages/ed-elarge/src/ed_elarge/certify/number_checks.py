@@ -41,7 +41,7 @@ def equals_transformers(subject: CertifiedModel) -> Outcome:
     ids = encoded["input_ids"][:, :LENGTH]
     model_logits = compute_logits(subject.model, ids.numpy()[0])
     try:
-        reference_model: Any = AutoModelForCausalLM.from_pretrained(subject.folder, dtype="float32")
+        reference_model = AutoModelForCausalLM.from_pretrained(subject.folder, dtype="float32")
     except (ValueError, KeyError) as error:
         raise NotApplicable(f"transformers does not load the model: {error}"[:300]) from None
     theirs = reference_model.eval()(ids).logits.detach().numpy()[0]

@@ -204,7 +204,7 @@ def _equal(value: object, base_value: object) -> bool:
     return bool(value == base_value)
 
 
-def _without_defaults(rope: Any) -> Any:
+def _without_defaults(rope: object) -> Any:
     """Return parameters of RoPE without values that change nothing."""
     if not isinstance(rope, Mapping):
         return rope

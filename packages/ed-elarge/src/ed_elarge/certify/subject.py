@@ -152,7 +152,7 @@ class CertifiedModel:
 
         if not self.is_causal:
             raise NotApplicable("the model is not a causal language model")
-        model: Any = hub.from_pretrained(self.folder)
+        model = hub.from_pretrained(self.folder)
         if self.is_adapter:
             from ed_models.adapters.peft import load_adapter
 

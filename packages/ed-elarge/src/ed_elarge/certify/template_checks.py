@@ -213,7 +213,7 @@ def _differs(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _source(subject: CertifiedModel) -> str:
-    template: Any = subject.template.tokenizer
+    template = subject.template.tokenizer
     return str(template.chat_template)
 
 

@@ -31,7 +31,7 @@ class _Lenient(GenerateJsonSchema):
         """Return the empty schema."""
         return {}
 
-    def encode_default(self, dft: Any) -> Any:
+    def encode_default(self, dft: object) -> Any:
         """Return the JSON form of a default; pydantic builds a serializer even for plain values."""
         if dft is None or type(dft) in (bool, int, float, str):
             return dft

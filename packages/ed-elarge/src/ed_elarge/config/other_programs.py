@@ -48,7 +48,7 @@ def move_keys(sections: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Prob
     return ({**out, "mixture": mixture} if mixture is not None else out), problems
 
 
-def _lacks_field(inform: Any) -> bool:
+def _lacks_field(inform: object) -> bool:
     named = ("content_field", "text_field")
     return isinstance(inform, Mapping) and not any(name in inform for name in named)
 

@@ -125,7 +125,7 @@ def blockwise_ffn(
     """
     if chunk_size < 1:
         raise ConfigError(f"chunk_size={chunk_size} must be positive")
-    forward: Any = getattr(cell, "forward_ffn", None)
+    forward = getattr(cell, "forward_ffn", None)
 
     def apply(part: jax.Array) -> jax.Array:
         return cell(part) if forward is None else forward(part, deterministic=deterministic)

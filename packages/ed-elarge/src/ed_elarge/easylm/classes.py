@@ -156,7 +156,7 @@ class ModelServer:
     """
 
     def __init__(
-        self, model: LLaMAModel, host: str = "127.0.0.1", port: int = PORT, **options: Any
+        self, model: LLaMAModel, host: str = "127.0.0.1", port: int = PORT, **options: object
     ) -> None:
         if not isinstance(model, LLaMAModel):
             raise ConfigError(f"ModelServer serves a LLaMAModel, got {type(model).__name__}")

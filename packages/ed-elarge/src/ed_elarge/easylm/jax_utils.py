@@ -81,7 +81,7 @@ def float_tensor_to_dtype(tensor: Any, dtype: Any) -> Any:
     return tensor.astype(target)
 
 
-def float_to_dtype(tree: Any, dtype: object) -> Any:
+def float_to_dtype(tree: object, dtype: object) -> Any:
     """Convert the numbers of a tree of arrays to a dtype."""
     return jax.tree.map(partial(float_tensor_to_dtype, dtype=dtype), tree)
 
@@ -101,7 +101,7 @@ def cross_entropy_loss_and_accuracy(
     return mean(losses), mean(correct)
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: object) -> jax.Array:
     """Return the norm of all arrays of a tree together."""
     return optax.global_norm(tree)
 
@@ -154,7 +154,7 @@ def get_weight_decay_mask(exclusions: Iterable[str]) -> Callable[[Any], Any]:
     return lambda params: named_tree_map(decays, params, sep="/")
 
 
-def tree_apply(fns: Any, tree: Any) -> Any:
+def tree_apply(fns: object, tree: object) -> Any:
     """Apply a tree of functions to a tree of values."""
     return jax.tree.map(lambda function, value: function(value), fns, tree)
 
@@ -174,7 +174,7 @@ def get_jax_mesh(axis_dims: str, names: Sequence[str]) -> Mesh:
 
 
 def make_shard_and_gather_fns(
-    partition_specs: Any, dtype_specs: Any = None, *, mesh: Mesh | None = None
+    partition_specs: object, dtype_specs: object = None, *, mesh: Mesh | None = None
 ) -> tuple[Any, Any]:
     """Return the functions that place each array on a mesh, and those that read it from there.
 

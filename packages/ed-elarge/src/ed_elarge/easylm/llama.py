@@ -111,7 +111,7 @@ def _parse_dictionary(text: str) -> dict[str, Any]:
     try:
         node = ast.parse(text.strip(), mode="eval").body
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
-            value: Any = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
+            value = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords}
         else:
             value = ast.literal_eval(node)
         if not isinstance(value, dict):

@@ -108,7 +108,7 @@ class _Connection:
         for line in stream:
             print(f"[{self._label}] {_text(line)}", flush=True)
 
-    def send(self, **request: Any) -> None:
+    def send(self, **request: object) -> None:
         """Write a request; the end of the connection is reported elsewhere."""
         assert self._program.stdin is not None
         with suppress(OSError):

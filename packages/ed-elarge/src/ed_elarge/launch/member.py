@@ -271,7 +271,7 @@ class _Member:
         if self._child is not None:
             os.kill(self._child, number)
 
-    def _report(self, **report: Any) -> None:
+    def _report(self, **report: object) -> None:
         try:
             print(json.dumps(report), flush=True)
         except OSError:  # the launcher is gone

@@ -196,7 +196,7 @@ class _Outcome:
 
 
 def _run(
-    ray: Any, job: LaunchedRun, point: Sequence[str], ray_placement: RayPlacement, stops: _Stops
+    ray: object, job: LaunchedRun, point: Sequence[str], ray_placement: RayPlacement, stops: _Stops
 ) -> int:
     """Run one point until it ends, or fails more often than it may start again."""
     for attempt in range(ray_placement.restarts + 1):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from ed_infra import registry
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.sharding import placement
 from ed_layers.depth.stack import Stack
 from ed_models.checkpoints import hub
@@ -69,7 +70,7 @@ def model_config(run: RunConfig, vocab_size: int | None) -> Any:
     return hub.read_config(hub.resolve(str(section.name_or_path)), run.task, **changes)
 
 
-def _mesh_of_topology(config: Any, topology: str) -> Any:
+def _mesh_of_topology(config: EasyDeLBaseConfig, topology: str) -> Any:
     """Return the mesh of a configuration over the devices of a TPU slice, without the slice."""
     from ed_infra.sharding.mesh import create_mesh
     from jax.experimental import topologies
@@ -83,7 +84,7 @@ def _mesh_of_topology(config: Any, topology: str) -> Any:
     )
 
 
-def _add_sharding(value: object, sharding: Any) -> Any:
+def _add_sharding(value: object, sharding: object) -> Any:
     leaves, treedef = jax.tree.flatten(value)
     places = jax.tree.leaves(sharding)
     if len(places) != len(leaves):
@@ -185,7 +186,7 @@ def _absent(name: str) -> Any:
     raise AssertionError(f"a step that is only compiled has no {name}")
 
 
-def tensors(model: Any) -> list[dict[str, Any]]:
+def tensors(model: object) -> list[dict[str, Any]]:
     """Return name, shape of one layer, number of layers, axes and dtype of each variable."""
     from ed_infra import parameter_names
 

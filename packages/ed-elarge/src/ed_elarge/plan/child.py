@@ -24,7 +24,7 @@ def ask(
     devices: int,
     time_limit: float,
     sections: Mapping[str, Any] | None = None,
-    **details: Any,
+    **details: object,
 ) -> dict[str, Any]:
     """Return the answer of a child process.
 
