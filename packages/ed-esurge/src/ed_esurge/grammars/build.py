@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ed_esurge.grammars.gbnf import convert_gbnf
 from ed_esurge.grammars.limits import check_lark, check_regex, check_schema
 from ed_esurge.grammars.rewriting import rewritten
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
 
 GrammarSource = tuple[str, Any]
 """The kind of a grammar (`json_schema`, `regex`, `choice` or `grammar`), and its string(s).
@@ -105,7 +109,7 @@ def _beginning(parts: Sequence[str | int]) -> str:
     return " ".join(pieces)
 
 
-def build(tokenizer: Any, text: str) -> Any:
+def build(tokenizer: LLTokenizer, text: str) -> LLMatcher:
     """Compile a grammar. The matcher stores an error (`LLMatcher.get_error`)."""
     from llguidance import LLMatcher, LLParserLimits
 

@@ -7,9 +7,13 @@ text. The grammar of the answer applies after this text and any white space in t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
 
 BITS = 32
 
@@ -25,7 +29,7 @@ class ThoughtEnds:
     """
 
     def __init__(
-        self, texts: Sequence[str], tokenizer: Any, size: int, eos_token_ids: Iterable[int]
+        self, texts: Sequence[str], tokenizer: LLTokenizer, size: int, eos_token_ids: Iterable[int]
     ) -> None:
         self._texts = [text.encode() for text in texts]
         self._kept = max(map(len, self._texts))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import random
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ed_esurge.grammars.build import GrammarSource, build, grammar_text
 from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.messages import TOO_COMPLEX, UNSATISFIABLE, locate, translate_error
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
 
 # Number of trial outputs, and number of tokens in each.
 WALKS, STEPS = 2, 32
@@ -22,7 +26,7 @@ class SlowStepError(GrammarError):
     """A step exceeded its time limit, which a busy machine can also cause."""
 
 
-def compile_grammar(tokenizer: Any, source: GrammarSource) -> tuple[str, Any]:
+def compile_grammar(tokenizer: LLTokenizer, source: GrammarSource) -> tuple[str, LLMatcher]:
     """Return a grammar in llguidance's format, and its matcher.
 
     Args:
@@ -44,7 +48,7 @@ def compile_grammar(tokenizer: Any, source: GrammarSource) -> tuple[str, Any]:
     return text, matcher
 
 
-def try_matcher(matcher: Any) -> None:
+def try_matcher(matcher: LLMatcher) -> None:
     """Check that a matcher does not exceed its limits for random tokens.
 
     Raises:
@@ -55,7 +59,7 @@ def try_matcher(matcher: Any) -> None:
         _walk(matcher.deep_copy(), random.Random(walk))
 
 
-def _walk(matcher: Any, rng: random.Random) -> None:
+def _walk(matcher: LLMatcher, rng: random.Random) -> None:
     """Generate random allowed tokens in the same way as the engine."""
     for step in range(STEPS):
         began = time.process_time()
@@ -87,7 +91,7 @@ def _choose(mask: bytes, rng: random.Random) -> int | None:
     return place * 8 + rng.choice(bits)
 
 
-def _refusal(tokenizer: Any, source: GrammarSource, said: str) -> str:
+def _refusal(tokenizer: LLTokenizer, source: GrammarSource, said: str) -> str:
     """Return the message for an invalid grammar; for a schema, with a JSON path."""
     kind, content = source
     if kind == "schema_or_calls":

@@ -7,7 +7,7 @@ bit per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.grammars.reasoning import BITS, ThoughtEnds, forbid
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 class GuideError(EasyDeLError):
@@ -37,7 +40,7 @@ class Guide:
         ends: strings that end the reasoning; None: the output has no reasoning.
     """
 
-    def __init__(self, new: NewSequence, matcher: Any, ends: ThoughtEnds | None) -> None:
+    def __init__(self, new: NewSequence, matcher: LLMatcher, ends: ThoughtEnds | None) -> None:
         self.matcher, self.ends = matcher, ends
         self._prompt_len = self._taken = new.prompt_len
         self._proposed: list[int] = []

@@ -15,25 +15,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from ed_layers.cache import Cache
 from jaxtyping import Array, Int
 
 from ed_esurge.runner.batch import StepInput
 from ed_esurge.runner.row_numbers import OF_STEP
 
 #: `(inputs, cache, last) -> (packed [n, w], cache, last)`: a decode step that also samples.
-DecodeStep = Callable[[StepInput, Any, jax.Array], tuple[jax.Array, Any, jax.Array]]
+DecodeStep = Callable[[StepInput, Cache, jax.Array], tuple[jax.Array, Cache, jax.Array]]
 
 
 def several_steps(
     step: DecodeStep,
     inputs: StepInput,
-    cache: Any,
+    cache: Cache,
     last: Int[Array, " a"],
     *,
     most: int,
     page_size: int,
     nowhere: Mapping[str, int],
-) -> tuple[Int[Array, "nk w"], Any, Int[Array, " a"]]:
+) -> tuple[Int[Array, "nk w"], Cache, Int[Array, " a"]]:
     """Run `inputs.num_steps` decode steps.
 
     Args:
