@@ -275,13 +275,12 @@ def walk_image() -> Walk:
         num_additional_image_tokens=0,
         chat_template=tokenizer.chat_template,
     )
-    text = {"model_type": "llama", **TEXT, "vocab_size": len(tokenizer)}
-    config = LlavaConfig(
-        text_config=text,
-        vision_config=VISION,
-        image_token_index=image_token,
-        sharding_axis_dims=(1, 1, 1, 1, 1),
-    )
+    fields: dict[str, Any] = {
+        "text_config": {"model_type": "llama", **TEXT, "vocab_size": len(tokenizer)},
+        "vision_config": VISION,
+        "image_token_index": image_token,
+    }
+    config = LlavaConfig(**fields, sharding_axis_dims=(1, 1, 1, 1, 1))
     model = LlavaForConditionalGeneration.create(config)
     engine = eSurge(model, tokenizer, processor=processor, max_model_len=64, max_num_seqs=1)
     data = io.BytesIO()

@@ -229,7 +229,7 @@ class Counted:
     def __init__(self, tokens: LazyTokens, size: int) -> None:
         self.tokens, self.size, self.read = tokens, size, 0
 
-    def __next__(self) -> Rows:
+    def __next__(self) -> PlannedRows:
         documents: list[int] = []
         used = 0
         while self.read < len(self.tokens.hashes):

@@ -99,6 +99,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_row(form) -> None:
     terms, states = terms_of(form, 2, 7, 2, 2, 37, 21), drawn(0, 2, 4, 37, 21)
     marks = jnp.ones((2, 7), jnp.int32)
     out, after = recurrences.recur(terms, states, marks, None)
+    state = states[1:]
     for token in range(7):
         one = replace(
             terms,
@@ -108,9 +109,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_row(form) -> None:
                 if (x := getattr(terms, name)) is not None
             },
         )
-        alone, state = recurrences.recur(
-            one, states[1:] if token == 0 else state, marks[1:, :1], None
-        )
+        alone, state = recurrences.recur(one, state, marks[1:, :1], None)
         np.testing.assert_array_equal(alone[0, 0], out[1, token])
     np.testing.assert_array_equal(state[0], after[1])
 

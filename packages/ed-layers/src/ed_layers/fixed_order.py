@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ed_layers.ordered_program import round_operations
-
 if TYPE_CHECKING:
     from ed_infra.config import EasyDeLBaseConfig
 
@@ -57,6 +55,8 @@ class KernelChoice(NamedTuple):
             with self.restore():
                 if self.ordered is None:
                     return function(*arguments)
+                from ed_layers.ordered_program import round_operations
+
                 return round_operations(function)(*arguments)
 
         return call_with_choice

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ed_layers import fixed_order
-from ed_layers.ordered_program import exp
 from ed_layers.projections.matmul import matmul
 
 
@@ -45,6 +44,8 @@ def softmax(x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
     x = x.astype(jnp.float32)
     if not fixed_order.active():
         return jax.nn.softmax(x)
+    from ed_layers.ordered_program import exp
+
     top = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
     powers = exp(x - top)
     return powers / total(powers)

@@ -16,7 +16,6 @@ from jax.lax import PrecisionLike
 from jaxtyping import Array, Float
 
 from ed_layers import fixed_order, native
-from ed_layers.ordered_program import round_to_dtype
 from ed_layers.projections.dot import Weight, dot
 
 
@@ -77,4 +76,8 @@ class Head:
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
         with self.kernels():
-            return round_to_dtype(scores) if fixed_order.active() else scores
+            if not fixed_order.active():
+                return scores
+            from ed_layers.ordered_program import round_to_dtype
+
+            return round_to_dtype(scores)
