@@ -17,7 +17,7 @@ from attention_cases import CELLS
 from attention_reference import error
 from ed_infra.errors import ConfigError
 from ed_infra.logging import forget_said
-from ed_layers.attention import Mechanism, registry
+from ed_layers.attention import Mechanism, kernels
 from ed_layers.attention.mechanism import check_language
 
 
@@ -26,9 +26,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Declare entry points, as an installed package would; by default the toy's kernels."""
 
     def declare(*values: str) -> None:
-        points = [EntryPoint(f"toy{i}", v, registry.GROUP) for i, v in enumerate(values)]
-        monkeypatch.setattr(registry, "entry_points", lambda group: points)
-        registry.kernels.cache_clear()
+        points = [EntryPoint(f"toy{i}", v, kernels.GROUP) for i, v in enumerate(values)]
+        monkeypatch.setattr(kernels, "entry_points", lambda group: points)
+        kernels.kernels.cache_clear()
         # Programs that were traced before have chosen already.
         cases.program.cache_clear()
         pages.program.cache_clear()
@@ -38,7 +38,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     forget_said()
     yield declare
     monkeypatch.undo()
-    for cached in (registry.kernels, cases.program, pages.program):
+    for cached in (kernels.kernels, cases.program, pages.program):
         cached.cache_clear()
 
 
@@ -117,9 +117,9 @@ def test_check_language_rejects_missing_native_kernels(installed) -> None:
 def test_a_broken_entry_point_is_named(installed, value, message) -> None:
     installed(value)
     with pytest.raises(ConfigError, match=message):
-        registry.kernels()
+        kernels.kernels()
 
 
 def test_installed_kernels_precede_built_in_kernels(installed) -> None:
-    assert registry.kernels()[: len(toy.KERNELS)] == toy.KERNELS
-    np.testing.assert_equal(registry.kernels()[len(toy.KERNELS) :], registry.built_in())
+    assert kernels.kernels()[: len(toy.KERNELS)] == toy.KERNELS
+    np.testing.assert_equal(kernels.kernels()[len(toy.KERNELS) :], kernels.built_in())

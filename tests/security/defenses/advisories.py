@@ -119,8 +119,8 @@ ADVISORIES: dict[str, tuple[Edit, ...]] = {
     f"{CLASSES}::test_template_variables_cannot_replace_renderer_arguments": (
         Edit(
             f"{ESURGE}/server/generation/rendering.py",
-            "reserved_names = sorted(variables.keys() & _RESERVED)",
-            "reserved_names = sorted(variables.keys() & set())",
+            "reserved_names = sorted(options.variables.keys() & _RESERVED)",
+            "reserved_names = sorted(options.variables.keys() & set())",
         ),
     ),
     f"{CLASSES}::test_every_tool_format_parses_hostile_text_completely": (
