@@ -210,7 +210,7 @@ def data_report(
         time_steps: see `build_loader`.
         recordings: see `build_loader`.
         embedding_rows: see `build_loader`.
-        near: search near-duplicates (MinHash), which is slower.
+        with_near_duplicates: search near-duplicates (MinHash), which is slower.
         samples: number of rows in the report.
 
     Raises:

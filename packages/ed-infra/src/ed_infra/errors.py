@@ -74,7 +74,7 @@ def refuse_keywords(
     Args:
         call: name of the public function.
         keywords: the keywords.
-        known: all allowed keywords.
+        known_keywords: all allowed keywords.
         instead: Other name -> what to write instead.
 
     Raises:
@@ -147,7 +147,7 @@ def unknown_name(kind: str, name: object, known_names: Iterable[str]) -> ConfigE
     Args:
         kind: Description of the name (`"attention mechanism"`).
         name: The unknown name.
-        known: All allowed names.
+        known_names: All allowed names.
     """
     known_names = sorted({str(k) for k in known_names})
     listing = ", ".join(known_names)

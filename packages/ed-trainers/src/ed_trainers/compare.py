@@ -35,7 +35,7 @@ class Difference:
 
     Attributes:
         name: canonical name.
-        what: in words, where the two cannot be subtracted; else empty.
+        description: in words, where the two cannot be subtracted; else empty.
         largest: of the absolute differences.
         relative: norm of the difference by the norm of the first.
         elements: how many differ, and of how many.

@@ -61,7 +61,7 @@ class _Batch:
     Attributes:
         documents: in the order of the stream.
         ends_epoch: whether an epoch ends after the documents.
-        after: position of the stream after the documents.
+        end_mark: position of the stream after the documents.
         sequences: sequences of each document, in order; None until they are encoded.
         places: numbers of the documents of each inform that is being encoded.
         skipped: documents of each inform that could not be encoded.

@@ -16,8 +16,8 @@ class RowImage(NamedTuple):
 
     Attributes:
         source: path, bytes or pixels.
-        where: inform, file, row and number of the image, for messages.
-        alone: whether the document has no other image.
+        location: inform, file, row and number of the image, for messages.
+        is_single: whether the document has no other image.
     """
 
     source: Image
@@ -30,7 +30,7 @@ class RowAudio(NamedTuple):
 
     Attributes:
         source: path, bytes or samples.
-        where: inform, file, row and number of the recording, for messages.
+        location: inform, file, row and number of the recording, for messages.
     """
 
     source: Audio

@@ -37,7 +37,7 @@ class LineRecord(NamedTuple):
         place: file and line (or row), for messages.
         row: the fields, or the error of an invalid row, which the reader may skip.
         at: position of the row.
-        after: position of the next row.
+        next_spot: position of the next row.
     """
 
     place: str

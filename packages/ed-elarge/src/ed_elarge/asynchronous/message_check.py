@@ -59,7 +59,7 @@ class TaskLimits:
     Attributes:
         vocab_size: number of tokens of the vocabulary.
         room: number of tokens that the sample may still have.
-        known: number of tokens that the sample has.
+        token_count: number of tokens that the sample has.
         version: newest version of the weights.
         copies: number of samples of a prompt.
     """

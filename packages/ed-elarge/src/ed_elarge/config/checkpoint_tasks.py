@@ -51,7 +51,7 @@ def read_config(name_or_path: str, revision: str | None = None) -> Mapping[str, 
 def find_task(name_or_path: str, config: Mapping[str, Any]) -> TaskType | None:
     """Return the task that a checkpoint names, from its config.json.
 
-    `ed_models.checkpoints.checks.task_of` reads the same with the registry.
+    `ed_models.checkpoints.checks.detect_task` reads the same with the registry.
     """
     if is_file(expand_path(name_or_path) / _MODULES):
         return None

@@ -78,7 +78,7 @@ class RunConfig:
     Args:
         document: The source file, for the location of later errors; or a document with a value.
         prefix: Path of the mapping that contains the sections.
-        written: The sections as the user wrote them.
+        written_sections: The sections as the user wrote them.
         sections: Name -> validated section.
         actions: The actions in order.
 

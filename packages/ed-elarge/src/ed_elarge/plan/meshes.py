@@ -19,7 +19,7 @@ class Candidate:
     Attributes:
         dims: sizes of the mesh axes, in the order of `sharding.axis_names`.
         plan: memory and time.
-        why: why the mesh is not the best; empty for the best.
+        reason: why the mesh is not the best; empty for the best.
     """
 
     dims: tuple[int, ...]

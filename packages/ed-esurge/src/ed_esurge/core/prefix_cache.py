@@ -116,7 +116,7 @@ class PrefixCache:
 
         Args:
             looked_up: number of prompt tokens.
-            known: number of cached prompt tokens.
+            cached_tokens: number of cached prompt tokens.
             brought: number of cached tokens that were copied from host memory.
         """
         self.queries += looked_up

@@ -317,7 +317,7 @@ class Scheduler:
 
         Args:
             rows: the rows of all running sequences, which receive the pages.
-            before: number of sampled tokens that the scheduler has not read.
+            num_unread: number of sampled tokens that the scheduler has not read.
 
         Returns:
             the number of steps; 0 if the pools have too few pages for one step.

@@ -148,7 +148,7 @@ class OpenRequest:
         writers: writers by sequence id; empty for a pooled request.
         prompt_logprobs: log-probabilities of the prompt, filled by position and delivered with the
             first delta. None when not requested.
-        held: object to keep alive while the request is open.
+        keep_alive: object to keep alive while the request is open.
     """
 
     add: Add

@@ -54,7 +54,7 @@ class Ledger:
 
         Args:
             add: the request.
-            held: object to keep alive until the request ends.
+            keep_alive: object to keep alive until the request ends.
 
         Raises:
             ConfigError: the request id is in use.

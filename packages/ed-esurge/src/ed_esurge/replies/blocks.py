@@ -32,7 +32,7 @@ class Block:
     Attributes:
         text: text of the block; JSON text of the arguments of a call.
         call_id, name: id and function name of a call.
-        whole: False for a call that was cut off.
+        is_complete: False for a call that was cut off.
         broken: whether the text turned out not to be a call.
         continues: whether an earlier block has the same kind, and other parts are between them.
     """

@@ -477,8 +477,8 @@ class _Call:
     """The call that the parser reads.
 
     Attributes:
-        known: whether the function is one of the tools.
-        shown: whether events of the call are emitted.
+        is_known: whether the function is one of the tools.
+        is_shown: whether events of the call are emitted.
         space, trim: withheld white space before the call, and whether it would be dropped.
     """
 

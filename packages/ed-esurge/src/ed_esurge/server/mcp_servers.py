@@ -262,7 +262,7 @@ class McpServers:
         """Return the tools of a server: name, description, input_schema, annotations.
 
         Args:
-            owner: see `http.auth.owner_of`.
+            owner: see `http.auth.get_owner`.
 
         Raises:
             McpError: the server does not answer.
@@ -290,7 +290,7 @@ class McpServers:
 
         Args:
             arguments: JSON text of an object.
-            owner: see `http.auth.owner_of`.
+            owner: see `http.auth.get_owner`.
 
         Raises:
             McpError: the arguments are no object, the tool failed, or did not answer in time.

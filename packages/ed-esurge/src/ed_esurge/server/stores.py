@@ -444,7 +444,7 @@ class ResponseStore:
 
         Args:
             name: id of the response.
-            owner: see `auth.owner_of`.
+            owner: see `auth.get_owner`.
         """
         shelf = self._shelves[owner]
         if name in shelf.kept:

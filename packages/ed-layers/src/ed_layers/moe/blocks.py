@@ -95,7 +95,7 @@ class ExpertBlocks(NamedTuple):
         choice: pair of a token and an expert of each place, in [0, n * k), [p].
         real: whether a place holds a row and not padding, [p].
         place: place of each pair, [n, k]; arbitrary where no expert was chosen.
-        chosen: whether an expert was chosen, [n, k].
+        has_expert: whether an expert was chosen, [n, k].
         expert: expert of each block.
         used: number of blocks that hold rows.
     """

@@ -98,7 +98,7 @@ def get_cache_dtype(model: CachingModel, dtype: DTypeLike | None = None) -> jnp.
 def get_cache_sharding(
     config: EasyDeLBaseConfig, axes: tuple[str | None, ...], shape: tuple[int, ...]
 ) -> NamedSharding | None:
-    """Return the sharding of one layer's cache; see `EasyDeLBaseModule.cache_sharding`."""
+    """Return the sharding of one layer's cache; see `EasyDeLBaseModule.init_cache`."""
     if config.mesh.size == 1:
         return None
     if not config.use_sharded_kv_caching:

@@ -143,7 +143,7 @@ class Finished(NamedTuple):
         ids: prompt and new tokens, [b, t]; see `GeneratedRows`.
         new: number of new tokens of the longest row.
         steps: number of forward passes after the prefill.
-        kept: the requested values of each step; the first axis is the step.
+        records: the requested values of each step; the first axis is the step.
     """
 
     ids: Int[Array, "b t"]

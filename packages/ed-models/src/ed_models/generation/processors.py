@@ -151,7 +151,7 @@ def remove_invalid(scores: jax.Array, _: object, rows: GeneratedRows) -> jax.Arr
 def hasten_end(
     scores: jax.Array, value: tuple[jax.Array, jax.Array], rows: GeneratedRows
 ) -> jax.Array:
-    """Raise the scores of end tokens more with each token; see `option_values.decay`."""
+    """Raise the scores of end tokens more with each token; see `values.decay`."""
     start, factor = value
     excess_tokens = rows.new - start
     growth = jnp.where(excess_tokens > 0, factor ** jnp.maximum(excess_tokens, 0) - 1, 0.0)[:, None]

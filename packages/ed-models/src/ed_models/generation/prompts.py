@@ -33,7 +33,7 @@ class PromptBatch:
 
     Attributes:
         ids: token ids as passed by the caller, int32 [b, s].
-        kept: whether an entry is a token, [b, s].
+        token_mask: whether an entry is a token, [b, s].
         lengths: number of tokens of each row, int32 [b].
         inputs: further arrays of the prompts; for an encoder-decoder, the arrays of the encoder.
     """

@@ -152,7 +152,7 @@ class EncoderNames:
         heads: task -> its head. The pooler is the head of `BASE_MODULE`: its `out` names the linear
             layer.
         rules: rules in front of the standard ones.
-        others: names of heads of tasks that do not exist here; their tensors are ignored.
+        ignored_names: names of heads of tasks that do not exist here; their tensors are ignored.
     """
 
     body: Mapping[str, str]

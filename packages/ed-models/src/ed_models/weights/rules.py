@@ -192,7 +192,7 @@ def fused(
     """Rules for linear layers `parts` that are one layer `fused_name` in the checkpoint.
 
     Args:
-        parts, whole: names of layers under one path, such as `"q_proj"`.
+        parts, fused_name: names of layers under one path, such as `"q_proj"`.
         groups: see `split`.
         layout: of a kernel: `transpose`, or `equal` where theirs is [in, out] too.
 

@@ -121,7 +121,7 @@ def compare_models(
         batch: `input_ids`, `segment_ids`, `position_ids`, `targets` [b, s].
         key: dropout key of the student.
         placement: the distribution of tokens over devices.
-        noise: on the student's embeddings alone; see `scoring.noise_of`.
+        noise: on the student's embeddings alone; see `scoring.build_noise_inputs`.
         hidden_states: the outputs also have the input of every layer.
 
     Returns:

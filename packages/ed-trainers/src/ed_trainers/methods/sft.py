@@ -72,7 +72,7 @@ def cross_entropy(
         models: the models.
         batch: the arrays of the learner, `targets` and `weights`.
         key: dropout key.
-        noise: see `noise_of`.
+        noise: see `build_noise_inputs`.
     """
     model, arguments = models.learner, run.arguments
     extra = TokenLoss()

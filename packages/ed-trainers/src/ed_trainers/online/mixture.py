@@ -21,7 +21,7 @@ class GeometricMixture(EasyGenerationMixin, nnx.Module):
 
     Args:
         model: the first; its configuration has the special tokens.
-        other: the second.
+        other_model: the second.
         coefficient: c, the share of the second: 0 is the first alone, 1 the second.
     """
 

@@ -32,7 +32,7 @@ class Contest(NamedTuple):
     """The completions of both sides and the winners, in the order of the prompts.
 
     Attributes:
-        own, other: rows of the completions of the learner and of its opponent.
+        learner_rows, opponent_rows: rows of the completions of the learner and of its opponent.
         scored: `rewards` and `scored` [n] of the learner's completions; empty with a judge.
         wins: probability that the learner's completion is better, float32 [n]; NaN if unknown.
         figures: figures for the log.

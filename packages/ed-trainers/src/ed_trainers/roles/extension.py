@@ -23,7 +23,7 @@ class Extension:
             directory with saved variables.
         detach: returns the model without the new variables.
         split: returns `(graphdef, learned parameters, other variables)` of an extended module.
-        own: whether a path of a parameter belongs to the extension.
+        owns_path: whether a path of a parameter belongs to the extension.
         save: writes the new variables to a directory of a saved model.
     """
 

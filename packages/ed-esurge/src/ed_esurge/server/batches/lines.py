@@ -72,7 +72,7 @@ async def answer_line(
     Args:
         name: id of the answer.
         endpoints: the endpoints that the line may call, by path.
-        owner: owner of the line, see `http.auth.owner_of`.
+        owner: owner of the line, see `http.auth.get_owner`.
         seen: custom ids of the previous lines; the id of this line is added.
 
     Returns:

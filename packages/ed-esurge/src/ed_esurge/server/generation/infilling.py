@@ -109,7 +109,7 @@ class InfillPrompts:
         """Return the tokens of a prompt. The texts never become special tokens.
 
         Args:
-            before, after: the texts around the gap.
+            prefix, suffix: the texts around the gap.
             files: names and texts of other files of the repository.
         """
         form, text = self.form, self._encoder.as_text

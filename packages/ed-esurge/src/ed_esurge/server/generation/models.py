@@ -130,7 +130,7 @@ class ServedModel:
         name: the name in answers.
         abilities: what the model can do.
         lora_name: the adapter of the requests; None = the base model.
-        owner: the owner of the requests, see `http.auth.owner_of`; empty without a key.
+        owner: the owner of the requests, see `http.auth.get_owner`; empty without a key.
         adapter_owners: name of an adapter -> digests of the keys that may use the adapter. Every
             key may use an adapter without an entry.
         adapter_lock: held while an adapter is loaded or unloaded.

@@ -206,7 +206,7 @@ class ChatGeneration:
         ending: text of the last tokens of the prompt.
         prompt_logprobs: log-probabilities of the prompt, if requested, after the first output.
         last: the piece with the finish reason, after `changes` has yielded that piece.
-        plain: whether the reply is text only, without thoughts and calls.
+        is_text_only: whether the reply is text only, without thoughts and calls.
         stores: whether the endpoint reads the next two attributes.
         answer_tokens: tokens of the first choice so far.
         answer_logprobs: their log-probabilities, if requested.
@@ -243,7 +243,7 @@ class ChatGeneration:
         Args:
             kind: prefix of the request id.
             tokens: token ids before the prompt.
-            plain: prompt that replaces the messages. The reply is text only.
+            raw_prompt: prompt that replaces the messages. The reply is text only.
             context: see `PromptEncoder.check`.
             stores: whether the endpoint stores the tokens and log-probabilities of the answer.
 

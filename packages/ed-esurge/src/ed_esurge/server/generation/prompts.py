@@ -265,7 +265,7 @@ class PromptEncoder:
         """Return the prompt of a gap between two texts. The texts never become special tokens.
 
         Args:
-            before, after: the texts around the gap.
+            prefix, suffix: the texts around the gap.
             files: names and texts of other files of the repository.
             param: the field that requests the gap, for errors.
 

@@ -152,7 +152,7 @@ class ServedModels:
 
         Args:
             name: the model name of the request; None = the first model.
-            owner: owner of the request, see `owner_of`. Adapters of other keys are not found.
+            owner: owner of the request, see `get_owner`. Adapters of other keys are not found.
 
         Raises:
             APIError: 404 `model_not_found`.
@@ -170,7 +170,7 @@ class ServedModels:
         """Return the entries of `/v1/models`: the names of each model, then its adapters.
 
         Args:
-            owner: see `owner_of`. The adapters of other keys are omitted.
+            owner: see `get_owner`. The adapters of other keys are omitted.
         """
         cards = []
         for model in self.always:

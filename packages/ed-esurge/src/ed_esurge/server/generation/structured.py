@@ -378,7 +378,7 @@ async def compile_one(
     """Return the requested structured output after the compilation of its grammar.
 
     Args:
-        wanted: the structured outputs of a request by field.
+        requested_outputs: the structured outputs of a request by field.
         end_texts: texts that end the thoughts of the answer; see `StructuredOutputs.after`.
 
     Raises:

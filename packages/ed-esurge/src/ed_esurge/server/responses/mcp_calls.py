@@ -24,7 +24,7 @@ class McpCalls:
 
     Args:
         servers: the servers of the operator.
-        owner: owner of the request, see `http.auth.owner_of`.
+        owner: owner of the request, see `http.auth.get_owner`.
         most: limit of the calls; None = `MAX_TOOL_CALLS`.
 
     Attributes:

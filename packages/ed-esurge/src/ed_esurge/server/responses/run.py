@@ -52,7 +52,7 @@ class ResponsePrompt:
     def __init__(self, model: ServedModel, body: PromptFields, request: Request) -> None:
         self._model, self._body = model, body
         self.size = get_size(request)
-        self.before: tuple[bytes, ...] = ()
+        self.previous_messages: tuple[bytes, ...] = ()
         self._facts: bytes | None = None
         if body.previous_response_id is not None:
             previous_response: StoredResponse = model.state.responses.get(
@@ -64,7 +64,10 @@ class ResponsePrompt:
                     param="previous_response_id",
                     code="response_not_finished",
                 )
-            self.before, self._facts = previous_response.messages, previous_response.facts
+            self.previous_messages, self._facts = (
+                previous_response.messages,
+                previous_response.facts,
+            )
             self.size += previous_response.conversation_bytes
             self._check_size(request)
         most = body.max_tool_calls if isinstance(body, ResponseRequest) else None
@@ -94,7 +97,7 @@ class ResponsePrompt:
             APIError: 400, the conversation has too many values.
         """
         try:
-            lists = parsed_json(b"[" + b",".join(self.before) + b"]")
+            lists = parsed_json(b"[" + b",".join(self.previous_messages) + b"]")
         except ValueError as error:
             raise APIError(
                 f"the conversation has {error}: begin a new conversation",
@@ -117,7 +120,7 @@ class ResponsePrompt:
         await mcp.prepare(body, facts)
         if execute:
             await mcp.approve(body, facts)
-        earlier = await aside(self._read_before, self.size) if self.before else []
+        earlier = await aside(self._read_before, self.size) if self.previous_messages else []
         previous_messages = [*earlier, *mcp.messages]
         chat = await aside(partial(body.chat, previous_messages, mcp.chat_tools), self.size)
         if mcp.approved:
@@ -425,7 +428,7 @@ class ResponseRun:
         stored = StoredResponse(
             fields["status"],
             await write_json(fields, size),
-            (*self._conversation.before, b"".join(messages)),
+            (*self._conversation.previous_messages, b"".join(messages)),
             to_bytes(encode({"labels": labels, "requests": requests})),
             b"".join(items),
             self._answer,

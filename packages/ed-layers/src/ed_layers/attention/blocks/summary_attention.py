@@ -179,7 +179,7 @@ class Blocks:
 
     Attributes:
         slot: summary to which each token belongs, [b, s]; m = none.
-        of_token: number of each token's block in its segment, [b, s].
+        block_numbers: number of each token's block in its segment, [b, s].
         index: number of each summary's block in its segment, [b, m].
         segment_ids: segment of each summary, [b, m]; 0 = the summary does not exist.
     """

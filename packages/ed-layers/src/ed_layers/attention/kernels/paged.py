@@ -61,7 +61,7 @@ class PageBlocks(NamedTuple):
     """Pages and queries per block.
 
     Attributes:
-        whole: whether one block contains all pages of a sequence, so that no loop is needed.
+        single_block: whether one block contains all pages of a sequence, so that no loop is needed.
     """
 
     pages: int
