@@ -391,6 +391,12 @@ def ignored_by_transformers() -> list[Any]:
     return params
 
 
+#: Last parts of patterns that name a module and not a tensor.
+MODULES = (*("mtp", "decoder", "position_embeddings"), *("k_proj", "v_proj", "k_norm", "v_norm"))
+#: Pattern of a module at the top of the files -> a tensor of it.
+TOP = {"mask_predictions.*": "mask_predictions.dense.weight"}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("subject", ignored_by_transformers())
 def test_tensors_that_transformers_ignores_are_no_leftovers(subject: Any) -> None:
@@ -400,7 +406,8 @@ def test_tensors_that_transformers_ignores_are_no_leftovers(subject: Any) -> Non
         plain = re.sub(r"\\|\^|\$", "", pattern).replace(".*", ".weight")
         # A pattern fits anywhere in a name: `attn.bias` ignores `transformer.h.0.attn.bias`.
         name = plain if pattern.startswith(("^", "model")) else f"model.part.{plain}"
-        if not name.endswith(("weight", "bias")) and name.rpartition(".")[2] in ("mtp", "decoder"):
+        name = TOP.get(pattern, name)
+        if name.rpartition(".")[2] in MODULES:
             name += ".weight"
         files: Any = {name: None}
         assert not find_leftovers(weights, files), pattern

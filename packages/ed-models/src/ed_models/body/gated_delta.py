@@ -38,6 +38,7 @@ SPLIT_DELTA = renamed(
     {f"linear_attn.{ours}_proj": f"linear_attn.in_proj_{hf}" for ours, hf in ("gz", "bb", "aa")},
     *fused(tuple(f"linear_attn.{name}_proj" for name in "qkv"), "linear_attn.in_proj_qkv"),
     *GATED_DELTA,
+    ignore("model.visual.{path}"),
 )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ed_models.weights.rules import STANDARD, Rule, ignore, renamed, split, transpose
 
+#: Parts whose tensors published checkpoints contain for layers that reuse keys and values.
+UNUSED = ("k_proj", "v_proj", "k_norm", "v_norm")
 #: Rules of the language model.
 GEMMA4_TEXT = renamed(
     {"scale_of": "scale"},
@@ -15,6 +17,5 @@ GEMMA4_TEXT = renamed(
     ),
     Rule("{path}.experts.down_proj.kernel", "{path}.experts.down_proj", transpose),
     *STANDARD,
-    # Published checkpoints contain unused tensors of layers that reuse keys and values.
-    *(ignore(f"{{path}}.self_attn.{name}.weight") for name in ("k_proj", "v_proj", "k_norm")),
+    *(ignore(f"{{path}}.self_attn.{name}.weight") for name in UNUSED),
 )

@@ -29,7 +29,7 @@ from ed_layers.token_conv import TokenConv
 from ed_models.body.encoder import BIDIRECTIONAL, EncoderLayer, TextEncoder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames, bert_body
 from ed_models.tasks.encoders import MaskedLM
-from ed_models.weights.rules import Rule, permute
+from ed_models.weights.rules import Rule, ignore, permute
 
 _POOLED = HeadNames(
     "classifier",
@@ -202,10 +202,10 @@ class DebertaV2ForMaskedLM(MaskedLM):
             TaskType.TOKEN_CLASSIFICATION: HeadNames("classifier"),
             TaskType.QUESTION_ANSWERING: HeadNames("qa_outputs", dropout=None),
         },
-        rules=(Rule("{path}.conv.kernel", "{path}.conv.weight", permute(2, 1, 0)),),
-        ignored_names=(
-            *("lm_predictions", "mask_predictions"),
+        rules=(
+            Rule("{path}.conv.kernel", "{path}.conv.weight", permute(2, 1, 0)),
             # Published checkpoints have absolute positions, which relative attention replaces.
-            *("deberta.embeddings.position_embeddings", "embeddings.position_embeddings"),
+            ignore("{path}.position_embeddings.weight"),
         ),
+        ignored_names=("lm_predictions", "mask_predictions"),
     )

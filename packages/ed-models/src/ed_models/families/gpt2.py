@@ -24,7 +24,7 @@ from ed_layers.parts import Parts
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import STANDARD, Rule, equal, fused, renamed, transpose
+from ed_models.weights.rules import STANDARD, Rule, equal, fused, ignore, renamed, transpose
 
 
 @register_config("gpt2")
@@ -109,4 +109,5 @@ class GPT2LMHeadModel(CausalLM):
         Rule("lm_head.kernel", "lm_head.weight", transpose),
         Rule("{path}.kernel", "{path}.weight", equal),
         *STANDARD,
+        ignore("{path}.crossattention.bias"),
     )

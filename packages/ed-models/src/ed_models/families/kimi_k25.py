@@ -43,7 +43,7 @@ from ed_models.body.patch_weights import TIED, TOWER
 from ed_models.body.vision import tower_rules
 from ed_models.modalities.images import RASTER_PATCHES
 from ed_models.tasks.conditional import ConditionalLM
-from ed_models.weights.rules import EXPERTS, STANDARD, Rule, equal, fused, permute, renamed
+from ed_models.weights.rules import EXPERTS, STANDARD, Rule, equal, fused, ignore, permute, renamed
 
 #: Our names of parts of the tower -> those of checkpoints.
 NAMES = {
@@ -223,4 +223,5 @@ class KimiK25ForConditionalGeneration(ConditionalLM):
         *tower_rules(f"{TOWER}.merger", "mm_projector", PROJECTOR, STANDARD),
         *tower_rules(TOWER, "vision_tower", NAMES, STANDARD),
         *renamed(STORED, EXPERTS, *STANDARD),
+        *(ignore(f"{part}model.layers.61.{{path}}") for part in ("", "language_model.")),
     )
