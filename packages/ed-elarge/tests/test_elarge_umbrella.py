@@ -88,6 +88,8 @@ def test_modules_without_file_run_as_programs() -> None:
         command = [sys.executable, "-m", module, "--help"]
         process = subprocess.run(command, capture_output=True, text=True, check=True)
         assert "usage" in process.stdout.lower()
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and isinstance(spec.origin, str), "`sys.argv[0]` is None"
 
 
 def test_wrong_names_get_a_hint() -> None:

@@ -24,7 +24,10 @@ class SourceFinder(MetaPathFinder, InspectLoader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the specification of a module of the table."""
-        return spec_from_loader(fullname, self) if fullname in self.sources else None
+        if fullname not in self.sources:
+            return None
+        # `python -m` makes the origin the first word of `sys.argv`, which jax reads as a text.
+        return spec_from_loader(fullname, self, origin=__file__)
 
     def is_package(self, fullname: str) -> bool:
         """Return whether the table has modules inside this module."""
