@@ -11,7 +11,10 @@ from ed_trainers import SFTArguments, SFTTrainer
 from ed_trainers.arguments import METHODS
 from ed_trainers.checkpoints.run_record import RUN_FILES, compare_runs, describe_run
 
-MODEL = {"class": "Llama", "config": {"rope_theta": 1e4, "transformers_version": "5.1"}}
+MODEL = {
+    "class": "Llama",
+    "config": {"rope_theta": 1e4, "transformers_version": "5.1", "easydel": {"a": 1}},
+}
 SETTINGS = {"lora.alpha": 16, "model.name_or_path": "a"}
 
 
@@ -68,6 +71,7 @@ def test_finished_run_refuses_every_other_value_and_lists_it(key, before, now) -
         {"report_to": ()},
         {"lmhead_chunksize": 64},
         {"model": {"class": "Llama", "config": {"rope_theta": 1e4, "transformers_version": "6"}}},
+        {"model": {"class": "Llama", "config": {"rope_theta": 1e4, "easydel": {"a": 2}}}},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -224,6 +224,8 @@ def _table() -> dict[str, Field]:
     }
 
 
+#: Key of config.json that contains the execution fields.
+SECTION = "easydel"
 #: Name -> row, in the order of the table.
 FIELDS: dict[str, Field] = _table()
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import fsspec
 from transformers import PretrainedConfig
 
-from ed_infra.config.fields import FIELDS, ExecutionFields, canonical_field
+from ed_infra.config.fields import FIELDS, SECTION, ExecutionFields, canonical_field
 from ed_infra.config.frozen import thaw
 from ed_infra.config.subclass import known_names
 from ed_infra.errors import ConfigError, did_you_mean
@@ -22,9 +22,6 @@ from ed_infra.rope.parameters import check_parameters
 from ed_infra.specs import to_json
 
 logger = get_logger(__name__)
-
-#: Key of config.json that contains the execution fields.
-SECTION = "easydel"
 
 # Keys of older files whose values are now in rope_parameters.
 _ROPE_NAMES = ("rope_scaling", "rope_theta", "partial_rotary_factor")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ed_infra.config.fields import FIELDS
+from ed_infra.config.fields import FIELDS, SECTION
 from ed_infra.errors import CheckpointError
 
 from ed_trainers.options.base import TrainingArguments
@@ -74,7 +74,9 @@ LOOP_OPTIONS = frozenset(
 # the data.
 _SAME_RESULT = frozenset(("image_feature_cache_gib", "lmhead_chunksize", "max_length"))
 # Fields of a configuration that do not change the results of a model.
-_OTHER_FIELDS = frozenset(("transformers_version", "dtype", "torch_dtype", "architectures"))
+_OTHER_FIELDS = FIELDS.keys() | {
+    *("transformers_version", "dtype", "torch_dtype", "architectures", SECTION)
+}
 
 #: Files and folders of a run in its directory. A run that starts again moves them aside.
 RUN_FILES = (
@@ -161,7 +163,7 @@ def _list_model_fields(run: Mapping[str, Any]) -> dict[str, Any] | None:
     fields = (run.get("model") or {}).get("config")
     if fields is None:
         return None
-    names = (name for name in fields if name not in _OTHER_FIELDS and name not in FIELDS)
+    names = (name for name in fields if name not in _OTHER_FIELDS)
     return {f"model.config.{name}": fields[name] for name in names if name[:1] != "_"}
 
 
