@@ -6,13 +6,16 @@ input (a message, and a traceback only with `--verbose`); 130 interrupted.
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
-from typing import Annotated
 
 import typer
-from ed_esurge.command.program import CommandGroup, ProgramCommand, build_command
+from ed_esurge.command.program import (
+    CommandGroup,
+    ProgramCommand,
+    add_version_option,
+    build_command,
+)
 from ed_infra.errors import did_you_mean
 
 from ed_elarge.command import (
@@ -47,31 +50,14 @@ class _FileFirst(CommandGroup):
 
 
 app = typer.Typer(cls=_FileFirst, pretty_exceptions_enable=False, rich_markup_mode=None)
+DESCRIPTION = """Train, evaluate, generate with and serve language models.
 
-
-def _version(is_requested: bool) -> None:
-    if is_requested:
-        from importlib.metadata import version
-
-        print(f"elarge {version('ed-elarge')}")
-        raise typer.Exit()
-
-
-@app.callback()
-def program(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
-    ] = False,
-) -> None:
-    """Train, evaluate, generate with and serve language models.
-
-    \b
-    elarge FILE              execute the actions of a run file
-    elarge FILE --dry-run    check the file and print its actions
-    elarge ./train           execute a run file that has the name of a command
-    """
-
+\b
+elarge FILE              execute the actions of a run file
+elarge FILE --dry-run    check the file and print its actions
+elarge ./train           execute a run file that has the name of a command
+"""
+add_version_option(app, "elarge", DESCRIPTION)
 
 _COMMANDS = {
     "run": runs.run,
@@ -118,8 +104,6 @@ def main() -> None:
     """Entry point of `elarge` and of `python -m ed_elarge`."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job of a script
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # transformers reads the variable at import, and advises to install torch, which is not used
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         app(prog_name="elarge")
     except Exception:

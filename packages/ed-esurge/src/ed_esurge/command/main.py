@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import pkgutil
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from ed_infra.errors import EasyDeLError
@@ -24,6 +23,7 @@ from ed_esurge.command.program import (
     CommandGroup,
     ProgramCommand,
     Result,
+    add_version_option,
     build_command,
     finish,
     is_json,
@@ -76,29 +76,12 @@ class _Esurge(CommandGroup):
 
 
 app = typer.Typer(cls=_Esurge, pretty_exceptions_enable=False, rich_markup_mode=None)
+add_version_option(app, "esurge", "Serve, chat with and measure language models.")
 
 
 def _load(name: str) -> Callable[..., Result | int | None]:
     with pause_collection():
         return pkgutil.resolve_name(f"ed_esurge.command.{COMMANDS[name][1]}")
-
-
-def _version(is_requested: bool) -> None:
-    if is_requested:
-        from importlib.metadata import version
-
-        print(f"esurge {version('ed-esurge')}")
-        raise typer.Exit()
-
-
-@app.callback()
-def program(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
-    ] = False,
-) -> None:
-    """Serve, chat with and measure language models."""
 
 
 def _do_nothing() -> None:
@@ -125,8 +108,6 @@ def run_work(work: Callable[[], Result | int | None]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of the arguments (default: `sys.argv`) and return the exit code."""
-    # transformers reads the variable at import, and advises to install torch, which is not used
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     words = None if arguments is None else list(arguments)
     try:
         app(args=words, prog_name="esurge")

@@ -167,6 +167,24 @@ def build_command(
     return command
 
 
+def add_version_option(app: typer.Typer, program: str, description: str) -> None:
+    """Add `--version` to a program, whose help begins with a description."""
+
+    def print_version(is_requested: bool) -> None:
+        if is_requested:
+            from importlib.metadata import version
+
+            print(f"{program} {version(f'ed-{program}')}")
+            raise typer.Exit()
+
+    option = typer.Option(
+        False, "--version", callback=print_version, is_eager=True, help="Print the version."
+    )
+
+    @app.callback(help=description)
+    def start_program(version: bool = option) -> None: ...
+
+
 def parse_words(function: Callable[..., object], words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments that a command would receive from the words after its name.
 
@@ -254,6 +272,8 @@ class CommandGroup(TyperGroup):
         **extra: Any,
     ) -> Any:
         """Execute the command of the words."""
+        # transformers reads the variable at import, and advises to install torch, which is not used
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         words = list(sys.argv[1:] if args is None else args)
         is_object = standalone_mode and "--json" in words
         try:
