@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ed_data import DataError, build_loader, build_prompts, documents
 from ed_data.config import Inform
-from ed_data.schema import COMPLETION, EMBEDDING, TEXT
+from ed_data.schema import COMPLETION, EMBEDDING, LABELLED, PREFERENCE, PROMPT, TEXT
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -399,3 +399,19 @@ def test_prompts_of_rollouts_contain_the_images(mixture, jsonl, tokenizer, pictu
     assert found[0].image == [str(pictures / "0.png"), str(pictures / "1.png")]
     made = mixture(informs=[{"data_files": jsonl([{"prompt": "hi"}])}])
     assert "image" not in build_prompts(made, tokenizer, batch_size=1).batch_at(0).fields
+
+
+@pytest.mark.parametrize("parts", [1, 0])
+def test_pairs_without_a_prompt_have_the_images_of_their_prompt(jsonl, pictures, parts):
+    turns = {
+        side: [user("look", parts), {"role": "assistant", "content": side}]
+        for side in ("chosen", "rejected")
+    }
+    whole = jsonl([{**turns, "images": ["0.png"]}])
+    prompt = {"prompt": turns["chosen"][:1], "images": ["0.png"]}
+    split = jsonl([{**prompt, **{side: chat[1:] for side, chat in turns.items()}}], "split.jsonl")
+    for schema in (PREFERENCE, PROMPT, LABELLED):
+        pairs, rows = (documents(Inform(data_files=p), schema=schema) for p in (whole, split))
+        for pair, row in zip(pairs, rows, strict=True):
+            assert pair.fields == row.fields
+            assert pair.image == row.image == str(pictures / "0.png")

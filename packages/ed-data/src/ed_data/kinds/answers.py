@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ed_data.kinds.fields import Column, Row, Value
+from ed_data.kinds.fields import CHOSEN, REJECTED, Column, Row, Value
 from ed_data.kinds.record import KindOfRows, Schema
 
 #: Fields that contain a whole text or chat.
@@ -25,11 +25,24 @@ def complete_row(row: Row) -> Row:
     return row if content is None else {**row, "prompt": "", "completion": row[content]}
 
 
+def ask_prompt(pair: Row) -> tuple[Row, ...]:
+    """Return a preference pair as a row with a prompt, which keeps the answers of the pair."""
+    return (pair,)
+
+
+def unpair_answers(pair: Row) -> tuple[Row, ...]:
+    """Return a good and a bad answer for a preference pair."""
+    sides = ((CHOSEN, True), (REJECTED, False))
+    return tuple({**pair, "completion": pair[side], "label": label} for side, label in sides)
+
+
 #: A prompt for rollouts; see `ed_data.batches.prompts`.
 PROMPT = Schema(
     (Column("", "prompt"),),
     "prompt",
-    record=KindOfRows({"prompt": "2 + 2 ="}, keeps_fields=True),
+    record=KindOfRows(
+        {"prompt": "2 + 2 ="}, keeps_fields=True, read_pair=ask_prompt, needs_prompt=True
+    ),
 )
 #: A prompt and its answer; only the answer has loss.
 COMPLETION = Schema((_ANSWER,), "prompt", record=KindOfRows(_EXAMPLE, complete_row=complete_row))
@@ -38,7 +51,7 @@ LABELLED = Schema(
     (_ANSWER,),
     "prompt",
     (Value("label", "label"),),
-    record=KindOfRows({**_EXAMPLE, "label": True}),
+    record=KindOfRows({**_EXAMPLE, "label": True}, read_pair=unpair_answers),
 )
 #: An answer with a `reward`.
 REWARDED = Schema(

@@ -25,6 +25,9 @@ TOOLS, KWARGS, IMAGES, IMAGE = "tools", "chat_template_kwargs", "images", "image
 AUDIOS, AUDIO = "audios", "audio"
 OPTIONAL_FIELDS = (TOOLS, KWARGS, IMAGES, IMAGE, AUDIOS, AUDIO)
 
+#: The fields of a preference pair: the better answer first.
+CHOSEN, REJECTED = PAIR = ("chosen", "rejected")
+
 
 class Cell(str):
     """The text of a cell of a csv or tsv file, which has no types.
@@ -55,6 +58,12 @@ class Cell(str):
 def read_cell(value: object) -> Any:
     """Return the value of a cell of a text file; other values are returned unchanged."""
     return value.value if isinstance(value, Cell) else value
+
+
+def has_field(row: Row, field: str) -> bool:
+    """Return whether a row has a value; a null of a table, or an empty cell, is none."""
+    value = row.get(field)
+    return value is not None and not (isinstance(value, Cell) and not value.strip())
 
 
 #: A text, chat messages, token ids, the steps of an answer, or the words of a text.

@@ -7,6 +7,13 @@ from ed_data.kinds.record import KindOfRows, Schema
 
 _EXAMPLE: Row = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
 _PAIR = KindOfRows(_EXAMPLE)
+
+
+def keep_pair(row: Row) -> tuple[Row, ...]:
+    """Return a pair as the one row that it is."""
+    return (row,)
+
+
 #: A prompt with a better and a worse answer: `chosen_input_ids`, …, `rejected_input_ids`, ….
 PREFERENCE = Schema(
     (Column("chosen", "chosen", "prompt"), Column("rejected", "rejected", "prompt")),
@@ -24,5 +31,5 @@ REWARD = Schema(
 SEQ2SEQ_PREFERENCE = Schema(
     (Column("", "prompt"), Column("chosen", "chosen"), Column("rejected", "rejected")),
     "prompt",
-    record=_PAIR,
+    record=KindOfRows(_EXAMPLE, read_pair=keep_pair, needs_prompt=True),
 )

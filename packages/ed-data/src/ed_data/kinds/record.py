@@ -99,6 +99,10 @@ class KindOfRows:
         check_row: checks the first row, given the content field, whether the inform names it, and
             the name of the inform.
         complete_row: returns a row without the fields of the schema with these fields.
+        read_pair: returns the rows of the kind that a preference pair becomes, given the pair with
+            its prompt and with its answers without the prompt. None: the kind reads no pairs, or
+            its own columns read them.
+        needs_prompt: whether a row without a prompt is an error.
         read_value: returns a number of a document; see `read_value`.
         arrays: returns a batch for trainers, given all its arrays, the token of padding, and the
             first token of the decoder.
@@ -122,6 +126,8 @@ class KindOfRows:
     other_schema: Schema | None = None
     check_row: Callable[[Row, str, bool, str], None] | None = None
     complete_row: Callable[[Row], Row] | None = None
+    read_pair: Callable[[Row], tuple[Row, ...]] | None = None
+    needs_prompt: bool = False
     read_value: Callable[[object, Value, Schema, Mapping[str, Content], str, str], float] = (
         read_value
     )

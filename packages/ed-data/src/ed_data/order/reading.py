@@ -63,7 +63,7 @@ class Passes:
                 self._stream, self._shard, self._spot = None, self._shard + 1, START
                 continue
             self._spot = placed.next_cursor.spot
-            self._rows += 1
+            self._rows += not self._spot.part
             if placed.example is not None and self._keep(placed.example):
                 self._documents += 1
                 return placed.example
@@ -90,14 +90,19 @@ class Passes:
             "shard": self._shard,
             "row": self._spot.row,
             "offset": self._spot.offset,
+            **({"part": self._spot.part} if self._spot.part else {}),
             "rows": self._rows,
             "documents": self._documents,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of a state."""
-        self._move(state["pass"], state["shard"], Spot(state["row"], state["offset"]))
+        self._move(state["pass"], state["shard"], _read_spot(state))
         self._rows, self._documents = state["rows"], state["documents"]
+
+
+def _read_spot(state: dict[str, Any]) -> Spot:
+    return Spot(state["row"], state["offset"], state.get("part", 0))
 
 
 class Drawn(NamedTuple):

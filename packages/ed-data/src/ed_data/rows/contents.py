@@ -4,7 +4,8 @@ Errors name the row (`location`) and the field.
 
 Public preference data has three layouts: the answers follow the prompt; `chosen` and `rejected` are
 whole chats in addition to a `prompt`; or there is no `prompt`, and the answers have a common
-prefix. The rule for the last layout is `extract_prompt` of TRL.
+prefix. The rule for the last layout is `extract_prompt` of TRL. `split_pair` applies these rules
+for methods that read a prompt, or single answers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 from ed_data.errors import DataError
-from ed_data.schema import Content, Message
+from ed_data.kinds.fields import PAIR, has_field
+from ed_data.kinds.record import KindOfRows
+from ed_data.schema import Content, Message, Row
 
 #: A message has one of these fields.
 _MESSAGE_FIELDS = frozenset({"content", "tool_calls", "function_call"})
@@ -222,6 +225,33 @@ def separate_prompt(
     return prompt, answers
 
 
+def split_pair(row: Row, kind: KindOfRows, name: str, location: str) -> tuple[Row, ...]:
+    """Return the rows of a kind that a preference pair becomes.
+
+    Args:
+        row: a row with `chosen` and `rejected`. Its prompt may be their common prefix.
+        kind: the kind of rows.
+        name: field of the prompt.
+        location: the row, for messages.
+
+    Raises:
+        DataError: the parts of the row contradict each other, or the kind needs a prompt, and the
+            answers have no common prefix.
+    """
+    assert kind.read_pair is not None, "the kind reads pairs"
+    answers = {side: check_content(row[side], side, location, False) or "" for side in PAIR}
+    prompt = check_content(row[name], name, location, True) if has_field(row, name) else None
+    is_absent = not has_field(row, name)
+    prompt, answers = separate_prompt(None if is_absent else prompt or "", answers, location)
+    if not prompt and is_absent and kind.needs_prompt:
+        raise DataError(
+            f"{location}: the row has no {name!r}, and 'chosen' and 'rejected' have no common "
+            f"beginning that would be the prompt; add the field {name!r}, or drop the row in "
+            "format_callback"
+        )
+    return kind.read_pair({**row, name: prompt, **answers})
+
+
 def _shared_prompt(
     answers: dict[str, Content], location: str
 ) -> tuple[Content, dict[str, Content]]:
@@ -283,14 +313,16 @@ def _without_prompt(
 
 
 def _count_common_prefix(answers: Sequence[Content]) -> int:
-    """Return the length of the common prefix of all answers, less than that of any answer."""
+    """Return the length of the common prefix of all answers, less than that of any answer.
+
+    A space before the first difference of texts does not belong to the prefix.
+    """
     first, *other_answers = answers
-    length = 0
-    for i in range(min(map(len, answers)) - 1):
+    shortest = min(map(len, answers))
+    for i in range(shortest):
         if any(first[i] != answer[i] for answer in other_answers):
-            break
-        length = i + 1
-    return length - 1 if isinstance(first, str) and first[:length].endswith(" ") else length
+            return i - 1 if i and isinstance(first, str) and first[i - 1] == " " else i
+    return max(shortest - 1, 0)
 
 
 def _count_prompt_messages(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ed_data.config.media import Media
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
+from ed_data.kinds.fields import PAIR, has_field
 from ed_data.rows.audio import RECORDING_KEYS, AudioReader
 from ed_data.rows.contents import (
     check_content,
@@ -20,6 +21,7 @@ from ed_data.rows.contents import (
     get_kind,
     read_texts,
     separate_prompt,
+    split_pair,
 )
 from ed_data.rows.example import Example, RowAudio, RowImage, image_key
 from ed_data.rows.formats import FORMAT_FIELDS, FORMATS, convert_row, detect_format
@@ -89,7 +91,7 @@ class Tally:
 
 
 class Placed(NamedTuple):
-    """A row of an inform as a document (None if dropped), its position, and that of the next."""
+    """A document of a row (None if dropped), its position, and that of the next document."""
 
     example: Example | None
     at: Cursor
@@ -151,6 +153,7 @@ class Documents:
             for name, count in self._lists.items():
                 column_names += get_field_names(name, count + 1)
             column_names += OPTIONAL_FIELDS
+            column_names += PAIR if schema.kind.read_pair is not None else ()
             column_names += self._other_content
             media_fields = inform.image_field, inform.pixel_field, inform.audio_field
             column_names += [name for name in media_fields if name is not None]
@@ -168,25 +171,34 @@ class Documents:
         for shard in range(len(self.shards)):
             for placed in self.read(shard):
                 yield placed
-                if remaining_rows is not None and (remaining_rows := remaining_rows - 1) == 0:
+                if remaining_rows is None or placed.next_cursor.spot.part:
+                    continue
+                if (remaining_rows := remaining_rows - 1) == 0:
                     return
 
     def read(self, shard: int, start: Spot = START) -> Iterator[Placed]:
-        """Yield the rows of a shard of the source from a position, including dropped rows.
+        """Yield the documents of a shard of the source from a position, including dropped rows.
 
         Raises:
             DataError: a row is invalid, and `on_error` is not `skip`.
         """
-        for record in records(self.source, shard, self._columns, start):
-            self.tally.rows += 1
+        skipped_parts = start.part
+        for record in records(self.source, shard, self._columns, start._replace(part=0)):
+            self.tally.rows += not skipped_parts
+            examples: list[Example | None]
             try:
-                example = self._document(record, shard)
+                examples = self._row_documents(record, shard)
             except DataError as error:
                 if self.inform.on_error == "raise":
                     raise
                 self.tally.drop("skipped, because of an error", str(error))
-                example = None
-            yield Placed(example, Cursor(shard, record.at), Cursor(shard, record.next_spot))
+                examples = [None]
+            spots = [record.at._replace(part=part) for part in range(len(examples))]
+            next_spots = [*spots[1:], record.next_spot]
+            for example, at, next_spot in zip(examples, spots, next_spots, strict=True):
+                if at.part >= skipped_parts:
+                    yield Placed(example, Cursor(shard, at), Cursor(shard, next_spot))
+            skipped_parts = 0
 
     def outline(self) -> dict[str, object]:
         """Return the dependencies of the documents that are known without reading them.
@@ -301,14 +313,28 @@ class Documents:
             self._folders[shard] = MediaFolder(folders, self.media)
         return self._folders[shard]
 
-    def _document(self, record: LineRecord, shard: int) -> Example | None:
+    def _row_documents(self, record: LineRecord, shard: int) -> list[Example | None]:
+        """Return the documents of a row: one, or two if a method reads the answers of a pair."""
         if isinstance(record.row, DataError):
             raise record.row
         location = f"{self._name}, {record.place}"
         row = self._format_row(record.row, location)
         if row is None:
             self.tally.drop("dropped by format_callback", record.place)
-            return None
+            return [None]
+        rows = (row,)
+        if self._reads_pair(row):
+            rows = split_pair(row, self.schema.kind, self._names[self.schema.content], location)
+        return [self._document(row, record.place, location, shard) for row in rows]
+
+    def _reads_pair(self, row: Row) -> bool:
+        """Return whether a preference pair is a row of another kind."""
+        if self.schema.kind.read_pair is None or not all(has_field(row, side) for side in PAIR):
+            return False
+        absent = [field for field, name in self._names.items() if not has_field(row, name)]
+        return bool(absent) and not (self._content_is_named and self.schema.content in absent)
+
+    def _document(self, row: Row, place: str, location: str, shard: int) -> Example | None:
         fields: dict[str, Content] = {}
         implicit = self._has_implicit_prompt(row)
         for name, from_field in self._names.items():
@@ -336,7 +362,7 @@ class Documents:
             else:
                 content = check_content(value, from_field, location, is_content)
             if content is None and name in self.schema.learned:
-                self.tally.drop(reason, record.place)
+                self.tally.drop(reason, place)
                 return None
             fields[name] = content or ""
         extra = {
@@ -345,7 +371,7 @@ class Documents:
         if self._needs_image:
             name = str(self._images.field)
             if _take(row, name, self._images.key, location) is None:
-                self.tally.drop(f"{name!r} is null", record.place)
+                self.tally.drop(f"{name!r} is null", place)
                 return None
         answers = {field: fields[field] for field in self._answers}
         if answers:
@@ -363,20 +389,18 @@ class Documents:
         if self.schema.kind.has_audio:
             audio = self._audio.read_recording(row, self._folder(shard), location)
             if isinstance(audio, str):
-                self.tally.drop(audio, record.place)
+                self.tally.drop(audio, place)
                 return None
             recordings.append(audio)
         elif is_chat:
             chat_audio = self._audio.read_chat(row, fields, self._folder(shard), location)
             if isinstance(chat_audio, str):
-                self.tally.drop(chat_audio, record.place)
+                self.tally.drop(chat_audio, place)
                 return None
             fields, recordings = chat_audio
         template = template_arguments(row, location) if is_chat else {}
         values = self._values(row, fields, location)
-        return Example(
-            fields, extra, record.place, values, tuple(images), template, tuple(recordings)
-        )
+        return Example(fields, extra, place, values, tuple(images), template, tuple(recordings))
 
     def _with_key(
         self, fields: dict[str, Content], images: list[RowImage], location: str
@@ -395,7 +419,7 @@ class Documents:
 
     def _has_implicit_prompt(self, row: Row) -> bool:
         """Return whether the prompt of a row is the common prefix of its answers."""
-        absent = not self._content_is_named and self._names[self.schema.content] not in row
+        absent = not self._content_is_named and not has_field(row, self.schema.content)
         answers = [self._names[field] for field in self._answers]
         return absent and len(answers) > 1 and row.keys() >= {*answers}
 

@@ -17,10 +17,13 @@ class Spot(NamedTuple):
         row: number of lines (in a table: of rows) before the position.
         offset: number of decompressed bytes before the position; 0 in files that are not read by
             lines.
+        part: number of documents of the row before the position, if a row becomes several
+            documents. Sources ignore the number.
     """
 
     row: int = 0
     offset: int = 0
+    part: int = 0
 
 
 START = Spot()
@@ -67,7 +70,7 @@ class Lines(Iterator[str]):
         raw = self._stream.readline(MAX_LINE)
         if not raw:
             raise StopIteration
-        row, offset = self.spot
+        row, offset, _ = self.spot
         self.spot = Spot(row + 1, offset + len(raw))
         if len(raw) == MAX_LINE and not raw.endswith(b"\n"):
             self._skip_line()

@@ -51,7 +51,7 @@ class ReadAgain:
             documents.inform, documents.source, documents.schema, media=documents.media
         )
         self._places = array("q")
-        self._open: tuple[int, int, Iterator[Placed]] | None = None
+        self._open: tuple[int, Spot, Iterator[Placed]] | None = None
 
     @property
     def tally(self) -> Tally:
@@ -67,17 +67,18 @@ class ReadAgain:
                 yield placed.example
 
     def __getitem__(self, number: int, /) -> Example:
-        shard, row, offset = self._places[3 * number : 3 * number + 3]
-        passed, stream = -1, None
+        shard, row, offset, part = self._places[4 * number : 4 * number + 4]
+        spot = Spot(row, offset, part)
+        passed, stream = spot, None
         if self._open is not None and self._open[0] == shard:
             _, passed, stream = self._open
-        if stream is None or not passed < row <= passed + _NEAR:
-            stream = self._again.read(shard, Spot(row, offset))
+        if stream is None or not (passed < spot and row <= passed.row + _NEAR):
+            stream = self._again.read(shard, spot)
         self._open = None
         for placed in stream:
-            if placed.at == Cursor(shard, Spot(row, offset)):
+            if placed.at == Cursor(shard, spot):
                 assert placed.example is not None
-                self._open = (shard, row, stream)
+                self._open = (shard, spot, stream)
                 return placed.example
         raise RuntimeError(
             f"the files of inform {self._first.inform.label!r} changed while they were read"
