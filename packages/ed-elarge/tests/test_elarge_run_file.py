@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from ed_elarge.config import nodes
+from ed_elarge.config.description import describe
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import check_machine
@@ -425,3 +426,48 @@ def test_dry_run_does_not_print_api_keys(capsys, tmp_path, monkeypatch):
         printed = capsys.readouterr()
         assert "secret" not in printed.out + printed.err
         assert "api_key" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("trainer", "flags", "says"),
+    [
+        (
+            {"total_batch_size": 8, "num_return_sequences": 4},
+            "",
+            "batch: 2 prompts and 8 completions in a step, per device 2 prompts and 8 completions; "
+            "trainer.batch_unit: total_batch_size 8 counts completions",
+        ),
+        (
+            {"total_batch_size": 8, "num_return_sequences": 4, "batch_unit": "prompts"},
+            "--xla_force_host_platform_device_count=4",
+            "batch: 8 prompts and 32 completions in a step, per device 2 prompts and 8 "
+            "completions; trainer.batch_unit: total_batch_size 8 counts prompts",
+        ),
+        (
+            {
+                "trainer_type": "gfpo",
+                "total_batch_size": 1,
+                "num_return_sequences": 8,
+                "num_remains_in_group": 2,
+                "steps_per_generation": 3,
+                "batch_unit": "prompts",
+            },
+            "--xla_force_host_platform_device_count=2",
+            "batch: 1 prompt and 2 completions in a step (of 3 prompts and 24 sampled completions "
+            "for 3 steps), per device 0.5 prompts and 1 completion; trainer.batch_unit: ",
+        ),
+        (
+            {"trainer_type": "ppo", "total_batch_size": 4},
+            "",
+            "batch: 4 prompts and 4 completions in a step, per device 4 prompts and 4 completions",
+        ),
+    ],
+)
+def test_dry_run_says_the_prompts_and_completions_of_a_step(monkeypatch, trainer, flags, says):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    section = {"trainer_type": "grpo", "reward_functions": "number", **trainer}
+    section |= {"save_directory": "out", "max_training_steps": 2}
+    config = {**GOOD, "trainer": section, "mixture": {"informs": GOOD["mixture"]["informs"]}}
+    description = describe(run({**config, "actions": ["train"]}))
+    assert says in description

@@ -179,7 +179,7 @@ def one_step(method, model, accumulation=1, **given):
     tx = build_optimizer(arguments, schedule)
     state = run._first_state().init_tx(tx)
     before = jax.tree.map(np.array, state.graphstate)
-    rows = arguments.total_batch_size // accumulation
+    rows = arguments.sequences_per_step // accumulation
     step = build_train_step(state, run.method, schedule, rows=rows, seed=0)
     placed = run.placement.place(
         microbatches(run.prepare(generation.rows), accumulation), stacked=True

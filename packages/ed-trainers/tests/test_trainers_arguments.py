@@ -266,3 +266,31 @@ def test_options_of_a_method_have_at_most_two_bases_three_levels_and_four_files(
 def count_levels(cls):
     """Return the number of classes between a class of options and the first class of its chain."""
     return max((1 + count_levels(base) for base in cls.__bases__ if base is not Options), default=0)
+
+
+@pytest.mark.parametrize("method", ["grpo", "gspo", "gfpo", "sdpo", "rloo", "rlvr"])
+def test_batch_of_prompts_has_the_completions_of_each_prompt(method):
+    kind = arguments_class(method)
+    given = {"num_return_sequences": 6, "steps_per_generation": 2}
+    given |= {"num_remains_in_group": 3} if method == "gfpo" else {}
+    per_prompt = 3 if method == "gfpo" else 6
+    prompts = kind(total_batch_size=5, batch_unit="prompts", gradient_accumulation_steps=3, **given)
+    completions = kind(total_batch_size=5 * per_prompt, gradient_accumulation_steps=3, **given)
+    assert completions.batch_unit == "completions"
+    for name in ("sequences_per_step", "loader_batch_size", "completions_per_generation"):
+        assert getattr(prompts, name) == getattr(completions, name)
+    assert (prompts.loader_batch_size, prompts.sequences_per_step) == (10, 5 * per_prompt)
+    # A generation of prompts is always whole; the batch of completions is not.
+    assert kind(total_batch_size=7, batch_unit="prompts", **given).loader_batch_size == 14
+    with pytest.raises(ValidationError, match=r"not a multiple of .* set batch_unit: prompts"):
+        kind(total_batch_size=7, **given)
+    with pytest.raises(ValidationError, match=f"5, which is {5 * per_prompt} sequences, does"):
+        kind(total_batch_size=5, batch_unit="prompts", gradient_accumulation_steps=4, **given)
+    with pytest.raises(ValidationError, match="batch_unit"):
+        kind(batch_unit="rows")
+
+
+@pytest.mark.parametrize("method", ["sft", "ppo", "gkd", "xpo"])
+def test_methods_with_one_completion_of_a_prompt_have_no_unit(method):
+    assert "batch_unit" not in arguments_class(method).model_fields
+    assert arguments_class(method)().sequences_per_step == 32

@@ -107,6 +107,18 @@ def test_presets_of_grpo_are_grpo_with_the_settings_of_their_papers(toy_of_modul
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("method", ["grpo", "gfpo", "rloo", "sdpo"])
+def test_step_of_prompts_equals_the_step_of_their_completions(toy_of_module, method):
+    given = {"num_return_sequences": 4, "rows": 8, "accumulation": 2}
+    if method == "gfpo":
+        given |= {"num_remains_in_group": 2, "rows": 4}
+    left = one_step(method, toy_of_module(), **given)
+    right = one_step(method, toy_of_module(), **{**given, "rows": 2}, batch_unit="prompts")
+    near(left[0], right[0], 0)
+    assert left[1] == right[1]
+
+
+@pytest.mark.nightly
 def test_filtered_groups_keep_the_short_and_efficient_completions(toy_of_module, tmp_path):
     given = {"num_remains_in_group": 2, "rows": 4, "eval_dataset": Prompts(2, generations=1)}
     run = online("gfpo", toy_of_module(), tmp_path, num_return_sequences=4, **given)

@@ -261,7 +261,7 @@ class MethodRun(Generic[A]):
     def rows(self) -> int:
         """Rows of a microbatch."""
         arguments = self.arguments
-        return arguments.total_batch_size // arguments.gradient_accumulation_steps
+        return arguments.sequences_per_step // arguments.gradient_accumulation_steps
 
     @property
     def whole_batches(self) -> bool:

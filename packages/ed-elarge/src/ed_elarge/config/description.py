@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ed_infra.errors import EasyDeLError
+from ed_trainers.options.online import OnlineArguments
+
 from ed_elarge.config.config_source import config_fields
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import ACTIONS
@@ -11,7 +14,7 @@ from ed_elarge.config.table import ACTIONS
 
 def describe(run: RunConfig) -> str:
     """Describe the model, the data, the training and each action, one per line."""
-    lines = [_model(run), _data(run), _trainer(run)]
+    lines = [_model(run), _data(run), _trainer(run), _completions(run)]
     for number, action in enumerate(run.actions, 1):
         options = action.options.model_dump(mode="json", exclude_unset=True)
         parameters = ", ".join(f"{key}={value}" for key, value in options.items())
@@ -83,6 +86,59 @@ def _trainer(run: RunConfig) -> str:
     steps = trainer.max_training_steps
     length = f"{steps} steps" if steps else f"{trainer.num_train_epochs} epochs"
     return (
-        f"training: {run.method}, {length} of {trainer.total_batch_size} sequences, "
+        f"training: {run.method}, {length} of {trainer.sequences_per_step} sequences, "
         f"learning rate {trainer.learning_rate}, into {trainer.save_directory}"
     )
+
+
+def _completions(run: RunConfig) -> str:
+    """Return the numbers of prompts and completions of a step, which depend on `batch_unit`."""
+    trainer = run.trainer
+    if not isinstance(trainer, OnlineArguments):
+        return ""
+    rows, prompts = trainer.sequences_per_step, trainer.loader_batch_size
+    steps = trainer.steps_per_generation
+    counts = f"{_count(prompts / steps, 'prompt')} and {_count(rows, 'completion')}"
+    text = f"batch: {counts} in a step"
+    sampled = trainer.completions_per_generation
+    if steps > 1 or sampled != rows:
+        text += f" (of {_count(prompts, 'prompt')} and {_count(sampled, 'sampled completion')}"
+        text += f" for {_count(steps, 'step')})"
+    shards = _count_row_shards(run)
+    if shards is None:
+        text += ", divided over the devices of all hosts"
+    else:
+        per_device = _count_device_rows(rows, trainer.gradient_accumulation_steps, shards)
+        share = prompts / steps * per_device / rows
+        text += f", per device {_count(share, 'prompt')} and {_count(per_device, 'completion')}"
+    unit = getattr(trainer, "batch_unit", None)
+    if unit is None:
+        return text
+    return f"{text}; trainer.batch_unit: total_batch_size {trainer.total_batch_size} counts {unit}"
+
+
+def _count(number: float, noun: str) -> str:
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
+
+
+def _count_row_shards(run: RunConfig) -> int | None:
+    """Return the number of parts into which the mesh divides rows; None if it is unknown."""
+    from ed_elarge.config.checks.machine import count_local_devices
+    from ed_elarge.plan.mesh import build_mesh
+
+    devices = count_local_devices(run.platform.backend if run.platform is not None else None)
+    if devices is None:
+        return None
+    try:
+        mesh = build_mesh(run, devices)
+    except EasyDeLError:  # a warning names a mesh that does not fit the machine
+        return None
+    return mesh.count // mesh.activation(("batch",), (mesh.count,))
+
+
+def _count_device_rows(rows: int, microbatches: int, shards: int) -> int:
+    """Return the number of rows that a device computes in a step, without padding."""
+    rows_of_microbatch = rows // microbatches
+    # Every device computes all rows of a microbatch that has fewer rows than the mesh has parts.
+    count = rows_of_microbatch if rows_of_microbatch < shards else -(-rows_of_microbatch // shards)
+    return count * microbatches

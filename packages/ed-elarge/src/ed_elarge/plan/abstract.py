@@ -127,7 +127,7 @@ def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
     schedule = build_schedule(arguments, 1000)
     tx = build_optimizer(arguments, schedule)
     state = _state(split_model(model, arguments.trainable_rules), tx)
-    rows = arguments.total_batch_size
+    rows = arguments.sequences_per_step
     host = _host_batch(run, length)
     parts = microbatches(method.prepare(host), arguments.gradient_accumulation_steps)
     names = list(parts)
@@ -156,7 +156,7 @@ def _host_batch(run: RunConfig, length: int) -> dict[str, np.ndarray]:
     """Return a batch as the method of the run reads it; every value is 1."""
     arguments, form = run.trainer, METHODS[run.method]
     assert arguments is not None, "a plan of training has a trainer"
-    rows = arguments.total_batch_size
+    rows = arguments.sequences_per_step
     if form.samples:
         integer_names = ("input_ids", "segment_ids", "position_ids", "targets")
         tokens = {

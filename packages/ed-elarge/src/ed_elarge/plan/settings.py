@@ -154,7 +154,7 @@ def training(run: RunConfig) -> Training:
     targets = fields["gradient_checkpointing_targets"] or ()
     return Training(
         arguments=arguments,
-        rows=arguments.total_batch_size,
+        rows=arguments.sequences_per_step,
         accumulation=arguments.gradient_accumulation_steps,
         length=length,
         dtype=run.loader.dtype,

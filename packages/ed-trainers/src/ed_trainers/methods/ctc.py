@@ -138,7 +138,7 @@ def loss(run: CTCRun, models: Models, batch: Batch, key: jax.Array | None) -> Lo
     if config.ctc_loss_reduction == "mean":
         losses, count = losses / jnp.maximum(lengths, 1), rows
     else:
-        count = rows / run.arguments.total_batch_size
+        count = rows / run.arguments.sequences_per_step
     return Loss.of(output, jnp.sum(jnp.where(weights > 0, losses, 0)), count)
 
 

@@ -47,7 +47,7 @@ class TeacherAnswers:
     def _generate(self, prompts: list[tuple[int, ...]]) -> None:
         # Rows of one width and batches of one size: one compiled program.
         arguments = self._arguments
-        size, width = arguments.total_batch_size, arguments.max_prompt_length
+        size, width = arguments.sequences_per_step, arguments.max_prompt_length
         for start in range(0, len(prompts), size):
             prompt_batch = prompts[start : start + size]
             filled = [*prompt_batch, *[prompt_batch[0]] * (size - len(prompt_batch))]

@@ -444,7 +444,7 @@ class RolloutFeed(Feed):
         Raises:
             ConfigError: the number of rows of a generation differs from that of its steps.
         """
-        options, size = self._options, self._run.arguments.total_batch_size
+        options, size = self._options, self._run.arguments.sequences_per_step
         number, within = divmod(step, options.updates_per_generation)
         if self._now is None or self._now.number != number:
             self._now = None  # free the memory before the next generation
@@ -471,12 +471,13 @@ class RolloutFeed(Feed):
     def shuffle_rows(self, generation: Generation) -> Generation:
         """Return a generation with shuffled rows, if it has the right number of rows."""
         options, arguments = self._options, self._run.arguments
-        expected_rows = arguments.total_batch_size * options.steps_per_generation
+        expected_rows = arguments.sequences_per_step * options.steps_per_generation
         rows = len(next(iter(generation.rows.values())))
         if rows != expected_rows:
             raise ConfigError(
-                f"a generation has {rows} rows, but total_batch_size {arguments.total_batch_size} "
-                f"times steps_per_generation {options.steps_per_generation} is {expected_rows}: "
+                f"a generation has {rows} rows, but {arguments.sequences_per_step} completions of "
+                f"a step times steps_per_generation {options.steps_per_generation} is "
+                f"{expected_rows}: "
                 f"train_dataset must have {arguments.loader_batch_size} prompts per batch"
             )
         if options.steps_per_generation == 1:

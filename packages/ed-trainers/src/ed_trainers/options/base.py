@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from ed_infra.chats import CheckedPrompts
 from ed_infra.errors import ConfigError
@@ -24,7 +24,14 @@ from ed_infra.options import (
     dtype_name,
 )
 from ed_infra.rules import Rules
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ed_trainers.options.optimizers import (
@@ -274,9 +281,19 @@ class TrainingArguments(Options):
         return None
 
     @property
+    def sequences_per_unit(self) -> int:
+        """Number of sequences that `total_batch_size` counts as one."""
+        return 1
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Number of sequences of an optimizer step, over all hosts and microbatches."""
+        return self.total_batch_size * self.sequences_per_unit
+
+    @property
     def loader_batch_size(self) -> int:
         """Number of rows of a batch of the loader."""
-        return self.total_batch_size
+        return self.sequences_per_step
 
     def default_length(self, positions: int | None) -> int:
         """Return the length of a sequence if no option sets it.
@@ -393,16 +410,17 @@ class TrainingArguments(Options):
             raise conflict("use_ema: false has no effect without ema_decay")
         return value
 
-    @field_validator("gradient_accumulation_steps")
-    @classmethod
-    def _divides(cls, value: int, info: ValidationInfo) -> int:
-        total = info.data.get("total_batch_size", value)
-        if total % value:
+    @model_validator(mode="after")
+    def _microbatches_are_whole(self) -> Self:
+        count, total = self.gradient_accumulation_steps, self.sequences_per_step
+        if total % count:
+            text = "" if total == self.total_batch_size else f", which is {total} sequences,"
             raise conflict(
-                f"total_batch_size {total} does not divide into {value} microbatches: "
-                "total_batch_size is the number of sequences of a whole optimizer step"
+                f"total_batch_size {self.total_batch_size}{text} does not divide into {count} "
+                "microbatches (gradient_accumulation_steps): total_batch_size counts the whole "
+                "optimizer step"
             )
-        return value
+        return self
 
     @field_validator("save_directory")
     @classmethod

@@ -33,6 +33,9 @@ class GroupArguments(RewardedArguments, SyncArguments):
 
     num_return_sequences: Annotated[int, Field(ge=2, le=4096)] = 4
     """Number of completions per prompt, which are compared with each other."""
+    batch_unit: Literal["completions", "prompts"] = "completions"
+    """The unit of `total_batch_size`: trained completions, or prompts, as in EasyDeL. A prompt has
+    `num_return_sequences` trained completions; in `gfpo`, `num_remains_in_group`."""
     epsilon: Positive = 0.2
     """Lower clipping bound of the probability ratio: 1 - `epsilon`."""
     epsilon_high: Positive | None = None
@@ -45,6 +48,11 @@ class GroupArguments(RewardedArguments, SyncArguments):
     def rows_per_prompt(self) -> int:
         """See `OnlineArguments`."""
         return self.num_return_sequences
+
+    @property
+    def sequences_per_unit(self) -> int:
+        """See `TrainingArguments`."""
+        return self.rows_per_prompt if self.batch_unit == "prompts" else 1
 
     @property
     def upper(self) -> float:

@@ -59,7 +59,7 @@ class OnlineArguments(TrainingArguments):
     @property
     def loader_batch_size(self) -> int:
         """Number of prompts of a generation."""
-        return self.total_batch_size * self.steps_per_generation // self.rows_per_prompt
+        return self.sequences_per_step * self.steps_per_generation // self.rows_per_prompt
 
     @property
     def completions_per_generation(self) -> int:
@@ -78,13 +78,13 @@ class OnlineArguments(TrainingArguments):
 
     @model_validator(mode="after")
     def _prompts_are_whole(self) -> Self:
-        rows = self.total_batch_size * self.steps_per_generation
+        rows = self.sequences_per_step * self.steps_per_generation
         if rows % self.rows_per_prompt:
             raise conflict(
                 f"total_batch_size {self.total_batch_size} times steps_per_generation "
                 f"{self.steps_per_generation} is not a multiple of {self.ROWS_OPTION} "
                 f"{self.rows_per_prompt}: total_batch_size counts completions, and each prompt has "
-                f"{self.ROWS_OPTION} of them"
+                f"{self.ROWS_OPTION} of them. To count prompts, set batch_unit: prompts"
             )
         return self
 

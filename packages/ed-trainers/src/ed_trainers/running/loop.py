@@ -210,7 +210,7 @@ class TrainingLoop:
             state,
             self.job.method,
             self.job.schedule,
-            rows=self.arguments.total_batch_size // self.arguments.gradient_accumulation_steps,
+            rows=self.arguments.sequences_per_step // self.arguments.gradient_accumulation_steps,
             seed=self.arguments.seed,
         )
         return state
@@ -303,10 +303,10 @@ class TrainingLoop:
             feed = self.job.feed
             prepared = self.job.method.prepare(feed.batch(self.step))
             height = next(iter(prepared.values())).shape[0] * feed.parts
-            if height != self.arguments.total_batch_size:
+            if height != self.arguments.sequences_per_step:
                 raise ConfigError(
                     f"train_dataset has batches of {height} sequences, but total_batch_size is "
-                    f"{self.arguments.total_batch_size}: an optimizer step uses one batch"
+                    f"{self.arguments.sequences_per_step}: an optimizer step uses one batch"
                 )
             parts = microbatches(prepared, self.arguments.gradient_accumulation_steps)
             placement = self.job.method.placement

@@ -195,7 +195,7 @@ def include_path(run: RunConfig) -> Iterator[Problem]:
 
 def device_warnings(run: RunConfig) -> Iterator[Problem]:
     """Yield a warning if the mesh needs more devices than this machine has, or does not divide."""
-    count = _local_devices(run.platform.backend if run.platform is not None else None)
+    count = count_local_devices(run.platform.backend if run.platform is not None else None)
     if run.sharding is None or count is None:
         return
     fields = run.config_fields()
@@ -214,7 +214,7 @@ def device_warnings(run: RunConfig) -> Iterator[Problem]:
         yield Problem(path, message)
 
 
-def _local_devices(backend: str | None) -> int | None:
+def count_local_devices(backend: str | None) -> int | None:
     """Return the number of devices that jax will find, without jax; None for several hosts."""
     if any(os.environ.get(name) for name in _SEVERAL_HOSTS):
         return None
