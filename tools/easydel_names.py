@@ -205,10 +205,32 @@ def module_table() -> list[str]:
 
     lines = heading("module path", "its names come from")
     for path, exports in MODULES.items():
+        if path.count(".") > 2:
+            continue
         packages = sorted({at.partition(":")[0].partition(".")[0] for at in exports.values()})
         shown = ", ".join(f"`{package}`" for package in packages)
         lines.append(row(f"`{path}`", shown or "its submodules"))
     return lines
+
+
+def other_name_tables() -> list[str]:
+    """Return the table of names that differ here, and the table of names without a counterpart."""
+    from easydel._other_names import ABSENT, ALIASES
+
+    lines = heading("EasyDeL", "here")
+    places: dict[str, list[str]] = {}
+    for name, at in ALIASES.items():
+        module, _, real = at.partition(":")
+        place = module if real == "*" else f"{module}.{real or name}"
+        if module == "easydel._found":
+            place = "ed_layers.attention.Mechanism" if "Attn" in name else name
+        places.setdefault(place, []).append(f"`{name}`")
+    lines += [row(", ".join(names), f"`{place}`") for place, names in places.items()]
+    lines += ["", *heading("EasyDeL, without a counterpart", "instead")]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in ABSENT.items():
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    return [*lines, *(row(", ".join(names), reason) for reason, names in reasons.items())]
 
 
 def python_tables() -> list[str]:
@@ -234,5 +256,9 @@ def tables() -> str:
     """Return the generated part of docs/migrate/easydel.md."""
     parts = ["## Keys of a run file", "", *key_tables(), ""]
     parts += ["## Module paths", "", *module_table(), ""]
-    parts += ["## Classes, functions and fields", "", *python_tables()]
+    parts += [
+        "The modules below these, such as `easydel.modules.llama.modeling_llama`, exist as well."
+    ]
+    parts += ["", "## Classes, functions and fields", "", *python_tables(), ""]
+    parts += ["## Names of EasyDeL 0.3 that differ", "", *other_name_tables()]
     return "\n".join(parts) + "\n"

@@ -7,23 +7,95 @@ import importlib.util
 import pickle
 import subprocess
 import sys
+from functools import reduce
 from importlib import metadata
 from types import ModuleType
 
 import EasyLM
 import pytest
-from easydel._table import MODULES, NAMES, SOURCES, find_names
+from easydel._other_names import ABSENT, ALIASES
+from easydel._table import FAMILY_PATHS, MODULES, NAMES, SOURCES, find_names
 
 PACKAGES = ("infra", "layers", "models", "data", "trainers", "esurge", "elarge")
+GROUPS = sorted({module.partition(".")[2].partition(".")[0] for module in MODULES})
+#: A few of the modules of families; the nightly test loads all of them.
+FAMILIES = (
+    "easydel.modules.llama",
+    "easydel.modules.qwen2.modeling_qwen",
+    "easydel.modules.gemma3",
+)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.proves("easydel.infra")
-def test_umbrella_modules_export_every_name(module: str) -> None:
+def test_umbrella_modules_export_every_name(group: str) -> None:
+    for module, names in MODULES.items():
+        if module.partition(".")[2].partition(".")[0] == group:
+            loaded = importlib.import_module(module)
+            for name in names:
+                assert getattr(loaded, name) is not None
+            assert set(names) <= set(dir(loaded))
+
+
+@pytest.mark.parametrize("module", FAMILIES)
+def test_modules_of_families_export_their_classes(module: str) -> None:
     loaded = importlib.import_module(module)
-    for name in MODULES[module]:
-        assert getattr(loaded, name) is not None
-    assert set(MODULES[module]) <= set(dir(loaded))
+    for name in find_names(module):
+        assert getattr(loaded, name) is not None and name in dir(loaded)
+
+
+@pytest.mark.nightly
+def test_every_module_of_a_family_exports_a_configuration_and_models() -> None:
+    for module in FAMILY_PATHS:
+        names = find_names(module)
+        assert {"Config", "Model"} <= {
+            end for end in ("Config", "Model") for n in names if end in n
+        }
+        assert set(names) <= set(dir(importlib.import_module(module)))
+
+
+def test_submodules_are_attributes_without_an_import() -> None:
+    code = "import easydel as ed; print(ed.modules.llama.LlamaConfig.model_type, ed.layers.moe)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("llama <module 'easydel.layers.moe'")
+
+
+def test_name_without_counterpart_is_an_error_with_its_reason() -> None:
+    umbrella = importlib.import_module("easydel")
+    for name, reason in ABSENT.items():
+        with pytest.raises(AttributeError) as error:
+            reduce(getattr, name.split("."), umbrella)
+        assert reason in str(error.value)
+    assert not set(ABSENT) & {*NAMES, *ALIASES, *find_names("easydel")}
+
+
+def test_other_names_of_easydel_are_objects_that_do_the_same() -> None:
+    umbrella = importlib.import_module("easydel")
+    assert umbrella.Llama4ForSequenceClassification.config_class is umbrella.Llama4TextConfig
+    assert umbrella.Gemma3Config.model_type == "gemma3"
+    assert umbrella.Gemma3TextConfig.model_type == "gemma3_text"
+    assert umbrella.FlashAttn.name == "flash_attn2"
+    config, module = umbrella.get_modules_by_type("qwen3", umbrella.TaskType.CAUSAL_LM)
+    assert (config, module) == (umbrella.Qwen3Config, umbrella.Qwen3ForCausalLM)
+
+
+def test_enums_of_easydel_name_every_value_of_their_options() -> None:
+    from typing import get_args
+
+    from ed_infra import enums
+    from ed_trainers.options import optimizers
+
+    def values(enum: type[enums.StrEnum]) -> set[str]:
+        return {member.value for member in enum}
+
+    mechanisms = set(get_args(enums.AVAILABLE_ATTENTION_MECHANISMS))
+    assert values(enums.AttentionMechanisms) == mechanisms
+    assert values(enums.MoEMethods) == set(get_args(enums.AVAILABLE_MOE_METHODS))
+    assert values(optimizers.EasyDeLOptimizers) == set(optimizers.OPTIMIZERS)
+    assert values(optimizers.EasyDeLSchedulers) == set(optimizers.SCHEDULERS)
+    umbrella = importlib.import_module("easydel")
+    for name in enums.QuantizationType:
+        assert umbrella.EasyDeLQuantizationConfig(dtype=name).dtype
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -57,7 +129,7 @@ def test_umbrella_exports_families_trainers_and_auto_classes(name: str, owner: s
 def test_every_class_that_the_umbrella_finds_can_be_imported() -> None:
     umbrella = importlib.import_module("easydel")
     names = find_names("easydel")
-    assert len(names) > 400
+    assert len(names) > 700
     for name in names:
         assert getattr(umbrella, name) is not None
 
@@ -68,7 +140,7 @@ def test_importing_easydel_does_not_import_jax_or_transformers() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", sorted({*SOURCES, *EasyLM.SOURCES}))
+@pytest.mark.parametrize("module", sorted({*SOURCES, *EasyLM.SOURCES} - {*FAMILY_PATHS}))
 def test_module_without_file_is_found_with_its_source(module: str) -> None:
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.loader is not None

@@ -20,6 +20,9 @@ import ed_trainers
 from ed_elarge.import_paths import write_command
 from ed_infra import lazy
 
+from easydel._other_names import ABSENT, ALIASES, FAMILY_FILES, FAMILY_MODULES, FAMILY_WORDS
+from easydel._paths import PATHS
+
 #: The packages; their public names are lazy.
 _PACKAGES = (ed_infra, ed_layers, ed_models, ed_data, ed_trainers, ed_esurge, ed_elarge)
 _OTHERS: dict[str, str] = {
@@ -35,68 +38,46 @@ _OTHERS: dict[str, str] = {
 NAMES: dict[str, str] = {
     **{name: package.__name__ for package in _PACKAGES for name in package.__all__},
     **_OTHERS,
+    **ALIASES,
 }
 
-_PATHS: dict[str, str] = {
-    "easydel.infra.base_config": (
-        "AXIS_NAMES PARAM_AXES PartitionAxis EasyDeLBaseConfig EasyDeLBaseConfigDict "
-        "AVAILABLE_ATTENTION_MECHANISMS AVAILABLE_GRADIENT_CHECKPOINT_TARGETS "
-        "AVAILABLE_MOE_METHODS EasyDeLBackends EasyDeLGradientCheckPointers EasyDeLPlatforms "
-        "EasyMethod TaskType ModuleCaches NOT_GIVEN extract_commit_hash set_attrs_smartly "
-        "PartitionManager AttnMaskDetail BaseOperationConfig EasyDeLQuantizationConfig "
-        "LoraSpec"
-    ),
-    "easydel.infra.base_module": "EasyDeLBaseModule",
-    "easydel.infra.base_state": "EasyDeLState",
-    "easydel.infra.elarge_model": "eLargeModel",
-    "easydel.infra.elarge_model.elarge_model": "eLargeModel",
-    "easydel.infra.errors": (
-        "CheckpointError ConfigError EasyDeLError MeshError RegistryError DataError InputError"
-    ),
-    "easydel.infra.etils": (
-        "AVAILABLE_ATTENTION_MECHANISMS AVAILABLE_GRADIENT_CHECKPOINT_TARGETS "
-        "AVAILABLE_MOE_METHODS EasyDeLBackends EasyDeLGradientCheckPointers EasyDeLPlatforms "
-        "EasyMethod TaskType"
-    ),
-    "easydel.infra.loss_utils": "cross_entropy_sum token_logprobs",
-    "easydel.infra.mixins": "EasyBridgeMixin EasyGenerationMixin GenerateOutput",
-    "easydel.infra.mixins.bridge": "EasyBridgeMixin",
-    "easydel.infra.mixins.generation": "EasyGenerationMixin GenerateOutput",
-    "easydel.infra.mixins.operation_cache": (
-        "Cache CrossCache DenseCache HybridCache LayerCacheSpec PagedCache RecurrentCache "
-        "RecurrentSpec StateSpec WindowCache"
-    ),
-    "easydel.infra.mixins.protocol": "BaseModuleProtocol LanguageModel",
-    "easydel.infra.modeling_outputs": (
-        "BaseModelOutput CausalLMOutput EmbeddingOutput Metric SequenceClassifierOutput"
-    ),
-    "easydel.layers.quantization": (
-        "AttnMaskDetail BaseOperationConfig EasyDeLQuantizationConfig LoraSpec "
-        "QArray quantize dequantize is_quantized"
-    ),
-    "easydel.layers.quantization.quantizers": (
-        "EasyDeLQuantizationConfig QArray quantize dequantize is_quantized"
-    ),
-    "easydel.infra.utils": "canonical_dtype MaskInfo create_mesh",
-    "easydel.infra.factory": "get_config get_module register_config register_module TaskType",
-}
-
+#: Names of `easydel.infra` from other packages.
+_OF_INFRA = (
+    "EasyDeLBaseModule",
+    "EasyDeLState",
+    "LossConfig",
+    "PyTree",
+    "Rngs",
+    "auto_pytree",
+    "eLargeModel",
+    "init_cluster",
+)
 #: Module path -> its names and the modules that export them.
 MODULES: dict[str, dict[str, str]] = {
     "easydel": NAMES,
     "easydel.infra": {
         name: owner
         for name, owner in NAMES.items()
-        if owner.startswith("ed_infra")
-        or name in ("EasyDeLBaseModule", "EasyDeLState", "eLargeModel")
+        if owner.startswith("ed_infra") or name in _OF_INFRA
     },
     "easydel.inference": {name: at for name, at in NAMES.items() if at.startswith("ed_esurge")},
-    "easydel.layers": {},
     "easydel.modules": {name: at for name, at in NAMES.items() if at.startswith("ed_models")},
     "easydel.trainers": {name: at for name, at in NAMES.items() if at.startswith("ed_trainers")},
-    **{path: {name: NAMES[name] for name in names.split()} for path, names in _PATHS.items()},
+    **{
+        path: {name: NAMES.get(name, f"easydel:{name}") for name in names.split()}
+        for path, names in PATHS.items()
+    },
 }
-MODULES["easydel.infra.factory"]["registry"] = "ed_infra.registry:*"
+
+#: Module path of a family -> the modules here whose classes it exports.
+FAMILY_PATHS: dict[str, tuple[str, ...]] = {
+    f"easydel.modules.{name}{file}": tuple(
+        f"ed_models.families.{family}" for family in FAMILY_FILES.get(name, (name,))
+    )
+    for name in FAMILY_MODULES.split()
+    for word in (FAMILY_WORDS.get(name, name),)
+    for file in ("", f".modeling_{word}", f".{word}_configuration")
+}
 
 #: Module path -> source, of the modules without a file.
 SOURCES: dict[str, str] = {
@@ -105,7 +86,7 @@ SOURCES: dict[str, str] = {
             "from easydel._table import attach\n\n"
             f"__getattr__, __dir__, __all__ = attach({path!r})\n"
         )
-        for path in MODULES
+        for path in (*MODULES, *FAMILY_PATHS)
         if path != "easydel"
     },
     "easydel.scripts": "",
@@ -119,26 +100,47 @@ Attached = tuple[Callable[[str], object], Callable[[], list[str]], list[str]]
 
 
 def attach(module: str) -> Attached:
-    """Return `__getattr__`, `__dir__` and `__all__` of a module of the umbrella."""
-    listed, listing, everything = lazy.attach(module, MODULES[module])
-    if module not in OPEN:
-        return listed, listing, everything
+    """Return `__getattr__`, `__dir__` and `__all__` of a module of the umbrella.
+
+    A module also has its submodules as attributes. The error of a name without a counterpart here
+    contains the reason (`easydel._other_names.ABSENT`).
+    """
+    exports = MODULES.get(module, {})
+    listed, listing, everything = lazy.attach(module, exports)
+    is_open = module in OPEN or module in FAMILY_PATHS
 
     def __getattr__(name: str) -> object:
-        if name in MODULES[module] or name.startswith("_"):
+        if f"{module}.{name}" in SOURCES and name not in exports:
+            return lazy.attach(module, {name: f"{module}.{name}:*"})[0](name)
+        reason = ABSENT.get(f"{module}.{name}".removeprefix("easydel."), ABSENT.get(name))
+        if reason is not None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}: {reason}")
+        if not is_open or name in exports or name.startswith("_"):
             return listed(name)
         return lazy.attach(module, find_names(module))[0](name)
 
     def __dir__() -> list[str]:
-        return sorted({*listing(), *find_names(module)})
+        return sorted({*listing(), *(find_names(module) if is_open else ()), *children(module)})
 
     return __getattr__, __dir__, everything
 
 
-def find_names(module: str) -> dict[str, str]:
-    """Return every name of a module of `OPEN`."""
-    from easydel._found import names
+def children(module: str) -> list[str]:
+    """Return the names of the submodules of a module."""
+    begin = f"{module}."
+    return [
+        p.removeprefix(begin) for p in SOURCES if p.startswith(begin) and "." not in p[len(begin) :]
+    ]
 
+
+def find_names(module: str) -> dict[str, str]:
+    """Return every name of a module of `OPEN` or of `FAMILY_PATHS`."""
+    from easydel._found import family_names, names
+
+    if module in FAMILY_PATHS:
+        owners = FAMILY_PATHS[module]
+        aliases = {n: at for n, at in ALIASES.items() if at.partition(":")[0] in owners}
+        return family_names(owners) | aliases
     packages = {"easydel.modules": "ed_models", "easydel.trainers": "ed_trainers"}
-    begin = packages.get(module, "ed_")
-    return MODULES[module] | {n: at for n, at in names().items() if at.startswith(begin)}
+    begins = (packages.get(module, "ed_"), names.__module__)
+    return {n: at for n, at in names().items() if at.startswith(begins)} | MODULES[module]

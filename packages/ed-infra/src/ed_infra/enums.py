@@ -177,7 +177,54 @@ MECHANISM_ALIASES: dict[str, str] = {
     "eager": "vanilla",
 }
 
+
+class AttentionMechanisms(StrEnum):
+    """EasyDeL's names of the attention mechanisms."""
+
+    AUTO = "auto"
+    VANILLA = "vanilla"
+    FLASH_ATTN2 = "flash_attn2"
+    BLOCKSPARSE = "blocksparse"
+    SPLASH = "blocksparse"
+    RING = "ring"
+    CUDNN = "cudnn"
+    CUDA_FLASH_ATTN2 = "cudnn"
+    BLOCKWISE = "blockwise"
+    SDPA = "sdpa"
+    REGRESSIVE_DECODE = "autoregressive_decodeattn"
+    RAGGED_PAGE_ATTENTION_V2 = "ragged_page_attention_v2"
+    RAGGED_PAGE_ATTENTION_V3 = "ragged_page_attention_v3"
+    PAGED_ATTENTION = "page_attention"
+
+
 AVAILABLE_MOE_METHODS = Literal["fused_moe", "standard_moe", "dense_moe"]
+
+
+class MoEMethods(StrEnum):
+    """EasyDeL's names of the methods that compute experts."""
+
+    FUSED_MOE = "fused_moe"
+    STANDARD_MOE = "standard_moe"
+    DENSE_MOE = "dense_moe"
+
+
+class QuantizationType(StrEnum):
+    """EasyDeL's names of the formats of weights that this project has."""
+
+    NF4 = "nf4"
+    INT8 = "int8"
+    INT4 = "int4"
+    AFFINE = "affine"
+    FP8 = "fp8"
+    MXFP8 = "mxfp8"
+    MXFP4 = "mxfp4"
+
+
+class ConfigType(StrEnum):
+    """EasyDeL's kinds of registered configurations; the registry has one kind."""
+
+    MODULE_CONFIG = "module-config"
+
 
 #: Other spellings of MoE methods.
 MOE_METHOD_ALIASES: dict[str, str] = {"einsum": "standard_moe"}

@@ -207,6 +207,12 @@ def get_module(task_type: TaskType | str, model_type: str) -> Any:
     return get_module_registration(task_type, model_type).module
 
 
+def get_modules_by_type(model_type: str, task_type: TaskType | str) -> tuple[type, type]:
+    """Return configuration class and module class; errors as `get_module_registration`."""
+    registration = get_module_registration(task_type, model_type)
+    return registration.config, registration.module
+
+
 def list_tasks(model_type: str) -> list[TaskType]:
     """Return the tasks of a model type: registered tasks, then derived tasks, in a fixed order."""
     _load(model_type)

@@ -17,7 +17,7 @@ from ed_models import auto
 
 from ed_trainers.state import EasyDeLState
 
-_STATE, _MODEL = "AutoState", "AutoEasyDeLModel"
+_STATE, _MODEL, _ANY = "AutoState", "AutoEasyDeLModel", "AutoEasyDeL"
 
 
 class AutoState:
@@ -65,9 +65,14 @@ def _state(model: Any, tx: optax.GradientTransformation | None) -> EasyDeLState:
 @cache
 def __getattr__(name: str) -> type[AutoState]:
     """Return the class of states for an `Auto` class of models."""
-    names = [n.replace(_MODEL, _STATE) for n in vars(auto) if n.startswith(_MODEL)]
-    if name not in names:
-        hint = did_you_mean(name, names)
+    models = {n.replace(_MODEL, _STATE).replace(_ANY, _STATE): n for n in auto_class_names()}
+    if name not in models:
+        hint = did_you_mean(name, models)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
-    model = getattr(auto, name.replace(_STATE, _MODEL))
+    model = getattr(auto, models[name])
     return type(name, (AutoState,), {"auto_model": model, "__module__": __name__})
+
+
+def auto_class_names() -> list[str]:
+    """Return the names of the `Auto` classes of models that have a class of states."""
+    return [n for n in vars(auto) if n.startswith(_ANY) and n not in (_MODEL, f"{_ANY}Config")]

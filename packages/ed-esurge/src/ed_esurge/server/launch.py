@@ -203,6 +203,26 @@ def _url(host: str, listener: socket.socket, tls: bool) -> str:
     return f"http{'s' if tls else ''}://{display_host}:{listener.getsockname()[1]}/v1"
 
 
+class eSurgeApiServer:
+    """A server as an object, as in EasyDeL; `run` is `serve`.
+
+    Args:
+        engines: an `eSurge`, or a mapping of model names to engines, see `create_app`.
+        options: fields of `ListenOptions`, such as `api_key` or `max_concurrent_requests`.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+
+    def __init__(self, engines: Engines, **options: object) -> None:
+        ListenOptions.merge("eSurgeApiServer", None, options)
+        self.engines, self.options = engines, options
+
+    def run(self, host: str | None = None, port: int | None = None, **options: object) -> None:
+        """Serve until a signal; the arguments are those of `serve`."""
+        serve(self.engines, host, port, **{**self.options, **options})
+
+
 def serve(
     engine: Engines,
     host: str | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
 from ed_infra.errors import did_you_mean
@@ -207,6 +208,35 @@ SCHEDULERS: dict[str, type[Options]] = {
     "wsd": WSDSettings,
 }
 DECAYING = ("linear", "cosine", "polynomial", "wsd")
+
+
+class EasyDeLOptimizers(StrEnum):
+    """EasyDeL's names of optimizers, and the further keys of `OPTIMIZERS`."""
+
+    ADAMW = "adamw"
+    ADAMW_8BIT = "adamw_8bit"
+    LION = "lion"
+    LION_8BIT = "lion_8bit"
+    ADAFACTOR = "adafactor"
+    MUON = "muon"
+    RMSPROP = "rmsprop"
+    SGD = "sgd"
+    MARS = "mars"
+    QUAD = "quad"
+    SKEW = "skew"
+    SCHEDULE_FREE_ADAMW = "schedule_free_adamw"
+
+
+class EasyDeLSchedulers(StrEnum):
+    """EasyDeL's names of schedulers, and the further keys of `SCHEDULERS`."""
+
+    NONE = "none"
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    POLYNOMIAL = "polynomial"
+    WSD = "wsd"
+
 
 #: The optimizers that keep a first moment whose dtype can be chosen.
 WITH_MU = ("adamw", "lion")
