@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -178,7 +179,7 @@ class EngineConfig(Options):
     Lengths are in tokens. The devices are those of the model's mesh.
     """
 
-    ALIASES: ClassVar[dict[str, str]] = {"gpu_memory_utilization": "hbm_utilization"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"gpu_memory_utilization": "hbm_utilization"}
 
     # Capacity.
     max_model_len: PositiveInt = 8192

@@ -122,7 +122,7 @@ class eSurgeLM(TemplateLM):
     # ---- text and tokens
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: Any
+        self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
         """Return the token ids of a text. Special tokens are added as requested, but not twice."""
         if add_special_tokens is None:
@@ -206,7 +206,7 @@ class eSurgeLM(TemplateLM):
         requests: Sequence[Scored],
         disable_tqdm: bool = False,
         inputs: Sequence[tuple[EncoderInput, ...]] | None = None,
-        **_: Any,
+        **_: object,
     ) -> list[tuple[float, bool]]:
         """Return the total log-probability of each continuation, and whether it is greedy.
 

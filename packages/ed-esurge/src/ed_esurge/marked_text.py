@@ -102,30 +102,30 @@ class MarkedText(str):
     def removesuffix(self, suffix: str) -> MarkedText:
         return self._part(0, len(self._plain_text.removesuffix(_read_plain(suffix))))
 
-    def split(self, sep: str | None = None, maxsplit: int = -1) -> list[MarkedText]:
-        return self._locate(self._plain_text.split(_read_plain(sep), maxsplit), sep)
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return [*self._locate(self._plain_text.split(_read_plain(sep), maxsplit), sep)]
 
-    def rsplit(self, sep: str | None = None, maxsplit: int = -1) -> list[MarkedText]:
-        return self._locate(self._plain_text.rsplit(_read_plain(sep), maxsplit), sep)
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return [*self._locate(self._plain_text.rsplit(_read_plain(sep), maxsplit), sep)]
 
-    def splitlines(self, keepends: bool = False) -> list[MarkedText]:
-        lines, at = [], 0
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        lines, at = list[str](), 0
         for line in self._plain_text.splitlines(keepends=True):
             length = len(line) if keepends else len(line.splitlines()[0])
             lines.append(self._part(at, at + length))
             at += len(line)
         return lines
 
-    def partition(self, sep: str) -> tuple[MarkedText, ...]:
+    def partition(self, sep: str) -> tuple[str, str, str]:
         return self._divide(self._plain_text.partition(_read_plain(sep)))
 
-    def rpartition(self, sep: str) -> tuple[MarkedText, ...]:
+    def rpartition(self, sep: str) -> tuple[str, str, str]:
         return self._divide(self._plain_text.rpartition(_read_plain(sep)))
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
         if not old:
             return str.replace(self, old, new, count)
-        first, *pieces = self.split(old, int(count))
+        first, *pieces = self._locate(self._plain_text.split(_read_plain(old), count), old)
         plains, places, at = [first._plain_text], [*first._places], len(first._plain_text)
         for piece in pieces:
             for part in (new, piece):
@@ -134,25 +134,25 @@ class MarkedText(str):
                 at += len(plains[-1])
         return MarkedText("".join(plains), places, self._mark)
 
-    def startswith(self, prefix: Any, *span: Any) -> bool:
+    def startswith(self, prefix: str | tuple[str, ...], *span: SupportsIndex | None) -> bool:
         return self._plain_text.startswith(_read_plain(prefix), *span)
 
-    def endswith(self, suffix: Any, *span: Any) -> bool:
+    def endswith(self, suffix: str | tuple[str, ...], *span: SupportsIndex | None) -> bool:
         return self._plain_text.endswith(_read_plain(suffix), *span)
 
-    def find(self, text: str, *span: Any) -> int:
+    def find(self, text: str, *span: SupportsIndex | None) -> int:
         return self._plain_text.find(_read_plain(text), *span)
 
-    def rfind(self, text: str, *span: Any) -> int:
+    def rfind(self, text: str, *span: SupportsIndex | None) -> int:
         return self._plain_text.rfind(_read_plain(text), *span)
 
-    def index(self, text: str, *span: Any) -> int:
+    def index(self, text: str, *span: SupportsIndex | None) -> int:
         return self._plain_text.index(_read_plain(text), *span)
 
-    def rindex(self, text: str, *span: Any) -> int:
+    def rindex(self, text: str, *span: SupportsIndex | None) -> int:
         return self._plain_text.rindex(_read_plain(text), *span)
 
-    def count(self, text: str, *span: Any) -> int:
+    def count(self, text: str, *span: SupportsIndex | None) -> int:
         return self._plain_text.count(_read_plain(text), *span)
 
     def isspace(self) -> bool:
@@ -168,7 +168,7 @@ class MarkedText(str):
             at += 0 if sep is None else len(sep)
         return result
 
-    def _divide(self, parts: Sequence[str]) -> tuple[MarkedText, ...]:
+    def _divide(self, parts: Sequence[str]) -> tuple[str, str, str]:
         first, second = len(parts[0]), len(parts[0]) + len(parts[1])
         total_length = len(self._plain_text)
         return self._part(0, first), self._part(first, second), self._part(second, total_length)

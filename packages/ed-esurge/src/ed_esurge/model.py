@@ -141,7 +141,7 @@ _SCORE_ACTIVATIONS: dict[str, Literal["identity", "sigmoid"]] = {
 }
 
 
-def _score_activation(config: Any) -> Literal["identity", "sigmoid"]:
+def _score_activation(config: object) -> Literal["identity", "sigmoid"]:
     """Return the activation that a cross-encoder of sentence-transformers stores in its config."""
     stored = getattr(config, "sentence_transformers", None) or {}
     # Versions before 4.0 have another field.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from ed_infra.options import Options, Whole
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ed_esurge.repetition import RepetitionPenalty
 from ed_esurge.thinking import ThinkingBudget, ThoughtTexts
@@ -189,7 +189,7 @@ class SamplingParams(Options):
 
     @field_validator("stop_token_ids", "logit_bias", mode="before")
     @classmethod
-    def _none_is_empty(cls, value: Any, info: Any) -> Any:
+    def _none_is_empty(cls, value: object, info: ValidationInfo) -> object:
         if value is None:
             return {} if info.field_name == "logit_bias" else ()
         return value

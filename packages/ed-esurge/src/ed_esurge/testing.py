@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ed_infra.enums import TaskType
@@ -31,7 +31,12 @@ from ed_esurge.outputs import (
     RequestOutput,
 )
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
-from ed_esurge.tokenizer import StopStringSearch
+from ed_esurge.tokenizer import StopStringSearch, Tokenizer
+
+if TYPE_CHECKING:
+    from ed_models.speech import Transcript
+
+    from ed_esurge.grammars.store import Grammars
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -90,7 +95,7 @@ class ScriptedEngine:
         self,
         reply: Callable[[list[int], int], str] = lambda prompt, choice: f"Grüße 世界 🌍 {choice}",
         *,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         max_model_len: int = 256,
         config: EngineConfig | None = None,
         delay: float = 0.0,
@@ -103,7 +108,7 @@ class ScriptedEngine:
         self.vocab_size = len(self.tokenizer)
         self.is_healthy = True
         self.requests: dict[str, SamplingParams] = {}
-        self.options: dict[str, dict[str, Any]] = {}
+        self.options: dict[str, dict[str, object]] = {}
         self.aborted: list[str] = []
         self.resets = 0
         self._reply = reply
@@ -112,7 +117,7 @@ class ScriptedEngine:
         self._running = 0
         self.is_sleeping = False
         self._adapters = AdapterTable(self.config.max_loras)
-        self._grammars: Any = None
+        self._grammars: Grammars | None = None
 
     def compile_structured(self, structured_outputs: StructuredOutputs) -> Future[Any]:
         """Compile a grammar. The scripted answer does not follow the grammar."""
@@ -135,7 +140,7 @@ class ScriptedEngine:
         prompt_token_ids: list[int] | CheckedPrompt,
         sampling_params: SamplingParams,
         request_id: str,
-        **options: Any,
+        **options: object,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the deltas of the scripted answer, choice by choice and token by token."""
         prompt_token_ids = _tokens(prompt_token_ids)
@@ -205,7 +210,7 @@ class ScriptedEngine:
         prompt_token_ids: list[int] | CheckedPrompt,
         pooling_params: PoolingParams,
         request_id: str,
-        **options: Any,
+        **options: object,
     ) -> RequestOutput:
         """Return a vector with the counts of the first eight bytes of the vocabulary."""
         prompt_token_ids = _tokens(prompt_token_ids)
@@ -251,7 +256,7 @@ def _prompt_logprobs(
     return [None, *positions]
 
 
-def _completion(tokenizer: Any, reply: str, index: int, params: SamplingParams) -> Any:
+def _completion(tokenizer: Tokenizer, reply: str, index: int, params: SamplingParams) -> Any:
     """Yield the text of each token in whole characters, up to a stop string or `max_tokens`."""
     reply = reply.encode("utf-8", "replace").decode()  # tokens spell no lone surrogate
     tokens = tokenizer(reply, add_special_tokens=False)["input_ids"]
@@ -369,8 +374,8 @@ class ScriptedTranscriber:
         seed: int = 0,
         on_segment: Callable[[Any], object] = lambda segment: None,
         on_attempt: Callable[[], object] = lambda: None,
-        **options: Any,
-    ) -> Any:
+        **options: object,
+    ) -> Transcript:
         """Return one segment for each second."""
         from ed_models.speech import Segment, Transcript
 

@@ -27,16 +27,51 @@ LONG_WAIT = 64
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
+class AddedToken(Protocol):
+    """A token that was added to a vocabulary."""
+
+    content: str
+    special: bool
+
+
 class Tokenizer(Protocol):
-    """The interface of a Hugging Face tokenizer that the engine uses."""
+    """The interface of a Hugging Face tokenizer that the engine and the server use."""
 
-    bos_token_id: Any  # an id, or None
-    eos_token_id: Any
-    chat_template: Any  # Jinja text, or None
-    name_or_path: Any
+    bos_token_id: int | None
+    eos_token_id: Any  # an id, or None
+    chat_template: object  # Jinja text, or None
+    name_or_path: str
+    all_special_ids: list[int]
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
+        """The added tokens by id."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        ...
+
+    def __call__(
+        self, text: str, text_pair: str | None = None, /, **options: bool
+    ) -> Mapping[str, Any]:
         """Return a mapping with `input_ids`."""
+        ...
+
+    def num_special_tokens_to_add(self) -> int:
+        """Return the number of special tokens of a text."""
+        ...
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Return the ids of all tokens."""
+        ...
+
+    def convert_tokens_to_ids(self, tokens: str, /) -> int | None:
+        """Return the id of a piece; that of the unknown token, or None, outside the vocabulary."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: int, /) -> str | None:
+        """Return the piece of a token id; None outside the vocabulary."""
         ...
 
     def decode(

@@ -35,7 +35,7 @@ class TokenizerEndpoint:
     """
 
     def __init__(self, tokenizer: Tokenizer, encodes: str | None, decodes: str | None) -> None:
-        self._local: Any = tokenizer
+        self._local = tokenizer
         self._encodes, self._decodes = encodes, decodes
         self._client = httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=False)
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))

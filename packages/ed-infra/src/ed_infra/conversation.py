@@ -353,7 +353,7 @@ def _merge(messages: Sequence[Message]) -> Message:
     return merged
 
 
-def _concat(first: Any, separator: str, second: Any) -> Any:
+def _concat(first: object, separator: str, second: object) -> Any:
     """Return the concatenation of two contents: texts, or lists of parts."""
     return _concat_all((("", first), (separator, second)))
 

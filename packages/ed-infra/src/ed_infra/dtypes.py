@@ -52,12 +52,14 @@ def canonical_dtype(value: object) -> str:
     Raises:
         ConfigError: not a dtype that is known here.
     """
+    dtype_name = getattr(value, "name", None)
+    scalar_name = getattr(getattr(value, "dtype", None), "name", None)
     if isinstance(value, str):
         name = value
-    elif isinstance(getattr(value, "name", None), str):  # numpy.dtype
-        name = value.name  # type: ignore[attr-defined]
-    elif hasattr(getattr(value, "dtype", None), "name"):  # jax.numpy.bfloat16
-        name = value.dtype.name  # type: ignore[attr-defined]
+    elif isinstance(dtype_name, str):  # numpy.dtype
+        name = dtype_name
+    elif isinstance(scalar_name, str):  # jax.numpy.bfloat16
+        name = scalar_name
     elif isinstance(value, type):  # numpy.float32, float
         name = value.__name__
     else:  # torch.float32

@@ -62,9 +62,9 @@ def setup(level: int | str = logging.INFO) -> None:
     """Print this project's messages to stderr. Programs call this function, libraries do not."""
     logger = logging.getLogger(ROOT)
     logger.setLevel(level)
-    if not any(getattr(handler, "_easydel", False) for handler in logger.handlers):
+    if not any(handler.name == ROOT for handler in logger.handlers):
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(levelname).1s %(name)s: %(message)s"))
-        handler._easydel = True  # type: ignore[attr-defined]
+        handler.name = ROOT
         logger.addHandler(handler)
         logger.propagate = False

@@ -7,7 +7,7 @@ jax.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, LiteralString, Self, cast
+from typing import Annotated, Any, ClassVar, LiteralString, Self, Unpack, cast
 
 from pydantic import (
     BaseModel,
@@ -119,7 +119,7 @@ class Options(BaseModel):
     ALIASES: ClassVar[Mapping[str, str]] = {}
     EQUIVALENT: ClassVar[Mapping[str, str]] = {}
 
-    def __init_subclass__(cls, **settings: Any) -> None:
+    def __init_subclass__(cls, **settings: Unpack[ConfigDict]) -> None:
         super().__init_subclass__(**settings)
         for name in ("ALIASES", "EQUIVALENT"):
             tables = [vars(base).get(name, {}) for base in reversed(cls.__mro__)]

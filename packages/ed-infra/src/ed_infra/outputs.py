@@ -51,12 +51,8 @@ class Metric:
 
 def add_metrics(left_metrics: dict[str, Metric], right: dict[str, Metric]) -> dict[str, Metric]:
     """Add two sets of metrics by name; a name in only one set is kept."""
-    return {
-        name: left_metrics[name] + right[name]
-        if name in left_metrics and name in right
-        else left_metrics.get(name, right.get(name))  # type: ignore[misc]
-        for name in dict.fromkeys([*left_metrics, *right])
-    }
+    sums = {name: left + right[name] for name, left in left_metrics.items() if name in right}
+    return {**left_metrics, **right, **sums}
 
 
 @_pytree

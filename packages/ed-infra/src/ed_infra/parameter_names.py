@@ -122,7 +122,7 @@ def canonical(path: Iterable[object]) -> list[str]:
             index = next(keys, None)
             if not isinstance(index, int) and not str(index).isdigit():
                 raise ValueError(f"a run is followed by the index of a layer, not by {index!r}")
-            pieces.append([str(i) for i in run.layers(int(index))])  # type: ignore[arg-type]
+            pieces.append([str(i) for i in run.layers(int(str(index)))])
         elif layer is not None:
             pieces.append([layer.group(1)])
         else:

@@ -282,8 +282,8 @@ def to_json(value: object) -> Any:
         return to_json(to_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_json(dataclasses.asdict(value))
-    if getattr(value, "shape", None) == ():  # a scalar of numpy or jax
-        return to_json(value.item())  # type: ignore[attr-defined]
+    if getattr(value, "shape", None) == () and callable(item := getattr(value, "item", None)):
+        return to_json(item())  # a scalar of numpy or jax
     try:
         return canonical_dtype(value)
     except ConfigError:

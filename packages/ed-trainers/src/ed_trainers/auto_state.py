@@ -14,6 +14,7 @@ import optax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import did_you_mean
 from ed_models import auto
+from ed_models.protocol import LanguageModel
 
 from ed_trainers.state import EasyDeLState
 
@@ -58,7 +59,7 @@ class AutoState:
         return _state(cls.auto_model.from_config(config, **options), tx)
 
 
-def _state(model: Any, tx: optax.GradientTransformation | None) -> EasyDeLState:
+def _state(model: LanguageModel, tx: optax.GradientTransformation | None) -> EasyDeLState:
     return EasyDeLState.create(model=model, tx=tx, init_opt_state=tx is not None)
 
 

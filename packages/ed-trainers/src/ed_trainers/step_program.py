@@ -48,12 +48,12 @@ class ObservedRun:
 
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return the sums over a batch; see `Method.loss`."""
-        return self._run.record.loss(self, models, batch, key)  # type: ignore[arg-type]
+        return self._run.record.loss(self, models, batch, key)
 
     def statistics(self, models: Models, batch: Batch, key: jax.Array | None) -> dict[str, Metric]:
         """Return the statistics of a batch; see `Method.statistics`."""
         function = self._run.record.statistics
-        return {} if function is None else function(self, models, batch, key)  # type: ignore[arg-type]
+        return {} if function is None else function(self, models, batch, key)
 
 
 class StoredStep:

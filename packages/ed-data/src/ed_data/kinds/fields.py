@@ -55,6 +55,12 @@ class Cell(str):
             return str(self)
 
 
+def unwrap_array(value: object) -> Any:
+    """Return the list of an array; other values are returned unchanged."""
+    convert = getattr(value, "tolist", None)
+    return value if convert is None else convert()
+
+
 def read_cell(value: object) -> Any:
     """Return the value of a cell of a text file; other values are returned unchanged."""
     return value.value if isinstance(value, Cell) else value
@@ -164,7 +170,7 @@ def read_number(value: object, field: str, location: str) -> float:
     return float(value)
 
 
-def read_margins(value: Any, count: int, field: str, location: str) -> list[float]:
+def read_margins(value: object, count: int, field: str, location: str) -> list[float]:
     """Return the margin by which a teacher prefers a positive text to each negative text.
 
     Args:
@@ -177,13 +183,13 @@ def read_margins(value: Any, count: int, field: str, location: str) -> list[floa
     Raises:
         DataError: the number of values differs.
     """
-    value = value.tolist() if hasattr(value, "tolist") else value
-    values = list(value) if isinstance(value, list | tuple) else [value]
+    items = unwrap_array(value)
+    values = list(items) if isinstance(items, list | tuple) else [items]
     if len(values) not in (count, count + 1):
         raise DataError(
             f"{location}: {field!r} must have {count} margins, or {count + 1} scores (of the "
             "positive "
-            f"text, then of each negative text), got {value!r}; correct the row"
+            f"text, then of each negative text), got {items!r}; correct the row"
         )
     numbers = [read_number(item, field, location) for item in values]
     if len(numbers) == count:

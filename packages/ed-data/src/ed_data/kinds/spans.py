@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ed_data.errors import DataError
-from ed_data.kinds.fields import Column, Content, Value
+from ed_data.kinds.fields import Column, Content, Value, unwrap_array
 from ed_data.kinds.record import KindOfRows, Schema
 from ed_data.kinds.targets import refuse_packing
 
@@ -47,8 +47,7 @@ def read_span(value: object, context: Content, field: str, location: str) -> tup
     lists = []
     if isinstance(value, dict):
         for name in ("text", "answer_start"):
-            field_value: Any = value.get(name)
-            field_value = field_value.tolist() if hasattr(field_value, "tolist") else field_value
+            field_value = unwrap_array(value.get(name))
             lists.append([field_value] if isinstance(field_value, str | int) else field_value)
     same = len(lists) == 2 and all(isinstance(item, list | tuple) for item in lists)
     if not same or len(lists[0]) != len(lists[1]):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 from ed_data.errors import DataError
-from ed_data.kinds.fields import PAIR, has_field
+from ed_data.kinds.fields import PAIR, has_field, unwrap_array
 from ed_data.kinds.record import KindOfRows
 from ed_data.schema import Content, Message, Row
 
@@ -24,7 +24,7 @@ _MESSAGE_FIELDS = frozenset({"content", "tool_calls", "function_call"})
 _ASKING = ("system", "developer", "user")
 
 
-def check_content(value: Any, field: str, location: str, is_content: bool) -> Content | None:
+def check_content(value: object, field: str, location: str, is_content: bool) -> Content | None:
     """Return a text, messages or ids; None if the value is empty.
 
     Args:
@@ -41,8 +41,7 @@ def check_content(value: Any, field: str, location: str, is_content: bool) -> Co
     if isinstance(value, str):
         _check_text(value, field, location, is_content)
         return value if value.strip() else None
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+    value = unwrap_array(value)
     wrong = f"is a {type(value).__name__}; it must be a text, a list of chat messages or token ids"
     if isinstance(value, list | tuple):
         items = list(value)
@@ -66,7 +65,7 @@ def _is_message(value: dict[str, Any]) -> bool:
 
 
 def checked_parts(
-    value: Any, field: str, location: str, is_content: bool, *, words: bool
+    value: object, field: str, location: str, is_content: bool, *, words: bool
 ) -> Content | None:
     """Return the steps of an answer, or the words of a text; None if the value is empty.
 
@@ -77,7 +76,7 @@ def checked_parts(
         is_content: whether `content_field` names the field.
         words: whether the value is a list of words, which may be empty texts.
     """
-    value = value.tolist() if hasattr(value, "tolist") else value
+    value = unwrap_array(value)
     if value is not None and not (
         isinstance(value, list | tuple)
         and all(isinstance(v, str) and (words or v.strip()) for v in value)
@@ -110,8 +109,7 @@ def read_texts(
     Raises:
         DataError: there are fewer than `count` texts, or one of them is no text.
     """
-    field_value: Any = row.get(field)
-    field_value = field_value.tolist() if hasattr(field_value, "tolist") else field_value
+    field_value = unwrap_array(row.get(field))
     names = get_field_names(field, count + 1)
     if field_value is None and names[0] in row:
         field_value = [row[name] for name in names if row.get(name) is not None]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ed_data.config.media import Media
 from ed_data.config.source import Inform
 from ed_data.errors import DataError, did_you_mean, listing
-from ed_data.kinds.fields import PAIR, has_field
+from ed_data.kinds.fields import PAIR, has_field, unwrap_array
 from ed_data.rows.audio import RECORDING_KEYS, AudioReader
 from ed_data.rows.contents import (
     check_content,
@@ -446,7 +446,7 @@ class Documents:
                 read = read_value(field_value, value, self.schema, fields, field, location)
                 result.append(read)
                 continue
-            field_value = field_value.tolist() if hasattr(field_value, "tolist") else field_value
+            field_value = unwrap_array(field_value)
             parts = fields[column.field]
             if not isinstance(field_value, list | tuple) or len(field_value) != len(parts):
                 kind = "words" if column.words else "steps"

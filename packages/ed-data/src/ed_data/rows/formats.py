@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ed_data.errors import DataError, listing
+from ed_data.kinds.fields import unwrap_array
 from ed_data.schema import IMAGE, IMAGES, TOOLS, Message, Row
 
 Convert = Callable[[Row], Row]
@@ -66,8 +67,8 @@ def _is_turn(value: object) -> bool:
     return isinstance(value, Mapping) and "from" in value and "value" in value
 
 
-def _list_turns(value: Any) -> list[Any]:
-    value = value.tolist() if hasattr(value, "tolist") else value
+def _list_turns(value: object) -> list[Any]:
+    value = unwrap_array(value)
     if isinstance(value, Mapping):
         return [value]
     return list(value) if isinstance(value, list | tuple) else []
@@ -95,7 +96,7 @@ def _convert_turn(turn: Any) -> Message:
     return message
 
 
-def _parse_call(value: Any) -> list[dict[str, Any]] | None:
+def _parse_call(value: str) -> list[dict[str, Any]] | None:
     """Return the calls of a JSON text such as `{"name": …, "arguments": …}`; None: it is text."""
     try:
         calls = json.loads(value)

@@ -12,7 +12,7 @@ import contextlib
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote
 
@@ -309,7 +309,7 @@ def _not_loaded(label: str, dataset_id: str, split: str, error: Exception) -> Da
     )
 
 
-def _no_split(label: str, split: str, splits: Any) -> str:
+def _no_split(label: str, split: str, splits: Iterable[object]) -> str:
     names = [str(name) for name in splits]
     return (
         f"inform {label!r}: there is no split {split!r}{did_you_mean(split, names)} "

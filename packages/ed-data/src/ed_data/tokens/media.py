@@ -61,7 +61,7 @@ def medium_encoders(
             raise DataError(message, path)
         if processor is not None:
             kinds = (RowEncoder, PlacedEncoder, PatchEncoder)
-            kind = next((kind for kind in kinds if kind.fits(processor)), ImageEncoder)  # type: ignore
+            kind = next((kind for kind in kinds if kind.fits(processor)), ImageEncoder)
             return kind(processor), None  # type: ignore[arg-type]
         for path, message in without_tokens(mixture):
             raise DataError(message, path)
@@ -73,7 +73,7 @@ def medium_encoders(
         )
     limits = [i.max_duration_in_seconds for i in (*mixture.informs, *mixture.eval_informs)]
     audio = AudioEncoder(
-        processor,  # type: ignore[arg-type]
+        processor,
         schema.kind,
         language=mixture.tokenization.language,
         speech_task=mixture.tokenization.task,

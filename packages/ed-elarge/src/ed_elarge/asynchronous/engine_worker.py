@@ -73,7 +73,7 @@ class EngineWorker:
         self._connection = connection
         arguments = elm.build_training_arguments()
         assert isinstance(arguments, OnlineArguments), "the method samples"
-        self._model: Any = elm.part("model")
+        self._model = elm.part("model")
         if elm.config.tasks[0] in GENERATING:
             stop_after_answers(self._model, elm.part("tokenizer"))
         options = elm.config.asynchronous

@@ -51,7 +51,7 @@ class EnvironmentWorker:
         self._environment: Callable[[], Environment] | None = None
         if options is not None and options.environment is not None:
             self._environment = environment_class(options.environment, folders)
-        self._tokenizer: Any = elm.part("tokenizer")
+        self._tokenizer = elm.part("tokenizer")
         self._episodes: dict[str, _Episode] = {}
 
     def serve(self) -> None:

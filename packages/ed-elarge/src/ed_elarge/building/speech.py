@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ed_data.config import Tokenization
@@ -15,6 +16,7 @@ from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.sections import TokenizerTraining
 
 if TYPE_CHECKING:
+    from ed_models.base.module import EasyDeLBaseModule
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 #: Begins the transcripts of Whisper.
@@ -79,7 +81,7 @@ def config_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {} if bos is None else {"decoder_start_token_id": bos}
 
 
-def set_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def set_generation(model: EasyDeLBaseModule, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the tokens of languages and tasks to generation_config.json, for a new Whisper."""
     fields = config_fields(tokenizer)
     if "suppress_tokens" not in fields:
@@ -88,7 +90,7 @@ def set_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
     vocab = tokenizer.get_vocab()
 
-    def ids(names: Any) -> dict[str, int]:
+    def ids(names: Iterable[str]) -> dict[str, int]:
         return {name: vocab[f"<|{name}|>"] for name in names if f"<|{name}|>" in vocab}
 
     settings = {
@@ -108,7 +110,7 @@ def set_generation(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     model.generation_json = json.dumps(settings, indent=2, sort_keys=True) + "\n"
 
 
-def set_language(model: Any, tokenization: Tokenization) -> None:
+def set_language(model: EasyDeLBaseModule, tokenization: Tokenization) -> None:
     """Write the language and the task of the transcripts to generation_config.json.
 
     transformers then begins transcripts with these tokens by default, as after Hugging Face's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,7 @@ def _to_float32(values: np.ndarray) -> np.ndarray:
     return np.asarray(values).astype(np.float32)
 
 
-def _names(file: Any) -> list[str]:
+def _names(file: Path) -> list[str]:
     try:
         return list(read_header(file))
     except EasyDeLError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -169,7 +169,7 @@ def _read_run(path: str, settings: list[str]) -> dict[str, Any]:
     return flat(read(Path(path)))
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Mapping[Any, Any] | Sequence[Any], prefix: str = "") -> dict[str, Any]:
     """Return the plain values in nested mappings and lists by their dotted keys."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     out: dict[str, Any] = {}

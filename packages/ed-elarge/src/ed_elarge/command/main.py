@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from ed_esurge.command.program import (
@@ -30,6 +31,9 @@ from ed_elarge.command import (
 )
 from ed_elarge.exits import leave_other_processes, run_work
 
+if TYPE_CHECKING:
+    from typer._click import Context
+
 #: Options of the program itself; every other first word that is no command is a run file.
 _OWN = ("--help", "--version", "--install-completion", "--show-completion")
 
@@ -37,7 +41,7 @@ _OWN = ("--help", "--version", "--install-completion", "--show-completion")
 class _FileFirst(CommandGroup):
     """A group in which a first word that is no command is the run file of the command `run`."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Insert the command `run` before a run file."""
         completes = ctx.resilient_parsing  # of the shell: the words are not a whole command
         if not completes and (not args or args[0] not in (*self.commands, *_OWN)):

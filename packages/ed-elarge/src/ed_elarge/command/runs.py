@@ -150,7 +150,7 @@ def with_one_action(document: Any, name: str) -> Any:
     items = listed if isinstance(listed, list) else [listed] if isinstance(listed, str) else []
     if isinstance(listed, Mapping):
         items = [{key: value} for key, value in listed.items()]
-    item: Any = name
+    item: object = name
     for number, one in enumerate(items):
         first = one if isinstance(one, str) else next(iter(one), "") if one else ""
         if canonical_action(first) == name:

@@ -43,7 +43,7 @@ class ConfigField(NamedTuple):
     """
 
     types: tuple[str, ...]
-    default: Any
+    default: object
 
 
 #: Largest length of the name of a model type.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaValue
-from pydantic_core import CoreSchema
 
 from ed_elarge.config.normalize import WRAPPERS
 from ed_elarge.config.reference import find_option_class, known_names, meanings
 from ed_elarge.config.table import ACTIONS, SECTIONS
+
+if TYPE_CHECKING:
+    from pydantic.json_schema import CoreSchemaOrField
+    from pydantic_core.core_schema import BeforeValidatorFunctionSchema
 
 _REFERENCE = "#/$defs/{model}"
 _TITLE = "elarge run file"
@@ -26,7 +29,7 @@ class _Lenient(GenerateJsonSchema):
         return "validation"
 
     def handle_invalid_for_json_schema(
-        self, schema: CoreSchema, error_info: str
+        self, schema: CoreSchemaOrField, error_info: str
     ) -> JsonSchemaValue:
         """Return the empty schema."""
         return {}
@@ -37,7 +40,7 @@ class _Lenient(GenerateJsonSchema):
             return dft
         return [] if dft == () else super().encode_default(dft)
 
-    def function_before_schema(self, schema: Any) -> JsonSchemaValue:
+    def function_before_schema(self, schema: BeforeValidatorFunctionSchema) -> JsonSchemaValue:
         """Return the schema of a value that a function converts.
 
         The function accepts other spellings, which the schema of its result would refuse. Numbers

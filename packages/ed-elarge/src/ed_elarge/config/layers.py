@@ -6,7 +6,7 @@ the location in its own file, so that an error names that file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def merge_documents(below: Document, above: Document) -> Document:
     return out
 
 
-def resolve_includes(document: Document, read: Any) -> Document:
+def resolve_includes(document: Document, read: Callable[[Path], Document]) -> Document:
     """Return the document merged over the files of its key `include`.
 
     Args:
@@ -60,7 +60,9 @@ def resolve_includes(document: Document, read: Any) -> Document:
     return merge_documents(below, document)
 
 
-def with_settings(document: Document, settings: Sequence[str], parse: Any) -> Document:
+def with_settings(
+    document: Document, settings: Sequence[str], parse: Callable[[str, str], Document]
+) -> Document:
     """Return the document merged under the settings of a command line.
 
     Args:

@@ -121,7 +121,7 @@ def parse(text: str, name: str = "<text>") -> Document:
         line = text.count("\n", 0, error.position)
         column = error.position - (text.rfind("\n", 0, error.position) + 1)
         document.values[("",)] = Span(line, column, column + 1)
-        message = f"the character {chr(error.character)!r} is not allowed in YAML"  # pyright: ignore[reportArgumentType]
+        message = f"the character {chr(error.character)!r} is not allowed in YAML"
         raise InputError(document, [Problem(("",), message)]) from error
     if node is None:
         return document
@@ -152,7 +152,7 @@ class _Loader(Reader, Scanner, Parser, Composer, _CoreResolver):
         Composer.__init__(self)
         _CoreResolver.__init__(self)
 
-    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
         """Compose one node; raise an input error for deep nesting instead of `RecursionError`."""
         self.depth += 1
         if self.depth > MAX_DEPTH:

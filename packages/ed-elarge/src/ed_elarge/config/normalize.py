@@ -222,7 +222,7 @@ class _RawAction(NamedTuple):
     """An action before validation: name and parameters with their paths."""
 
     name: str
-    parameters: Any
+    parameters: object
     path: ValuePath
     parameter_path: ValuePath
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pydantic
 from ed_infra.errors import did_you_mean
+from pydantic_core import ErrorDetails
 
 from ed_elarge.errors import Problem, ValuePath
 
@@ -57,7 +58,7 @@ def validate(
             return (None, problems) if problems else (instance, [])
 
 
-def _follows(item: Any, misspelled: Sequence[ValuePath]) -> bool:
+def _follows(item: ErrorDetails, misspelled: Sequence[ValuePath]) -> bool:
     """Return whether an error only results from a misspelled key, which is already reported."""
     for *holder, key in misspelled:
         if item["type"] == "too_short" and tuple(holder[: len(item["loc"])]) == item["loc"]:
@@ -129,7 +130,7 @@ def _one_for_each_place(problems: list[Problem]) -> list[Problem]:
     return out
 
 
-def _words(item: Any) -> str:
+def _words(item: ErrorDetails) -> str:
     """Return pydantic's message in the style of this project."""
     kind, message, value = item["type"], item["msg"], item["input"]
     if kind == "missing":
@@ -145,7 +146,7 @@ def _words(item: Any) -> str:
     message = message.replace("Input should be", "must be").replace("a valid tuple", "a list")
     message = f"{message}, got {_short(value)}"
     if kind in ("literal_error", "enum") and isinstance(value, str):
-        expected = str(item["ctx"]["expected"]).replace(" or ", ", ")
+        expected = str(item.get("ctx", {})["expected"]).replace(" or ", ", ")
         message += did_you_mean(value, [word.strip("'") for word in expected.split(", ")])
     return message
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import Mechanism, attend
 from ed_layers.attention.kernel import Settings
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 ChunkFunction = Callable[[Float[Array, "b c d"]], Float[Array, "b c e"]]
@@ -31,9 +31,9 @@ def blockwise_attn(
     causal: bool = True,
     query_chunk_size: int | None = 1024,
     key_chunk_size: int | None = 1024,
-    dtype: Any = None,
-    policy: Any = None,
-    precision: Any = None,
+    dtype: DTypeLike | None = None,
+    policy: Callable[..., bool] | None = None,
+    precision: jax.lax.PrecisionLike = None,
     float32_logits: bool = True,
     prevent_cse: bool = True,
 ) -> Float[Array, "b s h d"]:
@@ -107,7 +107,7 @@ def blockwise_ffn(
     inputs: Float[Array, "b s d"],
     chunk_size: int,
     deterministic: bool = True,
-    policy: Any = None,
+    policy: Callable[..., bool] | None = None,
     prevent_cse: bool = True,
 ) -> Float[Array, "b s e"]:
     """Apply a feed-forward layer to `chunk_size` positions at a time.

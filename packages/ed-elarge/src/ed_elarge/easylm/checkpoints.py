@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ed_infra.errors import CheckpointError, ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 #: Kind of an address -> what its file contains.
 KINDS = {
@@ -90,7 +93,7 @@ def float_dtype(name: str) -> Any:
     return jnp.dtype(names[name])
 
 
-def cast(array: np.ndarray, dtype: Any) -> np.ndarray:
+def cast(array: np.ndarray, dtype: DTypeLike | None) -> np.ndarray:
     """Return an array of numbers in another dtype; integers and None leave it unchanged."""
     import jax.numpy as jnp
 

@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from flax import nnx
 
 from ed_elarge.easylm import checkpoints
 from ed_elarge.model import eLargeModel
+
+if TYPE_CHECKING:
+    import optax
 
 __all__ = ["CheckpointManager", "DataProcessor", "LLaMAModel", "ModelServer", "create_optimizer"]
 
@@ -83,7 +86,9 @@ class LLaMAModel:
         """The module with the present parameters."""
         return self.state.model
 
-    def train_step(self, batch: Mapping[str, np.ndarray], optimizer: Any) -> float:
+    def train_step(
+        self, batch: Mapping[str, np.ndarray], optimizer: optax.GradientTransformation
+    ) -> float:
         """Update the parameters once, and return the mean cross-entropy of the batch.
 
         The state of the optimizer is created by the first step. Another optimizer starts anew.

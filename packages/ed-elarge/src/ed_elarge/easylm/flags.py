@@ -35,7 +35,7 @@ class Flag(NamedTuple):
         refused: Whether another value than the default is an error; otherwise it is a message.
     """
 
-    default: Any
+    default: object
     reason: str
     refused: bool = True
 

@@ -113,27 +113,27 @@ def average_metrics(metrics: Sequence[Any]) -> Any:
 
 def named_tree_map(
     f: Callable[[Any, Any], Any],
-    tree: Any,
+    tree: object,
     is_leaf: Callable[[Any], bool] | None = None,
     sep: str | None = None,
 ) -> Any:
     """Map a function of (name, leaf) over a tree; the name is a tuple, or a text with `sep`."""
 
-    def apply(path: Any, leaf: Any) -> Any:
+    def apply(path: jax.tree_util.KeyPath, leaf: object) -> Any:
         names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
         return f(names if sep is None else sep.join(names), leaf)
 
     return jax.tree_util.tree_map_with_path(apply, tree, is_leaf=is_leaf)
 
 
-def match_partition_rules(rules: PartitionRules, params: Any) -> Any:
+def match_partition_rules(rules: PartitionRules, params: object) -> Any:
     """Return the sharding of each array: that of the first rule whose pattern is in its name.
 
     Raises:
         ConfigError: No rule matches an array.
     """
 
-    def find(name: str, leaf: Any) -> PartitionSpec:
+    def find(name: str, leaf: jax.Array) -> PartitionSpec:
         if np.prod(np.shape(leaf)) == 1:
             return PartitionSpec()
         for pattern, spec in rules:

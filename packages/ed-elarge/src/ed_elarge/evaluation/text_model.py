@@ -14,6 +14,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 
 if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
+    from ed_esurge.sampling import PoolingParams
 
 #: The role of a text, which selects the prompt. None: the default prompt of the checkpoint.
 TextRole = Literal["query", "document"] | None
@@ -123,7 +124,9 @@ class TextModel:
         tokens = [list(map(int, row)) for row in encoded["input_ids"]]
         return self._embed_tokens(tokens, params)[:, 0].astype(np.float64)
 
-    def _embed_tokens(self, tokens: list[list[int]], params: Any) -> np.ndarray:
+    def _embed_tokens(
+        self, tokens: list[list[int]], params: PoolingParams | list[PoolingParams]
+    ) -> np.ndarray:
         vectors = []
         for output in self._engine.embed(tokens, params, use_tqdm=self._bar):
             if output.pooled is None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -196,7 +197,11 @@ class _Outcome:
 
 
 def _run(
-    ray: object, job: LaunchedRun, point: Sequence[str], ray_placement: RayPlacement, stops: _Stops
+    ray: ModuleType,
+    job: LaunchedRun,
+    point: Sequence[str],
+    ray_placement: RayPlacement,
+    stops: _Stops,
 ) -> int:
     """Run one point until it ends, or fails more often than it may start again."""
     for attempt in range(ray_placement.restarts + 1):
@@ -226,7 +231,9 @@ def _say(message: str) -> None:
 
 
 @contextmanager
-def _hosts(ray: Any, ray_placement: RayPlacement, stops: _Stops) -> Iterator[list[Any] | None]:
+def _hosts(
+    ray: ModuleType, ray_placement: RayPlacement, stops: _Stops
+) -> Iterator[list[Any] | None]:
     """Yield one actor per host, or None after a request to stop; the actors end afterwards.
 
     Raises:
@@ -281,7 +288,7 @@ def _hosts(ray: Any, ray_placement: RayPlacement, stops: _Stops) -> Iterator[lis
 
 
 def _watch(
-    ray: Any, job: LaunchedRun, point: Sequence[str], hosts: Sequence[Any], stops: _Stops
+    ray: ModuleType, job: LaunchedRun, point: Sequence[str], hosts: Sequence[Any], stops: _Stops
 ) -> _Outcome:
     """Start the processes, print their lines, and return when all have ended or one has failed."""
     try:

@@ -6,7 +6,7 @@ This module imports jax, so only the child process of `ed_elarge.plan.compiled` 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -19,6 +19,10 @@ from flax import nnx
 
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan.settings import METHODS, ROW_ARRAYS, token_arrays
+
+if TYPE_CHECKING:
+    import optax
+    from ed_trainers.state import EasyDeLState
 
 
 def abstract_model(run: RunConfig, vocab_size: int | None, topology: str | None = None) -> Any:
@@ -172,7 +176,9 @@ def _host_batch(run: RunConfig, length: int) -> dict[str, np.ndarray]:
     }
 
 
-def _state(parts: Any, tx: Any) -> Any:
+def _state(
+    parts: tuple[nnx.GraphDef, nnx.State, nnx.State], tx: optax.GradientTransformation
+) -> EasyDeLState:
     from ed_trainers.placement import replicate_sharding
     from ed_trainers.state import EasyDeLState
 

@@ -10,10 +10,13 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ed_infra.errors import ConfigError
 from ed_infra.options import Options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TEXT: str = (
     "time year people way day man thing woman life child world school state family student group "
@@ -116,7 +119,9 @@ def build_requests(values: DatasetOptions, seed: int) -> list[LoadRequest]:
 PromptPiece = list[int] | list[str]
 
 
-def _pieces(draw: random.Random, tokenizer: Any) -> Callable[[int], PromptPiece]:
+def _pieces(
+    draw: random.Random, tokenizer: PreTrainedTokenizerBase | None
+) -> Callable[[int], PromptPiece]:
     """Return a function that draws a number of tokens, or of words without a tokenizer."""
     if tokenizer is None:
         return lambda count: draw.choices(WORDS, k=count)
@@ -127,13 +132,12 @@ def _pieces(draw: random.Random, tokenizer: Any) -> Callable[[int], PromptPiece]
 
 def _join_pieces(pieces: list[PromptPiece]) -> str | list[int]:
     items = [item for piece in pieces for item in piece]
-    if isinstance(items[0], int):
-        return items  # type: ignore[return-value]
-    return " ".join(map(str, items))
+    tokens = [item for item in items if isinstance(item, int)]
+    return tokens or " ".join(map(str, items))
 
 
 def _conversations(
-    values: DatasetOptions, draw: random.Random, tokenizer: Any
+    values: DatasetOptions, draw: random.Random, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[LoadRequest]:
     if values.dataset_path is None:
         raise ConfigError("--dataset-name sharegpt requires --dataset-path, a JSON file")

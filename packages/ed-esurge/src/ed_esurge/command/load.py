@@ -21,6 +21,7 @@ from pydantic import Field
 from ed_esurge.command.flags import Flags, format_flag
 from ed_esurge.command.program import parse_words
 from ed_esurge.config import EngineConfig
+from ed_esurge.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ed_models.protocol import LanguageModel
@@ -298,7 +299,9 @@ def get_tokenizer(arguments: ModelArguments) -> Any:
     )
 
 
-def check_other_tokenizer(tokenizer: Any, model: LanguageModel, arguments: ModelArguments) -> None:
+def check_other_tokenizer(
+    tokenizer: Tokenizer, model: LanguageModel, arguments: ModelArguments
+) -> None:
     """Check that the model has a row for each id of `--tokenizer`.
 
     Raises:

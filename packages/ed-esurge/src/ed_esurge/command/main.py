@@ -12,7 +12,7 @@ import inspect
 import logging
 import pkgutil
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from ed_infra.errors import EasyDeLError
@@ -30,6 +30,9 @@ from ed_esurge.command.program import (
     is_quiet,
     show_error,
 )
+
+if TYPE_CHECKING:
+    from typer._click import Context
 
 BAD_INPUT, INTERRUPTED = 2, 130
 #: Command -> its description and its function, whose module is imported only for that command.
@@ -53,7 +56,7 @@ class _LateCommand(ProgramCommand):
 
     _is_loaded = False
 
-    def get_params(self, ctx: typer.Context) -> list[Any]:
+    def get_params(self, ctx: Context) -> list[Any]:
         """Return the arguments and options."""
         if not self._is_loaded:
             self._is_loaded = True
@@ -68,7 +71,7 @@ class _LateCommand(ProgramCommand):
 
 
 class _Esurge(CommandGroup):
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Read `bench serve` as `bench-serve`."""
         if args[:2] == ["bench", "serve"]:
             args = ["bench-serve", *args[2:]]

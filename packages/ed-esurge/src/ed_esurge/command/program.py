@@ -18,12 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ed_esurge.command.flags import SEVERAL, expand_records
+
+if TYPE_CHECKING:
+    from typer._click import Context
+    from typer._click.formatting import HelpFormatter
 
 #: Key of `Context.meta` with the name of the command and its words.
 WORDS = "ed_esurge.words"
@@ -209,12 +213,12 @@ class ProgramCommand(TyperCommand):
     A value that begins like a flag is an error, except numbers. Abbreviations are unknown flags.
     """
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Keep the words in `ctx.meta`, and repeat the flag before each of several words."""
         ctx.meta[WORDS] = [str(self.name), *args]
         return super().parse_args(ctx, self._repeat_flags(ctx, args))
 
-    def _repeat_flags(self, ctx: typer.Context, args: Sequence[str]) -> list[str]:
+    def _repeat_flags(self, ctx: Context, args: Sequence[str]) -> list[str]:
         options: dict[str, Any] = {
             flag: option
             for option in self.get_params(ctx)
@@ -241,7 +245,7 @@ class ProgramCommand(TyperCommand):
                 repeated.append(f"{flag}={words.popleft()}")
         return repeated
 
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # of typer's own click
+    def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the arguments, the groups of options, and the options without a group."""
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         for param in self.get_params(ctx):

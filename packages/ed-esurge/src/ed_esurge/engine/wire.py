@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
 import msgpack
@@ -38,6 +38,9 @@ from ed_esurge.outputs import (
 )
 from ed_esurge.runner.result import NotFinite
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 #: Classes of messages, by name.
 CLASSES: dict[str, type] = {
@@ -111,7 +114,7 @@ class _Writer:
         return [array.dtype.name, list(array.shape), start]
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: Options | DataclassInstance) -> dict[str, Any]:
     if isinstance(value, Options):  # the set of explicit fields is part of the value
         return {name: getattr(value, name) for name in sorted(value.model_fields_set)}
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

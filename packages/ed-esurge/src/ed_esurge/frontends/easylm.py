@@ -8,7 +8,7 @@ continuation are encoded together, and rolling scores use disjoint windows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar
 
@@ -37,7 +37,7 @@ MAX_TOKENS = 1024
 class InferenceRequest(RequestBody):
     """Body of the endpoints that read lists of texts."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"prefix": "prefix_text"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"prefix": "prefix_text"}
 
     prefix_text: EasyLMTexts | None = None
     text: EasyLMTexts | None = None

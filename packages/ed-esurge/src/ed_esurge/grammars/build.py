@@ -15,7 +15,7 @@ from ed_esurge.grammars.limits import check_lark, check_regex, check_schema
 from ed_esurge.grammars.rewriting import rewritten
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions, LLMatcher, LLTokenizer
 
 
 GrammarSource = tuple[str, Any]
@@ -26,7 +26,11 @@ The kind `schema_or_calls` has a schema and the beginnings of calls: strings and
 
 # At most one space is allowed between JSON tokens. Otherwise a model may generate white space
 # without end.
-JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+JSON_STYLE: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
 
 # Without this option, llguidance tokenizes a text that must follow, and allows only these tokens.
 # An added token stands there for its text (`<think>` in a key), but does not match the text.
@@ -45,7 +49,7 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def make_tokenizer(serialized: str, size: int, eos_token_ids: Sequence[int]) -> Any:
+def make_tokenizer(serialized: str, size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """Return llguidance's form of a tokenizer.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ed_esurge.grammars.limits import resolve
@@ -85,7 +85,7 @@ def translate_error(kind: str, said: str) -> str:
     return f"{name} is invalid: {first[:300]}"
 
 
-def locate(schema: Any, fails: Callable[[Any], bool]) -> str:
+def locate(schema: Mapping[str, Any], fails: Callable[[Any], bool]) -> str:
     """Return the JSON path of the innermost part of a schema that fails separately.
 
     Args:
@@ -106,7 +106,7 @@ def locate(schema: Any, fails: Callable[[Any], bool]) -> str:
             return path
 
 
-def _parts(schema: object, node: Any) -> Iterator[tuple[str, Any]]:
+def _parts(schema: object, node: object) -> Iterator[tuple[str, Any]]:
     """Yield the schemas inside a schema, each with its step of the path; `$…` is a full path."""
     if not isinstance(node, dict):
         return

@@ -108,7 +108,7 @@ def get_type(value: object) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
-def resolve_reference(schema: Any, root: Any) -> Any:
+def resolve_reference(schema: object, root: object) -> Any:
     """Return the schema that a reference names. Annotations beside the reference are left out."""
     if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
         return resolve(root, schema["$ref"]) if set(schema) <= ANNOTATIONS | {"$ref"} else schema
@@ -130,7 +130,7 @@ def _build_union(options: Sequence[Any]) -> Any:
     return options[0] if len(options) == 1 else {"anyOf": [*options]}
 
 
-def _forbids_only(option: Any) -> bool:
+def _forbids_only(option: object) -> bool:
     if not isinstance(option, Mapping):
         return False
     return set(option) == {"type", "properties"} and [*option["properties"].values()] == [False]

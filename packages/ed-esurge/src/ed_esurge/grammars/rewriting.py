@@ -291,7 +291,7 @@ def _disjoint(one: Mapping[str, Any], other_schema: Mapping[str, Any], root: obj
     return False
 
 
-def _is_unsatisfiable(schemas: Sequence[Any], root: Any) -> bool:
+def _is_unsatisfiable(schemas: Sequence[object], root: Any) -> bool:
     """Return whether the compiler finds that no value matches all schemas."""
     from llguidance import LLMatcher
 

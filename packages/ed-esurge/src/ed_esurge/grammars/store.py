@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ed_infra.errors import ConfigError
 
@@ -21,6 +21,10 @@ from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.process import TrialProcess
 from ed_esurge.grammars.reasoning import ThoughtEnds
 from ed_esurge.sampling import StructuredOutputs
+from ed_esurge.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 # Maximum number of cached grammars that no request uses, and of queued grammars.
 KEPT, MAX_WAITING = 128, 64
@@ -41,10 +45,10 @@ class Grammar:
         template: an `LLMatcher` at the beginning; used only for copies.
     """
 
-    def __init__(self, template: Any) -> None:
+    def __init__(self, template: LLMatcher) -> None:
         self._template = template
 
-    def matcher(self) -> Any:
+    def matcher(self) -> LLMatcher:
         """Return a new matcher at the beginning of the grammar."""
         return self._template.deep_copy()
 
@@ -58,7 +62,7 @@ class Grammars:
         eos_token_ids: tokens that are allowed at the end of a grammar.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._hf = tokenizer
         self.eos_token_ids = sorted(eos_token_ids)
         self.size = max(vocab_size, len(tokenizer))
@@ -75,7 +79,9 @@ class Grammars:
         self._compiler = _Compiler()
 
     @classmethod
-    def of(cls, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> Grammars | None:
+    def of(
+        cls, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int]
+    ) -> Grammars | None:
         """Return the grammars of a tokenizer; None without a tokenizer."""
         return None if tokenizer is None else cls(tokenizer, vocab_size, eos_token_ids)
 

@@ -21,12 +21,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ed_esurge.children.worker import limit_memory, limit_time
 from ed_esurge.grammars.build import make_tokenizer
 from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.trial import SlowStepError, compile_grammar, try_matcher
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 # Limits of one trial: processor time, wall time, wall time of a first trial while other jobs wait,
 # and memory in addition to that of the worker process. The wall time ends a child that hangs.
@@ -153,7 +156,7 @@ class GrammarWorker:
                 missing -= 1
 
 
-def _try_grammar(tokenizer: Any, job: dict[str, Any], sink: int) -> None:
+def _try_grammar(tokenizer: LLTokenizer, job: dict[str, Any], sink: int) -> None:
     """Run one job in a child. An answer without a line end is incomplete and is ignored."""
     _limit()
     answer: dict[str, Any] = {}

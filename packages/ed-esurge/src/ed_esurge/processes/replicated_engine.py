@@ -36,6 +36,7 @@ from ed_esurge.processes.messages import decode_facts
 from ed_esurge.processes.repeated_changes import RepeatedChanges
 from ed_esurge.processes.replica_group import ReplicaGroup
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
+from ed_esurge.tokenizer import Tokenizer
 
 
 class ReplicatedEngine(EngineWithFacts):
@@ -59,7 +60,7 @@ class ReplicatedEngine(EngineWithFacts):
         self,
         name: str,
         config: EngineConfig,
-        tokenizer: Any,
+        tokenizer: Tokenizer | None,
         run: Mapping[str, Any],
         replicas: int,
         load_processor: Callable[[EngineFacts], Any],

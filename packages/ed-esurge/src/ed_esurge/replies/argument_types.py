@@ -7,7 +7,7 @@ whether it is JSON. Pydantic writes an optional text as `anyOf`, and a named typ
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -179,7 +179,9 @@ class ArgumentTypes:
     def _collect_keyword(self, schema: object, name: str, seen: set[int]) -> Any:
         return self._collect(schema, lambda one: one.get(name), seen)
 
-    def _collect(self, schema: Any, direct: Any, seen: set[int]) -> Any:
+    def _collect(
+        self, schema: object, direct: Callable[[Mapping[str, Any]], Any], seen: set[int]
+    ) -> Any:
         """Return what a schema and the schemas that it names say, as one schema; None = nothing."""
         if not isinstance(schema, Mapping) or id(schema) in seen:
             return None

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from ed_infra.inputs import Inputs
+from ed_layers.cache.protocol import Cache
 from ed_models.modalities.items import EncoderItems, ItemArrays, batch_of_one
 
 from ed_esurge.core.plan import EncodedItem
@@ -196,6 +197,6 @@ class SlotEncoder:
             self._weights.leaves, self._memory.cache, arrays, np.int32(slot)
         )
 
-    def _write(self, leaves: list[Any], cache: Any, arrays: Inputs, slot: jax.Array) -> Any:
+    def _write(self, leaves: list[jax.Array], cache: Cache, arrays: Inputs, slot: jax.Array) -> Any:
         model: Any = self._weights.merge_leaves(leaves)
         return model.write_encoded(cache, model.encode(arrays), slot)

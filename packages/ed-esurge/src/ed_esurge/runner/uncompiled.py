@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.inputs import Features
 from ed_layers import native
+from ed_layers.cache.protocol import Cache
 from ed_models.adapters.slots import slot_values
 from flax import nnx
 
@@ -156,9 +157,9 @@ class UncompiledFunctions:
 
         def step(
             leaves: list[jax.Array],
-            cache: Any,
+            cache: Cache,
             last: jax.Array,
-            buffer: Any,
+            buffer: jax.Array,
             encoded: jax.Array | None = None,
         ):
             inputs = fields.unpack(buffer)
@@ -180,7 +181,12 @@ class UncompiledFunctions:
         return step
 
     def _run_model(
-        self, leaves: list[jax.Array], cache: Any, inputs: StepInput, token_ids: Any, **more: Any
+        self,
+        leaves: list[jax.Array],
+        cache: Cache,
+        inputs: StepInput,
+        token_ids: jax.Array,
+        **more: Any,
     ) -> Any:
         """Return the output of the model for the tokens of a step."""
         if inputs.positions is not None:
@@ -198,8 +204,8 @@ class UncompiledFunctions:
     def _make_decode(self, rows: int) -> Callable[..., Any]:
         fields, builder = self.builder.fields(self.buckets.get_decode_shape(rows)), self.builder
 
-        def decode(leaves: list[jax.Array], cache: Any, last: jax.Array, buffer: Any):
-            def step(inputs: StepInput, cache: Any, last: jax.Array):
+        def decode(leaves: list[jax.Array], cache: Cache, last: jax.Array, buffer: jax.Array):
+            def step(inputs: StepInput, cache: Cache, last: jax.Array):
                 slots = inputs.ragged.state_slots
                 token_ids = read_last(last, inputs.token_ids[0], slots)[None]
                 out = self._run_model(leaves, cache, inputs, token_ids)

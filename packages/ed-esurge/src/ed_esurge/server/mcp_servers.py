@@ -130,6 +130,7 @@ class _Session:
             McpError: the server failed, or did not answer in time.
         """
         self.calls += 1
+        client = None
         try:
             client = await self._client()
             return await asyncio.wait_for(send(client), self.options.timeout)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ed_esurge.server.http.body import aside
+
+if TYPE_CHECKING:
+    import httpx2
 
 #: Limit of one message of a server, in bytes.
 MAX_MESSAGE_BYTES = 2**23
@@ -60,7 +63,9 @@ async def stdio_transport(
                     return
                 parse = partial(types.jsonrpc_message_adapter.validate_json, line, by_name=False)
                 try:
-                    message: Any = SessionMessage(await aside(parse, len(line)))
+                    message: SessionMessage | ValueError = SessionMessage(
+                        await aside(parse, len(line))
+                    )
                 except ValueError as error:
                     message = error
                 await message_sender.send(message)
@@ -72,7 +77,7 @@ async def stdio_transport(
                 stdin.write(f"{text}\n".encode())
                 await stdin.drain()
 
-    async def serve(work: Any) -> None:
+    async def serve(work: Callable[[], Awaitable[None]]) -> None:
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
             await work()
         message_sender.close()  # the session reports the end of the connection to running calls
@@ -129,7 +134,7 @@ def bounded_http_client(headers: Mapping[str, str] | None) -> Any:
         async def aclose(self) -> None:
             await self._stream.aclose()
 
-    async def bound(response: Any) -> None:
+    async def bound(response: httpx2.Response) -> None:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise httpx2.ReadError("the answer is compressed")  # its length is unknown
         kind = response.headers.get("content-type", "")

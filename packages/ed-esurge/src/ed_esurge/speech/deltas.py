@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ed_models.speech import Segment
 
 
 class TextDeltas:
@@ -19,7 +22,7 @@ class TextDeltas:
         self._space = ""
         self._sent = ""
 
-    def push(self, segment: Any) -> str:
+    def push(self, segment: Segment) -> str:
         """Return the text of a segment; empty while the text ends within a character."""
         if self._joined:  # a model whose segments are joined by spaces
             text = f" {segment.text.strip()}"

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import numpy as np
 from ed_infra.enums import TaskType
@@ -25,6 +25,9 @@ from ed_esurge.speech.audio import SHORTEST, decode_audio
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.options import TranscriptionOptions
 from ed_esurge.speech.turns import DeviceTurns, TurnPlaces
+
+if TYPE_CHECKING:
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +137,7 @@ class SpeechEngine:
         result_queue: asyncio.Queue[Any] = asyncio.Queue()
         aborted, jobs = threading.Event(), JobGroup()
 
-        def put(item: Any) -> None:
+        def put(item: object) -> None:
             loop.call_soon_threadsafe(result_queue.put_nowait, item)
 
         def work() -> Any:

@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ed_infra.compilation.private_files import UntrustedFileError, make_private
 from ed_infra.logging import get_logger
+
+if TYPE_CHECKING:
+    import hashlib
+
+    import numpy as np
 
 logger = get_logger(__name__)
 
@@ -69,7 +74,7 @@ def _describe_cpus_equally() -> None:
     ):
         return
 
-    def describe(hash_obj: Any, devices: Any) -> None:
+    def describe(hash_obj: hashlib._Hash, devices: np.ndarray) -> None:
         all_devices = [*devices.flat]
         processes = {device.process_index for device in all_devices}
         if len(processes) == 1 or any(device.platform != "cpu" for device in all_devices):

@@ -20,7 +20,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 from transformers import PretrainedConfig
 
 from ed_infra import registry
@@ -206,7 +208,7 @@ class EasyDeLBaseConfig(StoredConfig):
         parameters = dict(self.__dict__.get("rope_parameters") or {})
         self.rope_parameters = {**parameters, "rope_theta": value}
 
-    def compute_dtype(self, name: str, default: Any = jnp.float32) -> Any:
+    def compute_dtype(self, name: str, default: DTypeLike = jnp.float32) -> np.dtype:
         """Return the jax dtype of a dtype field.
 
         Args:
@@ -219,7 +221,7 @@ class EasyDeLBaseConfig(StoredConfig):
             value = self.attn_dtype
         return jnp.dtype(default if value is None else value)
 
-    def attach_custom_arguments(self, **kwargs: Any) -> None:
+    def attach_custom_arguments(self, **kwargs: object) -> None:
         """Attach custom values, which are saved and loaded with the configuration.
 
         Raises:
@@ -239,7 +241,7 @@ class EasyDeLBaseConfig(StoredConfig):
         if config._own.custom:
             self.set_model_mesh(config.mesh)
 
-    def add_basic_configurations(self, **kwargs: Any) -> None:
+    def add_basic_configurations(self, **kwargs: object) -> None:
         """Set execution fields in this configuration and in nested configurations.
 
         Args:
@@ -362,7 +364,7 @@ class EasyDeLBaseConfig(StoredConfig):
             self._own.sealed = True
         return self
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Return an unsealed, validated copy with some changed fields.
 
         Derived values (`head_dim`) are not computed again. A mesh from `set_model_mesh` is kept

@@ -212,7 +212,7 @@ class Field(typing.NamedTuple):
 
     name: str
     type: Any
-    default: Any
+    default: object
     doc: str
 
 

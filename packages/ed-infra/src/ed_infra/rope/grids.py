@@ -33,19 +33,20 @@ def grid_positions(placeholders: _ArrayT, segment_ids: _ArrayT, grids: _ArrayT) 
             order of the images; zeros for missing images.
     """
     xp: Any = np if isinstance(placeholders, np.ndarray) else jnp
-    integers: Any = {"axis": 1, "dtype": np.int32}
     sizes = grids.astype(np.int32)
     counts = xp.prod(sizes, axis=2)
-    ends = xp.cumsum(counts, **integers)
+    ends = xp.cumsum(counts, axis=1, dtype=np.int32)
     starts = ends - counts
-    spans = xp.cumsum(xp.max(sizes[..., 1:], axis=2) * (counts > 0), **integers)
+    spans = xp.cumsum(xp.max(sizes[..., 1:], axis=2) * (counts > 0), axis=1, dtype=np.int32)
     spans = xp.pad(spans, ((0, 0), (1, 0)))
 
-    preceding_count = xp.cumsum(placeholders, **integers) - placeholders
+    preceding_count = xp.cumsum(placeholders, axis=1, dtype=np.int32) - placeholders
     passed = xp.sum(ends[:, None, :] <= preceding_count[:, :, None], axis=2)
     image = xp.minimum(passed, counts.shape[1] - 1)
     text = (segment_ids != 0) & ~placeholders
-    base = xp.cumsum(text, **integers) - text + xp.take_along_axis(spans, passed, axis=1)
+    base = (
+        xp.cumsum(text, axis=1, dtype=np.int32) - text + xp.take_along_axis(spans, passed, axis=1)
+    )
 
     within = preceding_count - xp.take_along_axis(starts, image, axis=1)
     size = xp.take_along_axis(sizes, image[:, :, None], axis=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import UnionType
 from typing import Any, TypeVar
 
 import jax
@@ -154,7 +155,7 @@ def _dequantize_module(module: nnx.Module, _: jax.Array) -> nnx.Module:
     return module
 
 
-def _matrices(model: nnx.Module, of: Any) -> Iterator[tuple[list[str], Any]]:
+def _matrices(model: nnx.Module, of: type | UnionType) -> Iterator[tuple[list[str], Any]]:
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         value = variable.get_value()
         if isinstance(value, of):

@@ -193,7 +193,10 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
 
 
 def _drop_tables(
-    tensors: dict[str, np.ndarray], saved: Collection[str], model: Any, directory: Path
+    tensors: dict[str, np.ndarray],
+    saved: Collection[str],
+    model: Any,
+    directory: Path,
 ) -> None:
     """Remove the tables of tokens beside an adapter, which belong to its base."""
     kinds = (*_LINEAR, *_EMBEDDING, _MAGNITUDE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from ed_infra.config import EasyDeLBaseConfig
@@ -36,7 +36,7 @@ def on_mesh(model: M, mesh: Mesh) -> M:
     return copy
 
 
-def _move_array(array: Any, mesh: Mesh) -> jax.Array:
+def _move_array(array: jax.Array, mesh: Mesh) -> jax.Array:
     old = array.sharding if isinstance(array, jax.Array) else None
     spec = old.spec if isinstance(old, NamedSharding) else PartitionSpec()
     sharding = NamedSharding(mesh, spec)

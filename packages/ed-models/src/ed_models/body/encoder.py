@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.context import embed_input_ids
 from ed_models.body.decoder import Decoder
-from ed_models.body.layers import DecoderLayer
+from ed_models.body.layers import Attention, DecoderLayer, FeedForward
 
 #: A layer of an encoder attends to all tokens of its segment.
 BIDIRECTIONAL = MaskRule(causal=False)
@@ -45,8 +45,8 @@ class EncoderLayer(DecoderLayer):
         index: int,
         *,
         position: Position = None,
-        self_attn: Any = None,
-        mlp: Any = None,
+        self_attn: Attention | None = None,
+        mlp: FeedForward | None = None,
     ):
         if self_attn is None:
             self_attn = SelfAttention(parts, bias=True, position=position, mask=BIDIRECTIONAL)

@@ -23,6 +23,8 @@ from ed_infra.masks import MaskInfo
 from ed_layers.activations import activation
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import MaskRule, Rotary
+from ed_layers.cache.protocol import Cache
+from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
 from ed_layers.mlp import MLP
 from ed_layers.parts import MakePart, Parts
@@ -91,7 +93,7 @@ class PatchLayer(DecoderLayer):
         super().__init__(parts, self_attn=attention, mlp=mlp)
         self.windowed = windowed
 
-    def __call__(self, x: Stream, ctx: Ctx, cache: Any, layer: Any):
+    def __call__(self, x: Stream, ctx: Ctx, cache: Cache | None, layer: Layer):
         """Return the stream after the layer, the cache, and the report of the layer."""
         if self.windowed:
             ctx = replace(ctx, mask_info=ctx.windows)

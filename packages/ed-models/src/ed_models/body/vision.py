@@ -37,7 +37,7 @@ from ed_models.adapters.peft_layout import Modules
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.base.new_heads import new_heads, new_training_tensors
 from ed_models.body.context import layer_context
-from ed_models.body.layers import DecoderLayer
+from ed_models.body.layers import Attention, DecoderLayer, FeedForward
 from ed_models.body.resizing import resized_grid
 from ed_models.weights.blocks import Shapes
 from ed_models.weights.rules import STANDARD, Rule, fused, ignore, permute, renamed
@@ -275,7 +275,14 @@ class VisionEmbeddings(nnx.Module):
 class VisionLayer(DecoderLayer):
     """A pre-norm layer with bidirectional attention."""
 
-    def __init__(self, parts: Parts, index: int, *, self_attn: Any = None, mlp: Any = None):
+    def __init__(
+        self,
+        parts: Parts,
+        index: int,
+        *,
+        self_attn: Attention | None = None,
+        mlp: FeedForward | None = None,
+    ):
         config = parts.config
         if self_attn is None:
             self_attn = SelfAttention(
@@ -321,7 +328,7 @@ class VisionTower(EasyDeLBaseModule):
         *("vision_tower.vision_model", "model.vision_tower", "vision_tower", "vision_model"),
     )
 
-    def __init_subclass__(cls, **options: Any):
+    def __init_subclass__(cls, **options: bool):
         super().__init_subclass__(**options)
         cls.WEIGHTS = (*renamed(cls.names, *cls.rules), *map(ignore, cls.ignored_names))
 

@@ -191,7 +191,7 @@ class _Unpickler(pickle._Unpickler):
         super().__init__(io.BytesIO(data))
         self._file = file
 
-    def find_class(self, module: str, name: str, /) -> Callable[..., object]:
+    def find_class(self, module: str, name: str) -> Callable[..., object]:
         known_class = _KNOWN.get((module, name))
         if known_class is None:
             raise CheckpointError(
@@ -200,7 +200,7 @@ class _Unpickler(pickle._Unpickler):
             )
         return known_class
 
-    def persistent_load(self, pid: Any, /) -> _Storage:
+    def persistent_load(self, pid: Any) -> _Storage:
         kind, of, key, *_ = pid
         if kind != "storage" or not isinstance(of, _Kind):
             raise CheckpointError(f"{self._file} refers to {kind!r}, which is no storage")

@@ -151,7 +151,7 @@ def _without_torchvision(name: str, revision: str | None) -> type[Any] | None:
     return without_videos(kind)
 
 
-def without_videos(kind: Any) -> type[Any]:
+def without_videos(kind: type[Any]) -> type[Any]:
     """Return a class of processors as one of `transformers`, but without its part for videos.
 
     The class keeps the name and `__init__`, whose arguments tell transformers which saved settings

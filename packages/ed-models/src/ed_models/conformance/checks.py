@@ -16,6 +16,7 @@ from ed_infra import parameter_names
 from ed_infra.testing import require_torch
 from ed_layers.cache import RaggedBatch
 from flax import nnx
+from jax.typing import ArrayLike
 
 from ed_models.checkpoints.loading import weight_map
 from ed_models.conformance.subjects import B, S, Subject, forward
@@ -257,7 +258,7 @@ CHECKS: Mapping[str, Check] = {
 FAST = ("parity", "cache")
 
 
-def _check_difference(got: np.ndarray, expected: Any, bound: float, label: str) -> float:
+def _check_difference(got: np.ndarray, expected: ArrayLike, bound: float, label: str) -> float:
     """Return the largest difference.
 
     Raises:

@@ -10,20 +10,23 @@ halves activations to keep float16 in its range when `transformers` infers; it c
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import transformers
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.outputs import LayerReport
 from ed_infra.registry import register_config, register_module
+from ed_layers.cache.protocol import StateCache
 from ed_layers.cache.spec import RecurrentSpec
+from ed_layers.cache.storage import Layer
+from ed_layers.context import Ctx
 from ed_layers.parts import Parts
 from ed_layers.recurrence.rows import Rows
 from ed_layers.recurrence.rwkv import ChannelMixing, TimeMixing
 from flax import nnx
 
 from ed_models.body.decoder import Decoder
+from ed_models.body.layers import Stream
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.weights.rules import STANDARD, renamed
 
@@ -45,7 +48,9 @@ class RwkvBlock(nnx.Module):
         self.attention = TimeMixing(parts, config.attention_hidden_size)
         self.feed_forward = ChannelMixing(parts, config.intermediate_size)
 
-    def __call__(self, x: Any, ctx: Any, cache: Any, layer: Any) -> tuple[Any, Any, LayerReport]:
+    def __call__(
+        self, x: Stream, ctx: Ctx, cache: StateCache | None, layer: Layer
+    ) -> tuple[Stream, StateCache | None, LayerReport]:
         spec = self.cache_specs()
         rows = Rows.of(ctx, (x.shape[0], x.shape[1]), cache)
         states = rows.states(cache, layer, spec)

@@ -24,9 +24,11 @@ _STATIC = {"static": True}
 
 
 def _early_stopping(name: str, value: object) -> EarlyStopping:
-    if not (isinstance(value, bool) or value == "never"):
-        raise ConfigError(f"{name} is {value!r}; it must be True, False or 'never'")
-    return value  # type: ignore[return-value]
+    if isinstance(value, bool):
+        return value
+    if value == "never":
+        return "never"
+    raise ConfigError(f"{name} is {value!r}; it must be True, False or 'never'")
 
 
 def _logprobs_mode(name: str, value: object) -> str:

@@ -6,7 +6,7 @@ Legend: m sequences, n tokens of the longest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeGuard
@@ -63,7 +63,9 @@ class Biases:
         pairs = value.items() if isinstance(value, Mapping) else value
         try:
             sequences, biases = [], []
-            for sequence, bias in pairs:  # type: ignore[union-attr]
+            if not isinstance(pairs, Iterable):
+                raise TypeError
+            for sequence, bias in pairs:
                 sequences.append(sequence)
                 biases.append(bias)
         except (TypeError, ValueError):
@@ -84,12 +86,13 @@ class Biases:
 
 def align_sequences(name: str, sequences: Sequence[object]) -> tuple[Any, Any]:
     """Prefixes [m, n - 1] and last tokens [m] of sequences, as in `Bans`."""
+    token_lists: list[list[int]] = []
     for sequence in sequences:
         if not (isinstance(sequence, list | tuple) and sequence and all(map(is_token, sequence))):
             raise ConfigError(
                 f"{name} has {sequence!r}; each sequence must be a list of at least one token id"
             )
-    token_lists = [list(sequence) for sequence in sequences]  # type: ignore[call-overload]
+        token_lists.append(list(sequence))
     longest = max(map(len, token_lists))
     if len(token_lists) > MOST_SEQUENCES or longest > LONGEST_SEQUENCE:
         raise ConfigError(

@@ -13,18 +13,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Encoded
+from ed_layers.attention.blocks.cross_attention import CrossAttention
 from flax import nnx
 from jaxtyping import Float, Int
 
 from ed_models.body.context import layer_context
 from ed_models.generation.prompts import bucket, right_aligned
+
+if TYPE_CHECKING:
+    from ed_models.base.module import EasyDeLBaseModule
 
 #: Seconds of a position of the encoder.
 SECONDS = 0.02
@@ -33,7 +37,7 @@ SECONDS = 0.02
 class _Recorder:
     """A cross-attention that also keeps its weights."""
 
-    def __init__(self, attention: Any):
+    def __init__(self, attention: CrossAttention):
         self.attention = attention
         self.weights: jax.Array | None = None
 
@@ -61,7 +65,7 @@ class TokenAligner:
         self.filter_width: int = model.config.median_filter_width
 
     @classmethod
-    def of(cls, model: Any) -> TokenAligner | None:
+    def of(cls, model: EasyDeLBaseModule) -> TokenAligner | None:
         """Return the aligner of a checkpoint; None if it stores no `alignment_heads`."""
         stored = json.loads(model.generation_json) if model.generation_json else {}
         heads = stored.get("alignment_heads")
@@ -87,7 +91,9 @@ class TokenAligner:
         graphdef, state = nnx.split(self.model)
 
         @jax.jit
-        def weights(state: Any, outputs: jax.Array, tokens: jax.Array, valid: jax.Array) -> Any:
+        def weights(
+            state: nnx.State, outputs: jax.Array, tokens: jax.Array, valid: jax.Array
+        ) -> Any:
             body = nnx.merge(graphdef, state).model
             encoded = Encoded(outputs, jnp.ones(outputs.shape[:2], jnp.int32))
             masks: dict[str, Any] = {"attention_mask": valid}

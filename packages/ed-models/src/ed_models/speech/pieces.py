@@ -64,7 +64,7 @@ class LabelDecoder:
         graphdef, self._state = nnx.split(model)
 
         @jax.jit
-        def score(state: Any, arrays: dict[str, jax.Array]) -> jax.Array:
+        def score(state: nnx.State, arrays: dict[str, jax.Array]) -> jax.Array:
             return nnx.merge(graphdef, state)(**arrays).logits[0]
 
         self._score = score

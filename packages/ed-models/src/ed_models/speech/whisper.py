@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from ed_models.generation.prompts import bucket, right_aligned
 from ed_models.generation.timestamps import TimestampRules
 from ed_models.speech.alignment import TokenAligner
 from ed_models.speech.transcript import Segment
+
+if TYPE_CHECKING:
+    from ed_models.base.module import EasyDeLBaseModule
 
 #: Seconds of a frame of a spectrogram, and of one step of the tokens of times.
 FRAME, STEP = 0.01, 0.02
@@ -75,7 +78,7 @@ class WhisperTokens:
     most_initial: int | None
 
     @classmethod
-    def read(cls, model: Any) -> Self:
+    def read(cls, model: EasyDeLBaseModule) -> Self:
         """Read the tokens of a model.
 
         Raises:
@@ -220,11 +223,13 @@ class WhisperDecoder:
         graphdef, state = nnx.split(self.model)
 
         @jax.jit
-        def encode(state: Any, features: jax.Array) -> jax.Array:
+        def encode(state: nnx.State, features: jax.Array) -> jax.Array:
             return nnx.merge(graphdef, state).model.encode({"input_features": features}).embeddings
 
         @jax.jit
-        def probabilities(state: Any, outputs: jax.Array, tokens: Any, valid: Any) -> jax.Array:
+        def probabilities(
+            state: nnx.State, outputs: jax.Array, tokens: jax.Array, valid: jax.Array
+        ) -> jax.Array:
             model = nnx.merge(graphdef, state)
             encoded = model.encode({"encoder_outputs": outputs})
             at = jnp.array([tokens.shape[1] - 1])

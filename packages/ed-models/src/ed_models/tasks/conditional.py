@@ -48,7 +48,7 @@ class ConditionalLM(CausalLM):
     #: the engine computes them together.
     reads_ahead: Literal["image", "prompt"] | None = None
 
-    def __init_subclass__(cls, **options: object) -> None:
+    def __init_subclass__(cls, **options: bool) -> None:
         super().__init_subclass__(**options)
         types = ("token_type_ids",) if cls.reads_ahead == "prompt" else ()
         modality = cls.modality

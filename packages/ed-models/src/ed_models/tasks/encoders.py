@@ -162,7 +162,11 @@ class TokenClassifier(EncoderTask):
     task = TaskType.TOKEN_CLASSIFICATION
 
     def __call__(
-        self, input_ids: Int[Array, "b s"] | None = None, *, key: Any = None, **inputs: Any
+        self,
+        input_ids: Int[Array, "b s"] | None = None,
+        *,
+        key: jax.Array | None = None,
+        **inputs: Any,
     ) -> TokenClassifierOutput:
         """Score every token.
 
@@ -196,7 +200,11 @@ class QuestionAnswerer(EncoderTask):
     labels = 2
 
     def __call__(
-        self, input_ids: Int[Array, "b s"] | None = None, *, key: Any = None, **inputs: Any
+        self,
+        input_ids: Int[Array, "b s"] | None = None,
+        *,
+        key: jax.Array | None = None,
+        **inputs: Any,
     ) -> QuestionAnsweringOutput:
         """Score every token; arguments as of `TokenClassifier`."""
         body = self.model(input_ids, key=key, **inputs)
@@ -242,7 +250,7 @@ class MultipleChoice(EncoderTask):
         *,
         attention_mask: Int[Array, "b n s"] | None = None,
         key: jax.Array | None = None,
-        **inputs: Any,
+        **inputs: Array | None,
     ) -> SequenceClassifierOutput:
         """Score the choices of each row, [b, n].
 
@@ -287,7 +295,7 @@ class MaskedLM(VocabularyHead):
             **{head.task: head.for_family for head in heads if head.task in cls.names.heads},
         }
 
-    def __init_subclass__(cls, **options: object):
+    def __init_subclass__(cls, **options: bool):
         super().__init_subclass__(**options)
         cls.input_names = cls.body_class.input_names
         cls.WEIGHTS = cls.names.weights(TaskType.MASKED_LM)

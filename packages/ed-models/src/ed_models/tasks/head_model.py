@@ -65,7 +65,7 @@ class HeadModel(EasyDeLBaseModule, Generic[BodyT]):
     WEIGHTS = STANDARD
     DERIVED: ClassVar[Mapping[TaskType, Callable[[type[Any]], type]]] = {}
 
-    def __init_subclass__(cls, **options: Any):
+    def __init_subclass__(cls, **options: bool):
         super().__init_subclass__(**options)
         body = cls.__dict__.get("body_class")
         if body is not None and not {"WEIGHTS", "head_class"} & vars(body).keys():

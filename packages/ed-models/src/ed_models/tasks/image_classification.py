@@ -43,7 +43,7 @@ class ImageClassifier(EasyDeLBaseModule):
     prefix: ClassVar[str]
     ignored_names: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls, **options: Any):
+    def __init_subclass__(cls, **options: bool):
         super().__init_subclass__(**options)
         tower = cls.tower_class
         cls.MODULES = tower.MODULES
@@ -80,7 +80,7 @@ class ImageClassifier(EasyDeLBaseModule):
         labels = parts.config.num_labels
         self.score = parts.linear(features, labels, axes=("embed", None), bias=True)
 
-    def scores(self, x: Float[Array, "b n d"], **inputs: Any) -> Float[Array, "b n"]:
+    def scores(self, x: Float[Array, "b n d"], **inputs: object) -> Float[Array, "b n"]:
         """Return the scores of the labels.
 
         Args:

@@ -44,13 +44,14 @@ class Pooling:
             ConfigError: a mode is unknown, or there is no mode.
         """
         names = (mode,) if isinstance(mode, str) else tuple(mode)
-        modes = tuple(POOLING_ALIASES.get(name, name) for name in names)
-        for name, canonical in zip(names, modes, strict=True):
-            if canonical not in get_args(PoolingMode):
-                raise unknown_name("pooling mode", name, [*get_args(PoolingMode), *POOLING_ALIASES])
+        choices = {**{name: name for name in get_args(PoolingMode)}, **POOLING_ALIASES}
+        for name in names:
+            if name not in choices:
+                raise unknown_name("pooling mode", name, list(choices))
+        modes: tuple[PoolingMode, ...] = tuple(choices[name] for name in names)
         if not modes:
             raise ConfigError(f"the pooling mode is {mode!r}: name at least one mode")
-        return cls(modes[0] if len(modes) == 1 else modes, bool(normalize))  # type: ignore[arg-type]
+        return cls(modes[0] if len(modes) == 1 else modes, bool(normalize))
 
     @property
     def modes(self) -> tuple[PoolingMode, ...]:

@@ -38,7 +38,7 @@ class Tracker(ABC):
 
     def __init__(self, directory: Path, about: About):
         try:
-            self.module: Any = self.load()
+            self.module = self.load()
         except ImportError as error:
             raise ConfigError(
                 f"report_to: {self.name} is not installed: pip install 'ed-trainers[{self.name}]', "
@@ -48,7 +48,7 @@ class Tracker(ABC):
 
     @staticmethod
     @abstractmethod
-    def load() -> object:
+    def load() -> Any:
         """Import the tracker's module."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class WandB(Tracker):
     name = "wandb"
 
     @staticmethod
-    def load() -> object:
+    def load() -> Any:
         import wandb  # pyright: ignore[reportMissingImports]
 
         return wandb
@@ -116,7 +116,7 @@ class Trackio(Tracker):
     name = "trackio"
 
     @staticmethod
-    def load() -> object:
+    def load() -> Any:
         import trackio  # pyright: ignore[reportMissingImports]
 
         return trackio
@@ -141,7 +141,7 @@ class MLflow(Tracker):
     name = "mlflow"
 
     @staticmethod
-    def load() -> object:
+    def load() -> Any:
         import mlflow  # pyright: ignore[reportMissingImports]
 
         return mlflow

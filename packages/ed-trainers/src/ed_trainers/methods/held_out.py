@@ -46,7 +46,7 @@ class HeldOutOutputs:
     def __init__(self, run: MethodRun[Any]):
         self._run = run
         self._rows = 0
-        self._step: Any = None
+        self._step: Callable[..., jax.Array] | None = None
 
     def each(
         self,
@@ -64,9 +64,8 @@ class HeldOutOutputs:
         if self._step is None:
             graphdef = state.graphdef
 
-            def step(leaves: Any, batch: Batch) -> jax.Array:
-                model: Any = nnx.merge(graphdef, *leaves)
-                return compute(model, batch)
+            def step(leaves: tuple[nnx.State, nnx.State], batch: Batch) -> jax.Array:
+                return compute(nnx.merge(graphdef, *leaves), batch)
 
             self._step = jax.jit(step)
         leaves = (state.graphstate, state.graphother)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def apply_updates(
     if state is None:
         return optax.apply_updates(params, updates)
 
-    def new(master: Any, param: jax.Array, update: jax.Array) -> jax.Array:
+    def new(master: jax.Array, param: jax.Array, update: jax.Array) -> jax.Array:
         return (param + update if _is_masked(master) else master).astype(param.dtype)
 
     return jax.tree.map(new, state.masters, params, updates, is_leaf=_is_masked)

@@ -74,7 +74,7 @@ FieldName = Annotated[str, Field(min_length=1, max_length=256)]
 class LlamaRequest(SamplingOptions):
     """Fields that the bodies share."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"n_predict": "num_predict"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"n_predict": "num_predict"}
 
     model: str | None = None
     stream: bool = False

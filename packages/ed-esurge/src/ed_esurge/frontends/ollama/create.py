@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, ClassVar
 
 from ed_infra.errors import ConfigError
@@ -36,7 +36,7 @@ def _wrap_in_list(value: object) -> object:
 class CreateRequest(RequestBody):
     """Body of `POST /api/create`."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"from": "source", "name": "model"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"from": "source", "name": "model"}
 
     model: NewModel
     source: ModelReference | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from starlette.requests import Request
@@ -19,7 +20,7 @@ from ed_esurge.server.routing import REFUSALS, Endpoint
 class DeleteRequest(RequestBody):
     """Body of `DELETE /api/delete`."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"name": "model"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"name": "model"}
 
     model: ModelReference
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ed_infra.errors import CheckpointError
@@ -38,7 +39,7 @@ _INFO = {
 class ShowRequest(RequestBody):
     """Body of `POST /api/show`."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"name": "model"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"name": "model"}
 
     model: ModelReference
     verbose: bool = False

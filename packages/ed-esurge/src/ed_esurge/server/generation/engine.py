@@ -12,35 +12,6 @@ from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.engine.intake import CheckedPrompt, RequestOptions
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
-from ed_esurge.tokenizer import Tokenizer
-
-
-class AddedToken(Protocol):
-    """A token that was added to a vocabulary."""
-
-    content: str
-    special: bool
-
-
-class ServedTokenizer(Tokenizer, Protocol):
-    """The interface of a Hugging Face tokenizer that the server uses."""
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
-        """The added tokens by id."""
-        ...
-
-    def get_vocab(self) -> Mapping[str, int]:
-        """Return the ids of all tokens."""
-        ...
-
-    def convert_tokens_to_ids(self, tokens: str) -> int | None:
-        """Return the id of a piece; that of the unknown token, or None, outside the vocabulary."""
-        ...
-
-    def convert_ids_to_tokens(self, ids: int) -> str | None:
-        """Return the piece of a token id; None outside the vocabulary."""
-        ...
 
 
 @runtime_checkable
@@ -69,7 +40,7 @@ class ServedEngine(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """A `ServedTokenizer`, or None."""
+        """A `Tokenizer`, or None."""
         ...
 
     @property

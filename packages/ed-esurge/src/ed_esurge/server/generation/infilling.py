@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from ed_esurge.template import ChatTemplate
-
-
-class InfillTokens(Protocol):
-    """The part of a tokenizer that decides whether a model can fill gaps."""
-
-    def convert_tokens_to_ids(self, tokens: str) -> int | None:
-        """Return the id of a token; that of the unknown token, or None, without such a token."""
-        ...
-
-    def convert_ids_to_tokens(self, ids: int) -> str | None:
-        """Return the token of an id."""
-        ...
+from ed_esurge.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ INFILL_FORMATS: Mapping[str, InfillFormat] = {
 }
 
 
-def find_token(tokenizer: InfillTokens, name: str) -> int | None:
+def find_token(tokenizer: Tokenizer, name: str) -> int | None:
     """Return the id of a token; None if the vocabulary lacks the token.
 
     `get_vocab` would copy the complete vocabulary.
@@ -73,7 +61,7 @@ def find_token(tokenizer: InfillTokens, name: str) -> int | None:
     return token if is_in_vocabulary else None
 
 
-def infill_tokens(tokenizer: InfillTokens) -> InfillFormat | None:
+def infill_tokens(tokenizer: Tokenizer) -> InfillFormat | None:
     """Return the format whose tokens a vocabulary contains; None = the model fills no gaps."""
 
     def has(names: Iterable[str]) -> bool:
@@ -100,7 +88,7 @@ class InfillPrompts:
         form: None = the model fills no gaps.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.form = infill_tokens(tokenizer)
         self._encoder = ChatTemplate(tokenizer, "")

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ed_esurge.outputs import PositionLogprobs
-from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.http.json_parts import JsonItems
+from ed_esurge.tokenizer import Tokenizer
 
 # JSON cannot represent -inf. exp(-9999) is zero in float64.
 FLOOR = -9999.0
@@ -39,7 +39,7 @@ class TokenTexts:
         as_ids: whether the texts are the ids of the tokens, `token_id:5`.
     """
 
-    def __init__(self, tokenizer: ServedTokenizer, *, as_ids: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self._tokenizer, self._as_ids = tokenizer, as_ids
         added = tokenizer.added_tokens_decoder
         self._added = set(added)

@@ -22,7 +22,6 @@ from ed_esurge.engine.intake import (
     check_prompt,
     check_token_ids,
 )
-from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.infilling import InfillPrompts
 from ed_esurge.server.generation.media import ChatMedia, ProcessedMedium
 from ed_esurge.server.generation.rendering import (
@@ -39,7 +38,7 @@ from ed_esurge.server.generation.text_pairs import (
 )
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.template import ChatTemplate
-from ed_esurge.tokenizer import decode_tokens
+from ed_esurge.tokenizer import Tokenizer, decode_tokens
 
 T = TypeVar("T")
 
@@ -100,7 +99,7 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: ServedTokenizer,
+        tokenizer: Tokenizer,
         *,
         config: EngineConfig,
         max_model_len: int,

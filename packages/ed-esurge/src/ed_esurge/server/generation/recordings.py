@@ -27,6 +27,7 @@ from ed_esurge.speech.audio import decode_audio
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.errors import AudioError, AudioTooLongError
 from ed_esurge.speech.riff import WavFile
+from ed_esurge.tokenizer import Tokenizer
 
 #: Limits of one request: number of recordings, and bytes of each recording.
 MAX_RECORDINGS, MAX_RECORDING_BYTES = 16, 2**25
@@ -55,11 +56,11 @@ class ChatRecordings(ChatMedia[RecordingSource]):
     kind = RECORDING
 
     def __init__(
-        self, form: RecordingForm, extractor: Any, tokenizer: Any, max_model_len: int
+        self, form: RecordingForm, extractor: Any, tokenizer: Tokenizer, max_model_len: int
     ) -> None:
         self._form = form
         self._extract = getattr(extractor, "feature_extractor", extractor)
-        self.placeholder = tokenizer.convert_ids_to_tokens(form.token)
+        self.placeholder = tokenizer.convert_ids_to_tokens(form.token) or ""
         self.token, self.tokens_of_item = form.token, {form.token}
         self._most = max(1, max_model_len // form.length)
         self._decoder = DecoderProcess()

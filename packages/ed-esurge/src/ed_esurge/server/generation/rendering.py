@@ -9,11 +9,11 @@ from typing import Any
 
 from ed_esurge.children.process import JobGroup
 from ed_esurge.render_time import RENDER_TIMER, TemplateTimeError
-from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.requests import ChatMessage
 from ed_esurge.server.generation.structured import Tool
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.template import ChatTemplate, texts_in
+from ed_esurge.tokenizer import Tokenizer
 from ed_esurge.untrusted_template import (
     TooLongTextError,
     UntrustedTemplateError,
@@ -62,7 +62,7 @@ class ConversationRenderer:
 
     def __init__(
         self,
-        tokenizer: ServedTokenizer,
+        tokenizer: Tokenizer,
         template: ChatTemplate | None,
         template_text: str,
         most: int,

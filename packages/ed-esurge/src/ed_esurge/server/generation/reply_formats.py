@@ -13,11 +13,11 @@ from ed_esurge.replies.formats import FormatT, by_name, detect
 from ed_esurge.replies.parser import Calls, ReplyParser
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
-from ed_esurge.server.generation.engine import ServedTokenizer
 from ed_esurge.server.generation.requests import ChatRequest
 from ed_esurge.server.generation.structured import NamedTool
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.thinking import ThinkingBudget, ThoughtTexts
+from ed_esurge.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class ReplyFormats:
 
     def __init__(
         self,
-        tokenizer: ServedTokenizer,
+        tokenizer: Tokenizer,
         template: str,
         *,
         enable_function_calling: bool = True,

@@ -554,7 +554,7 @@ class ChatRequest(GenerationRequest, OtherTemplates):
 class TokenizeRequest(RequestBody):
     """Body of `POST /tokenize`: `prompt`, the `messages` of a chat request, or `content`."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"add_special": "add_special_tokens"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"add_special": "add_special_tokens"}
 
     model: str | None = None
     prompt: str | None = None

@@ -185,7 +185,7 @@ ANY_OBJECT = json.dumps({"type": "object"})
 class JSONSchema(RequestBody):
     """The JSON schema of an answer. The answer follows the schema independent of `strict`."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"schema": "json_schema"}
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
@@ -196,7 +196,7 @@ class JSONSchema(RequestBody):
 class ResponseFormat(RequestBody):
     """The format of an answer."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"schema": "bare_schema", "value": "bare_schema"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"schema": "bare_schema", "value": "bare_schema"}
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
@@ -233,7 +233,7 @@ _ChoiceTexts = Annotated[
 class StructuredOutputsField(RequestBody):
     """vLLM's `structured_outputs`: exactly one of the first five fields."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"json": "json_schema"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"json": "json_schema"}
 
     json_schema: SchemaOrText | None = None
     regex: _GrammarText | None = None

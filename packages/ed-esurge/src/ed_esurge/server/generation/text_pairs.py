@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ed_esurge.server.http.errors import APIError
+from ed_esurge.tokenizer import Tokenizer
 
 #: The side of a text that loses tokens.
 PairSide = Literal["left", "right"]
 
 
 def encode_pair(
-    tokenizer: Any, first: str, second: str, limit: int | None, most: int | None
+    tokenizer: Tokenizer, first: str, second: str, limit: int | None, most: int | None
 ) -> tuple[list[int], int | None, int]:
     """Return the token ids of a pair, the index of the first token of type 1, and what was removed.
 
@@ -48,7 +49,7 @@ def encode_pair(
 
 
 def encode_text(
-    tokenizer: Any, text: str, limit: int, side: PairSide, *, add_special_tokens: bool
+    tokenizer: Tokenizer, text: str, limit: int, side: PairSide, *, add_special_tokens: bool
 ) -> tuple[list[int], int]:
     """Return the token ids of a text, and the number of removed tokens.
 
@@ -86,7 +87,7 @@ def encode_text(
     return [*ids[:begin], *remaining_ids, *ids[end:]], len(ids) - limit
 
 
-def first_tokens(tokenizer: Any, text: str, count: int) -> str:
+def first_tokens(tokenizer: Tokenizer, text: str, count: int) -> str:
     """Return the beginning of a text, up to `count` tokens.
 
     Raises:

@@ -366,15 +366,15 @@ def _with_headers(error: APIError, cause: HTTPException) -> JSONResponse:
     return response
 
 
-async def _api(_: Request, error: Any) -> Response:
+async def _api(_: Request, error: APIError) -> Response:
     return error.response()
 
 
-async def _invalid(_: Request, error: Any) -> Response:
+async def _invalid(_: Request, error: ValidationError) -> Response:
     return from_validation(error.errors(include_url=False)).response()
 
 
-async def _http(_: Request, error: Any) -> Response:
+async def _http(_: Request, error: HTTPException) -> Response:
     return _with_headers(APIError(str(error.detail), status=error.status_code), error)
 
 
@@ -382,7 +382,7 @@ async def _gone(_: Request, __: Exception) -> Response:
     return client_gone()
 
 
-async def _url(request: Request, error: Any) -> Response:
+async def _url(request: Request, error: HTTPException) -> Response:
     message = f"invalid URL ({request.method} {request.url.path})"
     api_error = APIError(message, status=error.status_code, code="unknown_url")
     return _with_headers(api_error, error)

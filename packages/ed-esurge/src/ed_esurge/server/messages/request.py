@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
@@ -163,7 +164,7 @@ class OutputFormat(RequestBody):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
-    ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"schema": "json_schema"}
 
 
 class OutputConfig(RequestBody):

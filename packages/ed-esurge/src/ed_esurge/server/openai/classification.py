@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -25,7 +25,7 @@ from ed_esurge.server.routing import post
 class ClassificationRequest(TextRequest):
     """Body of `POST /classify`."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"activation": "use_activation"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"activation": "use_activation"}
 
     use_activation: bool = True
     """Whether `probs` contains probabilities; false = logits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -31,7 +31,7 @@ from ed_esurge.server.routing import post
 class VectorRequest(TextRequest, EncodingFields):
     """Fields of a request for vectors."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"use_activation": "normalize"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"use_activation": "normalize"}
 
     dimensions: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     """Number of elements of each vector. Shorter vectors are normalized again."""

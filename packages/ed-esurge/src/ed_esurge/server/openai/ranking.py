@@ -69,7 +69,7 @@ _Count = Annotated[int | None, Field(ge=0, lt=2**31)]
 class ScoringRequest(PooledRequest):
     """Fields of both kinds of requests."""
 
-    ALIASES: ClassVar[dict[str, str]] = {"activation": "use_activation"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"activation": "use_activation"}
 
     max_tokens_per_query: _Count = None
     """Number of tokens of each first text that are read; 0 or null = all."""
@@ -87,7 +87,7 @@ class ScoringRequest(PooledRequest):
 class ScoreRequest(ScoringRequest):
     """Body of `POST /v1/score` in vLLM's format: pairs of texts, or one text and several texts."""
 
-    ALIASES: ClassVar[dict[str, str]] = {
+    ALIASES: ClassVar[Mapping[str, str]] = {
         **ScoringRequest.ALIASES,
         **dict.fromkeys(("queries", "data_1"), "text_1"),
         **dict.fromkeys(("documents", "items", "data_2"), "text_2"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from ed_models.speech import Segment, Transcript
 
 
 def verbose(
-    transcript: Any, task: str, granularities: Sequence[Literal["segment", "word"]] = ()
+    transcript: Transcript, task: str, granularities: Sequence[Literal["segment", "word"]] = ()
 ) -> dict[str, Any]:
     """Return the fields of OpenAI's `verbose_json` in addition to the text.
 
@@ -23,7 +26,7 @@ def verbose(
         "duration": transcript.duration,
     }
     if "word" in granularities:
-        words = [word for segment in transcript.segments for word in segment.words]
+        words = [word for segment in transcript.segments for word in segment.words or ()]
         fields["words"] = [
             {"word": word.text.strip(), "start": word.start, "end": word.end} for word in words
         ]
@@ -41,13 +44,13 @@ def language_name(code: str | None) -> str:
     return LANGUAGES.get(code, code)
 
 
-def _segment(segment: Any) -> dict[str, Any]:
+def _segment(segment: Segment) -> dict[str, Any]:
     times = {name: round(getattr(segment, name), 3) for name in ("start", "end")}
     fields = {**asdict(segment), **times, "tokens": list(segment.tokens)}
     return {name: fields[name] for name in fields if name not in ("token_times", "words")}
 
 
-def subtitles(segments: Sequence[Any], form: Literal["srt", "vtt"]) -> str:
+def subtitles(segments: Sequence[Segment], form: Literal["srt", "vtt"]) -> str:
     """Return segments as subtitles."""
     mark = "," if form == "srt" else "."
     blocks = ["WEBVTT"] if form == "vtt" else []

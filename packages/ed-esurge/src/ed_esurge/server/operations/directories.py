@@ -19,7 +19,7 @@ def inside(directory: Path, client_path: str, kind: str, param: str) -> Path:
     Raises:
         APIError: 403, the path or a link in it is outside; 404, the directory does not exist.
     """
-    root = directory.resolve()
+    root = path = directory.resolve()
     try:
         path = (root / client_path).resolve()
         within = path.is_relative_to(root) and path != root

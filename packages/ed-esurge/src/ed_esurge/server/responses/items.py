@@ -306,7 +306,7 @@ class McpListItem(History):
     server_label: str
     tools: list[Any] = Field(default_factory=list)
     id: Id | None = None
-    error: Any = None
+    error: object = None
 
 
 class McpCallItem(History):
@@ -318,7 +318,7 @@ class McpCallItem(History):
     name: str
     arguments: str
     output: str | None = None
-    error: Any = None
+    error: object = None
     approval_request_id: Id | None = None
     status: str | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -68,7 +68,7 @@ class TextFormat(RequestBody):
     description: str | None = None
     strict: bool | None = None
 
-    ALIASES: ClassVar[dict[str, str]] = {"schema": "json_schema"}
+    ALIASES: ClassVar[Mapping[str, str]] = {"schema": "json_schema"}
 
     def for_chat(self) -> dict[str, Any]:
         """`response_format` of a chat request."""

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from pydantic_core import from_json
 from starlette.requests import Request
 
@@ -481,7 +481,7 @@ def initial_fields(turn: ChatGeneration, body: ResponseRequest) -> dict[str, Any
     }
 
 
-def _tool(tool: Any) -> dict[str, Any]:
+def _tool(tool: BaseModel) -> dict[str, Any]:
     if not isinstance(tool, FunctionTool):
         return tool.model_dump(exclude_none=True)
     return {"strict": None, **tool.model_dump()}

@@ -156,7 +156,7 @@ def run_kernel(
 
     tokens, heads, _ = arrays["q"].shape
 
-    def kernel(*refs: object) -> None:
+    def kernel(*refs: jax.Ref) -> None:
         by_name = dict(zip((*arrays, "out"), refs, strict=True))
         attend_block(shape, page_size, pl.program_id(0), pl.program_id(1), **by_name)
 
@@ -177,14 +177,14 @@ def attend_block(
     block: jax.Array,
     head: jax.Array,
     *,
-    blocks: Any,
-    table: Any,
-    numbers: Any,
-    q: object,
-    pool: Any,
-    out: Any,
-    ahead: Any = None,
-    sinks: Any = None,
+    blocks: jax.Ref,
+    table: jax.Ref,
+    numbers: jax.Ref,
+    q: jax.Ref,
+    pool: jax.Ref,
+    out: jax.Ref,
+    ahead: jax.Ref | None = None,
+    sinks: jax.Ref | None = None,
 ) -> None:
     """Compute one block of queries of one head; all other arguments are references to arrays."""
     from jax.experimental.pallas import triton
@@ -196,7 +196,7 @@ def attend_block(
     real, position = queries < count, place + queries
     columns, value_columns = (get_columns(x) for x in (shape.dim, shape.value_dim))
 
-    def load(array: Any, rows: jax.Array, at: Any, cells: jax.Array, width: int) -> jax.Array:
+    def load(array: jax.Ref, rows: jax.Array, at: Any, cells: jax.Array, width: int) -> jax.Array:
         """Return [rows, cells]; zeros where a row or a column is not in use."""
         mask = rows[:, None] & (cells < width)[None]
         return triton.load(array.at[at], mask=mask, other=0)

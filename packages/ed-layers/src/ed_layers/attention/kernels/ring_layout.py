@@ -143,10 +143,11 @@ class Plan:
 
     def rows_and_heads(self, b: int, h: int) -> tuple[jax.Array, jax.Array]:
         """Numbers of this device's rows and heads among those of the call."""
-        return tuple(  # type: ignore[return-value]
+        rows, heads = (
             jnp.arange(size) + (0 if axes is None else jax.lax.axis_index(axes) * size)
             for size, axes in ((b, self.batch), (h, self.heads))
         )
+        return rows, heads
 
     def sum_of_bias(self, x: jax.Array) -> jax.Array:
         """Add up the gradient of a bias over the devices that share it."""

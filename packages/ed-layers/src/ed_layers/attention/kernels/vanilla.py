@@ -104,15 +104,15 @@ def softmax_weights(
     allowed = mask_info.get_mask(window=scoring.window, chunk=scoring.chunk)[:, None, None]
     scores = jnp.where(allowed, scores, -jnp.inf)
 
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    if scoring.sinks is not None:
-        sinks = scoring.sinks.reshape(1, groups, h // groups, 1, 1).astype(dtype)
+    top, sinks = jnp.max(scores, axis=-1, keepdims=True), scoring.sinks
+    if sinks is not None:
+        sinks = sinks.reshape(1, groups, h // groups, 1, 1).astype(dtype)
         top = jnp.maximum(top, sinks)
     # Without visible keys, top is -inf; the weights must be 0, not NaN.
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    if scoring.sinks is not None:
+    if sinks is not None:
         total = total + jnp.exp(sinks - top)
     return weights / jnp.where(total == 0, 1, total)
 
