@@ -14,6 +14,7 @@ from ed_trainers import EasyDeLState, SFTArguments, SFTTrainer
 from ed_trainers.optimizers import apply_updates, build_optimizer, build_schedule
 from ed_trainers.stored.arrays import flat_arrays, leaf_names
 from flax import nnx
+from test_trainers_loop import StopAt, exact, trainer
 
 BODY = [["embed_tokens", False], ["norm|bias", False], ["", True]]
 
@@ -194,3 +195,36 @@ def test_a_state_has_its_own_split(toy, tmp_path):
             graphother=state.graphother,
             trainable=[("", True)],
         )
+
+
+def test_frozen_parameters_are_the_rules_of_all_others(toy, tmp_path):
+    def first_state(**given):
+        arguments = SFTArguments(save_directory=str(tmp_path), **given)
+        run = SFTTrainer(arguments, model=toy.model())
+        state = run._first_state()
+        return state.init_tx(build_optimizer(arguments, build_schedule(arguments, 3)))
+
+    frozen = first_state(frozen_parameters="embed_tokens|^norm$")
+    rules = first_state(trainable_rules=[["embed_tokens|^norm$", False], ["", True]])
+    assert jax.tree.structure(frozen.opt_state) == jax.tree.structure(rules.opt_state)
+    names = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(frozen.graphstate)}
+    assert names == {"bias", "kernel"}
+    sizes = sum(leaf.size for leaf in jax.tree.leaves(frozen.opt_state) if leaf.ndim)
+    assert sizes == 2 * sum(leaf.size for leaf in jax.tree.leaves(frozen.graphstate))
+    with pytest.raises(ConfigError, match="'embd' matches no parameter"):
+        first_state(frozen_parameters="embd")
+    with pytest.raises(ConfigError, match="no parameter is trained"):
+        first_state(frozen_parameters=".*")
+
+
+@pytest.mark.nightly
+def test_a_run_with_frozen_parameters_equals_its_rules_and_resumes(toy, tmp_path):
+    rules = {"trainable_rules": [["embed_tokens", False], ["", True]]}
+    trainer(toy, tmp_path / "rules", **rules).train()
+    given = {"frozen_parameters": "embed_tokens"}
+    stop = StopAt(4, lambda t: t.stop("the test"))
+    trainer(toy, tmp_path / "frozen", callbacks=[stop], **given).train()
+    last = trainer(toy, tmp_path / "frozen", **given)
+    last.train()
+    assert exact(tmp_path / "frozen") == exact(tmp_path / "rules")
+    np.testing.assert_array_equal(last.model.embed_tokens[...], toy.model().embed_tokens[...])

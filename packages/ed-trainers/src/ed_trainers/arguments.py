@@ -410,9 +410,12 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
     if steps is not None:
         if "num_train_epochs" in arguments.model_fields_set:
             idle.append(("num_train_epochs", f"max_training_steps ({steps}) sets the length"))
-        if arguments.warmup_steps >= steps:
+        if "per_epoch_training_steps" in arguments.model_fields_set:
+            idle.append(("per_epoch_training_steps", f"max_training_steps is {steps}"))
+        if arguments.count_warmup_steps(steps) >= steps:
             reason = f"the run ends after {steps} steps, within the warm-up"
-            idle.append(("warmup_steps", f"{reason}: the learning rate only rises"))
+            name = "warmup_steps" if arguments.warmup_steps else "warmup_ratio"
+            idle.append((name, f"{reason}: the learning rate only rises"))
             if arguments.scheduler in DECAYING:
                 idle.append(("scheduler", f"{reason}: the learning rate never decays"))
         for name in ("save_steps", "evaluation_steps", "generation_interval", "benchmark_interval"):

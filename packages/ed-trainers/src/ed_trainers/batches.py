@@ -8,6 +8,7 @@ of other modalities.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -184,22 +185,71 @@ class Feed:
         return "the data or their order have changed"
 
 
-def evaluation_batches(dataset: Dataset) -> tuple[Iterator[HostBatch], int | None]:
+class Epochs:
+    """The steps at which the epochs of a run end.
+
+    Args:
+        feed: the training batches.
+        longest: maximum number of steps of an epoch, and the number for data without a length.
+    """
+
+    def __init__(self, feed: Feed, longest: int | None = None):
+        self._feed, self._longest = feed, longest
+        self._ends: list[int] = []
+
+    def count_steps(self, epochs: int) -> int | None:
+        """Return the number of steps of several epochs; None if it is unknown."""
+        steps = self._feed.count_steps(epochs)
+        if self._longest is None:
+            return steps
+        limit = self._longest * epochs
+        return limit if steps is None else min(limit, steps)
+
+    def ends_at(self, step: int) -> bool:
+        """Return whether an epoch ends with update `step` (from 1).
+
+        Raises:
+            ConfigError: the length of an epoch is unknown.
+        """
+        while not self._ends or self._ends[-1] < step:
+            end = self.count_steps(len(self._ends) + 1)
+            if end is None:
+                raise ConfigError(
+                    "train_dataset has no length, so no step ends an epoch: set "
+                    "per_epoch_training_steps, or use steps instead of the strategy epoch"
+                )
+            if self._ends and end <= self._ends[-1]:
+                return False
+            self._ends.append(end)
+        return step in self._ends[-2:]
+
+
+def evaluation_batches(
+    dataset: Dataset, limit: int | None = None
+) -> tuple[Iterator[HostBatch], int | None]:
     """Return one pass over held-out data, and its number of batches if that is known.
 
+    Args:
+        dataset: the held-out batches.
+        limit: number of batches after which the pass ends; None: all.
+
     Raises:
-        ConfigError: the dataset yields no batches, or is a loader without a length.
+        ConfigError: the dataset yields no batches, or is a loader without a length or a limit.
     """
     if isinstance(dataset, BatchLoader):
-        count = getattr(dataset, "steps_per_epoch", None)
-        if count is None:
+        length = getattr(dataset, "steps_per_epoch", None)
+        if length is None and limit is None:
             raise ConfigError(
                 f"eval_dataset {type(dataset).__name__} has batch_at but no steps_per_epoch: "
-                "an evaluation would not end"
+                "an evaluation would not end. Set max_evaluation_steps"
             )
-        return (dataset.batch_at(index) for index in range(int(count))), int(count)
+        count = min(int(x) for x in (length, limit) if x is not None)
+        return (dataset.batch_at(index) for index in range(count)), count
     if isinstance(dataset, Iterable):
-        return iter(dataset), len(dataset) if isinstance(dataset, Sized) else None
+        size = len(dataset) if isinstance(dataset, Sized) else None
+        if limit is None:
+            return iter(dataset), size
+        return islice(dataset, limit), limit if size is None else min(limit, size)
     raise ConfigError(
         f"eval_dataset {type(dataset).__name__} has no batches: pass a loader with "
         "batch_at(step) and steps_per_epoch, or an iterable"

@@ -144,7 +144,7 @@ class Previews:
             return prompts
         assert self._held_out is not None
         prompts: list[list[int]] = []
-        for batch in evaluation_batches(self._held_out)[0]:
+        for batch in evaluation_batches(self._held_out, arguments.max_evaluation_steps)[0]:
             prompts += beginnings(batch)
             if len(prompts) >= arguments.generation_num_prompts:
                 break

@@ -17,6 +17,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx, struct
 
 from ed_trainers.optimizers import (
+    SCHEDULED,
     apply_updates,
     build_optimizer,
     build_schedule,
@@ -164,6 +165,23 @@ class EasyDeLState(struct.PyTreeNode):
         updates, opt_state = tx.update(grads, self.opt_state, self.graphstate, value=value)
         graphstate = apply_updates(self.graphstate, updates, opt_state)
         return self.replace(step=self.step + 1, graphstate=graphstate, opt_state=opt_state)
+
+    def at_step(self, step: int) -> EasyDeLState:
+        """Return the state with another number of updates, which its schedule counts too.
+
+        The moments of the optimizer, and their own counters, stay.
+        """
+
+        def set_count(node: object) -> object:
+            if not isinstance(node, SCHEDULED):
+                return node
+            return node._replace(count=jnp.full_like(node.count, step))
+
+        def is_scheduled(node: object) -> bool:
+            return isinstance(node, SCHEDULED)
+
+        opt_state = jax.tree.map(set_count, self.opt_state, is_leaf=is_scheduled)
+        return self.replace(step=_scalar_like(self.graphstate, step), opt_state=opt_state)
 
     @property
     def gradient_point(self) -> nnx.State:
@@ -363,7 +381,7 @@ def create_optimizer(
     params = (
         model.graphstate
         if isinstance(model, EasyDeLState)
-        else split_model(model, arguments.trainable_rules)[1]
+        else split_model(model, arguments.trained_parameters)[1]
     )
     check_rules(arguments, params)
     steps = arguments.max_training_steps if total_steps is None else total_steps

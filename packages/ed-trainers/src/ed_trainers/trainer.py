@@ -18,7 +18,7 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.arguments import REWARD, MethodEntry
-from ed_trainers.batches import Dataset, Feed, HostBatch, Share
+from ed_trainers.batches import Dataset, Epochs, Feed, HostBatch, Share
 from ed_trainers.callbacks import Callback
 from ed_trainers.checkpoints.run_lock import RunLock
 from ed_trainers.contract import Batch, Loss, Method, Models, Prepared, RunData
@@ -151,11 +151,11 @@ class Trainer:
         # jax keeps the programs of process 0 alone.
         ocp.multihost.get_barrier_sync_fn()(key="trainer", timeout_ms=_MEETING)
         place_model(self._model)
-        if self._state is not None and arguments.trainable_rules:
+        if self._state is not None and arguments.trained_parameters:
             raise ConfigError(
-                "trainable_rules select the trained parameters of a model, and a state has them "
-                "selected: pass the rules to EasyDeLState.create(trainable=...), or the model to "
-                "the trainer"
+                "trainable_rules and frozen_parameters select the trained parameters of a model, "
+                "and a state has them selected: pass rules to EasyDeLState.create(trainable=...), "
+                "or the model to the trainer"
             )
         # Weights of a synchronized reference for a trainer without a state.
         self._reference: nnx.State | None = None
@@ -201,8 +201,13 @@ class Trainer:
         self.feed = None if train_dataset is None else self._build_feed(train_dataset)
         self.evaluator: Evaluator | None = None
         if eval_dataset is not None:
-            rows = arguments.eval_batch_size
-            self.evaluator = Evaluator(self.method, self.placement, eval_dataset, rows=rows)
+            self.evaluator = Evaluator(
+                self.method,
+                self.placement,
+                eval_dataset,
+                rows=arguments.eval_batch_size,
+                limit=arguments.max_evaluation_steps,
+            )
         self._probes = build_probes(
             arguments, self._model, processing_class, eval_dataset, benchmark
         )
@@ -257,12 +262,18 @@ class Trainer:
         if self.arguments.max_training_steps is not None:
             return self.arguments.max_training_steps
         epochs = self.arguments.num_train_epochs
-        steps = None if self.feed is None else self.feed.count_steps(epochs)
+        steps = None if self.feed is None else self._get_epochs(self.feed).count_steps(epochs)
         if steps is None:
-            raise ConfigError("train_dataset has no length: set max_training_steps")
+            raise ConfigError(
+                "train_dataset has no length: set max_training_steps, or per_epoch_training_steps "
+                "and num_train_epochs"
+            )
         if steps < 1:
             raise ConfigError("train_dataset has no full batch: use more data or a smaller batch")
         return steps
+
+    def _get_epochs(self, feed: Feed) -> Epochs:
+        return Epochs(feed, self.arguments.per_epoch_training_steps)
 
     def train(self) -> TrainerOutput:
         """Train to the end, from the newest checkpoint if there is one.
@@ -306,6 +317,7 @@ class Trainer:
                 method=self.method,
                 total_steps=self.total_steps,
                 feed=self.feed,
+                epochs=self._get_epochs(self.feed),
                 evaluator=self.evaluator,
                 probes=self._probes,
                 schedule=schedule,
@@ -403,7 +415,7 @@ class Trainer:
 
     def _first_state(self) -> EasyDeLState:
         """Return the state before training."""
-        rules, extension = self.arguments.trainable_rules, self.record.extension
+        rules, extension = self.arguments.trained_parameters, self.record.extension
         if self._state is not None:
             state = self._state
         elif rules or extension is None:

@@ -130,7 +130,7 @@ def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
     method.frozen = Frozen(frozen_models)
     schedule = build_schedule(arguments, 1000)
     tx = build_optimizer(arguments, schedule)
-    state = _state(split_model(model, arguments.trainable_rules), tx)
+    state = _state(split_model(model, arguments.trained_parameters), tx)
     rows = arguments.sequences_per_step
     host = _host_batch(run, length)
     parts = microbatches(method.prepare(host), arguments.gradient_accumulation_steps)

@@ -139,8 +139,11 @@ def training(run: RunConfig) -> Training:
         raise ConfigError("elarge plan does not know quantized weights: omit quantization.model")
     if run.lora is not None and run.lora.name_or_path is not None:
         raise ConfigError("elarge plan knows new adapters: replace lora.name_or_path by lora.rank")
-    if arguments.trainable_rules:
-        raise ConfigError("elarge plan does not know trainable_rules: omit them, or use lora")
+    if arguments.trained_parameters:
+        raise ConfigError(
+            "elarge plan does not know trainable_rules and frozen_parameters: omit them, or use "
+            "lora"
+        )
     form = METHODS[run.method]
     length, _ = run.sequence_length
     if isinstance(arguments, GRPOArguments):

@@ -10,7 +10,7 @@ skipped steps.
 
 from __future__ import annotations
 
-from ed_trainers.optimizers.build import build_optimizer, check_rules, global_norm
+from ed_trainers.optimizers.build import SCHEDULED, build_optimizer, check_rules, global_norm
 from ed_trainers.optimizers.ema import get_ema_params
 from ed_trainers.optimizers.groups import decays
 from ed_trainers.optimizers.masters import apply_updates, with_masters
@@ -19,6 +19,7 @@ from ed_trainers.optimizers.schedules import Schedule, build_schedule
 from ed_trainers.optimizers.skip import was_skipped
 
 __all__ = [
+    "SCHEDULED",
     "Schedule",
     "apply_updates",
     "build_optimizer",

@@ -18,7 +18,7 @@ from ed_trainers.optimizers.mars import scale_by_mars
 from ed_trainers.optimizers.masters import in_parameter_dtype, with_masters
 from ed_trainers.optimizers.muon import matrices, scale_by_muon
 from ed_trainers.optimizers.per_array import create_transformation, own_shapes, per_array
-from ed_trainers.optimizers.schedule_free import schedule_free
+from ed_trainers.optimizers.schedule_free import ScheduleFreeState, schedule_free
 from ed_trainers.optimizers.schedules import Schedule
 from ed_trainers.optimizers.skip import skip_bad_steps
 from ed_trainers.options.base import TrainingArguments
@@ -207,6 +207,10 @@ class RateState(NamedTuple):
     """Number of updates."""
 
     count: jax.Array
+
+
+#: States with a `count` of updates that a schedule reads; those of optax are of a user's optimizer.
+SCHEDULED = (RateState, ScheduleFreeState, optax.ScaleByScheduleState)
 
 
 def _by_learning_rate(schedule: Schedule, get_factors: NumbersOf) -> optax.GradientTransformation:

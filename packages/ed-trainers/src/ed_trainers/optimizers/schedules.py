@@ -27,7 +27,7 @@ def build_schedule(arguments: TrainingArguments, total_steps: int) -> Schedule:
 
     Args:
         arguments: `learning_rate`, `learning_rate_end`, `scheduler`, `scheduler_kwargs`,
-            `warmup_steps`.
+            `warmup_steps`, `warmup_ratio`.
         total_steps: updates of the whole run; the decay ends there, or at `decay_steps`.
 
     Returns:
@@ -35,11 +35,11 @@ def build_schedule(arguments: TrainingArguments, total_steps: int) -> Schedule:
     """
     peak = arguments.learning_rate
     end = arguments.learning_rate_end or 0.0
-    warmup = arguments.warmup_steps
     settings = scheduler_settings(arguments.scheduler, arguments.scheduler_kwargs)
+    warmup = arguments.count_warmup_steps(total_steps)
     if isinstance(settings, DecaySettings):
         total_steps = settings.decay_steps or total_steps
-    begin, course = _course(settings, arguments, total_steps)
+    begin, course = _course(settings, arguments.scheduler, warmup, total_steps)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(count, jnp.float32)
@@ -53,17 +53,16 @@ def build_schedule(arguments: TrainingArguments, total_steps: int) -> Schedule:
 
 
 def _course(
-    settings: Options, arguments: TrainingArguments, total_steps: int
+    settings: Options, scheduler: str, begin: int, total_steps: int
 ) -> tuple[int, Callable[[jax.Array], jax.Array]]:
     """Return the first step of the decay, and its factor (1 to 0) by the completed share."""
-    begin = arguments.warmup_steps
     match settings:
         case PolynomialSettings():
             return begin, lambda done: (1.0 - done) ** settings.power
         case WSDSettings():
             steps = settings.num_decay_steps or max(round(total_steps / 10), 1)
             return max(total_steps - steps, begin), _DECAYS[settings.decay_type]
-    return begin, _DECAYS.get(arguments.scheduler, jnp.ones_like)
+    return begin, _DECAYS.get(scheduler, jnp.ones_like)
 
 
 _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {

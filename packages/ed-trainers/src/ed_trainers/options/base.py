@@ -6,16 +6,15 @@ Names and defaults are EasyDeL's if EasyDeL has the option. Every option changes
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from ed_infra.chats import CheckedPrompts
-from ed_infra.errors import ConfigError
 from ed_infra.options import (
     Count,
+    Fraction,
     NotNegative,
     Options,
     Positive,
@@ -23,16 +22,7 @@ from ed_infra.options import (
     choice,
     dtype_name,
 )
-from ed_infra.rules import Rules
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ed_trainers.options.optimizers import (
     DECAYING,
@@ -40,12 +30,18 @@ from ed_trainers.options.optimizers import (
     OPTIMIZERS,
     SCHEDULERS,
     WITH_MU,
+    Amounts,
+    Decisions,
+    Duration,
+    Factors,
     FractionBelowOne,
+    LocalDirectory,
+    NamePattern,
     Steps,
+    Strategy,
     StrictFlag,
     checked_settings,
     conflict,
-    problem,
 )
 from ed_trainers.options.other_names import EQUIVALENT, SAME
 
@@ -67,32 +63,6 @@ class RowKind:
 #: Weight of the learner in a mixture.
 Mixup = Annotated[float, Field(gt=0, le=1)]
 
-#: `[[pattern, value], ...]` over the names of parameters; see `ed_infra.rules`.
-Decisions = tuple[tuple[str, StrictFlag], ...]
-Factors = tuple[tuple[str, Positive], ...]
-Amounts = tuple[tuple[str, NotNegative], ...]
-
-
-_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "sec": 1.0}
-
-
-def _duration(value: object) -> object:
-    """Read a duration in seconds: `90`, `"90s"`, `"50min"`, `"1h30m"`."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip().lower().replace(" ", "")
-    if re.fullmatch(r"\d+(\.\d+)?", text):
-        return float(text)
-    parts = re.findall(r"(\d+(?:\.\d+)?)(min|sec|d|h|m|s)", text)
-    if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise PydanticCustomError(
-            "duration",
-            "{value} is not a duration: use seconds, or text such as '90s', '50min' or '1h30m'",
-            {"value": repr(value)},
-        )
-    return sum(float(number) * _UNITS[unit] for number, unit in parts)
-
-
 #: Names allowed in `report_to`; `ed_trainers.figures.trackers` has a class for each.
 TRACKERS = ("wandb", "trackio", "mlflow")
 
@@ -110,6 +80,7 @@ class TrainingArguments(Options):
     ALIASES: ClassVar[Mapping[str, str]] = {
         "extra_optimizer_kwargs": "optimizer_kwargs",
         "lr_scheduler_kwargs": "scheduler_kwargs",
+        "per_epoch_evaluation_steps": "max_evaluation_steps",
         **SAME,
     }
     EQUIVALENT: ClassVar[Mapping[str, str]] = EQUIVALENT
@@ -132,6 +103,9 @@ class TrainingArguments(Options):
     """Final learning rate of the scheduler's decay; None: 0."""
     warmup_steps: Annotated[int, Field(ge=0, le=LONGEST)] = 0
     """Steps in which the learning rate rises linearly to its highest value."""
+    warmup_ratio: Fraction = 0.0
+    """Share of the steps of the run in which the learning rate rises, rounded up; instead of
+    `warmup_steps`."""
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay; norms and biases do not decay."""
     clip_grad: Positive | None = None
@@ -156,6 +130,9 @@ class TrainingArguments(Options):
     """Pairs `[pattern, true or false]` over the names of parameters. The first matching pair
     decides whether a parameter is trained; a parameter without a match is frozen. Without rules all
     parameters are trained."""
+    frozen_parameters: NamePattern | None = None
+    """Regular expression over the names of parameters that are not trained; all others are. Instead
+    of `trainable_rules`."""
     learning_rate_rules: Factors = ()
     """Pairs `[pattern, factor]`: factors on the learning rates of the matching parameters."""
     weight_decay_rules: Amounts = ()
@@ -166,7 +143,16 @@ class TrainingArguments(Options):
     """Number of passes over the data, unless `max_training_steps` is set."""
     max_training_steps: Steps | None = None
     """Number of optimizer steps of the whole run, including steps before a resume."""
-    training_time_limit: Annotated[Positive | None, BeforeValidator(_duration)] = None
+    per_epoch_training_steps: Steps | None = None
+    """Maximum number of steps of an epoch; the length of an epoch for data without a length. The
+    data continue in the next epoch."""
+    step_start_point: Annotated[int, Field(ge=0, le=LONGEST)] | None = None
+    """Number of steps that count as done at the beginning of a new run: for the schedule of the
+    learning rate, the steps of the run and the batches of a loader. Moments of the optimizer start
+    at zero. A run that resumes continues at the step of its checkpoint."""
+    force_step_start_point: StrictFlag = False
+    """Apply `step_start_point` also to an `EasyDeLState` that counts other steps."""
+    training_time_limit: Duration | None = None
     """Duration after which training stops as after Ctrl-C: seconds, `"90min"`, `"1h30m"`."""
     total_batch_size: Count = 32
     """Number of sequences of an optimizer step, over all hosts and microbatches."""
@@ -174,6 +160,8 @@ class TrainingArguments(Options):
     """Number of microbatches of an optimizer step; the result does not depend on it."""
     eval_batch_size: Count | None = None
     """Number of sequences per evaluation batch. None: the batches of the loader."""
+    max_evaluation_steps: Steps | None = None
+    """Number of batches that an evaluation reads from the held-out data; None: all."""
     image_feature_cache_gib: Positive | None = None
     """Host memory in GiB for the outputs of a frozen vision encoder. Equal images, also of later
     epochs, are then encoded once. The least recently used outputs are dropped. None: each step
@@ -183,10 +171,16 @@ class TrainingArguments(Options):
     seed: Seed = 42
     """Seed of all random numbers of training, except the order of the data."""
 
-    save_directory: str = "EasyDeL-Checkpoints"
+    save_directory: LocalDirectory = "EasyDeL-Checkpoints"
     """Directory of checkpoints, metrics and the trained model."""
     save_steps: Steps | None = None
     """Steps between checkpoints; None: only at the end. SIGUSR1 saves a checkpoint at any time."""
+    save_strategy: Strategy | None = None
+    """`epoch`: a checkpoint at the end of each epoch, instead of `save_steps`. `steps`: every
+    `save_steps`. `no`: only at the end. None: by `save_steps`."""
+    save_interval_minutes: Positive | None = None
+    """Minutes after a checkpoint after which the next one is saved, in addition to `save_steps`.
+    The clock of the first process decides for all."""
     save_total_limit: Steps | None = None
     """Number of newest checkpoints to keep, in addition to the best. None: all."""
     do_last_save: bool = True
@@ -214,6 +208,10 @@ class TrainingArguments(Options):
     """Steps between updates of the progress bar."""
     evaluation_steps: Steps | None = None
     """Steps between evaluations; None: only at the end."""
+    eval_strategy: Strategy | None = None
+    """`epoch`: an evaluation at the end of each epoch, instead of `evaluation_steps`. `steps`:
+    every `evaluation_steps`. `no`: none, not even at the end. None: by `evaluation_steps`, and at
+    the end."""
     save_best_k: Steps | None = None
     """Number of best checkpoints to keep, in addition to the newest of `save_total_limit` (one, if
     `save_total_limit` is None)."""
@@ -304,6 +302,18 @@ class TrainingArguments(Options):
         default = self.DEFAULT_LENGTH
         return default if positions is None else min(default, positions)
 
+    @property
+    def trained_parameters(self) -> Decisions:
+        """The pairs that select the trained parameters: `trainable_rules`, or all but
+        `frozen_parameters`."""
+        if self.frozen_parameters is None:
+            return self.trainable_rules
+        return ((self.frozen_parameters, False), ("", True))
+
+    def count_warmup_steps(self, total_steps: int) -> int:
+        """Return the number of steps of the warm-up in a run of `total_steps` steps."""
+        return self.warmup_steps or math.ceil(total_steps * self.warmup_ratio)
+
     def idle(self) -> list[tuple[str, str]]:
         """Return the options without effect because of other options of the method, each with the
         reason."""
@@ -354,6 +364,27 @@ class TrainingArguments(Options):
             )
         return value
 
+    @field_validator("warmup_ratio")
+    @classmethod
+    def _is_the_only_warmup(cls, value: float, info: ValidationInfo) -> float:
+        steps = info.data.get("warmup_steps", 0)
+        if value and steps:
+            raise conflict(
+                f"warmup_ratio {value:g} and warmup_steps {steps} both set the length of the "
+                "warm-up: keep one"
+            )
+        return value
+
+    @field_validator("frozen_parameters")
+    @classmethod
+    def _is_the_only_rule(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("trainable_rules"):
+            raise conflict(
+                "frozen_parameters and trainable_rules both select the trained parameters: keep "
+                f"one. trainable_rules for this pattern are [[{value!r}, false], ['', true]]"
+            )
+        return value
+
     @field_validator("tx_mu_dtype")
     @classmethod
     def _has_moment(cls, value: str | None, info: ValidationInfo) -> str | None:
@@ -365,19 +396,34 @@ class TrainingArguments(Options):
             )
         return value
 
-    @field_validator("trainable_rules", "learning_rate_rules", "weight_decay_rules")
+    @field_validator("step_start_point")
     @classmethod
-    def _are_patterns(
-        cls, value: tuple[tuple[str, object], ...], info: ValidationInfo
-    ) -> tuple[tuple[str, object], ...]:
-        problems = []
-        for index, (pattern, _) in enumerate(value):
-            try:
-                Rules([(pattern, None)], kind=f"{info.field_name} pattern")
-            except ConfigError as error:
-                problems.append(problem(index, pattern, str(error)))
-        if problems:
-            raise ValidationError.from_exception_data(cls.__name__, problems)
+    def _leaves_a_step(cls, value: int | None, info: ValidationInfo) -> int | None:
+        total = info.data.get("max_training_steps")
+        if value is not None and total is not None and value >= total:
+            raise conflict(
+                f"step_start_point {value} leaves no step: max_training_steps {total} includes the "
+                "steps before it. Raise max_training_steps, or lower step_start_point"
+            )
+        return value
+
+    @field_validator("force_step_start_point")
+    @classmethod
+    def _has_a_start(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("step_start_point") is None:
+            raise conflict("force_step_start_point has no effect without step_start_point")
+        return value
+
+    @field_validator("save_strategy", "eval_strategy")
+    @classmethod
+    def _agrees_with_the_steps(cls, value: str | None, info: ValidationInfo) -> str | None:
+        key = {"save_strategy": "save_steps", "eval_strategy": "evaluation_steps"}
+        key = key[str(info.field_name)]
+        steps = info.data.get(key)
+        if value in ("no", "epoch") and steps is not None:
+            raise conflict(f"{info.field_name}: {value} and {key} {steps} exclude each other")
+        if value == "steps" and steps is None:
+            raise conflict(f"{info.field_name}: steps needs {key}, the number of steps")
         return value
 
     @field_validator("load_best_model_at_end", "save_best_k")
@@ -386,10 +432,12 @@ class TrainingArguments(Options):
         cls, value: bool | int | None, info: ValidationInfo
     ) -> bool | int | None:
         save, evaluate = info.data.get("save_steps"), info.data.get("evaluation_steps")
-        if value and (save is None or evaluate is None or save % evaluate):
+        by_epoch = info.data.get("save_strategy") == info.data.get("eval_strategy") == "epoch"
+        if value and not by_epoch and (save is None or evaluate is None or save % evaluate):
             raise conflict(
                 f"{info.field_name} compares checkpoints by their evaluations: save_steps "
-                f"({save}) must be a multiple of evaluation_steps ({evaluate})"
+                f"({save}) must be a multiple of evaluation_steps ({evaluate}), or save_strategy "
+                "and eval_strategy both epoch"
             )
         return value
 
@@ -421,29 +469,6 @@ class TrainingArguments(Options):
                 "optimizer step"
             )
         return self
-
-    @field_validator("save_directory")
-    @classmethod
-    def _can_be_a_directory(cls, value: str) -> str:
-        if not value.strip():
-            raise conflict("save_directory is empty: name a directory, '.' for the present one")
-        if "://" in value:
-            raise conflict(
-                f"save_directory {value!r} is an address, and checkpoints are written to a local "
-                "directory: name a directory, and set mirror_address to the address, to which "
-                "complete checkpoints are copied"
-            )
-        for path in (Path(value), *Path(value).parents):
-            try:
-                is_file = path.is_file()
-            except OSError as error:  # for example, a name that is too long
-                raise conflict(
-                    f"save_directory {value[:200]!r} cannot be a directory ({error.strerror}): use "
-                    "a shorter name, or another folder"
-                ) from None
-            if is_file:
-                raise conflict(f"{path} is a file: save_directory must name a directory")
-        return value
 
     @field_validator("mirror_address")
     @classmethod

@@ -1,14 +1,18 @@
-"""Optimizers and schedulers by name, with the settings of each. Imports neither jax nor flax."""
+"""Kinds of values, and the optimizers and schedulers by name, with the settings of each. Imports
+neither jax nor flax."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from ed_infra.errors import did_you_mean
+from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.options import Count, NotNegative, Options, Positive
-from pydantic import Field, ValidationError
+from ed_infra.rules import Rules
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 # The share of a running mean that stays.
@@ -17,6 +21,102 @@ StrictFlag = Annotated[bool, Field(strict=True)]
 # No run is longer: a larger number is a slip of the hand.
 LONGEST = 100_000_000
 Steps = Annotated[int, Field(gt=0, le=LONGEST)]
+
+
+def conflict(message: str) -> PydanticCustomError:
+    """Return the error of a value that contradicts another value or the environment."""
+    return PydanticCustomError("conflict", "{message}", {"message": message})
+
+
+def problem(key: str | int, value: object, message: str) -> InitErrorDetails:
+    """Return a problem at a key below the validated field."""
+    return InitErrorDetails(type=conflict(message), loc=(key,), input=value)
+
+
+def _check_pattern(value: str, info: ValidationInfo) -> str:
+    try:
+        Rules([(value, None)], kind=f"{info.field_name} pattern")
+    except ConfigError as error:
+        raise conflict(str(error)) from None
+    return value
+
+
+def _check_patterns(
+    value: tuple[tuple[str, object], ...], info: ValidationInfo
+) -> tuple[tuple[str, object], ...]:
+    problems = []
+    for index, (pattern, _) in enumerate(value):
+        try:
+            Rules([(pattern, None)], kind=f"{info.field_name} pattern")
+        except ConfigError as error:
+            problems.append(problem(index, pattern, str(error)))
+    if problems:
+        raise ValidationError.from_exception_data(str(info.field_name), problems)
+    return value
+
+
+#: A regular expression over the names of parameters; see `ed_infra.rules`.
+NamePattern = Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_check_pattern)]
+#: `[[pattern, value], ...]` over the names of parameters.
+Decisions = Annotated[tuple[tuple[str, StrictFlag], ...], AfterValidator(_check_patterns)]
+Factors = Annotated[tuple[tuple[str, Positive], ...], AfterValidator(_check_patterns)]
+Amounts = Annotated[tuple[tuple[str, NotNegative], ...], AfterValidator(_check_patterns)]
+
+#: When something periodic happens; `no` in YAML is false.
+Strategy = Annotated[
+    Literal["no", "steps", "epoch"],
+    BeforeValidator(lambda value: "no" if value is False else value),
+]
+
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "sec": 1.0}
+
+
+def _duration(value: object) -> object:
+    """Read a duration in seconds: `90`, `"90s"`, `"50min"`, `"1h30m"`."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower().replace(" ", "")
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    parts = re.findall(r"(\d+(?:\.\d+)?)(min|sec|d|h|m|s)", text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise PydanticCustomError(
+            "duration",
+            "{value} is not a duration: use seconds, or text such as '90s', '50min' or '1h30m'",
+            {"value": repr(value)},
+        )
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
+
+
+#: Seconds, or a text with units.
+Duration = Annotated[Positive, BeforeValidator(_duration)]
+
+
+def _check_directory(value: str, info: ValidationInfo) -> str:
+    name = info.field_name
+    if not value.strip():
+        raise conflict(f"{name} is empty: name a directory, '.' for the present one")
+    if "://" in value:
+        raise conflict(
+            f"{name} {value!r} is an address, and checkpoints are written to a local directory: "
+            "name a directory, and set mirror_address to the address, to which complete "
+            "checkpoints are copied"
+        )
+    for path in (Path(value), *Path(value).parents):
+        try:
+            is_file = path.is_file()
+        except OSError as error:  # for example, a name that is too long
+            raise conflict(
+                f"{name} {value[:200]!r} cannot be a directory ({error.strerror}): use a shorter "
+                "name, or another folder"
+            ) from None
+        if is_file:
+            raise conflict(f"{path} is a file: {name} must name a directory")
+    return value
+
+
+#: The path of a directory of this machine, which need not exist.
+LocalDirectory = Annotated[str, AfterValidator(_check_directory)]
 
 
 class AdamWSettings(Options):
@@ -276,13 +376,3 @@ def checked_settings(
         raise ValidationError.from_exception_data(cls.__name__, unknown)
     checked = cls(**settings)  # errors keep the position of their key
     return {key: getattr(checked, key) for key in settings}
-
-
-def conflict(message: str) -> PydanticCustomError:
-    """Return the error of a value that contradicts another value or the environment."""
-    return PydanticCustomError("conflict", "{message}", {"message": message})
-
-
-def problem(key: str | int, value: object, message: str) -> InitErrorDetails:
-    """Return a problem at a key below the validated field."""
-    return InitErrorDetails(type=conflict(message), loc=(key,), input=value)

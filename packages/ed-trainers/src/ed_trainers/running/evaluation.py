@@ -31,6 +31,7 @@ class Evaluator:
         placement: puts batches on the devices.
         dataset: a loader with `batch_at(step)` and `steps_per_epoch`, or an iterable.
         rows: number of rows of a batch; None uses the batches of the dataset.
+        limit: number of batches of the dataset that an evaluation reads; None: all.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Evaluator:
         dataset: Dataset,
         *,
         rows: int | None,
+        limit: int | None = None,
     ):
         self._method = method
+        self._limit = limit
         self._placement = placement
         self._dataset = dataset
         whole_batches = method.whole_batches
@@ -84,7 +87,8 @@ class Evaluator:
             means["eval_tokens"] = sums[0][MAIN][1]
         measure = self._method.record.measure
         if measure is not None:
-            method_metrics = measure(self._method, evaluation_batches(self._dataset)[0], state)
+            batches = evaluation_batches(self._dataset, self._limit)[0]
+            method_metrics = measure(self._method, batches, state)
             means |= {f"eval_{name}": value for name, value in method_metrics.items()}
         return means
 
@@ -120,7 +124,7 @@ class Evaluator:
 
     def _batches(self, state: EasyDeLState, show: Show | None) -> Iterator[Batch]:
         """Yield placed batches with the same number of rows; the last one is padded."""
-        batches, count = evaluation_batches(self._share.dataset)
+        batches, count = evaluation_batches(self._share.dataset, self._limit)
 
         def show_progress() -> Iterator[HostBatch]:
             for index, batch in enumerate(batches):

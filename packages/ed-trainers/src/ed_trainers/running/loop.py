@@ -15,7 +15,7 @@ from ed_infra import freed_memory
 from ed_infra.distributed import barrier, from_main
 from ed_infra.errors import CheckpointError, ConfigError
 
-from ed_trainers.batches import Feed
+from ed_trainers.batches import Epochs, Feed
 from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.memory import MemoryCopies
@@ -60,6 +60,7 @@ class Job:
         method: the method with its options, models and placement.
         total_steps: number of updates of the whole run.
         feed: the training batches.
+        epochs: the steps at which epochs end.
         evaluator: evaluates the held-out data, if there are any.
         probes: previews and benchmarks, called every few steps.
         schedule: returns the learning rate of an update.
@@ -75,6 +76,7 @@ class Job:
     method: MethodRun
     total_steps: int
     feed: Feed
+    epochs: Epochs
     evaluator: Evaluator | None
     probes: tuple[Probe, ...]
     schedule: Schedule
@@ -94,7 +96,10 @@ class TrainingLoop:
         self.job = job
         self.arguments = job.method.arguments
         self.total = job.total_steps
-        self.stop = StopRequest(self.arguments.training_time_limit)
+        minutes = self.arguments.save_interval_minutes
+        self.stop = StopRequest(
+            self.arguments.training_time_limit, None if minutes is None else 60 * minutes
+        )
         self.step = self._first_step = 0
         self.progress: Progress | None = None
         directory = Path(self.arguments.save_directory)
@@ -198,8 +203,9 @@ class TrainingLoop:
             self.job.feed.load_state_dict(saved["loader"])
             self.meter.resume(saved.get("meter"), same_launch=self._is_of_this_launch(saved))
             self.job.adopt(state)  # releases the initial parameters
-        elif state.opt_state is None:
-            state = state.init_tx(tx)
+        else:
+            state = state if state.opt_state is not None else state.init_tx(tx)
+            state = self._start_at_point(state)
         self.step = self._first_step = int(state.step)
         self.log.restart(self.step)
         kind, columns = self.arguments.progress_bar_type, self.job.method.record.progress_columns
@@ -214,6 +220,23 @@ class TrainingLoop:
             seed=self.arguments.seed,
         )
         return state
+
+    def _start_at_point(self, state: EasyDeLState) -> EasyDeLState:
+        """Return a new state that counts the steps before `step_start_point` as done."""
+        point, step = self.arguments.step_start_point, int(state.step)
+        if point is None or point == step:
+            return state
+        if step and not self.arguments.force_step_start_point:
+            raise ConfigError(
+                f"the state has done {step} steps, and step_start_point is {point}: set "
+                "force_step_start_point to count from there, or omit step_start_point"
+            )
+        if point >= self.total:
+            raise ConfigError(
+                f"step_start_point {point} leaves no step of a run of {self.total} steps: lower "
+                "it, or make the run longer"
+            )
+        return state.at_step(point)
 
     def _restore_newest(
         self, template: EasyDeLState
@@ -266,7 +289,7 @@ class TrainingLoop:
         del state
         self.meter.ready()
         self.job.notify("on_train_begin", self.step)
-        if self.step and self._evaluation_is_due():
+        if self.step > (self.arguments.step_start_point or 0) and self._evaluation_is_due():
             self._evaluate()
         while self.step < self.total and self._stopped_by is None:
             self._one_step()
@@ -402,9 +425,11 @@ class TrainingLoop:
         return self._state().get_ema_state() if self.arguments.use_ema else self._state()
 
     def _evaluation_is_due(self) -> bool:
-        if self.job.evaluator is None:
+        strategy = self.arguments.eval_strategy
+        if self.job.evaluator is None or strategy == "no":
             return False
-        if not self._is_time(self.arguments.evaluation_steps):
+        ends_epoch = strategy == "epoch" and self.job.epochs.ends_at(self.step)
+        if not ends_epoch and not self._is_time(self.arguments.evaluation_steps):
             return False
         last = self.log.last(evaluation=True)
         return last is None or last["step"] != self.step
@@ -429,10 +454,13 @@ class TrainingLoop:
             return True
         if self.step == self.total:
             return self.arguments.do_last_save
+        if self.arguments.save_strategy == "epoch":
+            return self.job.epochs.ends_at(self.step)
         return every is not None and self.step % every == 0
 
     def _save(self) -> None:
         self._save_asked = False
+        self.stop.note_save()
         self.job.lock.check()
         # The rows of these steps must outlive a crash if the checkpoint does.
         self.log.flush()

@@ -34,16 +34,23 @@ class StopRequest:
 
     Args:
         time_limit: number of seconds after which to stop, or None.
+        save_interval: number of seconds after a checkpoint after which the first process requests
+            the next one, or None.
     """
 
-    def __init__(self, time_limit: float | None = None):
-        self._limit = time_limit
-        self._began = time.monotonic()
+    def __init__(self, time_limit: float | None = None, save_interval: float | None = None):
+        self._limit, self._save_interval = time_limit, save_interval
+        self._began = self._saved = time.monotonic()
         self._reason: str | None = None
         self._save = False
         self._old: dict[int, Handler] = {}
 
+    def note_save(self) -> None:
+        """Start the save interval again."""
+        self._saved = time.monotonic()
+
     def __enter__(self) -> StopRequest:
+        self.note_save()
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if number != _HANGUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -90,8 +97,12 @@ class StopRequest:
     def reason(self) -> str | None:
         """The reason to stop, or None: the name of a signal, `time limit`, or a reason of `ask`.
 
-        With several processes this is a collective: all processes stop if one has a reason.
+        With several processes this is a collective: all processes stop if one has a reason, and all
+        save if one was asked to, or if the save interval of the first process has ended.
         """
+        interval = self._save_interval
+        if interval is not None and jax.process_index() == 0:
+            self._save = self._save or time.monotonic() - self._saved >= interval
         out_of_time = self._limit is not None and time.monotonic() - self._began >= self._limit
         if self._reason is None and out_of_time:
             self._reason = "time limit"

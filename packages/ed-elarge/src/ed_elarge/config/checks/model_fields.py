@@ -220,17 +220,22 @@ def mesh_sizes(run: RunConfig) -> Iterator[Problem]:
 
 def adapters_or_rules(run: RunConfig) -> Iterator[Problem]:
     """Reject `lora` together with rules that select trainable parameters."""
-    if run.lora is not None and run.trainer is not None and run.trainer.trainable_rules:
+    for key in _list_rules(run) if run.lora is not None else ():
         yield Problem(
-            ("trainer", "trainable_rules"),
-            "with the section lora only the adapters are trained: omit trainable_rules, or the "
-            "section lora",
+            ("trainer", key),
+            f"with the section lora only the adapters are trained: omit {key}, or the section lora",
         )
+
+
+def _list_rules(run: RunConfig) -> list[str]:
+    """Return the keys of the trainer that select trained parameters."""
+    keys = ("trainable_rules", "frozen_parameters")
+    return [key for key in keys if run.trainer is not None and getattr(run.trainer, key)]
 
 
 def frozen_weights(run: RunConfig) -> Iterator[Problem]:
     """Check that quantized weights were trained before, and that nothing tries to train them."""
-    trainer, model = run.trainer, run.model
+    model = run.model
     if run.has_frozen_weights and model is not None and model.config is not None:
         yield Problem(
             ("quantization", "model"),
@@ -238,11 +243,11 @@ def frozen_weights(run: RunConfig) -> Iterator[Problem]:
             "start from a trained model (model.name_or_path), or set simulate: true to train with "
             "rounded weights",
         )
-    if run.has_frozen_weights and trainer is not None and trainer.trainable_rules:
+    for key in _list_rules(run) if run.has_frozen_weights else ():
         yield Problem(
-            ("trainer", "trainable_rules"),
-            "with quantization.model only the adapters of the section lora are trained: omit "
-            "trainable_rules, or the quantization",
+            ("trainer", key),
+            f"with quantization.model only the adapters of the section lora are trained: omit {key}"
+            ", or the quantization",
         )
 
 

@@ -166,8 +166,12 @@ def data_of_trainer(run: RunConfig) -> Iterator[Problem]:
         if trainer.generation_interval is not None and not trainer.generation_prompts:
             message = f"there are no prompts: set generation_prompts, or {hold_out}"
             yield Problem(("trainer", "generation_interval"), message)
-    if mixture.streaming and trainer.max_training_steps is None:
-        message = "a stream has no length: set trainer.max_training_steps"
+    lengths = (trainer.max_training_steps, trainer.per_epoch_training_steps)
+    if mixture.streaming and lengths == (None, None):
+        message = (
+            "a stream has no length: set trainer.max_training_steps, or "
+            "trainer.per_epoch_training_steps"
+        )
         yield Problem(("mixture", "streaming"), message)
     ahead = "precompute_ref_log_probs"
     if getattr(trainer, ahead, False) and mixture.streaming:
