@@ -197,9 +197,9 @@ def _open_easylm(path: Path) -> tuple[list[str], Read]:
 
 
 def _open_safetensors(path: Path) -> tuple[list[str], Read]:
-    from ed_models.checkpoints.tensor_files import TensorFiles
+    from ed_models.checkpoints.pickled_files import open_tensors
 
-    files = TensorFiles.open(path)
+    files = open_tensors(path)
     return list(files), files.read
 
 

@@ -43,11 +43,12 @@ def plan_param_dtype(run: RunConfig) -> str:
 
 
 def find_stored_dtype(directory: Path) -> str | None:
-    """Return the dtype of most parameters in safetensors files; None for other files."""
-    from ed_models.checkpoints.tensor_files import TensorFiles
+    """Return the dtype of most parameters in safetensors files, or in a folder of EasyDeL; None
+    for other files."""
+    from ed_models.checkpoints.pickled_files import open_tensors
 
     try:
-        entries = TensorFiles.open(directory).values()
+        entries = open_tensors(directory).values()
     except CheckpointError:
         return None
     sizes: dict[str, int] = {}

@@ -29,6 +29,9 @@ _ROPE_NAMES = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 # Keywords of from_pretrained for access to the hub.
 _HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 
+#: Execution fields that EasyDeL writes beside the fields of an architecture.
+_MARKS = {"easy_method", "attn_mechanism", "precompute_masks", "fcm_min_ratio", "partition_axis"}
+
 #: Set during construction from a file, whose keys are not checked.
 reading_file: contextvars.ContextVar[bool] = contextvars.ContextVar("reading_file", default=False)
 
@@ -74,11 +77,18 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
                 extra = cls.ignore_keys_at_rope_validation
                 check_parameters(kwargs[name], names=True, known_names=extra)
         _merge(cls, data, {k: v for k, v in kwargs.items() if k not in unused})
+        computed = _pop_computed(cls, data)
         token = reading_file.set(True)
         try:
             config = cls(**data)
         finally:
             reading_file.reset(token)
+        for name, value in computed.items():
+            if value is not None and value != (computed_value := getattr(config, name)):
+                raise ConfigError(
+                    f"{name} = {value!r} contradicts the other fields, from which {cls.__name__} "
+                    f"computes {computed_value!r}: omit it"
+                )
         return (config, unused) if unused_wanted else config
 
     @classmethod
@@ -92,8 +102,10 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
         """
         address, kwargs = str(pretrained_model_name_or_path), _hub_keywords(kwargs)
         if "://" in address:
-            return _read_remote(address, kwargs)
-        return super().get_config_dict(address, **kwargs)
+            data, kwargs = _read_remote(address, kwargs)
+        else:
+            data, kwargs = super().get_config_dict(address, **kwargs)
+        return accept_easydel_values(data, address), kwargs
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
@@ -131,6 +143,22 @@ class StoredConfig(ExecutionFields, PretrainedConfig):
     def from_json_file(cls, json_file: str | os.PathLike) -> Self:
         """Create a configuration from a JSON file."""
         return cls.from_dict(cls._dict_from_json_file(json_file))
+
+
+def accept_easydel_values(stored: dict[str, Any], location: str) -> dict[str, Any]:
+    """Return the content of a config.json; values that only EasyDeL writes are converted.
+
+    Args:
+        stored: The content of the file.
+        location: Path or address of the file.
+    """
+    texts = (value for value in stored.values() if isinstance(value, Mapping))
+    # This project writes its execution fields in a section, and transformers has no such fields.
+    if not any(_MARKS & keys.keys() for keys in (stored, *texts)):
+        return stored
+    from ed_infra.config.easydel_values import convert_easydel_values
+
+    return convert_easydel_values(stored, location)
 
 
 def _keys(config_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,6 +241,16 @@ def _hub_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
     if keywords.pop("resume_download", None) is not None:
         once(logger, "resume_download has no effect: downloads are always resumed")
     return keywords
+
+
+def _pop_computed(cls: type, data: dict[str, Any]) -> dict[str, Any]:
+    """Remove and return the values that a class computes from others, such as Falcon's head_dim."""
+    properties = {name: getattr(cls, name, None) for name in data}
+    return {
+        name: data.pop(name)
+        for name, value in properties.items()
+        if isinstance(value, property) and value.fset is None
+    }
 
 
 def _merge(cls: type, data: dict[str, Any], changes: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ed_infra import registry
 from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.config.files import accept_easydel_values
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
@@ -81,7 +82,7 @@ def read_settings(path: Path, task: TaskType | None = None) -> Mapping[str, Any]
         raise CheckpointError(f"{path} is not a JSON object ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object but a {type(content).__name__}")
-    return text_settings(content, path, task)
+    return text_settings(accept_easydel_values(content, str(path)), path, task)
 
 
 def read_cross_encoder(directory: Path) -> Mapping[str, Any] | None:

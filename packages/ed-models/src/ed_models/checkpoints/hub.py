@@ -51,6 +51,7 @@ from ed_models.checkpoints.gguf.directory import ENDING as GGUF
 from ed_models.checkpoints.gguf.directory import as_directory, file_in, parts_pattern
 from ed_models.checkpoints.loading import CheckedFiles, load, prepare
 from ed_models.checkpoints.pickled_files import PICKLED, open_tensors
+from ed_models.checkpoints.tensor_files import EASYDEL_INDEX
 from ed_models.checkpoints.text_halves import MODEL_TYPES
 
 #: Files of a repository that are downloaded; other copies of the weights are not.
@@ -124,7 +125,7 @@ def resolve(
     if path.is_dir():
         folder = _within(path, subfolder)
         file = file_in(folder, gguf_file)
-        return folder if file is None else as_directory(file)
+        return _find_model_folder(folder) if file is None else as_directory(file)
     name = str(name_or_path)
     if path.is_file() and path.name.endswith(GGUF):
         return as_directory(path)
@@ -160,6 +161,8 @@ def resolve(
             fetch([*_MODULES, *dense], [])
         if weights and allow_pickle and not any(folder.glob("*.safetensors")):
             fetch([f"{Path(PICKLED).stem}*.bin"], ["*/*"])
+        if weights and (folder / EASYDEL_INDEX).is_file():
+            fetch(["model/*"], [])
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise CheckpointError(
             f"{name!r} is neither a directory here nor a repository on the hub that this token may "
@@ -173,6 +176,15 @@ def resolve(
             "be reached (offline, or local_files_only); download it first, or pass a directory"
         ) from error
     return folder
+
+
+def _find_model_folder(folder: Path) -> Path:
+    """Return a folder, or the newest of the runs of EasyDeL's trainer in a folder of runs."""
+    if (folder / "config.json").is_file():
+        return folder
+    from ed_models.checkpoints.easydel_folder import find_newest_run
+
+    return find_newest_run(folder)
 
 
 def _within(folder: Path, subfolder: str | None) -> Path:
@@ -253,6 +265,8 @@ def from_pretrained(
     **hub: Unpack[HubOptions],
 ) -> LoadableT:
     """Load a model in Hugging Face's layout straight onto its devices.
+
+    A folder that EasyDeL saved is read, too (`ed_models.checkpoints.easydel_folder`).
 
     Args:
         name_or_path: a directory or a hub repository.

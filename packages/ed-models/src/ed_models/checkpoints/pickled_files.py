@@ -24,6 +24,7 @@ from ed_models.checkpoints.gguf.directory import find_gguf_file
 from ed_models.checkpoints.gguf.files import GgufFiles
 from ed_models.checkpoints.tensor_files import (
     DTYPES,
+    EASYDEL_INDEX,
     TensorEntry,
     TensorFiles,
     read_weight_map,
@@ -67,8 +68,8 @@ _DTYPES = {
 def open_tensors(
     directory: Path, *, variant: str | None = None, allow_pickle: bool = False
 ) -> TensorFiles:
-    """Open the weights of a directory: safetensors, torch's pickles where these are allowed, or the
-    GGUF file that the directory was made for.
+    """Open the weights of a directory: safetensors, torch's pickles where these are allowed, the
+    GGUF file that the directory was made for, or the arrays that EasyDeL saved.
 
     Args:
         directory: a local directory.
@@ -82,6 +83,10 @@ def open_tensors(
     gguf = find_gguf_file(directory)
     if gguf is not None:
         return GgufFiles.open(gguf, variant)
+    if (directory / EASYDEL_INDEX).is_file() and not any(directory.glob("*.safetensors")):
+        from ed_models.checkpoints.easydel_folder import EasyDeLFiles
+
+        return EasyDeLFiles.open(directory, variant)
     index = directory / with_variant(PICKLED_INDEX, variant)
     single = directory / with_variant(PICKLED, variant)
     has_pickles = index.is_file() or single.is_file()

@@ -30,6 +30,8 @@ Index = tuple[int | slice, ...]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+#: The list of arrays in a folder that EasyDeL saved (`ed_models.checkpoints.easydel_folder`).
+EASYDEL_INDEX = "tensorstore_index.json"
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
