@@ -9,7 +9,7 @@ from ed_layers.attention.kernels.vanilla import vanilla_attention
 
 from tests.conformance import results as conformance_results
 from tests.conformance.cases import subjects
-from tools import attention_table, bits_table, gguf_table, model_table
+from tools import attention_table, bits_table, flag_table, gguf_table, model_table
 
 
 def test_attention_page_is_up_to_date() -> None:
@@ -75,3 +75,9 @@ def test_model_table_summarizes_results() -> None:
     assert model_table.largest(results, "llama", "saved") == "fails"
     assert model_table.largest(results, "llama", "pages") == ""
     assert model_table.special("llama").startswith("Llama (Touvron et al. 2023")
+
+
+def test_tables_of_flags_are_up_to_date() -> None:
+    for path in flag_table.PAGES:
+        written = path.read_text(encoding="utf-8")
+        assert written == flag_table.page(path), "run: uv run python -m tools.flag_table"

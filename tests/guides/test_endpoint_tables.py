@@ -20,8 +20,11 @@ def rows() -> list[tuple[str, list[str], str, str]]:
 
     A path can begin with a method: `POST /props`.
     """
-    text = (ROOT / "docs/migrate/servers.md").read_text()
-    section = text.split("## Endpoints of other servers")[1].split("\n## ")[0]
+    sections = []
+    for page in ("vllm", "llama_cpp", "ollama"):
+        text = (ROOT / f"docs/migrate/{page}.md").read_text()
+        sections.append(text.split("\n## Endpoints of ")[1].split("\n## ")[0])
+    section = "\n".join(sections)
     found, table = [], ""
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -21,8 +21,9 @@ from tests.snippets.pages import blocks
 from tools import migration_tables
 from tools.workspace import ROOT
 
-#: The pages about training; `servers.md` is about requests and flags.
-PAGES = sorted(set((ROOT / "docs/migrate").glob("*.md")) - {ROOT / "docs/migrate/servers.md"})
+#: The pages about training; the others are about requests and flags of servers.
+SERVERS = {ROOT / f"docs/migrate/{name}.md" for name in ("vllm", "llama_cpp", "ollama")}
+PAGES = sorted(set((ROOT / "docs/migrate").glob("*.md")) - SERVERS)
 #: Page -> the classes of TRL whose names it lists, and the method with the same options.
 TRL_METHODS = {
     "SFTConfig": "sft",

@@ -11,7 +11,7 @@ RUN = """
 import logging, sys
 from ed_infra.logging import get_logger
 
-def work(model: str = ""):
+def work(source: str = ""):
     get_logger("ed_esurge.engine.setup").warning("a warning of the engine")
     get_logger("ed_esurge.engine.surge").info("sizes of the engine")
     get_logger("ed_models.checkpoints").warning("a warning of the model")
@@ -22,7 +22,7 @@ def work(model: str = ""):
 ESURGE = """
 from ed_esurge.command import main as command
 command._load = lambda name: work
-sys.exit(command.main([{command!r}, "--model", "x", *{more!r}]))
+sys.exit(command.main([{command!r}, "--source", "x", *{more!r}]))
 """
 WARNINGS = ["a warning of the engine", "a warning of the model", "a warning of the data"]
 

@@ -23,10 +23,12 @@ from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
 from flax import nnx
 from jax.sharding import Mesh
+from pydantic import ValidationError
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.token_rules import DecoderStart, TokenRules
 from ed_esurge.outputs import LabelSet
+from ed_esurge.sampling import SamplingDefaults
 from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -248,6 +250,22 @@ _UNUSED: Mapping[str, Any] = {
     "no_repeat_ngram_size": 0,
     "min_length": 0,
 }
+
+
+def get_sampling_defaults(model: LanguageModel) -> SamplingDefaults:
+    """Return the sampling options of generation_config.json. Invalid values are logged and
+    omitted."""
+    stored = json.loads(getattr(model, "generation_json", None) or "{}")
+    values: dict[str, object] = {}
+    for name in SamplingDefaults.model_fields.keys() & stored.keys():
+        try:
+            SamplingDefaults.model_validate({name: stored[name]})
+        except ValidationError:
+            text = f"{name}={stored[name]!r:.100}"
+            once(logger, f"the engine ignores an invalid option of generation_config.json: {text}")
+        else:
+            values[name] = stored[name]
+    return SamplingDefaults.model_validate(values)
 
 
 def get_vocab_size(model: LanguageModel) -> int:

@@ -253,7 +253,7 @@ def read_config(path: str, parameters: Iterable[object]) -> dict[str, object]:
         if flag.startswith("--")
     }
     defaults: dict[str, object] = {}
-    for key, value in values.items():
+    for key, value in _translate_entries(path, values).items():
         name = str(key).replace("_", "-")
         if name in ("config", "help") or name not in options:
             hint = did_you_mean(name, options)
@@ -269,6 +269,20 @@ def read_config(path: str, parameters: Iterable[object]) -> dict[str, object]:
             default = _format_value(value)
         defaults[str(option.name)] = default
     return defaults
+
+
+def _translate_entries(path: str, values: Mapping[object, object]) -> dict[object, object]:
+    """Return the entries of a file, in which flags of other servers are replaced."""
+    from ed_esurge.command.foreign_flags import read_entry
+
+    entries: dict[object, object] = {}
+    for key, value in values.items():
+        try:
+            translated = read_entry(str(key).replace("_", "-"), value)
+            entries |= {key: value} if translated is None else translated
+        except ConfigError as error:
+            raise ConfigError(f"--config {path}: {error}") from None
+    return entries
 
 
 def _format_value(value: object) -> str:

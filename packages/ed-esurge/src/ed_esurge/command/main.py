@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
-from ed_infra.errors import EasyDeLError
+from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.garbage import pause_collection
 from ed_infra.logging import show_messages
 
+from ed_esurge.command.foreign_flags import NOTES, translate_flags
 from ed_esurge.command.program import (
     CommandGroup,
     ProgramCommand,
@@ -68,6 +69,17 @@ class _LateCommand(ProgramCommand):
             self.params, self.callback = command.params, command.callback
             self.help = inspect.getdoc(function)
         return super().get_params(ctx)
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Read the flags of other servers, too, if the command serves a model."""
+        if self.name == "serve" and not ctx.resilient_parsing:
+            try:
+                translation = translate_flags(args)
+            except ConfigError as error:
+                ctx.fail(str(error))
+            args = translation.words
+            ctx.meta[NOTES] = translation.notes
+        return super().parse_args(ctx, args)
 
 
 class _Esurge(CommandGroup):

@@ -12,8 +12,10 @@ from typing import Annotated, Any
 import typer
 from ed_infra.errors import ConfigError
 from ed_infra.garbage import pause_collection
+from ed_infra.logging import get_logger
 
 from ed_esurge.command.flags import Flags
+from ed_esurge.command.foreign_flags import NOTES
 from ed_esurge.command.load import (
     ModelArguments,
     ModelFlags,
@@ -28,6 +30,7 @@ from ed_esurge.command.replicated import ReplicaStarter, check_replicas
 from ed_esurge.config import EngineConfig
 from ed_esurge.server.options import ServerOptions
 
+logger = get_logger(__name__)
 #: Environment variables with API keys. A command line is readable by every user of the machine.
 KEY, ADMIN_KEY = "ESURGE_API_KEY", "ESURGE_ADMIN_API_KEY"
 #: Field of `ServerOptions` without a generated flag -> what to use instead.
@@ -73,6 +76,9 @@ def serve(
         raise ConfigError("name a MODEL, or a directory of models with --model-dir")
     if model is None and server.served_model_name:
         raise ConfigError("--served-model-name requires a MODEL")
+    notes = ctx.meta.get(NOTES)
+    if notes:
+        logger.info("flags without an effect here: %s", "; ".join(notes))
     arguments = loading.replace(model=model or "", engine=engine)
     on_demand = model_directory(arguments, server)
     options = server.with_read_keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ed_infra.enums import TaskType
@@ -12,6 +12,7 @@ from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.modalities.audio import RecordingForm
 
 from ed_esurge.outputs import LabelSet
+from ed_esurge.sampling import SamplingDefaults
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class EngineFacts:
         embedding_settings: prompts of an embedding model.
         recording_form: the recordings that the model reads; None if it reads none.
         certificate: summary of the certificate of the model, see `ed_esurge.certificates`.
+        sampling_defaults: sampling options of generation_config.json.
     """
 
     model_name: str
@@ -41,6 +43,7 @@ class EngineFacts:
     embedding_settings: EmbeddingSettings | None
     recording_form: RecordingForm | None
     certificate: Mapping[str, Any] | None
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     def differing_names(self, other: EngineFacts) -> list[str]:
         """Return the names of the facts that two engines of one model do not share.
@@ -98,3 +101,7 @@ class EngineWithFacts(ABC):
     @property
     def certificate(self) -> Mapping[str, Any] | None:
         return self.facts.certificate
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        return self.facts.sampling_defaults

@@ -45,6 +45,7 @@ from ed_esurge.model import (
     get_decoder_start,
     get_embedding_settings,
     get_labels,
+    get_sampling_defaults,
     get_task,
     get_vocab_size,
     is_encoder,
@@ -128,6 +129,7 @@ class eSurge(EngineControl, EngineWithFacts):
             embedding_settings=get_embedding_settings(model),
             recording_form=getattr(runner.model, "recording_form", None),
             certificate=certificate,
+            sampling_defaults=get_sampling_defaults(model),
         )
         encoder = self.loop.scheduler.encoder
         whole_items = isinstance(encoder, EncoderCache) and encoder.whole

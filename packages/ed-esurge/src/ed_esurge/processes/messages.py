@@ -8,11 +8,19 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.modalities.audio import RecordingForm
+from pydantic import ValidationError
 
 from ed_esurge.engine.facts import EngineFacts
 from ed_esurge.engine.intake import ContextLengthError, TokenIdError
 from ed_esurge.outputs import LabelSet
-from ed_esurge.processes.answer_check import MAX_TEXT, is_count, is_text, require
+from ed_esurge.processes.answer_check import (
+    MAX_TEXT,
+    ReplicaMessageError,
+    is_count,
+    is_text,
+    require,
+)
+from ed_esurge.sampling import SamplingDefaults
 
 #: Maximum number of messages that are sent together, and maximum bytes of those of a replica.
 MAX_MESSAGES, MAX_MESSAGE_BYTES = 1024, 2**28
@@ -23,7 +31,12 @@ TOKEN = "ESURGE_REPLICA_TOKEN"
 def encode_facts(facts: EngineFacts) -> dict[str, Any]:
     """Return the facts about an engine as values that `ed_esurge.engine.wire` encodes."""
     form = facts.recording_form
-    return {**vars(facts), "task": facts.task.value, "recording_form": form and tuple(form)}
+    return {
+        **vars(facts),
+        "task": facts.task.value,
+        "recording_form": form and tuple(form),
+        "sampling_defaults": facts.sampling_defaults.values,
+    }
 
 
 def decode_facts(values: Any) -> EngineFacts:
@@ -40,7 +53,12 @@ def decode_facts(values: Any) -> EngineFacts:
     if form is not None:
         require(isinstance(form, tuple) and len(form) == len(RecordingForm._fields), "a wrong form")
         form = RecordingForm(*form)
-    facts = EngineFacts(**{**values, "task": TaskType(values["task"]), "recording_form": form})
+    try:
+        defaults = SamplingDefaults.model_validate(values["sampling_defaults"])
+    except ValidationError:
+        raise ReplicaMessageError("wrong sampling defaults") from None
+    decoded = {"task": TaskType(values["task"]), "recording_form": form}
+    facts = EngineFacts(**{**values, **decoded, "sampling_defaults": defaults})
     _check_facts(facts)
     return facts
 

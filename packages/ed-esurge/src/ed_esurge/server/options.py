@@ -31,6 +31,7 @@ from pydantic.json_schema import SkipJsonSchema
 from ed_esurge.config import ApiKey, ServerLimits, UnknownFields
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
+from ed_esurge.sampling import SamplingDefaults
 from ed_esurge.server.activity import parse_keep_alive
 
 #: Greatest number of replicas of a model.
@@ -81,11 +82,25 @@ def parse_adapters(value: object) -> object:
         return value
     adapters: dict[str, str] = {}
     for entry in value:
-        name, _, path = entry.partition("=") if isinstance(entry, str) else ("", "", "")
+        name, path = _read_adapter(entry)
         if not name or not path or name in adapters:
             raise ValueError(f"needs different NAME=PATH entries, got {entry!r}")
         adapters[name] = path
     return adapters
+
+
+def _read_adapter(entry: object) -> tuple[str, str]:
+    """Return the name and the folder of `NAME=PATH`, or of a JSON object as vLLM has it."""
+    if isinstance(entry, str) and entry.lstrip().startswith("{"):
+        try:
+            entry = json.loads(entry)
+        except ValueError:
+            return "", ""
+    if isinstance(entry, dict):
+        known = entry.keys() <= {"name", "path", "base_model_name"}
+        return (str(entry.get("name", "")), str(entry.get("path", ""))) if known else ("", "")
+    name, _, path = entry.partition("=") if isinstance(entry, str) else ("", "", "")
+    return name, path
 
 
 def _check_keep_alive(value: str | float) -> str | float:
@@ -159,6 +174,12 @@ class AppOptions(Options):
     ] = "auto"
     """Format of the model's reasoning. `auto`: derived from the chat template; `none`: reasoning
     is part of the content."""
+    generation_config: Annotated[str, choice("source of defaults", ("auto", "none"))] = "auto"
+    """Values of sampling options that a request omits. `auto`: those of the model's
+    generation_config.json, such as its temperature; `none`: OpenAI's defaults."""
+    override_generation_config: SamplingDefaults = SamplingDefaults()
+    """Further values of sampling options that a request omits: `temperature`, `top_p`, `top_k`,
+    `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`."""
     oai_like_processor: bool = True
     """Pass message content to the chat template as a list of parts (OpenAI's format) if the
     template requires it. False: content is always text."""

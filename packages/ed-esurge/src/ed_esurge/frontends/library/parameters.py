@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import reject_field
 from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS, LlamaSamplers, Stops
@@ -61,6 +62,12 @@ class SamplingOptions(LlamaSamplers):
     def values(self) -> dict[str, Any]:
         """Return the given options."""
         return self.model_dump(exclude_none=True, exclude_unset=True)
+
+
+def get_server_defaults(model: ServedModel) -> dict[str, float]:
+    """Return the operator's values of omitted options (`override_generation_config`)."""
+    values = model.state.options.override_generation_config.values
+    return {name: values[field] for name, field in FIELDS.items() if field in values}
 
 
 def chat_fields(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ed_esurge.frontends.library.parameters import SamplingOptions, chat_fields
+from ed_esurge.frontends.library.parameters import SamplingOptions, chat_fields, get_server_defaults
 from ed_esurge.outputs import CompletionOutput
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.generation.answers import AnswerBody
@@ -42,7 +42,7 @@ _OPTIONS = frozenset(SamplingOptions.model_fields)
 _SHOWN = ("presence_penalty", "frequency_penalty", "temperature", *LLAMA_SAMPLERS)
 
 
-def default_settings() -> dict[str, Any]:
+def default_settings(model: ServedModel) -> dict[str, Any]:
     """Return the sampling options of a request without options."""
     engine = SamplingParams()
     values = {name: getattr(engine, name) for name in _SHOWN}
@@ -51,6 +51,7 @@ def default_settings() -> dict[str, Any]:
         "repeat_penalty": engine.repetition_penalty,
         "repeat_last_n": -1,
         **DEFAULTS,
+        **get_server_defaults(model),
     }
 
 
@@ -102,7 +103,7 @@ class LlamaRequest(SamplingOptions):
     """Names of the fields of the answer; `a/b` is the field b of a. None = all."""
     n_cmpl: Annotated[None, reject_field("several answers; use /v1/completions with n", 1)] = None
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, model: ServedModel) -> dict[str, Any]:
         """Return all options, with the defaults of those that the request omits."""
         request_options = {
             "n_predict": -1,
@@ -115,11 +116,12 @@ class LlamaRequest(SamplingOptions):
         values = {name: value for name, value in self.values().items() if name in _OPTIONS}
         if "num_predict" in values:
             values["n_predict"] = values.pop("num_predict")
-        return {**default_settings(), **request_options, **values}
+        return {**default_settings(model), **request_options, **values}
 
-    def chat(self) -> dict[str, Any]:
+    def chat(self, model: ServedModel) -> dict[str, Any]:
         """Return the fields of a chat request for these fields."""
-        fields = {"stream": self.stream, **chat_fields({**DEFAULTS, **self.values()})}
+        values = {**DEFAULTS, **get_server_defaults(model), **self.values()}
+        fields = {"stream": self.stream, **chat_fields(values)}
         if self.grammar:
             fields["structured_outputs"] = {"grammar": self.grammar}
         if self.json_schema is not None:
@@ -197,7 +199,7 @@ async def generate_response(
         APIError: 400, the prompt is too long, or an option does not fit the model.
     """
     with rename_fields({**NAMES, "messages": message}):
-        fields = {"messages": [{"role": "user", "content": ""}], **body.chat()}
+        fields = {"messages": [{"role": "user", "content": ""}], **body.chat(model)}
         turn = await ChatGeneration.begin(
             model,
             validate_body(ChatRequest, fields),
@@ -208,7 +210,7 @@ async def generate_response(
         )
 
     prompt = await model.prompts.decode([*tokens])
-    settings = {**body.settings(), "n_ctx": body.num_ctx or model.prompts.max_model_len}
+    settings = {**body.settings(model), "n_ctx": body.num_ctx or model.prompts.max_model_len}
 
     def request_facts(text: str) -> dict[str, Any]:
         return {

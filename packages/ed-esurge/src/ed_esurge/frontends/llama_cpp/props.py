@@ -46,7 +46,7 @@ async def props(server: ServedModels, request: Request) -> JSONResponse:
 
 def _properties(model: ServedModel) -> dict[str, Any]:
     tokenizer = model.prompts.tokenizer
-    settings = default_settings()
+    settings = default_settings(model)
     return {
         "default_generation_settings": {"n_ctx": model.prompts.max_model_len, "params": settings},
         "total_slots": model.engine.config.max_num_seqs,

@@ -10,7 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ed_esurge.frontends.library.definitions import get_definition
-from ed_esurge.frontends.library.parameters import DEFAULTS, SamplingOptions, chat_fields
+from ed_esurge.frontends.library.parameters import (
+    DEFAULTS,
+    SamplingOptions,
+    chat_fields,
+    get_server_defaults,
+)
 from ed_esurge.frontends.ollama.keep_alive import KeepAlive
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.requests import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest
@@ -75,7 +80,7 @@ class OllamaRequest(RequestBody):
         """Return the options: those of the request, of the derived model, and Ollama's defaults."""
         definition = get_definition(model)
         derived = definition.parameters if definition is not None else {}
-        return {**DEFAULTS, **derived, **self.options.values()}
+        return {**DEFAULTS, **get_server_defaults(model), **derived, **self.options.values()}
 
     def chat(
         self, model: ServedModel, messages: list[dict[str, Any]], **more: object

@@ -26,7 +26,7 @@ from ed_esurge.engine.intake import (
     TokenIdError,
 )
 from ed_esurge.outputs import LabelSet, RequestOutput
-from ed_esurge.sampling import PoolingParams, SamplingParams
+from ed_esurge.sampling import PoolingParams, SamplingDefaults, SamplingParams
 from ed_esurge.server.activity import Activity
 from ed_esurge.server.detached import DetachedAnswers
 from ed_esurge.server.generation.abilities import ABILITIES, POOLS, require
@@ -45,7 +45,7 @@ from ed_esurge.server.generation.requests import ChatRequest, GenerationRequest
 from ed_esurge.server.http.admission import RESERVATION, Budget, Reservation
 from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
-from ed_esurge.server.http.fields import UnknownFieldsPolicy
+from ed_esurge.server.http.fields import RequestBody, UnknownFieldsPolicy
 from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
 from ed_esurge.server.http.streaming import RequestLifetime
 from ed_esurge.server.mcp_servers import McpServers
@@ -227,10 +227,23 @@ class ServedModel:
             **build_certificate_fields(getattr(self.engine, "certificate", None)),
         }
 
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """Values of sampling options that a request omits, by name."""
+        options = self.state.options
+        stored = getattr(self.engine, "sampling_defaults", None)
+        values = stored.values if stored and options.generation_config == "auto" else {}
+        return {**values, **options.override_generation_config.values}
+
+    def get_defaults_of(self, request: RequestBody, *names: str) -> dict[str, float]:
+        """Return the default values of those sampling options that a request omits."""
+        omitted = set(names) - request.model_fields_set
+        return {name: value for name, value in self.sampling_defaults.items() if name in omitted}
+
     async def sampling_params(
         self, request: GenerationRequest, max_tokens: int, **more: object
     ) -> SamplingParams:
-        """Return the sampling options of a request. Omitted extensions have default values."""
+        """Return the sampling options of a request. Omitted options have default values."""
         extensions = {
             name: value
             for name in (
@@ -260,6 +273,8 @@ class ServedModel:
             "frequency_penalty": request.frequency_penalty,
             "max_tokens": max_tokens,
         }
+        if not request.use_beam_search:
+            options |= self.get_defaults_of(request, *SamplingDefaults.model_fields)
         listed = 32 * len(request.allowed_token_ids or ())  # approximate number of bytes
         return await aside(lambda: SamplingParams(**{**options, **extensions, **more}), listed)
 

@@ -151,6 +151,10 @@ class RequestBody(Options):
                 result[key] = value
         return result
 
+    def get_set_fields(self, *names: str) -> dict[str, Any]:
+        """Return the values of those fields that the request contains."""
+        return {name: getattr(self, name) for name in names if name in self.model_fields_set}
+
 
 def omit_tool(info: ValidationInfo, kind: str) -> None:
     """Note a tool that this server cannot execute for the header of the answer."""

@@ -318,8 +318,6 @@ class MessagesRequest(CountRequest):
             **super().for_chat(),
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
             "stream": self.stream,
+            **self.get_set_fields("temperature", "top_p", "top_k"),
         }

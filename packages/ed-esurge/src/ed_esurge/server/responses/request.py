@@ -268,10 +268,8 @@ class ResponseRequest(PromptFields):
         """Return the other fields of the equivalent chat request."""
         fields: dict[str, Any] = {
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
             "seed": self.seed,
+            **self.get_set_fields("temperature", "top_p", "top_k"),
         }
         if self.logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
