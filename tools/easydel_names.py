@@ -15,10 +15,11 @@ from functools import cache
 from typing import Any
 
 import yaml
-from ed_elarge.config import other_programs, reference
+from ed_elarge.config import reference
 from ed_elarge.config.table import ACTIONS, canonical_action
 from ed_infra.config.fields import FIELDS, canonical_field
-from ed_trainers.options.other_names import EASYDEL, EQUIVALENT
+from ed_infra.easydel_keys import OtherKey, easydel_keys
+from ed_infra.easydel_translation import find_entry
 
 from tools.config_reference import DOCUMENTED
 from tools.pages import heading, row
@@ -26,8 +27,6 @@ from tools.workspace import ROOT
 
 DOCUMENTS = ROOT / "tests/guides/documents"
 _BLOCK = re.compile(r"^( *)```(yaml|python)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
-#: Options of EasyDeL's trainers that TRL also has.
-_ALSO_OF_TRL = ("dataset_text_field", "truncation_mode")
 #: Keys below these keys belong to other programs, or are names that the user chooses.
 _FREE = ("format_fields", "operation_configs", "mixture_weights", "values")
 
@@ -80,8 +79,9 @@ def place_of_key(path: tuple[str, ...]) -> tuple[str, str]:
     section, *rest = path
     if not rest or (section == "actions" and len(rest) == 1):
         return section, ""
-    if section == "trainer" and rest[0] in other_programs.OF_MIXTURE:
-        return ".".join(("mixture", *other_programs.OF_MIXTURE[rest[0]])), ""
+    entry = find_entry(section, ".".join(rest))
+    if entry is not None and entry.kind == "works":
+        return _place_of_entry(entry), ", ".join(entry.methods)
     found = reference.find(path)
     if not found:
         raise LookupError(f"{'.'.join(path)} has no place in a run file")
@@ -105,19 +105,55 @@ def key_tables() -> list[str]:
             changed.append(row(f"`{'.'.join(path)}`", place, kinds))
             continue
         same.setdefault(section, []).extend([".".join(rest)] * bool(rest))
-    for key, inside in other_programs.OF_MIXTURE.items():
-        changed.append(row(f"`trainer.{key}`", f"`{'.'.join(('mixture', *inside))}`", ""))
-    for key, name in other_programs.LOSSES.items():
-        changed.append(row(f"`trainer.loss_config.{key}`", f"`trainer.{name}`", ""))
-    for key in sorted((*EASYDEL, *_ALSO_OF_TRL)):
-        changed.append(row(f"`trainer.{key}`", *instead(EQUIVALENT[key]), ""))
+    entries = [entry for group in easydel_keys().values() for entry in group]
+    for entry in (one for one in entries if one.kind == "works"):
+        methods = ", ".join(entry.methods)
+        changed.append(row(f"`{entry.section}.{entry.name}`", _place_of_entry(entry), methods))
     for name, kind in ACTIONS.items():
         for other in kind.aliases:
             changed.append(row(f"`actions: {other}`", f"`actions: {name}`", ""))
     lines = heading("section or action", "keys with the same name and meaning here")
     for section, names in same.items():
         lines.append(row(f"`{section}`", ", ".join(f"`{name}`" for name in names)))
-    return [*changed, "", *lines]
+    return [*changed, "", *lines, "", *_unneeded(entries), "", *_refused(entries)]
+
+
+def _place_of_entry(entry: OtherKey) -> str:
+    """Return the cell with the place of a key that works."""
+    path = ".".join(entry.target)
+    return f"`{path}`" if path == entry.text else instead(entry.text)[0]
+
+
+def _unneeded(entries: list[OtherKey]) -> list[str]:
+    """Return the table of the keys that are accepted without effect."""
+    reasons: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.kind == "unneeded":
+            reasons.setdefault(entry.text, []).append(f"`{entry.section}.{entry.name}`")
+    lines = ["### Keys that are accepted and not needed", ""]
+    lines += ["A run prints one line that names the keys of this table.", ""]
+    lines += heading("EasyDeL", "reason")
+    return [*lines, *(row(", ".join(names), reason) for reason, names in reasons.items())]
+
+
+def _refused(entries: list[OtherKey]) -> list[str]:
+    """Return the table of the keys that are errors, with what to write instead."""
+    lines = ["### Keys that are errors", ""]
+    lines += [
+        "The values of the second column change nothing, so they are accepted; null is, too.",
+        "",
+    ]
+    lines += heading("EasyDeL", "accepted values", "instead", "methods")
+    for entry in entries:
+        if entry.kind == "refused":
+            values = ", ".join(f"`{_yaml_value(value)}`" for value in entry.harmless)
+            key = f"`{entry.section}.{entry.name}`"
+            lines.append(row(key, values, *instead(entry.text), ", ".join(entry.methods)))
+    return lines
+
+
+def _yaml_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def instead(text: str) -> list[str]:

@@ -159,12 +159,16 @@ def reference() -> str:
     from ed_elarge.config.table import SECTIONS
 
     parts: list[str] = []
+    shown: list[type[BaseModel]] = []
     for name, section in SECTIONS.items():
         classes = section.classes()
         if len(classes) > 1:
             parts += kinds(name, section.chosen_by, classes)
         else:
-            parts += table(name, classes[""], 2, set())
+            model = classes[""]
+            parents = [cls for cls in shown if cls is not model and issubclass(model, cls)]
+            parts += table(name, model, 2, set(), rows(parents[-1]) if parents else {})
+            shown.append(model)
         if name == "base_config":
             parts += base_config()
     parts += actions()

@@ -391,7 +391,8 @@ def test_all_mistakes_at_once_with_line_column_and_caret() -> None:
         "    |              ^^^^^^",
         "f:7:1: shardin: unknown section 'shardin'; did you mean 'sharding'? (known: model, "
         "reference_model, teacher_model, reward_model, quantization, lora, loader, sharding, "
-        "platform, base_config, mixture, trainer, esurge, asynchronous, eval, actions)",
+        "platform, base_config, mixture, trainer, esurge, training_engine, asynchronous, eval, "
+        "actions)",
         "  7 | shardin: {}",
         "    | ^^^^^^^",
         "f:8:11: actions[0]: unknown action 'trainn'; did you mean 'train'? (known: validate, "

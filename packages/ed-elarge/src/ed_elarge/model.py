@@ -16,7 +16,7 @@ from ed_trainers.arguments import TrainingArguments
 from ed_elarge.config import nodes
 from ed_elarge.config.action_options import EvalOptions, GenerateOptions, ServeOptions
 from ed_elarge.config.description import describe
-from ed_elarge.config.normalize import check_section, normalize
+from ed_elarge.config.normalize import check_sections, normalize
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import SECTIONS, check_machine
 from ed_elarge.config.validation import validate
@@ -146,7 +146,7 @@ class eLargeModel(Setters):
     def update_config(self, config: Mapping[str, Any]) -> Self:
         """Merge sections into the configuration; lists and plain values replace the old values."""
         value = _merge_values(self._document.value or {}, config)
-        problems = [p for k, v in value.items() if k != "actions" for p in check_section(k, v)]
+        problems = check_sections({k: v for k, v in value.items() if k != "actions"})
         if problems:
             raise InputError("configuration", problems)
         self._document, self._run = Document("configuration", value=value), None

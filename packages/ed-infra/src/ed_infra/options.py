@@ -136,6 +136,7 @@ class Options(BaseModel):
     def _canonical_keys(cls, data: object) -> object:
         if not isinstance(data, Mapping):
             return data
+        data = cls._translate(data)
         result: dict[str, Any] = {}
         spelling: dict[str, Any] = {}
         problems: list[InitErrorDetails] = []
@@ -155,6 +156,11 @@ class Options(BaseModel):
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
         return result
+
+    @classmethod
+    def _translate(cls, data: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the options under the names of this class; a subclass may know other programs."""
+        return data
 
     @classmethod
     def _hint(cls, key: str) -> str:

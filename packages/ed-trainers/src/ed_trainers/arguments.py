@@ -369,7 +369,7 @@ _NEEDED = {
         "generation_temperature",
         "generation_top_p",
     ),
-    "benchmark_interval": ("benchmarks",),
+    "benchmark_interval": ("benchmarks", "benchmark_options"),
     "benchmarks": ("benchmark_interval",),
     "profile_start_step": ("profile_steps",),
     "sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps"),
@@ -431,7 +431,7 @@ def idle_options(arguments: TrainingArguments) -> list[tuple[str, str]]:
             if name in arguments.model_fields_set:
                 idle.append((name, "skip_bad_steps is false: no step is skipped"))
     if not arguments.report_to:
-        for name in ("project", "run_name"):
+        for name in ("project", "run_name", "tracker_entity"):
             if name in arguments.model_fields_set:
                 idle.append((name, "report_to names no tracker"))
     return idle + _idle_probes(arguments)

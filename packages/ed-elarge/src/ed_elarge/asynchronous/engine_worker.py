@@ -79,7 +79,7 @@ class EngineWorker:
         options = elm.config.asynchronous
         assert options is not None, "the trainer has the section"
         config = add_rollout_defaults(
-            elm.config.esurge,
+            elm.config.engine_of_training(),
             length=arguments.row_length,
             completions=arguments.completions_per_generation * (1 + options.max_staleness),
         )

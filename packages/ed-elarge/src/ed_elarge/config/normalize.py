@@ -40,12 +40,10 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
     problems: list[Problem] = []
     sections, prefix, raw_actions = _unwrap(document, problems)
     built: dict[str, Any] = {}
-    filled: Mapping[str, Any] = sections
-    trainer = sections.get("trainer")
-    if isinstance(trainer, Mapping) and not other_programs.KEYS.isdisjoint(trainer):
-        filled, new_problems = other_programs.move_keys(sections)
-        problems.extend(problem._replace(path=(*prefix, *problem.path)) for problem in new_problems)
-    filled = _fill_batch_size(filled)
+    translated = other_programs.translate_document(document, sections, prefix)
+    document, sections = translated.document, translated.sections
+    problems.extend(translated.problems)
+    filled = _fill_batch_size(sections)
     misspelled = set[str]()
     for name, value in sections.items():
         if name not in SECTIONS:
@@ -64,7 +62,8 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
             problems.extend(new_problems)
             if not new_problems:
                 problems.extend(empty_texts(filled.get(name), (*prefix, name)))
-    actions = _actions(*raw_actions, require_actions and not problems, problems)
+    served = _served(translated.parameters, (*prefix, other_programs.SERVE), problems)
+    actions = _actions(*raw_actions, require_actions and not problems, problems, served)
     written_sections = {**sections, **dict.fromkeys(misspelled)}
     run = RunConfig(document, prefix, written_sections, built, actions)
     problems.extend(_across(run))
@@ -72,15 +71,21 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
         raise run.error(problems)
     shared_sections = _share_trainer_options(run)
     run.warnings = tuple(_warnings(run))
+    run.note = translated.note
     run.set_sections(shared_sections)
     return run
 
 
-def check_section(name: str, value: object) -> list[Problem]:
-    """Return the problems of a section. Missing keys are no problem: a later call may set them."""
-    if name not in SECTIONS:
-        return [Problem((name,), unknown_section(name), on_key=True)]
-    return _validate(SECTIONS[name], value, (name,), partial=True)[1]
+def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems of sections. Missing keys are no problem: a later call may set them."""
+    translated = other_programs.translate_document(Document(""), sections, ())
+    problems = list(translated.problems)
+    for name, value in translated.sections.items():
+        if name not in SECTIONS:
+            problems.append(Problem((name,), unknown_section(name), on_key=True))
+        else:
+            problems.extend(_validate(SECTIONS[name], value, (name,), partial=True)[1])
+    return problems
 
 
 def _validate(
@@ -227,8 +232,23 @@ class _RawAction(NamedTuple):
     parameter_path: ValuePath
 
 
+def _served(
+    parameters: Mapping[str, object], path: ValuePath, problems: list[Problem]
+) -> Mapping[str, object]:
+    """Check parameters of the actions `serve` that a section contains."""
+    if not parameters:
+        return {}
+    options, new_problems = validate(ACTIONS[other_programs.SERVE].options, parameters, path)
+    problems.extend(new_problems)
+    return parameters if options is not None else {}
+
+
 def _actions(
-    value: object, path: ValuePath, required: bool, problems: list[Problem]
+    value: object,
+    path: ValuePath,
+    required: bool,
+    problems: list[Problem],
+    served: Mapping[str, object],
 ) -> tuple[Action, ...]:
     if value is None:
         if required:
@@ -247,6 +267,8 @@ def _actions(
         kind, parameters = ACTIONS[name], item.parameters
         if kind.scalar and parameters is not None and not isinstance(parameters, Mapping):
             parameters = {kind.scalar: parameters}
+        if served and name == other_programs.SERVE and isinstance(parameters, Mapping | None):
+            parameters = {**served, **(parameters or {})}
         options, new_problems = validate(kind.options, parameters, item.parameter_path)
         problems.extend(new_problems or empty_texts(item.parameters, item.parameter_path))
         if options is not None:

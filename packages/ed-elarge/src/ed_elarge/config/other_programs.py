@@ -1,104 +1,128 @@
-"""Keys of `trainer` that EasyDeL and TRL have, and that other sections or keys have here.
+"""Keys of EasyDeL in a run file: their translation, with the locations of the typed keys.
 
-`normalize` moves these keys before validation, so that each has its documented effect.
+`ed_infra.easydel_keys` lists the keys. `normalize` translates them before validation, so that the
+code behind it sees the keys of this project only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
-from ed_elarge.errors import Problem
+from ed_infra.easydel_keys import SECTION_NAMES, VALUE_NAMES, easydel_keys
+from ed_infra.easydel_rules import SectionPath
+from ed_infra.easydel_translation import Translation, translate_keys
 
-#: Key of `trainer` -> the path in `mixture` with the same meaning.
-OF_MIXTURE = {
-    "packing": ("pack_tokens",),
-    "assistant_only_loss": ("tokenization", "assistant_only_loss"),
-}
-#: Keys of `loss_config` -> the keys of `trainer`.
-LOSSES = {"label_smoothing": "label_smoothing_factor", "z_loss": "z_loss_coefficient"}
-#: All keys of `trainer` that this module moves.
-KEYS = frozenset({*OF_MIXTURE, "dataset_text_field", "loss_config", "use_wandb"})
+from ed_elarge.config.table import SECTIONS, Section
+from ed_elarge.errors import Document, Problem, ValuePath
+
+LocationT = TypeVar("LocationT")
+
+#: Name of the action with some parameters that EasyDeL has in the section `esurge`.
+SERVE = "serve"
 
 
-def move_keys(sections: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Problem]]:
-    """Return the sections without these keys, with the values in their places, and problems.
+class Translated(NamedTuple):
+    """A document with the keys of this project.
 
-    The paths of problems start at the sections.
+    Attributes:
+        document: The document, which also has the locations of the new keys.
+        sections: Its sections.
+        parameters: Parameters of the actions `serve`, unless an action sets them.
+        problems: Keys that cannot be translated; their paths start at the top of the file.
+        note: One line about keys without effect, or nothing.
     """
-    trainer = sections["trainer"]
-    trainer_values, mixture = dict(trainer), sections.get("mixture")
-    problems: list[Problem] = []
-    _tracker(trainer_values, problems)
-    _losses(trainer_values, problems)
-    if isinstance(mixture, Mapping):
-        for key, path in OF_MIXTURE.items():
-            if key in trainer_values:
-                value = trainer_values.pop(key)
-                mixture = _with(mixture, path, value, ("trainer", key), problems)
-        if "dataset_text_field" in trainer_values:
-            name = trainer_values.pop("dataset_text_field")
-            informs = mixture.get("informs")
-            if isinstance(informs, list):
-                filled = [
-                    {**one, "content_field": name} if _lacks_field(one) else one for one in informs
-                ]
-                mixture = {**mixture, "informs": filled}
-    out = {**sections, "trainer": trainer_values}
-    return ({**out, "mixture": mixture} if mixture is not None else out), problems
+
+    document: Document
+    sections: Mapping[str, Any]
+    parameters: Mapping[str, object]
+    problems: list[Problem]
+    note: str
 
 
-def _lacks_field(inform: object) -> bool:
-    named = ("content_field", "text_field")
-    return isinstance(inform, Mapping) and not any(name in inform for name in named)
+def translate_document(
+    document: Document, sections: Mapping[str, Any], prefix: ValuePath
+) -> Translated:
+    """Return a document without keys of EasyDeL.
+
+    Args:
+        document: The document.
+        sections: Its sections.
+        prefix: Path of the sections.
+    """
+    if not _has_other_keys(sections):
+        return Translated(document, sections, {}, [], "")
+    out = translate_sections(sections)
+    problems = [Problem((*prefix, *one.path), one.message, one.on_key) for one in out.refusals]
+    values = out.sections
+    parameters = values.pop(SERVE, {})
+    assert isinstance(parameters, Mapping)
+    moved = _move_locations(document, out.moved, prefix) if document.text else document
+    return Translated(moved, values, parameters, problems, out.describe_unneeded())
 
 
-def _with(
-    mixture: Mapping[str, Any],
-    path: tuple[str, ...],
-    value: object,
-    key_path: tuple[str, str],
-    problems: list[Problem],
-) -> Mapping[str, Any]:
-    """Return the mixture with a value, unless it has another one."""
-    first, *inner_path = path
-    inner = mixture.get(first)
-    if inner_path and isinstance(inner, Mapping | None):
-        return {**mixture, first: _with(inner or {}, tuple(inner_path), value, key_path, problems)}
-    if first in mixture and inner != value:
-        message = f"{value!r} differs from {first} ({inner!r}) of the mixture: keep one of them"
-        problems.append(Problem(key_path, message))
-        return mixture
-    return {**mixture, first: value}
+def translate_sections(sections: Mapping[str, object]) -> Translation:
+    """Translate the sections of a run file."""
+    trainer = sections.get("trainer")
+    method = SECTIONS["trainer"].choose_kind(trainer, ())
+    return translate_keys(
+        sections,
+        lambda name: _known_keys(name, sections.get(name)),
+        method if isinstance(method, str) else "",
+    )
 
 
-def _tracker(trainer: dict[str, Any], problems: list[Problem]) -> None:
-    """Replace `use_wandb` by `report_to`."""
-    if "use_wandb" not in trainer:
-        return
-    value = trainer.pop("use_wandb")
-    if not isinstance(value, bool):
-        problems.append(Problem(("trainer", "use_wandb"), f"must be true or false, got {value!r}"))
-    elif value and "report_to" in trainer:
-        message = "use_wandb and report_to name trackers: keep report_to"
-        problems.append(Problem(("trainer", "use_wandb"), message, True))
-    elif value:
-        trainer["report_to"] = ["wandb"]
+def _known_keys(name: str, value: object) -> Collection[str]:
+    section = SECTIONS.get(name)
+    if section is None:
+        return ()
+    kind = section.choose_kind(value, ())
+    return _keys_of(section, kind if isinstance(kind, str) else next(iter(section.classes())))
 
 
-def _losses(trainer: dict[str, Any], problems: list[Problem]) -> None:
-    """Replace the keys of `loss_config` by those of the trainer."""
-    config = trainer.get("loss_config")
-    if not isinstance(config, Mapping):
-        return
-    del trainer["loss_config"]
-    for key, value in config.items():
-        name = LOSSES.get(str(key))
-        if name is None:
-            message = f"unknown key {key!r} (known: {', '.join(LOSSES)})"
-            problems.append(Problem(("trainer", "loss_config", key), message, True))
-        elif name in trainer:
-            message = f"{key} of loss_config and {name} are one option: keep {name}"
-            problems.append(Problem(("trainer", "loss_config", key), message, True))
-        else:
-            trainer[name] = value
+def _keys_of(section: Section, kind: str) -> Collection[str]:
+    cls = section.classes()[kind]
+    return {*cls.model_fields, *cls.ALIASES}
+
+
+@cache
+def _other_names() -> frozenset[tuple[str, str]]:
+    """Return the outermost keys that may need a translation."""
+    names = {(section, name.partition(".")[0]) for section, name in easydel_keys()}
+    return frozenset(names | {*VALUE_NAMES})
+
+
+def _has_other_keys(sections: Mapping[str, Any]) -> bool:
+    """Return whether a run file may have keys of EasyDeL."""
+    names = _other_names()
+    return any(
+        name in SECTION_NAMES
+        or (isinstance(value, Mapping) and any((name, k) in names for k in value))
+        for name, value in sections.items()
+    )
+
+
+def _move_locations(
+    document: Document, moved: Mapping[SectionPath, SectionPath], prefix: ValuePath
+) -> Document:
+    """Return a document in which a new key has the location of the typed key."""
+    places = [((*prefix, *old), (*prefix, *new)) for new, old in moved.items()]
+    return replace(
+        document,
+        keys=_with_places(document.keys, places),
+        values=_with_places(document.values, places),
+        owners=_with_places(document.owners, places),
+    )
+
+
+def _with_places(
+    locations: Mapping[ValuePath, LocationT], places: Sequence[tuple[ValuePath, ValuePath]]
+) -> dict[ValuePath, LocationT]:
+    out = dict(locations)
+    for old, new in places:
+        for path, location in locations.items():
+            if path[: len(old)] == old:
+                out.setdefault((*new, *path[len(old) :]), location)
+    return out

@@ -99,9 +99,11 @@ class RunConfig:
     mixture: Mixture | None
     trainer: TrainingArguments | None
     esurge: EngineConfig
+    training_engine: EngineConfig | None
     asynchronous: AsynchronousSection | None
     eval: EvalSection
     warnings: Sequence[Problem] = ()
+    note: str = ""
     _stored_config: Mapping[str, Any] | None = None
 
     def __init__(
@@ -130,6 +132,17 @@ class RunConfig:
     def directory(self) -> Path:
         """Output directory of the run: the trainer's directory, or the working directory."""
         return Path(self.trainer.save_directory) if self.trainer is not None else Path()
+
+    def engine_of_training(self) -> EngineConfig:
+        """Return the options of the engine of a training run: `training_engine` over `esurge`.
+
+        Raises:
+            pydantic.ValidationError: The options exclude each other.
+        """
+        changes = self.training_engine
+        if changes is None:
+            return self.esurge
+        return self.esurge.replace(**{k: getattr(changes, k) for k in changes.model_fields_set})
 
     @property
     def resumes(self) -> bool:
@@ -380,9 +393,11 @@ class RunConfig:
         return problem._replace(path=(*action.parameter_path, *typed))
 
     def warning_texts(self) -> list[str]:
-        """Return each warning as text, with its line."""
+        """Return each warning as text, with its line, and one line about unneeded keys."""
         document = self.document
-        return [document.show(problem) for problem in sorted(self.warnings, key=document.sort_key)]
+        problems = sorted(self.warnings, key=document.sort_key)
+        notes = [f"{document.name}: {self.note}"] if self.note else []
+        return [*map(document.show, problems), *notes]
 
     @contextmanager
     def blame(self, *path: str | int) -> Iterator[None]:

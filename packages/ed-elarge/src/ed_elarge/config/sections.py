@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
+from ed_esurge.config import EngineConfig
 from ed_infra.config.fields import FIELDS, canonical_field
 from ed_infra.enums import TaskType, canonical_task
 from ed_infra.errors import ConfigError
@@ -338,6 +339,14 @@ class BaseConfigSection(SetsConfig):
         return fields
 
 
+class TrainingEngineSection(EngineConfig):
+    """The engine of a training run, for its completions and benchmarks.
+
+    The section has the keys of the section `esurge`. A key replaces that of `esurge` during
+    training; the actions after training use `esurge` alone.
+    """
+
+
 class AsynchronousSection(Options):
     """Online training with engines and rewards in processes of their own."""
 
@@ -388,6 +397,8 @@ class EvalSection(Options):
     write_out: bool = False
     log_samples: bool = False
     """Write each example with its answer to the result file."""
+    confirm_run_unsafe_code: bool = False
+    """Run the code that the model writes for tasks such as `humaneval`, on this machine."""
     bootstrap_iters: Whole = 1000
     """Resamplings for standard errors of metrics that are no means, such as a perplexity. 0 omits
     all standard errors."""

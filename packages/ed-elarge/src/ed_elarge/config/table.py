@@ -42,6 +42,7 @@ from ed_elarge.config.sections import (
     OtherModelSection,
     PlatformSection,
     ShardingSection,
+    TrainingEngineSection,
 )
 from ed_elarge.errors import Problem, ValuePath
 
@@ -186,6 +187,12 @@ SECTIONS: dict[str, Section] = {
             "engine": "ed_elarge.building.engines:engine",
             "rollout": "ed_elarge.building.parts:rollout",
         },
+    ),
+    "training_engine": Section(
+        TrainingEngineSection,
+        has_default=False,
+        checks=(training.engine_of_training,),
+        unused=unused.training_engine,
     ),
     "asynchronous": Section(
         AsynchronousSection,

@@ -28,7 +28,9 @@ class EngineBenchmark:
 
     def __init__(self, elm: eLargeModel):
         self._elm = elm
-        self._tasks = elm.prepare_eval(EvalOptions(tasks=elm.build_training_arguments().benchmarks))
+        arguments = elm.build_training_arguments()
+        options = {**arguments.benchmark_options, "tasks": arguments.benchmarks}
+        self._tasks = elm.prepare_eval(EvalOptions.model_validate(options))
 
     def __call__(self, tasks: Sequence[str], weights: Weights) -> dict[str, dict[str, float]]:
         """Run the tasks with the current weights, and return task -> metric -> value."""

@@ -107,7 +107,7 @@ def engine_of_run(elm: eLargeModel, model: LanguageModel) -> LentEngine:
         lambda: LentEngine.of(
             model,
             elm.part("tokenizer"),
-            elm.config.esurge,
+            elm.config.engine_of_training(),
             length=sampled.row_length if sampled else None,
             completions=sampled.completions_per_generation if sampled else None,
             benchmarks=bool(arguments.benchmarks and arguments.benchmark_interval),

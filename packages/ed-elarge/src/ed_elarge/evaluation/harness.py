@@ -138,6 +138,7 @@ class Tasks:
                 random_seed=options.random_seed,
                 numpy_random_seed=options.numpy_random_seed,
                 fewshot_random_seed=options.fewshot_random_seed,
+                confirm_run_unsafe_code=options.confirm_run_unsafe_code,
             )
         text = json.dumps(results, indent=2, ensure_ascii=False, default=_encode_value) + "\n"
         file = results_file or self.results

@@ -62,6 +62,7 @@ LOOP_OPTIONS = frozenset(
         "report_to",
         "project",
         "run_name",
+        "tracker_entity",
         "peak_flops_per_device",
         "generation_interval",
         "generation_prompts",
@@ -71,6 +72,7 @@ LOOP_OPTIONS = frozenset(
         "generation_top_p",
         "benchmark_interval",
         "benchmarks",
+        "benchmark_options",
         "profile_start_step",
         "profile_steps",
     )

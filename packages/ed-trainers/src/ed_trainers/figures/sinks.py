@@ -142,6 +142,6 @@ def build_sinks(arguments: TrainingArguments, say: Callable[[str], None]) -> lis
     for name in arguments.report_to:
         run_name = arguments.run_name or directory.absolute().name
         settings = arguments.model_dump(mode="json")
-        about = About(arguments.project, run_name, settings)
+        about = About(arguments.project, run_name, settings, arguments.tracker_entity)
         sinks.append(TRACKERS[name](directory, about))
     return [Buffered(sink, say) for sink in sinks]

@@ -18,6 +18,7 @@ class About(NamedTuple):
     project: str
     name: str
     settings: dict[str, Any]
+    entity: str | None = None
 
 
 class Tracker(ABC):
@@ -95,6 +96,7 @@ class WandB(Tracker):
         number = run_id or uuid.uuid4().hex[:12]
         self.run = self.module.init(
             project=self.about.project,
+            entity=self.about.entity,
             name=self.about.name,
             config=self.about.settings,
             id=number,

@@ -7,11 +7,13 @@ Names and defaults are EasyDeL's if EasyDeL has the option. Every option changes
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from ed_infra.chats import CheckedPrompts
+from ed_infra.easydel_keys import texts_of_section
 from ed_infra.options import (
     Count,
     Fraction,
@@ -22,7 +24,14 @@ from ed_infra.options import (
     choice,
     dtype_name,
 )
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ed_trainers.options.optimizers import (
     DECAYING,
@@ -42,6 +51,7 @@ from ed_trainers.options.optimizers import (
     StrictFlag,
     checked_settings,
     conflict,
+    problem,
 )
 from ed_trainers.options.other_names import EQUIVALENT, SAME
 
@@ -83,7 +93,7 @@ class TrainingArguments(Options):
         "per_epoch_evaluation_steps": "max_evaluation_steps",
         **SAME,
     }
-    EQUIVALENT: ClassVar[Mapping[str, str]] = EQUIVALENT
+    EQUIVALENT: ClassVar[Mapping[str, str]] = {**EQUIVALENT, **texts_of_section("trainer")}
 
     #: Tokens of a sequence for run files that set no length.
     DEFAULT_LENGTH: ClassVar[int] = 4096
@@ -244,6 +254,8 @@ class TrainingArguments(Options):
     """Project of the run in a tracker; an experiment in mlflow."""
     run_name: str | None = None
     """Name of the run in a tracker; None: the last part of `save_directory`."""
+    tracker_entity: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Team or user of the run in wandb; None: the default of the account."""
     peak_flops_per_device: Positive | None = None
     """Peak FLOP/s of a device, for MFU. None: the known value of the device kind; without a known
     value no MFU is reported."""
@@ -267,6 +279,8 @@ class TrainingArguments(Options):
     benchmarks: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Tasks of lm-evaluation-harness; their metrics are `benchmark/<task>/<metric>`. The section
     `eval` configures the runs."""
+    benchmark_options: dict[str, object] = Field(default_factory=dict)
+    """Keys of the section `eval` for the benchmarks, over those of the section."""
     profile_start_step: Steps | None = None
     """First step of a trace by jax's profiler, written to `<save_directory>/profile`; None: no
     trace. A step after the first excludes compilation from the trace."""
@@ -340,6 +354,26 @@ class TrainingArguments(Options):
 
     #: Suggests a key of another method. `ed_trainers.arguments`, which knows the methods, sets it.
     suggest_other: ClassVar[Callable[[type[TrainingArguments], str], str] | None] = None
+
+    @classmethod
+    def _translate(cls, data: Mapping[str, object]) -> Mapping[str, object]:
+        """Translate the keys of EasyDeL that stay among the options of a trainer."""
+        known = {*cls.model_fields, *cls.ALIASES}
+        if known.issuperset(data):
+            return data
+        # Imported here, because the options of this project need no translation.
+        from ed_infra.easydel_translation import translate_arguments
+
+        kind = cls.model_fields.get("trainer_type")
+        method = "" if kind is None else str(kind.default)
+        values, problems, note = translate_arguments(data, known, method)
+        if problems:
+            raise ValidationError.from_exception_data(
+                cls.__name__, [problem(key, data.get(key), text) for key, text in problems]
+            )
+        if note:
+            warnings.warn(note, stacklevel=5)
+        return values
 
     @classmethod
     def _hint(cls, key: str) -> str:

@@ -255,15 +255,5 @@ AXOLOTL: dict[str, str] = {
     "special_tokens": _TOKENIZER,
     "train_on_inputs": "rows with a prompt and a completion: only the completion is learned",
 }
-#: Name in the options of EasyDeL.
-EASYDEL: dict[str, str] = {
-    "use_wandb": "report_to: wandb",
-    "save_optimizer_state": "omit it: a checkpoint contains the optimizer, so that a run continues "
-    "bit for bit; <save_directory>/model has the weights alone",
-    "step_partition_spec": _MESH,
-    "use_grain": "omit it: the loader of the mixture is the only one",
-    "shuffle_train_dataset": "mixture.shuffle_buffer_size",
-}
-
 #: Every name of another program that is no option.
-EQUIVALENT: dict[str, str] = {**HUGGING_FACE, **TRL, **AXOLOTL, **EASYDEL}
+EQUIVALENT: dict[str, str] = {**HUGGING_FACE, **TRL, **AXOLOTL}

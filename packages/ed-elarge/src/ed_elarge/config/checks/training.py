@@ -18,14 +18,18 @@ from ed_data.checks import (
 )
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean
+from ed_infra.options import explain
 from ed_trainers.arguments import ROLES
 from ed_trainers.options.online import OnlineArguments, RewardedArguments
+from pydantic import ValidationError
 
 from ed_elarge import heldout_tasks
 from ed_elarge.config import local_tasks
+from ed_elarge.config.action_options import EvalOptions
 from ed_elarge.config.checkpoint_tasks import explain_task
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import EvalSection
+from ed_elarge.config.validation import validate
 from ed_elarge.errors import Problem, ValuePath
 
 #: Tasks of models that generate text.
@@ -306,8 +310,23 @@ def benchmarks(run: RunConfig) -> Iterator[Problem]:
             if option == "benchmark_interval":
                 message += ", or name tasks of eval.local_tasks in benchmarks"
             yield Problem(("trainer", option), message, True)
+    options = trainer.benchmark_options
+    path: ValuePath = ("trainer", "benchmark_options")
+    yield from validate(EvalOptions, options, path, partial=True)[1]
+    if "tasks" in options:
+        yield Problem((*path, "tasks"), "trainer.benchmarks names the tasks: omit the key", True)
     named = run.eval.model_copy(update={"tasks": trainer.benchmarks})
     yield from _tasks(run, named, ("trainer", "benchmarks"), run.will("train"))
+
+
+def engine_of_training(run: RunConfig) -> Iterator[Problem]:
+    """Check that the keys of `training_engine` agree with those of `esurge`."""
+    if run.is_broken("training_engine") or run.is_broken("esurge"):
+        return
+    try:
+        run.engine_of_training()
+    except ValidationError as error:
+        yield Problem(("training_engine",), f"with the section esurge: {explain(error)}")
 
 
 def action_tasks(run: RunConfig, action: Action) -> Iterator[Problem]:

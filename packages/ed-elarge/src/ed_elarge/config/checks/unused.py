@@ -68,6 +68,11 @@ def engine(options: EngineConfig, run: RunConfig) -> Unused:
         yield "hbm_utilization cpu_cache_gib", "num_pages sets the size of the cache"
 
 
+def training_engine(options: EngineConfig, run: RunConfig) -> Unused:
+    if run.trainer is None:
+        yield " ".join(options.model_fields_set), "there is no section trainer"
+
+
 def quantization(options: QuantizationSection, run: RunConfig) -> Unused:
     if options.model is not None and not options.apply_quantization:
         yield "model", "apply_quantization is false"
@@ -80,7 +85,7 @@ _OF_HARNESS = (
     "include_path num_fewshot max_new_tokens temperature top_p cache_requests check_integrity "
     "write_out log_samples bootstrap_iters apply_chat_template system_instruction "
     "fewshot_as_multiturn gen_kwargs predict_only random_seed numpy_random_seed "
-    "fewshot_random_seed"
+    "fewshot_random_seed confirm_run_unsafe_code"
 )
 
 

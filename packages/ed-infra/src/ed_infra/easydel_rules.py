@@ -1,0 +1,305 @@
+"""Rules for keys of EasyDeL whose values no path alone can describe.
+
+A rule receives a value with the keys around it, and returns values with their paths here.
+`ed_infra.easydel_translation` applies the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+#: Keys from the sections inwards.
+SectionPath = tuple[str, ...]
+Values = Mapping[str, object]
+
+
+class Given(NamedTuple):
+    """A key to translate_keys by a rule.
+
+    Attributes:
+        value: Its value.
+        siblings: The section with the key.
+        sections: All sections.
+    """
+
+    value: object
+    siblings: Values
+    sections: Values
+
+
+class Replacement(NamedTuple):
+    """A value that replaces the value of another key, which the user may have set."""
+
+    value: object
+
+
+#: The values to set, by path.
+PlacedValues = dict[SectionPath, object]
+
+
+# Rules raise ValueError for wrong values.
+
+
+def _flag(value: object, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _whole(value: object, name: str, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return value
+
+
+def _use_wandb(given: Given) -> PlacedValues:
+    on = _flag(given.value, "use_wandb")
+    if on and "report_to" in given.siblings:
+        raise ValueError("use_wandb and report_to name trackers: keep report_to")
+    return {("trainer", "report_to"): ["wandb"]} if on else {}
+
+
+def _do_sample(given: Given) -> PlacedValues:
+    temperature = given.siblings.get("generation_temperature")
+    if _flag(given.value, "generation_do_sample"):
+        return {("trainer", "generation_temperature"): 1.0} if temperature is None else {}
+    if temperature:
+        raise ValueError(
+            f"generation_do_sample: false is generation_temperature 0, not {temperature}: keep one"
+        )
+    return {("trainer", "generation_temperature"): 0.0} if temperature is None else {}
+
+
+def _text_field(given: Given) -> PlacedValues:
+    """Return the informs, whose fields are the named one if they name none."""
+    if not isinstance(given.value, str) or not given.value:
+        raise ValueError(f"must be the name of a field, got {given.value!r}")
+    mixture = given.sections.get("mixture")
+    informs = mixture.get("informs") if isinstance(mixture, Mapping) else None
+    if not isinstance(informs, list | tuple):
+        return {}
+    named = [
+        {**inform, "content_field": given.value} if _lacks_field(inform) else inform
+        for inform in informs
+    ]
+    return {("mixture", "informs"): Replacement(named)}
+
+
+def _lacks_field(inform: object) -> bool:
+    names = ("content_field", "text_field")
+    return isinstance(inform, Mapping) and not any(name in inform for name in names)
+
+
+def _shuffle(given: Given) -> PlacedValues:
+    mixture = given.sections.get("mixture")
+    size = mixture.get("shuffle_buffer_size") if isinstance(mixture, Mapping) else None
+    packed = isinstance(mixture, Mapping) and mixture.get("pack_tokens")
+    if _flag(given.value, "shuffle_train_dataset"):
+        if size in (0, 1):
+            raise ValueError(
+                f"shuffle_train_dataset is true, and mixture.shuffle_buffer_size {size} shuffles "
+                "nothing: keep one of them"
+            )
+        return {}
+    placed: PlacedValues = {("mixture", "shuffle_buffer_size"): 1}
+    return {**placed, ("mixture", "pack_shuffle"): False} if packed else placed
+
+
+def _model_name(given: Given) -> PlacedValues:
+    name = given.value
+    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("..")
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"must be the name of a folder in save_directory, got {name!r}")
+    folder = given.siblings.get("save_directory") or "EasyDeL-Checkpoints"
+    return {("trainer", "save_directory"): Replacement(str(PurePosixPath(str(folder)) / path))}
+
+
+#: (mode, bits) of quantization-aware training -> the format here. EasyDeL's `affine` has 4 bits.
+_FORMATS = {
+    ("affine", 4): "int4",
+    ("affine", 8): "int8",
+    ("nf4", 4): "nf4",
+    ("mxfp4", 4): "mxfp4",
+    ("mxfp8", 8): "mxfp8",
+}
+
+
+def _quantization_mode(given: Given) -> PlacedValues:
+    mode = getattr(given.value, "value", given.value)
+    bits = given.siblings.get("quantization_bits")
+    fitting = [at for at in _FORMATS if at[0] == mode and bits in (None, at[1])]
+    if not fitting:
+        known = ", ".join(f"{name} with {number} bits" for name, number in _FORMATS)
+        with_bits = "" if bits is None else f" with quantization_bits {bits!r}"
+        raise ValueError(f"unknown quantization mode {mode!r}{with_bits} (known: {known})")
+    model = ("quantization", "model")
+    return {
+        (*model, "quantization_method"): _FORMATS[fitting[0]],
+        (*model, "simulate"): True,
+    }
+
+
+def _with_mode(given: Given, name: str) -> None:
+    if given.siblings.get("quantization_mode") is None:
+        raise ValueError(f"{name} needs quantization_mode, such as nf4: set it, or omit {name}")
+
+
+def _quantization_bits(given: Given) -> PlacedValues:
+    _with_mode(given, "quantization_bits")
+    return {}
+
+
+def _quantization_group(given: Given) -> PlacedValues:
+    _with_mode(given, "quantization_group_size")
+    return {("quantization", "model", "group_size"): given.value}
+
+
+def _sampling_temperature(given: Given) -> PlacedValues:
+    temperature = given.siblings.get("temperature", 1.0)
+    if given.value != temperature:
+        raise ValueError(
+            f"temperature_sampling {given.value!r} differs from temperature {temperature!r}: this "
+            "method samples and compares at one temperature"
+        )
+    return {}
+
+
+def _distillation_type(given: Given) -> PlacedValues:
+    if given.value == "kl":
+        return {}
+    if given.value != "jsd":
+        raise ValueError(f"unknown distillation_type {given.value!r} (known: jsd, kl)")
+    return {
+        ("trainer", "distillation_mode"): "full_logits",
+        ("trainer", "distillation_alpha"): 0.5,
+    }
+
+
+def _feedback(given: Given) -> PlacedValues:
+    length = _whole(given.value, "max_feedback_length", 1)
+    prompt = _whole(given.siblings.get("max_prompt_length", 512), "max_prompt_length", 1)
+    return {("trainer", "max_reprompt_len"): prompt + length}
+
+
+def _verified_rewards(given: Given) -> PlacedValues:
+    """Return the rewards of `rlvr`: the answer, and the format with its weight."""
+    trainer = given.siblings
+    if trainer.get("reward_functions") is not None or trainer.get("reward_funcs") is not None:
+        raise ValueError(
+            "answer_key, format_pattern and reward_functions name the rewards: keep "
+            "reward_functions, which also has the rules math_answer and format"
+        )
+    pattern, weight = trainer.get("format_pattern"), trainer.get("format_reward_weight") or 0
+    if not isinstance(weight, int | float) or isinstance(weight, bool) or weight < 0:
+        raise ValueError(f"format_reward_weight must be a number of at least 0, got {weight!r}")
+    answer = {"math_answer": {"field": trainer.get("answer_key") or "answer"}}
+    if pattern is None or not weight:
+        return {("trainer", "reward_functions"): [answer]}
+    return {
+        ("trainer", "reward_functions"): [answer, {"regex": {"pattern": pattern}}],
+        ("trainer", "reward_weights"): [1.0, weight],
+    }
+
+
+def _device(given: Given) -> PlacedValues:
+    if not isinstance(given.value, str):
+        raise ValueError(f"must be cpu, gpu or tpu, got {given.value!r}")
+    return {("platform", "backend"): given.value.partition(":")[0]}
+
+
+def _workers(given: Given) -> PlacedValues:
+    number = _whole(given.value, "the number of workers", 0)
+    return {("mixture", "prefetch_workers"): number} if number else {}
+
+
+def _bits(given: Given) -> PlacedValues:
+    """Check the bits of a format."""
+    model = given.siblings
+    names = ("quantization_method", "method", "dtype")
+    name = next((str(model[key]) for key in names if key in model), "nf4")
+    numbers = (4, 8) if name == "affine" else (8,) if "8" in name else (4,)
+    if given.value not in numbers:
+        text = " or ".join(map(str, numbers))
+        raise ValueError(f"{name} has {text} bits, got {given.value!r}")
+    target = ("quantization", "model", "quantization_method")
+    return {target: Replacement("int8")} if (name, given.value) == ("affine", 8) else {}
+
+
+def _role_task(task: str, given: Given) -> PlacedValues:
+    name = str(getattr(given.value, "value", given.value)).lower().replace("_", "-")
+    others = {"auto-bind", task, *({"causal-lm", "lm"} if task.startswith("causal") else ())}
+    if name not in others:
+        raise ValueError(f"the task of this model is {task}, got {given.value!r}: omit the key")
+    return {}
+
+
+def _role_tokenizer(given: Given) -> PlacedValues:
+    if given.value != given.siblings.get("name_or_path"):
+        raise ValueError(
+            f"the model reads the tokens of model.tokenizer, got {given.value!r}: omit the key"
+        )
+    return {}
+
+
+def _verbose(given: Given) -> PlacedValues:
+    if not _flag(given.value, "verbose"):
+        return {}
+    if given.siblings.get("silent_mode"):
+        raise ValueError("verbose and silent_mode are both true: keep one of them")
+    return {}
+
+
+def _hard_limit(given: Given) -> PlacedValues:
+    if not _flag(given.value, "hard_max_new_tokens"):
+        return {}
+    return {("eval", "gen_kwargs", "max_gen_toks"): given.siblings.get("max_new_tokens", 256)}
+
+
+def _labels(given: Given) -> PlacedValues:
+    trainer = given.sections.get("trainer")
+    method = trainer.get("trainer_type") if isinstance(trainer, Mapping) else None
+    number = _whole(given.value, "num_labels", 1)
+    if method not in ("reward", "prm"):
+        return {("base_config", "values", "num_labels"): number}
+    if number != 1:
+        raise ValueError(f"{method} trains a model with one label, got num_labels {number}")
+    return {}
+
+
+KEY_RULES: dict[tuple[str, str], Callable[[Given], PlacedValues]] = {
+    ("trainer", "use_wandb"): _use_wandb,
+    ("trainer", "generation_do_sample"): _do_sample,
+    ("trainer", "dataset_text_field"): _text_field,
+    ("trainer", "shuffle_train_dataset"): _shuffle,
+    ("trainer", "model_name"): _model_name,
+    ("trainer", "quantization_mode"): _quantization_mode,
+    ("trainer", "quantization_bits"): _quantization_bits,
+    ("trainer", "quantization_group_size"): _quantization_group,
+    ("trainer", "temperature_sampling"): _sampling_temperature,
+    ("trainer", "distillation_type"): _distillation_type,
+    ("trainer", "max_feedback_length"): _feedback,
+    ("trainer", "answer_key"): _verified_rewards,
+    ("trainer", "format_pattern"): _verified_rewards,
+    ("trainer", "format_reward_weight"): _verified_rewards,
+    ("trainer", "dataloader_num_workers"): _workers,
+    ("mixture", "num_workers"): _workers,
+    ("mixture", "tokenization.text_field"): _text_field,
+    ("model", "num_labels"): _labels,
+    ("model", "extra_kwargs.num_labels"): _labels,
+    ("loader", "device"): _device,
+    ("quantization", "model.bits"): _bits,
+    ("esurge", "verbose"): _verbose,
+    ("eval", "hard_max_new_tokens"): _hard_limit,
+    ("reward_model", "task"): partial(_role_task, "sequence-classification"),
+    **{
+        (role, "task"): partial(_role_task, "causal-language-model")
+        for role in ("reference_model", "teacher_model")
+    },
+    **{
+        (role, "tokenizer"): _role_tokenizer
+        for role in ("reference_model", "reward_model", "teacher_model")
+    },
+}
