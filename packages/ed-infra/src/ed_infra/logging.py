@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 ROOT = "easydel"
 #: Every logger whose children are the loggers of this project's modules.
 LOGGERS = (ROOT, "ed_data", "ed_esurge", "ed_elarge")
+_PLAIN = "%(message)s"
 _said: set[str] = set()
 _process = 0
 
@@ -52,10 +55,27 @@ def show_messages(level: int = logging.WARNING) -> None:
     Commands call this function before their work. A program that configured logging keeps its
     handlers.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, format=_PLAIN)
     if level < logging.WARNING:
         for name in LOGGERS:
             logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def show_times() -> Iterator[None]:
+    """Print the times of messages during the block, if `show_messages` prints them."""
+    handlers = [
+        handler
+        for handler in logging.getLogger().handlers
+        if handler.formatter is not None and handler.formatter._fmt == _PLAIN
+    ]
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s {_PLAIN}"))
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.setFormatter(logging.Formatter(_PLAIN))
 
 
 def setup(level: int | str = logging.INFO) -> None:

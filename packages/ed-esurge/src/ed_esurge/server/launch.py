@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.garbage import settle
+from ed_infra.logging import show_times
 from starlette.applications import Starlette
 from uvicorn.logging import AccessFormatter, DefaultFormatter
 
@@ -30,6 +31,7 @@ from ed_esurge.server.http.connections import (
     most_connections,
 )
 from ed_esurge.server.http.handshakes import TlsListener
+from ed_esurge.server.operations.throughput import ProbeFilter, log_throughput
 from ed_esurge.server.options import ListenOptions
 
 logger = logging.getLogger(__name__)
@@ -127,6 +129,7 @@ class _Server(uvicorn.Server):
         self._slots = slots
         self._on_ready = on_ready
         self._drain_seconds = drain_seconds
+        self._throughput: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self.config.is_ssl:
@@ -136,6 +139,8 @@ class _Server(uvicorn.Server):
         else:
             await super().startup(sockets)
         if self.started:
+            metrics = self._app.state.server.metrics
+            self._throughput = asyncio.create_task(log_throughput(metrics))
             self._on_ready()
 
     def _listen_with_tls(self, listener: socket.socket) -> Any:
@@ -160,6 +165,8 @@ class _Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+            if self._throughput is not None:
+                self._throughput.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._app.state.server.state.draining = True
@@ -336,23 +343,26 @@ def background(
 
 @contextmanager
 def _logs() -> Iterator[None]:
-    """Write uvicorn's messages to standard error, and its requests to standard output."""
+    """Write uvicorn's messages to standard error, and its requests to standard output, with times.
+
+    Successful requests of probes are not written.
+    """
+    request = '%(asctime)s %(levelprefix)s %(client_addr)s - "%(request_line)s" %(status_code)s'
     log_targets = {
-        "uvicorn": (sys.stderr, DefaultFormatter("%(levelprefix)s %(message)s")),
-        "uvicorn.access": (
-            sys.stdout,
-            AccessFormatter('%(levelprefix)s %(client_addr)s - "%(request_line)s" %(status_code)s'),
-        ),
+        "uvicorn": (sys.stderr, DefaultFormatter("%(asctime)s %(levelprefix)s %(message)s")),
+        "uvicorn.access": (sys.stdout, AccessFormatter(request)),
     }
     added: list[tuple[logging.Logger, logging.Handler]] = []
     for name, (stream, formatter) in log_targets.items():
         handler = logging.StreamHandler(stream)
         handler.setFormatter(formatter)
+        handler.addFilter(ProbeFilter())
         added.append((logging.getLogger(name), handler))
         added[-1][0].addHandler(handler)
         added[-1][0].propagate = False
     try:
-        yield
+        with show_times():
+            yield
     finally:
         for log, handler in added:
             log.removeHandler(handler)
