@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
@@ -76,6 +77,7 @@ class Loadable(Protocol):
 
 
 LoadableT = TypeVar("LoadableT", bound=Loadable)
+_ModuleT = TypeVar("_ModuleT")
 
 
 class HubOptions(TypedDict, total=False):
@@ -351,6 +353,12 @@ def from_pretrained(
         quantization=rules if apply_quantization else None,
         check_finite=check_finite,
     )
+    adapters = files.read_adapters()
+    if adapters:  # the package of adapters imports this one
+        attach = pkgutil.resolve_name("ed_models.adapters.peft:attach_adapter_matrices")
+        module = _place_layers(
+            attach(module, adapters, directory), module.config, shard=auto_shard_model
+        )
     if quantization_config is not None and not apply_quantization:
         model_task = to_spec(quantization_config)  # type: ignore[arg-type]
         settings = settings | {"config": module.config.replace(quantization_config=model_task)}
@@ -465,7 +473,7 @@ def _selects_part(
     return is_part and task in registry.list_tasks(part.model_type)
 
 
-def _place_layers(layers: nnx.List, config: EasyDeLBaseConfig, *, shard: bool) -> nnx.List:
+def _place_layers(layers: _ModuleT, config: EasyDeLBaseConfig, *, shard: bool) -> _ModuleT:
     """Return layers with their arrays on the devices of the model."""
     if shard:
         return placement.shard(layers, config)
