@@ -506,3 +506,12 @@ def texts_of_section(section: str) -> dict[str, str]:
             entry = entries[0]
             out[name] = f"omit it: {entry.text}" if entry.kind == "unneeded" else entry.text
     return out
+
+
+def is_data_key(name: str) -> bool:
+    """Whether a key of `trainer` describes rows or the engine of rollouts, not the training."""
+    return any(
+        entry.kind == "works"
+        and ("mixture." in entry.text or entry.text.startswith("training_engine."))
+        for entry in easydel_keys().get(("trainer", name), ())
+    )
