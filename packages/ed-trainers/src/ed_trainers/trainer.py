@@ -17,7 +17,7 @@ from ed_models.checkpoints.model_card import write_card
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_trainers.arguments import REWARD, MethodEntry
+from ed_trainers.arguments import REWARD_ROLE, MethodEntry
 from ed_trainers.batches import Dataset, Epochs, Feed, HostBatch, Share
 from ed_trainers.callbacks import Callback
 from ed_trainers.checkpoints.run_lock import RunLock
@@ -168,7 +168,7 @@ class Trainer:
             model = extension.attach(model, arguments)
         if rollout is not None and not self.entry.samples:
             raise ConfigError(f"{name} does not sample completions: omit rollout")
-        rewarded = any(role.name == REWARD.name for role in self.entry.roles)
+        rewarded = any(role.name == REWARD_ROLE.name for role in self.entry.roles)
         if (reward_functions or reward_folders) and not rewarded:
             raise ConfigError(f"{name} reads no rewards: omit reward_functions and reward_folders")
         self.arguments = arguments

@@ -56,8 +56,8 @@ from ed_models.checkpoints.tensor_files import EASYDEL_INDEX
 from ed_models.checkpoints.text_halves import MODEL_TYPES
 
 #: Files of a repository that are downloaded; other copies of the weights are not.
-SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "README.md")
-WEIGHTS = ("*.safetensors",)
+_SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "README.md")
+_WEIGHTS = ("*.safetensors",)
 #: Settings of the modules of sentence-transformers.
 _MODULES = ("*_Pooling/config.json", "*_Dense/config.json")
 _NEVER = ("*/*", "consolidated*", "*.bin", "*.pth")
@@ -156,10 +156,10 @@ def resolve(
         if gguf_file is not None:
             folder = fetch([parts_pattern(gguf_file)], [])
             return as_directory(file_in(folder, gguf_file) or folder)
-        folder = fetch([*SETTINGS, *(WEIGHTS if weights else ())], _NEVER)
+        folder = fetch([*_SETTINGS, *(_WEIGHTS if weights else ())], _NEVER)
         if (folder / MODULES_NAME).is_file():
             pickled = (PICKLED,) if allow_pickle else ()
-            dense = [f"*_Dense/{name}" for name in (*WEIGHTS, *pickled)] if weights else []
+            dense = [f"*_Dense/{name}" for name in (*_WEIGHTS, *pickled)] if weights else []
             fetch([*_MODULES, *dense], [])
         if weights and allow_pickle and not any(folder.glob("*.safetensors")):
             fetch([f"{Path(PICKLED).stem}*.bin"], ["*/*"])

@@ -76,7 +76,7 @@ class RowKind:
 Mixup = Annotated[float, Field(gt=0, le=1)]
 
 #: Names allowed in `report_to`; `ed_trainers.figures.trackers` has a class for each.
-TRACKERS = ("wandb", "trackio", "mlflow")
+_TRACKERS = ("wandb", "trackio", "mlflow")
 
 
 def _names(value: object) -> object:
@@ -248,7 +248,7 @@ class TrainingArguments(Options):
     use_tensorboard: bool = True
     """Also write the metrics for TensorBoard, under `<save_directory>/tensorboard`."""
     report_to: Annotated[
-        tuple[Annotated[str, choice("tracker", TRACKERS)], ...], BeforeValidator(_names)
+        tuple[Annotated[str, choice("tracker", _TRACKERS)], ...], BeforeValidator(_names)
     ] = ()
     """Further trackers of the metrics: `wandb`, `trackio`, `mlflow`. Each tracker is an extra of
     ed-trainers."""
