@@ -24,6 +24,7 @@ from ed_infra.errors import (
     did_you_mean,
     refuse_keywords,
 )
+from ed_infra.package_files import find_package_file, is_package_address
 from ed_infra.sharding import placement
 from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import EasyDeLQuantizationConfig
@@ -112,7 +113,8 @@ def resolve(
 
     Args:
         name_or_path: a directory, a hub repository (`"org/name"`), a GGUF file, or a GGUF file in
-            a repository (`"org/name/model.gguf"`).
+            a repository (`"org/name/model.gguf"`), or any of them in an installed package
+            (`"package:NAME/PATH"`, see `ed_infra.package_files`).
         gguf_file: name of a GGUF file in the directory or repository. Of a model in several files,
             the first one.
         weights: fetch weights too, not only settings and tokenizer.
@@ -123,6 +125,8 @@ def resolve(
     Raises:
         CheckpointError: neither a directory nor a repository that can be reached.
     """
+    if is_package_address(name_or_path):
+        name_or_path = find_package_file(str(name_or_path))
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         folder = _within(path, subfolder)
