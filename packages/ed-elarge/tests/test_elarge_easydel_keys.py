@@ -224,6 +224,43 @@ def test_arguments_in_python_have_the_keys_of_easydel() -> None:
     assert "trainer.use_grain" in str(warning.message)
 
 
+def test_batch_of_a_file_of_easydel_counts_prompts() -> None:
+    keys = {"trainer_type": "grpo", "reward_functions": ["format"], "total_batch_size": 2}
+    base = {f"trainer__{name}": value for name, value in keys.items()}
+    base |= {"mixture__pack_tokens": ..., "mixture__pack_seq_length": ...}
+    run = read(**base, trainer__shuffle_train_dataset=True)
+    assert value_of(run, "trainer.batch_unit") == "prompts"
+    assert "total_batch_size counts prompts" in run.note
+    assert "is not a multiple of num_return_sequences" in refuse(**base)
+    # Keys that TRL has, too, say nothing about the program of a file.
+    assert "is not a multiple" in refuse(**base, trainer__dataset_num_proc=2)
+    unit = {"trainer__use_grain": True, "trainer__batch_unit": "completions"}
+    assert "is not a multiple" in refuse(**base, **unit)
+
+
+def test_previews_of_a_model_without_text_are_named_and_omitted() -> None:
+    keys = {"trainer_type": "reward", "generation_interval": 5, "generation_do_sample": True}
+    changes = {f"trainer__{name}": value for name, value in keys.items()}
+    changes |= {"mixture__pack_tokens": ..., "mixture__pack_seq_length": ...}
+    run = read(**changes)
+    assert run.trainer is not None and run.trainer.generation_interval is None
+    assert "trainer.generation_interval, trainer.generation_temperature: the model" in run.note
+    del changes["trainer__generation_do_sample"]
+    assert "generates no text: omit the key" in refuse(**changes)
+
+
+def test_server_of_easydel_has_one_worker() -> None:
+    serve = {"serve": {"workers": 1, "reload": False, "port": 1024}}
+    assert len(read(actions=[serve]).actions) == 1
+    serve["serve"]["workers"] = 2
+    assert "unknown key 'workers'" in refuse(actions=[serve])
+
+
+def test_method_without_a_place_is_an_error_with_one() -> None:
+    message = refuse(trainer__trainer_type="agentic-moshpit")
+    assert "'agentic-moshpit' is not supported; use grpo, with an environment" in message
+
+
 # The table.
 
 

@@ -461,8 +461,19 @@ def _eval() -> Iterator[OtherKey]:
 #: (section, key) -> the key of which it is a second name. Both may occur with equal values.
 SECOND_NAMES = {("trainer", "num_generations"): "num_return_sequences"}
 
+#: (section, key) -> value that is an error -> what to write instead.
+OTHER_VALUES = {
+    ("trainer", "trainer_type"): {
+        "agentic_moshpit": "grpo, with an environment in the section asynchronous",
+        "ray_distributed": "`elarge launch`, which starts the processes",
+    }
+}
+
 #: Other names of sections.
 SECTION_NAMES = {"teacher": "teacher_model"}
+
+#: Keys of the action serve: key -> the only value, which changes nothing.
+SERVE_VALUES: dict[str, object] = {"workers": 1, "reload": False}
 
 #: (section, key) -> other spelling of its value -> the value here.
 VALUE_NAMES: dict[tuple[str, str], dict[str, str]] = {

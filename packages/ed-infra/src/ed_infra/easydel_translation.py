@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ed_infra.easydel_keys import (
+    OTHER_VALUES,
     SECOND_NAMES,
     SECTION_NAMES,
     VALUE_NAMES,
@@ -48,6 +49,7 @@ class Translation:
         unneeded: Reason -> keys without effect, as `section.key`.
         refusals: Keys that cannot be translated.
         without_data: Keys about the data of a run that has none.
+        typed: All keys and values in the spelling of EasyDeL.
     """
 
     sections: dict[str, object]
@@ -55,6 +57,7 @@ class Translation:
     unneeded: dict[str, list[str]] = field(default_factory=dict)
     refusals: list[UntranslatedKey] = field(default_factory=list)
     without_data: list[SectionPath] = field(default_factory=list)
+    typed: list[SectionPath] = field(default_factory=list)
 
     def describe_unneeded(self) -> str:
         """Return one line about all keys without effect; empty without such keys."""
@@ -105,6 +108,7 @@ def translate_keys(sections: Values, known: KnownKeys, method: str = "") -> Tran
     parents = {(one.section, one.name.rpartition(".")[0]) for one in _entries(table)}
     for section in tuple(out.sections):
         if isinstance(out.sections[section], Mapping):
+            _refuse_values(out, section)
             _drop_second_names(out, section)
             _rename_values(out, section)
             _translate_mapping(out, (section,), known(section), method, parents)
@@ -162,6 +166,7 @@ def _translate_mapping(
         entry = None if not prefix and key in known else find_entry(section, name, method)
         if entry is not None:
             out.remove((*path, key))
+            out.typed.append((*path, str(key)))
             if value is not None and not _is_among(value, entry.harmless):
                 _apply(out, entry, (*path, key), value, values)
         elif (section, name) in parents and not prefix and key not in known and value is None:
@@ -215,6 +220,7 @@ def _refuse_rest(out: Translation, path: SectionPath) -> None:
 
 def _rename_section(out: Translation, other: str, name: str) -> None:
     value = out.sections.pop(other)
+    out.typed.append((other,))
     if name in out.sections:
         message = f"{other} and {name} are two names of one section: keep {name}"
         out.refusals.append(UntranslatedKey((other,), message))
@@ -236,11 +242,22 @@ def _drop_second_names(out: Translation, section: str) -> None:
             out.remove((of, second))
 
 
+def _refuse_values(out: Translation, section: str) -> None:
+    for (of, key), instead in OTHER_VALUES.items():
+        value, present = _value_at(out.sections, (of, key))
+        name = str(value).lower().replace("-", "_")
+        if of == section and present and name in instead:
+            message = f"{value!r} is not supported; use {instead[name]}"
+            out.refusals.append(UntranslatedKey((of, key), message, on_key=False))
+            out.remove((of, key))
+
+
 def _rename_values(out: Translation, section: str) -> None:
     for (of, key), names in VALUE_NAMES.items():
         value, present = _value_at(out.sections, (of, key))
         if of == section and present and isinstance(value, str) and value in names:
             out.sections = _with_value(out.sections, (of, key), names[value])
+            out.typed.append((of, key))
 
 
 def _is_among(value: object, choices: Collection[object]) -> bool:

@@ -88,7 +88,7 @@ def build_reprompts(
         successful_rows = [
             candidate
             for candidate in range(start, min(start + size, count))
-            if good[candidate] and not (options.dont_reprompt_on_self_success and candidate == row)
+            if good[candidate] and not (options.skips_self_success and candidate == row)
         ]
         solution = (
             successful_rows[0] if options.use_successful_as_teacher and successful_rows else None
