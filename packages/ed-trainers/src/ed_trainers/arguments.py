@@ -83,7 +83,7 @@ __all__ = [
 ]
 
 #: Group of entry points for methods of other packages.
-_GROUP = "easydel.methods"
+GROUP = "easydel.methods"
 
 
 class Role(NamedTuple):
@@ -105,12 +105,12 @@ class Role(NamedTuple):
         return f"{self.name}_model"
 
 
-REFERENCE_ROLE = Role("reference")
-TEACHER_ROLE = Role("teacher", required=True)
-REWARD_ROLE = Role("reward", task=TaskType.SEQUENCE_CLASSIFICATION)
+REFERENCE = Role("reference")
+TEACHER = Role("teacher", required=True)
+REWARD = Role("reward", task=TaskType.SEQUENCE_CLASSIFICATION)
 
 #: Roles by name; each one is a section of run files.
-ROLES = {role.name: role for role in (REFERENCE_ROLE, TEACHER_ROLE, REWARD_ROLE)}
+ROLES = {role.name: role for role in (REFERENCE, TEACHER, REWARD)}
 
 
 @dataclass(frozen=True)
@@ -182,17 +182,17 @@ _SHIPPED: dict[str, MethodEntry] = {
         DPOArguments,
         "ed_trainers.methods.dpo:DPOTrainer",
         "preference",
-        (REFERENCE_ROLE,),
+        (REFERENCE,),
         other_tasks=(TaskType.SEQUENCE_TO_SEQUENCE, TaskType.IMAGE_TEXT_TO_TEXT),
     ),
     "orpo": MethodEntry(ORPOArguments, "ed_trainers.methods.orpo:ORPOTrainer", "preference"),
     "cpo": MethodEntry(CPOArguments, "ed_trainers.methods.cpo:CPOTrainer", "preference"),
     "simpo": MethodEntry(SimPOArguments, "ed_trainers.methods.cpo:SimPOTrainer", "preference"),
     "kto": MethodEntry(
-        KTOArguments, "ed_trainers.methods.kto:KTOTrainer", "labelled", (REFERENCE_ROLE,)
+        KTOArguments, "ed_trainers.methods.kto:KTOTrainer", "labelled", (REFERENCE,)
     ),
     "bco": MethodEntry(
-        BCOArguments, "ed_trainers.methods.bco:BCOTrainer", "labelled", (REFERENCE_ROLE,)
+        BCOArguments, "ed_trainers.methods.bco:BCOTrainer", "labelled", (REFERENCE,)
     ),
     "reward": MethodEntry(
         RewardArguments,
@@ -204,10 +204,10 @@ _SHIPPED: dict[str, MethodEntry] = {
     "distillation": MethodEntry(
         DistillationArguments,
         "ed_trainers.methods.distillation:DistillationTrainer",
-        roles=(TEACHER_ROLE,),
+        roles=(TEACHER,),
     ),
     "seq_kd": MethodEntry(
-        SeqKDArguments, "ed_trainers.methods.seq_kd:SeqKDTrainer", "prompt", (TEACHER_ROLE,)
+        SeqKDArguments, "ed_trainers.methods.seq_kd:SeqKDTrainer", "prompt", (TEACHER,)
     ),
     "embedding": MethodEntry(
         EmbeddingArguments,
@@ -270,58 +270,34 @@ _SHIPPED: dict[str, MethodEntry] = {
         task=TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION,
     ),
     "grpo": _online(
-        GRPOArguments,
-        "ed_trainers.methods.grpo:GRPOTrainer",
-        REFERENCE_ROLE,
-        REWARD_ROLE,
-        images=True,
+        GRPOArguments, "ed_trainers.methods.grpo:GRPOTrainer", REFERENCE, REWARD, images=True
     ),
     "gspo": _online(
-        GSPOArguments,
-        "ed_trainers.methods.grpo:GSPOTrainer",
-        REFERENCE_ROLE,
-        REWARD_ROLE,
-        images=True,
+        GSPOArguments, "ed_trainers.methods.grpo:GSPOTrainer", REFERENCE, REWARD, images=True
     ),
     "gfpo": _online(
-        GFPOArguments,
-        "ed_trainers.methods.gfpo:GFPOTrainer",
-        REFERENCE_ROLE,
-        REWARD_ROLE,
-        images=True,
+        GFPOArguments, "ed_trainers.methods.gfpo:GFPOTrainer", REFERENCE, REWARD, images=True
     ),
-    "sdpo": _online(
-        SDPOArguments, "ed_trainers.methods.sdpo:SDPOTrainer", REFERENCE_ROLE, REWARD_ROLE
-    ),
+    "sdpo": _online(SDPOArguments, "ed_trainers.methods.sdpo:SDPOTrainer", REFERENCE, REWARD),
     "rloo": _online(
-        RLOOArguments,
-        "ed_trainers.methods.rloo:RLOOTrainer",
-        REFERENCE_ROLE,
-        REWARD_ROLE,
-        images=True,
+        RLOOArguments, "ed_trainers.methods.rloo:RLOOTrainer", REFERENCE, REWARD, images=True
     ),
     "rlvr": _online(
-        RLVRArguments,
-        "ed_trainers.methods.grpo:RLVRTrainer",
-        REFERENCE_ROLE,
-        REWARD_ROLE,
-        images=True,
+        RLVRArguments, "ed_trainers.methods.grpo:RLVRTrainer", REFERENCE, REWARD, images=True
     ),
-    "ppo": _online(PPOArguments, "ed_trainers.methods.ppo:PPOTrainer", REFERENCE_ROLE, REWARD_ROLE),
-    "gkd": _online(GKDArguments, "ed_trainers.methods.gkd:GKDTrainer", TEACHER_ROLE),
+    "ppo": _online(PPOArguments, "ed_trainers.methods.ppo:PPOTrainer", REFERENCE, REWARD),
+    "gkd": _online(GKDArguments, "ed_trainers.methods.gkd:GKDTrainer", TEACHER),
     "on_policy_distillation": _online(
         OnPolicyDistillationArguments,
         "ed_trainers.methods.gkd:OnPolicyDistillationTrainer",
-        TEACHER_ROLE,
+        TEACHER,
     ),
     "sparse_distillation": _online(
-        SparseDistillationArguments,
-        "ed_trainers.methods.gkd:SparseDistillationTrainer",
-        TEACHER_ROLE,
+        SparseDistillationArguments, "ed_trainers.methods.gkd:SparseDistillationTrainer", TEACHER
     ),
-    "xpo": _online(XPOArguments, "ed_trainers.methods.xpo:XPOTrainer", REFERENCE_ROLE, REWARD_ROLE),
+    "xpo": _online(XPOArguments, "ed_trainers.methods.xpo:XPOTrainer", REFERENCE, REWARD),
     "nash_md": _online(
-        NashMDArguments, "ed_trainers.methods.nash_md:NashMDTrainer", REFERENCE_ROLE, REWARD_ROLE
+        NashMDArguments, "ed_trainers.methods.nash_md:NashMDTrainer", REFERENCE, REWARD
     ),
     "prm": MethodEntry(
         PRMArguments,
@@ -362,7 +338,7 @@ class _Arguments(Mapping[str, type[TrainingArguments]]):
 
 @cache
 def _points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=_GROUP)}
+    return {point.name: point for point in entry_points(group=GROUP)}
 
 
 @cache
@@ -370,7 +346,7 @@ def _load_entry_point(name: str) -> MethodEntry:
     entry = _points()[name].load()
     if not isinstance(entry, MethodEntry):
         raise ConfigError(
-            f"the entry point {name!r} of {_GROUP} is a {type(entry).__name__}: name a MethodEntry"
+            f"the entry point {name!r} of {GROUP} is a {type(entry).__name__}: name a MethodEntry"
         )
     return entry
 

@@ -244,7 +244,7 @@ class EasyDeLState(struct.PyTreeNode):
         *,
         tx: optax.GradientTransformation | None = None,
     ) -> EasyDeLState:
-        """Read the files of `save_state`, or a state or a run that EasyDeL saved.
+        """Read the files of `save_state`.
 
         `state.load_state(directory)` reads into the shapes, dtypes and shardings of a state; the
         mesh may differ from the mesh of the saved state. `EasyDeLState.load_state(directory)`

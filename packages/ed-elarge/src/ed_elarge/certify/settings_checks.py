@@ -229,7 +229,7 @@ def _parts(folder: Path) -> set[str]:
     return parts
 
 
-SETTINGS_CHECKS = (
+CHECKS = (
     ModelCheck("positions", "The limits of positions agree.", positions_agree),
     ModelCheck(
         "generation_settings",

@@ -166,7 +166,7 @@ def _names(file: Path) -> list[str]:
         return []
 
 
-TENSOR_CHECKS = (
+CHECKS = (
     ModelCheck("index", "The index lists every tensor of the files.", index_is_complete),
     ModelCheck(
         "tensors",

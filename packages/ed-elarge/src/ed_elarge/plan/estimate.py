@@ -54,7 +54,7 @@ class ServingPlan:
 
     settings: Serving
     mesh: PlanMesh
-    engine: serving.EngineMemory
+    engine: serving.Engine
     time: Time
 
     @property

@@ -23,7 +23,7 @@ _TOKEN_BUDGET = {"gpu": 2048, "tpu": 8192}
 
 
 @dataclass(frozen=True)
-class EngineMemory:
+class Engine:
     """The memory of one replica on one device, and the requests that fit.
 
     Attributes:
@@ -55,9 +55,7 @@ class EngineMemory:
         return self.replicas * min(replica_seqs, self.seqs)
 
 
-def engine(
-    settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: DeviceKind
-) -> EngineMemory:
+def engine(settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: DeviceKind) -> Engine:
     """Return the memory of an engine on a device.
 
     Raises:
@@ -125,7 +123,7 @@ def engine(
     )
     full = [name for name, members in groups.items() if members[0].window is None]
     cached = min(pages[name] for name in full or pages) * options.page_size
-    return EngineMemory(
+    return Engine(
         memory, pages, needed, page_bytes, longest, seqs, tokens, replicas, cached * replicas
     )
 

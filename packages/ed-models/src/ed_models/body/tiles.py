@@ -30,8 +30,10 @@ from ed_models.body.conditional import ConditionalModel
 from ed_models.body.vision import tower_rules
 from ed_models.weights.rules import STANDARD, Rule, renamed
 
+#: Head -> embedding, of models whose head is the embedding.
+TIED = {"lm_head.kernel": "model.language_model.embed_tokens.embedding"}
 #: Names of checkpoints before transformers 5, and of models in memory -> names of checkpoints.
-TILED_NAMES = {
+OTHER_NAMES = {
     "model.language_model.model": "language_model.model",
     "language_model.model.model": "language_model.model",
     "vision_tower.vision_model": "vision_tower",
@@ -41,7 +43,7 @@ TILED_NAMES = {
     "lm_head": "language_model.lm_head",
 }
 #: Names of checkpoints -> names of the modules of transformers 5.
-TILED_MODULES = Modules(
+MODULES = Modules(
     {
         "language_model.lm_head": "lm_head",
         "language_model.model": "model.language_model",
@@ -58,7 +60,7 @@ STORED = {
     "model.multi_modal_projector": "multi_modal_projector",
 }
 #: The rules of LLaVA's names.
-TILED_WEIGHTS = (
+WEIGHTS = (
     *tower_rules("model.vision_tower", "vision_tower"),
     *renamed(STORED, *STANDARD),
 )

@@ -219,7 +219,7 @@ def _write_minimax_m2(writing: FileWriting) -> None:
     writing.set("expert_feed_forward_length", writing.config.intermediate_size)
 
 
-EXPERT_ROWS: tuple[Architecture, ...] = (
+ROWS: tuple[Architecture, ...] = (
     Architecture(
         "llama",
         "mixtral",

@@ -15,11 +15,7 @@ from ed_models.checkpoints.gguf.layouts import JOINED_EXPERTS, JOINED_LATENT, JO
 from ed_models.weights.rules import Rule
 
 #: Rows with conditions are in front of those of the same name without.
-ARCHITECTURES: tuple[Architecture, ...] = (
-    *experts.EXPERT_ROWS,
-    *decoders.DECODER_ROWS,
-    *others.OTHER_ROWS,
-)
+ROWS: tuple[Architecture, ...] = (*experts.ROWS, *decoders.ROWS, *others.ROWS)
 #: Tensors of several parameters, which some versions of llama.cpp write and others do not.
 _JOINED: Sequence[tuple[str, Sequence[Rule]]] = (
     (".attn_qkv.weight", JOINED_QKV),
@@ -44,10 +40,10 @@ def row_of_file(
     if name is None:
         raise CheckpointError(f"{header.file} has no general.architecture, so it holds no model")
     reading = FileReading(header, name, values)
-    for row in ARCHITECTURES:
+    for row in ROWS:
         if row.name == name and row.when(reading):
             return row, reading
-    architectures = sorted({row.name for row in ARCHITECTURES})
+    architectures = sorted({row.name for row in ROWS})
     raise CheckpointError(
         f"{header.file} has the architecture {name!r}, which is not read"
         f"{did_you_mean(name, architectures)} (known: {', '.join(architectures)}): use the "
@@ -63,10 +59,10 @@ def row_of_model(config: EasyDeLBaseConfig) -> Architecture:
         CheckpointError: llama.cpp has no such model.
     """
     model_type = config.model_type
-    for row in ARCHITECTURES:
+    for row in ROWS:
         if row.model_type == model_type and row.suits(config):
             return row
-    model_types = sorted({row.model_type for row in ARCHITECTURES})
+    model_types = sorted({row.model_type for row in ROWS})
     raise CheckpointError(
         f"models of type {model_type!r} are not written as GGUF files"
         f"{did_you_mean(model_type, model_types)} (known: {', '.join(model_types)}): use "
