@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -160,6 +161,7 @@ def test_claude_code_completes_a_tool_loop(programs, workspace, tmp_path, vision
             tmp_path / "home",
             ANTHROPIC_BASE_URL=url.removesuffix("/v1"),
             ANTHROPIC_API_KEY="dummy",
+            ANTHROPIC_SMALL_FAST_MODEL="scripted",
             CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
             IS_SANDBOX="1",
         )
@@ -169,17 +171,13 @@ def test_claude_code_completes_a_tool_loop(programs, workspace, tmp_path, vision
     assert "billing-header" not in agent.prompts[-1]
 
 
-CONFIG = """
-model = "scripted"
-model_provider = "local"
-approval_policy = "never"
-sandbox_mode = "danger-full-access"
-[model_providers.local]
-name = "local"
-base_url = "{url}"
-env_key = "LOCAL_KEY"
-wire_api = "responses"
-"""
+def read_codex_config(url: str) -> str:
+    """Return the settings of the page for a server, and for a run without questions."""
+    page = (ROOT / "docs/tasks/coding_agents.md").read_text("utf-8")
+    (settings,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    settings = settings.replace('"coder"', '"scripted"')
+    settings = settings.replace("http://127.0.0.1:11556/v1", url)
+    return f'approval_policy = "never"\nsandbox_mode = "danger-full-access"\n{settings}'
 
 
 @pytest.mark.parametrize("vision", [True, False])
@@ -195,12 +193,12 @@ def test_codex_completes_a_tool_loop(programs, workspace, tmp_path, vision):
     home = tmp_path / "home"
     (home / ".codex").mkdir(parents=True)
     with background(agent, api_key="dummy", batch_directory=tmp_path / "batches") as url:
-        (home / ".codex" / "config.toml").write_text(CONFIG.format(url=url))
+        (home / ".codex" / "config.toml").write_text(read_codex_config(url))
         output = execute(
             [str(programs / "codex"), "exec", "--skip-git-repo-check", "--json", TASK],
             workspace,
             home,
-            LOCAL_KEY="dummy",
+            ESURGE_API_KEY="dummy",
         )
     events = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert events[-1]["type"] == "turn.completed"
