@@ -103,9 +103,8 @@ def _auto_classes() -> dict[str, str]:
     auto = [name for name in _CLASS.findall(_source(module)) if name.startswith("Auto")]
     models = [name for name in auto if name not in (_AUTO, f"{_ANY_AUTO}Config")]
     states = [n.replace(_AUTO, "AutoState").replace(_ANY_AUTO, "AutoState") for n in models]
-    return dict.fromkeys(auto, module) | dict.fromkeys(
-        ("AutoState", *states), "ed_trainers.auto_state"
-    )
+    classes: dict[str, str] = dict.fromkeys(auto, module)
+    return classes | dict.fromkeys(("AutoState", *states), "ed_trainers.auto_state")
 
 
 def _trainers() -> dict[str, str]:

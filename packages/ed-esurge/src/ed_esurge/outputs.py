@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import numpy as np
@@ -207,6 +208,34 @@ class RequestOutput:
         """Number of generated tokens in `outputs`."""
         return sum([len(out.token_ids) for out in self.outputs])
 
+    # EasyDeL's names.
+
+    def get_text(self) -> str:
+        """Return the text of the first completion; of a delta, its new text."""
+        return self.outputs[0].text if self.outputs else ""
+
+    @property
+    def delta_text(self) -> str:
+        """The new text of the first completion; the text of an output that is no delta."""
+        return self.get_text()
+
+    @property
+    def accumulated_text(self) -> str:
+        """The text of the first completion so far; the deltas of `eSurge.stream` know it."""
+        return self.get_text()
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Number of generated tokens of the request so far."""
+        return self.metrics.num_generated_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second from the arrival to the last token; 0 without a token."""
+        last = self.metrics.last_token_time
+        seconds = 0.0 if last is None else last - self.metrics.arrival_time
+        return self.metrics.num_generated_tokens / seconds if seconds > 0 else 0.0
+
     def add(self, new: RequestOutput) -> None:
         """Append a later delta to this output, in place."""
         mine = {out.index: out for out in self.outputs}
@@ -229,3 +258,30 @@ class RequestOutput:
         if self.pooled is None:
             self.pooled = new.pooled
         self.error = self.error or new.error
+
+
+@dataclass(slots=True)
+class StreamedOutput(RequestOutput):
+    """A delta of `eSurge.stream`, which knows the text before it.
+
+    Attributes:
+        texts: texts of all deltas of the first completion, which the deltas of a request share.
+        text_count: number of texts up to this delta.
+    """
+
+    texts: list[str] = field(default_factory=list, compare=False, repr=False)
+    text_count: int = field(default=0, compare=False, repr=False)
+
+    @property
+    def accumulated_text(self) -> str:
+        """The text of the first completion so far."""
+        return "".join(self.texts[: self.text_count])
+
+
+def accumulate_texts(deltas: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
+    """Yield the deltas of one request, with the text before each."""
+    texts: list[str] = []
+    for delta in deltas:
+        texts += [out.text for out in delta.outputs if out.index == 0]
+        values = {name.name: getattr(delta, name.name) for name in fields(RequestOutput)}
+        yield StreamedOutput(**values, texts=texts, text_count=len(texts))

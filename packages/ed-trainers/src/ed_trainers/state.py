@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import optax
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.rules import Rules
+from ed_models.base.module import EasyDeLBaseModule
 from ed_models.protocol import LanguageModel
 from flax import nnx, struct
+from jax.typing import DTypeLike
 
 from ed_trainers.optimizers import (
     SCHEDULED,
@@ -243,6 +245,8 @@ class EasyDeLState(struct.PyTreeNode):
         directory: str | Path,
         *,
         tx: optax.GradientTransformation | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike | None = None,
     ) -> EasyDeLState:
         """Read the files of `save_state`.
 
@@ -254,11 +258,16 @@ class EasyDeLState(struct.PyTreeNode):
             directory: the directory.
             tx: optimizer of a new state, whose saved state is read. None: the new state has no
                 optimizer. A state that exists has its own optimizer.
+            dtype, param_dtype: dtype of activations and of the parameters; None = the stored ones,
+                or those of the state that exists.
 
         Raises:
             CheckpointError: the directory is not a saved state, is damaged, or does not match.
             ConfigError: `tx` for a state that exists.
         """
+        if dtype is not None or param_dtype is not None:
+            state = cls_or_self.load_state(directory, tx=tx)
+            return state.change_dtypes(dtype=dtype, param_dtype=param_dtype)
         path = Path(directory)
         if isinstance(cls_or_self, type):
             # Creates a model, and imports this module.
@@ -271,6 +280,23 @@ class EasyDeLState(struct.PyTreeNode):
             raise CheckpointError(f"{path} holds an optimizer state: call init_tx(tx) first")
         loaded = from_flat(template, load(path, flat_abstract(template)))
         return loaded if facts["optimizer"] else loaded.replace(opt_state=cls_or_self.opt_state)
+
+    def change_dtypes(
+        self, *, dtype: DTypeLike | None = None, param_dtype: DTypeLike | None = None
+    ) -> EasyDeLState:
+        """Return the state with other dtypes of its model; the optimizer state is unchanged.
+
+        Args:
+            dtype: dtype of activations; None = unchanged.
+            param_dtype: dtype of the parameters; None = unchanged.
+        """
+        module = cast(EasyDeLBaseModule, self.model)
+        changed_module = module.change_dtypes(dtype=dtype, param_dtype=param_dtype)
+        paths = {path for path, _ in nnx.to_flat_state(self.graphstate)}
+        graphdef, graphstate, graphother = nnx.split(
+            changed_module, lambda path, variable: tuple(path) in paths, ...
+        )
+        return self.replace(graphdef=graphdef, graphstate=graphstate, graphother=graphother)
 
     def shard_state(self) -> EasyDeLState:
         """Return the state with every array placed by the model's configuration.

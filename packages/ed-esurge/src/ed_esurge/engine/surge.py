@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Self, Unpack
+from typing import Any, Literal, NoReturn, Self, Unpack, overload
 
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
@@ -51,7 +51,7 @@ from ed_esurge.model import (
     is_encoder,
 )
 from ed_esurge.model import model_name as name_of
-from ed_esurge.outputs import RequestOutput
+from ed_esurge.outputs import RequestOutput, accumulate_texts
 from ed_esurge.records import NOTHING, Records
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.template import ChatTemplate
@@ -59,6 +59,8 @@ from ed_esurge.tokenizer import Tokenizer
 from ed_esurge.tokenizer_endpoints import connect_tokenizers
 
 logger = get_logger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class eSurge(EngineControl, EngineWithFacts):
@@ -438,21 +440,39 @@ class eSurge(EngineControl, EngineWithFacts):
         see `RequestOptions`.
         """
         params = sampling_params or SamplingParams()
-        return self._follow([self.prepare(self._name(), prompt, params, **options)])
+        deltas = self._follow([self.prepare(self._name(), prompt, params, **options)])
+        return accumulate_texts(deltas)
+
+    @overload
+    def chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        **options: Any,
+    ) -> Iterator[RequestOutput]: ...
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
+        stream: bool = False,
         lora_name: str | None = None,
         **template: Any,
-    ) -> RequestOutput:
+    ) -> RequestOutput | Iterator[RequestOutput]:
         """Generate the next message of a conversation.
 
         Args:
             messages: list of `{"role": …, "content": …}`.
             sampling_params: sampling options; default `SamplingParams()`.
+            stream: whether to return an iterator over the deltas, as `stream` does.
             lora_name: name of the loaded LoRA adapter; None = no adapter.
             template: options of the tokenizer's `apply_chat_template` (`tools`, …), and
                 `chat_template`: Jinja text that replaces the template of the tokenizer.
@@ -463,6 +483,8 @@ class eSurge(EngineControl, EngineWithFacts):
         chat = ChatTemplate(self.tokenizer, template.pop("chat_template", None))
         chat.check_options(template)
         ids = chat.token_ids(messages, **template)
+        if stream:
+            return self.stream(ids, sampling_params, lora_name=lora_name)
         return self.generate(ids, sampling_params, lora_name=lora_name)[0]
 
     def _follow(self, adds: Sequence[Add]) -> Iterator[RequestOutput]:

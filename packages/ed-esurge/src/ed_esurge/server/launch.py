@@ -227,7 +227,8 @@ class eSurgeApiServer:
 
     def run(self, host: str | None = None, port: int | None = None, **options: object) -> None:
         """Serve until a signal; the arguments are those of `serve`."""
-        serve(self.engines, host, port, **{**self.options, **options})
+        keywords = {**self.options, **options}
+        serve(self.engines, host, port, None, **keywords)
 
 
 def serve(

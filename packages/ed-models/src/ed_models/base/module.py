@@ -23,6 +23,7 @@ from ed_layers.depth.stack import Layout, Stack, to_layout
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ed_models.base.conversions import ParameterConversions
 from ed_models.base.methods import EasyBridgeMixin, EasyGenerationMixin
 from ed_models.weights.rules import Rule
 
@@ -39,7 +40,7 @@ STATE_GROUP = "easydel.state"
 ModelT = TypeVar("ModelT", bound="EasyDeLBaseModule")
 
 
-class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
+class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversions, nnx.Module):
     """A model: a config, parameters, and one `__call__`.
 
     Args:
@@ -211,10 +212,11 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
         stacks = (node for _, node in nnx.iter_modules(self) if isinstance(node, Stack))
         return next(stacks).layout
 
-    def to_state(self, state_class: type[Any] | None = None) -> Any:
+    def to_state(self, state_class: type[Any] | None = None, *, optimizer: Any = None) -> Any:
         """Create the initial training state, an `EasyDeLState` of this model.
 
         Args:
+            optimizer: an optimizer of optax, whose state is created.
             state_class: a class with `create(model=...)`; None = the entry point `easydel.state` of
                 an installed package (ed-trainers).
 
@@ -228,7 +230,9 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
             if not states:
                 raise ConfigError("no package for training is installed: pip install ed-trainers")
             state_class = cast(type[Any], next(iter(states)).load())
-        return state_class.create(model=self)
+        if optimizer is None:
+            return state_class.create(model=self)
+        return state_class.create(model=self, tx=optimizer, init_opt_state=True)
 
     # Caches.
 
@@ -358,18 +362,25 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
         return named_adapters.add(self, spec, name, seed)
 
     def apply_lora_to_layers(
-        self, lora_rank: int, lora_pattern: str | None = None, *, seed: int = 0
+        self,
+        lora_rank: int,
+        lora_pattern: str | None = None,
+        *,
+        lora_alpha: float | None = None,
+        seed: int = 0,
     ) -> Self:
         """Add adapters of a rank to the layers whose canonical names a pattern matches.
 
         Args:
-            lora_rank: r; the scale is 1.
+            lora_rank: r.
             lora_pattern: regular expression; None = every linear layer except the head.
+            lora_alpha: the scale is `lora_alpha / lora_rank`; None = 1.
             seed: seed of the random numbers.
         """
         from ed_infra.specs import LoraSpec
 
-        return self.apply_lora(LoraSpec(rank=lora_rank, targets=lora_pattern), seed=seed)
+        spec = LoraSpec(rank=lora_rank, alpha=lora_alpha, targets=lora_pattern)
+        return self.apply_lora(spec, seed=seed)
 
     def load_adapter(self, directory: str | Path, *, name: str = "default") -> Self:
         """Activate the adapter of a directory in PEFT's layout, under a name.
@@ -443,19 +454,31 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, nnx.Module):
 
     # Quantization. Each method returns another model, sharded like this one.
 
-    def quantize(self, rules: QuantizationRules | None = None) -> Self:
+    def quantize(
+        self,
+        rules: QuantizationRules | None = None,
+        *,
+        quantization_config: QuantizationRules | None = None,
+        apply_quantization: bool = True,
+        **fields: Any,
+    ) -> Self:
         """Quantize the matrices that rules select; see `ed_layers.quantization.quantize`.
 
         Args:
             rules: None = the configuration's `quantization_config`.
+            quantization_config: another name of `rules`.
+            apply_quantization: False returns the model unchanged.
+            fields: fields of one `EasyDeLQuantizationConfig` instead of rules, such as `method`,
+                `group_size` and `quantization_pattern`.
 
         Raises:
             ConfigError: the model is quantized, a rule matches nothing, a group does not fit, or
-                there are neither rules nor a `quantization_config`.
+                there are neither rules nor a `quantization_config`, or several of them.
         """
-        from ed_models.base.quantization import quantize_model
+        from ed_models.base.quantization import merge_rules, quantize_model
 
-        return quantize_model(self, rules)
+        rules = merge_rules(rules, quantization_config, fields)
+        return quantize_model(self, rules) if apply_quantization else self
 
     def dequantize(self) -> Self:
         """Convert quantized matrices to plain matrices with the same values."""

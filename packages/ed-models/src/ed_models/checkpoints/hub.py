@@ -302,6 +302,7 @@ def from_pretrained(
         ConfigError: a field is unknown or wrong, the mesh does not fit the devices, or there is
             nothing to quantize by.
     """
+    hub = drop_redundant_keywords(hub)
     check_loading_keywords(hub)
     directory = resolve(name_or_path, allow_pickle=allow_pickle, **hub)
     changes = {
@@ -381,6 +382,23 @@ _INSTEAD = {
     "use_auth_token": "use token",
     "seed": "omit it: new heads have the same values in each run",
 }
+
+
+def drop_redundant_keywords(keywords: HubOptions) -> HubOptions:
+    """Return the keywords without those of EasyDeL that have no effect here.
+
+    `from_torch`: the files of a folder name their format. `device` of jax: weights are read
+    straight onto the devices of the mesh. `verbose`: the log contains the messages.
+    """
+    return cast(
+        "HubOptions",
+        {
+            name: value
+            for name, value in keywords.items()
+            if name not in ("from_torch", "verbose")
+            and not (name == "device" and isinstance(value, jax.Device))
+        },
+    )
 
 
 def check_loading_keywords(keywords: Iterable[str]) -> None:

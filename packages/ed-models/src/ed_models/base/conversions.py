@@ -1,0 +1,275 @@
+"""EasyDeL's further methods of a model: trees of parameters, dtypes, placement, parts, FLOPs.
+
+Each method uses the methods of `EasyDeLBaseModule`. A method that changes a model returns another
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+
+import jax
+import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
+from ed_infra.errors import ConfigError
+from ed_infra.sharding import placement
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
+
+if TYPE_CHECKING:
+    from ed_models.base.module import EasyDeLBaseModule
+
+#: Nested mapping of names to arrays.
+ParameterTree = Mapping[Any, Any]
+
+
+class _Output(Protocol):
+    loss: jax.Array
+
+
+class ParameterConversions:
+    """A mixin of `EasyDeLBaseModule`."""
+
+    config: EasyDeLBaseConfig
+    dtype: jnp.dtype
+    param_dtype: jnp.dtype
+
+    # Trees of parameters.
+
+    @property
+    def params(self) -> nnx.State:
+        """All parameters."""
+        return nnx.state(self, nnx.Param)
+
+    @property
+    def graphtree_params_shape(self) -> nnx.State:
+        """Shape and dtype of each parameter."""
+        return jax.eval_shape(lambda: self.params)
+
+    def split_params(self) -> nnx.State:
+        """Return all parameters; see `merge_params`."""
+        return self.params
+
+    def merge_params(self, params: nnx.State) -> Self:
+        """Return the model with other parameters.
+
+        Args:
+            params: a tree of `split_params`, or a part of the tree.
+        """
+        graphdef, state = nnx.split(self)
+        model = nnx.merge(graphdef, state)
+        nnx.update(model, params)
+        return model
+
+    def split_params_dict(self) -> dict[Any, Any]:
+        """Return all parameters as nested dictionaries of arrays."""
+        return nnx.to_pure_dict(self.params)
+
+    def merge_params_dict(self, params: ParameterTree) -> Self:
+        """Return the model with other parameters; the inverse of `split_params_dict`.
+
+        Raises:
+            ConfigError: a name is no parameter of the model.
+        """
+        state = self.params
+        known = dict(nnx.to_flat_state(state))
+        flat = nnx.traversals.flatten_mapping(params)
+        for path, value in flat.items():
+            if path not in known:
+                names = "/".join(map(str, path))
+                raise ConfigError(f"{names} is no parameter of {type(self).__name__}")
+            known[path] = known[path].replace(value)
+        return self.merge_params(nnx.from_flat_state(known.items()))
+
+    def split_lora_params(self) -> nnx.State:
+        """Return the parameters of the adapters; see `merge_lora_params`."""
+        return nnx.state(self, nnx.LoRAParam)
+
+    def merge_lora_params(self, params: nnx.State) -> Self:
+        """Return the model with other parameters of its adapters."""
+        return self.merge_params(params)
+
+    def pure_transform_fn(self) -> Callable[..., object]:
+        """Return a function `(params, **inputs)` that calls the model with these parameters."""
+        graphdef, _, others = nnx.split(self, nnx.Param, ...)
+
+        def call(params: nnx.State, **inputs: object) -> object:
+            return cast("Callable[..., object]", nnx.merge(graphdef, params, others))(**inputs)
+
+        return call
+
+    @classmethod
+    def lazy_init(cls, config: EasyDeLBaseConfig, **options: Any) -> Self:
+        """Return the model with shapes instead of arrays.
+
+        Args:
+            config: the configuration.
+            options: arguments of the class; shapes do not depend on `rngs`.
+        """
+        options.pop("rngs", None)
+
+        def build() -> Self:
+            return cast("Callable[..., Self]", cls)(config, rngs=nnx.Rngs(0), **options)
+
+        return nnx.eval_shape(build)
+
+    # Dtypes.
+
+    @property
+    def module_dtype(self) -> jnp.dtype:
+        """Dtype of the parameters."""
+        return jax.tree.leaves(self.params)[0].dtype
+
+    def to_dtype(self, dtype: DTypeLike) -> Self:
+        """Return the model with floating-point parameters of another dtype."""
+        return self.change_dtypes(param_dtype=dtype)
+
+    def half(self, change_runtime_dtype: bool = True) -> Self:
+        """Return the model in float16; see `float`."""
+        runtime = jnp.float16 if change_runtime_dtype else None
+        return self.change_dtypes(dtype=runtime, param_dtype=jnp.float16)
+
+    def float(self, change_runtime_dtype: bool = True) -> Self:
+        """Return the model in float32.
+
+        Args:
+            change_runtime_dtype: whether the dtype of activations changes, too.
+        """
+        runtime = jnp.float32 if change_runtime_dtype else None
+        return self.change_dtypes(dtype=runtime, param_dtype=jnp.float32)
+
+    def change_dtypes(
+        self, *, dtype: DTypeLike | None = None, param_dtype: DTypeLike | None = None
+    ) -> Self:
+        """Return the model with another dtype of activations or of its parameters.
+
+        Args:
+            dtype: dtype of activations; None = unchanged.
+            param_dtype: dtype of floating-point parameters; None = unchanged.
+        """
+
+        def convert(array: jax.Array) -> jax.Array:
+            is_float = jnp.issubdtype(array.dtype, jnp.floating)
+            return array.astype(param_dtype) if is_float else array
+
+        graphdef, params, others = nnx.split(self, nnx.Param, ...)
+        if param_dtype is not None:
+            params = jax.tree.map(convert, params)
+        model = nnx.merge(graphdef, params, others)
+        given = {"dtype": dtype, "param_dtype": param_dtype}
+        values = {name: jnp.dtype(value) for name, value in given.items() if value is not None}
+        for _, module in nnx.iter_modules(cast("nnx.Module", model)):
+            for name, value in values.items():
+                if isinstance(getattr(module, name, None), jnp.dtype):
+                    setattr(module, name, value)
+        return model
+
+    # Placement.
+
+    def fully_shard(self, partition_rules: object = None) -> Self:
+        """Return the model with its parameters on the mesh; see `shard_model`."""
+        return cast("EasyDeLBaseModule", self).shard_model(partition_rules)
+
+    def fully_gather(self) -> Self:
+        """Return the model with every parameter on every device; see `gather_model`."""
+        return cast("EasyDeLBaseModule", self).gather_model()
+
+    @property
+    def _specs_sharding(self) -> Any:
+        """The partition specification of each array."""
+        return placement.specs(cast("nnx.Module", self), self.config)
+
+    @property
+    def _named_shardings(self) -> Any:
+        """The sharding of each array on the mesh."""
+        return placement.shardings(cast("nnx.Module", self), self.config)
+
+    @property
+    def _shard_fns(self) -> dict[tuple[Any, ...], Callable[[jax.Array], jax.Array]]:
+        """Path of an array -> function that places the array on the mesh."""
+        return {
+            path: lambda array, to=to: jax.device_put(array, getattr(to, "value", to))
+            for path, to in nnx.to_flat_state(self._named_shardings)
+        }
+
+    @property
+    def _gather_fns(self) -> dict[tuple[Any, ...], Callable[[jax.Array], jax.Array]]:
+        """Path of an array -> function that copies the array to every device."""
+        to = NamedSharding(self.config.mesh, jax.sharding.PartitionSpec())
+        return {path: lambda array: jax.device_put(array, to) for path in self._shard_fns}
+
+    # Parts.
+
+    def get_decoder(self) -> nnx.Module:
+        """Return the body with the layers of the decoder.
+
+        Raises:
+            ConfigError: the model has no decoder.
+        """
+        body = getattr(self, "model", self)
+        decoder = getattr(body, "decoder", body)
+        if not hasattr(decoder, "layers"):
+            raise ConfigError(f"{type(self).__name__} has no decoder")
+        return decoder
+
+    def get_embedding(self) -> nnx.Module:
+        """Return the layer that embeds tokens.
+
+        Raises:
+            ConfigError: the model reads no tokens.
+        """
+        for owner in (self.get_decoder(), getattr(self, "model", self)):
+            if hasattr(owner, "embed_tokens"):
+                return owner.embed_tokens
+        raise ConfigError(f"{type(self).__name__} embeds no tokens")
+
+    def get_lm_head(self) -> nnx.Module:
+        """Return the layer of the head; for a tied head, the embedding."""
+        return getattr(self, "lm_head", None) or self.get_embedding()
+
+    @property
+    def loss_function(self) -> Callable[..., tuple[_Output, jax.Array]]:
+        """The function that computes the loss of a batch, `compute_loss`.
+
+        Raises:
+            ConfigError: the model has no loss.
+        """
+        compute = getattr(self, "compute_loss", None)
+        if compute is None:
+            raise ConfigError(f"{type(self).__name__} has no loss")
+        return compute
+
+    def get_static_arguments(self) -> tuple[str, ...]:
+        """Return the names of arguments of a call that are no arrays."""
+        return ("logits_at", "output_hidden_states", "output_routed_experts")
+
+    def prepare_inputs_for_call(self, **inputs: Any) -> dict[str, Any]:
+        """Return the arguments of a call; None is left out."""
+        return {name: value for name, value in inputs.items() if value is not None}
+
+    # FLOPs.
+
+    def flops_per_token(
+        self, sequence_length: int | None = None, include_backward: bool = False
+    ) -> float:
+        """Return the floating-point operations of a token, of matrix products and attention.
+
+        A parameter of a matrix needs two operations of a token, a position of attention four
+        operations of each value of the heads. A backward pass needs twice as many.
+
+        Args:
+            sequence_length: tokens of a sequence; None = the largest number of positions.
+            include_backward: whether to add the backward pass.
+        """
+        config = self.config.get_text_config()
+        length = sequence_length or getattr(config, "max_position_embeddings", 0)
+        embedding = getattr(self.get_embedding(), "embedding", None)
+        table = 0 if embedding is None or getattr(self, "is_tied", False) else embedding.size
+        matrices = sum(x.size for x in jax.tree.leaves(self.params) if x.ndim >= 2) - table
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        width = config.num_hidden_layers * config.num_attention_heads * head_dim
+        return (2.0 * matrices + 4.0 * width * length / 2) * (3 if include_backward else 1)
