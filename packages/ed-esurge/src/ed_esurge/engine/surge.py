@@ -60,7 +60,7 @@ from ed_esurge.tokenizer_endpoints import connect_tokenizers
 
 logger = get_logger(__name__)
 
-Messages = Sequence[Mapping[str, Any]]
+_Messages = Sequence[Mapping[str, Any]]
 
 
 class eSurge(EngineControl, EngineWithFacts):
@@ -101,7 +101,7 @@ class eSurge(EngineControl, EngineWithFacts):
         read_model: Callable[[Path], LanguageModel] | None = None,
         directory: Path | None = None,
         records: Records = NOTHING,
-        **options: Any,
+        **options: object,
     ) -> None:
         if not isinstance(config, EngineConfig):
             config = EngineConfig(**{**(config or {}), **options})
@@ -445,22 +445,22 @@ class eSurge(EngineControl, EngineWithFacts):
 
     @overload
     def chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
+        self, messages: _Messages, sampling_params: SamplingParams | None = None, **options: object
     ) -> RequestOutput: ...
 
     @overload
     def chat(
         self,
-        messages: Messages,
+        messages: _Messages,
         sampling_params: SamplingParams | None = None,
         *,
         stream: Literal[True],
-        **options: Any,
+        **options: object,
     ) -> Iterator[RequestOutput]: ...
 
     def chat(
         self,
-        messages: Messages,
+        messages: _Messages,
         sampling_params: SamplingParams | None = None,
         *,
         stream: bool = False,

@@ -101,7 +101,7 @@ class ParameterConversions:
         return call
 
     @classmethod
-    def lazy_init(cls, config: EasyDeLBaseConfig, **options: Any) -> Self:
+    def lazy_init(cls, config: EasyDeLBaseConfig, **options: object) -> Self:
         """Return the model with shapes instead of arrays.
 
         Args:
@@ -245,7 +245,7 @@ class ParameterConversions:
         """Return the names of arguments of a call that are no arrays."""
         return ("logits_at", "output_hidden_states", "output_routed_experts")
 
-    def prepare_inputs_for_call(self, **inputs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_call(self, **inputs: object) -> dict[str, object]:
         """Return the arguments of a call; None is left out."""
         return {name: value for name, value in inputs.items() if value is not None}
 

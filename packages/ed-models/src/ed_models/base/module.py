@@ -212,7 +212,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         stacks = (node for _, node in nnx.iter_modules(self) if isinstance(node, Stack))
         return next(stacks).layout
 
-    def to_state(self, state_class: type[Any] | None = None, *, optimizer: Any = None) -> Any:
+    def to_state(self, state_class: type[Any] | None = None, *, optimizer: object = None) -> Any:
         """Create the initial training state, an `EasyDeLState` of this model.
 
         Args:
@@ -460,7 +460,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         *,
         quantization_config: QuantizationRules | None = None,
         apply_quantization: bool = True,
-        **fields: Any,
+        **fields: object,
     ) -> Self:
         """Quantize the matrices that rules select; see `ed_layers.quantization.quantize`.
 
