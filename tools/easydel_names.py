@@ -22,6 +22,7 @@ from ed_infra.easydel_keys import OtherKey, easydel_keys
 from ed_infra.easydel_translation import find_entry
 
 from tools.config_reference import DOCUMENTED
+from tools.easydel_types import type_table
 from tools.pages import heading, row
 from tools.workspace import ROOT
 
@@ -295,6 +296,7 @@ def tables() -> str:
     parts += [
         "The modules below these, such as `easydel.modules.llama.modeling_llama`, exist as well."
     ]
-    parts += ["", "## Classes, functions and fields", "", *python_tables(), ""]
+    parts += ["", "## Model types", "", *type_table(), ""]
+    parts += ["## Classes, functions and fields", "", *python_tables(), ""]
     parts += ["## Names of EasyDeL 0.3 that differ", "", *other_name_tables()]
     return "\n".join(parts) + "\n"

@@ -30,7 +30,7 @@ def parameter_count(config: dict[str, Any], vocab_size: int | None) -> int | Non
     fields = config_fields(str(config.get("model_type")))
     if fields is None:
         return None
-    values = {key: field.default for key, field in fields.items()} | config
+    values: dict[str, Any] = {key: field.default for key, field in fields.items()} | config
     try:
         hidden, layers = int(values["hidden_size"]), int(values["num_hidden_layers"])
         heads, middle = int(values["num_attention_heads"]), int(values["intermediate_size"])

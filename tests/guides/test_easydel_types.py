@@ -1,0 +1,52 @@
+"""Every model type of EasyDeL has a place on the page about moving from EasyDeL."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+from ed_elarge.config.architectures import model_types
+
+from tools.easydel_types import ELSEWHERE, SAME_TYPES, families, type_table
+
+#: Prints the model types that an installed EasyDeL registers, as JSON.
+_LIST_TYPES = r"""
+import importlib.util, json, pathlib, re
+folder = pathlib.Path(importlib.util.find_spec("easydel").origin).parent / "modules"
+pattern = re.compile(r"register_config\(\s*[\x22\x27]([^\x22\x27]+)")
+texts = (path.read_text("utf-8") for path in folder.rglob("*.py"))
+print(json.dumps(sorted({name for text in texts for name in pattern.findall(text)})))
+"""
+
+
+def test_model_type_of_easydel_is_a_family_or_names_one() -> None:
+    registered = {*model_types()}
+    assert {*SAME_TYPES} <= registered
+    assert {*SAME_TYPES} <= families().keys()
+    assert not {*ELSEWHERE} & registered, "the family exists now: move the type to SAME_TYPES"
+    for name, text in ELSEWHERE.items():
+        named = [word for word in re.findall(r"`([a-z0-9_-]+)`", text) if "-" not in word]
+        assert {*named} <= registered, name
+        assert named or text.startswith("not here"), name
+
+
+def test_table_names_every_model_type_once() -> None:
+    first_cells = [line.split("|")[1] for line in type_table()[2:]]
+    names = re.findall(r"`([^`]+)`", "".join(first_cells))
+    assert sorted(names) == sorted([*SAME_TYPES, *ELSEWHERE])
+
+
+@pytest.mark.nightly
+def test_model_types_are_those_of_the_installed_easydel() -> None:
+    interpreter = os.environ.get("EASYDEL_PYTHON")
+    if not interpreter:
+        pytest.skip("EASYDEL_PYTHON names no interpreter with easydel")
+    others = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    command = [interpreter, "-c", _LIST_TYPES]
+    output = subprocess.run(
+        command, env=others | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=True
+    )
+    assert json.loads(output.stdout.splitlines()[-1]) == sorted([*SAME_TYPES, *ELSEWHERE])
