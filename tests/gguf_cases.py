@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ed_infra.enums import TaskType
-from ed_models.checkpoints.gguf.table import ROWS
+from ed_models.checkpoints.gguf.table import ARCHITECTURES
 from ed_models.conformance import Cases, Subject
 
 from tests.conformance.cases import subjects
@@ -43,7 +43,7 @@ TASKS = (TaskType.CAUSAL_LM, TaskType.SEQUENCE_TO_SEQUENCE, TaskType.BASE_MODULE
 
 def gguf_subjects(*model_types: str) -> Iterator[Subject]:
     """Yield the models of these types, or of all types of the table."""
-    known = {row.model_type for row in ROWS}
+    known = {row.model_type for row in ARCHITECTURES}
     seen = set()
     for subject in subjects():
         name = subject.model_type

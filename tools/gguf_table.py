@@ -15,8 +15,8 @@ from typing import Any
 
 from ed_models.checkpoints.gguf.blocks import readable_formats
 from ed_models.checkpoints.gguf.header import formats
-from ed_models.checkpoints.gguf.table import ROWS
-from ed_models.checkpoints.gguf.writer import FILE_TYPES
+from ed_models.checkpoints.gguf.table import ARCHITECTURES
+from ed_models.checkpoints.gguf.writer import GGUF_FILE_TYPES
 
 from tools import pages
 from tools.pages import heading, row
@@ -52,16 +52,18 @@ def tables(results: Mapping[str, float] | None = None) -> str:
     blocks = {block.name: block for block in formats().values()}
     lines = heading("model type", "`general.architecture`", *(f"`{name}`" for name in COMMON))
     own: dict[str, str] = {}
-    for architecture in ROWS:  # the first one is that of files which this project writes
+    for architecture in ARCHITECTURES:  # the first one is that of files which this project writes
         own.setdefault(architecture.model_type, architecture.name)
-    for name, model_type in sorted({(r.name, r.model_type) for r in ROWS}, key=lambda n: n[::-1]):
+    for name, model_type in sorted(
+        {(r.name, r.model_type) for r in ARCHITECTURES}, key=lambda n: n[::-1]
+    ):
         cells = [list(found.get(form, {}).get(model_type, (0.0, NEW_TOKENS))) for form in COMMON]
         cells[0][0] = max(cells[0][0], measured.get(model_type, 0.0))
         if own[model_type] != name:
             cells = [[0.0, NEW_TOKENS]] * len(COMMON)
         lines.append(row(f"`{model_type}`", f"`{name}`", *(_cell(*cell) for cell in cells)))
     lines += ["", *heading("format", "bits for each weight", "read", "written")]
-    written = {form.matrices: name for name, form in FILE_TYPES.items()}
+    written = {form.matrices: name for name, form in GGUF_FILE_TYPES.items()}
     for name in readable_formats():
         bits = 8 * blocks[name].bytes / blocks[name].elements
         option = f"`--dtype {written[name]}`" if name in written else ""

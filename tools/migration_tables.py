@@ -110,13 +110,13 @@ def trl() -> str:
     lines += ["## Configurations of TRL", ""]
     lines += names_table("`SFTConfig`, `DPOConfig`, …", (*other_names.TRL, *trl_aliases()))
     lines += ["", "## The model and the data of TRL's command line", ""]
-    lines += names_table("`ModelConfig`, `ScriptArguments`", other_files.TRL, of_trainer=False)
+    lines += names_table("`ModelConfig`, `ScriptArguments`", other_files.TRL_KEYS, of_trainer=False)
     return "\n".join(lines) + "\n"
 
 
 def axolotl() -> str:
     """Return the table of docs/migrate/axolotl.md."""
-    names = (*other_files.AXOLOTL, *AXOLOTL_KEYS.split(), *other_names.AXOLOTL)
+    names = (*other_files.AXOLOTL_KEYS, *AXOLOTL_KEYS.split(), *other_names.AXOLOTL)
     return "\n".join(names_table("Axolotl", sorted(names), of_trainer=False)) + "\n"
 
 

@@ -14,7 +14,7 @@ from ed_esurge.core.commands import Command
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
 from ed_esurge.server.endpoints import list_endpoints
-from ed_esurge.speech.library_files import FORMATS
+from ed_esurge.speech.library_files import AUDIO_FORMATS
 from ed_infra.specs import QUANTIZATION_FORMATS
 
 from tests.snippets.pages import blocks
@@ -86,7 +86,9 @@ def test_engine_page_names_every_command() -> None:
 
 def test_media_page_names_every_format_of_recordings() -> None:
     text = (FOLDER / "media.md").read_text("utf-8").upper()
-    assert not [name for name in FORMATS if not re.search(rf"\b{name.removesuffix('EX')}\b", text)]
+    assert not [
+        name for name in AUDIO_FORMATS if not re.search(rf"\b{name.removesuffix('EX')}\b", text)
+    ]
 
 
 def test_flags_of_the_serving_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:

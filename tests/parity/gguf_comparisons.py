@@ -39,14 +39,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ed_elarge.certify.llama_cpp_logits import VARIABLE, interpreter, llama_cpp_logits
+from ed_elarge.certify.llama_cpp_logits import PYTHON_VARIABLE, interpreter, llama_cpp_logits
 from ed_infra.errors import CheckpointError
 from ed_layers.activations import ACTIVATIONS
 from ed_layers.native import products
 from ed_models.auto import AutoEasyDeLModelForCausalLM
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.gguf.files import read_parts
-from ed_models.checkpoints.gguf.table import ROWS
+from ed_models.checkpoints.gguf.table import ARCHITECTURES
 from ed_models.checkpoints.tokenizers import load_tokenizer
 from ed_models.conformance import ONE, Cases, Subject, forward
 
@@ -132,7 +132,9 @@ def quantize(source: Path, target: Path, file_type: int) -> None:
     """Write a GGUF file in another format by llama.cpp."""
     python = interpreter()
     if python is None:
-        raise RuntimeError(f"llama-cpp-python is not installed: install it, or set {VARIABLE}")
+        raise RuntimeError(
+            f"llama-cpp-python is not installed: install it, or set {PYTHON_VARIABLE}"
+        )
     command = [python, "-I", "-c", QUANTIZE, str(source), str(target), str(file_type)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
@@ -258,7 +260,7 @@ def measure_logits(model_types: Sequence[str]) -> None:
 def measure_formats(families: Sequence[str], *, every: bool, rounded: bool) -> None:
     """Measure, print and store the differences of quantized files."""
     results = json.loads(FORMATS.read_text(encoding="utf-8")) if FORMATS.is_file() else {}
-    known = sorted({row.model_type for row in ROWS} - WITHOUT_LOGITS)
+    known = sorted({row.model_type for row in ARCHITECTURES} - WITHOUT_LOGITS)
     for model_type in families or (known if every else FAMILIES):
         with tempfile.TemporaryDirectory() as folder:
             subject = wide_subject(model_type)

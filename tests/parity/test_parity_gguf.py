@@ -17,7 +17,7 @@ from ed_infra.errors import CheckpointError
 from ed_infra.testing import require_torch
 from ed_models.base import gguf_export
 from ed_models.checkpoints import hub
-from ed_models.checkpoints.gguf.table import ROWS
+from ed_models.checkpoints.gguf.table import ARCHITECTURES
 from ed_models.checkpoints.loading import weight_map
 from ed_models.checkpoints.saving import layer_values
 from ed_models.conformance import ONE, Subject, forward
@@ -118,7 +118,9 @@ def test_64_greedy_tokens_equal_those_of_llama_cpp(subject: Subject, tmp_path: P
 @pytest.mark.nightly
 @pytest.mark.torch
 @pytest.mark.skipif(interpreter() is None, reason="no interpreter with llama.cpp")
-@pytest.mark.parametrize("model_type", sorted({row.model_type for row in ROWS} - WITHOUT_LOGITS))
+@pytest.mark.parametrize(
+    "model_type", sorted({row.model_type for row in ARCHITECTURES} - WITHOUT_LOGITS)
+)
 def test_quantized_file_of_every_architecture_has_llama_cpps_logits_and_tokens(
     model_type: str, tmp_path: Path
 ) -> None:
@@ -132,7 +134,7 @@ def test_quantized_file_of_every_architecture_has_llama_cpps_logits_and_tokens(
 
 @pytest.mark.nightly
 @pytest.mark.torch
-@pytest.mark.parametrize("model_type", sorted({row.model_type for row in ROWS}))
+@pytest.mark.parametrize("model_type", sorted({row.model_type for row in ARCHITECTURES}))
 def test_kept_codes_of_every_architecture_have_the_decoded_values(
     model_type: str, tmp_path: Path
 ) -> None:
@@ -157,7 +159,9 @@ def test_kept_codes_of_every_architecture_have_the_decoded_values(
 def test_mistral_model_in_a_mistral3_file_has_llama_cpps_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = next(row for row in ROWS if (row.name, row.model_type) == ("mistral3", "mistral"))
+    row = next(
+        row for row in ARCHITECTURES if (row.name, row.model_type) == ("mistral3", "mistral")
+    )
     monkeypatch.setattr(gguf_export, "row_of_model", lambda _: row)
     subject = wide_subject("mistral")
     path = written(subject, tmp_path)

@@ -88,7 +88,7 @@ def test_features_of_every_format_and_rate_are_equal(
 def test_samples_of_recordings_of_several_blocks_are_equal(
     form: str, decoder: DecoderProcess
 ) -> None:
-    assert BLOCK == library_files.BLOCK
+    assert BLOCK == library_files.LIBRARY_BLOCK
     file = recording(form, 44100, 2, seconds=60)
     trained = read_samples(RowAudio(file, "a row"), RATE)
     np.testing.assert_array_equal(trained, decode_audio(file, RATE, 120, decoder))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ed_elarge.certify.llama_cpp_logits import VARIABLE, interpreter
+from ed_elarge.certify.llama_cpp_logits import PYTHON_VARIABLE, interpreter
 
 from tests.parity.gguf_comparisons import FILE_TYPES, quantize
 from tools.bench.decode import CAPACITY, VOCAB, Ours, save_random
@@ -87,7 +87,7 @@ def main() -> None:
     options = parser.parse_args()
     python = interpreter()
     if python is None:
-        parser.error(f"llama-cpp-python is not installed: install it, or set {VARIABLE}")
+        parser.error(f"llama-cpp-python is not installed: install it, or set {PYTHON_VARIABLE}")
     tokens = np.random.default_rng(0).integers(VOCAB, size=(max(options.batch), CONTEXT))
     with tempfile.TemporaryDirectory() as name:
         wide = Path(name) / "F32.gguf"

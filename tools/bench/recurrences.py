@@ -50,7 +50,7 @@ def cases() -> dict[str, Case]:
             partial(mamba.selective_terms, per_channel),
             (1152, 16),
             [(1152,), (1152,), (16,), (16,)],
-            mamba.CHUNK,
+            mamba.MAMBA_CHUNK,
         ),
         "gated delta rule": (delta.delta_rule, delta.delta_terms, (9, 64, 64), rule, delta.CHUNK),
     }

@@ -11,7 +11,7 @@ import pytest
 from ed_data import DataError, Inform, Mixture, build_loader, build_prompts
 from ed_data.checks import check_names
 from ed_data.rows.documents import Documents
-from ed_data.rows.formats import FORMATS, convert_row, detect_format
+from ed_data.rows.formats import ROW_FORMATS, convert_row, detect_format
 from ed_data.schema import COMPLETION, LABELLED, PREFERENCE, SCORED_PAIR, TEXT, Cell
 from ed_data.sources.files import find_split, select_split
 from ed_data.tokens.tokenizers import count_ids
@@ -131,7 +131,7 @@ def test_calls_of_sharegpt_become_calls_and_results():
     assert call["function"] == {"name": "f", "arguments": {"x": 1}}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ROW_FORMATS)
 def test_rows_without_the_format_name_the_row_and_the_fields(name):
     with pytest.raises(DataError, match=rf"row 7: .*{name}.*"):
         convert_row(name, {"other": 1}, "row 7")

@@ -61,7 +61,7 @@ def test_stream_of_hub_dataset_starts_at_any_row_without_download(folder, tmp_pa
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_stream_resumes_exactly(mixture, tokenizer, folder, monkeypatch, kind):
-    monkeypatch.setattr(stream, "WINDOW", 25)
+    monkeypatch.setattr(stream, "WINDOW_DOCUMENTS", 25)
     made = mixture(
         informs=[inform_of(folder(kind), name="hub")], streaming=True, pack_seq_length=48
     )

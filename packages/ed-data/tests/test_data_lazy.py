@@ -42,7 +42,7 @@ def test_on_the_fly_batches_are_equal_with_minimal_memory(
         tokenization={"batch_size": 7},
     )
     kept = build_loader(made, tokenizer, batch_size=2)
-    monkeypatch.setattr(lazy, "KEPT", 200)
+    monkeypatch.setattr(lazy, "MAX_STORED_TOKENS", 200)
     made = made.replace(pack_on_the_fly=True)
     loader = build_loader(made, tokenizer, batch_size=2)
     assert loader.fingerprint == kept.fingerprint
@@ -56,7 +56,7 @@ def test_on_the_fly_batches_are_equal_with_minimal_memory(
 
 def test_documents_that_cannot_be_encoded_are_counted_once(mixture, tokenizer, jsonl, monkeypatch):
     rows = [{"content": [1, 2, 3 if i % 5 else 99999]} for i in range(20)]
-    monkeypatch.setattr(lazy, "KEPT", 10)
+    monkeypatch.setattr(lazy, "MAX_STORED_TOKENS", 10)
     informs = [{"data_files": jsonl(rows), "on_error": "skip"}]
     loader = build_loader(mixture(informs=informs, pack_on_the_fly=True), tokenizer)
     for step in range(4):

@@ -127,7 +127,7 @@ def test_epoch_contains_every_token_once_and_resumes_exactly(tokenizer, tmp_path
     informs, options, kind, rows, window = corpus
     mixture = made(tmp_path_factory, informs, options, kind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "WINDOW", window)
+        patch.setattr(stream, "WINDOW_DOCUMENTS", window)
         patch.setattr(stream, "_ENCODED", 4)
 
         def fresh(**changes) -> StreamLoader:
@@ -168,7 +168,7 @@ def test_epoch_contains_every_token_once_and_resumes_exactly(tokenizer, tmp_path
 
 
 def test_stream_state_contains_shard_row_and_window(tokenizer, tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(stream, "WINDOW", 8)
+    monkeypatch.setattr(stream, "WINDOW_DOCUMENTS", 8)
     informs = [[[ids_of(i + 50 * k, 9) for i in range(10)] for k in range(3)]]
     options = {"pack_tokens": True, "pack_seq_length": 24, "shuffle_buffer_size": 0}
     mixture = made(tmp_path_factory, informs, options, "jsonl", prefetch_workers=0)
@@ -187,7 +187,7 @@ def test_stream_state_contains_shard_row_and_window(tokenizer, tmp_path_factory,
 
 @pytest.mark.proves("mixture.streaming")
 def test_resumed_stream_does_not_reread_consumed_rows(tokenizer, tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(stream, "WINDOW", 8)
+    monkeypatch.setattr(stream, "WINDOW_DOCUMENTS", 8)
     monkeypatch.setattr(stream, "_ENCODED", 8)
     informs = [[[ids_of(i, 9) for i in range(100)]]]
     options = {"pack_tokens": True, "pack_seq_length": 24, "prefetch_workers": 0}
@@ -289,7 +289,7 @@ def test_state_of_another_inform_or_seed_is_rejected(tokenizer, tmp_path_factory
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stream_cannot_continue_after_an_error(tokenizer, mixture, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(stream, "WINDOW", 4)
+    monkeypatch.setattr(stream, "WINDOW_DOCUMENTS", 4)
     monkeypatch.setattr(stream, "_ENCODED", 2)
     lines = [json.dumps({"content": f"text {i}"}) for i in range(30)]
     lines[21] = "broken"
@@ -320,7 +320,7 @@ def test_stream_cannot_continue_after_an_error(tokenizer, mixture, tmp_path, mon
 
 
 def test_window_of_long_documents_ends_at_token_limit(tokenizer, tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(stream, "TOKENS", 500)
+    monkeypatch.setattr(stream, "WINDOW_TOKENS", 500)
     monkeypatch.setattr(stream, "_ENCODED", 2)
     informs = [[[ids_of(i, 100) for i in range(40)]]]
     options = {"pack_tokens": True, "pack_seq_length": 128}

@@ -55,8 +55,10 @@ def test_worker_processes_produce_same_batches_and_statistics(
 ):
     """Tokens, order, and counts of dropped documents are equal."""
     monkeypatch.setattr(stream, "_ENCODED", 8)
-    monkeypatch.setattr(stream, "WINDOW", 20)
-    monkeypatch.setattr(stream, "TOKENS", 300)  # windows end early, after other documents were read
+    monkeypatch.setattr(stream, "WINDOW_DOCUMENTS", 20)
+    monkeypatch.setattr(
+        stream, "WINDOW_TOKENS", 300
+    )  # windows end early, after other documents were read
     rows = [*CHATS[:9], {"content": 3}, *CHATS[9:20], {"content": None}, *CHATS[20:]]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

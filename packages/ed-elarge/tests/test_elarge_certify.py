@@ -30,7 +30,7 @@ from certify_defects import (
 from ed_elarge.certify import number_checks
 from ed_elarge.certify.llama_cpp_logits import interpreter
 from ed_elarge.certify.outcome import Failed, Outcome
-from ed_elarge.certify.receipt import CHECKS, Finding, certificate, findings, write
+from ed_elarge.certify.receipt import MODEL_CHECKS, Finding, certificate, findings, write
 from ed_elarge.certify.subject import CertifiedModel
 from ed_elarge.command.main import app
 from ed_infra.errors import CheckpointError
@@ -155,7 +155,7 @@ def test_command_writes_the_certificate_and_exits_with_1_after_a_failure(
     stored = json.loads((tmp_path / "certificate.json").read_text())
     assert stored["summary"]["failed"] == 0
     assert {check["name"] for check in stored["checks"]} == {
-        check.name for check in CHECKS if not check.needs_model
+        check.name for check in MODEL_CHECKS if not check.needs_model
     }
     assert (tmp_path / "certificate.html").read_text().count("<td class=") == len(stored["checks"])
     folder = planted(sound, tmp_path / "model", generation(eos_token_id=1))
@@ -166,7 +166,9 @@ def test_command_writes_the_certificate_and_exits_with_1_after_a_failure(
 
 def test_page_of_certificates_lists_every_check() -> None:
     text = (Path(__file__).parents[3] / "docs" / "certify.md").read_text()
-    assert [check for check in CHECKS if f"| `{check.name}` | {check.claim} |" not in text] == []
+    assert [
+        check for check in MODEL_CHECKS if f"| `{check.name}` | {check.claim} |" not in text
+    ] == []
 
 
 def test_evidence_is_escaped_in_the_page(sound: Path, tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ def test_merge_with_other_settings_is_found(
 
 
 def run_of(name: str) -> Callable[[CertifiedModel], Outcome]:
-    return next(check.run for check in CHECKS if check.name == name)
+    return next(check.run for check in MODEL_CHECKS if check.name == name)
 
 
 @pytest.mark.nightly
@@ -248,7 +250,7 @@ def test_log_probabilities_of_the_whole_distribution_are_found(
     sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reproduce huggingface/trl#4159 and #6789: other options than those of the sampler."""
-    monkeypatch.setattr(number_checks, "LOGPROBS", "raw_logprobs")
+    monkeypatch.setattr(number_checks, "LOGPROBS_MODE", "raw_logprobs")
     with pytest.raises(Failed, match="log-probabilities of the engine differ"):
         run_of("engine")(CertifiedModel(sound))
 

@@ -14,10 +14,9 @@ from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import SECTIONS
 from ed_elarge.errors import InputError
 from ed_elarge.model import eLargeModel
-from ed_infra.easydel_keys import SPELLED_KEYS, OtherKey, easydel_keys
+from ed_infra.easydel_keys import OtherKey, easydel_keys
 from ed_infra.easydel_rules import KEY_RULES
-from ed_trainers.arguments import ARGUMENTS
-from ed_trainers.options.groups import GroupArguments, RLVRArguments
+from ed_trainers.options.groups import RLVRArguments
 from run_files import with_changes
 
 ENTRIES = [entry for group in easydel_keys().values() for entry in group]
@@ -225,61 +224,41 @@ def test_arguments_in_python_have_the_keys_of_easydel() -> None:
     assert "trainer.use_grain" in str(warning.message)
 
 
-# The unit of a batch.
-
-GROUPS = [name for name, kind in ARGUMENTS.items() if issubclass(kind, GroupArguments)]
-
-
-def grouped(method: str = "grpo", **changes: Any) -> dict[str, Any]:
-    mixture = {"informs": with_changes()["mixture"]["informs"]}
-    trainer = {"trainer_type": method, "total_batch_size": 8, "reward_functions": "number"}
-    return {"trainer": trainer, "mixture": mixture} | changes
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("trainer__shuffle_train_dataset", False),
-        ("trainer__shuffle_train_dataset", True),
-        ("trainer__use_grain", False),
-        ("trainer__kl_coef", 0.1),
-        ("trainer__group_size", 4),
-        ("loader__precision", "fastest"),
-        ("esurge__verbose", False),
-        ("esurge__tool_parser", "hermes"),
-    ],
-)
-def test_batch_of_a_file_with_keys_of_easydel_counts_prompts(key: str, value: object) -> None:
-    named = key.replace("__", ".")
-    run = read(**grouped(), **{key: value})
-    assert isinstance(run.trainer, GroupArguments)
-    assert (run.trainer.batch_unit, run.trainer.sequences_per_step) == ("prompts", 32)
-    assert f"total_batch_size counts prompts, as in EasyDeL, because {named} is" in run.note
-    # The canonical form of the run has none of these keys, and the same meaning.
-    again = normalize(nodes.parse(run.to_yaml(), "f"))
-    assert again.trainer == run.trainer
-    stated = read(**grouped(), **{key: value}, trainer__batch_unit="completions")
-    assert stated.trainer.sequences_per_step == 8
-    assert "counts prompts" not in stated.note
+def test_batch_of_a_file_of_easydel_counts_prompts() -> None:
+    keys = {"trainer_type": "grpo", "reward_functions": ["format"], "total_batch_size": 2}
+    base = {f"trainer__{name}": value for name, value in keys.items()}
+    base |= {"mixture__pack_tokens": ..., "mixture__pack_seq_length": ...}
+    run = read(**base, trainer__shuffle_train_dataset=True)
+    assert value_of(run, "trainer.batch_unit") == "prompts"
+    assert "total_batch_size counts prompts" in run.note
+    assert "is not a multiple of num_return_sequences" in refuse(**base)
+    # Keys that TRL has, too, say nothing about the program of a file.
+    assert "is not a multiple" in refuse(**base, trainer__dataset_num_proc=2)
+    unit = {"trainer__use_grain": True, "trainer__batch_unit": "completions"}
+    assert "is not a multiple" in refuse(**base, **unit)
 
 
-@pytest.mark.parametrize("method", GROUPS)
-def test_unit_of_a_batch_depends_on_the_spelling_in_each_method(method: str) -> None:
-    own = read(**grouped(method))
-    assert (own.trainer.batch_unit, own.note) == ("completions", "")
-    other = read(**grouped(method), trainer__process_zero_is_admin=True)
-    assert other.trainer.batch_unit == "prompts"
-    kind = ARGUMENTS[method]
-    assert kind.SPELLED == SPELLED_KEYS
-    assert {*kind.SPELLED} <= {*kind.ALIASES}
-    assert kind(num_generations=4, total_batch_size=8).batch_unit == "completions"
-    with pytest.warns(UserWarning, match=r"because trainer\.group_size is a key of EasyDeL"):
-        assert kind(group_size=4, total_batch_size=8).batch_unit == "prompts"
+def test_previews_of_a_model_without_text_are_named_and_omitted() -> None:
+    keys = {"trainer_type": "reward", "generation_interval": 5, "generation_do_sample": True}
+    changes = {f"trainer__{name}": value for name, value in keys.items()}
+    changes |= {"mixture__pack_tokens": ..., "mixture__pack_seq_length": ...}
+    run = read(**changes)
+    assert run.trainer is not None and run.trainer.generation_interval is None
+    assert "trainer.generation_interval, trainer.generation_temperature: the model" in run.note
+    del changes["trainer__generation_do_sample"]
+    assert "generates no text: omit the key" in refuse(**changes)
 
 
-def test_batch_of_methods_without_groups_has_no_unit() -> None:
-    assert read(trainer__use_wandb=False).note == ""
-    assert read(**grouped("ppo"), trainer__use_wandb=False).note == ""
+def test_server_of_easydel_has_one_worker() -> None:
+    serve = {"serve": {"workers": 1, "reload": False, "port": 1024}}
+    assert len(read(actions=[serve]).actions) == 1
+    serve["serve"]["workers"] = 2
+    assert "unknown key 'workers'" in refuse(actions=[serve])
+
+
+def test_method_without_a_place_is_an_error_with_one() -> None:
+    message = refuse(trainer__trainer_type="agentic-moshpit")
+    assert "'agentic-moshpit' is not supported; use grpo, with an environment" in message
 
 
 # The table.

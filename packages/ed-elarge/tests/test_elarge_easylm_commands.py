@@ -19,7 +19,7 @@ import pytest
 from ed_elarge.config.normalize import normalize
 from ed_elarge.easylm import blockwise, jax_utils, llama, serving, training
 from ed_elarge.easylm.commands import WORK, run_command
-from ed_elarge.easylm.flags import COMMANDS, Flag, parse_flags
+from ed_elarge.easylm.flags import EASYLM_COMMANDS, Flag, parse_flags
 from ed_elarge.easylm.measuring import ServedLM, wait_for_server
 from ed_elarge.easylm.rows import TextFields
 from ed_elarge.errors import Document
@@ -33,12 +33,12 @@ from jax.sharding import PartitionSpec
 MODULES = {
     **{
         name: f"EasyLM.models.llama.{name}"
-        for name in COMMANDS
+        for name in EASYLM_COMMANDS
         if name.startswith("llama_") or name.endswith(("to_hf", "to_easylm"))
     },
     **{
         name: f"EasyLM.scripts.{name}"
-        for name in COMMANDS
+        for name in EASYLM_COMMANDS
         if name.startswith(("lm_eval", "benchmark", "diff")) or name == "convert_checkpoint"
     },
 }
@@ -61,19 +61,19 @@ def stream(quickstart_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 # Flags.
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", EASYLM_COMMANDS)
 def test_each_command_is_a_module_with_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(MODULES) == set(WORK) == set(COMMANDS)
+    assert set(MODULES) == set(WORK) == set(EASYLM_COMMANDS)
     main = importlib.import_module(MODULES[name]).main
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0
-    assert all(f"--{flag}" in capsys.readouterr().out for flag in list(COMMANDS[name])[:1])
+    assert all(f"--{flag}" in capsys.readouterr().out for flag in list(EASYLM_COMMANDS[name])[:1])
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", EASYLM_COMMANDS)
 def test_each_flag_accepts_the_default_of_easylm_and_is_read_in_both_spellings(name: str) -> None:
-    table = COMMANDS[name]
+    table = EASYLM_COMMANDS[name]
     words: list[str] = []
     for number, (flag, entry) in enumerate(table.items()):
         default = entry.default if isinstance(entry, Flag) else entry

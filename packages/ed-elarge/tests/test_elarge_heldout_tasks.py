@@ -96,7 +96,10 @@ def test_lm_eval_computes_local_task_scores(tmp_path: Path) -> None:
     heldout_tasks.write(TEXTS, tmp_path)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     results = simple_evaluate(
-        model=Oracle(), tasks=list(heldout_tasks.NAMES), task_manager=manager, bootstrap_iters=0
+        model=Oracle(),
+        tasks=list(heldout_tasks.HELDOUT_TASKS),
+        task_manager=manager,
+        bootstrap_iters=0,
     )["results"]
     assert results["heldout_cloze"]["acc,none"] == 1.0
     assert results["heldout_perplexity"]["bits_per_byte,none"] == pytest.approx(1.0)

@@ -46,9 +46,9 @@ def read_model_classes_in_this_process(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def answer(run: Any, question: str, *, sections: dict[str, Any], **details: Any) -> Any:
-        from ed_elarge.plan.answers import ANSWERS
+        from ed_elarge.plan.answers import SHAPE_ANSWERS
 
-        return ANSWERS[question](run_of({**run.to_dict(), **sections}), details)
+        return SHAPE_ANSWERS[question](run_of({**run.to_dict(), **sections}), details)
 
     monkeypatch.setattr("ed_elarge.plan.child.ask", answer)
 

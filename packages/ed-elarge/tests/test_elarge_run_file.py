@@ -266,6 +266,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"lora": {"name_or_path": "a/b", "rank": 4}}, "lora", "rank: the adapter of name_or_path"),
     ({"lora": {"name_or_path": "./nowhere"}}, "lora.name_or_path", "no such directory"),
+    ({"lora": {"name_or_path": "package:nowhere/a"}}, "lora.name_or_path", "uv add nowhere"),
     (
         {"lora": {}, "trainer__trainable_rules": [["", True]]},
         "trainer.trainable_rules",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ed_elarge.command.main import app
 from ed_elarge.easylm.commands import lm_eval_json as main
-from ed_elarge.easylm.json_evaluation import KINDS, evaluate
+from ed_elarge.easylm.json_evaluation import REQUEST_KINDS, evaluate
 from ed_infra.errors import ConfigError
 from typer.testing import CliRunner
 
@@ -120,13 +120,13 @@ def server() -> Iterator[Server]:
     made.server.server_close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", REQUEST_KINDS)
 def test_lm_eval_json_sends_batches_and_joins_the_answers(server: Server, kind: str) -> None:
     answer = evaluate(INPUT, kind, server.url + "/", batch_size=2)
     paths = {path for path, _ in server.asked}
     assert paths == {f"/{kind.replace('_', '-')}"}
     names = {"prefix": "prefix_text", "text": "text", "until": "until"}
-    for name in KINDS[kind].reads:
+    for name in REQUEST_KINDS[kind].reads:
         sent = [value for _, body in server.asked for value in body[names[name]]]
         assert sent == INPUT[name] == answer[name]
     first, second = (body for _, body in server.asked)

@@ -11,7 +11,7 @@ import pytest
 from ed_esurge import eSurge
 from ed_esurge.repetition import RepetitionPenalty, Repetitions
 from ed_esurge.runner.filters import FilterRows, get_allowed_bits, kept_tokens
-from ed_esurge.runner.row_numbers import FLOATS, OF_FILTERS, OF_SAMPLING
+from ed_esurge.runner.row_numbers import FLOAT_FIELDS, OF_FILTERS, OF_SAMPLING
 from ed_esurge.runner.sampler import SamplerState, sample
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.thinking import LimitedThoughts, ThinkingBudget
@@ -28,7 +28,7 @@ def numbers(n=1, **given):
     lines = []
     for name in NAMES:
         value = np.broadcast_to(np.asarray(given.get(name, DEFAULTS.get(name, 0))), (n,))
-        lines.append(value.astype(np.float32 if name in FLOATS else np.int32).view(np.int32))
+        lines.append(value.astype(np.float32 if name in FLOAT_FIELDS else np.int32).view(np.int32))
     return np.stack(lines)
 
 

@@ -53,7 +53,7 @@ def clear():
 
 
 def point(value: str, name: str = "count") -> EntryPoint:
-    return EntryPoint(name, value, endpoints.GROUP)
+    return EntryPoint(name, value, endpoints.ENDPOINT_GROUP)
 
 
 def replace_points(monkeypatch, *points: EntryPoint) -> None:

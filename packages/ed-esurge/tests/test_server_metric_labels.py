@@ -8,7 +8,7 @@ import socket
 import httpx
 import pytest
 from ed_esurge.server.endpoints import list_endpoints
-from ed_esurge.server.http.admission import MAX_HEAD_BYTES, MAX_TARGET_BYTES, METHODS
+from ed_esurge.server.http.admission import HTTP_METHODS, MAX_HEAD_BYTES, MAX_TARGET_BYTES
 from ed_esurge.server.launch import background
 from ed_esurge.server.metrics import (
     MAX_LISTED_ADAPTERS,
@@ -58,7 +58,7 @@ def label_values(page: str, label: str) -> set[str]:
 
 def test_methods_of_strangers_are_no_labels(url):
     before = len(read_metrics(url))
-    known = sorted(METHODS)
+    known = sorted(HTTP_METHODS)
     for path in ("/health", "/v1/models", "/v1/chat/completions", "/openapi.json", "/nowhere"):
         for method in (*UNKNOWN, *known):
             head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n"
@@ -117,7 +117,7 @@ def test_metrics_have_a_limited_size_after_every_possible_request():
             methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
             route = Route(endpoint.path, lambda _: None, methods=methods)
             statuses = {200, *endpoint.refusals, 404, 405, 414, 431, 499, 500, 503}
-            for method in (*METHODS, "BREW", "X" * 40_000):
+            for method in (*HTTP_METHODS, "BREW", "X" * 40_000):
                 for status in statuses:
                     await request(route, method, status)
         for number in range(5000):

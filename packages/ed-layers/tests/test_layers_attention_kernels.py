@@ -26,7 +26,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Declare entry points, as an installed package would; by default the toy's kernels."""
 
     def declare(*values: str) -> None:
-        points = [EntryPoint(f"toy{i}", v, kernels.GROUP) for i, v in enumerate(values)]
+        points = [EntryPoint(f"toy{i}", v, kernels.KERNEL_GROUP) for i, v in enumerate(values)]
         monkeypatch.setattr(kernels, "entry_points", lambda group: points)
         kernels.kernels.cache_clear()
         # Programs that were traced before have chosen already.

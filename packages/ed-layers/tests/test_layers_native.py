@@ -77,7 +77,7 @@ def test_native_gradients_of_matrices_are_exact(n, i, widths, dtype, seed) -> No
 def test_high_precision_multiplies_parts_of_float32(monkeypatch) -> None:
     x, w, d_y = drawn(0, 256, 300), drawn(1, 300, 200), drawn(2, 256, 200)
     level = library.level()
-    monkeypatch.setattr(split, "LEVELS", (level,))
+    monkeypatch.setattr(split, "SPLIT_LEVELS", (level,))
 
     @jax.jit
     def of_all(x, w, d_y):

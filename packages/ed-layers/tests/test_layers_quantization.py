@@ -204,7 +204,7 @@ def test_a_large_matrix_is_never_decoded_as_a_whole(monkeypatch, name, activatio
     x = np.random.default_rng(1).normal(size=(5, IN)).astype(F32)
     both = lambda x: jax.value_and_grad(lambda x: jnp.sum(jnp.sin(dot(x, w))))(x)  # noqa: E731
     value, dx = jax.jit(lambda x: both(x))(x)
-    monkeypatch.setattr(qarray, "BLOCK", IN * columns)
+    monkeypatch.setattr(qarray, "_BLOCK", IN * columns)
     blocked = jax.jit(lambda x: both(x))
     got, dgot = blocked(x)
     # The terms of the sum are up to 1, and cancel.
@@ -262,7 +262,7 @@ def test_quantized_activations_multiply_whole_numbers(name, group):
 @pytest.mark.parametrize(("name", "activations"), [("nf4", False), ("fp8", False), ("int4", True)])
 def test_a_head_of_a_table_is_that_of_the_matrix(monkeypatch, name, activations, block):
     """Whole, and by blocks of the table's rows."""
-    monkeypatch.setattr(qarray, "BLOCK", block)
+    monkeypatch.setattr(qarray, "_BLOCK", block)
     w = encode(matrix(), name, 16, activations=activations)
     x = np.random.default_rng(1).normal(size=(3, IN)).astype(F32)
     both = lambda x, w: jax.value_and_grad(lambda x: jnp.sum(jnp.sin(dot(x, w))))(x)  # noqa: E731

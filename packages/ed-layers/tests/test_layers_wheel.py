@@ -11,13 +11,13 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from ed_layers.native.build import LIBRARY, SOURCES
+from ed_layers.native.build import LIBRARY, SOURCE_FOLDERS
 from native_cases import built
 
-PACKAGE = SOURCES[0].parent
+PACKAGE = SOURCE_FOLDERS[0].parent
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.skipif(not SOURCES[0].is_dir(), reason="no checkout"),
+    pytest.mark.skipif(not SOURCE_FOLDERS[0].is_dir(), reason="no checkout"),
     pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed"),
 ]
 

@@ -16,7 +16,7 @@ from ed_models.checkpoints.gguf.pretokenizers import (
     build_pretokenizer_steps,
     find_division_name,
 )
-from ed_models.checkpoints.gguf.vocabulary import KEY, WHOLE, write_tokenizer
+from ed_models.checkpoints.gguf.vocabulary import TOKENIZER_KEY, WHOLE, write_tokenizer
 from ed_models.checkpoints.gguf.vocabulary_writer import tokenizer_metadata
 from tokenizers import (
     AddedToken,
@@ -163,7 +163,7 @@ def test_tokenizer_of_gguf_metadata_gives_same_ids(kind: str, tmp_path: Path) ->
     metadata = tokenizer_metadata(source, tokenizer.get_vocab_size())
     assert json.loads(metadata[WHOLE]) == json.loads(tokenizer.to_str())
     if kind.startswith("bytes: "):
-        written = metadata[f"{KEY}.pre"]
+        written = metadata[f"{TOKENIZER_KEY}.pre"]
         assert DIVISIONS[written]._replace(bos=False) == DIVISIONS[kind[7:]]._replace(bos=False)
     del metadata[WHOLE]  # which llama.cpp does not write
     target = tmp_path / "target"
@@ -197,7 +197,7 @@ def test_tokenizer_of_gguf_loads_with_transformers(tmp_path: Path) -> None:
 
     source = saved(of_pieces(), tmp_path / "source", "pieces")
     metadata = tokenizer_metadata(source, 600)
-    assert len(metadata[f"{KEY}.tokens"]) == 600
+    assert len(metadata[f"{TOKENIZER_KEY}.tokens"]) == 600
     target = tmp_path / "target"
     target.mkdir()
     write_tokenizer(target, as_read(metadata))
@@ -221,10 +221,10 @@ def test_every_division_has_its_own_name() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({f"{KEY}.model": "rwkv"}, "rwkv"),
-        ({f"{KEY}.model": "gpt2", f"{KEY}.pre": "qwen3"}, "division"),
-        ({f"{KEY}.tokens": ["a"]}, "damaged"),
-        ({f"{KEY}.tokens": "text"}, "array of texts"),
+        ({f"{TOKENIZER_KEY}.model": "rwkv"}, "rwkv"),
+        ({f"{TOKENIZER_KEY}.model": "gpt2", f"{TOKENIZER_KEY}.pre": "qwen3"}, "division"),
+        ({f"{TOKENIZER_KEY}.tokens": ["a"]}, "damaged"),
+        ({f"{TOKENIZER_KEY}.tokens": "text"}, "array of texts"),
     ],
 )
 def test_damaged_vocabulary_raises_checkpoint_error(
@@ -250,8 +250,12 @@ def test_digits_are_divided_as_in_llama_cpp(
     pre: str | None, text: str, parts: list[str], tmp_path: Path
 ) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    metadata = {f"{KEY}.model": "gpt2", f"{KEY}.tokens": alphabet, f"{KEY}.merges": []}
-    metadata |= {} if pre is None else {f"{KEY}.pre": pre}
+    metadata = {
+        f"{TOKENIZER_KEY}.model": "gpt2",
+        f"{TOKENIZER_KEY}.tokens": alphabet,
+        f"{TOKENIZER_KEY}.merges": [],
+    }
+    metadata |= {} if pre is None else {f"{TOKENIZER_KEY}.pre": pre}
     write_tokenizer(tmp_path, as_read(metadata))
     division = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
     assert division is not None
@@ -265,13 +269,13 @@ def test_vocabulary_of_gemma_4_merges_within_lines(tmp_path: Path) -> None:
     types = [3, 3, *(6,) * 256, *(1,) * 8]
     merges = ["\n \n", "▁ a", "a b", "▁a b"]
     metadata = {
-        f"{KEY}.model": "gemma4",
-        f"{KEY}.tokens": pieces,
-        f"{KEY}.merges": merges,
-        f"{KEY}.scores": [0.0] * len(pieces),
-        f"{KEY}.token_type": types,
-        f"{KEY}.bos_token_id": 1,
-        f"{KEY}.add_space_prefix": False,
+        f"{TOKENIZER_KEY}.model": "gemma4",
+        f"{TOKENIZER_KEY}.tokens": pieces,
+        f"{TOKENIZER_KEY}.merges": merges,
+        f"{TOKENIZER_KEY}.scores": [0.0] * len(pieces),
+        f"{TOKENIZER_KEY}.token_type": types,
+        f"{TOKENIZER_KEY}.bos_token_id": 1,
+        f"{TOKENIZER_KEY}.add_space_prefix": False,
     }
     write_tokenizer(tmp_path, as_read(metadata))
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

@@ -12,7 +12,7 @@ import pytest
 from ed_infra.errors import CheckpointError
 from ed_models.checkpoints.gguf.vocabulary import (
     _KINDS,
-    KEY,
+    TOKENIZER_KEY,
     TokenTable,
     merges_of_scores,
 )
@@ -23,9 +23,9 @@ def table(tokens: list[str], kind: int = 1) -> TokenTable:
     count = len(tokens)
     return TokenTable(
         {
-            f"{KEY}.tokens": tokens,
-            f"{KEY}.token_type": np.full(count, kind, np.int32),
-            f"{KEY}.scores": -np.arange(count, dtype=np.float32),
+            f"{TOKENIZER_KEY}.tokens": tokens,
+            f"{TOKENIZER_KEY}.token_type": np.full(count, kind, np.int32),
+            f"{TOKENIZER_KEY}.scores": -np.arange(count, dtype=np.float32),
         }
     )
 
@@ -65,7 +65,7 @@ def test_vocabulary_of_special_tokens_is_an_error() -> None:
 def test_unknown_words_are_encoded_or_the_vocabulary_is_an_error(kind, number, unknown) -> None:
     made = table(["[PAD]", unknown, "\u2581hello", "l"])
     if number is not None:
-        made.metadata = {**made.metadata, f"{KEY}.unknown_token_id": number}
+        made.metadata = {**made.metadata, f"{TOKENIZER_KEY}.unknown_token_id": number}
     try:
         content = _KINDS[kind](made)
     except CheckpointError:

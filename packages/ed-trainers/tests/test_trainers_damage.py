@@ -73,7 +73,9 @@ def sixty_flips(directory, seed=0):
     """Flip single bits, of every file by turns, and yield each file while the bit is flipped."""
     rng = random.Random(seed)
     files = sorted(file for file in directory.rglob("*") if file.stat().st_size and file.is_file())
-    assert {"_CHECKPOINT_METADATA", "commit_success.txt", checksums.FILE} <= {f.name for f in files}
+    assert {"_CHECKPOINT_METADATA", "commit_success.txt", checksums.CHECKSUMS_FILE} <= {
+        f.name for f in files
+    }
     for number in range(60):
         file = files[number % len(files)]
         bit = rng.randrange(8 * file.stat().st_size)
@@ -106,7 +108,7 @@ def test_each_of_sixty_flipped_bits_makes_a_run_resume_from_the_checkpoint_befor
 def test_every_bit_of_the_checksums_counts(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     checksums.write_checksums(tmp_path)
-    file = tmp_path / checksums.FILE
+    file = tmp_path / checksums.CHECKSUMS_FILE
     for bit in range(8 * file.stat().st_size):
         flip(file, bit)
         assert checksums.damage(tmp_path) is not None, bit
@@ -143,7 +145,7 @@ def test_corrupt_checkpoint_falls_back_to_previous_with_one_message(toy, tmp_pat
 @pytest.mark.parametrize("act", ["flip", "remove", "empty"])
 def test_damage_to_the_checksums_themselves_is_damage(toy, tmp_path, act):
     written(toy, tmp_path)
-    file = tmp_path / "2" / checksums.FILE
+    file = tmp_path / "2" / checksums.CHECKSUMS_FILE
     if act == "flip":
         text = file.read_text()
         flip(file, 8 * (text.rindex('"') - 1))

@@ -12,7 +12,7 @@ from ed_trainers import DPOArguments, trainer_class
 from ed_trainers.arguments import idle_options
 from ed_trainers.figures.metrics import read_rows
 from ed_trainers.losses.pairs import pair_batch
-from ed_trainers.methods.reference_cache import FILE
+from ed_trainers.methods.reference_cache import REFERENCE_FILE
 from flax import nnx
 from method_runs import Pairs, apart, near, near_reports, one_step
 from pydantic import ValidationError
@@ -156,7 +156,7 @@ def test_log_probabilities_of_the_reference_ahead(toy, tmp_path):
     _, _, rows = run(toy, tmp_path / "live")
     trainer, _, ahead = run(toy, tmp_path / "ahead", precompute_ref_log_probs=True)
     assert not trainer.method.frozen.leaves, "the steps hold no reference"
-    assert (tmp_path / "ahead" / FILE).is_file()
+    assert (tmp_path / "ahead" / REFERENCE_FILE).is_file()
     for live, known in zip(rows, ahead, strict=True):
         for name in ("loss", "rewards/margins", "eval_loss"):
             if name in live:
@@ -164,9 +164,9 @@ def test_log_probabilities_of_the_reference_ahead(toy, tmp_path):
                 assert known[name] == pytest.approx(live[name], rel=1e-5, abs=1e-8)
 
     # What is on disk is taken: a reference of other weights would be asked again.
-    kept = np.load(tmp_path / "ahead" / FILE)["values"]
+    kept = np.load(tmp_path / "ahead" / REFERENCE_FILE)["values"]
     _, _, again = run(toy, tmp_path / "ahead", precompute_ref_log_probs=True, seed=42)
-    assert np.array_equal(np.load(tmp_path / "ahead" / FILE)["values"], kept)
+    assert np.array_equal(np.load(tmp_path / "ahead" / REFERENCE_FILE)["values"], kept)
     assert again[0]["loss"] == ahead[0]["loss"]
     stranger = Pairs(seed=77).batch_at(0)
     with pytest.raises(ConfigError, match="these answers are not in the data of the run"):

@@ -15,7 +15,7 @@ from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.families.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from ed_trainers import EasyDeLState, SFTArguments, SFTTrainer
 from ed_trainers.figures.flops import PEAKS, known_peak, matrix_parameters, utilization
-from ed_trainers.figures.meter import KINDS, Meter, peak_memory
+from ed_trainers.figures.meter import ACTIVITIES, Meter, peak_memory
 from ed_trainers.figures.metrics import read_rows
 from ed_trainers.figures.sinks import Buffered
 
@@ -68,7 +68,9 @@ def test_meter_separates_waiting_compile_and_productive_seconds(clock):
     }
     summary = meter.summary()
     assert summary["goodput"] == pytest.approx(5.5 / 29)
-    assert sum(summary[f"{kind}_seconds"] for kind in ("productive", *KINDS)) == pytest.approx(29)
+    assert sum(summary[f"{kind}_seconds"] for kind in ("productive", *ACTIVITIES)) == pytest.approx(
+        29
+    )
 
 
 def test_memory_is_that_of_the_process_on_a_cpu():
@@ -163,7 +165,7 @@ def test_rows_and_outcome_say_where_time_went(toy, tmp_path, capsys):
     metrics = output.metrics
     for kind in ("compile", "checkpoint", "evaluation", "restart", "productive"):
         assert metrics[f"{kind}_seconds"] > 0, kind
-    parts = sum(metrics[f"{kind}_seconds"] for kind in ("productive", *KINDS))
+    parts = sum(metrics[f"{kind}_seconds"] for kind in ("productive", *ACTIVITIES))
     assert parts <= metrics["seconds"] + 1e-3
     text = capsys.readouterr().out
     assert text.count("mfu = (6 x 512 parameters that learn) FLOP/token") == 1

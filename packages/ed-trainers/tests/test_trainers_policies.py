@@ -15,7 +15,7 @@ from ed_trainers.methods import nash_md
 from ed_trainers.methods.gkd import is_on_policy
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.online.phase import Phase
-from ed_trainers.roles.value_head import FILE, NAME, value_head
+from ed_trainers.roles.value_head import NAME, VALUE_HEAD_FILE, value_head
 from ed_trainers.rollout import Weights
 from flax import nnx
 from method_runs import StopAt, near, near_reports, rows_of
@@ -119,7 +119,7 @@ def test_value_head_trains_resumes_and_is_saved_separately(toy, tmp_path):
     # The model that the trainer was given has the new weights, and no head.
     assert not hasattr(model, NAME)
     np.testing.assert_array_equal(model.kernel[...], learned["kernel",][...])
-    assert (tmp_path / "whole" / "model" / FILE).is_file()
+    assert (tmp_path / "whole" / "model" / VALUE_HEAD_FILE).is_file()
 
     run("parts", StopAt(2))[1].train()
     again = run("parts")[1].train()
@@ -153,7 +153,9 @@ def test_adapters_and_the_head_learn_near_the_base_under_them(llama, tmp_path):
     rows = rows_of(tmp_path)
     assert abs(rows[0]["objective/kl"]) < 1e-4 < abs(rows[-1]["objective/kl"])
     assert has_lora(run.model) and not hasattr(run.model, NAME)
-    assert (tmp_path / "model" / FILE).is_file(), "beside the model that the adapters are merged in"
+    assert (tmp_path / "model" / VALUE_HEAD_FILE).is_file(), (
+        "beside the model that the adapters are merged in"
+    )
 
 
 @pytest.mark.proves("value_head")

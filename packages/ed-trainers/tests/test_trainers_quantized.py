@@ -10,7 +10,7 @@ from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers.figures.metrics import read_rows
 from ed_trainers.online.model_rollout import ModelRollout
-from ed_trainers.roles.value_head import FILE, NAME
+from ed_trainers.roles.value_head import NAME, VALUE_HEAD_FILE
 from ed_trainers.stored.arrays import flat_arrays
 from flax import nnx
 from online_runs import END, online
@@ -74,7 +74,7 @@ def checked(method, run, output, rows, before):
     directory = output.save_directory
     assert (directory / "adapter" / "adapter_model.safetensors").is_file()
     assert not list(directory.rglob("model.safetensors"))
-    assert (directory / "adapter" / FILE).is_file() == (method == "ppo")
+    assert (directory / "adapter" / VALUE_HEAD_FILE).is_file() == (method == "ppo")
 
 
 @pytest.mark.nightly

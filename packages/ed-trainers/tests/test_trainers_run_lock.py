@@ -16,7 +16,7 @@ import pytest
 from ed_infra.errors import CheckpointError
 from ed_trainers import SFTArguments, SFTTrainer
 from ed_trainers.checkpoints import run_lock
-from ed_trainers.checkpoints.run_lock import FILE, Owner, RunLock
+from ed_trainers.checkpoints.run_lock import LOCK_FILE, Owner, RunLock
 
 #: Acquires a lock, prints a line, and keeps the lock until its input ends.
 HOLDER = """
@@ -101,7 +101,7 @@ def test_second_process_is_refused_and_names_the_first(tmp_path: Path, patient: 
         assert f"process {first.pid}" in second.stderr
         first.communicate("")
         assert first.returncode == 0
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / LOCK_FILE).exists()
     acquire(tmp_path).release()
 
 
@@ -111,9 +111,14 @@ def test_killed_run_starts_again_at_once(tmp_path: Path, patient: None) -> None:
     with holder(tmp_path / "run", mirror) as first:
         first.send_signal(signal.SIGKILL)
         first.wait()
-        assert (tmp_path / "run" / FILE).exists() and (tmp_path / "mirror" / FILE).exists()
+        assert (tmp_path / "run" / LOCK_FILE).exists() and (
+            tmp_path / "mirror" / LOCK_FILE
+        ).exists()
         acquire(tmp_path / "run", mirror).release()
-    assert not (tmp_path / "run" / FILE).exists() and not (tmp_path / "mirror" / FILE).exists()
+    assert (
+        not (tmp_path / "run" / LOCK_FILE).exists()
+        and not (tmp_path / "mirror" / LOCK_FILE).exists()
+    )
 
 
 def test_child_that_outlives_a_killed_run_does_not_keep_the_lock(
@@ -153,7 +158,7 @@ def test_renewals_and_not_clocks_decide_about_locks_of_other_hosts(
 ) -> None:
     folder = tmp_path / place
     folder.mkdir()
-    file = folder / FILE
+    file = folder / LOCK_FILE
     owner = foreign(since=since, pid=1)
     mirror = f"file://{folder}" if place == "mirror" else None
     directory = tmp_path / "run" if mirror else folder
@@ -181,12 +186,12 @@ def test_renewals_and_not_clocks_decide_about_locks_of_other_hosts(
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff" * 100, b"[]", b'{"token": 1}', bytes(10)])
 def test_damaged_locks_are_taken_over(tmp_path: Path, hasty: None, raw: bytes) -> None:
-    (tmp_path / FILE).write_bytes(raw)
+    (tmp_path / LOCK_FILE).write_bytes(raw)
     acquire(tmp_path).release()
 
 
 def test_next_processes_of_an_elastic_launch_take_the_lock(tmp_path: Path, patient: None) -> None:
-    (tmp_path / FILE).write_bytes(foreign(launch="launch-7").content(3))
+    (tmp_path / LOCK_FILE).write_bytes(foreign(launch="launch-7").content(3))
     acquire(tmp_path, launch="launch-7").release()
     with holder(tmp_path, "-", "launch-7") as first:
         ending = threading.Timer(0.5, first.kill)
@@ -199,20 +204,20 @@ def test_suspended_run_notices_that_another_run_took_the_lock(tmp_path: Path, ha
     lock = acquire(tmp_path)
     lock.check()
     other = foreign(pid=7)
-    (tmp_path / FILE).write_bytes(other.content(0))
+    (tmp_path / LOCK_FILE).write_bytes(other.content(0))
     assert lock._thread is not None
     lock._thread.join()
     with pytest.raises(CheckpointError, match="process 7 on other-host"):
         lock.check()
     lock.release()
-    assert Owner.parse((tmp_path / FILE).read_bytes()) == other
+    assert Owner.parse((tmp_path / LOCK_FILE).read_bytes()) == other
 
 
 def test_deleted_lock_of_a_run_is_written_again(tmp_path: Path, hasty: None) -> None:
     lock = acquire(tmp_path)
-    (tmp_path / FILE).unlink()
+    (tmp_path / LOCK_FILE).unlink()
     renewed = threading.Event()
-    while not (tmp_path / FILE).exists():
+    while not (tmp_path / LOCK_FILE).exists():
         renewed.wait(0.05)
     with pytest.raises(CheckpointError, match="another run"):
         acquire(tmp_path)
@@ -295,7 +300,7 @@ def test_trainer_changes_no_file_of_a_live_run(toy, tmp_path: Path, resumes: boo
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
     lock.release()
     trainer.train()
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / LOCK_FILE).exists()
     assert SFTTrainer(arguments, model=toy.model(), train_dataset=toy.loader()).train()
 
 

@@ -166,7 +166,9 @@ def test_options_that_contradict_each_other():
         ({"use_successful_as_teacher": False}, "set one of the two"),
         ({"reprompt_template": "{prompt}"}, "must have the fields"),
         ({"solution_template": "{"}, "is no template"),
-        ({"distillation_type": "jsd"}, "distillation_mode, and distillation_alpha"),
+        ({"distillation_type": "js"}, "unknown distillation_type 'js'"),
+        ({"num_return_sequences": 1, "distillation_weight": 0.5}, "num_return_sequences to 2"),
+        ({"num_return_sequences": 1, "dont_reprompt_on_self_success": True}, "omit it, or set"),
     ]:
         with pytest.raises(ValidationError, match=words):
             arguments_class("sdpo")(**given)

@@ -176,7 +176,7 @@ def our_outcome(trainer: Any, batch: Any) -> Outcome:
         gradients = {}
         if hasattr(whole, value_head.NAME):
             value_head.save_value_head(whole, Path(directory))
-            gradients = load_file(Path(directory) / value_head.FILE)
+            gradients = load_file(Path(directory) / value_head.VALUE_HEAD_FILE)
             whole = value_head.without_value_head(whole)
         whole.save_pretrained(directory)
         gradients |= load_file(Path(directory) / "model.safetensors")

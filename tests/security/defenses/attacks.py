@@ -25,7 +25,7 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
             'if route is not None and scope["method"] in route.methods:',
             "if route is not None:",
         ),
-        Edit(_ADMISSION, "    if method not in METHODS:", "    if False:"),
+        Edit(_ADMISSION, "    if method not in HTTP_METHODS:", "    if False:"),
     ),
     f"{ESURGE_TESTS}/test_server_public_addresses.py"
     "::test_addresses_of_private_kinds_are_not_public": (

@@ -272,7 +272,7 @@ def _stream(
         "order": {
             **_order_details(mixture, options, layout, split, shuffle),
             "streaming": True,
-            "window": [stream.WINDOW, stream.TOKENS],
+            "window": [stream.WINDOW_DOCUMENTS, stream.WINDOW_TOKENS],
         },
         "batch_size": options.batch_size,
     }

@@ -2,7 +2,7 @@
 
 `NAMES` contains the public names of the seven packages and further names from EasyDeL's guides.
 `MODULES` contains the module paths of the guides; each exports a part of the names. Only `easydel`
-is a file; `SOURCES` contains the sources of the others. The modules in `OPEN` also export the
+is a file; `SOURCES` contains the sources of the others. The modules in `_OPEN` also export the
 classes that `easydel._found` reads from the sources of the packages.
 """
 
@@ -94,7 +94,7 @@ SOURCES: dict[str, str] = {
 }
 
 #: The modules that also export the names of `easydel._found`.
-OPEN = ("easydel", "easydel.modules", "easydel.trainers")
+_OPEN = ("easydel", "easydel.modules", "easydel.trainers")
 
 Attached = tuple[Callable[[str], object], Callable[[], list[str]], list[str]]
 
@@ -107,7 +107,7 @@ def attach(module: str) -> Attached:
     """
     exports = MODULES.get(module, {})
     listed, listing, everything = lazy.attach(module, exports)
-    is_open = module in OPEN or module in FAMILY_PATHS
+    is_open = module in _OPEN or module in FAMILY_PATHS
 
     def __getattr__(name: str) -> object:
         if f"{module}.{name}" in SOURCES and name not in exports:
@@ -134,7 +134,7 @@ def children(module: str) -> list[str]:
 
 
 def find_names(module: str) -> dict[str, str]:
-    """Return every name of a module of `OPEN` or of `FAMILY_PATHS`."""
+    """Return every name of a module of `_OPEN` or of `FAMILY_PATHS`."""
     from easydel._found import family_names, names
 
     if module in FAMILY_PATHS:

@@ -19,7 +19,7 @@ import yaml
 from ed_infra.errors import ConfigError
 
 PERPLEXITY, CLOZE = "heldout_perplexity", "heldout_cloze"
-NAMES = (PERPLEXITY, CLOZE)
+HELDOUT_TASKS = (PERPLEXITY, CLOZE)
 
 CHOICES = 4
 MAX_QUESTIONS = 200
@@ -31,13 +31,13 @@ _WORDS = (6, 14)
 _SENTENCE = re.compile(r"[A-Z][^.!?]{40,400}[.!?](?=\s)")
 
 
-def write(texts: Sequence[str], directory: Path, names: Sequence[str] = NAMES) -> Path:
+def write(texts: Sequence[str], directory: Path, names: Sequence[str] = HELDOUT_TASKS) -> Path:
     """Write task files and their data.
 
     Args:
         texts: The held-out texts.
         directory: The folder for task files (`*.yaml`) and data (`*.jsonl`).
-        names: The tasks to write, from `NAMES`.
+        names: The tasks to write, from `HELDOUT_TASKS`.
 
     Returns:
         The directory, for lm-eval's `include_path`.

@@ -26,8 +26,10 @@ from ed_elarge.setters import Setters
 if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
     from ed_esurge.engine import eSurge
+    from ed_infra.config import EasyDeLBaseConfig
     from ed_models.tasks.causal_lm import CausalLM
     from ed_trainers.callbacks import Callback
+    from ed_trainers.rewards import RewardFunction
     from ed_trainers.state import EasyDeLState
     from ed_trainers.trainer import Trainer, TrainerOutput
     from transformers import PreTrainedTokenizerBase
@@ -60,6 +62,9 @@ class eLargeModel(Setters):
         self._built: dict[str, Any] = {}
         self._run: RunConfig | None = None
         self.watchers: tuple[Callback, ...] = ()
+        self.reward_functions: tuple[RewardFunction, ...] = ()
+        #: Configuration of a model that Python code gives, which no folder contains.
+        self.given_config: EasyDeLBaseConfig | None = None
         #: Whether the section `esurge` describes several models, so that a key may lack an effect.
         self.shares_options = False
         if isinstance(config, (str, Path)):
@@ -117,6 +122,11 @@ class eLargeModel(Setters):
     def to_dict(self) -> dict[str, Any]:
         """Return the canonical configuration, including defaults, as JSON values."""
         return self.config.to_dict()
+
+    def to_sections(self) -> dict[str, Any]:
+        """Return the sections as they were written, without `actions`."""
+        value = self._document.value or {}
+        return {key: section for key, section in value.items() if key != "actions"}
 
     def to_yaml(self, path: str | Path) -> None:
         """Save the configuration as YAML."""
@@ -211,6 +221,11 @@ class eLargeModel(Setters):
         """Create or load the model on its devices."""
         return self.part("model")
 
+    def give(self, **parts: object) -> Self:
+        """Use objects as parts, such as `model` or `tokenizer`, instead of building them."""
+        self._built |= parts
+        return self
+
     def use_model(self, model: CausalLM) -> Self:
         """Use a module as the model, such as one that was trained elsewhere."""
         self._built.pop("engine", None)
@@ -281,8 +296,26 @@ class eLargeModel(Setters):
 
     # Actions.
 
-    def train(self) -> TrainerOutput:
-        """Train the model, from the newest checkpoint of the run if there is one."""
+    def train(
+        self,
+        train_dataset: object = None,
+        eval_dataset: object = None,
+        *,
+        reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
+    ) -> TrainerOutput:
+        """Train the model, from the newest checkpoint of the run if there is one.
+
+        Args:
+            train_dataset: Rows that replace `informs` of the section `mixture`.
+            eval_dataset: Rows that replace its `eval_informs`.
+            reward_funcs: Functions that replace `reward_functions` of the section `trainer`.
+        """
+        if train_dataset is not None or eval_dataset is not None:
+            give_data = pkgutil.resolve_name("ed_elarge.building.given_rows:give_data")
+            return give_data(self, train_dataset, eval_dataset).train(reward_funcs=reward_funcs)
+        if reward_funcs:
+            functions = (reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs)
+            self.reward_functions = functions
         trainer = self.build_trainer()
         self._built.pop("engine", None)  # has the untrained weights
         path = (*self.config.prefix, "trainer", "save_directory")

@@ -19,7 +19,7 @@ from typing import Any
 from ed_infra.logging import get_logger
 
 logger = get_logger(__name__)
-NAME = "certificate.json"
+_NAME = "certificate.json"
 #: Statuses of checks, and their names in the summary.
 STATUSES = {"passed": "passed", "failed": "failed", "not applicable": "not_applicable"}
 _MAX_BYTES = 2**20
@@ -48,7 +48,7 @@ def certificate_summary(folder: Path) -> dict[str, Any] | None:
         readable certificate whose hashes are those of the files.
     """
     places = [folder, *([folder.parent] if folder.name == "model" else [])]
-    path = next((place / NAME for place in places if (place / NAME).is_file()), None)
+    path = next((place / _NAME for place in places if (place / _NAME).is_file()), None)
     if path is None:
         return None
     try:
@@ -74,7 +74,7 @@ def _difference(folder: Path, hashes: dict[str, str]) -> str | None:
         files = [
             file
             for file in (sorted(folder.iterdir()) if folder.is_dir() else ())
-            if file.suffix in _SUFFIXES and file.name != NAME and file.is_file()
+            if file.suffix in _SUFFIXES and file.name != _NAME and file.is_file()
         ]
         names = {file.name for file in files}
         if missing := sorted(hashes.keys() - names):

@@ -16,12 +16,12 @@ from ed_esurge.core.commands import EncoderInput
 from ed_esurge.sampling import SamplingParams
 
 #: Name of the array of an item.
-EMBEDS = "inputs_embeds"
+_EMBEDS = "inputs_embeds"
 #: Token id of the positions of a prompt of embeddings. The model does not read this token.
-PLACEHOLDER = 0
+_PLACEHOLDER = 0
 #: Most embeddings of one item. A prompt has several items, so chunks of a long prompt fit the table
 #: of encoder outputs.
-ROWS = 64
+_ROWS = 64
 #: Largest absolute value of an embedding, the largest number of float16. Larger values overflow in
 #: the norms of a model.
 MOST = 65504.0
@@ -42,7 +42,7 @@ class EmbeddedPrompts(EncoderItems):
         ConfigError: the model does not accept embeddings, or has an encoder.
     """
 
-    names = (EMBEDS,)
+    names = (_EMBEDS,)
 
     def __init__(self, model: LanguageModel, max_model_len: int, per_step: int) -> None:
         body = getattr(model, "model", None)
@@ -53,33 +53,33 @@ class EmbeddedPrompts(EncoderItems):
                 f"embeddings of its tokens, and this is a {type(model).__name__}: omit the option"
             )
         self.features = cast(int, body.features)
-        self.longest = min(ROWS, per_step)
+        self.longest = min(_ROWS, per_step)
         self._max_model_len = max_model_len
 
     def examples(self) -> list[ItemArrays]:
         """See `EncoderItems.examples`."""
-        return [{EMBEDS: np.zeros((self.longest, self.features), np.float32)}]
+        return [{_EMBEDS: np.zeros((self.longest, self.features), np.float32)}]
 
     def pad_item(self, arrays: ItemArrays) -> ItemArrays:
         """See `EncoderItems.pad_item`."""
-        embeds = np.asarray(arrays[EMBEDS], np.float32)
-        return {EMBEDS: np.pad(embeds, ((0, self.longest - len(embeds)), (0, 0)))}
+        embeds = np.asarray(arrays[_EMBEDS], np.float32)
+        return {_EMBEDS: np.pad(embeds, ((0, self.longest - len(embeds)), (0, 0)))}
 
     def check(self, item: PlacedItem) -> str | None:
         """See `EncoderItems.check`."""
-        shape = np.shape(item.arrays[EMBEDS])
+        shape = np.shape(item.arrays[_EMBEDS])
         if shape == (item.length, self.features):
             return None
         return (
-            f"{EMBEDS} has shape {list(shape)}, but the item has {item.length} placeholder tokens: "
-            f"pass [{item.length}, {self.features}], see eSurge.embedded_prompt"
+            f"{_EMBEDS} has shape {list(shape)}, but the item has {item.length} placeholder "
+            f"tokens: pass [{item.length}, {self.features}], see eSurge.embedded_prompt"
         )
 
     def split_items(self, row: ItemArrays) -> Iterator[tuple[ItemArrays, int]]:
         """See `EncoderItems.split_items`."""
-        for start in range(0, len(row[EMBEDS]), self.longest):
-            part = row[EMBEDS][start : start + self.longest]
-            yield {EMBEDS: part}, len(part)
+        for start in range(0, len(row[_EMBEDS]), self.longest):
+            part = row[_EMBEDS][start : start + self.longest]
+            yield {_EMBEDS: part}, len(part)
 
     def prompt(
         self, embeds: Float[np.ndarray, "n d"]
@@ -118,10 +118,10 @@ class EmbeddedPrompts(EncoderItems):
                 f"{MOST:g}: send the output of the model's token embedding"
             )
         items, start = [], 0
-        for arrays, length in self.split_items({EMBEDS: embeds}):
+        for arrays, length in self.split_items({_EMBEDS: embeds}):
             items.append(EncoderInput.of(arrays, start, length))
             start += length
-        return [PLACEHOLDER] * len(embeds), tuple(items)
+        return [_PLACEHOLDER] * len(embeds), tuple(items)
 
 
 def check_params_of_embeds(params: SamplingParams) -> None:

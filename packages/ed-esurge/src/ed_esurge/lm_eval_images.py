@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
 
 #: The text that represents an image in the documents of a task.
-PLACEHOLDER = "<image>"
+_PLACEHOLDER = "<image>"
 
 
 class TaskImages:
@@ -43,8 +43,8 @@ class TaskImages:
         messages = []
         for message in history:
             content = message["content"]
-            if isinstance(content, str) and PLACEHOLDER in content:
-                first, *remaining_texts = content.split(PLACEHOLDER)
+            if isinstance(content, str) and _PLACEHOLDER in content:
+                first, *remaining_texts = content.split(_PLACEHOLDER)
                 parts = [{"type": "text", "text": first}] if first else []
                 for text in remaining_texts:
                     parts.append({"type": "image"})
@@ -68,11 +68,11 @@ class TaskImages:
                 cannot be processed.
         """
         token: str = self._processor.image_token
-        text = text.replace(PLACEHOLDER, token)
+        text = text.replace(_PLACEHOLDER, token)
         if (places := text.count(token)) != len(images):
             raise ConfigError(
                 f"a document of the task has {len(images)} images, but its text has {places} "
-                f"places for images ({PLACEHOLDER!r} or {token!r}): correct doc_to_text or "
+                f"places for images ({_PLACEHOLDER!r} or {token!r}): correct doc_to_text or "
                 "doc_to_image"
             )
         if not images:

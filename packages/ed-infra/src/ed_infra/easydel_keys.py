@@ -461,13 +461,19 @@ def _eval() -> Iterator[OtherKey]:
 #: (section, key) -> the key of which it is a second name. Both may occur with equal values.
 SECOND_NAMES = {("trainer", "num_generations"): "num_return_sequences"}
 
-#: Keys of `trainer` here that are names of EasyDeL's documents only. Together with the keys of the
-#: table they are the spelling of EasyDeL: a file with one of them counts prompts in
-#: `total_batch_size`, unless it sets `batch_unit`.
-SPELLED_KEYS = ("group_size", "kl_coef")
+#: (section, key) -> value that is an error -> what to write instead.
+OTHER_VALUES = {
+    ("trainer", "trainer_type"): {
+        "agentic_moshpit": "grpo, with an environment in the section asynchronous",
+        "ray_distributed": "`elarge launch`, which starts the processes",
+    }
+}
 
 #: Other names of sections.
 SECTION_NAMES = {"teacher": "teacher_model"}
+
+#: Keys of the action serve: key -> the only value, which changes nothing.
+SERVE_VALUES: dict[str, object] = {"workers": 1, "reload": False}
 
 #: (section, key) -> other spelling of its value -> the value here.
 VALUE_NAMES: dict[tuple[str, str], dict[str, str]] = {
@@ -511,3 +517,12 @@ def texts_of_section(section: str) -> dict[str, str]:
             entry = entries[0]
             out[name] = f"omit it: {entry.text}" if entry.kind == "unneeded" else entry.text
     return out
+
+
+def is_data_key(name: str) -> bool:
+    """Whether a key of `trainer` describes rows or the engine of rollouts, not the training."""
+    return any(
+        entry.kind == "works"
+        and ("mixture." in entry.text or entry.text.startswith("training_engine."))
+        for entry in easydel_keys().get(("trainer", name), ())
+    )

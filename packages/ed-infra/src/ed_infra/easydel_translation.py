@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ed_infra.easydel_keys import (
+    OTHER_VALUES,
     SECOND_NAMES,
     SECTION_NAMES,
-    SPELLED_KEYS,
     VALUE_NAMES,
     OtherKey,
     easydel_keys,
@@ -49,9 +49,7 @@ class Translation:
         unneeded: Reason -> keys without effect, as `section.key`.
         refusals: Keys that cannot be translated.
         without_data: Keys about the data of a run that has none.
-        spelled: Keys of EasyDeL in the order in which they were translated.
-        unit_source: The key because of which `total_batch_size` counts prompts; None if nothing
-            was decided.
+        typed: All keys and values in the spelling of EasyDeL.
     """
 
     sections: dict[str, object]
@@ -59,19 +57,7 @@ class Translation:
     unneeded: dict[str, list[str]] = field(default_factory=dict)
     refusals: list[UntranslatedKey] = field(default_factory=list)
     without_data: list[SectionPath] = field(default_factory=list)
-    spelled: list[SectionPath] = field(default_factory=list)
-    unit_source: SectionPath | None = None
-
-    def describe(self) -> str:
-        """Return one line about keys without effect, and about the unit of a batch, or nothing."""
-        notes = [self.describe_unneeded()]
-        if self.unit_source is not None:
-            notes.append(
-                "total_batch_size counts prompts, as in EasyDeL, because "
-                f"{'.'.join(self.unit_source)} is a key of EasyDeL: to count completions, set "
-                "trainer.batch_unit: completions"
-            )
-        return "; ".join(note for note in notes if note)
+    typed: list[SectionPath] = field(default_factory=list)
 
     def describe_unneeded(self) -> str:
         """Return one line about all keys without effect; empty without such keys."""
@@ -122,23 +108,11 @@ def translate_keys(sections: Values, known: KnownKeys, method: str = "") -> Tran
     parents = {(one.section, one.name.rpartition(".")[0]) for one in _entries(table)}
     for section in tuple(out.sections):
         if isinstance(out.sections[section], Mapping):
+            _refuse_values(out, section)
             _drop_second_names(out, section)
             _rename_values(out, section)
             _translate_mapping(out, (section,), known(section), method, parents)
-    _choose_batch_unit(out, known)
     return out
-
-
-def _choose_batch_unit(out: Translation, known: KnownKeys) -> None:
-    """Count prompts, as EasyDeL does, if its keys occur and no key states the unit."""
-    trainer, path = out.sections.get("trainer"), ("trainer", "batch_unit")
-    if not isinstance(trainer, Mapping) or path[1] in trainer or path[1] not in known(path[0]):
-        return
-    aliases = [(path[0], name) for name in SPELLED_KEYS if name in trainer]
-    out.unit_source = next(iter((*out.spelled, *aliases)), None)
-    if out.unit_source is not None:
-        out.sections = _with_value(out.sections, path, "prompts")
-        out.moved[path] = out.unit_source
 
 
 def translate_arguments(
@@ -163,7 +137,7 @@ def translate_arguments(
     elsewhere = {source[1] for target, source in out.moved.items() if target[0] != "trainer"}
     kept = {key: values[key] for key in (*elsewhere, *(path[1] for path in out.without_data))}
     problems = [(str(one.path[1]), one.message) for one in out.refusals]
-    return {**trainer, **kept}, problems, out.describe()
+    return {**trainer, **kept}, problems, out.describe_unneeded()
 
 
 def _entries(table: Mapping[tuple[str, str], tuple[OtherKey, ...]]) -> Iterable[OtherKey]:
@@ -191,8 +165,8 @@ def _translate_mapping(
         name = f"{prefix}.{key}" if prefix else str(key)
         entry = None if not prefix and key in known else find_entry(section, name, method)
         if entry is not None:
-            out.spelled.append((*path, key))
             out.remove((*path, key))
+            out.typed.append((*path, str(key)))
             if value is not None and not _is_among(value, entry.harmless):
                 _apply(out, entry, (*path, key), value, values)
         elif (section, name) in parents and not prefix and key not in known and value is None:
@@ -246,13 +220,13 @@ def _refuse_rest(out: Translation, path: SectionPath) -> None:
 
 def _rename_section(out: Translation, other: str, name: str) -> None:
     value = out.sections.pop(other)
+    out.typed.append((other,))
     if name in out.sections:
         message = f"{other} and {name} are two names of one section: keep {name}"
         out.refusals.append(UntranslatedKey((other,), message))
         return
     out.sections[name] = value
     out.moved[name,] = (other,)
-    out.spelled.append((other,))
 
 
 def _drop_second_names(out: Translation, section: str) -> None:
@@ -268,12 +242,22 @@ def _drop_second_names(out: Translation, section: str) -> None:
             out.remove((of, second))
 
 
+def _refuse_values(out: Translation, section: str) -> None:
+    for (of, key), instead in OTHER_VALUES.items():
+        value, present = _value_at(out.sections, (of, key))
+        name = str(value).lower().replace("-", "_")
+        if of == section and present and name in instead:
+            message = f"{value!r} is not supported; use {instead[name]}"
+            out.refusals.append(UntranslatedKey((of, key), message, on_key=False))
+            out.remove((of, key))
+
+
 def _rename_values(out: Translation, section: str) -> None:
     for (of, key), names in VALUE_NAMES.items():
         value, present = _value_at(out.sections, (of, key))
         if of == section and present and isinstance(value, str) and value in names:
             out.sections = _with_value(out.sections, (of, key), names[value])
-            out.spelled.append((of, key))
+            out.typed.append((of, key))
 
 
 def _is_among(value: object, choices: Collection[object]) -> bool:

@@ -23,7 +23,7 @@ from ed_infra.sharding import placement
 
 C = TypeVar("C", bound=type)
 
-GROUP = "easydel.models"
+_GROUP = "easydel.models"
 
 
 class Registered(placement.ShardedConfig, Protocol):
@@ -124,7 +124,7 @@ def _same(a: type, b: type) -> bool:
 
 @functools.cache
 def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
+    return {point.name: point for point in entry_points(group=_GROUP)}
 
 
 def _load(model_type: str) -> None:
@@ -245,5 +245,5 @@ def _unknown(model_type: str) -> RegistryError:
         f"unknown model type {model_type!r}{did_you_mean(model_type, known_types)}{also} "
         f"(known: {', '.join(known_types) or 'none: is ed-models installed?'}). "
         f"Code from a repository is never executed: a package adds a family with an entry point of "
-        f"group {GROUP!r}, see docs/adding_models.md"
+        f"group {_GROUP!r}, see docs/adding_models.md"
     )

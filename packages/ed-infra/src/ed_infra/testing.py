@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import pathlib
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +41,27 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+def write_package(root: pathlib.Path, name: str, files: Mapping[str, bytes]) -> None:
+    """Write an installed package: its files, and the metadata with their hashes.
+
+    Files that end with `plain.txt` have no hash.
+    """
+    info = root / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    lines = []
+    for path, content in files.items():
+        file = root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        known = "," if path.endswith("plain.txt") else f"sha256={digest},{len(content)}"
+        lines.append(f"{path},{known}")
+    modules = sorted({path.partition("/")[0] for path in files})
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "top_level.txt").write_text("\n".join(modules))
+    (info / "RECORD").write_text("\n".join([*lines, f"{info.name}/RECORD,,"]) + "\n")
 
 
 def tiny_llama(**changes: object) -> dict[str, Any]:

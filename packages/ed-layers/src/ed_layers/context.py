@@ -60,7 +60,7 @@ _KEY_HEADS = ("batch", "key_sequence", "kv_heads", "kv_head_dim")
 _INNER = ("batch", "sequence", "mlp")
 
 #: Logical axes (`ed_infra.sharding.axes.ACTIVATION_AXES`) of named arrays with a fixed sharding.
-AXES: dict[str, tuple[str | None, ...]] = {
+_AXES: dict[str, tuple[str | None, ...]] = {
     "attn_query": _HEADS,
     "attn_key": _KEY_HEADS,
     "attn_value": _KEY_HEADS,
@@ -197,10 +197,10 @@ def name_activation(
         x: any array.
         name: one of `gradient_checkpointing_targets`.
         config: configuration of the model. `use_sharding_constraint` constrains the sharding of the
-            array to its `AXES`; otherwise the compiler chooses the sharding inside a layer.
+            array to its `_AXES`; otherwise the compiler chooses the sharding inside a layer.
         mode: mode of the step; heads of attention have axes of their own in decoding.
     """
-    if config is not None and config.use_sharding_constraint and name in AXES:
-        axes = AXES[name]
+    if config is not None and config.use_sharding_constraint and name in _AXES:
+        axes = _AXES[name]
         x = constrain(x, axes, config, mode if axes in (_HEADS, _KEY_HEADS) else "train")
     return checkpoint_name(x, name)

@@ -94,13 +94,22 @@ SUMS = {"dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum
 SUMS |= {"cumsum", "cumlogsumexp", "reduce_window_sum", "psum", "psum_invariant", "reduce_scatter"}
 
 #: Primitives that return numbers of their operands, and calls. A missing name costs time only.
-EXACT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "pad"}
-EXACT |= {"dynamic_update_slice", "concatenate", "gather", "scatter", "rev", "copy", "name", "sort"}
-EXACT |= {"select_n", "max", "min", "neg", "abs", "reduce_max", "reduce_min", "top_k", "ffi_call"}
-EXACT |= {"sharding_constraint", "optimization_barrier", "custom_vjp_call", "shard_map"}
-EXACT |= {"jit", "remat2", "scan", "while", "cond"}
+_EXACT = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "pad"}
+_EXACT |= {
+    "dynamic_update_slice",
+    "concatenate",
+    "gather",
+    "scatter",
+    "rev",
+    "copy",
+    "name",
+    "sort",
+}
+_EXACT |= {"select_n", "max", "min", "neg", "abs", "reduce_max", "reduce_min", "top_k", "ffi_call"}
+_EXACT |= {"sharding_constraint", "optimization_barrier", "custom_vjp_call", "shard_map"}
+_EXACT |= {"jit", "remat2", "scan", "while", "cond"}
 #: Primitives whose float32 results XLA neither contracts nor omits.
-EXACT_FLOAT32 = EXACT | {"add", "sub", "convert_element_type"}
+_EXACT_FLOAT32 = _EXACT | {"add", "sub", "convert_element_type"}
 #: Calls whose functions are not rewritten. `KernelChoice.wrap_function` rewrites functions with a
 #: gradient of their own, because jax traces their forward pass again for a gradient.
 OPAQUE = {"custom_vjp_call", "custom_jvp_call", "shard_map"}
@@ -187,7 +196,7 @@ def get_shape(array: Var | Literal) -> ShapedArray:
 
 def is_inexact(name: str, output: Var) -> bool:
     """Return whether XLA may omit the rounding of an operation, or contract the operation."""
-    array, exact = output.aval, {jnp.bfloat16: EXACT, jnp.float32: EXACT_FLOAT32}
+    array, exact = output.aval, {jnp.bfloat16: _EXACT, jnp.float32: _EXACT_FLOAT32}
     return isinstance(array, ShapedArray) and any(
         array.dtype == kind and name not in names for kind, names in exact.items()
     )

@@ -83,7 +83,7 @@ __all__ = [
 ]
 
 #: Group of entry points for methods of other packages.
-GROUP = "easydel.methods"
+_GROUP = "easydel.methods"
 
 
 class Role(NamedTuple):
@@ -105,12 +105,12 @@ class Role(NamedTuple):
         return f"{self.name}_model"
 
 
-REFERENCE = Role("reference")
-TEACHER = Role("teacher", required=True)
-REWARD = Role("reward", task=TaskType.SEQUENCE_CLASSIFICATION)
+REFERENCE_ROLE = Role("reference")
+TEACHER_ROLE = Role("teacher", required=True)
+REWARD_ROLE = Role("reward", task=TaskType.SEQUENCE_CLASSIFICATION)
 
 #: Roles by name; each one is a section of run files.
-ROLES = {role.name: role for role in (REFERENCE, TEACHER, REWARD)}
+ROLES = {role.name: role for role in (REFERENCE_ROLE, TEACHER_ROLE, REWARD_ROLE)}
 
 
 @dataclass(frozen=True)
@@ -182,17 +182,17 @@ _SHIPPED: dict[str, MethodEntry] = {
         DPOArguments,
         "ed_trainers.methods.dpo:DPOTrainer",
         "preference",
-        (REFERENCE,),
+        (REFERENCE_ROLE,),
         other_tasks=(TaskType.SEQUENCE_TO_SEQUENCE, TaskType.IMAGE_TEXT_TO_TEXT),
     ),
     "orpo": MethodEntry(ORPOArguments, "ed_trainers.methods.orpo:ORPOTrainer", "preference"),
     "cpo": MethodEntry(CPOArguments, "ed_trainers.methods.cpo:CPOTrainer", "preference"),
     "simpo": MethodEntry(SimPOArguments, "ed_trainers.methods.cpo:SimPOTrainer", "preference"),
     "kto": MethodEntry(
-        KTOArguments, "ed_trainers.methods.kto:KTOTrainer", "labelled", (REFERENCE,)
+        KTOArguments, "ed_trainers.methods.kto:KTOTrainer", "labelled", (REFERENCE_ROLE,)
     ),
     "bco": MethodEntry(
-        BCOArguments, "ed_trainers.methods.bco:BCOTrainer", "labelled", (REFERENCE,)
+        BCOArguments, "ed_trainers.methods.bco:BCOTrainer", "labelled", (REFERENCE_ROLE,)
     ),
     "reward": MethodEntry(
         RewardArguments,
@@ -204,10 +204,10 @@ _SHIPPED: dict[str, MethodEntry] = {
     "distillation": MethodEntry(
         DistillationArguments,
         "ed_trainers.methods.distillation:DistillationTrainer",
-        roles=(TEACHER,),
+        roles=(TEACHER_ROLE,),
     ),
     "seq_kd": MethodEntry(
-        SeqKDArguments, "ed_trainers.methods.seq_kd:SeqKDTrainer", "prompt", (TEACHER,)
+        SeqKDArguments, "ed_trainers.methods.seq_kd:SeqKDTrainer", "prompt", (TEACHER_ROLE,)
     ),
     "embedding": MethodEntry(
         EmbeddingArguments,
@@ -270,34 +270,58 @@ _SHIPPED: dict[str, MethodEntry] = {
         task=TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION,
     ),
     "grpo": _online(
-        GRPOArguments, "ed_trainers.methods.grpo:GRPOTrainer", REFERENCE, REWARD, images=True
+        GRPOArguments,
+        "ed_trainers.methods.grpo:GRPOTrainer",
+        REFERENCE_ROLE,
+        REWARD_ROLE,
+        images=True,
     ),
     "gspo": _online(
-        GSPOArguments, "ed_trainers.methods.grpo:GSPOTrainer", REFERENCE, REWARD, images=True
+        GSPOArguments,
+        "ed_trainers.methods.grpo:GSPOTrainer",
+        REFERENCE_ROLE,
+        REWARD_ROLE,
+        images=True,
     ),
     "gfpo": _online(
-        GFPOArguments, "ed_trainers.methods.gfpo:GFPOTrainer", REFERENCE, REWARD, images=True
+        GFPOArguments,
+        "ed_trainers.methods.gfpo:GFPOTrainer",
+        REFERENCE_ROLE,
+        REWARD_ROLE,
+        images=True,
     ),
-    "sdpo": _online(SDPOArguments, "ed_trainers.methods.sdpo:SDPOTrainer", REFERENCE, REWARD),
+    "sdpo": _online(
+        SDPOArguments, "ed_trainers.methods.sdpo:SDPOTrainer", REFERENCE_ROLE, REWARD_ROLE
+    ),
     "rloo": _online(
-        RLOOArguments, "ed_trainers.methods.rloo:RLOOTrainer", REFERENCE, REWARD, images=True
+        RLOOArguments,
+        "ed_trainers.methods.rloo:RLOOTrainer",
+        REFERENCE_ROLE,
+        REWARD_ROLE,
+        images=True,
     ),
     "rlvr": _online(
-        RLVRArguments, "ed_trainers.methods.grpo:RLVRTrainer", REFERENCE, REWARD, images=True
+        RLVRArguments,
+        "ed_trainers.methods.grpo:RLVRTrainer",
+        REFERENCE_ROLE,
+        REWARD_ROLE,
+        images=True,
     ),
-    "ppo": _online(PPOArguments, "ed_trainers.methods.ppo:PPOTrainer", REFERENCE, REWARD),
-    "gkd": _online(GKDArguments, "ed_trainers.methods.gkd:GKDTrainer", TEACHER),
+    "ppo": _online(PPOArguments, "ed_trainers.methods.ppo:PPOTrainer", REFERENCE_ROLE, REWARD_ROLE),
+    "gkd": _online(GKDArguments, "ed_trainers.methods.gkd:GKDTrainer", TEACHER_ROLE),
     "on_policy_distillation": _online(
         OnPolicyDistillationArguments,
         "ed_trainers.methods.gkd:OnPolicyDistillationTrainer",
-        TEACHER,
+        TEACHER_ROLE,
     ),
     "sparse_distillation": _online(
-        SparseDistillationArguments, "ed_trainers.methods.gkd:SparseDistillationTrainer", TEACHER
+        SparseDistillationArguments,
+        "ed_trainers.methods.gkd:SparseDistillationTrainer",
+        TEACHER_ROLE,
     ),
-    "xpo": _online(XPOArguments, "ed_trainers.methods.xpo:XPOTrainer", REFERENCE, REWARD),
+    "xpo": _online(XPOArguments, "ed_trainers.methods.xpo:XPOTrainer", REFERENCE_ROLE, REWARD_ROLE),
     "nash_md": _online(
-        NashMDArguments, "ed_trainers.methods.nash_md:NashMDTrainer", REFERENCE, REWARD
+        NashMDArguments, "ed_trainers.methods.nash_md:NashMDTrainer", REFERENCE_ROLE, REWARD_ROLE
     ),
     "prm": MethodEntry(
         PRMArguments,
@@ -338,7 +362,7 @@ class _Arguments(Mapping[str, type[TrainingArguments]]):
 
 @cache
 def _points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
+    return {point.name: point for point in entry_points(group=_GROUP)}
 
 
 @cache
@@ -346,7 +370,7 @@ def _load_entry_point(name: str) -> MethodEntry:
     entry = _points()[name].load()
     if not isinstance(entry, MethodEntry):
         raise ConfigError(
-            f"the entry point {name!r} of {GROUP} is a {type(entry).__name__}: name a MethodEntry"
+            f"the entry point {name!r} of {_GROUP} is a {type(entry).__name__}: name a MethodEntry"
         )
     return entry
 

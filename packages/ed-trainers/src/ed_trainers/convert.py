@@ -2,15 +2,17 @@
 
     python -m ed_trainers.convert runs/mine/checkpoints/100 model-100
     python -m ed_trainers.convert meta-llama/Llama-3.2-1B states
-    python -m ed_trainers.convert runs/mine/model streaming_params --easylm
+    python -m ed_trainers.convert runs/mine/model streaming_params --to easylm
+    python -m ed_trainers.convert runs/mine/checkpoints/100 folder --to easydel
     python -m ed_trainers.convert streaming_params model --config runs/mine/model
     python -m ed_trainers.convert runs/mine/model model.gguf --dtype q8_0
     python -m ed_trainers.convert model.gguf model
 
 Checkpoints of a run, and what `save_state` and `CheckpointManager` wrote, become a directory that
 `transformers` loads; anything else is loaded as a model and saved by `CheckpointManager`. A LLaMA
-also becomes a streaming checkpoint of EasyLM's, and such a file a model directory. A GGUF file of
-llama.cpp becomes a model directory, and a model or a checkpoint a GGUF file.
+also becomes a streaming checkpoint of EasyLM's, and such a file a model directory. A model becomes
+a folder that EasyDeL loads, and such a folder a model directory. A GGUF file of llama.cpp becomes a
+model directory, and a model or a checkpoint a GGUF file.
 """
 
 from __future__ import annotations
@@ -27,13 +29,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from ed_infra import registry
-from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
+from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError, unknown_name
 from ed_infra.parameter_names import canonical
 from ed_infra.sharding import placement as sharding
-from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
 from ed_models.base.gguf_export import from_gguf, save_gguf, to_gguf
 from ed_models.base.module import EasyDeLBaseModule
+from ed_models.checkpoints import hub
+from ed_models.checkpoints.checks import detect_task
+from ed_models.checkpoints.easydel_folder import find_newest_run, is_easydel_folder
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
+from ed_models.checkpoints.saving import StoredTokenizer
+from ed_models.checkpoints.tensor_files import EASYDEL_INDEX
 from flax import nnx
 
 from ed_trainers.checkpoints.manager import CheckpointManager
@@ -43,6 +49,8 @@ from ed_trainers.stored import checksums
 from ed_trainers.stored.arrays import flat_abstract, from_flat, read_arrays, stored_arrays
 from ed_trainers.stored.saved import check_format, saved_facts
 
+#: Layouts of other programs that are written.
+LAYOUTS = ("easydel", "easylm")
 # Where a state has its variables; a module that was saved alone has them at the top.
 _PLACES = ("graphstate/", "graphother/", "")
 
@@ -91,13 +99,17 @@ def load_state(directory: str | Path, tx: optax.GradientTransformation | None) -
     """Read a saved state; the shapes and the placement are those of its model.
 
     Args:
-        directory: of a saved state.
+        directory: of a saved state, or of a state or a run that EasyDeL saved.
         tx: optimizer, whose saved state is read. None: the state has no optimizer.
 
     Raises:
         CheckpointError: there is no saved state, the state is damaged, or it has no state of `tx`.
     """
     path = Path(directory).absolute()
+    if any(path.glob(EASYDEL_INDEX)) or any(path.glob(f"run-*/{EASYDEL_INDEX}")):
+        from ed_trainers.checkpoints.easydel_state import load_easydel_state
+
+        return load_easydel_state(path, tx)
     facts = saved_facts(path)
     model: Any = get_model(path)
     names = [name.split("/") for name in stored_arrays(path / "arrays")]
@@ -153,6 +165,7 @@ def convert(
     *,
     config: str | Path | None = None,
     easylm: bool = False,
+    to: str | None = None,
     dtype: str | None = None,
 ) -> Path:
     """Convert in the direction that the source calls for; see the head of this module.
@@ -162,7 +175,9 @@ def convert(
             hub; a GGUF file; or another file, a stream of EasyLM's.
         target: what to write. A name that ends with `.gguf` is a GGUF file.
         config: of a stream: a directory with the model's `config.json`.
-        easylm: write a stream.
+        easylm: the same as `to="easylm"`.
+        to: another layout to write: `easydel` (a folder) or `easylm` (a stream); None = the layout
+            that the source calls for.
         dtype: format of the matrices of a GGUF file ("f16", "q8_0", …), or dtype of the model that
             is read from one; None = that of the source.
 
@@ -173,6 +188,16 @@ def convert(
         CheckpointError: the source is damaged, or holds only a part of a model.
         ConfigError: a stream comes without a configuration, or another source with one.
     """
+    to = "easylm" if easylm and to is None else to
+    if to not in (None, *LAYOUTS):
+        raise unknown_name("layout", to, LAYOUTS)
+    if to is not None and (
+        config is not None or GGUF in (Path(source).suffix, Path(target).suffix)
+    ):
+        raise ConfigError(
+            f"to={to!r} (--to) needs a model or a checkpoint as the source, and a directory or a "
+            "stream as the target: convert a GGUF file or a stream to a model directory first"
+        )
     if str(target).endswith(GGUF):
         return _to_gguf(source, Path(target), dtype)
     if str(source).endswith(GGUF):
@@ -186,7 +211,9 @@ def convert(
         )
     if config is not None:
         return from_easylm(source, target, config)
-    if easylm:
+    if to == "easydel":
+        return _to_easydel(source, Path(target))
+    if to == "easylm":
         if not (Path(source) / "arrays").is_dir():
             return to_easylm(source, target)
         with tempfile.TemporaryDirectory(prefix="easylm-") as directory:
@@ -195,11 +222,29 @@ def convert(
     if (Path(source) / "arrays").is_dir():
         get_model(source).save_pretrained(target)
         return Path(target)
-    hf_config = AutoEasyDeLConfig.from_pretrained(source)
-    dtype = getattr(hf_config, "dtype", None) or "float32"  # that of the files
-    name = str(dtype).removeprefix("torch.")
-    model = AutoEasyDeLModelForCausalLM.from_pretrained(source, param_dtype=jnp.dtype(name))
-    return CheckpointManager(target).save(model)
+    if is_easydel_folder(find_newest_run(Path(source))):
+        _load_model(source).save_pretrained(target)
+        return Path(target)
+    return CheckpointManager(target).save(_load_model(source))
+
+
+def _load_model(source: str | Path) -> EasyDeLBaseModule:
+    """Load a model in the dtype of its files, for the task of its configuration."""
+    directory = hub.resolve(source)
+    stored = getattr(hub.read_config(directory), "dtype", None) or "float32"
+    dtype = jnp.dtype(str(stored).removeprefix("torch."))
+    return hub.from_pretrained(directory, task=detect_task(directory), param_dtype=dtype)
+
+
+def _to_easydel(source: str | Path, target: Path) -> Path:
+    """Write a model, or the model of a checkpoint, as a folder that EasyDeL loads."""
+    from ed_models.checkpoints.easydel_writer import save_easydel_folder
+
+    is_checkpoint = (Path(source) / "arrays").is_dir()
+    model = get_model(source) if is_checkpoint else _load_model(source)
+    directory = get_tokenizer(source) if is_checkpoint else hub.resolve(source)
+    tokenizer = None if directory is None else StoredTokenizer(directory)
+    return save_easydel_folder(model, target, tokenizer=tokenizer)
 
 
 def _to_gguf(source: str | Path, target: Path, dtype: str | None) -> Path:
@@ -227,7 +272,8 @@ def main() -> int:
     parser.add_argument("source", help="checkpoint, saved state, directory or stream")
     parser.add_argument("target", help="directory or stream to write")
     parser.add_argument("--config", help="of a stream: a directory with the model's config.json")
-    parser.add_argument("--easylm", action="store_true", help="write a stream of EasyLM's")
+    parser.add_argument("--easylm", action="store_true", help="the same as --to easylm")
+    parser.add_argument("--to", choices=LAYOUTS, help="layout to write")
     parser.add_argument("--dtype", help="of a GGUF file: f32, f16, bf16, q8_0 or q4_0")
     options = parser.parse_args()
     try:

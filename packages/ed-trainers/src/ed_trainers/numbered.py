@@ -10,7 +10,7 @@ from ed_trainers.batches import Dataset, Feed, HostBatch, Share
 from ed_trainers.contract import MethodRun
 
 #: Name of the number of a training batch: the step, from 1.
-STEP = "mask_step"
+STEP_KEY = "mask_step"
 #: The number of held-out batches, whose random numbers are always the same.
 _HELD_OUT = 0
 
@@ -20,7 +20,7 @@ class NumberedFeed(Feed):
 
     def batch(self, step: int) -> HostBatch:
         batch = super().batch(step)
-        return {**batch, STEP: np.asarray(step + 1)}
+        return {**batch, STEP_KEY: np.asarray(step + 1)}
 
 
 def feed(run: MethodRun[Any], dataset: Dataset) -> Feed:
@@ -30,4 +30,4 @@ def feed(run: MethodRun[Any], dataset: Dataset) -> Feed:
 
 def get_batch_number(batch: HostBatch) -> int:
     """Return the number of a batch: its step, from 1, or 0 for held-out data."""
-    return int(batch.get(STEP, _HELD_OUT))
+    return int(batch.get(STEP_KEY, _HELD_OUT))

@@ -248,7 +248,7 @@ class EasyDeLState(struct.PyTreeNode):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike | None = None,
     ) -> EasyDeLState:
-        """Read the files of `save_state`.
+        """Read the files of `save_state`, or a state or a run that EasyDeL saved.
 
         `state.load_state(directory)` reads into the shapes, dtypes and shardings of a state; the
         mesh may differ from the mesh of the saved state. `EasyDeLState.load_state(directory)`

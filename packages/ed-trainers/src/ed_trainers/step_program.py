@@ -24,7 +24,7 @@ from ed_trainers.checkpoints.run_record import LOOP_OPTIONS
 from ed_trainers.contract import Batch, Loss, MethodRun, Models
 from ed_trainers.options.base import TrainingArguments
 
-PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_trainers")
+TRAINING_PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_trainers")
 _NAME = "step"
 
 
@@ -126,4 +126,4 @@ class StoredStep:
         # Texts, because a fingerprint also describes which arrays share one object as sharding.
         like = [f"{x.dtype}{x.shape} {x.weak_type} {x.sharding}" for x in leaves]
         parts = (*self._parts, self._config.mesh, like, str(structure))
-        return open_programs(self._config, home, parts, PACKAGES)
+        return open_programs(self._config, home, parts, TRAINING_PACKAGES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import jax
 import orbax.checkpoint as ocp
@@ -17,12 +17,13 @@ from ed_models.checkpoints.model_card import write_card
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_trainers.arguments import REWARD, MethodEntry
+from ed_trainers.arguments import REWARD_ROLE, MethodEntry
 from ed_trainers.batches import Dataset, Epochs, Feed, HostBatch, Share
 from ed_trainers.callbacks import Callback
 from ed_trainers.checkpoints.run_lock import RunLock
 from ed_trainers.contract import Batch, Loss, Method, Models, Prepared, RunData
 from ed_trainers.figures.metrics import RECORD
+from ed_trainers.given import Collator, GivenRow, OtherNames, merge_names, prepare_datasets
 from ed_trainers.optimizers import build_optimizer, build_schedule, check_rules
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement, place_model
@@ -84,9 +85,11 @@ class Trainer:
         model: a module, or an `EasyDeLState` of a module. A state with an optimizer is trained with
             that optimizer, and the optimizer options in `arguments` are ignored.
         train_dataset: a loader with `batch_at(step)`, or an iterable of batches with
-            `state_dict()` and `load_state_dict(state)`.
-        eval_dataset: a loader with `batch_at(step)` and `steps_per_epoch`, or an iterable.
-        processing_class: tokenizer, saved with the model.
+            `state_dict()` and `load_state_dict(state)`. Rows (`datasets.Dataset`,
+            `IterableDataset`, a list of texts or mappings) are prepared as a run file with the
+            same options prepares them, with `ed-elarge`.
+        eval_dataset: a loader with `batch_at(step)` and `steps_per_epoch`, an iterable, or rows.
+        processing_class: tokenizer, saved with the model; it encodes rows.
         callbacks: functions that run at events of the loop.
         frozen: the models that are not trained, by role, on the mesh of the model. The model itself
             may be one of them: then the method reads it as it was before training.
@@ -98,6 +101,8 @@ class Trainer:
             searched before the working directory.
         settings: values outside of the arguments that determine the result, by key, such as the
             name of the model. Checkpoints record them, and a run that resumes compares them.
+        data_collator: converts the rows of a batch to arrays; the rows are then not prepared.
+        others: arguments under the names of EasyDeL and TRL, see `ed_trainers.given.NAMES`.
 
     Raises:
         ConfigError: an argument has the wrong class, a frozen model is missing or not read, a
@@ -112,10 +117,10 @@ class Trainer:
 
     def __init__(
         self,
-        arguments: TrainingArguments,
-        model: LanguageModel | EasyDeLState,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | None = None,
+        arguments: TrainingArguments | None = None,
+        model: LanguageModel | EasyDeLState | None = None,
+        train_dataset: Dataset | Iterable[GivenRow] | None = None,
+        eval_dataset: Dataset | Iterable[GivenRow] | None = None,
         processing_class: Saveable | None = None,
         *,
         callbacks: Iterable[Callback] = (),
@@ -125,12 +130,35 @@ class Trainer:
         reward_functions: Sequence[RewardFunction] = (),
         reward_folders: Sequence[str | Path] = (),
         settings: Mapping[str, Any] | None = None,
+        data_collator: Collator | None = None,
+        **others: Unpack[OtherNames],
     ):
         name = type(self).__name__
+        given = merge_names(
+            {
+                "arguments": arguments,
+                "model": model,
+                "train_dataset": train_dataset,
+                "eval_dataset": eval_dataset,
+                "processing_class": processing_class,
+                "frozen": frozen,
+                "reward_functions": reward_functions,
+            },
+            others,
+        )
+        arguments, model, frozen = given["arguments"], given["model"], given["frozen"]
+        processing_class, reward_functions = given["processing_class"], given["reward_functions"]
         if not isinstance(arguments, self.entry.arguments):
             raise ConfigError(
                 f"{name} requires {self.entry.arguments.__name__}, not {type(arguments).__name__}"
             )
+        if model is None:
+            raise ConfigError(f"{name} trains a model: pass it as model")
+        datasets = given["train_dataset"], given["eval_dataset"]
+        train_dataset, eval_dataset, row_rollout = prepare_datasets(
+            arguments, model, processing_class, datasets, data_collator
+        )
+        rollout = row_rollout if rollout is None else rollout
         extension = self.record.extension
         if extension is not None:
             if isinstance(model, EasyDeLState):
@@ -140,7 +168,7 @@ class Trainer:
             model = extension.attach(model, arguments)
         if rollout is not None and not self.entry.samples:
             raise ConfigError(f"{name} does not sample completions: omit rollout")
-        rewarded = any(role.name == REWARD.name for role in self.entry.roles)
+        rewarded = any(role.name == REWARD_ROLE.name for role in self.entry.roles)
         if (reward_functions or reward_folders) and not rewarded:
             raise ConfigError(f"{name} reads no rewards: omit reward_functions and reward_folders")
         self.arguments = arguments

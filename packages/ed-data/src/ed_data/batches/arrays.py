@@ -18,7 +18,7 @@ from ed_data.tokens.audio import AudioEncoder
 from ed_data.tokens.items import MediumEncoder
 
 NumpyBatch = dict[str, NDArray[Any]]
-IGNORED = -100
+_IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _column(
     shape = (layout.batch_size, width)
     batch: NumpyBatch = {
         "input_ids": np.full(shape, layout.pad_id, np.int32),
-        "labels": np.full(shape, IGNORED, np.int32),
+        "labels": np.full(shape, _IGNORED, np.int32),
         "segment_ids": np.zeros(shape, np.int32),
         "position_ids": np.zeros(shape, np.int32),
     }
@@ -188,7 +188,7 @@ def _column(
         )
         at = place[np.repeat(source_mask, count)]
         batch["input_ids"].reshape(-1)[at] = ids
-        batch["labels"].reshape(-1)[at] = ids if mask is None else np.where(mask, ids, IGNORED)
+        batch["labels"].reshape(-1)[at] = ids if mask is None else np.where(mask, ids, _IGNORED)
         for number, value in column_values:
             token_values = tokens.values(
                 rows.document[source_mask], rows.start[source_mask], count[source_mask], column
@@ -215,9 +215,9 @@ def _media(rows: PlannedRows) -> dict[int, list[RowMedium]]:
 
 def _after_prompt(labels: NDArray[np.int32], segments: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return 0 for the tokens of a document before its first token with loss, and 1 for others."""
-    learned = np.cumsum(labels != IGNORED, axis=1)
+    learned = np.cumsum(labels != _IGNORED, axis=1)
     starts = np.diff(segments, axis=1, prepend=0) != 0
-    learned_before = np.where(starts, learned - (labels != IGNORED), 0)
+    learned_before = np.where(starts, learned - (labels != _IGNORED), 0)
     return (learned > np.maximum.accumulate(learned_before, axis=1)).astype(np.int32)
 
 

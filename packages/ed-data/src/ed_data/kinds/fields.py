@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ed_data.conversation import Message
 from ed_data.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 #: Fields by name, as stored in the source.
 Row = dict[str, Any]
-Message = dict[str, Any]
 #: Optional fields of a row: arguments of the chat template, images and recordings of a chat.
 TOOLS, KWARGS, IMAGES, IMAGE = "tools", "chat_template_kwargs", "images", "image"
 AUDIOS, AUDIO = "audios", "audio"

@@ -17,11 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ed_data.errors import DataError, did_you_mean
+from ed_data.order.mixing import IntArray
 
-IntArray = NDArray[np.int64]
 _ALIKE = 20  # rows per length, on average, from which equal rows are processed together
 _ENTRY = 2**40 - 1  # mask of the number of an entry
 _OPEN = 256  # rows that first-fit searches before it discards full rows

@@ -26,9 +26,9 @@ from ed_data.tokens.encoded import EncodedDocuments, SequenceArrays
 from ed_data.tokens.parallel import Encoding, EncodingJob
 
 #: Minimum number of documents of a window: enough for best-fit to fill rows to 99 %.
-WINDOW = 4096
+WINDOW_DOCUMENTS = 4096
 #: Number of tokens (64 MiB) at which a window of long documents ends.
-TOKENS = 2**24
+WINDOW_TOKENS = 2**24
 _ENCODED = 256  # documents that are encoded together
 _WINDOWS, _ROWS = 7, 8  # identify uses of the seed, as in mixing
 
@@ -104,7 +104,7 @@ class StreamPlan:
         self._documents, self._encoding, self._options = documents, encoding, options
         self._encoder = encoding.encoder
         self._buffer, self.endless = buffer, options.endless
-        self._size = max(WINDOW, buffer or 0)
+        self._size = max(WINDOW_DOCUMENTS, buffer or 0)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ed-data") if ahead else None
         self._next: Future[StreamWindow] | None = None
         self._number = 0  # of the window that is prepared next
@@ -235,7 +235,7 @@ class StreamPlan:
                 drawn[document.inform] += 1
                 media.append(document.example.media)
             size += sum(len(sequence.tokens) for sequence in batch_sequences)
-            if size >= TOKENS:
+            if size >= WINDOW_TOKENS:
                 self._documents.rewind(batch.end_mark)  # worker processes may have read ahead
                 break
         for inform, tally in (pair for sequence in skipped for pair in sequence.items()):

@@ -24,7 +24,7 @@ from ed_data.rows.contents import (
     split_pair,
 )
 from ed_data.rows.example import Example, RowAudio, RowImage, image_key
-from ed_data.rows.formats import FORMAT_FIELDS, FORMATS, convert_row, detect_format
+from ed_data.rows.formats import FORMAT_FIELDS, ROW_FORMATS, convert_row, detect_format
 from ed_data.rows.images import ImageReader
 from ed_data.rows.media_files import MediaFolder
 from ed_data.rows.template import template_arguments
@@ -282,7 +282,7 @@ class Documents:
                     "inform %s: the rows have the format %s (%s)",
                     self.inform.label,
                     name,
-                    FORMATS[name].about,
+                    ROW_FORMATS[name].about,
                 )
         row = row if name is None else convert_row(name, row, location)
         complete_row = self.schema.kind.complete_row

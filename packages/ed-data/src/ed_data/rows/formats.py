@@ -1,7 +1,7 @@
 """Published formats of rows, converted to messages, prompts and answers.
 
 `Inform.format` names a format. Without a name, the format of a row is found by its fields, if the
-row has none of the fields that the schema reads. A new format is one entry of `FORMATS`.
+row has none of the fields that the schema reads. A new format is one entry of `ROW_FORMATS`.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _has_images(row: Row) -> bool:
 
 
 #: Formats by name. The first format that recognizes a row is its format.
-FORMATS: dict[str, RowFormat] = {
+ROW_FORMATS: dict[str, RowFormat] = {
     "llava": RowFormat((), _convert_llava, "conversations with <image>, image", _has_images),
     "sharegpt": RowFormat((), _convert_sharegpt, "conversations with from and value", _has_turns),
     "alpaca": RowFormat(
@@ -233,7 +233,7 @@ FORMAT_FIELDS = (
 
 def detect_format(row: Row) -> str | None:
     """Return the name of the format of a row, or None."""
-    return next((name for name, form in FORMATS.items() if form.recognizes(row)), None)
+    return next((name for name, form in ROW_FORMATS.items() if form.recognizes(row)), None)
 
 
 def convert_row(name: str, row: Row, location: str) -> Row:
@@ -242,7 +242,7 @@ def convert_row(name: str, row: Row, location: str) -> Row:
     Raises:
         DataError: the row does not have the format.
     """
-    form = FORMATS[name]
+    form = ROW_FORMATS[name]
     try:
         if any(row.get(field) is None for field in form.fields):
             raise DataError(f"a field of {form.fields} is missing (fields: {listing(row)})")

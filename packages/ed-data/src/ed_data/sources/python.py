@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from zlib import crc32
 
 from ed_data.config.source import Inform
@@ -19,16 +21,43 @@ from ed_data.errors import DataError, did_you_mean
 from ed_data.schema import Row
 from ed_data.sources.lines import START, LineRecord, Spot
 
+#: Rows that a program gives, by name; `give_rows` returns their address.
+GIVEN = SimpleNamespace()
+_NUMBERS = itertools.count()
+
+
+def give_rows(rows: object) -> str:
+    """Keep rows of this process, and return the address from which `PythonSource` reads them."""
+    name = f"rows_{next(_NUMBERS)}"
+    setattr(GIVEN, name, rows)
+    return f"{__name__}:GIVEN.{name}"
+
+
+def keep_while(owner: object, addresses: Iterable[str]) -> None:
+    """Release given rows when an object is no longer used."""
+    for address in addresses:
+        weakref.finalize(owner, vars(GIVEN).pop, address.rpartition(".")[2], None)
+
 
 class PythonSource:
     """A string, a list of strings or rows, or a dictionary of strings (its keys become `name`).
 
-    For example, every Python has `data_files: "pydoc_data.topics:topics"`.
+    For example, every Python has `data_files: "pydoc_data.topics:topics"`. The object may also be a
+    `datasets.Dataset`, or for a mixture with `streaming` an iterable without a length, which can
+    be read several times.
     """
 
     def __init__(self, inform: Inform, file_cache: object = None) -> None:
         self._address = str(inform.data_files)
-        self._rows = list(_as_rows(resolve(self._address, inform.label), inform, self._address))
+        value = resolve(self._address, inform.label)
+        self._rows: Iterable[Row]
+        if isinstance(value, Iterable) and not hasattr(value, "__len__"):
+            if isinstance(value, Iterator):
+                raise _wrong(inform, self._address, "it can be read only once")
+            self._rows, self.shards = _Stream(value, inform, self._address), [0]
+            self.fingerprint = f"python:{getattr(value, '_fingerprint', inform.label)}"
+            return
+        self._rows = list(_as_rows(value, inform, self._address))
         digest, size = hashlib.blake2b(digest_size=16), 0
         for row in self._rows:
             text = json.dumps(row, sort_keys=True, default=_identity).encode()
@@ -51,9 +80,19 @@ class PythonSource:
         self, shard: int, columns: Sequence[str] | None = None, start: Spot = START
     ) -> Iterator[LineRecord]:
         """Yield the records starting at `start`; the source is one shard."""
-        for index in range(start.row, len(self._rows)):
+        for index, row in enumerate(itertools.islice(self._rows, start.row, None), start.row):
             place = f"{self._address}, item {index}"
-            yield LineRecord(place, self._rows[index], Spot(index), Spot(index + 1))
+            yield LineRecord(place, row, Spot(index), Spot(index + 1))
+
+
+class _Stream:
+    """The rows of an iterable, which each pass reads again."""
+
+    def __init__(self, items: Iterable[object], inform: Inform, address: str) -> None:
+        self._items, self._inform, self._address = items, inform, address
+
+    def __iter__(self) -> Iterator[Row]:
+        return _item_rows(self._items, self._inform, self._address)
 
 
 def resolve(address: str, label: str) -> object:
@@ -179,16 +218,20 @@ def _as_rows(value: object, inform: Inform, address: str) -> Iterator[Row]:
             if not isinstance(item, str):
                 raise _wrong(inform, address, f"its value at {key!r} is a {type(item).__name__}")
             yield {"name": str(key), field: item}
-    elif isinstance(value, Sequence):
-        for index, item in enumerate(value):
-            if isinstance(item, str):
-                yield {field: item}
-            elif isinstance(item, Mapping):
-                yield dict(item)
-            else:
-                raise _wrong(inform, address, f"its item {index} is a {type(item).__name__}")
+    elif isinstance(value, Iterable):
+        yield from _item_rows(value, inform, address)
     else:
         raise _wrong(inform, address, f"it is a {type(value).__name__}")
+
+
+def _item_rows(value: Iterable[object], inform: Inform, address: str) -> Iterator[Row]:
+    for index, item in enumerate(value):
+        if isinstance(item, str):
+            yield {inform.content_field: item}
+        elif isinstance(item, Mapping):
+            yield dict(item)
+        else:
+            raise _wrong(inform, address, f"its item {index} is a {type(item).__name__}")
 
 
 def _wrong(inform: Inform, address: str, reason: str) -> DataError:

@@ -25,7 +25,7 @@ from ed_data.tokens.encoded import SequenceArrays
 from ed_data.tokens.parallel import Encoding, EncodingJob
 
 #: Number of tokens in memory, about 128 MiB.
-KEPT = 2**25
+MAX_STORED_TOKENS = 2**25
 _NEAR = 64  # rows that are skipped by reading instead of seeking
 
 
@@ -208,6 +208,6 @@ class LazyTokens:
     def _keep(self, number: int, columns: list[SequenceArrays]) -> None:
         self._kept[number] = columns
         self._size += sum(len(sequence.tokens) for sequence in columns)
-        while self._size > KEPT and len(self._kept) > 1:
+        while self._size > MAX_STORED_TOKENS and len(self._kept) > 1:
             _, old = self._kept.popitem(last=False)
             self._size -= sum(len(sequence.tokens) for sequence in old)

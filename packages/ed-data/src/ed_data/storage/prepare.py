@@ -31,7 +31,7 @@ from ed_data.rows.splits import (
 from ed_data.sources import open_source
 from ed_data.storage.background import BackgroundTokens, Through
 from ed_data.storage.lazy import LazyTokens, ReadAgain
-from ed_data.storage.store import VERSION, StoredTokens, StorePart, TokenStore, write_store
+from ed_data.storage.store import STORE_VERSION, StoredTokens, StorePart, TokenStore, write_store
 from ed_data.tokens.encoded import EncodedDocuments
 from ed_data.tokens.parallel import Encoding
 
@@ -92,7 +92,7 @@ def _tokens(
     if mixture.pack_on_the_fly:
         return _lazy(documents, encoding)
     key = {
-        "version": VERSION,
+        "version": STORE_VERSION,
         "documents": fingerprint(inform, source, schema),
         "encoder": encoder.fingerprint,
     }

@@ -27,14 +27,13 @@ from numpy.typing import NDArray
 
 from ed_data.cache import new_folder, remove_abandoned
 from ed_data.errors import DataError
+from ed_data.order.mixing import IntArray
 from ed_data.rows.documents import Tally
 from ed_data.rows.example import RowMedium
 from ed_data.tokens.encoded import EncodedDocuments
 
 #: Increased when the layout or the meaning of the files changes; older caches are then ignored.
-VERSION = 1
-
-IntArray = NDArray[np.int64]
+STORE_VERSION = 1
 
 
 class StoredTokens(Protocol):
@@ -198,7 +197,7 @@ class TokenStore(TokenArrays):
         is_complete = len(self._offsets) == len(hashes) * self.columns + 1
         if (
             not is_complete
-            or meta.get("version") != VERSION
+            or meta.get("version") != STORE_VERSION
             or len(self._tokens) != self._offsets[-1]
         ):
             raise DataError(f"{self.folder} is truncated, or a token store of another version")
@@ -301,7 +300,7 @@ def _fill(
     np.concatenate(contents).tofile(folder / "hashes.bin")
     documents = np.concatenate(digests)
     meta = {
-        "version": VERSION,
+        "version": STORE_VERSION,
         "dtype": dtype.name,
         "loss_mask": masked,
         "values": width,

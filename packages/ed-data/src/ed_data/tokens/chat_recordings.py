@@ -29,7 +29,7 @@ from ed_data.tokens.items import MediumTokens
 #: Largest number of recordings whose sizes are kept.
 _KEPT = 2**17
 #: Name of the mask of spectrograms.
-SOUND = "feature_attention_mask"
+_SOUND = "feature_attention_mask"
 
 
 class RecordingSize(NamedTuple):
@@ -162,7 +162,7 @@ class RecordingEncoder:
                 batch[row, filled : filled + len(spectrograms)] = spectrograms
                 sound[row, filled, : -(-len(samples) // self._hop)] = 1
                 filled += len(spectrograms)
-        return {"input_features": batch, **({} if self._form.includes_padding else {SOUND: sound})}
+        return {"input_features": batch, **({} if self._form.includes_padding else {_SOUND: sound})}
 
     def check(self, audio: RowAudio) -> None:
         """Decode a recording, whose tokens follow from its header alone.

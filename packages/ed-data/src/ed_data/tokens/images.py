@@ -30,7 +30,7 @@ BLANK = RowImage(np.zeros((32, 32, 3), np.uint8), "a blank image")
 #: A small image, for processors that encode each of several images otherwise than a single one.
 NEIGHBOUR = np.zeros((2, 2, 3), np.uint8)
 #: Largest number of sizes of images whose tokens are kept.
-KEPT = 2**17
+_MAX_SIZES = 2**17
 #: Largest number of bytes and of pixels of an image. The pixels are counted before decoding.
 MAX_BYTES, MAX_PIXELS = 2**28, 2**26
 #: Formats whose decoders run other programs (Ghostscript).
@@ -40,7 +40,7 @@ _REFUSED_FORMATS = ("EPS",)
 SIZES, GRIDS = "image_sizes", "image_grids"
 #: Name of the numbers of images of each text. A processor that returns the numbers splits an image
 #: into tiles only if its text has no other image (LLaVA-OneVision).
-COUNTS = "batch_num_images"
+_COUNTS = "batch_num_images"
 
 
 class ImageProcessor(Protocol):
@@ -169,7 +169,7 @@ class ImageEncoder:
         size = get_size(image)
         key = *size, image.is_single
         if key not in self._known:
-            if len(self._known) >= KEPT:
+            if len(self._known) >= _MAX_SIZES:
                 self._known.clear()
             blank = RowImage(np.zeros((*size, 3), np.uint8), image.location, image.is_single)
             self._known[key] = self._tokens(blank)
@@ -278,7 +278,7 @@ class ImageEncoder:
         options = self.processor._merge_kwargs(return_tensors="np")["images_kwargs"]
         images: list[Any] = [pixels]
         returned = getattr(self._to_pixels, "model_input_names", None) or ()
-        if not image.is_single and COUNTS in returned:
+        if not image.is_single and _COUNTS in returned:
             images = [[pixels, NEIGHBOUR]]
         try:
             output, (text, *_) = self.processor._process_images(images, **options)

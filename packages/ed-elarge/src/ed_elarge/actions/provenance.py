@@ -30,7 +30,7 @@ _PROGRAMS = {"__main__.py": "elarge"}
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 
 #: Distributions whose versions matter to a run.
-PACKAGES = (
+_PACKAGES = (
     *("ed-infra", "ed-layers", "ed-models", "ed-data", "ed-trainers", "ed-esurge", "ed-elarge"),
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "tokenizers"),
     *("datasets", "lm-eval", "safetensors", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin"),
@@ -40,7 +40,7 @@ PACKAGES = (
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that matter to a run."""
     package_versions = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in _PACKAGES:
         try:
             package_versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

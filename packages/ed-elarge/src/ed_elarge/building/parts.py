@@ -437,10 +437,10 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
         build: Any = build_prompts
         if run.has_images:
             options["processor"] = elm.part("processor")
-        options["embedding_rows"] = count_embedding_rows(run)
+        options["embedding_rows"] = count_embedding_rows(run, elm.given_config)
     else:
         build = build_loader
-        options["seq_length"] = sequence_length(run) if run.has_text else None
+        options["seq_length"] = sequence_length(run, elm.given_config) if run.has_text else None
         options |= other_inputs(elm)
     size = run.batch_size if trainer is None else trainer.loader_batch_size
     train = build(mixture, tokens, batch_size=size, split="train", **options)
@@ -454,7 +454,7 @@ def other_inputs(elm: eLargeModel) -> dict[str, Any]:
     """Return the arguments of `build_loader` for models that do not read one sequence of tokens."""
     run, options = elm.config, dict[str, Any]()
     if run.has_text:
-        options["embedding_rows"] = count_embedding_rows(run)
+        options["embedding_rows"] = count_embedding_rows(run, elm.given_config)
     if run.has_processor:
         options["processor"] = elm.part("processor")
     if run.has_recordings:
@@ -530,7 +530,7 @@ def trainer(elm: eLargeModel) -> Trainer:
         benchmark = EngineBenchmark(elm)
     more: dict[str, Any] = {"rollout": elm.part("rollout")} if run.method_entry.samples else {}
     if isinstance(arguments, RewardedArguments):
-        more["reward_folders"] = (run.folder,)
+        more |= {"reward_folders": (run.folder,), "reward_functions": elm.reward_functions}
     method, model = trainer_class(run.method), elm.part("model")
     processing_class = elm.part("processor" if run.has_processor else "tokenizer")
     with run.blame_trainer((*run.prefix, "trainer")):

@@ -10,6 +10,7 @@ from ed_infra.logging import get_logger
 from ed_elarge.config.run_config import RunConfig
 
 if TYPE_CHECKING:
+    from ed_infra.config import EasyDeLBaseConfig
     from ed_models.tasks.causal_lm import CausalLM
 
     from ed_elarge.model import eLargeModel
@@ -19,11 +20,15 @@ M = TypeVar("M")
 logger = get_logger(__name__)
 
 
-def count_embedding_rows(run: RunConfig) -> int | None:
+def count_embedding_rows(run: RunConfig, config: EasyDeLBaseConfig | None = None) -> int | None:
     """Return the number of rows of the embedding of a stored model.
 
     None for a new or resized model, whose rows follow from the tokenizer, and for a model without
     the field.
+
+    Args:
+        run: The run.
+        config: Configuration of a model that Python code gives; None reads the stored one.
     """
     from ed_models.checkpoints import hub
 
@@ -32,9 +37,10 @@ def count_embedding_rows(run: RunConfig) -> int | None:
         return None
     if section.resize_token_embeddings:
         return None
-    with run.blame("model", "name_or_path"):
-        revision = section.extra_kwargs.revision
-        config = hub.read_config(hub.resolve(str(section.name_or_path), revision=revision))
+    if config is None:
+        with run.blame("model", "name_or_path"):
+            revision = section.extra_kwargs.revision
+            config = hub.read_config(hub.resolve(str(section.name_or_path), revision=revision))
     rows = getattr(config.get_text_config(), "vocab_size", None)
     return rows if isinstance(rows, int) else None
 
@@ -67,8 +73,13 @@ def resize_tokens(elm: eLargeModel, model: M) -> M:
         return cast(M, module.resize_token_embeddings(size))
 
 
-def sequence_length(run: RunConfig) -> int | None:
-    """Return the tokens of one sequence; log a default, which the model's positions limit."""
+def sequence_length(run: RunConfig, config: EasyDeLBaseConfig | None = None) -> int | None:
+    """Return the tokens of one sequence; log a default, which the model's positions limit.
+
+    Args:
+        run: The run.
+        config: Configuration of a model that Python code gives; None reads the stored one.
+    """
     length, key = run.sequence_length
     if key or length is None or run.trainer is None:
         return length
@@ -78,9 +89,10 @@ def sequence_length(run: RunConfig) -> int | None:
     if run.known_positions is None and model.config is None:
         from ed_models import AutoEasyDeLConfig
 
-        with run.blame("model"):
-            name, revision = str(model.name_or_path), model.extra_kwargs.revision
-            config = AutoEasyDeLConfig.from_pretrained(name, revision=revision)
+        if config is None:
+            with run.blame("model"):
+                name, revision = str(model.name_or_path), model.extra_kwargs.revision
+                config = AutoEasyDeLConfig.from_pretrained(name, revision=revision)
         text = getattr(config, "text_config", None) or config
         length = run.trainer.default_length(getattr(text, "max_position_embeddings", None))
     logger.info("sequences have %d tokens, the default of %s: set max_length", length, run.method)

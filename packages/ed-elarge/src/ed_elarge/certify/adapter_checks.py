@@ -90,7 +90,7 @@ def _adapter(subject: CertifiedModel) -> TensorFiles:
     return TensorFiles.open(subject.adapter_folder)
 
 
-CHECKS = (
+ADAPTER_CHECKS = (
     ModelCheck(
         "changed", "The weights differ from those of the base model.", weights_differ_from_base
     ),

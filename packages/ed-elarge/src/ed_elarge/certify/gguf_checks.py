@@ -43,30 +43,32 @@ STATED = frozenset(
 )
 #: Formats whose numbers are those of the model, rounded once.
 UNQUANTIZED = frozenset({"F32", "F16", "BF16"})
-KEY = "tokenizer.ggml"
 
 
 def tokens_are_those_of_the_model(subject: CertifiedModel) -> Outcome:
     from ed_models.checkpoints.gguf.files import read_parts
+    from ed_models.checkpoints.gguf.vocabulary import TOKENIZER_KEY
     from ed_models.checkpoints.gguf.vocabulary_writer import NO_TOKENIZER, tokenizer_metadata
 
     count = 0
     for file in _files(subject):
         stored = read_parts(file).metadata
-        tokens = _list_values(stored.get(f"{KEY}.tokens"))
+        tokens = _list_values(stored.get(f"{TOKENIZER_KEY}.tokens"))
         expected = tokenizer_metadata(subject.folder, len(tokens))
         if expected == dict(NO_TOKENIZER):
             raise NotApplicable("the model has no tokenizer.json")
-        model_tokens = _list_values(expected[f"{KEY}.tokens"])
+        model_tokens = _list_values(expected[f"{TOKENIZER_KEY}.tokens"])
         moved = [i for i, (a, b) in enumerate(zip(tokens, model_tokens, strict=False)) if a != b]
         require(
             not moved and len(tokens) >= len(model_tokens),
             f"{file.name}: {len(moved)} tokens differ from those of the model, from id "
             f"{moved[0] if moved else len(tokens)}",
         )
-        types = _list_values(stored.get(f"{KEY}.token_type"))
+        types = _list_values(stored.get(f"{TOKENIZER_KEY}.token_type"))
         control = [
-            i for i, t in enumerate(_list_values(expected[f"{KEY}.token_type"])) if t == CONTROL
+            i
+            for i, t in enumerate(_list_values(expected[f"{TOKENIZER_KEY}.token_type"]))
+            if t == CONTROL
         ]
         plain_tokens = [model_tokens[i] for i in control if i < len(types) and types[i] != CONTROL]
         require(
@@ -74,8 +76,8 @@ def tokens_are_those_of_the_model(subject: CertifiedModel) -> Outcome:
             f"{file.name}: {plain_tokens[:4]} are no control tokens: replies contain them",
         )
         for key in ("eos_token_id", "bos_token_id", "pre"):
-            model_value = expected.get(f"{KEY}.{key}")
-            file_value = stored.get(f"{KEY}.{key}")
+            model_value = expected.get(f"{TOKENIZER_KEY}.{key}")
+            file_value = stored.get(f"{TOKENIZER_KEY}.{key}")
             fits = file_value == model_value or (
                 key == "eos_token_id" and file_value in subject.end_token_ids
             )
@@ -166,7 +168,7 @@ def _passage(subject: CertifiedModel) -> np.ndarray:
     return np.array(subject.tokenizer.encode(PASSAGE, add_special_tokens=False)[:LENGTH], np.int64)
 
 
-CHECKS = (
+GGUF_CHECKS = (
     ModelCheck(
         "gguf_tokens",
         "GGUF files have the tokens and the chat template of the model.",

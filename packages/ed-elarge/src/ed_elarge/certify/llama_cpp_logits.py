@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 #: Variable of the environment that names an interpreter with `llama_cpp`.
-VARIABLE = "EASYDEL_LLAMA_CPP_PYTHON"
+PYTHON_VARIABLE = "EASYDEL_LLAMA_CPP_PYTHON"
 _SECONDS = 300
 #: Bytes of a file below which one thread computes.
 SMALL_FILE = 1 << 26
@@ -31,7 +31,7 @@ SMALL_FILE = 1 << 26
 def interpreter() -> str | None:
     """Return the interpreter with `llama_cpp`; None if there is none."""
     installed = importlib.util.find_spec("llama_cpp") is not None
-    return os.environ.get(VARIABLE) or (sys.executable if installed else None)
+    return os.environ.get(PYTHON_VARIABLE) or (sys.executable if installed else None)
 
 
 def llama_cpp_logits(
@@ -49,7 +49,9 @@ def llama_cpp_logits(
     """
     python = interpreter()
     if python is None:
-        raise RuntimeError(f"llama-cpp-python is not installed: install it, or set {VARIABLE}")
+        raise RuntimeError(
+            f"llama-cpp-python is not installed: install it, or set {PYTHON_VARIABLE}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         ids_path, logits_path = Path(folder) / "ids.npz", Path(folder) / "logits.npz"
         np.savez(ids_path, ids=ids)

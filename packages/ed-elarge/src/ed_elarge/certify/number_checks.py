@@ -23,7 +23,7 @@ LOGPROB_LIMIT = 1e-3
 #: Options with which the engine samples.
 SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
 #: Log-probabilities after all options of sampling.
-LOGPROBS = "processed_logprobs"
+LOGPROBS_MODE = "processed_logprobs"
 GENERATED = 12
 
 
@@ -59,7 +59,7 @@ def engine_samples_as_computed(subject: CertifiedModel) -> Outcome:
         seed=1,
         ignore_eos=True,
         logprobs=0,
-        logprobs_mode=LOGPROBS,
+        logprobs_mode=LOGPROBS_MODE,
         detokenize=False,
         **SAMPLING,
     )
@@ -171,7 +171,7 @@ def _sampled_from(logits: np.ndarray) -> np.ndarray:
     return result
 
 
-CHECKS = (
+NUMBER_CHECKS = (
     ModelCheck("transformers", "transformers computes the same logits.", equals_transformers, True),
     ModelCheck(
         "engine",

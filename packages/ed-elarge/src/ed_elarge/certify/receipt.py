@@ -27,14 +27,14 @@ from ed_elarge.certify import (
 from ed_elarge.certify.outcome import Failed, ModelCheck, NotApplicable, Outcome
 from ed_elarge.certify.subject import CertifiedModel
 
-CHECKS: tuple[ModelCheck, ...] = (
-    *template_checks.CHECKS,
-    *token_checks.CHECKS,
-    *tensor_checks.CHECKS,
-    *settings_checks.CHECKS,
-    *adapter_checks.CHECKS,
-    *gguf_checks.CHECKS,
-    *number_checks.CHECKS,
+MODEL_CHECKS: tuple[ModelCheck, ...] = (
+    *template_checks.TEMPLATE_CHECKS,
+    *token_checks.TOKEN_CHECKS,
+    *tensor_checks.TENSOR_CHECKS,
+    *settings_checks.SETTINGS_CHECKS,
+    *adapter_checks.ADAPTER_CHECKS,
+    *gguf_checks.GGUF_CHECKS,
+    *number_checks.NUMBER_CHECKS,
 )
 JSON_NAME, PAGE_NAME = "certificate.json", "certificate.html"
 _STYLE = """
@@ -70,7 +70,7 @@ def findings(subject: CertifiedModel, *, with_model: bool = True) -> Iterator[Fi
     Args:
         with_model: also run the checks that compute with the model.
     """
-    for check in CHECKS:
+    for check in MODEL_CHECKS:
         if not check.needs_model or with_model:
             began = time.monotonic()
             outcome = _outcome(check.run, subject)

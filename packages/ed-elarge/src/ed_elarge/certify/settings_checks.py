@@ -229,7 +229,7 @@ def _parts(folder: Path) -> set[str]:
     return parts
 
 
-CHECKS = (
+SETTINGS_CHECKS = (
     ModelCheck("positions", "The limits of positions agree.", positions_agree),
     ModelCheck(
         "generation_settings",

@@ -221,7 +221,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-CHECKS = (
+TEMPLATE_CHECKS = (
     ModelCheck("chat_template_files", "All files have the same chat template.", files_agree),
     ModelCheck(
         "chat_template_of_base", "The chat template is that of the base model.", equals_base

@@ -166,7 +166,7 @@ def _names(file: Path) -> list[str]:
         return []
 
 
-CHECKS = (
+TENSOR_CHECKS = (
     ModelCheck("index", "The index lists every tensor of the files.", index_is_complete),
     ModelCheck(
         "tensors",

@@ -278,7 +278,7 @@ def _describe_token(subject: CertifiedModel, token: int) -> str:
     return f"{subject.tokenizer.decode([token])!r} ({token})" if is_known else f"({token})"
 
 
-CHECKS = (
+TOKEN_CHECKS = (
     ModelCheck("end_learned", "The end of an answer has loss in training.", end_is_learned),
     ModelCheck("end_stops", "The engine stops at the end of an answer.", end_is_stopped_at),
     ModelCheck("padding", "The padding token does not end answers.", padding_is_no_end),

@@ -24,7 +24,10 @@ def convert(
         str | None,
         typer.Option(help="For a stream: a directory with the model's config.json."),
     ] = None,
-    easylm: Annotated[bool, typer.Option("--easylm", help="Write a stream of EasyLM.")] = False,
+    easylm: Annotated[bool, typer.Option("--easylm", help="The same as --to easylm.")] = False,
+    to: Annotated[
+        str | None, typer.Option(help="Layout to write: easydel (a folder) or easylm (a stream).")
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="Matrices of a .gguf file: f32, f16, bf16, q8_0 or q4_0."),
@@ -33,11 +36,12 @@ def convert(
     """Convert a checkpoint of a run to a model in Hugging Face layout, or the reverse.
 
     A GGUF file of llama.cpp is read, and written if the target ends with `.gguf`. A stream of
-    EasyLM is read (with --config) and written (with --easylm).
+    EasyLM is read (with --config) and written (with --to easylm). A folder that EasyDeL saved is
+    read, and written with --to easydel.
     """
     from ed_trainers.convert import convert
 
-    path = convert(source, target, config=config, easylm=easylm, dtype=dtype)
+    path = convert(source, target, config=config, easylm=easylm, to=to, dtype=dtype)
     show_result(str(path))
     return Result({"path": str(path)})
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+
+from ed_infra.errors import CheckpointError
+from ed_infra.package_files import find_package_file, is_package_address
 
 
 def expand_path(text: str | Path) -> Path:
-    """Return a path whose `~` is the home folder. An unknown user is a part of a name."""
+    """Return a path whose `~` is the home folder, or the path of a file of an installed package.
+
+    An unknown user is a part of a name.
+    """
+    if is_package_address(text):
+        with suppress(CheckpointError):
+            return find_package_file(str(text))
     try:
         return Path(text).expanduser()
     except RuntimeError:

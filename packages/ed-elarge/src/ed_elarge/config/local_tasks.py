@@ -1,6 +1,6 @@
 """Evaluation tasks in the style of MTEB, whose rows are in local files (`eval.local_tasks`).
 
-A new kind of task is one entry of `KINDS`, and the file of its class.
+A new kind of task is one entry of `LOCAL_KINDS`, and the file of its class.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LocalKind:
 
 _HERE = "ed_elarge.evaluation"
 #: `type` of a task -> its kind.
-KINDS: dict[str, LocalKind] = {
+LOCAL_KINDS: dict[str, LocalKind] = {
     "retrieval": LocalKind(
         ("queries", "corpus", "qrels"), f"{_HERE}.retrieval:Retrieval", ranks=True
     ),
@@ -47,7 +47,7 @@ KINDS: dict[str, LocalKind] = {
         ("data_files",), f"{_HERE}.reranking:Reranking", ranks=True, scores_pairs=True
     ),
 }
-_FILES = tuple(dict.fromkeys(name for kind in KINDS.values() for name in kind.files))
+_FILES = tuple(dict.fromkeys(name for kind in LOCAL_KINDS.values() for name in kind.files))
 #: Tasks of models that `eval.local_tasks` evaluate.
 EVALUATED = (TaskType.EMBEDDING, TaskType.SEQUENCE_CLASSIFICATION, TaskType.AUTO_BIND)
 
@@ -71,7 +71,7 @@ Cutoffs = Annotated[
 class LocalTask(Options):
     """A task of embedding models and rerankers on local files (jsonl, csv, tsv, parquet, …)."""
 
-    type: Annotated[str, choice("type", tuple(KINDS))]
+    type: Annotated[str, choice("type", tuple(LOCAL_KINDS))]
     """`retrieval`: search in a corpus. `sts`: semantic similarity of two texts. `classification`: a
     logistic regression on embeddings. `reranking`: the order of the documents of each query."""
     name: Annotated[str, Field(min_length=1)] | None = None
@@ -94,7 +94,7 @@ class LocalTask(Options):
 
     @model_validator(mode="after")
     def _has_files(self) -> LocalTask:
-        kind = KINDS[self.type]
+        kind = LOCAL_KINDS[self.type]
         missing = [key for key in kind.files if getattr(self, key) is None]
         if missing:
             raise ValueError(f"{', '.join(missing)}: a {self.type} task needs these files")
@@ -117,7 +117,7 @@ class LocalTask(Options):
 
     def files(self) -> dict[str, tuple[str, ...]]:
         """Return the files of the task by key."""
-        return {key: getattr(self, key) for key in KINDS[self.type].files}
+        return {key: getattr(self, key) for key in LOCAL_KINDS[self.type].files}
 
 
 def check_names(tasks: Iterable[LocalTask], used_names: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ from yaml.scanner import Scanner
 from ed_elarge.config.layers import resolve_includes
 from ed_elarge.errors import Document, InputError, Problem, Span, ValuePath
 
-MAX_DEPTH = 64
+_MAX_DEPTH = 64
 """Maximum number of nested levels; the options of this project need fewer than ten."""
 _MAX_BYTES = 2**20
 """Maximum size of a file; run files have a few kilobytes."""
@@ -155,8 +155,8 @@ class _Loader(Reader, Scanner, Parser, Composer, _CoreResolver):
     def compose_node(self, parent: Node | None, index: int) -> Node | None:
         """Compose one node; raise an input error for deep nesting instead of `RecursionError`."""
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            message = f"values are nested more than {MAX_DEPTH} levels deep"
+        if self.depth > _MAX_DEPTH:
+            message = f"values are nested more than {_MAX_DEPTH} levels deep"
             raise yaml.MarkedYAMLError(problem=message, problem_mark=self.peek_event().start_mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -191,8 +191,8 @@ class _Builder:
         if len(self.document.values) > MAX_VALUES:
             message = f"aliases make more than {MAX_VALUES:,} values of this file"
             raise InputError(self.document, [Problem(path[:1], message)])
-        if len(path) > MAX_DEPTH:
-            message = f"aliases nest values more than {MAX_DEPTH} levels deep"
+        if len(path) > _MAX_DEPTH:
+            message = f"aliases nest values more than {_MAX_DEPTH} levels deep"
             raise InputError(self.document, [Problem(path[:1], message)])
         if any(node is parent for parent in self._open):
             self.problems.append(
@@ -259,8 +259,8 @@ class _Builder:
         keys: dict[Any, tuple[Node, Node]] = {}
         below: dict[Any, tuple[Node, Node]] = {}
         self._open.append(source)
-        if len(self._open) > MAX_DEPTH:
-            message = f"<< merges mappings more than {MAX_DEPTH} levels deep"
+        if len(self._open) > _MAX_DEPTH:
+            message = f"<< merges mappings more than {_MAX_DEPTH} levels deep"
             raise InputError(self.document, [Problem(path[:1], message)])
         for key_node, value_node in source.value:
             self._count_step(path)

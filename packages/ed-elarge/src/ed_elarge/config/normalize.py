@@ -267,6 +267,8 @@ def _actions(
         kind, parameters = ACTIONS[name], item.parameters
         if kind.scalar and parameters is not None and not isinstance(parameters, Mapping):
             parameters = {kind.scalar: parameters}
+        if name == other_programs.SERVE and isinstance(parameters, Mapping):
+            parameters = other_programs.without_fixed_values(parameters)
         if served and name == other_programs.SERVE and isinstance(parameters, Mapping | None):
             parameters = {**served, **(parameters or {})}
         options, new_problems = validate(kind.options, parameters, item.parameter_path)

@@ -21,7 +21,7 @@ _RATES = "trainer.learning_rate_rules, pairs of a pattern and a factor"
 _NONE = "omit it: this project has no counterpart"
 
 #: Key of an Axolotl file -> its place here, or "omit it: " and the reason.
-AXOLOTL: dict[str, str] = {
+AXOLOTL_KEYS: dict[str, str] = {
     "base_model": "model: {name_or_path: ...}",
     "revision_of_model": "model: {extra_kwargs: {revision: ...}}",
     "model_type": _CLASSES,
@@ -125,7 +125,7 @@ AXOLOTL: dict[str, str] = {
 }
 
 #: Key of a file of TRL's command line that belongs to no trainer -> its place here.
-TRL: dict[str, str] = {
+TRL_KEYS: dict[str, str] = {
     "model_name_or_path": "model: {name_or_path: ...}",
     "model_revision": "model: {extra_kwargs: {revision: ...}}",
     "dtype": _DTYPE,
@@ -152,7 +152,7 @@ def place(key: str) -> str | None:
 
     Options of a trainer, and the names in `ed_trainers.options.other_names`, are known too.
     """
-    if key_place := AXOLOTL.get(key) or TRL.get(key):
+    if key_place := AXOLOTL_KEYS.get(key) or TRL_KEYS.get(key):
         return key_place
     for options in ARGUMENTS.values():
         if key in options.model_fields or key in options.ALIASES:

@@ -11,15 +11,26 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
-from ed_infra.easydel_keys import SECTION_NAMES, SPELLED_KEYS, VALUE_NAMES, easydel_keys
+from ed_infra.easydel_keys import (
+    OTHER_VALUES,
+    SECTION_NAMES,
+    SERVE_VALUES,
+    VALUE_NAMES,
+    easydel_keys,
+)
 from ed_infra.easydel_rules import SectionPath
 from ed_infra.easydel_translation import Translation, translate_keys
+from ed_trainers.arguments import METHODS
+from ed_trainers.options.other_names import EQUIVALENT
 
+from ed_elarge.config.checks.training import GENERATING
 from ed_elarge.config.table import SECTIONS, Section
 from ed_elarge.errors import Document, Problem, ValuePath
 
 LocationT = TypeVar("LocationT")
 
+#: Keys that TRL and other programs have, too; they do not show that a file is EasyDeL's.
+_OF_SEVERAL_PROGRAMS = frozenset(EQUIVALENT)
 #: Name of the action with some parameters that EasyDeL has in the section `esurge`.
 SERVE = "serve"
 
@@ -57,10 +68,47 @@ def translate_document(
     out = translate_sections(sections)
     problems = [Problem((*prefix, *one.path), one.message, one.on_key) for one in out.refusals]
     values = out.sections
+    notes = [note] if (note := out.describe_unneeded()) else []
+    if not _OF_SEVERAL_PROGRAMS.issuperset(path[-1] for path in out.typed):
+        notes += _count_prompts(values)
+        notes += _drop_previews(values)
     parameters = values.pop(SERVE, {})
     assert isinstance(parameters, Mapping)
     moved = _move_locations(document, out.moved, prefix) if document.text else document
-    return Translated(moved, values, parameters, problems, out.describe())
+    return Translated(moved, values, parameters, problems, ". ".join(notes))
+
+
+def _count_prompts(sections: dict[str, Any]) -> list[str]:
+    """Let the batch of a method that compares completions count prompts, as EasyDeL does.
+
+    Returns:
+        A sentence that says so, or nothing.
+    """
+    trainer = sections.get("trainer")
+    if not isinstance(trainer, Mapping) or "batch_unit" in trainer:
+        return []
+    if "batch_unit" not in _known_keys("trainer", trainer):
+        return []
+    sections["trainer"] = {**trainer, "batch_unit": "prompts"}
+    return ["total_batch_size counts prompts, as in EasyDeL (trainer.batch_unit: prompts)"]
+
+
+def _drop_previews(sections: dict[str, Any]) -> list[str]:
+    """Remove the keys of previews if the model generates no text; EasyDeL ignores them then.
+
+    Returns:
+        A sentence that says so, or nothing.
+    """
+    trainer = sections.get("trainer")
+    method = SECTIONS["trainer"].choose_kind(trainer, ())
+    if not isinstance(trainer, Mapping) or not isinstance(method, str):
+        return []
+    names = [name for name in trainer if str(name).startswith("generation_")]
+    if not names or METHODS[method].task in GENERATING:
+        return []
+    sections["trainer"] = {name: trainer[name] for name in trainer if name not in names}
+    listed = ", ".join(f"trainer.{name}" for name in names)
+    return [f"{listed}: the model of {method} generates no text"]
 
 
 def translate_sections(sections: Mapping[str, object]) -> Translation:
@@ -91,8 +139,7 @@ def _keys_of(section: Section, kind: str) -> Collection[str]:
 def _other_names() -> frozenset[tuple[str, str]]:
     """Return the outermost keys that may need a translation."""
     names = {(section, name.partition(".")[0]) for section, name in easydel_keys()}
-    names |= {("trainer", name) for name in SPELLED_KEYS}
-    return frozenset(names | {*VALUE_NAMES})
+    return frozenset(names | {*VALUE_NAMES} | {*OTHER_VALUES})
 
 
 def _has_other_keys(sections: Mapping[str, Any]) -> bool:
@@ -127,3 +174,12 @@ def _with_places(
             if path[: len(old)] == old:
                 out.setdefault((*new, *path[len(old) :]), location)
     return out
+
+
+def without_fixed_values(parameters: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the parameters of an action serve without those whose only value changes nothing."""
+    return {
+        name: value
+        for name, value in parameters.items()
+        if name not in SERVE_VALUES or value not in (None, SERVE_VALUES[name])
+    }

@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from ed_elarge.config.local_tasks import LocalTask, check_names
-from ed_elarge.heldout_tasks import NAMES as HELDOUT_TASKS
+from ed_elarge.heldout_tasks import HELDOUT_TASKS
 
 MAX_DEVICES = 2**20
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 #: Kind of an address -> what its file contains.
-KINDS = {
+_KINDS = {
     "params": "a stream of parameters",
     "trainstate": "a stream of a whole training state",
     "trainstate_params": "the parameters of a stream of a whole training state",
@@ -31,8 +31,8 @@ def parse_address(text: str) -> tuple[str, str]:
     kind, mark, path = text.partition("::")
     if not mark:
         return "params", text
-    if kind not in KINDS:
-        raise unknown_name("kind of checkpoint", kind, KINDS)
+    if kind not in _KINDS:
+        raise unknown_name("kind of checkpoint", kind, _KINDS)
     return kind, path
 
 
@@ -42,7 +42,7 @@ def convert_to_model(
     """Write the model of a file, or of a checkpoint of a run, in Hugging Face layout.
 
     Args:
-        kind: A key of `KINDS`.
+        kind: A key of `_KINDS`.
         source: A stream, a file of flax, or a checkpoint of a run.
         target: The directory to write.
         config: For a file: the directory with the model's `config.json`. None: the folder of the

@@ -59,7 +59,7 @@ _TOKENIZER = {
     "tokenizer.truncation_side": _note("right", "the limits of lengths decide"),
 }
 #: Fields of EasyLM's configuration of LLaMA, with EasyLM's defaults.
-LLAMA: dict[str, Any] = {
+LLAMA_FLAGS: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -204,7 +204,7 @@ _TRAIN = {
     "eval_steps": 0,
     "eval_freq": 0,
     "log_all_worker": _note(False, "the metrics of a run are those of all processes"),
-    **{f"llama.{name}": default for name, default in LLAMA.items()},
+    **{f"llama.{name}": default for name, default in LLAMA_FLAGS.items()},
     "llama.base_model": "",
     **{f"train_dataset.{name}": default for name, default in _DATASET.items()},
     **{f"eval_dataset.{name}": default for name, default in _DATASET.items()},
@@ -216,7 +216,7 @@ _TRAIN = {
 _DIFFERENCE = {"output_file": "", "streaming": True, "float_dtype": "bf16"}
 
 #: Command -> its flags.
-COMMANDS: dict[str, dict[str, Any]] = {
+EASYLM_COMMANDS: dict[str, dict[str, Any]] = {
     "llama_train": _TRAIN,
     "llama_serve": {
         **_DEVICES,
@@ -301,7 +301,7 @@ def parse_flags(command: str, arguments: Sequence[str]) -> FlagValues:
     Raises:
         ConfigError: A flag is unknown, its value has another type, or it cannot be served.
     """
-    table = COMMANDS[command]
+    table = EASYLM_COMMANDS[command]
     parser = argparse.ArgumentParser(prog=command, allow_abbrev=False)
     for name, entry in table.items():
         default = entry.default if isinstance(entry, Flag) else entry

@@ -30,7 +30,7 @@ class _Kind(NamedTuple):
 
 _SCORES = {"loglikelihood": "log_likelihood", "is_greedy": "is_greedy"}
 #: Type -> the endpoint, the lists that it reads, and the lists that it returns.
-KINDS = {
+REQUEST_KINDS = {
     "loglikelihood": _Kind("/loglikelihood", ("prefix", "text"), _SCORES),
     "loglikelihood_rolling": _Kind("/loglikelihood-rolling", ("text",), _SCORES),
     "greedy_until": _Kind("/greedy-until", ("prefix", "until"), {"output_text": "output_text"}),
@@ -45,16 +45,16 @@ def evaluate(
 
     Args:
         data: The lists `prefix`, `text` and `until`.
-        eval_type: A key of `KINDS`.
+        eval_type: A key of `REQUEST_KINDS`.
         url: Address of a server of `EasyLM.serving`, `elarge serve` or `esurge serve`.
         batch_size: Number of entries of one request.
 
     Raises:
         ConfigError: The type is unknown, a list is missing, or the server refuses a request.
     """
-    if eval_type not in KINDS:
-        raise unknown_name("eval_type", eval_type, KINDS)
-    kind = KINDS[eval_type]
+    if eval_type not in REQUEST_KINDS:
+        raise unknown_name("eval_type", eval_type, REQUEST_KINDS)
+    kind = REQUEST_KINDS[eval_type]
     for name in kind.reads:
         if not isinstance(data.get(name), list):
             raise ConfigError(f"the input needs the list {name!r} for eval_type {eval_type}")

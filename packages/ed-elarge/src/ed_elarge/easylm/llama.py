@@ -11,7 +11,7 @@ from typing import Any
 
 from ed_infra.errors import ConfigError, unknown_name
 
-from ed_elarge.easylm.flags import LLAMA, Flag, FlagValues
+from ed_elarge.easylm.flags import LLAMA_FLAGS, Flag, FlagValues
 
 # Hidden size, intermediate size, layers, heads, heads of keys and values, positions, epsilon,
 # tokens, and base of the rotation.
@@ -41,7 +41,7 @@ _FIELDS = (
     "rope_theta",
 )
 #: Name of a size -> the fields that differ from EasyLM's defaults; `llama_7b` is `7b`.
-STANDARD: dict[str, dict[str, Any]] = {
+_STANDARD: dict[str, dict[str, Any]] = {
     name: {
         field: value if field in ("rms_norm_eps", "rope_theta") else int(value)
         for field, value in zip(_FIELDS, sizes, strict=True)
@@ -50,7 +50,7 @@ STANDARD: dict[str, dict[str, Any]] = {
 }
 #: Field of EasyLM -> field of Hugging Face, for architecture.
 _ARCHITECTURE = {
-    **{name: name for name, entry in LLAMA.items() if not isinstance(entry, Flag)},
+    **{name: name for name, entry in LLAMA_FLAGS.items() if not isinstance(entry, Flag)},
     "max_sequence_length": "max_position_embeddings",
     "attn_pdrop": "attention_dropout",
 }
@@ -80,8 +80,8 @@ def read_fields(flags: FlagValues) -> dict[str, Any] | None:
 def _load(address: str) -> dict[str, Any]:
     name = address.lower()
     for size in (name, name.removeprefix("llama_")):
-        if size in STANDARD:
-            return dict(STANDARD[size])
+        if size in _STANDARD:
+            return dict(_STANDARD[size])
     kind, mark, path = address.partition("::")
     if kind == "pickle" and mark:
         raise ConfigError(
@@ -89,7 +89,7 @@ def _load(address: str) -> dict[str, Any]:
             "to a JSON file, and pass json::FILE"
         )
     if kind != "json" or not mark:
-        raise unknown_name("load_llama_config", address, [*STANDARD, "json::FILE"])
+        raise unknown_name("load_llama_config", address, [*_STANDARD, "json::FILE"])
     try:
         fields = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -101,7 +101,7 @@ def _load(address: str) -> dict[str, Any]:
         "attention_dropout": "attn_pdrop",
     }
     renamed = {spellings.get(name, name): value for name, value in fields.items()}
-    return {name: value for name, value in renamed.items() if name in LLAMA}
+    return {name: value for name, value in renamed.items() if name in LLAMA_FLAGS}
 
 
 def _parse_dictionary(text: str) -> dict[str, Any]:
@@ -122,14 +122,14 @@ def _parse_dictionary(text: str) -> dict[str, Any]:
             "'{\"max_sequence_length\": 4096}'"
         ) from error
     for name in value:
-        if name not in LLAMA:
-            raise unknown_name("field of update_llama_config", name, LLAMA)
+        if name not in LLAMA_FLAGS:
+            raise unknown_name("field of update_llama_config", name, LLAMA_FLAGS)
     return value
 
 
 def architecture(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `config.json` of EasyLM's fields, with EasyLM's defaults."""
-    all_fields = {**LLAMA, **fields}
+    all_fields = {**LLAMA_FLAGS, **fields}
     if not all_fields["num_key_value_heads"]:
         all_fields["num_key_value_heads"] = all_fields["num_attention_heads"]
     out: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -146,12 +146,12 @@ def execution(fields: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: A field has a value that this project cannot serve.
     """
     for name, value in fields.items():
-        entry = LLAMA[name]
+        entry = LLAMA_FLAGS[name]
         if isinstance(entry, Flag) and entry.refused and value != entry.default:
             raise ConfigError(
                 f"{name}={value!r}: only {entry.default!r} is possible here; {entry.reason}"
             )
-    all_fields = {**LLAMA, **fields}
+    all_fields = {**LLAMA_FLAGS, **fields}
     out: dict[str, Any] = {"gradient_checkpointing": all_fields["remat_block"]}
     if all_fields["scan_attention"]:
         out["attn_mechanism"] = "blockwise"

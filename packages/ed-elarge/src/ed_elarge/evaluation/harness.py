@@ -51,7 +51,7 @@ class Tasks:
             raise ConfigError("eval needs lm-eval: pip install 'ed-esurge[lm-eval]'")
         from lm_eval.tasks import TaskManager
 
-        local = [name for name in options.tasks if name in heldout_tasks.NAMES]
+        local = [name for name in options.tasks if name in heldout_tasks.HELDOUT_TASKS]
         paths: list[str | Path] = [*options.include_path]
         if local:
             if directory is None:
@@ -74,7 +74,7 @@ class Tasks:
         self._check_data([name for name in options.tasks if name not in local])
 
     def _check_names(self) -> None:
-        task_names = [*self.manager.all_tasks, *heldout_tasks.NAMES]
+        task_names = [*self.manager.all_tasks, *heldout_tasks.HELDOUT_TASKS]
         for name in self.options.tasks:
             if name not in self.manager.all_tasks:
                 raise ConfigError(

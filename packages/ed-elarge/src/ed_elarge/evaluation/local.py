@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ed_elarge.config.local_tasks import KINDS, LocalTask
+from ed_elarge.config.local_tasks import LOCAL_KINDS, LocalTask
 from ed_elarge.config.sections import EvalSection
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class LocalTasks:
             self.results = Path(options.output_path)
         self._tasks = {task.label: task for task in tasks}
         self._loaded: dict[str, Evaluated] = {
-            task.label: pkgutil.resolve_name(KINDS[task.type].evaluates)(task, options.limit)
+            task.label: pkgutil.resolve_name(LOCAL_KINDS[task.type].evaluates)(task, options.limit)
             for task in tasks
         }
 

@@ -8,12 +8,11 @@ from typing import Any
 
 from ed_data import DataError, Inform
 from ed_data.errors import did_you_mean
+from ed_data.schema import Row
 from ed_data.sources import open_source
 
 #: Largest number of rows of a file of a task.
 MOST_ROWS = 2**24
-
-Row = dict[str, Any]
 
 
 def get_rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:

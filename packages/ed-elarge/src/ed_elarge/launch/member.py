@@ -133,7 +133,7 @@ def _prepare(file: str) -> None:
     from ed_infra.compilation.fingerprint import NoFingerprintError, source_hash
     from ed_layers.attention.kernels import kernels
     from ed_trainers.methods import trainer_class
-    from ed_trainers.step_program import PACKAGES
+    from ed_trainers.step_program import TRAINING_PACKAGES
 
     import ed_elarge.actions.execution
     import ed_elarge.building.parts
@@ -153,7 +153,7 @@ def _prepare(file: str) -> None:
             config = json.loads((Path(run.model.name_or_path or "") / "config.json").read_text())
         registry.get_config(config["model_type"])
     with suppress(NoFingerprintError):  # the processes find their compiled step by these hashes
-        for package in (*PACKAGES, "optax"):
+        for package in (*TRAINING_PACKAGES, "optax"):
             source_hash(package, IMPORTED)
 
 

@@ -18,7 +18,7 @@ from ed_models.checkpoints import hub
 from flax import nnx
 
 from ed_elarge.config.run_config import RunConfig
-from ed_elarge.plan.settings import METHODS, ROW_ARRAYS, token_arrays
+from ed_elarge.plan.settings import ROW_ARRAYS, STEP_FORMS, token_arrays
 
 if TYPE_CHECKING:
     import optax
@@ -158,7 +158,7 @@ def lowered_train_step(run: RunConfig, model: Any, length: int) -> Any:
 
 def _host_batch(run: RunConfig, length: int) -> dict[str, np.ndarray]:
     """Return a batch as the method of the run reads it; every value is 1."""
-    arguments, form = run.trainer, METHODS[run.method]
+    arguments, form = run.trainer, STEP_FORMS[run.method]
     assert arguments is not None, "a plan of training has a trainer"
     rows = arguments.sequences_per_step
     if form.samples:

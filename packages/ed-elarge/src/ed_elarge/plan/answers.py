@@ -83,7 +83,7 @@ def _memory(analysis: Any, *, tpu: bool) -> dict[str, Any]:
     }
 
 
-ANSWERS: dict[str, Callable[[RunConfig, ShapeRequest], dict[str, Any]]] = {
+SHAPE_ANSWERS: dict[str, Callable[[RunConfig, ShapeRequest], dict[str, Any]]] = {
     "shapes": shapes,
     "train": train,
 }
@@ -94,7 +94,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     request = json.load(sys.stdin)
     run = normalize(Document(request["name"], value=request["run"]))
-    answer = ANSWERS[request["question"]](run, request)
+    answer = SHAPE_ANSWERS[request["question"]](run, request)
     print(json.dumps(answer))
 
 

@@ -30,7 +30,7 @@ def ask(
 
     Args:
         run: the run; the child validates the same sections again.
-        question: a key of `ed_elarge.plan.answers.ANSWERS`.
+        question: a key of `ed_elarge.plan.answers.SHAPE_ANSWERS`.
         devices: number of simulated devices.
         time_limit: seconds, after which the child is killed.
         sections: sections that replace those of the run.

@@ -54,7 +54,7 @@ class ServingPlan:
 
     settings: Serving
     mesh: PlanMesh
-    engine: serving.Engine
+    engine: serving.EngineMemory
     time: Time
 
     @property

@@ -23,7 +23,7 @@ _TOKEN_BUDGET = {"gpu": 2048, "tpu": 8192}
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineMemory:
     """The memory of one replica on one device, and the requests that fit.
 
     Attributes:
@@ -55,7 +55,9 @@ class Engine:
         return self.replicas * min(replica_seqs, self.seqs)
 
 
-def engine(settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: DeviceKind) -> Engine:
+def engine(
+    settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: DeviceKind
+) -> EngineMemory:
     """Return the memory of an engine on a device.
 
     Raises:
@@ -123,7 +125,7 @@ def engine(settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: Devic
     )
     full = [name for name, members in groups.items() if members[0].window is None]
     cached = min(pages[name] for name in full or pages) * options.page_size
-    return Engine(
+    return EngineMemory(
         memory, pages, needed, page_bytes, longest, seqs, tokens, replicas, cached * replicas
     )
 

@@ -33,8 +33,8 @@ class StepForm:
 _PAIRS = StepForm(sides=2)
 _SAMPLES = StepForm(samples=True, chunk=256)
 #: Methods whose train steps a plan knows. The chunks are `ed_layers.losses.DEFAULT_CHUNK` and
-#: `ed_trainers.losses.policy.DEFAULT_CHUNK`.
-METHODS: dict[str, StepForm] = {
+#: `ed_trainers.losses.policy.POLICY_CHUNK`.
+STEP_FORMS: dict[str, StepForm] = {
     "sft": StepForm(),
     **dict.fromkeys(("dpo", "cpo", "orpo"), _PAIRS),
     **dict.fromkeys(("grpo", "gspo", "rlvr"), _SAMPLES),
@@ -130,9 +130,9 @@ def training(run: RunConfig) -> Training:
     arguments = run.trainer
     if arguments is None:
         raise run.missing("trainer")
-    if run.method not in METHODS:
+    if run.method not in STEP_FORMS:
         raise ConfigError(
-            f"elarge plan knows the train step of {', '.join(METHODS)}, and trainer_type is "
+            f"elarge plan knows the train step of {', '.join(STEP_FORMS)}, and trainer_type is "
             f"{run.method!r}"
         )
     if run.weight_format is not None:
@@ -144,7 +144,7 @@ def training(run: RunConfig) -> Training:
             "elarge plan does not know trainable_rules and frozen_parameters: omit them, or use "
             "lora"
         )
-    form = METHODS[run.method]
+    form = STEP_FORMS[run.method]
     length, _ = run.sequence_length
     if isinstance(arguments, GRPOArguments):
         length = arguments.row_length

@@ -19,7 +19,7 @@ from ed_elarge.plan.settings import ROW_ARRAYS, Training
 from ed_elarge.plan.tensors import DTYPE_SIZES, ModelShapes, PlanTensor
 
 #: Parts that are arguments of the step and exist between steps.
-ARGUMENTS = (
+_ARGUMENTS = (
     *("parameters", "adapters", "reference", "masters", "moments", "ema", "batch"),
     *("KV pages", "sampler state"),
 )
@@ -36,7 +36,7 @@ class PlannedStep:
     """The parts of a train step, in bytes on one device.
 
     Attributes:
-        parts: part -> bytes. The parts after `ARGUMENTS` are temporary buffers.
+        parts: part -> bytes. The parts after `_ARGUMENTS` are temporary buffers.
         moment: when the temporary buffers are largest: "loss", "layer" or "reduction".
     """
 
@@ -46,7 +46,7 @@ class PlannedStep:
     @property
     def arguments(self) -> int:
         """Bytes of the arguments."""
-        return sum(self.parts[name] for name in ARGUMENTS)
+        return sum(self.parts[name] for name in _ARGUMENTS)
 
     @property
     def temporary(self) -> int:
@@ -68,7 +68,7 @@ def step(
     trained = added or base
     moments = Moments(settings.arguments, settings.param_dtype, mesh)
     adapter_moments = Moments(settings.arguments, "float32", mesh)
-    parts: dict[str, int] = dict.fromkeys(ARGUMENTS, 0)
+    parts: dict[str, int] = dict.fromkeys(_ARGUMENTS, 0)
     parts["parameters"] = sum(_bytes(t, settings.param_dtype) * mesh.shard(t) for t in base)
     parts["reference"] = parts["parameters"] if settings.has_copy and settings.refers else 0
     parts["adapters"] = sum(4 * mesh.shard(t) for t in added)

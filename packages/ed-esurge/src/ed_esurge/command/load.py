@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from ed_infra.errors import ConfigError
 from ed_infra.options import Options, choice
+from ed_infra.package_files import is_package_address
 from ed_infra.specs import (
     FORMAT_OF_BITS,
     KV_CACHE_FORMATS,
@@ -343,6 +344,8 @@ def get_processor(arguments: ModelArguments, input_names: Sequence[str]) -> Any:
 
 def get_model_name(model: str) -> str:
     """Return the name of the model for clients: the hub id, or the last part of a path."""
+    if is_package_address(model):
+        return Path(model.partition("#")[0]).name
     return Path(model).resolve().name if Path(model).expanduser().exists() else model
 
 

@@ -16,7 +16,7 @@ from ed_esurge.server.options import ModelSource, ServerOptions
 if TYPE_CHECKING:
     from ed_esurge.frontends.library.checkpoint_files import CheckpointFiles
 
-GIB = 2**30
+_GIB = 2**30
 #: Bytes of a weight in a format of quantization, with its scales.
 _BYTES = {"int8": 1.1, "fp8": 1.1, "w8a8": 1.1, "mxfp8": 1.1}
 _FOUR_BITS = 0.6
@@ -61,7 +61,7 @@ def build_loading(
         raise ConfigError(f"--model-dir (model_directory) {directory} is no directory: create it")
     from ed_esurge.frontends.library.loading import ModelLoading
 
-    memory = None if options.model_memory is None else int(options.model_memory * GIB)
+    memory = None if options.model_memory is None else int(options.model_memory * _GIB)
     seconds = float(str(parse_keep_alive(options.keep_alive)))
     return ModelLoading(folder, load, estimate, memory, seconds, engine.max_model_len)
 
@@ -97,5 +97,5 @@ def estimate_memory(
     sequences = options.max_num_seqs if is_explicit or not on_cpu else _CPU_SEQUENCES
     pages = files.page_bytes(length * sequences, width)
     if on_cpu:
-        pages = min(pages, int(options.cpu_cache_gib * GIB))
+        pages = min(pages, int(options.cpu_cache_gib * _GIB))
     return int(files.parameters * per_weight) + pages

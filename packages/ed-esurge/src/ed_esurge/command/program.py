@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typer._click.formatting import HelpFormatter
 
 #: Key of `Context.meta` with the name of the command and its words.
-WORDS = "ed_esurge.words"
+WORDS_KEY = "ed_esurge.words"
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print only warnings, errors and the result.")]
@@ -215,7 +215,7 @@ class ProgramCommand(TyperCommand):
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Keep the words in `ctx.meta`, and repeat the flag before each of several words."""
-        ctx.meta[WORDS] = [str(self.name), *args]
+        ctx.meta[WORDS_KEY] = [str(self.name), *args]
         return super().parse_args(ctx, self._repeat_flags(ctx, args))
 
     def _repeat_flags(self, ctx: Context, args: Sequence[str]) -> list[str]:

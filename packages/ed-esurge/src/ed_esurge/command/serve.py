@@ -25,7 +25,7 @@ from ed_esurge.command.load import (
 )
 from ed_esurge.command.model_directory import model_directory
 from ed_esurge.command.nodes import NodeFlags, NodeOptions, check_nodes, connected_nodes
-from ed_esurge.command.program import WORDS
+from ed_esurge.command.program import WORDS_KEY
 from ed_esurge.command.replicated import ReplicaStarter, check_replicas
 from ed_esurge.config import EngineConfig
 from ed_esurge.server.options import ServerOptions
@@ -89,7 +89,7 @@ def serve(
     with ExitStack() as stack:
         with pause_collection(), ThreadPoolExecutor(1) as aside:
             serving = aside.submit(_server)  # imports the server while the engine is built
-            running = _running_engines(arguments, options, nodes, ctx.meta[WORDS])
+            running = _running_engines(arguments, options, nodes, ctx.meta[WORDS_KEY])
             engines = stack.enter_context(running)
             launch = serving.result()
             launch.load_adapters(engines, options.lora_modules)

@@ -38,7 +38,7 @@ from ed_infra.logging import get_logger
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.transport import Transport
 from ed_esurge.runner.drafts import DraftModel
-from ed_esurge.runner.functions import PACKAGES
+from ed_esurge.runner.functions import SERVING_PACKAGES
 from ed_esurge.runner.host_pages import HostMemory
 from ed_esurge.runner.weights import ServedWeights
 
@@ -47,7 +47,7 @@ logger = get_logger(__name__)
 _MAGIC = b"ed-page1"
 _DIGEST = 32
 _SUFFIX = ".page"
-THREADS = 4
+_THREADS = 4
 
 
 class DiskPages:
@@ -140,14 +140,14 @@ class DiskPages:
                 [str(like) for served_weights in used for like in served_weights.like],
                 loop.scheduler.pages.page_size,
                 memory.parts(),
-                packages=PACKAGES,
+                packages=SERVING_PACKAGES,
                 imported=IMPORTED,
             )
         except NoFingerprintError as error:
             logger.warning("prefix pages are not stored: %s", error)
             return None
 
-        with ThreadPoolExecutor(THREADS) as threads:
+        with ThreadPoolExecutor(_THREADS) as threads:
             leaves = [leaf for served_weights in used for leaf in served_weights.leaves]
             parts = b"".join(threads.map(self._digest, leaves))
         return self._root / hashlib.sha256(name.encode() + parts).hexdigest()[:32]

@@ -36,14 +36,14 @@ from ed_esurge.model import (
 )
 from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner.buckets import Buckets
-from ed_esurge.runner.drafts import GROUP, DraftModel
+from ed_esurge.runner.drafts import DRAFT_GROUP, DraftModel
 from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE
 from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.runner.protocol import Runner
 
 logger = get_logger(__name__)
 
-GIB = 2**30
+_GIB = 2**30
 # Tokens of a step when the user names no budget: enough to keep the device busy.
 TOKEN_BUDGET = {"cpu": 512, "gpu": 2048, "tpu": 8192}
 # Tokens of the smallest prefill shape if padding is almost free: the next shapes have 128 and 512.
@@ -215,13 +215,13 @@ class Setup:
         models = [self.model] if self.draft is None else [self.model, self.draft]
         caches = [model.init_paged_cache(1, self.config.page_size) for model in models]
         one = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
-        if offloading_gib * GIB < one:
+        if offloading_gib * _GIB < one:
             raise ConfigError(
                 f"kv_offloading_size {offloading_gib} GiB holds no page of {self.config.page_size} "
                 "tokens, "
-                f"which takes {one / GIB:.3g} GiB: raise it, or leave it out"
+                f"which takes {one / _GIB:.3g} GiB: raise it, or leave it out"
             )
-        return int(offloading_gib * GIB) // one
+        return int(offloading_gib * _GIB) // one
 
     def scheduler(self, runner: Runner) -> Scheduler:
         """Create the scheduler for the pools of a runner."""
@@ -271,7 +271,7 @@ class Setup:
             return PromptLookup(speculative_config)
         if not isinstance(runner, ModelRunner):
             return ReceivedProposals(speculative_config.num_speculative_tokens)
-        pages = {GROUP: runner.num_pages[GROUP]}
+        pages = {DRAFT_GROUP: runner.num_pages[DRAFT_GROUP]}
         memory = runner.host
         drafting = self._runner(
             pages, model=self.draft, host_places=0 if memory is None else memory.places
@@ -344,11 +344,11 @@ class Setup:
             }
         bytes_per_page = {name: page_bytes(self.model, size, name) for name in needed}
         if self.draft is not None:
-            bytes_per_page[GROUP] += page_bytes(self.draft, size)
+            bytes_per_page[DRAFT_GROUP] += page_bytes(self.draft, size)
         bytes_per_sequence = sum(needed[name] * bytes_per_page[name] for name in needed)
         memory = accelerator_memory(self.model)
         if not memory:
-            free = int(config.cpu_cache_gib * GIB)
+            free = int(config.cpu_cache_gib * _GIB)
         else:
             usable_bytes, limit = min(
                 (int(limit * config.hbm_utilization) - used, limit) for limit, used in memory
@@ -356,9 +356,9 @@ class Setup:
             free = usable_bytes - self._workspace(needed)
             if free < bytes_per_sequence:
                 raise ConfigError(
-                    f"hbm_utilization {config.hbm_utilization} of {limit / GIB:.1f} GiB leaves "
-                    f"{max(free, 0) / GIB:.2f} GiB for pages, but one sequence of max_model_len "
-                    f"{longest} takes {bytes_per_sequence / GIB:.2f} GiB: lower max_model_len or "
+                    f"hbm_utilization {config.hbm_utilization} of {limit / _GIB:.1f} GiB leaves "
+                    f"{max(free, 0) / _GIB:.2f} GiB for pages, but one sequence of max_model_len "
+                    f"{longest} takes {bytes_per_sequence / _GIB:.2f} GiB: lower max_model_len or "
                     "max_num_batched_tokens, or raise hbm_utilization"
                 )
         return {
@@ -483,12 +483,12 @@ def _check_draft(model: LanguageModel, draft: LanguageModel, longest: int) -> No
             f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}: "
             "they must share their tokens"
         )
-    if is_recurrent(draft) or get_windows(draft) != {GROUP: None}:
+    if is_recurrent(draft) or get_windows(draft) != {DRAFT_GROUP: None}:
         raise ConfigError(
             "the draft model has layers with a window or a state: give one whose layers all see "
             "every token"
         )
-    if GROUP not in get_windows(model):
+    if DRAFT_GROUP not in get_windows(model):
         raise ConfigError("no layer of the model sees every token: use the method ngram")
     positions = longest_sequence(draft.config)
     if positions is not None and positions < longest:

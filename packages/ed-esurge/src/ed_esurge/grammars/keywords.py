@@ -49,7 +49,7 @@ _REFERENCE = (
 )
 _POINTER = r"(/([^/~\x00-\x1f]|~[01])*)*"
 #: Formats that llguidance does not know or knows inexactly -> a pattern; None = any string.
-FORMATS: dict[str, str | None] = {
+_FORMATS: dict[str, str | None] = {
     "date": f"^{_DATE}$",
     "date-time": f"^{_DATE}T{_TIME}$",
     "uri-reference": _REFERENCE,
@@ -80,7 +80,7 @@ _SAME = {
 }
 #: Formats that llguidance knows exactly.
 _KNOWN = {"time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-_NAMES = {*FORMATS, *_SAME, *_KNOWN}
+_NAMES = {*_FORMATS, *_SAME, *_KNOWN}
 
 
 def simplify_keywords(
@@ -150,7 +150,7 @@ def _simplify_format(schema: dict[str, Any], path: str) -> None:
     if name in _KNOWN:
         return
     del schema["format"]
-    if name not in FORMATS:  # JSON Schema: an unknown format is an annotation
+    if name not in _FORMATS:  # JSON Schema: an unknown format is an annotation
         most = 1 if len(name) < 6 else 2
         similar_names = [
             candidate
@@ -164,7 +164,7 @@ def _simplify_format(schema: dict[str, Any], path: str) -> None:
                 "`format`, or use `pattern`."
             )
         return
-    pattern = FORMATS[name]
+    pattern = _FORMATS[name]
     if pattern is not None and "pattern" in schema:
         schema["allOf"] = [*schema.get("allOf", []), {"pattern": pattern}]
     elif pattern is not None:

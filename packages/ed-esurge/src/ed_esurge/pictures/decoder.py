@@ -17,10 +17,10 @@ from ed_esurge.children.process import (
 )
 from ed_esurge.pictures.decoder_worker import (
     CPU_SECONDS,
-    FORMATS,
+    IMAGE_FORMATS,
     PIXELS,
     SIZE,
-    SIZES,
+    SIZE_FORM,
     TOO_LARGE,
 )
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import PIL.Image
 
 #: Elapsed time of a picture in seconds.
-WALL_SECONDS = 60.0
+_WALL_SECONDS = 60.0
 #: Memory of a picture in bytes: a constant, and bytes of each allowed pixel. A decoder needs a few
 #: copies of 4 bytes of a pixel.
 MEMORY, MEMORY_PER_PIXEL = 2**27, 24
@@ -53,7 +53,7 @@ class PictureDecoder(WorkerProcess):
         """Return the first frame of a picture in RGB and in its upright orientation.
 
         Args:
-            data: the file, in one of `FORMATS`.
+            data: the file, in one of `IMAGE_FORMATS`.
             most: limit of the number of pixels.
             group: the jobs that are cancelled together.
 
@@ -63,8 +63,8 @@ class PictureDecoder(WorkerProcess):
         from PIL import Image
 
         memory = MEMORY + MEMORY_PER_PIXEL * most
-        limits = ChildLimits(CPU_SECONDS, memory, WALL_SECONDS)
-        options = {"pixels": most, "wall_seconds": WALL_SECONDS}
+        limits = ChildLimits(CPU_SECONDS, memory, _WALL_SECONDS)
+        options = {"pixels": most, "wall_seconds": _WALL_SECONDS}
         width = height = 0
         pixels = bytearray()
         try:
@@ -76,8 +76,8 @@ class PictureDecoder(WorkerProcess):
                     )
                 if kind == REFUSED:
                     raise PictureError(content.decode("utf-8", "replace"))
-                if kind == SIZE and len(content) == SIZES.size:
-                    width, height = SIZES.unpack(content)
+                if kind == SIZE and len(content) == SIZE_FORM.size:
+                    width, height = SIZE_FORM.unpack(content)
                 elif kind == PIXELS:
                     pixels += content
                 if width * height > most or len(pixels) > 3 * width * height:
@@ -93,4 +93,4 @@ class PictureDecoder(WorkerProcess):
         return Image.frombytes("RGB", (width, height), bytes(pixels))
 
 
-__all__ = ["FORMATS", "PictureDecoder", "PictureError"]
+__all__ = ["IMAGE_FORMATS", "PictureDecoder", "PictureError"]

@@ -10,10 +10,10 @@ from ed_esurge.children.messages import RefusedError, SendAnswer
 from ed_esurge.children.worker import limit_time, run_worker
 
 #: Formats whose decoders are enabled.
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 # Kinds of messages: width and height, the RGB values row by row, more pixels than the limit.
 SIZE, PIXELS, TOO_LARGE = b"W", b"P", b"L"
-SIZES = struct.Struct("<II")
+SIZE_FORM = struct.Struct("<II")
 #: Processor time of a picture in seconds: of its header, and of each pixel. Slow decoders need
 #: 1e-7 seconds for a pixel.
 CPU_SECONDS, CPU_PER_PIXEL = 2.0, 2.5e-7
@@ -46,7 +46,7 @@ def work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
     from PIL import Image, ImageOps
 
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
         count = image.width * image.height
         if count > options["pixels"]:
             raise RefusedError(f"{image.width} x {image.height}", TOO_LARGE)
@@ -59,8 +59,10 @@ def work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
     except Image.DecompressionBombError:
         raise RefusedError("too many", TOO_LARGE) from None
     except Exception:  # decoders raise many types of exceptions for damaged data
-        raise RefusedError(f"the image cannot be decoded: send {', '.join(FORMATS)}") from None
-    say(SIZE, SIZES.pack(*upright.size))
+        raise RefusedError(
+            f"the image cannot be decoded: send {', '.join(IMAGE_FORMATS)}"
+        ) from None
+    say(SIZE, SIZE_FORM.pack(*upright.size))
     say(PIXELS, upright.tobytes())
 
 

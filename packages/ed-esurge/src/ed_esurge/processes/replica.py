@@ -1,7 +1,7 @@
 """The process of a replica: an engine that executes the requests of a server.
 
 The server sends lists of messages. `generate` and `embed` start a request, `abort` ends it, and
-`call` runs a method of `METHODS`. Messages are executed in order; a request starts after the calls
+`call` runs a method of `_METHODS`. Messages are executed in order; a request starts after the calls
 before it.
 """
 
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 #: Seconds between two reports of the state of a replica.
 BEAT = 0.5
 #: Methods of the engine that a server may call.
-METHODS = (
+_METHODS = (
     "load_lora_adapter",
     "unload_lora_adapter",
     "reset_prefix_cache",
@@ -169,7 +169,7 @@ class Replica:
     async def _call(self, message: dict[str, Any]) -> None:
         answer: dict[str, Any] = {"do": "called", "id": message["id"], "error": None}
         try:
-            if message["method"] not in METHODS:
+            if message["method"] not in _METHODS:
                 raise EasyDeLError(f"{message['method']!r} is no method of a replica")
             await getattr(self._engine, message["method"])(*message["arguments"])
         except Exception as error:

@@ -15,8 +15,8 @@ from ed_esurge.replies.json_text import dumps, loads
 from ed_esurge.replies.python_text import literal_value
 from ed_esurge.replies.scanner import Malformed
 
-KINDS = frozenset(("string", "integer", "number", "boolean", "null", "array", "object"))
-TEXT = frozenset(("string",))
+_KINDS = frozenset(("string", "integer", "number", "boolean", "null", "array", "object"))
+_TEXT = frozenset(("string",))
 #: Numbers that begin with a plus sign or zeros, which JSON does not allow.
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 _LEADING = re.compile(r"^\+?(-?)0*(?=\d)")
@@ -62,16 +62,16 @@ class ArgumentTypes:
     def kinds(self, schema: object) -> frozenset[str]:
         """Return the JSON types that a schema permits."""
         if not isinstance(schema, Mapping):
-            return frozenset() if schema is False else KINDS
+            return frozenset() if schema is False else _KINDS
         schema_kinds = self._kinds.get(id(schema))
         if schema_kinds is None:
-            self._kinds[id(schema)] = KINDS  # for a reference to itself
+            self._kinds[id(schema)] = _KINDS  # for a reference to itself
             schema_kinds = self._kinds[id(schema)] = self._find_kinds(schema)
         return schema_kinds
 
     def takes_text_only(self, schema: object) -> bool:
         """Return whether each value of a schema is a string."""
-        return self.kinds(schema) == TEXT
+        return self.kinds(schema) == _TEXT
 
     def permits(self, schema: object, value: object) -> bool:
         """Return whether a value has a type, or is one of the constants, that a schema permits."""
@@ -97,7 +97,7 @@ class ArgumentTypes:
                 return self._convert_literal(source_text, text)
             return dumps(text)
         quoted = isinstance(value, str)
-        literal = quoted and marked_json is None and "string" in kinds and kinds != KINDS
+        literal = quoted and marked_json is None and "string" in kinds and kinds != _KINDS
         if not literal and self.permits(schema, value):
             return dumps(value)
         if "string" in kinds and (literal or self.permits(schema, text)):
@@ -121,10 +121,10 @@ class ArgumentTypes:
         return dumps(inner if self.permits(schema, inner) else value)
 
     def _find_kinds(self, schema: Mapping[str, Any]) -> frozenset[str]:
-        kinds = KINDS
+        kinds = _KINDS
         declared = schema.get("type")
         names = {declared} if isinstance(declared, str) else _members(declared)
-        names = {name for name in names if isinstance(name, str) and name in KINDS}
+        names = {name for name in names if isinstance(name, str) and name in _KINDS}
         if names:
             kinds = _widen(names | ({"null"} if schema.get("nullable") is True else set()))
         if "const" in schema:
@@ -236,7 +236,7 @@ def _kinds_of_value(value: object) -> frozenset[str]:
         case float():
             return frozenset(("number", "integer") if value.is_integer() else ("number",))
         case str():
-            return TEXT
+            return _TEXT
         case list():
             return frozenset(("array",))
         case Mapping():

@@ -8,14 +8,13 @@ from typing import Any, Protocol
 
 from ed_esurge.replies.argument_types import ArgumentTypes
 from ed_esurge.replies.formats import Syntax, ToolFormat
-from ed_esurge.replies.json_text import dumps, loads, string_value, value
+from ed_esurge.replies.json_text import MAX_DEPTH, dumps, loads, string_value, value
 from ed_esurge.replies.python_text import argument
 from ed_esurge.replies.scanner import Ended, Malformed, Markers, Reader, Scanner, Write
 
-ARGUMENTS = ("arguments", "parameters")
+_ARGUMENTS = ("arguments", "parameters")
 #: Names under which a model may write all arguments as one object.
-WRAPPERS = (*ARGUMENTS, "input")
-MAX_DEPTH = 64
+_WRAPPERS = (*_ARGUMENTS, "input")
 
 
 class CallSink(Protocol):
@@ -57,11 +56,11 @@ def _object(src: Scanner, sink: CallSink, names: tuple[str, ...]) -> Reader[None
             yield from src.expect(":")
             if key in names:
                 name = yield from string_value(src)
-            elif key in ARGUMENTS and name is not None and not begun:
+            elif key in _ARGUMENTS and name is not None and not begun:
                 sink.begin(name)
                 begun = True
                 yield from _arguments(src, sink.write)
-            elif key in ARGUMENTS and held_arguments is None and not begun:
+            elif key in _ARGUMENTS and held_arguments is None and not begun:
                 parts: list[str] = []
                 yield from _arguments(src, parts.append)
                 held_arguments = "".join(parts)
@@ -158,7 +157,7 @@ def read_tagged_call(src: Scanner, sink: CallSink, form: ToolFormat) -> Reader[N
         if wrapper is not None:
             sink.write("{" + wrapper)
             wrapper = None
-        wraps = not keys and key in WRAPPERS and not sink.types.allows(key)
+        wraps = not keys and key in _WRAPPERS and not sink.types.allows(key)
         if not wraps:
             sink.write(("{" if not keys else ", ") + dumps(key) + ": ")
         keys.add(key)

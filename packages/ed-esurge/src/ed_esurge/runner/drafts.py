@@ -20,7 +20,7 @@ from ed_esurge.runner.model_runner import ModelRunner
 from ed_esurge.sampling import SamplingParams
 
 #: The group of the served model that shares page numbers with the draft model.
-GROUP = "full"
+DRAFT_GROUP = "full"
 
 
 class DraftModel(Proposer):
@@ -58,8 +58,8 @@ class DraftModel(Proposer):
 
     def observe(self, plan: StepPlan, requests: Mapping[str, Request]) -> None:
         """Compute the tokens of a step with the draft model, and draft the next tokens."""
-        if GROUP in plan.moves:
-            self.runner.move({GROUP: plan.moves[GROUP]})
+        if DRAFT_GROUP in plan.moves:
+            self.runner.move({DRAFT_GROUP: plan.moves[DRAFT_GROUP]})
         begun = {new.request_id: new for new in plan.started}
         # `Scheduler.schedule` proposes nothing while requests wait.
         waits = any(request.status is Status.WAITING for request in requests.values())
@@ -75,7 +75,7 @@ class DraftModel(Proposer):
                 self._starts[row.request_id] = _strip_adjustments(begun[row.request_id])
                 self._computed[row.request_id] = row.start
             pages = self._pages.setdefault(row.request_id, [])
-            pages += row.pages.get(GROUP, ())
+            pages += row.pages.get(DRAFT_GROUP, ())
             start = self._take_confirmed(request)
             stop = min(self._room(request), request.num_tokens if row.samples else row.stop)
             stop = min(stop, start + budget)
@@ -86,7 +86,9 @@ class DraftModel(Proposer):
             wants_draft = row.samples and stop == request.num_tokens and remaining_tokens > 1
             drafts = int(wants_draft and not waits and not request.adjusted)
             tokens = request.tokens(start, stop)
-            rows.append(PlanRow(row.request_id, row.slot, start, tokens, {GROUP: pages}, drafts))
+            rows.append(
+                PlanRow(row.request_id, row.slot, start, tokens, {DRAFT_GROUP: pages}, drafts)
+            )
             self._pages[row.request_id] = []
             self._computed[row.request_id] = stop
         if rows:
@@ -130,7 +132,7 @@ class DraftModel(Proposer):
 
     def _room(self, request: Request) -> int:
         """Return the number of tokens that fit into the pages of a request."""
-        return len(request.pages[GROUP]) * self.runner.page_size
+        return len(request.pages[DRAFT_GROUP]) * self.runner.page_size
 
     def compile_all(self, progress: tqdm[NoReturn]) -> None:
         """See `Proposer`."""

@@ -134,7 +134,7 @@ def concat_calls(calls: Sequence[EncoderCall]) -> EncoderCall:
 
 
 #: Smallest number of positions for which `SlotEncoder` compiles a function.
-SHORTEST = 16
+_SHORTEST = 16
 
 
 class SlotEncoder:
@@ -177,7 +177,7 @@ class SlotEncoder:
             self._write_one(np.zeros(length, np.int32), 0)
 
     def _lengths(self) -> list[int]:
-        lengths = [min(SHORTEST, self._longest)]
+        lengths = [min(_SHORTEST, self._longest)]
         while lengths[-1] < self._longest:
             lengths.append(min(2 * lengths[-1], self._longest))
         return lengths

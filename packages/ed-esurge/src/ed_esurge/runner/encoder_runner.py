@@ -22,7 +22,7 @@ from ed_esurge.runner.weights import ServedWeights
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
 #: Length of the shortest bucket in tokens.
-SHORTEST = 16
+_SHORTEST = 16
 
 
 def group_rows(
@@ -89,7 +89,7 @@ class EncoderRunner:
         self._reads_types = self._classifies and "token_type_ids" in model.input_names
         self._num_slots, self._num_tokens = max_num_seqs, max_num_batched_tokens
         self._seqs = geometric(1, max_num_seqs, 4)
-        self._lengths = geometric(min(SHORTEST, max_model_len), max_model_len, 2)
+        self._lengths = geometric(min(_SHORTEST, max_model_len), max_model_len, 2)
         self._started: dict[int, NewSequence] = {}  # by slot
         self._step = jax.jit(self._vectors)
         self._token_step = jax.jit(self._states)

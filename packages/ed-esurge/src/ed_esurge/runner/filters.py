@@ -28,7 +28,7 @@ from ed_esurge.runner.sampler import (
 )
 
 #: Number of rows of the program of the filters. A step calls the program once per group of rows.
-ROWS = 8
+FILTER_ROWS = 8
 #: Number of most probable tokens from which mirostat 1 estimates the exponent of Zipf's law.
 ZIPF_TOKENS = 100
 

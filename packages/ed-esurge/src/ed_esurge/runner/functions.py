@@ -31,7 +31,7 @@ from ed_esurge.runner.uncompiled import COPY, FILTER, PLACE, PUT, ProgramKey, Un
 #: Options of XLA for functions that are replaced soon: half the time of the default level.
 FIRST_OPTIONS = {"xla_backend_optimization_level": 0}
 #: Packages whose sources determine the functions.
-PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_esurge")
+SERVING_PACKAGES = ("ed_infra", "ed_layers", "ed_models", "ed_esurge")
 #: Number of arrays [n, v] of the sampler at the same time.
 SAMPLER_ARRAYS = 6
 
@@ -246,10 +246,12 @@ class Functions:
         """
         rows = len(logits)
         masks = self._memory.replicate_arrays(jnp.asarray(allowed))
-        for start in range(0, len(index), filters.ROWS):
-            padding = max(start + filters.ROWS - len(index), 0)
-            places = np.pad(index[start : start + filters.ROWS], (0, padding), constant_values=rows)
-            part = np.pad(numbers[:, start : start + filters.ROWS], ((0, 0), (0, padding)))
+        for start in range(0, len(index), filters.FILTER_ROWS):
+            padding = max(start + filters.FILTER_ROWS - len(index), 0)
+            places = np.pad(
+                index[start : start + filters.FILTER_ROWS], (0, padding), constant_values=rows
+            )
+            part = np.pad(numbers[:, start : start + filters.FILTER_ROWS], ((0, 0), (0, padding)))
             few = self["take", rows](logits, masks, places)
             masks = self["merge", rows](masks, places, self[FILTER](few[0], part, state, few[1]))
         return masks
@@ -286,7 +288,7 @@ class Functions:
         sizes = (*sizes, encoder) if encoder else sizes
         parts = (weights.graphdefs, weights.like, self._buckets, sizes)
         home = programs_folder("engines")
-        return open_programs(weights.model.config, home, parts, PACKAGES)
+        return open_programs(weights.model.config, home, parts, SERVING_PACKAGES)
 
     def _load_function(self, name: ProgramKey) -> Callable[..., Any] | None:
         """Return the function of an earlier process, or None."""

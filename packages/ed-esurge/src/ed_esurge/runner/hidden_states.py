@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from ed_esurge.runner.sampler import SampledTokens, compute_logprobs
 
 # Number of tokens per block of logits: 128 x 128k in float32 are 64 MiB.
-CHUNK = 128
+_CHUNK = 128
 
 
 def score(
@@ -34,7 +34,7 @@ def score(
         return SampledTokens(part[1], *compute_logprobs(logits, logz, part[1], count)).pack()
 
     tokens = hidden.shape[0]
-    size = min(CHUNK, tokens)
+    size = min(_CHUNK, tokens)
     padding = -tokens % size
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, size, hidden.shape[1])
     parts = jnp.pad(targets, (0, padding)).reshape(-1, size)

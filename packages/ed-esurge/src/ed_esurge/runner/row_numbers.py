@@ -31,7 +31,7 @@ OF_SAMPLING = (
 OF_STEP = (*OF_ROW, *OF_SEQUENCE, *OF_SAMPLING)
 # Further numbers of a row with filters of `ed_esurge.runner.filters`.
 OF_FILTERS = ("typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold")
-FLOATS = frozenset((*OF_SAMPLING[OF_SAMPLING.index("temperature") :], *OF_FILTERS))
+FLOAT_FIELDS = frozenset((*OF_SAMPLING[OF_SAMPLING.index("temperature") :], *OF_FILTERS))
 
 
 class NumberTable:
@@ -52,13 +52,13 @@ class NumberTable:
     def set(self, at: int, /, **values: float) -> None:
         """Write numbers of the slot `at`."""
         for name, value in values.items():
-            bits = np.float32(value).view(np.int32) if name in FLOATS else np.int32(value)
+            bits = np.float32(value).view(np.int32) if name in FLOAT_FIELDS else np.int32(value)
             self.numbers[self._rows[name], at] = bits
 
 
 def by_name(numbers: jax.Array, names: Sequence[str]) -> dict[str, jax.Array]:
     """Return the rows of `numbers` [names, n] by name, on the device."""
     return {
-        name: jax.lax.bitcast_convert_type(line, jnp.float32) if name in FLOATS else line
+        name: jax.lax.bitcast_convert_type(line, jnp.float32) if name in FLOAT_FIELDS else line
         for name, line in zip(names, numbers, strict=True)
     }

@@ -48,7 +48,7 @@ from ed_esurge.runner.weights import ServedWeights, abstract, with_adapter
 ProgramKey = StepShape | tuple[str, int]
 PUT: ProgramKey = ("put", 0)
 PLACE: ProgramKey = ("place", 0)
-FILTER: ProgramKey = ("filter", filters.ROWS)
+FILTER: ProgramKey = ("filter", filters.FILTER_ROWS)
 COPY: ProgramKey = ("copy", PAGES_AT_ONCE)
 
 
@@ -301,11 +301,11 @@ class UncompiledFunctions:
             numbers = np.zeros((1 + len(OF_SAMPLING) + len(OF_FILTERS), rows), np.int32)
             return few, numbers, state, array((rows, *word))
         logits, allowed = self._get_logits(rows), abstract(self._guides.everything(rows))
-        index = np.zeros(filters.ROWS, np.int32)
+        index = np.zeros(filters.FILTER_ROWS, np.int32)
         if kind == "take":
             return logits, allowed, index
         if kind == "merge":
-            return allowed, index, array((filters.ROWS, *word))
+            return allowed, index, array((filters.FILTER_ROWS, *word))
         return state, logits, array((len(OF_STEP), rows)), allowed
 
     def _get_logits(self, rows: int) -> jax.ShapeDtypeStruct:

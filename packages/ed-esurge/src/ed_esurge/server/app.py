@@ -146,7 +146,7 @@ def create_app(engine: Engines, options: AppOptions | None = None, **keywords: o
                 if tracing is not None:
                     await asyncio.to_thread(tracing.shutdown)
 
-    app = Starlette(lifespan=lifespan, exception_handlers=errors.HANDLERS)
+    app = Starlette(lifespan=lifespan, exception_handlers=errors.ERROR_HANDLERS)
     app.state.server = server
     app.state.apis = {one.api for one in endpoints if one.api is not None}
     app.router.routes.append(NamedRoute("/openapi.json", _openapi, methods=["GET", "HEAD"]))

@@ -28,7 +28,7 @@ from ed_esurge.server.routing import Endpoint
 logger = get_logger(__name__)
 
 #: Entry point group of further endpoints; an entry point is an Endpoint or a tuple.
-GROUP = "easydel.endpoints"
+ENDPOINT_GROUP = "easydel.endpoints"
 
 #: The endpoints of the APIs of OpenAI and Anthropic, and of the operation of the server.
 ENDPOINTS = (
@@ -59,8 +59,8 @@ def list_endpoints() -> tuple[Endpoint, ...]:
         ConfigError: an entry point is no endpoint, or two endpoints have one path and method.
     """
     endpoints = {(one.method, one.path): one for one in ENDPOINTS}
-    for point in sorted(entry_points(group=GROUP)):
-        source = f"the entry point {point.name!r} = {point.value!r} of {GROUP}"
+    for point in sorted(entry_points(group=ENDPOINT_GROUP)):
+        source = f"the entry point {point.name!r} = {point.value!r} of {ENDPOINT_GROUP}"
         for endpoint in _load_endpoints(point, source):
             key = (endpoint.method, endpoint.path)
             if key in endpoints:

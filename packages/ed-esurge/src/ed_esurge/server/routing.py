@@ -19,7 +19,7 @@ from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import Access, check_admin, get_owner
 from ed_esurge.server.http.body import read
 from ed_esurge.server.http.errors import ApiFormat, client_gone
-from ed_esurge.server.http.fields import HEADER, IGNORED, TOOLS_HEADER, RequestBody
+from ed_esurge.server.http.fields import HEADER, IGNORED_KEYS, TOOLS_HEADER, RequestBody
 from ed_esurge.server.http.forms import read_audio
 from ed_esurge.server.http.streaming import EventStream
 
@@ -131,7 +131,7 @@ def build_route(server: ServedModels, endpoint: Endpoint) -> NamedRoute:
         if accepts is None:
             return await endpoint.answer(server, request)
         unknown = server.state.unknown_fields
-        ignored = request.scope[IGNORED] = unknown.request()
+        ignored = request.scope[IGNORED_KEYS] = unknown.request()
         body = await reads(request, accepts, server.state.limits, ignored)
         unknown.log(ignored, endpoint.path)
         response = await dispatch(server, endpoint, body, request)

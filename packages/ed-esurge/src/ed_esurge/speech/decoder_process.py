@@ -35,7 +35,7 @@ CPU_SECONDS, CPU_SHARE = 10.0, 0.05
 #: Memory of a file in bytes, in addition to that of the worker process and the file itself.
 MEMORY = 2**29
 #: Elapsed time of a file in seconds, in addition to its processor time.
-WALL_SECONDS = 120.0
+_WALL_SECONDS = 120.0
 
 
 class DecoderProcess(WorkerProcess):
@@ -95,7 +95,7 @@ class DecoderProcess(WorkerProcess):
             AudioError: the child reports an error, or has ended.
         """
         cpu = self._cpu_seconds + CPU_SHARE * max_seconds
-        limits = ChildLimits(cpu, MEMORY, WALL_SECONDS + cpu)
+        limits = ChildLimits(cpu, MEMORY, _WALL_SECONDS + cpu)
         try:
             for kind, content in self.messages(data, {"seconds": max_seconds}, limits, group):
                 if kind == TOO_LONG:

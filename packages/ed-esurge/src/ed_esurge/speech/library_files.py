@@ -15,10 +15,10 @@ from jaxtyping import Float
 from ed_esurge.speech.errors import AudioError
 
 #: Formats of libsndfile that are audio files of other programs, without those of raw numbers.
-FORMATS = ("AIFF", "AU", "CAF", "FLAC", "MP3", "OGG", "RF64", "W64", "WAV", "WAVEX")
+AUDIO_FORMATS = ("AIFF", "AU", "CAF", "FLAC", "MP3", "OGG", "RF64", "W64", "WAV", "WAVEX")
 #: Values of a block. The last bits of decoded MP3 files depend on the blocks, so `ed-data` reads
 #: blocks of the same size.
-BLOCK = 2**22
+LIBRARY_BLOCK = 2**22
 _ACCEPTED = "flac, mp3, ogg (Vorbis, Opus), wav, aiff, au and caf"
 
 
@@ -56,7 +56,7 @@ class LibraryFile:
             raise AudioError(
                 f"the file is not an audio file that this server reads ({_ACCEPTED}): {error}"
             ) from None
-        if self._file.format not in FORMATS:
+        if self._file.format not in AUDIO_FORMATS:
             raise AudioError(
                 f"audio files of the format {self._file.format} are not supported: {_ACCEPTED}"
             )
@@ -68,7 +68,7 @@ class LibraryFile:
         Raises:
             AudioError: the file is damaged or truncated.
         """
-        count, step = 0, max(BLOCK // self.channels, 1)
+        count, step = 0, max(LIBRARY_BLOCK // self.channels, 1)
         with self._file as file:
             while True:
                 try:

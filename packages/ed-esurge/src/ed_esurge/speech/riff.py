@@ -18,7 +18,7 @@ PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 #: A program that cannot seek writes a size near one of these limits for an unknown length.
 UNKNOWN_SIZES = (range(0x7FFF0000, 0x80000000), range(0xFFFF0000, 0x100000000))
 #: Values of a block.
-BLOCK = 2**20
+_BLOCK = 2**20
 _DTYPES = {
     (PCM, 8): "u1",
     (PCM, 16): "<i2",
@@ -98,7 +98,7 @@ class WavFile:
         """Yield the frames as float32 from -1 to 1; an incomplete last frame is dropped."""
         width = self.bits // 8
         frame = width * self.channels
-        step = max(BLOCK // self.channels, 1) * frame
+        step = max(_BLOCK // self.channels, 1) * frame
         end = len(self.data) // frame * frame
         for begin in range(0, end, step):
             values = self._values(self.data[begin : min(begin + step, end)])

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 #: Start of the imports of this process, in seconds since the epoch.
 IMPORTED = time.time()
 #: Threads of XLA in a process with several simulated CPU devices.
-THREADS = "64"
+_THREADS = "64"
 _DESCRIBES_EQUALLY = "describes_cpus_equally"
 
 
@@ -51,7 +51,7 @@ def keep_compiled_programs() -> None:
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         # A program from the cache starts independent collectives at the same time, and each one
         # blocks a thread per device. With one thread per device, the default, this can deadlock.
-        os.environ.setdefault("NPROC", THREADS)
+        os.environ.setdefault("NPROC", _THREADS)
 
 
 def _describe_cpus_equally() -> None:

@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 
 NameT = TypeVar("NameT")
 #: Age in seconds at which an unused folder is deleted.
-KEPT = 60 * 24 * 3600
+_MAX_AGE = 60 * 24 * 3600
 _CODE = 32  # bytes of the authentication code at the beginning of a file
 _UNUSABLE = "unusable"  # marker file: programs of this kind cannot be cached
 #: Functions that were loaded or written last, by the authentication codes of their files. The next
@@ -173,7 +173,7 @@ class Programs(Generic[NameT]):
         return self.folder / re.sub(r"\W+", "-", str(name)).strip("-")
 
     def _forget_old(self) -> None:
-        edge = time.time() - KEPT
+        edge = time.time() - _MAX_AGE
         for folder in self.folder.parent.iterdir():
             if folder.stat().st_mtime < edge:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 logger = get_logger(__name__)
 
 #: Format -> dtype of the codes, and the largest magnitude of a code.
-FORMATS = {
+_FORMATS = {
     "int8": (jnp.dtype(jnp.int8), 127.0),
     "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0),
 }
@@ -81,14 +81,14 @@ class Format:
         if config.dtype not in STORED_CACHE_FORMATS:
             raise ConfigError(
                 f"kv_cache_quantization_config: dtype {config.dtype!r} is not for a cache of keys "
-                f"and values; choose one of the 8-bit formats: {', '.join(FORMATS)}"
+                f"and values; choose one of the 8-bit formats: {', '.join(_FORMATS)}"
             )
         return cls(STORED_CACHE_FORMATS[config.dtype], config.group_size)
 
     @property
     def dtype(self) -> jnp.dtype:
         """dtype of the codes."""
-        return FORMATS[self.name][0]
+        return _FORMATS[self.name][0]
 
     def groups(self, size: int) -> int:
         """Return the number of scales of a head of `size` numbers.
@@ -116,7 +116,7 @@ class Format:
 
     def encode(self, x: Float[Array, "*rows t k"]) -> Codes:
         """Quantize numbers to codes [..., t, k] and scales [..., n, t]."""
-        dtype, largest = FORMATS[self.name]
+        dtype, largest = _FORMATS[self.name]
         groups = self.groups(x.shape[-1])
         grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
         scale = jnp.max(jnp.abs(grouped), axis=-1) / largest
@@ -134,7 +134,7 @@ def encode(x: Float[Array, "*tokens k"], like: Numbers) -> Numbers:
     """
     if not isinstance(like, Codes):
         return x.astype(like.dtype)
-    name = next(name for name, (dtype, _) in FORMATS.items() if dtype == like.dtype)
+    name = next(name for name, (dtype, _) in _FORMATS.items() if dtype == like.dtype)
     groups = like.scale.shape[-2]
     codes = Format(name, None if groups == 1 else x.shape[-1] // groups).encode(x[..., None, :])
     return Codes(codes.values[..., 0, :], codes.scale[..., 0])

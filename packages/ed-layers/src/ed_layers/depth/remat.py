@@ -27,7 +27,7 @@ POLICIES = jax.checkpoint_policies
 #: Memory kinds of jax: device memory, and pinned host memory that the device can copy directly.
 DEVICE, HOST = "device", "pinned_host"
 
-MLP = ("mlp_gate", "mlp_up", "mlp_down", "mlp_output")
+_MLP = ("mlp_gate", "mlp_up", "mlp_down", "mlp_output")
 ATTENTION = ("attn_query", "attn_key", "attn_value", "attn_weights", "attn_dense", "attn_output")
 
 #: Policies without targets.
@@ -40,9 +40,9 @@ FIXED: dict[str, RematPolicy] = {
     "dots_with_no_batch_dims_saveable": POLICIES.dots_with_no_batch_dims_saveable,
     # These policies use "any names but these", not "anything except these names". The latter keeps
     # the unnamed input of the name operation, which is the same array.
-    "mlp_notsaveable": POLICIES.save_any_names_but_these(*MLP),
+    "mlp_notsaveable": POLICIES.save_any_names_but_these(*_MLP),
     "attn_notsaveable": POLICIES.save_any_names_but_these(*ATTENTION),
-    "mlp_attn_notsaveable": POLICIES.save_any_names_but_these(*MLP, *ATTENTION),
+    "mlp_attn_notsaveable": POLICIES.save_any_names_but_these(*_MLP, *ATTENTION),
     "offload_dot_with_no_batch_dims": POLICIES.offload_dot_with_no_batch_dims(DEVICE, HOST),
 }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_layers.cache.spec import LayerSpecs
+from ed_layers.cache.storage import Layout
 from ed_layers.context import STREAM, Ctx, name_activation
 from ed_layers.depth.remat import BETWEEN, Remat, names_in
 
-Layout = Literal["stacked", "leaves"]
 MakeLayer = Callable[[int, nnx.Rngs], nnx.Module]
 CarryT = TypeVar("CarryT")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 #: Folder of the sources: in the repository, or next to this file in a wheel.
-SOURCES = (HERE.parents[2] / "native", HERE / "source")
+SOURCE_FOLDERS = (HERE.parents[2] / "native", HERE / "source")
 #: Version of the interface between C++ and Python.
 VERSION = 17
 #: Name of the compiled library.
@@ -84,9 +84,9 @@ def link(target: Path, sources: Sequence[str | Path], *flags: str, optimize: str
     Raises:
         CannotBuild: see `build`.
     """
-    folder = next((path for path in SOURCES if path.is_dir()), None)
+    folder = next((path for path in SOURCE_FOLDERS if path.is_dir()), None)
     if folder is None:
-        raise CannotBuild(f"no C++ sources in {' or '.join(map(str, SOURCES))}")
+        raise CannotBuild(f"no C++ sources in {' or '.join(map(str, SOURCE_FOLDERS))}")
     requested = os.environ.get("CXX")
     compiler = requested or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
     if compiler is None or shutil.which(compiler) is None:

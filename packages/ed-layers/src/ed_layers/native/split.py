@@ -19,7 +19,7 @@ from ed_layers.native.library import level
 
 HIGH = ("high", jax.lax.Precision.HIGH, jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
 #: Levels that multiply bfloat16 numbers more than three times as fast as float32 numbers.
-LEVELS = ("amx",)
+SPLIT_LEVELS = ("amx",)
 #: Least number of rows. By estimate, to split a matrix takes as long as to multiply 180 rows by it.
 LEAST_ROWS = 256
 
@@ -28,7 +28,7 @@ def takes(precision: jax.lax.PrecisionLike, rows: int, arrays: Sequence[jax.Arra
     """Return whether products of such a precision and number of rows are split."""
     return (
         precision in HIGH
-        and level() in LEVELS
+        and level() in SPLIT_LEVELS
         and rows >= LEAST_ROWS
         and all(array.dtype == jnp.float32 for array in arrays)
         and not fixed_order.active()

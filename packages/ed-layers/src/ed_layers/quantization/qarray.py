@@ -24,7 +24,7 @@ from ed_layers.quantization.stored import Scales, Stored, interleave_halves
 
 #: Number of values that a CPU decodes at a time: 8 MB of float32, which fit into caches. Products
 #: with larger matrices run over blocks of columns; on other platforms the compiler does this.
-BLOCK = 2**21
+_BLOCK = 2**21
 
 
 @jax.tree_util.register_dataclass
@@ -290,7 +290,7 @@ def _in_blocks(
         x: [*rows, i]; [*rows, o] if the results of the blocks are `summed`.
     """
     inputs, columns = w.shape[-2:]
-    count = -(-inputs * columns // BLOCK)
+    count = -(-inputs * columns // _BLOCK)
     # Groups along the columns are not split.
     if count == 1 or (isinstance(w, QArray) and w.axis == -1):
         return product(x, w).astype(x.dtype)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ed_layers.recurrence.rows import reach
 
-EXACT = jax.lax.Precision.HIGHEST
+_EXACT = jax.lax.Precision.HIGHEST
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Decay:
         if begun is None:
             return cls(g if g.shape[1] == 1 else jnp.cumsum(g, axis=1), reached, None)
         # A product instead of a cumulative sum: other sequences cause no rounding errors.
-        at = jnp.einsum("qij,qjhk->qihk", reached.astype(g.dtype), g, precision=EXACT)
+        at = jnp.einsum("qij,qjhk->qihk", reached.astype(g.dtype), g, precision=_EXACT)
         return cls(at, reached, begun == 0)
 
     def scores(
@@ -61,7 +61,7 @@ class Decay:
             exponents = jnp.where(
                 self.reach[:, None], at[..., :, None] - at[..., None, :], -jnp.inf
             )
-            return jnp.einsum("qihk,qjhk->qhij", a, b, precision=EXACT) * jnp.exp(exponents)
+            return jnp.einsum("qihk,qjhk->qhij", a, b, precision=_EXACT) * jnp.exp(exponents)
         # The exponent belongs to each pair: factors of i and j alone would overflow.
         exponents = jnp.where(
             self.reach[..., None, None], self.at[:, :, None] - self.at[:, None], -jnp.inf
@@ -76,7 +76,7 @@ class Decay:
         seen = jnp.exp(self.at)
         if self.fresh is not None:
             seen = jnp.where(self.fresh[..., None, None], seen, 0)
-        return jnp.einsum("qihk,qhkv->qihv", a * seen, state, precision=EXACT)
+        return jnp.einsum("qihk,qhkv->qihv", a * seen, state, precision=_EXACT)
 
     def attend(
         self,
@@ -87,7 +87,7 @@ class Decay:
     ) -> Float[Array, "q c h v"]:
         """Return the part of the outputs that comes from the writes `b u^T` of the chunk, including
         the write of the token itself."""
-        chunk_output = jnp.einsum("qhij,qjhv->qihv", self.scores(a, b), u, precision=EXACT)
+        chunk_output = jnp.einsum("qhij,qjhv->qihv", self.scores(a, b), u, precision=_EXACT)
         return self.read(a, state) + chunk_output
 
     def write(
@@ -102,5 +102,5 @@ class Decay:
         state_decay = jnp.exp(end)
         if self.fresh is not None:
             state_decay = jnp.where(self.fresh[:, -1, None, None], state_decay, 0)
-        new = jnp.einsum("qjhk,qjhv->qhkv", b * jnp.exp(exponents), u, precision=EXACT)
+        new = jnp.einsum("qjhk,qjhv->qhkv", b * jnp.exp(exponents), u, precision=_EXACT)
         return state_decay[..., None] * state + new

@@ -32,7 +32,7 @@ from ed_layers.recurrence.rows import Rows
 
 #: Number of tokens that are computed in parallel: few, because each token needs the states of all
 #: channels in memory.
-CHUNK = 16
+MAMBA_CHUNK = 16
 #: Smallest and largest step size at the start of training, and the lower bound of all step sizes.
 TIME_STEP = (1e-3, 1e-1, 1e-4)
 
@@ -74,7 +74,7 @@ class MambaMixer(nnx.Module):
         norm: Callable[[int], nnx.Module] | None = None,
         hidden_act: str | None = None,
         time_step: tuple[float, float, float] = TIME_STEP,
-        chunk: int = CHUNK,
+        chunk: int = MAMBA_CHUNK,
     ):
         d, f, n = parts.config.hidden_size, channels, states
         self.in_proj = parts.linear(d, f, axes=("embed", "mlp"), bias=bias)

@@ -27,7 +27,7 @@ from ed_layers.parts import Parts
 from ed_layers.recurrence.rows import Rows
 
 #: The largest exponent before the first token; a sum of three such numbers is still a float32.
-NOTHING = -1e38
+_NOTHING = -1e38
 
 
 class WeightedSums(NamedTuple):
@@ -66,9 +66,9 @@ def time_mixing(
     undecayed = jnp.zeros_like(g)
     if begun is not None:
         starts = jnp.diff(begun, axis=1, prepend=0)[..., None] > 0
-        g, undecayed = (jnp.where(starts, NOTHING, x) for x in (g, undecayed))
-    tokens = WeightedSums(one * v, one, jnp.where(one > 0, k, NOTHING), g)
-    max_exponent = jnp.where(state["d"] > 0, state["m"], NOTHING)
+        g, undecayed = (jnp.where(starts, _NOTHING, x) for x in (g, undecayed))
+    tokens = WeightedSums(one * v, one, jnp.where(one > 0, k, _NOTHING), g)
+    max_exponent = jnp.where(state["d"] > 0, state["m"], _NOTHING)
     initial_sums = WeightedSums(state["n"], state["d"], max_exponent, jnp.zeros_like(max_exponent))
     # Index 0 is the previous state; index t + 1 is the state after token t.
     all_sums = jax.tree.map(

@@ -192,6 +192,29 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
     return adapter
 
 
+def attach_adapter_matrices(
+    model: M, matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], directory: Path
+) -> M:
+    """Return a copy of a model with adapters of the scale 1 on its layers.
+
+    Args:
+        model: a model without adapters.
+        matrices: module of transformers -> A [i, r] and B [r, o].
+        directory: the folder of the matrices, for messages.
+
+    Raises:
+        CheckpointError: matrices do not fit the model, or have numbers that are not finite.
+    """
+    for name, pair in matrices.items():
+        if not all(map(is_finite, pair)):
+            raise CheckpointError(f"{directory}: the adapter of {name} has NaN or infinite numbers")
+    modules = {
+        name: dict(zip(_LINEAR, (matrix.T.astype(np.float32) for matrix in pair), strict=True))
+        for name, pair in matrices.items()
+    }
+    return put_adapter(model, _ours(modules, {}, model, directory))
+
+
 def _drop_tables(
     tensors: dict[str, np.ndarray],
     saved: Collection[str],

@@ -31,7 +31,7 @@ from ed_models.checkpoints.saving import layer_values
 from ed_models.checkpoints.weight_map import WeightMap
 
 M = TypeVar("M")
-TENSORS = "adapter_model.safetensors"
+_TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 #: PEFT's name of a layer below an adapter.
 INNER = "base_layer"
@@ -109,7 +109,7 @@ def add_token_rows(model: M, directory: str | Path) -> M:
         ConfigError: rows are added, and the model has adapters.
     """
     base: Any = model
-    values = _read_tables(base, Path(directory) / TENSORS)
+    values = _read_tables(base, Path(directory) / _TENSORS)
     tables = find_token_tables(base) if values else None
     if tables is None:
         return model
@@ -128,7 +128,7 @@ def check_token_tables(model: TokenModel, directory: str | Path) -> None:
     Raises:
         CheckpointError: they differ.
     """
-    values = _read_tables(model, Path(directory) / TENSORS)
+    values = _read_tables(model, Path(directory) / _TENSORS)
     weights, read = build_weight_map(model), layer_values(base_state(model))
     for stored, value in values.items():
         present = weights.save(stored, read)

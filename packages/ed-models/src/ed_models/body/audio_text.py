@@ -28,8 +28,7 @@ from ed_models.body.conditional import ConditionalModel
 from ed_models.body.context import layer_context
 from ed_models.body.encoder import BIDIRECTIONAL
 from ed_models.body.layers import DecoderLayer
-from ed_models.body.tiles import OTHER_NAMES as TILED_NAMES
-from ed_models.body.tiles import STORED
+from ed_models.body.tiles import STORED, TILED_NAMES
 from ed_models.body.vision import tower_rules
 from ed_models.body.whisper_encoder import (
     FORM,
@@ -57,7 +56,7 @@ _RULES = (
     *STANDARD,
 )
 #: Other names of tensors in checkpoints -> the names that the rules have.
-OTHER_NAMES = {**TILED_NAMES, "model.audio_tower": "audio_tower"}
+AUDIO_TEXT_NAMES = {**TILED_NAMES, "model.audio_tower": "audio_tower"}
 AUDIO_WEIGHTS = (
     *tower_rules("model.audio_tower", "audio_tower", _NAMES, _RULES),
     *renamed(STORED, *STANDARD),

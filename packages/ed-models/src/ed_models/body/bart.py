@@ -34,7 +34,7 @@ from ed_models.weights.blocks import ArchitectureFields
 
 CAUSAL = MaskRule()
 #: Our names of configuration fields -> the names of these families.
-FIELDS = {
+BART_FIELDS = {
     "num_hidden_layers": "encoder_layers",
     "num_decoder_layers": "decoder_layers",
     "hidden_act": "activation_function",

@@ -16,12 +16,12 @@ import numpy as np
 from ed_infra.errors import ConfigError
 
 #: Smallest number of features for which programs are compiled.
-SMALLEST = 16
+SMALLEST_BUCKET = 16
 
 
 def rounded_patches(count: int, merge: int) -> int:
     """Return the bucket of a number of patches: m² times a power of two."""
-    blocks = max(SMALLEST, -(-count // merge**2))
+    blocks = max(SMALLEST_BUCKET, -(-count // merge**2))
     return merge**2 * (1 << (blocks - 1).bit_length())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ed_models.body.tiles import WEIGHTS
+from ed_models.body.tiles import TILED_WEIGHTS
 from ed_models.body.vision import tower_rules
 from ed_models.weights.rules import Rule, equal, permute, renamed, transpose
 
@@ -26,5 +26,5 @@ PIXTRAL = renamed(_NAMES, *_RULES)
 #: Rules of models with this tower, or a tower with the names of CLIP.
 PACKED_WEIGHTS = (
     *tower_rules("model.vision_tower", "vision_tower", _NAMES, _RULES),
-    *WEIGHTS,
+    *TILED_WEIGHTS,
 )

@@ -14,17 +14,16 @@ from ed_models.weights.rules import STANDARD, Rule, fused, permute, renamed
 
 #: Name of the vision tower in the model.
 TOWER = "model.visual"
-TIED = {"lm_head.kernel": "model.language_model.embed_tokens.embedding"}
 #: Other names of tensors in checkpoints -> the names that the rules have.
-OTHER_NAMES = {
+PATCH_NAMES = {
     "model.visual": "visual",
     "model.language_model": "model",
     "language_model": "model",  # of a body that was saved alone
 }
 #: Names of checkpoints -> names of the modules of transformers 5.
-MODULES = Modules({"model": "model.language_model", "visual": "model.visual"})
+PATCH_MODULES = Modules({"model": "model.language_model", "visual": "model.visual"})
 #: Our names of text and tower -> those of checkpoints of Qwen2-VL and Qwen2.5-VL.
-STORED = {"model.language_model": "model", TOWER: "visual"}
+_STORED = {"model.language_model": "model", TOWER: "visual"}
 _TOWER = {
     "input_layernorm": "norm1",
     "post_attention_layernorm": "norm2",
@@ -53,7 +52,7 @@ def patch_weights(
     names: Mapping[str, str],
     *,
     text: Sequence[Rule] = STANDARD,
-    stored: Mapping[str, str] = STORED,
+    stored: Mapping[str, str] = _STORED,
 ) -> tuple[Rule, ...]:
     """Return the rules of a vision-language model over packed patches.
 

@@ -15,14 +15,14 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ed_models.body.tiles import OTHER_NAMES, WEIGHTS, TiledImageTextModel, TwoLayerProjector
+from ed_models.body.tiles import TILED_NAMES, TILED_WEIGHTS, TiledImageTextModel, TwoLayerProjector
 from ed_models.body.unpadded import TileGrids, with_grids
 from ed_models.weights.rules import Rule, equal
 
 NEWLINE = "image_newline"
 #: Names and rules of the checkpoints: those of LLaVA, and the feature that ends a row.
-NAMES = {**OTHER_NAMES, "model.image_newline": NEWLINE}
-RULES = (Rule("model.image_newline", NEWLINE, equal), *WEIGHTS)
+SIZED_TILE_NAMES = {**TILED_NAMES, "model.image_newline": NEWLINE}
+SIZED_TILE_RULES = (Rule("model.image_newline", NEWLINE, equal), *TILED_WEIGHTS)
 
 
 class SizedImageTextModel(TiledImageTextModel):

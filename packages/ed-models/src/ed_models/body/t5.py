@@ -14,7 +14,7 @@ from ed_models.body.encoder_decoder import CrossAttentionLayer, LayerStack
 from ed_models.body.layers import DecoderLayer
 
 #: Our names of configuration fields -> the names of T5 and its relatives.
-FIELDS = {
+T5_FIELDS = {
     "attention_dropout": "dropout_rate",
     "hidden_act": "dense_act_fn",
     "intermediate_size": "d_ff",

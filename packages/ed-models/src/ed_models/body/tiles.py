@@ -30,10 +30,8 @@ from ed_models.body.conditional import ConditionalModel
 from ed_models.body.vision import tower_rules
 from ed_models.weights.rules import STANDARD, Rule, renamed
 
-#: Head -> embedding, of models whose head is the embedding.
-TIED = {"lm_head.kernel": "model.language_model.embed_tokens.embedding"}
 #: Names of checkpoints before transformers 5, and of models in memory -> names of checkpoints.
-OTHER_NAMES = {
+TILED_NAMES = {
     "model.language_model.model": "language_model.model",
     "language_model.model.model": "language_model.model",
     "vision_tower.vision_model": "vision_tower",
@@ -43,7 +41,7 @@ OTHER_NAMES = {
     "lm_head": "language_model.lm_head",
 }
 #: Names of checkpoints -> names of the modules of transformers 5.
-MODULES = Modules(
+TILED_MODULES = Modules(
     {
         "language_model.lm_head": "lm_head",
         "language_model.model": "model.language_model",
@@ -60,7 +58,7 @@ STORED = {
     "model.multi_modal_projector": "multi_modal_projector",
 }
 #: The rules of LLaVA's names.
-WEIGHTS = (
+TILED_WEIGHTS = (
     *tower_rules("model.vision_tower", "vision_tower"),
     *renamed(STORED, *STANDARD),
 )

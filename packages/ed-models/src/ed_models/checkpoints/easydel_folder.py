@@ -43,7 +43,13 @@ logger = get_logger(__name__)
 _MAX_INDEX = 2**27  # bytes
 _MAX_ARRAYS = 1_000_000
 _MAX_PARTS = 64
+_MAX_STEP = 2**31
 _PART = re.compile(r"[\w\-]{1,200}")
+_MAX_METADATA = 2**16  # bytes
+#: `0.mu.PARAMETER.value` and `0.count` of a state; a trainer adds numbers, as in `0.0.count`.
+_MOMENT = re.compile(
+    r"(?P<place>\d+(?:\.\d+){0,4})\.(?:(?P<kind>mu|nu)\.(?P<parameter>.+)\.value|count)"
+)
 _RUN = re.compile(r"run-(\d{1,12})")
 _ADAPTED = "base_module"
 #: Last parts of the names of quantized matrices.
@@ -144,6 +150,10 @@ def list_easydel_arrays(directory: Path) -> EasyDeLArrays:
             f"({codes[0]}, …), which are not read: save the model there before it is quantized, "
             "and quantize it here (quantization_config)"
         )
+    return _separate_adapters(named, directory)
+
+
+def _separate_adapters(named: Mapping[str, ZarrArray], directory: Path) -> EasyDeLArrays:
     # A layer with an adapter is a module inside of the adapted one.
     named = {name.replace(f".{_ADAPTED}.", "."): array for name, array in named.items()}
     adapters: dict[str, dict[str, ZarrArray]] = {}
@@ -159,12 +169,93 @@ def list_easydel_arrays(directory: Path) -> EasyDeLArrays:
     return EasyDeLArrays(named, adapters)
 
 
+class EasyDeLMoments(NamedTuple):
+    """The state of AdamW in a training checkpoint of EasyDeL.
+
+    Attributes:
+        step: number of steps of the run.
+        count: number of updates of the moments.
+        mu, nu: first and second moments, arrays of the trained parameters.
+    """
+
+    step: int
+    count: int
+    mu: EasyDeLArrays
+    nu: EasyDeLArrays
+
+
+def read_easydel_moments(directory: Path) -> EasyDeLMoments:
+    """Return the state of the optimizer in a training checkpoint.
+
+    Raises:
+        CheckpointError: See `read_easydel_index`; or the folder has no optimizer, or another one
+            than AdamW.
+    """
+    named = read_easydel_index(directory, OPTIMIZER_PREFIX)
+    if not named:
+        raise CheckpointError(
+            f"{directory} has the weights of a model and no optimizer: load it as a model "
+            "(name_or_path), and a new optimizer starts"
+        )
+    moments: dict[str, dict[str, ZarrArray]] = {"mu": {}, "nu": {}}
+    counts: dict[str, ZarrArray] = {}
+    places: set[str] = set()
+    others: list[str] = []
+    for name, array in named.items():
+        match = _MOMENT.fullmatch(name)
+        if match and match["kind"]:
+            moments[match["kind"]][match["parameter"]] = array
+            places.add(match["place"])
+        elif match and array.shape == () and array.dtype.kind == "i":
+            counts[match["place"]] = array
+        else:
+            others.append(name)
+    mu, nu = moments.values()
+    if others or len(places) != 1 or mu.keys() != nu.keys() or not places <= counts.keys():
+        examples = ", ".join((others or list(named))[:3])
+        raise CheckpointError(
+            f"{directory} has the state of another optimizer than AdamW ({examples}, …), and only "
+            "AdamW's is read: load the folder as a model (name_or_path), and a new optimizer starts"
+        )
+    count = int(counts[places.pop()].read())
+    step = read_easydel_step(directory, default=count)
+    if not 0 <= count < _MAX_STEP:
+        raise CheckpointError(
+            f"{directory}: count {count} of the optimizer is no number of updates"
+        )
+    return EasyDeLMoments(
+        step, count, _separate_adapters(mu, directory), _separate_adapters(nu, directory)
+    )
+
+
+def read_easydel_step(directory: Path, default: int) -> int:
+    """Return the step that EasyDeL recorded beside a state."""
+    path = directory / "metadata.json"
+    if not path.exists():
+        return default
+    check_file(path, directory)
+    try:
+        if path.stat().st_size > _MAX_METADATA:
+            raise ValueError(f"it is larger than {_MAX_METADATA} bytes")
+        step = json.loads(path.read_text(encoding="utf-8"))["step"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({error!r}): restore it from a copy") from error
+    if type(step) is not int or not 0 <= step < _MAX_STEP:
+        raise CheckpointError(f"{path}: step {str(step)[:80]!r} is no number of steps")
+    return step
+
+
 class EasyDeLFiles(JoinedFiles):
     """The tensors of Hugging Face's layout in a folder that EasyDeL saved."""
 
-    def __init__(self, model_type: str, tensors: Mapping[str, Computed]):
+    def __init__(
+        self,
+        model_type: str,
+        tensors: Mapping[str, Computed],
+        adapters: Mapping[str, Mapping[str, ZarrArray]],
+    ):
         super().__init__(TensorFiles({}), tensors)
-        self.model_type = model_type
+        self.model_type, self._adapters = model_type, adapters
 
     @classmethod
     def open(cls, directory: str | Path, variant: str | None = None) -> EasyDeLFiles:
@@ -180,9 +271,31 @@ class EasyDeLFiles(JoinedFiles):
         directory = Path(directory)
         if variant is not None:
             raise CheckpointError(f"{directory}: EasyDeL saves no variant {variant!r} of a model")
-        named = list_easydel_arrays(directory).model
+        return cls.relate(list_easydel_arrays(directory), directory)
+
+    @classmethod
+    def relate(cls, named: EasyDeLArrays, directory: Path) -> EasyDeLFiles:
+        """Return the tensors of arrays, whose model `config.json` of the directory describes.
+
+        Raises:
+            CheckpointError: An array has a shape that its name does not allow.
+        """
         model_type = str(read_settings(directory / "config.json").get("model_type"))
-        return cls(model_type, relate_easydel_arrays(named, model_type, directory))
+        tensors = relate_easydel_arrays(named.model, model_type, directory)
+        return cls(model_type, tensors, named.adapters)
+
+    def read_adapters(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Return the matrices of LoRA; EasyDeL adds x A B without a further scale."""
+        adapters = {}
+        for layer, parts in self._adapters.items():
+            a, b = (parts[name] for name in LORA_NAMES)
+            if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
+                raise CheckpointError(
+                    f"{a.folder} and {b.folder.name} have the shapes {list(a.shape)} and "
+                    f"{list(b.shape)}, not [inputs, rank] and [rank, outputs]"
+                )
+            adapters[layer] = a.read(), b.read()
+        return adapters
 
     def reshape_tensors(self, shapes: Shapes, config: ArchitectureFields) -> TensorFiles:
         """Return the tensors of a model: without the copy of a tied head, and with biases of zero

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
@@ -23,6 +24,7 @@ from ed_infra.errors import (
     did_you_mean,
     refuse_keywords,
 )
+from ed_infra.package_files import find_package_file, is_package_address
 from ed_infra.sharding import placement
 from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import EasyDeLQuantizationConfig
@@ -55,8 +57,8 @@ from ed_models.checkpoints.tensor_files import EASYDEL_INDEX
 from ed_models.checkpoints.text_halves import MODEL_TYPES
 
 #: Files of a repository that are downloaded; other copies of the weights are not.
-SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "README.md")
-WEIGHTS = ("*.safetensors",)
+_SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "README.md")
+_WEIGHTS = ("*.safetensors",)
 #: Settings of the modules of sentence-transformers.
 _MODULES = ("*_Pooling/config.json", "*_Dense/config.json")
 _NEVER = ("*/*", "consolidated*", "*.bin", "*.pth")
@@ -76,6 +78,7 @@ class Loadable(Protocol):
 
 
 LoadableT = TypeVar("LoadableT", bound=Loadable)
+_ModuleT = TypeVar("_ModuleT")
 
 
 class HubOptions(TypedDict, total=False):
@@ -110,7 +113,8 @@ def resolve(
 
     Args:
         name_or_path: a directory, a hub repository (`"org/name"`), a GGUF file, or a GGUF file in
-            a repository (`"org/name/model.gguf"`).
+            a repository (`"org/name/model.gguf"`), or any of them in an installed package
+            (`"package:NAME/PATH"`, see `ed_infra.package_files`).
         gguf_file: name of a GGUF file in the directory or repository. Of a model in several files,
             the first one.
         weights: fetch weights too, not only settings and tokenizer.
@@ -121,6 +125,8 @@ def resolve(
     Raises:
         CheckpointError: neither a directory nor a repository that can be reached.
     """
+    if is_package_address(name_or_path):
+        name_or_path = find_package_file(str(name_or_path))
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         folder = _within(path, subfolder)
@@ -154,10 +160,10 @@ def resolve(
         if gguf_file is not None:
             folder = fetch([parts_pattern(gguf_file)], [])
             return as_directory(file_in(folder, gguf_file) or folder)
-        folder = fetch([*SETTINGS, *(WEIGHTS if weights else ())], _NEVER)
+        folder = fetch([*_SETTINGS, *(_WEIGHTS if weights else ())], _NEVER)
         if (folder / MODULES_NAME).is_file():
             pickled = (PICKLED,) if allow_pickle else ()
-            dense = [f"*_Dense/{name}" for name in (*WEIGHTS, *pickled)] if weights else []
+            dense = [f"*_Dense/{name}" for name in (*_WEIGHTS, *pickled)] if weights else []
             fetch([*_MODULES, *dense], [])
         if weights and allow_pickle and not any(folder.glob("*.safetensors")):
             fetch([f"{Path(PICKLED).stem}*.bin"], ["*/*"])
@@ -352,6 +358,12 @@ def from_pretrained(
         quantization=rules if apply_quantization else None,
         check_finite=check_finite,
     )
+    adapters = files.read_adapters()
+    if adapters:  # the package of adapters imports this one
+        attach = pkgutil.resolve_name("ed_models.adapters.peft:attach_adapter_matrices")
+        module = _place_layers(
+            attach(module, adapters, directory), module.config, shard=auto_shard_model
+        )
     if quantization_config is not None and not apply_quantization:
         model_task = to_spec(quantization_config)  # type: ignore[arg-type]
         settings = settings | {"config": module.config.replace(quantization_config=model_task)}
@@ -483,7 +495,7 @@ def _selects_part(
     return is_part and task in registry.list_tasks(part.model_type)
 
 
-def _place_layers(layers: nnx.List, config: EasyDeLBaseConfig, *, shard: bool) -> nnx.List:
+def _place_layers(layers: _ModuleT, config: EasyDeLBaseConfig, *, shard: bool) -> _ModuleT:
     """Return layers with their arrays on the devices of the model."""
     if shard:
         return placement.shard(layers, config)

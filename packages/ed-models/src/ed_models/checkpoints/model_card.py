@@ -15,7 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from ed_models.checkpoints.saving import Saved
 
 logger = get_logger(__name__)
-NAME = "README.md"
+_NAME = "README.md"
 #: The end of a card of this project. Other cards are not changed.
 _MARK = "<!-- Written by EasyDeL. A card without this line is not replaced. -->"
 _MAX_CARD = 2**22  # bytes
@@ -95,7 +95,7 @@ def read_license(base: str | None) -> dict[str, Any]:
     directory = Path(base).expanduser()
     if not directory.is_dir():
         try:
-            cached = try_to_load_from_cache(base, NAME)
+            cached = try_to_load_from_cache(base, _NAME)
         except HFValidationError:
             return {}
         if not isinstance(cached, str):
@@ -108,7 +108,7 @@ def read_license(base: str | None) -> dict[str, Any]:
 
 
 def _read(directory: Path) -> ModelCard | None:
-    path = directory / NAME
+    path = directory / _NAME
     try:
         if not path.is_file() or path.stat().st_size > _MAX_CARD:
             return None
@@ -119,6 +119,6 @@ def _read(directory: Path) -> ModelCard | None:
 
 
 def _write(directory: Path, data: Any, text: str) -> None:
-    path = directory / NAME
+    path = directory / _NAME
     if is_own_card(path):
         path.write_text(f"---\n{data.to_yaml()}\n---\n\n{text}\n\n{_MARK}\n", "utf-8")

@@ -151,6 +151,10 @@ class TensorFiles(Mapping[str, TensorEntry]):
         """Return the files with the dimensions that the rules expect."""
         return self
 
+    def read_adapters(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Return the low-rank adapters beside the tensors: module -> A [i, r] and B [r, o]."""
+        return {}
+
     @property
     def directory(self) -> Path:
         """Where the first file is, for messages."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError
 from ed_infra.logging import get_logger, once
+from ed_infra.package_files import find_package_file, is_package_address
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
@@ -217,10 +218,12 @@ def text_name(name: str) -> str | None:
 def find_config(name_or_path: str, revision: str | None = None) -> Path | None:
     """Return config.json of a folder, or of the hub's local cache; None if neither has one."""
     try:
+        if is_package_address(name_or_path):
+            name_or_path = str(find_package_file(name_or_path))
         path = Path(name_or_path).expanduser() / "config.json"
         if path.is_file():
             return path
         cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
-    except (HFValidationError, OSError, RuntimeError, ValueError):
+    except (CheckpointError, HFValidationError, OSError, RuntimeError, ValueError):
         return None
     return Path(cached) if isinstance(cached, str) else None

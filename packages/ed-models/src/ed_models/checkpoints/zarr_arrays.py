@@ -140,13 +140,14 @@ def open_zarr(folder: Path, root: Path) -> ZarrArray:
 
 
 def _read_sizes(path: Path, name: str, value: object) -> tuple[int, ...]:
-    is_valid = isinstance(value, list) and len(value) <= _MAX_DIMENSIONS
-    if not is_valid or not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in value):
-        raise CheckpointError(
-            f"{path}: {name} {str(value)[:120]} is not a list of at most {_MAX_DIMENSIONS} sizes "
-            f"up to {_MAX_SIZE}"
-        )
-    return tuple(value)
+    if isinstance(value, list) and len(value) <= _MAX_DIMENSIONS:
+        sizes = tuple(size for size in value if type(size) is int and 0 <= size <= _MAX_SIZE)
+        if len(sizes) == len(value):
+            return sizes
+    raise CheckpointError(
+        f"{path}: {name} {str(value)[:120]} is not a list of at most {_MAX_DIMENSIONS} sizes up to "
+        f"{_MAX_SIZE}"
+    )
 
 
 def _check_chunks(array: ZarrArray, root: Path, separator: str, *, is_compressed: bool) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Rows and columns of patches of images of different sizes. With one column, torch 2.13 gives all
 #: patches the position of the first one.
-SIZES = ((3, 4), (2, 5), (6, 2), (1, 2))
+_SIZES = ((3, 4), (2, 5), (6, 2), (1, 2))
 
 
 class VisionSubject(Subject):
@@ -39,13 +39,13 @@ class VisionSubject(Subject):
             self.images = {"pixel_values": pixels.astype(np.float32)}
         else:
             pixels = rng.normal(
-                size=(B, max(map(math.prod, SIZES)), channels * config["patch_size"] ** 2)
+                size=(B, max(map(math.prod, _SIZES)), channels * config["patch_size"] ** 2)
             )
-            real = np.arange(pixels.shape[1]) < np.prod(SIZES, axis=1)[:, None]
+            real = np.arange(pixels.shape[1]) < np.prod(_SIZES, axis=1)[:, None]
             self.images = {
                 "pixel_values": (pixels * real[..., None]).astype(np.float32),
                 "pixel_attention_mask": real.astype(np.int32),
-                "spatial_shapes": np.array(SIZES, np.int32),
+                "spatial_shapes": np.array(_SIZES, np.int32),
             }
 
     @property

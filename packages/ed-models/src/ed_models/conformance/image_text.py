@@ -20,10 +20,10 @@ from ed_models.conformance.subjects import B, Cases, S, Subject
 
 #: Positions of the first tokens of the images of each row: three images, one, none, and two. The
 #: calls of the checks with caches, and the documents of packed rows, cut no image in two.
-STARTS = ((1, 14, 19), (14,), (), (5, 14))
+_STARTS = ((1, 14, 19), (14,), (), (5, 14))
 #: Number of tokens of the prompt, for models whose prompt tokens attend to later ones, and of the
 #: tokens of each row in each step over pages, of which the first contains the prompt.
-PROMPT = 11
+_PROMPT = 11
 PROMPT_COUNTS = ((11, 13, 11, 12), (1, 11, 13, 1), (12, 0, 0, 11))
 
 
@@ -38,20 +38,20 @@ class ImageTextSubject(Subject):
         self.images = self.place_media(module_class, cases.image_features)
         self.types: dict[str, np.ndarray] = {}
         if getattr(module_class, "reads_ahead", None) == "prompt":
-            self.page_counts, self.prompt_length = PROMPT_COUNTS, PROMPT
-            is_completion = np.broadcast_to(np.arange(S) >= PROMPT, (B, S))
+            self.page_counts, self.prompt_length = PROMPT_COUNTS, _PROMPT
+            is_completion = np.broadcast_to(np.arange(S) >= _PROMPT, (B, S))
             self.types = {"token_type_ids": is_completion.astype(np.int32)}
 
     def place_media(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
         """Write the placeholder tokens of images of `length` features, and return the arrays of the
         images."""
-        for number, starts in enumerate(STARTS):
+        for number, starts in enumerate(_STARTS):
             for start in starts:
                 self.ids[number, start : start + length] = self.image_token
         vision = self.fields["vision_config"]
-        shape = B, max(map(len, STARTS)), 3, vision["image_size"], vision["image_size"]
+        shape = B, max(map(len, _STARTS)), 3, vision["image_size"], vision["image_size"]
         pixels = np.random.default_rng(1).normal(size=shape)
-        real = np.arange(shape[1]) < np.array([len(starts) for starts in STARTS])[:, None]
+        real = np.arange(shape[1]) < np.array([len(starts) for starts in _STARTS])[:, None]
         pixels *= real[:, :, None, None, None]
         images: dict[str, np.ndarray] = {"pixel_values": pixels.astype(np.float32)}
         if "pixel_attention_mask" in module_class.input_names:
@@ -127,7 +127,7 @@ class ImageTextSubject(Subject):
             inputs = {**inputs, **{name: torch.tensor(x) for name, x in self.images.items()}}
         else:
             (name, rows), *_ = self.images.items()
-            real = [row[: len(starts)] for row, starts in zip(rows, STARTS, strict=True)]
+            real = [row[: len(starts)] for row, starts in zip(rows, _STARTS, strict=True)]
             inputs = {**inputs, name: torch.tensor(np.concatenate(real))}
         if "token_type_ids" in inspect.signature(self.torch_model.forward).parameters:
             types = torch.tensor(self.types.get("token_type_ids", self.ids == self.image_token))
@@ -141,20 +141,20 @@ class AudioTextSubject(ImageTextSubject):
     task = TaskType.ANY_TO_ANY
 
     def place_media(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
-        for number, starts in enumerate(STARTS):
+        for number, starts in enumerate(_STARTS):
             for start in starts:
                 self.ids[number, start : start + length] = self.image_token
         audio = self.fields["audio_config"]
         shape = audio["num_mel_bins"], 2 * audio["max_source_positions"]
-        sounds = np.random.default_rng(1).normal(size=(B, max(map(len, STARTS)), *shape))
-        real = np.arange(sounds.shape[1]) < np.array([len(starts) for starts in STARTS])[:, None]
+        sounds = np.random.default_rng(1).normal(size=(B, max(map(len, _STARTS)), *shape))
+        real = np.arange(sounds.shape[1]) < np.array([len(starts) for starts in _STARTS])[:, None]
         sounds = {"input_features": (sounds * real[:, :, None, None]).astype(np.float32)}
         if "feature_attention_mask" not in module_class.input_names:
             return sounds
         # Every second recording has two features.
         short = np.arange(real.size).reshape(real.shape) % 2 == 1
         count = np.where(short, shape[1] * 2 // length, shape[1]) * real
-        for number, starts in enumerate(STARTS):
+        for number, starts in enumerate(_STARTS):
             for place, start in enumerate(starts):
                 if short[number, place]:
                     self.ids[number, start + 2 : start + length] = 7
@@ -164,15 +164,15 @@ class AudioTextSubject(ImageTextSubject):
     def with_images(self, inputs: dict[str, Any]) -> dict[str, Any]:
         torch, recordings = require_torch(), {}
         for name, rows in self.images.items():
-            real = [row[: len(starts)] for row, starts in zip(rows, STARTS, strict=True)]
+            real = [row[: len(starts)] for row, starts in zip(rows, _STARTS, strict=True)]
             recordings[name] = torch.tensor(np.concatenate(real))
         return {**inputs, **recordings}
 
 
 #: Heights and widths of the images of each row, and the first tokens of the images: three images
 #: whose grids have only padding, one, none, and two.
-SIZES = (((2, 40), (1, 60), (2, 50)), ((16, 8),), (), ((3, 48), (8, 16)))
-PLACES = ((1, 6, 14), (6,), (), (4, 9))
+_SIZES = (((2, 40), (1, 60), (2, 50)), ((16, 8),), (), ((3, 48), (8, 16)))
+_PLACES = ((1, 6, 14), (6,), (), (4, 9))
 
 
 class TileGridSubject(ImageTextSubject):
@@ -190,13 +190,13 @@ class TileGridSubject(ImageTextSubject):
     def tiles_of_row(self, number: int) -> list[tuple[int, int]]:
         """Return the numbers of tiles and of features of the images of a row."""
         # LLaVA-OneVision makes no grids of several images.
-        without_grid = self.grids.may_be_whole and len(SIZES[number]) > 1
-        return [self.grids.sizes(*size, without_grid=without_grid) for size in SIZES[number]]
+        without_grid = self.grids.may_be_whole and len(_SIZES[number]) > 1
+        return [self.grids.sizes(*size, without_grid=without_grid) for size in _SIZES[number]]
 
     def place_media(self, module_class: type[Any], length: int) -> dict[str, np.ndarray]:
-        grids, most = self.grids, max(map(len, SIZES))
+        grids, most = self.grids, max(map(len, _SIZES))
         sizes, counts = np.zeros((B, most, 2), np.int32), np.zeros(B, int)
-        for number, (row_sizes, starts) in enumerate(zip(SIZES, PLACES, strict=True)):
+        for number, (row_sizes, starts) in enumerate(zip(_SIZES, _PLACES, strict=True)):
             sizes[number, : len(row_sizes)] = np.reshape(row_sizes, (-1, 2))
             for start, (tiles, features) in zip(starts, self.tiles_of_row(number), strict=True):
                 counts[number] += tiles
@@ -206,7 +206,7 @@ class TileGridSubject(ImageTextSubject):
         pixels *= (np.arange(counts.max()) < counts[:, None])[:, :, None, None, None]
         image_grids = grids.best(sizes)
         if grids.may_be_whole:
-            image_grids[[len(row_sizes) > 1 for row_sizes in SIZES]] = 0
+            image_grids[[len(row_sizes) > 1 for row_sizes in _SIZES]] = 0
         images = {"pixel_values": pixels.astype(np.float32), "image_sizes": sizes}
         return {**images, "image_grids": image_grids}
 
@@ -220,10 +220,10 @@ class TileGridSubject(ImageTextSubject):
         most = max(map(len, images))
         padded = [np.pad(x, ((0, most - len(x)), (0, 0), (0, 0), (0, 0))) for x in images]
         if self.grids.may_be_whole:
-            counts = [len(row_sizes) for row_sizes in SIZES if row_sizes]
+            counts = [len(row_sizes) for row_sizes in _SIZES if row_sizes]
             inputs = {**inputs, "batch_num_images": torch.tensor(counts)}
         return {
             **inputs,
             "pixel_values": torch.tensor(np.stack(padded)),
-            "image_sizes": torch.tensor([size for row_sizes in SIZES for size in row_sizes]),
+            "image_sizes": torch.tensor([size for row_sizes in _SIZES for size in row_sizes]),
         }

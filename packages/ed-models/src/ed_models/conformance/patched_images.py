@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 #: Blocks along height and width of the images of each row: three images, one, none, and two.
-IMAGES = (((2, 2), (1, 2), (3, 1)), ((2, 3),), (), ((1, 1), (5, 2)))
+_IMAGES = (((2, 2), (1, 2), (3, 1)), ((2, 3),), (), ((1, 1), (5, 2)))
 #: Documents of a packed row: number of the row, and of its first tokens.
 _DOCUMENTS = ((0, 20), (2, 11), (1, 14))
 
@@ -37,7 +37,7 @@ class PatchedImageTextSubject(Subject):
     #: Whether tokens have positions on three axes, and the default number of frames of a patch.
     has_axes, frames = True, 2
     #: Blocks and first tokens of the images of each row; no first tokens = one after another.
-    blocks: tuple[tuple[tuple[int, int], ...], ...] = IMAGES
+    blocks: tuple[tuple[tuple[int, int], ...], ...] = _IMAGES
     starts: tuple[tuple[int, ...], ...] | None = None
 
     def __init__(self, model_type: str, row: str, module_class: type[Any], cases: Cases):

@@ -22,15 +22,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.body.tiles import (
-    MODULES,
-    OTHER_NAMES,
-    TIED,
-    WEIGHTS,
+    TILED_MODULES,
+    TILED_NAMES,
+    TILED_WEIGHTS,
     TiledImageTextModel,
     joined_squares,
 )
 from ed_models.modalities.images import TILES
 from ed_models.tasks.conditional import ConditionalLM
+from ed_models.weights.rules import NESTED_TIED
 
 
 @register_config("aya_vision")
@@ -81,7 +81,7 @@ class AyaVisionForConditionalGeneration(ConditionalLM):
 
     body_class = AyaVisionModel
     modality = TILES
-    TIED_WEIGHTS = TIED
-    OTHER_NAMES = OTHER_NAMES
-    MODULES = MODULES
-    WEIGHTS = WEIGHTS
+    TIED_WEIGHTS = NESTED_TIED
+    OTHER_NAMES = TILED_NAMES
+    MODULES = TILED_MODULES
+    WEIGHTS = TILED_WEIGHTS

@@ -16,7 +16,7 @@ from ed_models.body.vision_pooling import TokenPooling
 from ed_models.tasks.image_classification import ImageClassifier
 
 #: The class of transformers with two heads.
-TEACHER = "DeiTForImageClassificationWithTeacher"
+_TEACHER = "DeiTForImageClassificationWithTeacher"
 
 
 @register_config("deit")
@@ -70,11 +70,11 @@ class DeiTForImageClassification(ImageClassifier):
     @property
     def has_teacher(self) -> bool:
         """Whether the model has a second head, which a teacher trained."""
-        return TEACHER in (self.config.architectures or ())
+        return _TEACHER in (self.config.architectures or ())
 
     @property
     def architecture(self) -> str | None:
-        return TEACHER if self.has_teacher else None
+        return _TEACHER if self.has_teacher else None
 
     def add_head(self, parts, features):
         if not self.has_teacher:

@@ -24,9 +24,10 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_models.body.tiles import MODULES, OTHER_NAMES, TIED, WEIGHTS, TiledImageTextModel
+from ed_models.body.tiles import TILED_MODULES, TILED_NAMES, TILED_WEIGHTS, TiledImageTextModel
 from ed_models.modalities.images import TILES
 from ed_models.tasks.conditional import ConditionalLM
+from ed_models.weights.rules import NESTED_TIED
 
 
 @register_config("gemma3")
@@ -84,7 +85,7 @@ class Gemma3ForConditionalGeneration(ConditionalLM):
     body_class = Gemma3MultimodalModel
     modality = TILES
     reads_ahead = "image"
-    TIED_WEIGHTS = TIED
-    OTHER_NAMES = OTHER_NAMES
-    MODULES = MODULES
-    WEIGHTS = WEIGHTS
+    TIED_WEIGHTS = NESTED_TIED
+    OTHER_NAMES = TILED_NAMES
+    MODULES = TILED_MODULES
+    WEIGHTS = TILED_WEIGHTS

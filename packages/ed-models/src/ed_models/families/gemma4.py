@@ -47,23 +47,23 @@ from ed_models.body.layers import SandwichLayer
 from ed_models.body.packed_images import PatchForm
 from ed_models.body.patch_grids import PatchPlaces
 from ed_models.body.patch_tower import PatchTower
-from ed_models.body.patch_weights import TIED, TOWER
+from ed_models.body.patch_weights import TOWER
 from ed_models.body.vision import tower_rules
 from ed_models.modalities.images import PLACES
 from ed_models.tasks.conditional import ConditionalLM
-from ed_models.weights.rules import STANDARD, Rule, ignore, transpose
+from ed_models.weights.rules import NESTED_TIED, STANDARD, Rule, ignore, transpose
 
 logger = get_logger(__name__)
 
 #: Our names of parts of the tower -> those of checkpoints.
-NAMES = {
+_NAMES = {
     "patch_embed": "patch_embedder.input_proj",
     "pos_embed": "patch_embedder.position_embedding_table",
     "blocks": "encoder.layers",
     "merger": "",
 }
 #: Most features of an image: the largest `max_soft_tokens` of the image processor.
-MOST_FEATURES = 1120
+_MOST_FEATURES = 1120
 PROJECTION = Rule(
     f"{TOWER}.merger.embedding_projection.kernel",
     "model.embed_vision.embedding_projection.weight",
@@ -255,7 +255,7 @@ class Gemma4Model(PatchedImageTextModel):
         """The patches that the tower reads."""
         vision = self.config.vision_config
         merge = vision.spatial_merge_size
-        return PatchForm(vision.patch_size, vision.num_channels, merge, most=MOST_FEATURES)
+        return PatchForm(vision.patch_size, vision.num_channels, merge, most=_MOST_FEATURES)
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Gemma4Config, model_type="gemma4")
@@ -264,10 +264,10 @@ class Gemma4ForConditionalGeneration(ConditionalLM):
 
     body_class = Gemma4Model
     modality = PLACES
-    TIED_WEIGHTS = TIED
+    TIED_WEIGHTS = NESTED_TIED
     WEIGHTS = (
         PROJECTION,
-        *tower_rules(TOWER, "model.vision_tower", NAMES, STANDARD),
+        *tower_rules(TOWER, "model.vision_tower", _NAMES, STANDARD),
         *GEMMA4_TEXT,
         *(ignore(f"model.{part}.{{path}}") for part in ("audio_tower", "embed_audio")),
     )

@@ -34,14 +34,14 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import SandwichLayer
 from ed_models.body.patch_tower import PatchLayer, PatchTower
-from ed_models.body.patch_weights import NESTED, TIED, TOWER, patch_weights
+from ed_models.body.patch_weights import NESTED, TOWER, patch_weights
 from ed_models.modalities.images import PATCHES
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.conditional import ConditionalLM
-from ed_models.weights.rules import STANDARD, Rule, fused, permute, renamed
+from ed_models.weights.rules import NESTED_TIED, STANDARD, Rule, fused, permute, renamed
 
 #: Rules of the language model.
-TEXT_WEIGHTS = renamed(
+_TEXT_WEIGHTS = renamed(
     {
         "post_attention_layernorm": "post_self_attn_layernorm",
         "pre_feedforward_layernorm": "post_attention_layernorm",
@@ -51,7 +51,7 @@ TEXT_WEIGHTS = renamed(
     *STANDARD,
 )
 #: Our names of parts of the tower -> those of checkpoints.
-NAMES = {
+_NAMES = {
     "patch_norm": "post_conv_layernorm",
     "pos_embed": "embeddings.position_embedding.weight",
     "merger.norm": "post_layernorm",
@@ -102,7 +102,7 @@ class Glm4vTextForCausalLM(CausalLM):
     """The language model of GLM-4V."""
 
     body_class = Glm4vTextModel
-    WEIGHTS = TEXT_WEIGHTS
+    WEIGHTS = _TEXT_WEIGHTS
 
 
 class Glm4vVisionBlock(PatchLayer):
@@ -178,10 +178,10 @@ class Glm4vForConditionalGeneration(ConditionalLM):
 
     body_class = Glm4vModel
     modality = PATCHES
-    TIED_WEIGHTS = TIED
+    TIED_WEIGHTS = NESTED_TIED
     WEIGHTS = (
         Rule(
             f"{TOWER}.merger.downsample.kernel", f"{TOWER}.downsample.weight", permute(2, 3, 1, 0)
         ),
-        *patch_weights(NAMES, text=TEXT_WEIGHTS, stored=NESTED),
+        *patch_weights(_NAMES, text=_TEXT_WEIGHTS, stored=NESTED),
     )

@@ -27,7 +27,7 @@ from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.weights.rules import STANDARD, Rule, equal, interleave, renamed
 
-EXPERTS = "{path}.experts"
+_EXPERTS = "{path}.experts"
 
 
 @register_config("gpt_oss")
@@ -85,13 +85,13 @@ class GptOssForCausalLM(CausalLM):
         {"gate": "router"},
         *(
             Rule(
-                (f"{EXPERTS}.gate_proj.{ours}", f"{EXPERTS}.up_proj.{ours}"),
-                f"{EXPERTS}.gate_up_proj{theirs}",
+                (f"{_EXPERTS}.gate_proj.{ours}", f"{_EXPERTS}.up_proj.{ours}"),
+                f"{_EXPERTS}.gate_up_proj{theirs}",
                 interleave(-1, equal),
             )
             for ours, theirs in (("kernel", ""), ("bias", "_bias"))
         ),
-        Rule(f"{EXPERTS}.down_proj.kernel", f"{EXPERTS}.down_proj", equal),
-        Rule(f"{EXPERTS}.down_proj.bias", f"{EXPERTS}.down_proj_bias", equal),
+        Rule(f"{_EXPERTS}.down_proj.kernel", f"{_EXPERTS}.down_proj", equal),
+        Rule(f"{_EXPERTS}.down_proj.bias", f"{_EXPERTS}.down_proj_bias", equal),
         *STANDARD,
     )

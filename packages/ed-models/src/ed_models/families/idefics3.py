@@ -32,11 +32,11 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig as _SmolVision
 
 from ed_models.body.context import layer_context
-from ed_models.body.tiles import TIED, TiledImageTextModel, joined_squares
+from ed_models.body.tiles import TiledImageTextModel, joined_squares
 from ed_models.body.vision import VisionTower, get_size, tower_rules
 from ed_models.modalities.images import MASKED_TILES
 from ed_models.tasks.conditional import ConditionalLM
-from ed_models.weights.rules import STANDARD, renamed
+from ed_models.weights.rules import NESTED_TIED, STANDARD, renamed
 
 #: Rules of the names of checkpoints.
 TILE_WEIGHTS = (
@@ -162,7 +162,7 @@ class Idefics3ForConditionalGeneration(ConditionalLM):
 
     body_class = Idefics3Model
     modality = MASKED_TILES
-    TIED_WEIGHTS = TIED
+    TIED_WEIGHTS = NESTED_TIED
     WEIGHTS = TILE_WEIGHTS
 
 
@@ -178,5 +178,5 @@ class SmolVLMForConditionalGeneration(ConditionalLM):
 
     body_class = SmolVLMModel
     modality = MASKED_TILES
-    TIED_WEIGHTS = TIED
+    TIED_WEIGHTS = NESTED_TIED
     WEIGHTS = TILE_WEIGHTS

@@ -29,19 +29,19 @@ from jaxtyping import Array, Float
 
 from ed_models.body.scaled_vision import ScaledVisionLayer
 from ed_models.body.tiles import (
-    MODULES,
-    OTHER_NAMES,
-    TIED,
-    WEIGHTS,
+    TILED_MODULES,
+    TILED_NAMES,
+    TILED_WEIGHTS,
     TiledImageTextModel,
     joined_squares,
 )
 from ed_models.body.vision import VIT_NAMES, VisionEmbeddings, VisionTower, tower_rules
 from ed_models.modalities.images import TILES
 from ed_models.tasks.conditional import ConditionalLM
+from ed_models.weights.rules import NESTED_TIED
 
 #: Parts of our names -> those of the vision tower.
-NAMES: Mapping[str, str] = {
+_NAMES: Mapping[str, str] = {
     **{ours: theirs for ours, theirs in VIT_NAMES.items() if not ours.startswith(("self", "mlp"))},
     "self_attn.o_proj": "attention.projection_layer",
     "self_attn": "attention",
@@ -92,7 +92,7 @@ class InternVLVisionModel(VisionTower):
 
     layer_class = InternVLVisionLayer
     interpolates = True
-    names = NAMES
+    names = _NAMES
 
     @staticmethod
     def build_norm(parts):
@@ -160,7 +160,7 @@ class InternVLForConditionalGeneration(ConditionalLM):
 
     body_class = InternVLModel
     modality = TILES
-    TIED_WEIGHTS = TIED
-    OTHER_NAMES = OTHER_NAMES
-    MODULES = MODULES
-    WEIGHTS = (*tower_rules("model.vision_tower", "vision_tower", NAMES), *WEIGHTS)
+    TIED_WEIGHTS = NESTED_TIED
+    OTHER_NAMES = TILED_NAMES
+    MODULES = TILED_MODULES
+    WEIGHTS = (*tower_rules("model.vision_tower", "vision_tower", _NAMES), *TILED_WEIGHTS)

@@ -39,14 +39,24 @@ from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.packed_images import PatchForm
 from ed_models.body.patch_grids import PatchPlaces
 from ed_models.body.patch_tower import PatchLayer, PatchTower
-from ed_models.body.patch_weights import TIED, TOWER
+from ed_models.body.patch_weights import TOWER
 from ed_models.body.vision import tower_rules
 from ed_models.modalities.images import RASTER_PATCHES
 from ed_models.tasks.conditional import ConditionalLM
-from ed_models.weights.rules import EXPERTS, STANDARD, Rule, equal, fused, ignore, permute, renamed
+from ed_models.weights.rules import (
+    EXPERTS,
+    NESTED_TIED,
+    STANDARD,
+    Rule,
+    equal,
+    fused,
+    ignore,
+    permute,
+    renamed,
+)
 
 #: Our names of parts of the tower -> those of checkpoints.
-NAMES = {
+_NAMES = {
     "patch_embed": "patch_embed.proj",
     "pos_embed": "patch_embed.pos_emb.weight",
     "merger.final_norm": "encoder.final_layernorm",
@@ -57,20 +67,20 @@ NAMES = {
     "mlp.up_proj": "mlp.fc0",
     "mlp.down_proj": "mlp.fc1",
 }
-RULES = (
+_RULES = (
     Rule("patch_embed.kernel", "patch_embed.weight", permute(1, 2, 3, 0)),
     Rule("merger.final_norm.{name}", "merger.final_norm.{name}", equal),
     *fused(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "wqkv"),
 )
 PROJECTOR = {"norm": "pre_norm", "linear_1": "proj.0", "linear_2": "proj.2"}
 #: Names that transformers 5.23 writes -> names of published checkpoints.
-OTHER_NAMES = {
+_OTHER_NAMES = {
     "language_model.model.blocks": "language_model.model.layers",
     "vision_tower.encoder.patch_embed": "vision_tower.patch_embed",
     "model.mm_projector": "mm_projector",
 }
 #: Names of checkpoints -> names of the modules of transformers 5.
-MODULES = Modules(
+_MODULES = Modules(
     {
         "language_model.lm_head": "lm_head",
         "language_model.model": "model.language_model",
@@ -87,7 +97,7 @@ MODULES = Modules(
     halves=("attn.q_proj", "attn.k_proj"),
     halved_heads=lambda config: config.vision_config.num_attention_heads,
 )
-STORED = {"model.language_model": "language_model.model", "lm_head": "language_model.lm_head"}
+_STORED = {"model.language_model": "language_model.model", "lm_head": "language_model.lm_head"}
 
 
 class KimiK25VisionConfig(EasyDeLBaseConfig, _Vision):
@@ -215,13 +225,13 @@ class KimiK25ForConditionalGeneration(ConditionalLM):
     body_class = KimiK25Model
     architecture = "Kimi_K25ForConditionalGeneration"
     modality = RASTER_PATCHES
-    TIED_WEIGHTS = TIED
-    OTHER_NAMES = OTHER_NAMES
-    MODULES = MODULES
+    TIED_WEIGHTS = NESTED_TIED
+    OTHER_NAMES = _OTHER_NAMES
+    MODULES = _MODULES
     WEIGHTS = (
-        *tower_rules(TOWER, "vision_tower", NAMES, RULES),
+        *tower_rules(TOWER, "vision_tower", _NAMES, _RULES),
         *tower_rules(f"{TOWER}.merger", "mm_projector", PROJECTOR, STANDARD),
-        *tower_rules(TOWER, "vision_tower", NAMES, STANDARD),
-        *renamed(STORED, EXPERTS, *STANDARD),
+        *tower_rules(TOWER, "vision_tower", _NAMES, STANDARD),
+        *renamed(_STORED, EXPERTS, *STANDARD),
         *(ignore(f"{part}model.layers.61.{{path}}") for part in ("", "language_model.")),
     )

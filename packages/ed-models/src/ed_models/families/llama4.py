@@ -44,15 +44,15 @@ from jaxtyping import Array, Float
 from ed_models.adapters.peft_layout import Modules
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
-from ed_models.body.tiles import STORED, TIED, TiledImageTextModel, joined_squares
+from ed_models.body.tiles import STORED, TiledImageTextModel, joined_squares
 from ed_models.body.vision import VisionLayer, VisionTower, get_size, tower_rules
 from ed_models.modalities.images import TILES
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.conditional import ConditionalLM
-from ed_models.weights.rules import STANDARD, Rule, equal, renamed, split
+from ed_models.weights.rules import NESTED_TIED, STANDARD, Rule, equal, renamed, split
 
 #: Rules of the language model.
-TEXT_WEIGHTS = renamed(
+_TEXT_WEIGHTS = renamed(
     {"mlp": "feed_forward", "gate": "router", "shared_experts": "shared_expert"},
     Rule(
         ("{path}.experts.gate_proj.kernel", "{path}.experts.up_proj.kernel"),
@@ -145,7 +145,7 @@ class Llama4TextForCausalLM(CausalLM):
     """Llama 4 with a language-model head."""
 
     body_class = Llama4TextModel
-    WEIGHTS = TEXT_WEIGHTS
+    WEIGHTS = _TEXT_WEIGHTS
     MODULES = Modules(swapped=True)
 
 
@@ -287,7 +287,7 @@ class Llama4Model(TiledImageTextModel):
     config_class = Llama4Config
     projector_class = Llama4Projector
     tower_class = Llama4VisionModel
-    decoder_rules = TEXT_WEIGHTS
+    decoder_rules = _TEXT_WEIGHTS
 
 
 @register_module(TaskType.IMAGE_TEXT_TO_TEXT, config=Llama4Config, model_type="llama4")
@@ -296,9 +296,9 @@ class Llama4ForConditionalGeneration(ConditionalLM):
 
     body_class = Llama4Model
     modality = TILES
-    TIED_WEIGHTS = TIED
+    TIED_WEIGHTS = NESTED_TIED
     MODULES = Modules(swapped=True)
     WEIGHTS = (
         *tower_rules("model.vision_tower", "vision_model", Llama4VisionModel.names),
-        *renamed(STORED, *TEXT_WEIGHTS),
+        *renamed(STORED, *_TEXT_WEIGHTS),
     )

@@ -19,9 +19,10 @@ from jaxtyping import Array, Float
 
 from ed_models.body.packed_image_text import PackedImageTextModel
 from ed_models.body.packed_weights import PACKED_WEIGHTS
-from ed_models.body.tiles import MODULES, OTHER_NAMES, TIED, TwoLayerProjector
+from ed_models.body.tiles import TILED_MODULES, TILED_NAMES, TwoLayerProjector
 from ed_models.modalities.images import ROWS
 from ed_models.tasks.conditional import ConditionalLM
+from ed_models.weights.rules import NESTED_TIED
 
 
 @register_config("llava")
@@ -53,7 +54,7 @@ class LlavaForConditionalGeneration(ConditionalLM):
 
     body_class = LlavaModel
     modality = ROWS
-    TIED_WEIGHTS = TIED
-    OTHER_NAMES = OTHER_NAMES
-    MODULES = MODULES
+    TIED_WEIGHTS = NESTED_TIED
+    OTHER_NAMES = TILED_NAMES
+    MODULES = TILED_MODULES
     WEIGHTS = PACKED_WEIGHTS

@@ -16,11 +16,12 @@ from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.registry import register_config, register_module
 
-from ed_models.body.sized_tiles import NAMES, RULES, SizedImageTextModel
-from ed_models.body.tiles import MODULES, TIED
+from ed_models.body.sized_tiles import SIZED_TILE_NAMES, SIZED_TILE_RULES, SizedImageTextModel
+from ed_models.body.tiles import TILED_MODULES
 from ed_models.body.unpadded import TileGrids
 from ed_models.modalities.images import GRID_TILES
 from ed_models.tasks.conditional import ConditionalLM
+from ed_models.weights.rules import NESTED_TIED
 
 LIMITED = "anyres_max_"
 
@@ -71,7 +72,7 @@ class LlavaOnevisionForConditionalGeneration(ConditionalLM):
 
     body_class = LlavaOnevisionModel
     modality = GRID_TILES
-    TIED_WEIGHTS = TIED
-    OTHER_NAMES = NAMES
-    MODULES = MODULES
-    WEIGHTS = RULES
+    TIED_WEIGHTS = NESTED_TIED
+    OTHER_NAMES = SIZED_TILE_NAMES
+    MODULES = TILED_MODULES
+    WEIGHTS = SIZED_TILE_RULES

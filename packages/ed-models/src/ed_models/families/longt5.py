@@ -24,10 +24,16 @@ from ed_layers.attention.blocks.summary_attention import SummaryAttention
 from ed_layers.parts import Parts
 
 from ed_models.body.encoder_decoder import EncoderDecoder, LayerStack
-from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_layer, layer_stack
+from ed_models.body.t5 import (
+    INITIALIZER_RANGE,
+    T5_FIELDS,
+    decoder_layer,
+    encoder_layer,
+    layer_stack,
+)
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
-from ed_models.tasks.text_encoder import ENCODER_TASKS
+from ed_models.tasks.text_encoder import ENCODER_CLASSES
 from ed_models.weights.blocks import ArchitectureFields, Relation, Shapes, TheirName
 from ed_models.weights.rules import Rule, TensorLayout, equal, transpose
 
@@ -43,7 +49,7 @@ class LongT5Config(EasyDeLBaseConfig, transformers.LongT5Config):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "longt5"
-    attribute_map = {**transformers.LongT5Config.attribute_map, **FIELDS}
+    attribute_map = {**transformers.LongT5Config.attribute_map, **T5_FIELDS}
     # `transformers` computes these fields, and writes them to config.json.
     known_keywords = frozenset(
         {"dense_act_fn", "is_gated_act", "scale_decoder_outputs", "tie_word_embeddings"}
@@ -120,7 +126,7 @@ class LongT5ForConditionalGeneration(Seq2SeqLM):
     """LongT5 with a language-model head."""
 
     body_class = LongT5Model
-    DERIVED = ENCODER_TASKS
+    DERIVED = ENCODER_CLASSES
     WEIGHTS = (
         *(
             Rule(f"{LAYER}.{p}_proj.kernel", f"{BLOCK}.{p}.weight", build_encoder_layout(transpose))

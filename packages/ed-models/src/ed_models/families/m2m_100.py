@@ -15,7 +15,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.sinusoids import fairseq
 
-from ed_models.body.bart import FIELDS, BartBody, BartForm
+from ed_models.body.bart import BART_FIELDS, BartBody, BartForm
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import BART_WEIGHTS
 
@@ -25,7 +25,7 @@ class M2M100Config(EasyDeLBaseConfig, transformers.M2M100Config):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "m2m_100"
-    attribute_map = {**transformers.M2M100Config.attribute_map, **FIELDS}
+    attribute_map = {**transformers.M2M100Config.attribute_map, **BART_FIELDS}
 
 
 class M2M100Model(BartBody):

@@ -14,7 +14,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.sinusoids import geometric
 
-from ed_models.body.bart import FIELDS, BartBody, BartForm
+from ed_models.body.bart import BART_FIELDS, BartBody, BartForm
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import BART_WEIGHTS, with_bias
 
@@ -24,7 +24,7 @@ class MarianConfig(EasyDeLBaseConfig, transformers.MarianConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "marian"
-    attribute_map = {**transformers.MarianConfig.attribute_map, **FIELDS}
+    attribute_map = {**transformers.MarianConfig.attribute_map, **BART_FIELDS}
 
 
 class MarianModel(BartBody):

@@ -14,7 +14,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 
-from ed_models.body.bart import FIELDS, BartBody, BartForm
+from ed_models.body.bart import BART_FIELDS, BartBody, BartForm
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_classification import CLASSIFIER_TASKS
 from ed_models.tasks.seq2seq_names import BART_WEIGHTS, with_bias
@@ -25,7 +25,7 @@ class MBartConfig(EasyDeLBaseConfig, transformers.MBartConfig):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "mbart"
-    attribute_map = {**transformers.MBartConfig.attribute_map, **FIELDS}
+    attribute_map = {**transformers.MBartConfig.attribute_map, **BART_FIELDS}
 
 
 class MBartModel(BartBody):

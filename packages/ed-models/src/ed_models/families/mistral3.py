@@ -23,10 +23,10 @@ from jaxtyping import Array, Float
 
 from ed_models.body.packed_image_text import PackedImageTextModel
 from ed_models.body.packed_weights import PACKED_WEIGHTS
-from ed_models.body.tiles import MODULES, OTHER_NAMES, TIED
+from ed_models.body.tiles import TILED_MODULES, TILED_NAMES
 from ed_models.modalities.images import ROWS
 from ed_models.tasks.conditional import ConditionalLM
-from ed_models.weights.rules import Rule, transpose
+from ed_models.weights.rules import NESTED_TIED, Rule, transpose
 
 
 @register_config("mistral3")
@@ -78,9 +78,9 @@ class Mistral3ForConditionalGeneration(ConditionalLM):
 
     body_class = Mistral3Model
     modality = ROWS
-    TIED_WEIGHTS = TIED
-    OTHER_NAMES = OTHER_NAMES
-    MODULES = MODULES
+    TIED_WEIGHTS = NESTED_TIED
+    OTHER_NAMES = TILED_NAMES
+    MODULES = TILED_MODULES
     WEIGHTS = (
         Rule(
             "model.multi_modal_projector.patch_merger.kernel",

@@ -11,10 +11,16 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 
 from ed_models.body.encoder_decoder import EncoderDecoder
-from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_layer, layer_stack
+from ed_models.body.t5 import (
+    INITIALIZER_RANGE,
+    T5_FIELDS,
+    decoder_layer,
+    encoder_layer,
+    layer_stack,
+)
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
-from ed_models.tasks.text_encoder import ENCODER_TASKS
+from ed_models.tasks.text_encoder import ENCODER_CLASSES
 
 
 @register_config("mt5")
@@ -25,7 +31,7 @@ class MT5Config(EasyDeLBaseConfig, transformers.MT5Config):
     """
 
     model_type = "mt5"
-    attribute_map = {**transformers.MT5Config.attribute_map, **FIELDS}
+    attribute_map = {**transformers.MT5Config.attribute_map, **T5_FIELDS}
     known_keywords = frozenset({"dense_act_fn", "is_gated_act"})
     initializer_range = INITIALIZER_RANGE
 
@@ -49,6 +55,6 @@ class MT5ForConditionalGeneration(Seq2SeqLM):
     """mT5 with a language-model head."""
 
     body_class = MT5Model
-    DERIVED = ENCODER_TASKS
+    DERIVED = ENCODER_CLASSES
     WEIGHTS = T5_WEIGHTS
     as_published = staticmethod(with_head)

@@ -24,10 +24,11 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.body.patch_tower import PatchLayer, PatchTower
-from ed_models.body.patch_weights import MERGER, MODULES, OTHER_NAMES, TIED, patch_weights
+from ed_models.body.patch_weights import MERGER, PATCH_MODULES, PATCH_NAMES, patch_weights
 from ed_models.modalities.images import PATCHES
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.conditional import ConditionalLM
+from ed_models.weights.rules import NESTED_TIED
 
 
 class Qwen2_5_VLVisionConfig(EasyDeLBaseConfig, transformers.Qwen2_5_VLVisionConfig):
@@ -112,7 +113,7 @@ class Qwen2_5_VLForConditionalGeneration(ConditionalLM):
 
     body_class = Qwen2_5_VLModel
     modality = PATCHES
-    TIED_WEIGHTS = TIED
-    OTHER_NAMES = OTHER_NAMES
-    MODULES = MODULES
+    TIED_WEIGHTS = NESTED_TIED
+    OTHER_NAMES = PATCH_NAMES
+    MODULES = PATCH_MODULES
     WEIGHTS = patch_weights(MERGER)

@@ -23,10 +23,11 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_models.body.audio_text import AUDIO_WEIGHTS, OTHER_NAMES, AudioTextModel, AudioTower
-from ed_models.body.tiles import MODULES, TIED
+from ed_models.body.audio_text import AUDIO_TEXT_NAMES, AUDIO_WEIGHTS, AudioTextModel, AudioTower
+from ed_models.body.tiles import TILED_MODULES
 from ed_models.modalities.audio import MASKED_RECORDINGS
 from ed_models.tasks.conditional import ConditionalLM
+from ed_models.weights.rules import NESTED_TIED
 
 
 class Qwen2AudioEncoderConfig(EasyDeLBaseConfig, transformers.Qwen2AudioEncoderConfig):
@@ -83,7 +84,7 @@ class Qwen2AudioForConditionalGeneration(ConditionalLM):
 
     body_class = Qwen2AudioModel
     modality = MASKED_RECORDINGS
-    TIED_WEIGHTS = TIED
-    OTHER_NAMES = OTHER_NAMES
-    MODULES = MODULES
+    TIED_WEIGHTS = NESTED_TIED
+    OTHER_NAMES = AUDIO_TEXT_NAMES
+    MODULES = TILED_MODULES
     WEIGHTS = AUDIO_WEIGHTS

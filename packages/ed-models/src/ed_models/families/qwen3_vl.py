@@ -24,10 +24,11 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import AddingLayer
 from ed_models.body.patch_tower import PatchTower, deep_tower
-from ed_models.body.patch_weights import NESTED, NESTED_NAMES, TIED, patch_weights
+from ed_models.body.patch_weights import NESTED, NESTED_NAMES, patch_weights
 from ed_models.modalities.images import PATCHES
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.conditional import ConditionalLM
+from ed_models.weights.rules import NESTED_TIED
 
 
 class Qwen3VLVisionConfig(EasyDeLBaseConfig, transformers.Qwen3VLVisionConfig):
@@ -95,5 +96,5 @@ class Qwen3VLForConditionalGeneration(ConditionalLM):
 
     body_class = Qwen3VLModel
     modality = PATCHES
-    TIED_WEIGHTS = TIED
+    TIED_WEIGHTS = NESTED_TIED
     WEIGHTS = patch_weights(NESTED_NAMES, stored=NESTED)

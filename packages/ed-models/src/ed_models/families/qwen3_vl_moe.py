@@ -29,16 +29,16 @@ from ed_models.body.experts import has_experts
 from ed_models.body.image_text import PatchedImageTextModel
 from ed_models.body.layers import AddingLayer
 from ed_models.body.patch_tower import PatchTower, deep_tower
-from ed_models.body.patch_weights import NESTED, NESTED_NAMES, TIED, patch_weights
+from ed_models.body.patch_weights import NESTED, NESTED_NAMES, patch_weights
 from ed_models.checkpoints.tensor_files import Computed, Index, TensorFiles
 from ed_models.modalities.images import PATCHES
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.blocks import Shape
-from ed_models.weights.rules import STANDARD, Rule, split, transpose
+from ed_models.weights.rules import NESTED_TIED, STANDARD, Rule, split, transpose
 
 #: Rules of the language model, in the layout that transformers writes.
-TEXT_WEIGHTS = (
+_TEXT_WEIGHTS = (
     Rule(
         ("{path}.experts.gate_proj.kernel", "{path}.experts.up_proj.kernel"),
         "{path}.experts.gate_up_proj",
@@ -131,7 +131,7 @@ class Qwen3VLMoeTextForCausalLM(CausalLM):
     """The language model of Qwen3-VL-MoE."""
 
     body_class = Qwen3VLMoeTextModel
-    WEIGHTS = TEXT_WEIGHTS
+    WEIGHTS = _TEXT_WEIGHTS
     as_published = staticmethod(turned_experts)
 
 
@@ -150,6 +150,6 @@ class Qwen3VLMoeForConditionalGeneration(ConditionalLM):
 
     body_class = Qwen3VLMoeModel
     modality = PATCHES
-    TIED_WEIGHTS = TIED
-    WEIGHTS = patch_weights(NESTED_NAMES, text=TEXT_WEIGHTS, stored=NESTED)
+    TIED_WEIGHTS = NESTED_TIED
+    WEIGHTS = patch_weights(NESTED_NAMES, text=_TEXT_WEIGHTS, stored=NESTED)
     as_published = staticmethod(turned_experts)

@@ -41,7 +41,7 @@ from ed_models.tasks.image_text_match import (
 )
 
 #: Arrays of images.
-IMAGES = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+_IMAGES = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 
 
 @register_config("siglip2_vision_model")
@@ -102,7 +102,7 @@ def compute_resize_weights(
 class Siglip2VisionModel(VisionTower):
     """The vision tower; `vision_use_head: false` omits the pooling."""
 
-    input_names = IMAGES
+    input_names = _IMAGES
     reads = "mean"
 
     @staticmethod
@@ -199,7 +199,7 @@ class Siglip2Config(EasyDeLBaseConfig, transformers.Siglip2Config):
 class Siglip2Model(ImageTextMatcher):
     """Both towers, and a scale and a bias of the similarities."""
 
-    input_names = ("input_ids", "attention_mask", *IMAGES)
+    input_names = ("input_ids", "attention_mask", *_IMAGES)
     pair_loss = sigmoid_pair_loss
 
     def add_parts(self, parts: Parts):
@@ -213,7 +213,7 @@ class Siglip2Model(ImageTextMatcher):
 class Siglip2ForImageClassification(ImageClassifier):
     """The vision tower with a head for the mean of the patches."""
 
-    input_names = IMAGES
+    input_names = _IMAGES
     tower_class = Siglip2VisionModel
     prefix = "vision_model"
     ignored_names = ("text_model.{path}", "logit_scale", "logit_bias")

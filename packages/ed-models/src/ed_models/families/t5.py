@@ -19,10 +19,16 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 
 from ed_models.body.encoder_decoder import EncoderDecoder
-from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_layer, layer_stack
+from ed_models.body.t5 import (
+    INITIALIZER_RANGE,
+    T5_FIELDS,
+    decoder_layer,
+    encoder_layer,
+    layer_stack,
+)
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
-from ed_models.tasks.text_encoder import ENCODER_TASKS
+from ed_models.tasks.text_encoder import ENCODER_CLASSES
 
 
 @register_config("t5")
@@ -30,7 +36,7 @@ class T5Config(EasyDeLBaseConfig, transformers.T5Config):
     """Architecture fields from `transformers`, execution fields from `EasyDeLBaseConfig`."""
 
     model_type = "t5"
-    attribute_map = {**transformers.T5Config.attribute_map, **FIELDS}
+    attribute_map = {**transformers.T5Config.attribute_map, **T5_FIELDS}
     # `transformers` computes these fields, and writes them to config.json.
     known_keywords = frozenset(
         {"dense_act_fn", "is_gated_act", "scale_decoder_outputs", "tie_word_embeddings"}
@@ -58,7 +64,7 @@ class T5ForConditionalGeneration(Seq2SeqLM):
     """T5 with a language-model head."""
 
     body_class = T5Model
-    DERIVED = ENCODER_TASKS
+    DERIVED = ENCODER_CLASSES
     WEIGHTS = T5_WEIGHTS
     as_published = staticmethod(with_head)
 

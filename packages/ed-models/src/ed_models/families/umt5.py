@@ -18,10 +18,10 @@ from ed_layers.attention.blocks.settings import MaskRule, RelativeBuckets, Score
 from ed_layers.parts import Parts
 
 from ed_models.body.encoder_decoder import EncoderDecoder, LayerStack
-from ed_models.body.t5 import FIELDS, INITIALIZER_RANGE, decoder_layer, encoder_layer
+from ed_models.body.t5 import INITIALIZER_RANGE, T5_FIELDS, decoder_layer, encoder_layer
 from ed_models.tasks.seq2seq import Seq2SeqLM
 from ed_models.tasks.seq2seq_names import T5_WEIGHTS, with_head
-from ed_models.tasks.text_encoder import ENCODER_TASKS
+from ed_models.tasks.text_encoder import ENCODER_CLASSES
 
 
 @register_config("umt5")
@@ -32,7 +32,7 @@ class UMT5Config(EasyDeLBaseConfig, transformers.UMT5Config):
     """
 
     model_type = "umt5"
-    attribute_map = {**transformers.UMT5Config.attribute_map, **FIELDS}
+    attribute_map = {**transformers.UMT5Config.attribute_map, **T5_FIELDS}
     known_keywords = frozenset({"dense_act_fn", "is_gated_act", "tie_word_embeddings"})
     initializer_range = INITIALIZER_RANGE
 
@@ -78,7 +78,7 @@ class UMT5ForConditionalGeneration(Seq2SeqLM):
     """UMT5 with a language-model head."""
 
     body_class = UMT5Model
-    DERIVED = ENCODER_TASKS
+    DERIVED = ENCODER_CLASSES
     WEIGHTS = T5_WEIGHTS
     as_published = staticmethod(with_head)
 

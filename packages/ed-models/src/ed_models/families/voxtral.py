@@ -23,10 +23,11 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_models.body.audio_text import AUDIO_WEIGHTS, OTHER_NAMES, AudioTextModel, AudioTower
-from ed_models.body.tiles import MODULES, TIED
+from ed_models.body.audio_text import AUDIO_TEXT_NAMES, AUDIO_WEIGHTS, AudioTextModel, AudioTower
+from ed_models.body.tiles import TILED_MODULES
 from ed_models.modalities.audio import RECORDINGS
 from ed_models.tasks.conditional import ConditionalLM
+from ed_models.weights.rules import NESTED_TIED
 
 
 class VoxtralEncoderConfig(EasyDeLBaseConfig, transformers.VoxtralEncoderConfig):
@@ -86,7 +87,7 @@ class VoxtralForConditionalGeneration(ConditionalLM):
 
     body_class = VoxtralModel
     modality = RECORDINGS
-    TIED_WEIGHTS = TIED
-    OTHER_NAMES = OTHER_NAMES
-    MODULES = MODULES
+    TIED_WEIGHTS = NESTED_TIED
+    OTHER_NAMES = AUDIO_TEXT_NAMES
+    MODULES = TILED_MODULES
     WEIGHTS = AUDIO_WEIGHTS

@@ -141,7 +141,7 @@ class Wav2Vec2Model(EasyDeLBaseModule):
 
 
 #: Our names of parameters -> the names of checkpoints.
-WEIGHTS = (
+_WEIGHTS = (
     Rule("model.masked_spec_embed", "wav2vec2.masked_spec_embed", equal),
     Rule(
         "model.encoder.pos_conv_embed.scale",
@@ -178,7 +178,7 @@ class Wav2Vec2ForCTC(CTCModel):
     """Wav2Vec2 with a CTC head."""
 
     body_class = Wav2Vec2Model
-    WEIGHTS = WEIGHTS
+    WEIGHTS = _WEIGHTS
 
 
 @register_module(TaskType.AUDIO_CLASSIFICATION, config=Wav2Vec2Config, model_type="wav2vec2")
@@ -186,4 +186,4 @@ class Wav2Vec2ForSequenceClassification(AudioClassifier):
     """Wav2Vec2 with a head for labels of recordings."""
 
     body_class = Wav2Vec2Model
-    WEIGHTS = WEIGHTS
+    WEIGHTS = _WEIGHTS

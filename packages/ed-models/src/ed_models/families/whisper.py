@@ -17,7 +17,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 
-from ed_models.body.bart import FIELDS, BartBody
+from ed_models.body.bart import BART_FIELDS, BartBody
 from ed_models.body.spec_augment import SpecAugment
 from ed_models.body.whisper_encoder import (
     FORM,
@@ -37,7 +37,7 @@ class WhisperConfig(EasyDeLBaseConfig, transformers.WhisperConfig):
     model_type = "whisper"
     attribute_map = {
         **transformers.WhisperConfig.attribute_map,
-        **FIELDS,
+        **BART_FIELDS,
         "max_position_embeddings": "max_target_positions",
     }
 

@@ -23,7 +23,7 @@ def row_keys(seed: Int[Array, ""] | int, rows: int) -> Key[Array, " b"]:
 
 
 #: Tokens of a block in which `first_argmax` looks closer.
-BLOCK = 128
+_BLOCK = 128
 
 
 def first_argmax(logits: Float[Array, "b v"]) -> Int[Array, " b"]:
@@ -34,13 +34,13 @@ def first_argmax(logits: Float[Array, "b v"]) -> Int[Array, " b"]:
     if argmax.takes(logits):
         return argmax.find_argmax(logits)
     b, v = logits.shape
-    if v % BLOCK == 0 and v >= BLOCK**2:
+    if v % _BLOCK == 0 and v >= _BLOCK**2:
         # A large vocabulary is read once, for the maxima of its blocks.
-        parts = logits.reshape(b, -1, BLOCK)
+        parts = logits.reshape(b, -1, _BLOCK)
         tops = jnp.max(parts, axis=-1)
         block = first_argmax(tops)
         inside = jnp.take_along_axis(parts, block[:, None, None], axis=1)[:, 0]
-        return block * BLOCK + first_argmax(inside)
+        return block * _BLOCK + first_argmax(inside)
     best = jnp.max(logits, axis=-1, keepdims=True)
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return jnp.minimum(jnp.min(jnp.where(logits == best, index, v), axis=-1), v - 1)

@@ -20,7 +20,12 @@ from ed_infra.inputs import COUNTS, GRID, GRIDS, IMAGE_FEATURES, POSITIONS, SIZE
 from ed_infra.rope.grids import grid_positions
 from jaxtyping import Bool, Float, Int
 
-from ed_models.body.image_rows import SMALLEST, feature_counts, rounded_patches, rows_of_images
+from ed_models.body.image_rows import (
+    SMALLEST_BUCKET,
+    feature_counts,
+    rounded_patches,
+    rows_of_images,
+)
 from ed_models.body.packed_images import PatchForm, from_positions, in_blocks
 from ed_models.body.unpadded import TileGrids, rows_of_tiles, with_grids
 from ed_models.body.vision import get_size
@@ -86,7 +91,10 @@ class PackedImages(EncoderItems):
 
     def examples(self) -> list[ItemArrays]:
         """See `EncoderItems.examples`."""
-        sizes, most = [rounded_patches(SMALLEST, self.merge)], rounded_patches(self.longest, 1)
+        sizes, most = (
+            [rounded_patches(SMALLEST_BUCKET, self.merge)],
+            rounded_patches(self.longest, 1),
+        )
         while sizes[-1] < most * self.merge**2:
             sizes.append(2 * sizes[-1])
         grid = np.zeros(3, np.int32)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 #: Seconds of a frame of a spectrogram, and of one step of the tokens of times.
 FRAME, STEP = 0.01, 0.02
-STRIDE = 2  # frames of an encoder position
+_STRIDE = 2  # frames of an encoder position
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class WhisperDecoder:
     def __init__(self, model: Any, decode: Callable[[Sequence[int]], str]):
         self.model, self.text_of = model, decode
         self.tokens = WhisperTokens.read(model)
-        self.window = STRIDE * model.config.max_source_positions
+        self.window = _STRIDE * model.config.max_source_positions
         self.positions = model.config.max_target_positions
         self.aligner = TokenAligner.of(model)
 
@@ -316,7 +316,7 @@ class WhisperDecoder:
         """Return the time of each token of a window in seconds; None if no times are wanted."""
         if request.sound_frames is None or self.aligner is None:
             return None
-        count = (request.sound_frames - seek) // STRIDE
+        count = (request.sound_frames - seek) // _STRIDE
         tokens = list(map(int, attempt.tokens))
         window_times = self.aligner.times(outputs, prefix, tokens, attempt.ended, count)
         return tuple((window_times + seek * FRAME).tolist())
@@ -432,7 +432,7 @@ class WhisperDecoder:
             last = -1 if number < len(ends) - 1 or closed else -2
             pieces.append((float(piece[0] - first), float(piece[last] - first), piece))
             begin = end
-        moved = count if closed else int(tokens[begin - 2] - first) * STRIDE
+        moved = count if closed else int(tokens[begin - 2] - first) * _STRIDE
         return pieces, moved
 
 

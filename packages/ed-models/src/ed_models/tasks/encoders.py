@@ -42,7 +42,7 @@ from ed_models.tasks.pooling import Pooling
 from ed_models.weights.blocks import Shapes
 
 #: Label of positions without a loss.
-IGNORED = -100
+_IGNORED = -100
 
 
 class EncoderTask(HeadModel[TextEncoder]):
@@ -232,7 +232,7 @@ class QuestionAnswerer(EncoderTask):
         output = self(input_ids, **inputs)
         length = output.start_logits.shape[1]
         span_positions = [jnp.asarray(x) for x in (start_positions, end_positions)]
-        start, end = (jnp.where(x >= length, IGNORED, jnp.maximum(x, 0)) for x in span_positions)
+        start, end = (jnp.where(x >= length, _IGNORED, jnp.maximum(x, 0)) for x in span_positions)
         first, count = mean_cross_entropy(output.start_logits, start)
         last, _ = mean_cross_entropy(output.end_logits, end)
         return output.replace(loss=(first + last) / 2), count
@@ -365,11 +365,11 @@ class MaskedLM(VocabularyHead):
 
         output = self(input_ids, logits_at="none", **inputs)
         features = self.transform(cast(jax.Array, output.last_hidden_state))
-        weights = (labels != IGNORED).astype(jnp.float32)
+        weights = (labels != _IGNORED).astype(jnp.float32)
         total = cross_entropy_sum(
             features.reshape(-1, features.shape[-1]),
             self.head(),
-            jnp.where(labels == IGNORED, 0, labels).reshape(-1),
+            jnp.where(labels == _IGNORED, 0, labels).reshape(-1),
             weights.reshape(-1),
         )
         count = jnp.sum(weights)
@@ -419,8 +419,8 @@ def mean_cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the mean cross-entropy of the labels that are not -100, and their number."""
     labels = jnp.asarray(labels)
-    weights = (labels != IGNORED).astype(jnp.float32)
-    label_index = jnp.where(labels == IGNORED, 0, labels)[..., None]
+    weights = (labels != _IGNORED).astype(jnp.float32)
+    label_index = jnp.where(labels == _IGNORED, 0, labels)[..., None]
     logp = jnp.take_along_axis(jax.nn.log_softmax(logits), label_index, axis=-1)[..., 0]
     count = jnp.sum(weights)
     return -jnp.sum(logp * weights) / jnp.maximum(count, 1), count

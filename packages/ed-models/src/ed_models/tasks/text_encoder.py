@@ -121,7 +121,7 @@ def _embedder(family: type[Any]) -> type[Any]:
 
 
 #: Further tasks of encoder-decoders whose encoder is published alone.
-ENCODER_TASKS: Mapping[TaskType, Callable[[type[Any]], type]] = {
+ENCODER_CLASSES: Mapping[TaskType, Callable[[type[Any]], type]] = {
     TaskType.BASE_MODULE: SeparateEncoder.for_family,
     TaskType.EMBEDDING: _embedder,
 }

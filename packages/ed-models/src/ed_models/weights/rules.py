@@ -334,6 +334,8 @@ BACKBONE = {
 #: Head -> embedding, of models whose head is the embedding if `tie_word_embeddings` is set. A
 #: class with other names overrides `TIED_WEIGHTS`.
 TIED: Mapping[str, str] = {"lm_head.kernel": "model.embed_tokens.embedding"}
+#: The same, of models whose decoder is a part of their body.
+NESTED_TIED = {"lm_head.kernel": "model.language_model.embed_tokens.embedding"}
 
 
 def _leading(ours: Mapping[str, Shape]) -> int:

@@ -39,9 +39,6 @@ from ed_trainers.stored.arrays import (
 from ed_trainers.stored.fingerprint import Fingerprint, check_same, fingerprint
 from ed_trainers.stored.saved import FORMAT, check_format
 
-Say = Callable[[str], None]
-
-
 # Files that orbax writes after `_seal`, while it commits a checkpoint.
 _LATER = ("_CHECKPOINT_METADATA", "commit_success.txt")
 # Approximate size of a checkpoint without its arrays, in bytes.
@@ -68,7 +65,7 @@ class Checkpoints:
         keep: int | None,
         keep_best: int = 0,
         score: Callable[[int], float | None] = lambda step: None,
-        say: Say = print,
+        say: Callable[[str], None] = print,
         mirror: Mirror | None = None,
     ):
         self.directory = directory.absolute()

@@ -87,7 +87,7 @@ class Mirror:
         except Exception as error:  # each protocol has its own types of errors
             # The rest of a copy would fill the store, and the copies of later steps need the space.
             with suppress(Exception):
-                if not self._fs.exists(f"{self._root}/{step}/{checksums.FILE}"):
+                if not self._fs.exists(f"{self._root}/{step}/{checksums.CHECKSUMS_FILE}"):
                     self._remove(step)
             self.failed = (
                 f"checkpoint {step} could not be copied to {self.address} "
@@ -108,14 +108,14 @@ class Mirror:
             for path in sorted(checkpoint.rglob("*"))
             if path.is_file()
         }
-        last = files.pop(checksums.FILE)
+        last = files.pop(checksums.CHECKSUMS_FILE)
         if _BUCKETS.isdisjoint(_list_protocols(self._fs.protocol)):
             for name in {f"{target}/{name}".rpartition("/")[0] for name in files}:
                 self._fs.makedirs(name, exist_ok=True)
         with ThreadPoolExecutor(_PARALLEL) as pool:
             list(pool.map(lambda name: self._put(files[name], f"{target}/{name}"), files))
         self._fs.pipe_file(f"{target}/{self._record}", rows)
-        self._put(last, f"{target}/{checksums.FILE}")
+        self._put(last, f"{target}/{checksums.CHECKSUMS_FILE}")
 
     def _put(self, source: Path, target: str) -> None:
         self._fs.put_file(str(source), target)
@@ -127,8 +127,8 @@ class Mirror:
     def _remove(self, step: int) -> None:
         """Delete a copy; the checksums go first, so that a partial copy is never complete."""
         folder = f"{self._root}/{step}"
-        if self._fs.exists(f"{folder}/{checksums.FILE}"):
-            self._fs.rm_file(f"{folder}/{checksums.FILE}")
+        if self._fs.exists(f"{folder}/{checksums.CHECKSUMS_FILE}"):
+            self._fs.rm_file(f"{folder}/{checksums.CHECKSUMS_FILE}")
         self._fs.rm(folder, recursive=True)
         self._fs.invalidate_cache()
 
@@ -140,7 +140,7 @@ class Mirror:
         except FileNotFoundError:
             return {}
         steps = sorted(int(name) for name in names if name.isdecimal())
-        return {s: self._fs.exists(f"{self._root}/{s}/{checksums.FILE}") for s in steps}
+        return {s: self._fs.exists(f"{self._root}/{s}/{checksums.CHECKSUMS_FILE}") for s in steps}
 
     def wait(self) -> None:
         """Wait until every copy is complete or has failed, and end the thread."""

@@ -33,7 +33,7 @@ try:
 except ImportError:  # Windows has no such locks
     fcntl = None
 
-FILE = "run.lock"
+LOCK_FILE = "run.lock"
 #: Seconds between two renewals, and seconds without a renewal after which a lock is abandoned.
 BEAT_SECONDS, STALE_SECONDS = 5.0, 30.0
 #: Seconds in which a process that is being ended releases the lock of its own launch.
@@ -141,7 +141,7 @@ class LocalPlace:
     """The file `run.lock` of a directory."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory.absolute() / FILE
+        self._path = directory.absolute() / LOCK_FILE
         self.name = str(self._path)
         self._descriptor: int | None = None
         if hasattr(os, "register_at_fork"):
@@ -212,8 +212,8 @@ class StorePlace:
 
     def __init__(self, address: str) -> None:
         self._fs, root = fsspec.core.url_to_fs(address)
-        self._root, self._path = root, f"{root.rstrip('/')}/{FILE}"
-        self.name = f"{address.rstrip('/')}/{FILE}"
+        self._root, self._path = root, f"{root.rstrip('/')}/{LOCK_FILE}"
+        self.name = f"{address.rstrip('/')}/{LOCK_FILE}"
         protocol = self._fs.protocol
         self._protocols = {protocol} if isinstance(protocol, str) else {*protocol}
 

@@ -16,7 +16,7 @@ from ed_trainers.figures.flops import Utilization
 #: state, or reading it from a checkpoint. `lost` is the time between a checkpoint and the start of
 #: the process that continues from it, unless the run was stopped.
 Spent = Literal["compile", "data", "checkpoint", "evaluation", "restart", "lost"]
-KINDS: tuple[Spent, ...] = ("compile", "data", "checkpoint", "evaluation", "restart", "lost")
+ACTIVITIES: tuple[Spent, ...] = ("compile", "data", "checkpoint", "evaluation", "restart", "lost")
 
 _GIB = 2.0**30
 
@@ -32,7 +32,7 @@ class Meter:
         self.utilization: Utilization | None = None
         self._began = time.monotonic()
         self._earlier = 0.0  # seconds of the run before this process
-        self._spent = dict.fromkeys(KINDS, 0.0)
+        self._spent = dict.fromkeys(ACTIVITIES, 0.0)
         self._clock: float | None = None  # end of the last step; None after a compilation
         self._window = [0.0, 0.0]  # tokens and seconds since the last row
         self._whole = [0.0, 0.0]  # and since the start
@@ -62,7 +62,7 @@ class Meter:
         if saved is None:
             return
         seconds = saved["seconds"]
-        for kind in KINDS:
+        for kind in ACTIVITIES:
             self._spent[kind] += seconds.get(kind, 0.0)
         self._earlier += sum(seconds.values())
         if same_launch or not saved["stopped"]:

@@ -30,7 +30,7 @@ from ed_trainers.options.distillation import Support
 from ed_trainers.placement import Placement
 
 # Several arrays of [c, v] exist at the same time.
-DEFAULT_CHUNK = 256
+_DEFAULT_CHUNK = 256
 # TRL's constant: keeps the logarithm of the tail finite.
 _SMALLEST_TAIL = 1e-7
 
@@ -75,7 +75,7 @@ def token_divergences(
         teacher_head: Head,
         targets: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        size = chunk or DEFAULT_CHUNK
+        size = chunk or _DEFAULT_CHUNK
 
         @jax.checkpoint
         def compute_chunk(carry: None, part: tuple[jax.Array, ...]):

@@ -30,7 +30,7 @@ from ed_trainers.placement import TOKENS
 
 SIDES = ("chosen", "rejected")
 #: Figures in the terminal and the summary.
-COLUMNS = ("loss", "rewards/accuracies", "rewards/margins")
+PAIR_COLUMNS = ("loss", "rewards/accuracies", "rewards/margins")
 #: Arrays of the encoder, which reads the prompts.
 _PROMPTS = ("input_ids", "segment_ids", "position_ids", "attention_mask")
 

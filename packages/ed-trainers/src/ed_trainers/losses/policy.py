@@ -27,7 +27,7 @@ from ed_trainers.losses.token_loss import by_device
 from ed_trainers.placement import Placement
 
 # Logits and their softmax exist at the same time, [c, v] each.
-DEFAULT_CHUNK = 256
+POLICY_CHUNK = 256
 # Replaces the logarithm of a probability of 0 in a product with this probability.
 _LEAST = -1e30
 
@@ -113,7 +113,7 @@ def token_policy(
     """
     output = forward(model, rows, key)
     assert output.last_hidden_state is not None
-    size = chunk or DEFAULT_CHUNK
+    size = chunk or POLICY_CHUNK
 
     def local(
         hidden: jax.Array, head: Head, targets: jax.Array, *masks: jax.Array

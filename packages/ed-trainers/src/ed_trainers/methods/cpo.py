@@ -17,7 +17,7 @@ from jax.nn import relu
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models
 from ed_trainers.losses.pairs import (
-    COLUMNS,
+    PAIR_COLUMNS,
     compute_smoothed_losses,
     pair_metrics,
     prepare_pairs,
@@ -76,10 +76,10 @@ def pair_losses(
 
 
 CPO = Method[MethodRun[CPOArguments]](
-    prepare=prepare_pairs, loss=loss, per_token=False, progress_columns=COLUMNS
+    prepare=prepare_pairs, loss=loss, per_token=False, progress_columns=PAIR_COLUMNS
 )
 SIMPO = Method[MethodRun[SimPOArguments]](
-    prepare=prepare_pairs, loss=loss, per_token=False, progress_columns=COLUMNS
+    prepare=prepare_pairs, loss=loss, per_token=False, progress_columns=PAIR_COLUMNS
 )
 
 

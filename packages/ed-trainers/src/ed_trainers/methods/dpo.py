@@ -21,7 +21,7 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, Models, Prepared
 from ed_trainers.losses.pairs import (
-    COLUMNS,
+    PAIR_COLUMNS,
     compute_smoothed_losses,
     pair_batch,
     pair_metrics,
@@ -115,7 +115,7 @@ DPO = Method[DPORun](
     before_training=compute_ahead,
     whole_batches=reads_whole_batches,
     per_token=False,
-    progress_columns=COLUMNS,
+    progress_columns=PAIR_COLUMNS,
 )
 
 

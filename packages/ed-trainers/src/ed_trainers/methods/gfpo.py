@@ -74,7 +74,7 @@ GFPO = online_method(
     rows=rows,
     loss=grpo.loss,
     token_arrays=grpo.TOKEN_ARRAYS,
-    progress_columns=grpo.COLUMNS,
+    progress_columns=grpo.GROUP_COLUMNS,
 )
 
 

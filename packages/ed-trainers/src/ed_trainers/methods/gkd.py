@@ -32,7 +32,7 @@ from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
 
 #: The field of the data with completions.
-FIELD = "completion"
+_FIELD = "completion"
 # Separates the draw of the student's share from the seeds of samples.
 _SHARE = 1
 
@@ -65,20 +65,20 @@ def _read_completions(run: OnlineRun[GKDArguments], batch: HostBatch) -> Complet
     """Return the completions in the field `completion` of the data."""
     arguments = run.arguments
     fields = getattr(batch, "fields", {})
-    if not isinstance(batch, PromptRows) or FIELD not in fields:
+    if not isinstance(batch, PromptRows) or _FIELD not in fields:
         raise ConfigError(
-            f"with lmbda {arguments.lmbda} some generations need the field {FIELD!r} of the data, "
-            f"and the rows do not have it: write additional_fields: [{FIELD}] in the inform, set "
+            f"with lmbda {arguments.lmbda} some generations need the field {_FIELD!r} of the data, "
+            f"and the rows do not have it: write additional_fields: [{_FIELD}] in the inform, set "
             "seq_kd for completions of the teacher, or lmbda 1 for the student's only"
         )
     prompts = [list(ids)[-arguments.max_prompt_length :] for ids in batch.input_ids]
-    completion_ids = [_tokens(run, answer, row) for row, answer in enumerate(fields[FIELD])]
+    completion_ids = [_tokens(run, answer, row) for row, answer in enumerate(fields[_FIELD])]
     return Completions(
         prompts=list(getattr(batch, "prompts", prompts)),
         prompt_ids=prompts,
         completion_ids=[ids[: arguments.max_completion_length] for ids in completion_ids],
         logprobs=[[] for _ in completion_ids],
-        completions=list(fields[FIELD]),
+        completions=list(fields[_FIELD]),
         ended=[len(ids) <= arguments.max_completion_length for ids in completion_ids],
         fields=fields,
     )
@@ -94,7 +94,7 @@ def _tokens(run: OnlineRun[GKDArguments], answer: PromptContent | None, row: int
     if isinstance(answer, list) and answer and all(isinstance(x, int) for x in answer):
         return [int(x) for x in answer if isinstance(x, int)]
     raise ConfigError(
-        f"row {row} has the {FIELD} {answer!r:.60}: use a text and pass the trainer a tokenizer, "
+        f"row {row} has the {_FIELD} {answer!r:.60}: use a text and pass the trainer a tokenizer, "
         "or use token ids"
     )
 

@@ -46,7 +46,7 @@ from ed_trainers.trainer import Trainer
 #: Number of consecutive steps with equal rewards in every group after which a warning is printed.
 EQUAL_STEPS = 10
 #: Figures in the terminal and the summary.
-COLUMNS = ("reward", "kl", "completions/mean_length", "loss")
+GROUP_COLUMNS = ("reward", "kl", "completions/mean_length", "loss")
 # TRL's constant: keeps advantages finite if all rewards of a group are equal.
 _SMALL = 1e-4
 
@@ -386,7 +386,7 @@ GRPO = online_method(
     rows=rows,
     loss=loss,
     token_arrays=TOKEN_ARRAYS,
-    progress_columns=COLUMNS,
+    progress_columns=GROUP_COLUMNS,
 )
 
 

@@ -23,7 +23,7 @@ from ed_trainers.losses.masking import MaskTokenizer, Vocabulary, masked_rows
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import token_cross_entropy
-from ed_trainers.numbered import STEP, feed, get_batch_number
+from ed_trainers.numbered import STEP_KEY, feed, get_batch_number
 from ed_trainers.options.supervised import MLMArguments
 from ed_trainers.trainer import Trainer
 
@@ -92,7 +92,7 @@ def prepare(run: MLMRun, batch: HostBatch) -> Prepared:
         "targets": rows.targets,
         "weights": rows.weights,
     }
-    read = {*arrays, STEP, "labels", "attention_mask", "loss_weights"}
+    read = {*arrays, STEP_KEY, "labels", "attention_mask", "loss_weights"}
     selected = ("masked_positions", "targets", "weights")
     return Inputs({**arrays, **further_arrays(batch, read)}, dict.fromkeys(selected, _SELECTED))
 

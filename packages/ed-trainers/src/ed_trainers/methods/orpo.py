@@ -16,7 +16,7 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.pairs import (
-    COLUMNS,
+    PAIR_COLUMNS,
     get_pair_axes,
     pair_batch,
     pair_metrics,
@@ -70,7 +70,7 @@ def _log1mexp(x: jax.Array) -> jax.Array:
 
 
 ORPO = Method[MethodRun[ORPOArguments]](
-    prepare=prepare, loss=loss, per_token=False, progress_columns=COLUMNS
+    prepare=prepare, loss=loss, per_token=False, progress_columns=PAIR_COLUMNS
 )
 
 

@@ -25,9 +25,9 @@ from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.options.supervised import QuestionAnsweringArguments
 from ed_trainers.trainer import Trainer
 
-POSITIONS = ("start_positions", "end_positions")
+_POSITIONS = ("start_positions", "end_positions")
 #: Number of tokens of a predicted answer at most, as in transformers' `run_qa.py`.
-LONGEST = 30
+_LONGEST = 30
 #: Score of padding, whose probability is 0.
 _EXCLUDED = -1e30
 
@@ -45,14 +45,14 @@ def prepare(run: MethodRun[QuestionAnsweringArguments], batch: HostBatch) -> Pre
         ConfigError: the positions are missing.
     """
     del run
-    if any(name not in batch for name in POSITIONS):
+    if any(name not in batch for name in _POSITIONS):
         raise ConfigError(
-            f"a batch of questions has {' and '.join(POSITIONS)}, not only "
+            f"a batch of questions has {' and '.join(_POSITIONS)}, not only "
             f"{', '.join(sorted(batch))}: use rows with question, context and answers"
         )
     arrays = sequence_arrays(batch)
     length = arrays["input_ids"].shape[1]
-    answer_positions = {name: np.asarray(batch[name], np.int32) for name in POSITIONS}
+    answer_positions = {name: np.asarray(batch[name], np.int32) for name in _POSITIONS}
     inside = np.any(arrays["segment_ids"] > 0, axis=1)
     numbers: dict[str, np.ndarray] = {}
     for name, positions in answer_positions.items():
@@ -78,7 +78,7 @@ def loss(
     del run
     output: QuestionAnsweringOutput = outputs_of_texts(models.learner, batch, key)
     terms = []
-    for name, logits in zip(POSITIONS, (output.start_logits, output.end_logits), strict=True):
+    for name, logits in zip(_POSITIONS, (output.start_logits, output.end_logits), strict=True):
         weights = batch[name.replace("positions", "weights")]
         scores = jnp.where(batch["segment_ids"] > 0, logits, _EXCLUDED)
         terms.append(class_losses(scores, batch[name], weights))
@@ -101,7 +101,7 @@ def best_spans(
     s = start.shape[1]
     place = jnp.arange(s)
     length = place[None, :] - place[:, None]
-    allowed = (length >= 0) & (length < LONGEST)
+    allowed = (length >= 0) & (length < _LONGEST)
     token_mask = segment_ids > 0
     allowed = allowed & token_mask[:, :, None] & token_mask[:, None, :]
     scores = jnp.where(allowed, start[:, :, None] + end[:, None, :], -jnp.inf)

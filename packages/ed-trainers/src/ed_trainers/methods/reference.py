@@ -24,12 +24,12 @@ from ed_trainers.contract import A, Batch, MethodRun, Models, Prepared, RunData
 from ed_trainers.losses.pairs import get_slots
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
-from ed_trainers.methods.reference_cache import FILE, INPUTS, ReferenceLogps
+from ed_trainers.methods.reference_cache import INPUTS, REFERENCE_FILE, ReferenceLogps
 from ed_trainers.options.preference import AnswerArguments, ReferenceArguments
 from ed_trainers.placement import with_arrays
 from ed_trainers.roles.frozen import Following
 
-NAME = "reference"
+_NAME = "reference"
 
 
 @runtime_checkable
@@ -69,23 +69,23 @@ class Reference:
         self._run, self._exists, self._sides = run, options.has_reference, sides
         self._ahead: ReferenceLogps | None = None
         if not options.has_reference:
-            if NAME in models:
+            if _NAME in models:
                 raise ConfigError(
                     f"with {options.without_reference} no reference is read: omit the reference, "
                     "or change the option"
                 )
             return
-        is_learner = NAME not in models or models[NAME] is run.learner
+        is_learner = _NAME not in models or models[_NAME] is run.learner
         if options.sync_ref_model:
-            models[NAME] = self._follow_learner(options, models.get(NAME, run.learner))
+            models[_NAME] = self._follow_learner(options, models.get(_NAME, run.learner))
         elif isinstance(run.arguments, ReferenceArguments) and (
             run.arguments.precompute_ref_log_probs
         ):
-            self._ahead = self._precompute_logps(models.pop(NAME, run.learner), is_learner)
+            self._ahead = self._precompute_logps(models.pop(_NAME, run.learner), is_learner)
         elif is_learner and has_lora(run.learner):
-            models.pop(NAME, None)  # `Models` returns the base under the adapters
+            models.pop(_NAME, None)  # `Models` returns the base under the adapters
         else:
-            models.setdefault(NAME, run.learner)
+            models.setdefault(_NAME, run.learner)
 
     def _follow_learner(self, options: ReferenceOptions, model: LanguageModel) -> LanguageModel:
         run = self._run
@@ -96,8 +96,8 @@ class Reference:
                 "without adapters"
             )
         run.following = Following(
-            NAME,
-            run.placement.frozen(NAME, model),
+            _NAME,
+            run.placement.frozen(_NAME, model),
             run.learned(),
             alpha=options.ref_model_mixup_alpha,
             every=options.ref_model_sync_steps,
@@ -114,14 +114,14 @@ class Reference:
                 "answers about images also depend on the images: set precompute_ref_log_probs: "
                 "false"
             )
-        model = run.placement.frozen(NAME, model)
+        model = run.placement.frozen(_NAME, model)
         if is_learner and has_lora(model):
             model = cast(LanguageModel, remove_lora(cast(nnx.Module, model)))
         return ReferenceLogps(
             model,
             placement=run.placement,
             chunk=arguments.lmhead_chunksize,
-            path=Path(arguments.save_directory) / FILE,
+            path=Path(arguments.save_directory) / REFERENCE_FILE,
             rows=run.rows * self._sides,
         )
 
@@ -153,7 +153,7 @@ class Reference:
         arguments = self._run.arguments
         assert isinstance(arguments, AnswerArguments), "the options of a method on answers"
         _, logps = target_logps(
-            models[NAME],
+            models[_NAME],
             rows,
             None,
             placement=self._run.placement,

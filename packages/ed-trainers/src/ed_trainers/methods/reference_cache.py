@@ -28,7 +28,7 @@ from ed_trainers.placement import TOKENS, Placement, pad_rows
 from ed_trainers.stored.npz import read_npz
 
 #: The file, in the directory of the run.
-FILE = "reference_log_probs.npz"
+REFERENCE_FILE = "reference_log_probs.npz"
 #: Arrays of a prepared batch that the reference reads.
 INPUTS = (
     "input_ids",

@@ -15,7 +15,7 @@ import numpy as np
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import Batch, Loss, Models
 from ed_trainers.losses.policy import clip_metrics, old_logps, row_metrics
-from ed_trainers.methods.grpo import COLUMNS, GroupRun, group_rows, nanmean, nanstd
+from ed_trainers.methods.grpo import GROUP_COLUMNS, GroupRun, group_rows, nanmean, nanstd
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import PhaseRows, compute_policy, online_method
 from ed_trainers.options.groups import RLOOArguments
@@ -92,7 +92,7 @@ RLOO = online_method(
     rows=rows,
     loss=loss,
     token_arrays=("old_logps",),
-    progress_columns=COLUMNS,
+    progress_columns=GROUP_COLUMNS,
 )
 
 

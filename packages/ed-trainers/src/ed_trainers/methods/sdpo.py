@@ -34,7 +34,7 @@ from ed_trainers.roles.frozen import Following
 from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
 
-NAME = "teacher"
+_NAME = "teacher"
 _ROWS = ("input_ids", "segment_ids", "position_ids", "targets")
 # As in TRL: bounds of the logarithm of a ratio.
 _LARGEST_LOG = 20.0
@@ -56,11 +56,11 @@ class SelfTeacher:
         self._live = kind == "live"
         if not options.distills or self._live or self._under:
             return
-        models[NAME] = learner
+        models[_NAME] = learner
         if kind == "ema":
             run.following = Following(
-                NAME,
-                run.placement.frozen(NAME, learner),
+                _NAME,
+                run.placement.frozen(_NAME, learner),
                 run.learned(),
                 alpha=options.teacher_update_rate,
                 every=options.teacher_sync_steps,
@@ -73,7 +73,7 @@ class SelfTeacher:
             return models.learner
         if self._under:
             return cast(LanguageModel, remove_lora(cast(nnx.Module, models.learner)))
-        return models[NAME]
+        return models[_NAME]
 
 
 class SDPORun(grpo.GroupRun[SDPOArguments]):
@@ -101,7 +101,7 @@ def rows(run: SDPORun, completions: Completions, weights: Weights, number: int) 
     positions = getattr(run.learner.config, "max_position_embeddings", None)
     reprompts = build_reprompts(options, completions, rewards, run.tokenizer, positions)
     teacher_rows = reprompts.rows()
-    row_arrays |= {f"{NAME}_{name}": teacher_rows[name] for name in _ROWS}
+    row_arrays |= {f"{_NAME}_{name}": teacher_rows[name] for name in _ROWS}
     places = np.zeros(row_arrays["weights"].shape, np.int32)
     pairs = zip(
         completions.prompt_ids, reprompts.prompt_ids, completions.completion_ids, strict=True
@@ -109,7 +109,7 @@ def rows(run: SDPORun, completions: Completions, weights: Weights, number: int) 
     for row, (prompt, longer, answer) in enumerate(pairs):
         begin = len(prompt) - 1
         places[row, begin : begin + len(answer)] = np.arange(len(answer)) + len(longer) - 1
-    row_arrays |= {f"{NAME}_places": places, "distilled": reprompts.distilled.astype(np.float32)}
+    row_arrays |= {f"{_NAME}_places": places, "distilled": reprompts.distilled.astype(np.float32)}
     return row_arrays, {**figures, **reprompts.figures}
 
 
@@ -156,8 +156,8 @@ def divergences(
     The divergence of `sampled_token` is an estimate whose gradient alone has a meaning.
     """
     options, teacher = run.arguments, run.teacher.of(models)
-    longer = batch.replace(**{name: batch[f"{NAME}_{name}"] for name in _ROWS})
-    places = batch[f"{NAME}_places"]
+    longer = batch.replace(**{name: batch[f"{_NAME}_{name}"] for name in _ROWS})
+    places = batch[f"{_NAME}_places"]
     if options.distillation_mode == "sampled_token":
         _, teacher_output = compute_policy(run, teacher, longer)
         logps = jnp.take_along_axis(jax.lax.stop_gradient(teacher_output.logps), places, axis=1)
@@ -186,7 +186,7 @@ SDPO = online_method(
     loss=loss,
     token_arrays=(
         *grpo.TOKEN_ARRAYS,
-        *(f"{NAME}_{name}" for name in (*_ROWS, "places")),
+        *(f"{_NAME}_{name}" for name in (*_ROWS, "places")),
     ),
     progress_columns=("reward", "self_distillation/distillation_loss", "loss"),
 )

@@ -18,7 +18,7 @@ from ed_trainers.online.completions import Completions, PromptContent
 from ed_trainers.options.groups import SDPOArguments
 
 #: The field of the data with feedback.
-FIELD = "privileged_context"
+_FIELD = "privileged_context"
 # Rows grow by this number of tokens, so that few shapes are compiled.
 _LONGER = 64
 _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -71,12 +71,12 @@ def build_reprompts(
     """
     count, size = len(completions), options.num_return_sequences
     good = rewards >= options.success_reward_threshold
-    feedback = completions.fields.get(FIELD, [None] * count)
+    feedback = completions.fields.get(_FIELD, [None] * count)
     feedback_flags = [isinstance(text, str) and bool(text.strip()) for text in feedback]
-    if options.include_environment_feedback and FIELD not in completions.fields:
+    if options.include_environment_feedback and _FIELD not in completions.fields:
         raise ConfigError(
-            f"include_environment_feedback reads the field {FIELD!r} of the data, and the rows do "
-            f"not have it: write additional_fields: [{FIELD}] in the inform"
+            f"include_environment_feedback reads the field {_FIELD!r} of the data, and the rows do "
+            f"not have it: write additional_fields: [{_FIELD}] in the inform"
         )
     limit = options.max_reprompt_len
     if positions is not None:
@@ -88,7 +88,7 @@ def build_reprompts(
         successful_rows = [
             candidate
             for candidate in range(start, min(start + size, count))
-            if good[candidate] and not (options.dont_reprompt_on_self_success and candidate == row)
+            if good[candidate] and not (options.skips_self_success and candidate == row)
         ]
         solution = (
             successful_rows[0] if options.use_successful_as_teacher and successful_rows else None

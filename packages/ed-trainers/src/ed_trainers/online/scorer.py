@@ -15,7 +15,7 @@ from ed_infra import distributed
 from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel
 
-from ed_trainers.arguments import REWARD
+from ed_trainers.arguments import REWARD_ROLE
 from ed_trainers.contract import Batch, MethodRun, Models
 from ed_trainers.losses.scoring import token_scores
 from ed_trainers.losses.segments import last_tokens
@@ -84,15 +84,15 @@ class Scorer:
         names = self._functions.names
         if isinstance(run.rollout, AheadRollout):
             names = (*names, *run.rollout.reward_names)
-        self._has_model = REWARD.name in models
+        self._has_model = REWARD_ROLE.name in models
         if self._has_model:
             if "pixel_values" in run.learner.input_names:
                 raise ConfigError(
                     "a reward model reads texts, and the trained model reads images: set "
                     "reward_functions instead of the section reward_model"
                 )
-            names = (*names, REWARD.section)
-            _check_vocabulary(run.learner, models[REWARD.name])
+            names = (*names, REWARD_ROLE.section)
+            _check_vocabulary(run.learner, models[REWARD_ROLE.name])
         if not names:
             raise ConfigError(
                 f"{run.name} needs rewards: set reward_functions, or pass "
@@ -123,7 +123,7 @@ class Scorer:
             score_inputs["last"] = last_tokens(score_inputs["segment_ids"])
             axes = dict.fromkeys(score_inputs, TOKENS)
             model_scores = self._run.phase.ask(_compute_rewards, score_inputs, weights, axes)
-            parts.append(model_scores[REWARD.name][:, None])
+            parts.append(model_scores[REWARD_ROLE.name][:, None])
         rewards = np.concatenate(parts, axis=1)
         total = np.nansum(rewards * self._weights, axis=1)
         total = np.where(np.isnan(rewards).all(axis=1), np.nan, total).astype(np.float32)
@@ -141,8 +141,8 @@ def call_once(rewards: Rewards, completions: Completions) -> np.ndarray:
 def _compute_rewards(run: MethodRun, models: Models, rows: Batch) -> dict[str, jax.Array]:
     """Return the reward model's score of the last token of each row."""
     del run
-    _, scores = token_scores(models[REWARD.name], rows, None, labels=1)
-    return {REWARD.name: jnp.sum(scores[..., 0] * rows["last"], axis=-1)}
+    _, scores = token_scores(models[REWARD_ROLE.name], rows, None, labels=1)
+    return {REWARD_ROLE.name: jnp.sum(scores[..., 0] * rows["last"], axis=-1)}
 
 
 def _check_vocabulary(learner: LanguageModel, model: LanguageModel) -> None:

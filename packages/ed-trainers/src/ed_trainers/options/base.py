@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from ed_infra.chats import CheckedPrompts
-from ed_infra.easydel_keys import texts_of_section
+from ed_infra.easydel_keys import is_data_key, texts_of_section
 from ed_infra.options import (
     Count,
     Fraction,
@@ -27,6 +27,8 @@ from ed_infra.options import (
 from pydantic import (
     BeforeValidator,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -74,7 +76,7 @@ class RowKind:
 Mixup = Annotated[float, Field(gt=0, le=1)]
 
 #: Names allowed in `report_to`; `ed_trainers.figures.trackers` has a class for each.
-TRACKERS = ("wandb", "trackio", "mlflow")
+_TRACKERS = ("wandb", "trackio", "mlflow")
 
 
 def _names(value: object) -> object:
@@ -246,7 +248,7 @@ class TrainingArguments(Options):
     use_tensorboard: bool = True
     """Also write the metrics for TensorBoard, under `<save_directory>/tensorboard`."""
     report_to: Annotated[
-        tuple[Annotated[str, choice("tracker", TRACKERS)], ...], BeforeValidator(_names)
+        tuple[Annotated[str, choice("tracker", _TRACKERS)], ...], BeforeValidator(_names)
     ] = ()
     """Further trackers of the metrics: `wandb`, `trackio`, `mlflow`. Each tracker is an extra of
     ed-trainers."""
@@ -352,17 +354,38 @@ class TrainingArguments(Options):
         scheduler = info.data.get("scheduler")
         return value if scheduler is None else checked_settings(scheduler, value, SCHEDULERS)
 
+    _data_keys: dict[str, object] = PrivateAttr(default_factory=dict)
+
+    @property
+    def data_keys(self) -> Mapping[str, object]:
+        """The given keys of EasyDeL and TRL for rows: a run file has them in other sections."""
+        return self._data_keys
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_data_keys(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, Mapping):
+            return handler(data)
+        known = {*cls.model_fields, *cls.ALIASES}
+        if known.issuperset(data):
+            return handler(data)
+        data_keys = {key: data[key] for key in data if key not in known and is_data_key(str(key))}
+        arguments = handler({key: data[key] for key in data if key not in data_keys})
+        arguments._data_keys = data_keys
+        return arguments
+
+    def replace(self, **changes: object) -> Self:
+        """Return a validated copy with some changed fields."""
+        return super().replace(**{**self._data_keys, **changes})
+
     #: Suggests a key of another method. `ed_trainers.arguments`, which knows the methods, sets it.
     suggest_other: ClassVar[Callable[[type[TrainingArguments], str], str] | None] = None
-
-    #: Aliases that are spellings of EasyDeL, which decide the unit of `total_batch_size`.
-    SPELLED: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def _translate(cls, data: Mapping[str, object]) -> Mapping[str, object]:
         """Translate the keys of EasyDeL that stay among the options of a trainer."""
         known = {*cls.model_fields, *cls.ALIASES}
-        if known.issuperset(data) and not any(name in data for name in cls.SPELLED):
+        if known.issuperset(data):
             return data
         # Imported here, because the options of this project need no translation.
         from ed_infra.easydel_translation import translate_arguments

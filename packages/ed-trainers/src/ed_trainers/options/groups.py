@@ -30,14 +30,12 @@ class GroupArguments(RewardedArguments, SyncArguments):
         "group_size": "num_return_sequences",
         "num_generations": "num_return_sequences",
     }
-    SPELLED: ClassVar[tuple[str, ...]] = ("group_size", "kl_coef")
 
     num_return_sequences: Annotated[int, Field(ge=2, le=4096)] = 4
     """Number of completions per prompt, which are compared with each other."""
     batch_unit: Literal["completions", "prompts"] = "completions"
     """The unit of `total_batch_size`: trained completions, or prompts, as in EasyDeL. A prompt has
-    `num_return_sequences` trained completions; in `gfpo`, `num_remains_in_group`. In a file with
-    keys of EasyDeL, `prompts` is the default."""
+    `num_return_sequences` trained completions; in `gfpo`, `num_remains_in_group`."""
     epsilon: Positive = 0.2
     """Lower clipping bound of the probability ratio: 1 - `epsilon`."""
     epsilon_high: Positive | None = None
@@ -324,12 +322,12 @@ class SDPOArguments(GRPOArguments):
     from its own distributions, given a successful completion of the same prompt."""
 
     EQUIVALENT: ClassVar[Mapping[str, str]] = {
-        "distillation_type": "distillation_mode, and distillation_alpha: 1 is kl, 0.5 is jsd",
-        "max_feedback_length": "max_reprompt_len: the tokens of the teacher's whole prompt",
         "use_teacher_server": "omit it: the teacher is always on the devices of the run",
     }
 
     trainer_type: Literal["sdpo"] = "sdpo"
+    num_return_sequences: Annotated[int, Field(ge=1, le=4096)] = 4
+    """Number of completions per prompt. With 1, a successful completion teaches itself."""
     beta: NotNegative = 0.0
     """Weight of the divergence from the reference in the policy loss; 0: no reference."""
     distillation_weight: Fraction = 1.0
@@ -360,8 +358,9 @@ class SDPOArguments(GRPOArguments):
     """Show the teacher a successful completion of the same prompt."""
     success_reward_threshold: Annotated[float, Field(ge=-1e12, le=1e12)] = 1.0
     """Smallest reward of a successful completion."""
-    dont_reprompt_on_self_success: StrictFlag = True
-    """Never show the teacher the completion that is distilled."""
+    dont_reprompt_on_self_success: StrictFlag | None = None
+    """Never show the teacher the completion that is distilled. None: yes, if a prompt has several
+    completions."""
     max_reprompt_len: Count = 10240
     """Maximum number of tokens of the teacher's prompt; longer prompts keep their last tokens. The
     positions of the model are a further limit."""
@@ -406,6 +405,16 @@ class SDPOArguments(GRPOArguments):
     def _is_complete(self) -> Self:
         if self.distillation_mode == "topk_logits" and self.distillation_topk is None:
             raise conflict("distillation_mode topk_logits needs distillation_topk, such as 100")
+        if self.num_return_sequences == 1 and self.has_policy_loss:
+            raise conflict(
+                "one completion per prompt has nothing to compare it with in the policy loss: set "
+                "num_return_sequences to 2 or more, or distillation_weight to 1"
+            )
+        if self.num_return_sequences == 1 and self.skips_self_success:
+            raise conflict(
+                "with one completion per prompt dont_reprompt_on_self_success leaves no successful "
+                "completion to show: omit it, or set num_return_sequences to 2 or more"
+            )
         if self.sync_ref_model and self.teacher_model_kind == "ema":
             raise conflict(
                 "sync_ref_model and teacher_model_kind ema both follow the learner: omit "
@@ -419,6 +428,13 @@ class SDPOArguments(GRPOArguments):
                 "sees nothing that the learner does not see: set one of the two"
             )
         return self
+
+    @property
+    def skips_self_success(self) -> bool:
+        """Whether the teacher never sees the completion that is distilled."""
+        if self.dont_reprompt_on_self_success is None:
+            return self.num_return_sequences > 1
+        return self.dont_reprompt_on_self_success
 
     @property
     def distills(self) -> bool:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RewardFunction = Callable[..., Sequence[float | None]]
 
 #: Entry points of packages that add reward functions.
-GROUP = "easydel.rewards"
+_GROUP = "easydel.rewards"
 # Keywords of every function.
 _ASKED = ("prompts", "completions", "completion_ids")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -147,7 +147,7 @@ def wrong_settings(
 
 
 def _list_entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
+    return {point.name: point for point in entry_points(group=_GROUP)}
 
 
 class Rewards:

@@ -29,7 +29,7 @@ from ed_trainers.roles.extension import Extension
 
 NAME = "value_head"
 #: File of the head in the directory of a saved model.
-FILE = "value_head.safetensors"
+VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 class ValueHead(nnx.Module):
@@ -60,7 +60,7 @@ def with_value_head(model: LanguageModel, directory: str | Path | None = None) -
     """
     head = ValueHead(model.head().weight.shape[0])
     if directory is not None:
-        _read(head, Path(directory) / FILE)
+        _read(head, Path(directory) / VALUE_HEAD_FILE)
     extended_model: Any = copy.copy(model)
     extended_model.value_head = head
     nnx.update(head, nnx.state(extended_model.shard_model().value_head))
@@ -102,7 +102,7 @@ def save_value_head(model: LanguageModel, directory: Path) -> None:
     weight, bias = (on_host(variable[...]) for variable in (head.kernel, head.bias))
     if jax.process_index() == 0:
         tensors = {f"{NAME}.weight": np.ascontiguousarray(weight.T), f"{NAME}.bias": bias}
-        save_file(tensors, directory / FILE)
+        save_file(tensors, directory / VALUE_HEAD_FILE)
 
 
 def _read(head: ValueHead, file: Path) -> None:

@@ -38,7 +38,7 @@ from ed_trainers.state import EasyDeLState
 OPTION = "image_feature_cache_gib"
 #: Smallest number of features of a row; larger numbers are rounded up to powers of two, so that a
 #: run compiles few steps.
-SMALLEST = 16
+_SMALLEST = 16
 #: Most parameter names in an error message.
 _SHOWN = 3
 
@@ -142,7 +142,7 @@ class ImageFeatures:
         if not images:
             return batch
         rows = self._rows(tokens.reshape(-1, tokens.shape[-1]), images)
-        longest = max(SMALLEST, *(sum(map(len, row)) for row in rows))
+        longest = max(_SMALLEST, *(sum(map(len, row)) for row in rows))
         size = 1 << (longest - 1).bit_length()
         values = np.zeros((len(rows), size, self._items.features), self._dtype)
         for row, parts in zip(values, rows, strict=True):

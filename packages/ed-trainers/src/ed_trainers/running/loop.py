@@ -205,7 +205,7 @@ class TrainingLoop:
             self.job.adopt(state)  # releases the initial parameters
         else:
             state = state if state.opt_state is not None else state.init_tx(tx)
-            state = self._start_at_point(state)
+            state = self._start_at_point(self._continue_easydel(state))
         self.step = self._first_step = int(state.step)
         self.log.restart(self.step)
         kind, columns = self.arguments.progress_bar_type, self.job.method.record.progress_columns
@@ -219,6 +219,20 @@ class TrainingLoop:
             rows=self.arguments.sequences_per_step // self.arguments.gradient_accumulation_steps,
             seed=self.arguments.seed,
         )
+        return state
+
+    def _continue_easydel(self, state: EasyDeLState) -> EasyDeLState:
+        """Return the state of the newest run of EasyDeL's trainer in the directory, if there is
+        one."""
+        directory = Path(self.arguments.save_directory)
+        if not self.arguments.resume_if_possible or not (
+            any(directory.glob("run-*")) or any(directory.glob("*/run-*"))
+        ):
+            return state
+        from ed_trainers.checkpoints.easydel_state import continue_easydel_run
+
+        state = continue_easydel_run(state, directory, self._say)
+        self.job.adopt(state)
         return state
 
     def _start_at_point(self, state: EasyDeLState) -> EasyDeLState:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-FILE = "checksums.json"
+CHECKSUMS_FILE = "checksums.json"
 _ALGORITHM = "crc32"
 _PIECE = 1 << 22
 
@@ -27,7 +27,7 @@ def write_checksums(directory: Path, *, skip: Iterable[str] = ()) -> None:
         directory: directory of the files, which must be complete.
         skip: names of files in the directory itself that still change.
     """
-    left_out = {FILE, *skip}
+    left_out = {CHECKSUMS_FILE, *skip}
     files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
     names = [file.relative_to(directory).as_posix() for file in files]
     names = [name for name in names if name not in left_out]
@@ -60,7 +60,7 @@ def damage(directory: Path, *, part: int = 0, of: int = 1) -> str | None:
     try:
         expected_files = _read(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{FILE} cannot be read: {error}"
+        return f"{CHECKSUMS_FILE} cannot be read: {error}"
     # Files of the directory itself come last: `add_checksums` does not change the shares of the
     # others.
     names = sorted(expected_files, key=lambda name: ("/" not in name, name))[part::of]
@@ -86,7 +86,7 @@ def _read(directory: Path) -> dict[str, tuple[int, str]]:
     Raises:
         ValueError: the text changed since it was written.
     """
-    text = (directory / FILE).read_bytes().decode()
+    text = (directory / CHECKSUMS_FILE).read_bytes().decode()
     content = json.loads(text)
     entries = {str(name): (int(size), str(crc)) for name, (size, crc) in content["files"].items()}
     if text != _text(entries):
@@ -95,13 +95,13 @@ def _read(directory: Path) -> dict[str, tuple[int, str]]:
 
 
 def _write(directory: Path, entries: dict[str, tuple[int, str]]) -> None:
-    temporary = directory / f"{FILE}.new"
+    temporary = directory / f"{CHECKSUMS_FILE}.new"
     try:
         temporary.write_text(_text(entries))
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    temporary.replace(directory / FILE)
+    temporary.replace(directory / CHECKSUMS_FILE)
 
 
 def _text(entries: dict[str, tuple[int, str]]) -> str:

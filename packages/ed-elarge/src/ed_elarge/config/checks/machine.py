@@ -20,7 +20,8 @@ from pathlib import Path
 from ed_data.checks import check_names
 from ed_data.config import FILE_TYPES, Inform
 from ed_infra.chats import read_chat_template
-from ed_infra.errors import ConfigError, did_you_mean, unknown_name
+from ed_infra.errors import CheckpointError, ConfigError, did_you_mean, unknown_name
+from ed_infra.package_files import find_package_file, is_package_address
 from ed_infra.specs import KEPT_CODES
 from ed_trainers.options.online import RewardedArguments, RewardName, SelfPlayArguments
 from ed_trainers.rewards import check_name, user_code, wrong_settings
@@ -305,7 +306,7 @@ def _kept_codes(run: RunConfig, value: str) -> Iterator[Problem]:
     form = run.weight_format
     method = form.quantization_method if form is not None else ""
     directory = expand_path(value)
-    if method in KEPT_CODES and not (value.endswith(".gguf") or _has_gguf_file(directory)):
+    if method in KEPT_CODES and not (directory.name.endswith(".gguf") or _has_gguf_file(directory)):
         yield Problem(
             ("quantization", "model", "quantization_method"),
             f"{method} keeps the codes of a GGUF file, and model.name_or_path is none: name a "
@@ -318,8 +319,14 @@ def _has_gguf_file(directory: Path) -> bool:
 
 
 def _model_directory(path: ValuePath, value: str, needed: tuple[str, ...]) -> Iterator[Problem]:
+    if is_package_address(value):
+        try:
+            find_package_file(value)
+        except CheckpointError as error:
+            yield Problem(path, str(error))
+            return
     directory = expand_path(value)
-    is_gguf = value.endswith(".gguf")
+    is_gguf = directory.name.endswith(".gguf")
     if is_gguf and (is_file(directory) or _HUB_ID.fullmatch(value.rpartition("/")[0])):
         return
     if is_folder(directory):

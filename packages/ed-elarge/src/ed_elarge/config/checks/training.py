@@ -340,7 +340,7 @@ def action_tasks(run: RunConfig, action: Action) -> Iterator[Problem]:
         yield Problem((), str(error), True)
         return
     if not merged.tasks and not merged.local_tasks:
-        names = ", ".join(heldout_tasks.NAMES)
+        names = ", ".join(heldout_tasks.HELDOUT_TASKS)
         yield Problem((), f"no tasks are given; tasks of this package: {names}", True)
     elif action.options.tasks:
         yield from _tasks(run, merged, ("tasks",), True)
@@ -357,7 +357,7 @@ def _tasks(
         if local_labels and did_you_mean(task, local_labels) and not options.include_path:
             message = f"unknown task {task!r}{did_you_mean(task, local_labels)}"
             yield Problem((*path, i), message)
-        elif task in heldout_tasks.NAMES:
+        elif task in heldout_tasks.HELDOUT_TASKS:
             if run_here and not run.is_broken("mixture") and not run.has_held_out and not reported:
                 reported = True
                 message = (
@@ -367,10 +367,14 @@ def _tasks(
                 yield Problem((*path, i), message)
         elif not options.include_path and _resembles_heldout_task(task):
             # Other names are looked up when lm-eval is imported, before training.
-            message = f"unknown task {task!r}{did_you_mean(task.lower(), heldout_tasks.NAMES)}"
+            message = (
+                f"unknown task {task!r}{did_you_mean(task.lower(), heldout_tasks.HELDOUT_TASKS)}"
+            )
             yield Problem((*path, i), message)
 
 
 def _resembles_heldout_task(task: str) -> bool:
-    close_matches = difflib.get_close_matches(task.lower(), heldout_tasks.NAMES, n=1, cutoff=0.85)
+    close_matches = difflib.get_close_matches(
+        task.lower(), heldout_tasks.HELDOUT_TASKS, n=1, cutoff=0.85
+    )
     return task.lower().startswith("heldout") or bool(close_matches)

@@ -13,9 +13,9 @@ from ed_esurge.server.http.fields import reject_field
 from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS, LlamaSamplers, Stops
 
 #: Ollama's defaults, which differ from those of OpenAI.
-DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+OLLAMA_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 #: Option -> field of a chat request.
-FIELDS = {
+_FIELDS = {
     **{
         name: name
         for name in (
@@ -67,7 +67,7 @@ class SamplingOptions(LlamaSamplers):
 def get_server_defaults(model: ServedModel) -> dict[str, float]:
     """Return the operator's values of omitted options (`override_generation_config`)."""
     values = model.state.options.override_generation_config.values
-    return {name: values[field] for name, field in FIELDS.items() if field in values}
+    return {name: values[field] for name, field in _FIELDS.items() if field in values}
 
 
 def chat_fields(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def chat_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         APIError: 400, penalties of the last tokens, which the engine does not compute.
     """
-    fields = {field: options[name] for name, field in FIELDS.items() if name in options}
+    fields = {field: options[name] for name, field in _FIELDS.items() if name in options}
     if (fields.get("max_tokens") or 0) < 0:
         del fields["max_tokens"]
     if options.get("seed") == -1:  # a random seed
@@ -92,4 +92,4 @@ def chat_fields(options: Mapping[str, Any]) -> dict[str, Any]:
             param="repeat_last_n",
             code="unsupported_value",
         )
-    return {name: value for name, value in fields.items() if name not in map(FIELDS.get, active)}
+    return {name: value for name, value in fields.items() if name not in map(_FIELDS.get, active)}

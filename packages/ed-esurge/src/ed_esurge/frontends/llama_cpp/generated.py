@@ -26,9 +26,9 @@ from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
 from ed_esurge.server.http.streaming import StreamFormat, encode
 
 #: llama.cpp's defaults, which differ from those of OpenAI.
-DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 #: Field of a chat request -> field of this API.
-NAMES = {
+_NAMES = {
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
     "structured_outputs.grammar": "grammar",
@@ -50,7 +50,7 @@ def default_settings(model: ServedModel) -> dict[str, Any]:
         **{name: [*one] if isinstance(one, tuple) else one for name, one in values.items()},
         "repeat_penalty": engine.repetition_penalty,
         "repeat_last_n": -1,
-        **DEFAULTS,
+        **_DEFAULTS,
         **get_server_defaults(model),
     }
 
@@ -120,7 +120,7 @@ class LlamaRequest(SamplingOptions):
 
     def chat(self, model: ServedModel) -> dict[str, Any]:
         """Return the fields of a chat request for these fields."""
-        values = {**DEFAULTS, **get_server_defaults(model), **self.values()}
+        values = {**_DEFAULTS, **get_server_defaults(model), **self.values()}
         fields = {"stream": self.stream, **chat_fields(values)}
         if self.grammar:
             fields["structured_outputs"] = {"grammar": self.grammar}
@@ -198,7 +198,7 @@ async def generate_response(
     Raises:
         APIError: 400, the prompt is too long, or an option does not fit the model.
     """
-    with rename_fields({**NAMES, "messages": message}):
+    with rename_fields({**_NAMES, "messages": message}):
         fields = {"messages": [{"role": "user", "content": ""}], **body.chat(model)}
         turn = await ChatGeneration.begin(
             model,

@@ -22,7 +22,12 @@ from ed_esurge.frontends.ollama.replies import (
     reply_lines,
     whole_reply,
 )
-from ed_esurge.frontends.ollama.requests import NAMES, OllamaMessages, OllamaRequest, chat_messages
+from ed_esurge.frontends.ollama.requests import (
+    OLLAMA_NAMES,
+    OllamaMessages,
+    OllamaRequest,
+    chat_messages,
+)
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
@@ -66,7 +71,7 @@ async def chat(model: ServedModel, body: OllamaChatRequest, request: Request) ->
         reason = "unload" if body.keep_alive == 0 else "load"
         empty = {"message": _message(ReplyLine()), "done": True, "done_reason": reason}
         return JSONResponse({**head(model), **empty, **watch.durations()})
-    with rename_fields(NAMES):
+    with rename_fields(OLLAMA_NAMES):
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
         chat_request = body.chat(model, chat_messages(body.messages), tools=tools)
         turn = await ChatGeneration.begin(

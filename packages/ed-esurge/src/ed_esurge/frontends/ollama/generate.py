@@ -22,7 +22,7 @@ from ed_esurge.frontends.ollama.replies import (
     reply_lines,
     whole_reply,
 )
-from ed_esurge.frontends.ollama.requests import NAMES, Images, OllamaRequest, with_images
+from ed_esurge.frontends.ollama.requests import OLLAMA_NAMES, Images, OllamaRequest, with_images
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration
@@ -76,7 +76,7 @@ async def generate(model: ServedModel, body: GenerateRequest, request: Request) 
         reason = "unload" if body.keep_alive == 0 else "load"
         empty = {"response": "", "done": True, "done_reason": reason}
         return JSONResponse({**head(model), **empty, **watch.durations()})
-    with rename_fields({**NAMES, "messages": "prompt"}):
+    with rename_fields({**OLLAMA_NAMES, "messages": "prompt"}):
         turn = await _begin(model, body, request)
     tokens = list(turn.tokens)
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from ed_esurge.server.activity import parse_keep_alive
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.errors import InvalidField
-from ed_esurge.server.http.fields import IGNORED
+from ed_esurge.server.http.fields import IGNORED_KEYS
 
 
 def parse_duration(value: object) -> object:
@@ -38,5 +38,5 @@ def keep(model: ServedModel, seconds: float | None, request: Request) -> None:
         return
     if model.activity is not None:
         model.activity.keep(seconds)
-    elif (ignored := request.scope.get(IGNORED)) is not None and math.isfinite(seconds):
+    elif (ignored := request.scope.get(IGNORED_KEYS)) is not None and math.isfinite(seconds):
         ignored.add("keep_alive")

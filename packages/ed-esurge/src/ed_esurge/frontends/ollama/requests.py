@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from ed_esurge.frontends.library.definitions import get_definition
 from ed_esurge.frontends.library.parameters import (
-    DEFAULTS,
+    OLLAMA_DEFAULTS,
     SamplingOptions,
     chat_fields,
     get_server_defaults,
@@ -30,7 +30,7 @@ from ed_esurge.server.http.fields import (
 )
 
 #: Fields of the chat request -> fields of this API.
-NAMES = {
+OLLAMA_NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
     "response_format": "format",
@@ -80,7 +80,7 @@ class OllamaRequest(RequestBody):
         """Return the options: those of the request, of the derived model, and Ollama's defaults."""
         definition = get_definition(model)
         derived = definition.parameters if definition is not None else {}
-        return {**DEFAULTS, **get_server_defaults(model), **derived, **self.options.values()}
+        return {**OLLAMA_DEFAULTS, **get_server_defaults(model), **derived, **self.options.values()}
 
     def chat(
         self, model: ServedModel, messages: list[dict[str, Any]], **more: object

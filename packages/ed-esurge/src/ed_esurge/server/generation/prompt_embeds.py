@@ -20,7 +20,7 @@ from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError
 
 #: Name of the field.
-FIELD = "prompt_embeds"
+_FIELD = "prompt_embeds"
 #: Names of the accepted types in the header of a file.
 ACCEPTED = ("F32", "F16", "BF16")
 
@@ -43,7 +43,7 @@ async def read_prompt_embeds(engine: Any, items: list[str]) -> list[EncodedPromp
         raise APIError(
             "this server does not accept prompts of embeddings: start the server with "
             "--enable-prompt-embeds, or send text or token ids as prompt",
-            param=FIELD,
+            param=_FIELD,
             code="unsupported_value",
         )
     return await aside(work, sum(map(len, items)))
@@ -91,4 +91,4 @@ def decode_tensor(item: str, place: int) -> np.ndarray:
 
 
 def _refuse(message: str, place: int) -> NoReturn:
-    raise APIError(f"{FIELD}[{place}]: {message}", param=FIELD, code="invalid_value")
+    raise APIError(f"{_FIELD}[{place}]: {message}", param=_FIELD, code="invalid_value")

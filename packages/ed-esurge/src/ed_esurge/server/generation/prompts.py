@@ -45,14 +45,14 @@ T = TypeVar("T")
 # Length in characters above which a text is tokenized in a thread, because tokenization would block
 # the streams of other clients for about 5 ms. Few threads, because a tokenizer uses much memory.
 LONG_TEXT = 10_000
-THREADS = 2
+_THREADS = 2
 # Threads that decode images and recordings. They mostly wait for a child process, and never delay
 # the prompts of text.
 MEDIA_THREADS = 4
 # Threads that wait for the templates of requests, which are rendered in a child process, too.
 TEMPLATE_THREADS = 2
 # Number of tokens at the end of a prompt that are searched for the beginning of thoughts.
-ENDING = 16
+_ENDING = 16
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class PromptEncoder:
         self.has_template = template is not None
         self.template_text = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
         self.gaps = InfillPrompts(tokenizer)
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ed-esurge-tokenizer")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ed-esurge-tokenizer")
         self._media_threads = ThreadPoolExecutor(
             MEDIA_THREADS, thread_name_prefix="ed-esurge-media"
         )
@@ -304,7 +304,7 @@ class PromptEncoder:
 
     def ending(self, prompt: CheckedPrompt) -> str:
         """Return the text of the last tokens of a prompt, including special tokens."""
-        return str(self.tokenizer.decode(prompt.token_ids[-ENDING:]))
+        return str(self.tokenizer.decode(prompt.token_ids[-_ENDING:]))
 
     async def _aside(self, work: Callable[[], T], size: int) -> T:
         if size < LONG_TEXT:

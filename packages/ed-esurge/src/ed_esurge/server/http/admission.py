@@ -169,7 +169,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 #: Methods that a request may have; routes use some of them.
-METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH"})
+HTTP_METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH"})
 #: Maximum bytes of the path and the query, and of the complete head of a request. h11 has a limit
 #: for heads that arrive in several parts only.
 MAX_TARGET_BYTES, MAX_HEAD_BYTES = 2**13, 2**14
@@ -182,9 +182,9 @@ def check_head(scope: Scope) -> None:
         APIError: 405, the method is unknown; 414, the target is too long; 431, the headers.
     """
     method = scope["method"]
-    if method not in METHODS:
+    if method not in HTTP_METHODS:
         raise APIError(
-            f"the method {method[:20]!r} is unknown: use one of {', '.join(sorted(METHODS))}",
+            f"the method {method[:20]!r} is unknown: use one of {', '.join(sorted(HTTP_METHODS))}",
             status=405,
             code="method_not_allowed",
         )

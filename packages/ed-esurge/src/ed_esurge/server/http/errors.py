@@ -402,7 +402,7 @@ async def _handle_unexpected_error(
 
 
 #: Class of an exception, or status -> function that converts the exception to an answer.
-HANDLERS: Mapping[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+ERROR_HANDLERS: Mapping[Any, Callable[[Request, Any], Awaitable[Response]]] = {
     APIError: _api,
     ValidationError: _invalid,
     HTTPException: _http,

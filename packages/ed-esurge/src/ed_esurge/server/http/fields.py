@@ -24,7 +24,7 @@ from ed_esurge.server.http.errors import InvalidField, from_validation
 logger = logging.getLogger(__name__)
 
 #: Key of the scope for the `IgnoredKeys` of a request.
-IGNORED = "ed_esurge.ignored_keys"
+IGNORED_KEYS = "ed_esurge.ignored_keys"
 #: Header of an answer with the ignored keys of its request.
 HEADER = "X-Ignored-Fields"
 #: Header of an answer with the tools that this server cannot execute, which the model does not see.

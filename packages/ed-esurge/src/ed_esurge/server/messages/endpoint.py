@@ -20,7 +20,7 @@ from ed_esurge.server.generation.pipeline import ChatGeneration, ReplyPiece, tru
 from ed_esurge.server.http.body import aside, get_size
 from ed_esurge.server.http.errors import APIError, ApiFormat, rename_fields
 from ed_esurge.server.http.streaming import StreamFormat, named_event
-from ed_esurge.server.messages.request import NAMES, CountRequest, MessagesRequest
+from ed_esurge.server.messages.request import MESSAGE_NAMES, CountRequest, MessagesRequest
 from ed_esurge.server.routing import post
 
 
@@ -121,7 +121,7 @@ async def message(model: ServedModel, body: MessagesRequest, request: Request) -
     Raises:
         APIError: see `ChatGeneration.begin`.
     """
-    with rename_fields(NAMES):
+    with rename_fields(MESSAGE_NAMES):
         chat = await aside(body.chat, get_size(request))
         turn = await ChatGeneration.begin(model, chat, request, "msg")
     return await turn.generation.answer(
@@ -144,7 +144,7 @@ async def count_tokens(model: ServedModel, body: CountRequest, request: Request)
     Raises:
         APIError: the chat template rejects the conversation.
     """
-    with rename_fields(NAMES):
+    with rename_fields(MESSAGE_NAMES):
         chat = await aside(body.chat, get_size(request))
         model.formats.check(chat)
         prompt = await model.prompts.chat(chat, get_size(request))

@@ -44,7 +44,7 @@ from ed_esurge.server.messages.blocks import (
 MAX_EDITS = 16
 
 #: Fields of the chat request -> fields of this API.
-NAMES = {
+MESSAGE_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",

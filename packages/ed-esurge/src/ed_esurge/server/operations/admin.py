@@ -24,7 +24,7 @@ from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.operations.directories import inside
 from ed_esurge.server.routing import READING, Endpoint, post
 
-LEVELS = {"1": 1, "2": 2}
+_LEVELS = {"1": 1, "2": 2}
 
 
 async def sleep(server: ServedModels, request: Request) -> JSONResponse:
@@ -35,7 +35,7 @@ async def sleep(server: ServedModels, request: Request) -> JSONResponse:
             not exist; 409, the engine does not support the level; 503, the engine does not run.
     """
     models = _get_requested_models(server, request, ("level", "model"))
-    level = LEVELS.get(request.query_params.get("level", "1"))
+    level = _LEVELS.get(request.query_params.get("level", "1"))
     if level is None:
         raise APIError(
             "level must be 1 (keeps the weights in host memory) or 2 (drops the weights)",

@@ -31,7 +31,7 @@ from ed_esurge.server.http.streaming import (
     write_named_event,
 )
 from ed_esurge.server.responses.output import EventWriter
-from ed_esurge.server.responses.request import NAMES, PromptFields, ResponseRequest
+from ed_esurge.server.responses.request import RESPONSE_NAMES, PromptFields, ResponseRequest
 from ed_esurge.server.responses.run import ResponsePrompt, ResponseRun
 from ed_esurge.server.routing import LISTING, READING, REFUSALS, Endpoint, post
 from ed_esurge.server.stores import StoredResponse
@@ -218,7 +218,7 @@ def _error_event(error: APIError) -> str:
 
 async def count(model: ServedModel, body: PromptFields, request: Request) -> Response:
     """Return the number of tokens of a response's prompt. Raises APIError: see `create`."""
-    with rename_fields(NAMES):
+    with rename_fields(RESPONSE_NAMES):
         conversation = ResponsePrompt(model, body, request)
         chat = await conversation.chat(execute=False)
         model.formats.check(chat)

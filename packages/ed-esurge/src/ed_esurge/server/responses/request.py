@@ -36,14 +36,14 @@ from ed_esurge.server.responses.tools import (
 )
 
 #: Fields of the chat request -> fields of this API.
-NAMES = {
+RESPONSE_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
 #: Value of `include` that requests log-probabilities.
-LOGPROBS = "message.output_text.logprobs"
+_LOGPROBS = "message.output_text.logprobs"
 
 
 #: Further content of an answer that a client may request.
@@ -250,7 +250,7 @@ class ResponseRequest(PromptFields):
     @model_validator(mode="after")
     def _options_fit(self) -> ResponseRequest:
         if self.top_logprobs and not self.logprobs:
-            raise InvalidField(f"requires {LOGPROBS!r} in include", "top_logprobs")
+            raise InvalidField(f"requires {_LOGPROBS!r} in include", "top_logprobs")
         if self.background and not self.store:
             raise InvalidField("requires store: true", "background")
         return self
@@ -258,7 +258,7 @@ class ResponseRequest(PromptFields):
     @property
     def logprobs(self) -> bool:
         """Whether the answer contains log-probabilities of its text."""
-        return LOGPROBS in (self.include or ())
+        return _LOGPROBS in (self.include or ())
 
     def input_items(self) -> list[dict[str, Any]]:
         """Return the items of the input with ids."""

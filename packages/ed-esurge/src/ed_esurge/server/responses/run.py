@@ -31,7 +31,7 @@ from ed_esurge.server.responses.output import (
     event,
     get_status,
 )
-from ed_esurge.server.responses.request import NAMES, PromptFields, ResponseRequest
+from ed_esurge.server.responses.request import RESPONSE_NAMES, PromptFields, ResponseRequest
 from ed_esurge.server.responses.tools import AllowedTools, FunctionTool, NamedFunction
 from ed_esurge.server.stores import StoredResponse
 
@@ -201,7 +201,7 @@ class ResponseRun:
         cls, model: ServedModel, body: ResponseRequest, request: Request
     ) -> ResponseRun:
         """Check a request and create its prompt. Raises APIError: see `ChatGeneration.begin`."""
-        with rename_fields(NAMES):
+        with rename_fields(RESPONSE_NAMES):
             conversation = ResponsePrompt(model, body, request)
             chat = await conversation.chat()
             turn = await ChatGeneration.begin(model, chat, request, "resp", stores=True)
@@ -319,7 +319,7 @@ class ResponseRun:
                 self._stop = "max_output_tokens"
                 return False
         self._chat = chat.model_copy(update=changes)
-        with rename_fields(NAMES):
+        with rename_fields(RESPONSE_NAMES):
             self.turn = await ChatGeneration.begin(
                 self._model, self._chat, self._request, "resp", stores=True
             )

@@ -18,7 +18,7 @@ from ed_layers.attention.kernel import MECHANISMS, Cached, Call, Kernel
 logger = get_logger(__name__)
 
 #: Entry point group of the kernels of other packages; an entry point is a Kernel or a tuple.
-GROUP = "easydel.kernels"
+KERNEL_GROUP = "easydel.kernels"
 
 
 @cache
@@ -66,13 +66,13 @@ def kernels() -> tuple[Kernel[Any], ...]:
     Raises:
         ConfigError: an entry point cannot be imported, or is not a kernel of a known mechanism.
     """
-    installed = (k for point in entry_points(group=GROUP) for k in kernels_of_entry(point))
+    installed = (k for point in entry_points(group=KERNEL_GROUP) for k in kernels_of_entry(point))
     return (*installed, *built_in())
 
 
 def kernels_of_entry(point: EntryPoint) -> Iterator[Kernel[Any]]:
     """Yield the validated kernels of one entry point."""
-    source = f"the entry point {point.name!r} = {point.value!r} of {GROUP}"
+    source = f"the entry point {point.name!r} = {point.value!r} of {KERNEL_GROUP}"
     try:
         loaded = point.load()
     except (ImportError, AttributeError) as error:

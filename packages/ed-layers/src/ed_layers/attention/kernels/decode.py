@@ -29,7 +29,7 @@ from ed_layers.attention.scoring import get_head_indices, pad_axis, split_heads
 from ed_layers.cache.sharded import first_slot, get_partition_specs
 from ed_layers.devices import get_platform
 
-NAME = "autoregressive_decodeattn"
+_NAME = "autoregressive_decodeattn"
 
 # Parallel splits of a block on an accelerator; a CPU does not benefit from splits.
 SPLITS = 16
@@ -165,4 +165,4 @@ def where_slots_lie(
     )(q, keys, values, info, bias, sinks, numbers, traced, tuple(jnp.asarray(i) for i in at))
 
 
-KERNELS = (Kernel(NAME, "cache", "plain XLA, slot blocks", decode_attention),)
+KERNELS = (Kernel(_NAME, "cache", "plain XLA, slot blocks", decode_attention),)

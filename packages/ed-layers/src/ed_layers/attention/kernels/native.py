@@ -16,15 +16,15 @@ from jaxtyping import Array, Float, Int
 
 from ed_layers import dropout, fixed_order
 from ed_layers.attention.kernel import Cached, Call, Kernel, Paged, Projected, reasons
-from ed_layers.attention.kernels.paged import NAMES
+from ed_layers.attention.kernels.paged import PAGED_NAMES
 from ed_layers.attention.kernels.softmax import share_beside
 from ed_layers.attention.scoring import Scoring
 from ed_layers.cache.codes import Codes, Numbers
 from ed_layers.devices import AxisNames, get_mesh, get_mesh_axes, over_devices
 from ed_layers.native import attention as native
 from ed_layers.native.library import in_use
+from ed_layers.native.products import NUMBERS
 
-NUMBERS = (jnp.float32, jnp.bfloat16)
 #: Features that the kernels for prompts lack, and those for caches and pages.
 _LACKS = frozenset({"ahead", "bias"})
 LACKS_STORED = _LACKS | {"dropout"}
@@ -260,6 +260,6 @@ KERNELS = (
     ),
     *(
         _kernel(name, "pages", "pages", page_attention, refusals_of_pages, LACKS_STORED)
-        for name in NAMES
+        for name in PAGED_NAMES
     ),
 )

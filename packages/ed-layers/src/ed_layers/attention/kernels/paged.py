@@ -34,7 +34,7 @@ QUERY_BLOCK, GPU_QUERY_BLOCK = 128, 512
 #: Maximum number of keys that a step on a GPU reads at once, of all sequences together.
 GPU_STEP_KEYS = 2**17
 
-NAMES = ("ragged_page_attention_v3", "ragged_page_attention_v2", "page_attention")
+PAGED_NAMES = ("ragged_page_attention_v3", "ragged_page_attention_v2", "page_attention")
 
 
 def paged_attention(call: Paged) -> Float[Array, "T h d"]:
@@ -224,4 +224,6 @@ def prefill_each(q, reader: PageReader, ragged: RaggedBatch, out: jax.Array) -> 
     return jax.lax.fori_loop(0, ragged.num_seqs, sequence, out)[:-width]
 
 
-KERNELS = tuple(Kernel(name, "pages", "plain XLA, page blocks", paged_attention) for name in NAMES)
+KERNELS = tuple(
+    Kernel(name, "pages", "plain XLA, page blocks", paged_attention) for name in PAGED_NAMES
+)

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ed_layers.attention.kernel import Kernel, Paged, reasons
-from ed_layers.attention.kernels.paged import NAMES, head_axes, paged_attention
+from ed_layers.attention.kernels.paged import PAGED_NAMES, head_axes, paged_attention
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.devices import get_mesh
 
@@ -281,5 +281,5 @@ KERNELS = tuple(
         lacks=frozenset({"alibi", "relative"}),
         refuses=refusals,
     )
-    for name in NAMES
+    for name in PAGED_NAMES
 )

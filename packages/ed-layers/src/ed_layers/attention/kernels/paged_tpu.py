@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ed_layers.attention.kernel import Kernel, Paged, Settings, reasons
-from ed_layers.attention.kernels.paged import NAMES, head_axes
+from ed_layers.attention.kernels.paged import PAGED_NAMES, head_axes
 from ed_layers.attention.scoring import get_static_limit, static
 from ed_layers.devices import get_mesh, ways
 
@@ -132,5 +132,5 @@ KERNELS = tuple(
         lacks=frozenset({"ahead", "chunk", "sinks", "value_dim", "alibi", "relative"}),
         refuses=refusals,
     )
-    for name in NAMES
+    for name in PAGED_NAMES
 )

@@ -16,11 +16,11 @@ from ed_infra.errors import CheckpointError
 
 from ed_models.checkpoints.gguf.blocks import read_tensor_values
 from ed_models.checkpoints.gguf.header import GgufHeader
-from ed_models.checkpoints.gguf.layouts import NAMES, build_module_rules
+from ed_models.checkpoints.gguf.layouts import TENSOR_NAMES, build_module_rules
 from ed_models.weights.rules import Rule
 
 #: Field of a configuration -> key of the metadata, after the name of the architecture.
-FIELDS: Mapping[str, str] = {
+_FIELDS: Mapping[str, str] = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -51,9 +51,9 @@ class Architecture:
     Attributes:
         name: `general.architecture` of a file.
         model_type: the model type of the configuration.
-        names: modules whose tensors have other names than in `NAMES`.
+        names: modules whose tensors have other names than in `TENSOR_NAMES`.
         rules: rules in front of those of the names.
-        fields: fields of the configuration in addition to `FIELDS`; None removes a field.
+        fields: fields of the configuration in addition to `_FIELDS`; None removes a field.
         constants: fields that the architecture implies.
         present: field -> tensors, of which a file has one if the field is set.
         required: field -> the only value with which llama.cpp computes the model's numbers.
@@ -87,12 +87,12 @@ class Architecture:
     @property
     def keys(self) -> Mapping[str, str]:
         """Field of the configuration -> key of the metadata."""
-        field_keys = {**FIELDS, **self.fields}
+        field_keys = {**_FIELDS, **self.fields}
         return {name: key for name, key in field_keys.items() if key is not None}
 
     def all_rules(self) -> tuple[Rule, ...]:
         """Return the rules of a model with a head."""
-        return (*self.rules, *build_module_rules({**NAMES, **self.names}))
+        return (*self.rules, *build_module_rules({**TENSOR_NAMES, **self.names}))
 
 
 def with_bodies(rules: Sequence[Rule]) -> tuple[Rule, ...]:

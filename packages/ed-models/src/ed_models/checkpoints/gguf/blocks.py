@@ -16,9 +16,7 @@ import numpy as np
 from ed_infra.errors import CheckpointError
 
 from ed_models.checkpoints.gguf.header import GgufHeader, Location, formats
-from ed_models.checkpoints.packing.packed import covering
-
-Slices = tuple[slice, ...]
+from ed_models.checkpoints.packing.packed import Slices, covering
 
 #: Formats whose elements are numbers.
 PLAIN: Mapping[str, np.dtype] = {

@@ -254,10 +254,10 @@ def _write_ministral3(writing: FileWriting) -> None:
         writing.set("rope.scaling.yarn_log_multiplier", float(rope["mscale_all_dim"]))
 
 
-LLAMA = Architecture("llama", "llama", rules=PAIRS, present=BIASES)
+_LLAMA = Architecture("llama", "llama", rules=PAIRS, present=BIASES)
 
-ROWS: tuple[Architecture, ...] = (
-    LLAMA,
+DECODER_ROWS: tuple[Architecture, ...] = (
+    _LLAMA,
     Architecture("llama", "mistral", rules=PAIRS, constants=_NO_WINDOW, when=lambda _: False),
     Architecture(
         "mistral3",

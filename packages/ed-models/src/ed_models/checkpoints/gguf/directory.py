@@ -17,7 +17,7 @@ from pathlib import Path
 from ed_infra.errors import CheckpointError
 
 from ed_models.checkpoints.gguf.files import read_parts
-from ed_models.checkpoints.gguf.settings import TOKENS, build_settings
+from ed_models.checkpoints.gguf.settings import TOKEN_ID_KEYS, build_settings
 from ed_models.checkpoints.gguf.vocabulary import write_tokenizer
 
 ENDING = ".gguf"
@@ -48,7 +48,7 @@ def as_directory(file: Path) -> Path:
         try:
             settings = build_settings(header)
             _write(directory / "config.json", settings)
-            ends = {name: settings[name] for name in TOKENS if name in settings}
+            ends = {name: settings[name] for name in TOKEN_ID_KEYS if name in settings}
             _write(directory / "generation_config.json", ends)
             write_tokenizer(directory, header.metadata)
         except (ArithmeticError, TypeError, ValueError, LookupError, AttributeError) as error:

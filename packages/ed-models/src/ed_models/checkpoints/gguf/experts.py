@@ -219,7 +219,7 @@ def _write_minimax_m2(writing: FileWriting) -> None:
     writing.set("expert_feed_forward_length", writing.config.intermediate_size)
 
 
-ROWS: tuple[Architecture, ...] = (
+EXPERT_ROWS: tuple[Architecture, ...] = (
     Architecture(
         "llama",
         "mixtral",

@@ -1,7 +1,7 @@
 """Layouts of parameters in GGUF files: rules like those of `ed_models.weights.rules`.
 
 A rule relates a parameter of a model to a tensor of a GGUF file. The names of parameters are equal
-in all families, so one table (`NAMES`) fits most architectures.
+in all families, so one table (`TENSOR_NAMES`) fits most architectures.
 
 llama.cpp rotates adjacent pairs (2r, 2r + 1) of a head in some architectures, where Hugging Face
 rotates (r, r + head_dim / 2); the rows of queries and keys are then stored in llama.cpp's order.
@@ -20,7 +20,7 @@ from ed_models.weights.rules import Rule, TensorLayout, equal, permute, split, t
 LAYER, BLOCK = "model.layers.{i}", "blk.{i}"
 
 #: Module of ours -> tensor of a file, without `.weight` and `.bias`; `L` is a layer, `B` a block.
-NAMES: Mapping[str, str] = {
+TENSOR_NAMES: Mapping[str, str] = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",

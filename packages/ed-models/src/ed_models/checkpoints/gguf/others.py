@@ -272,7 +272,7 @@ def _write_encoder(writing: FileWriting) -> None:
     writing.metadata["tokenizer.ggml.token_type_count"] = writing.config.type_vocab_size
 
 
-ROWS: tuple[Architecture, ...] = (
+OTHER_ROWS: tuple[Architecture, ...] = (
     Architecture(
         "mamba",
         "falcon_mamba",

@@ -15,7 +15,7 @@ from ed_models.checkpoints.gguf.rope import read_rope, write_rope
 from ed_models.checkpoints.gguf.table import row_of_file
 
 #: Field of a configuration -> key of a token id.
-TOKENS = {
+TOKEN_ID_KEYS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
@@ -54,7 +54,7 @@ def build_settings(
     settings["vocab_size"] = reading.shape(EMBEDDING)[0]
     settings["tie_word_embeddings"] = not reading.has(HEAD)
     settings |= {name: reading.has(*tensors) for name, tensors in row.present.items()}
-    for name, key in TOKENS.items():
+    for name, key in TOKEN_ID_KEYS.items():
         if isinstance(token := header.metadata.get(key), int):
             settings[name] = token
     if row.rotary:
@@ -105,7 +105,7 @@ def write_settings(config: EasyDeLBaseConfig, row: Architecture) -> FileWriting:
             )
         writing.set(key, value)
     writing.set("vocab_size", config.vocab_size)
-    for name, key in TOKENS.items():
+    for name, key in TOKEN_ID_KEYS.items():
         token = getattr(config, name, None)
         token = token[0] if isinstance(token, list) and token else token
         if isinstance(token, int) and token >= 0:

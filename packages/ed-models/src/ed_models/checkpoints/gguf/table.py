@@ -15,7 +15,11 @@ from ed_models.checkpoints.gguf.layouts import JOINED_EXPERTS, JOINED_LATENT, JO
 from ed_models.weights.rules import Rule
 
 #: Rows with conditions are in front of those of the same name without.
-ROWS: tuple[Architecture, ...] = (*experts.ROWS, *decoders.ROWS, *others.ROWS)
+ARCHITECTURES: tuple[Architecture, ...] = (
+    *experts.EXPERT_ROWS,
+    *decoders.DECODER_ROWS,
+    *others.OTHER_ROWS,
+)
 #: Tensors of several parameters, which some versions of llama.cpp write and others do not.
 _JOINED: Sequence[tuple[str, Sequence[Rule]]] = (
     (".attn_qkv.weight", JOINED_QKV),
@@ -40,10 +44,10 @@ def row_of_file(
     if name is None:
         raise CheckpointError(f"{header.file} has no general.architecture, so it holds no model")
     reading = FileReading(header, name, values)
-    for row in ROWS:
+    for row in ARCHITECTURES:
         if row.name == name and row.when(reading):
             return row, reading
-    architectures = sorted({row.name for row in ROWS})
+    architectures = sorted({row.name for row in ARCHITECTURES})
     raise CheckpointError(
         f"{header.file} has the architecture {name!r}, which is not read"
         f"{did_you_mean(name, architectures)} (known: {', '.join(architectures)}): use the "
@@ -59,10 +63,10 @@ def row_of_model(config: EasyDeLBaseConfig) -> Architecture:
         CheckpointError: llama.cpp has no such model.
     """
     model_type = config.model_type
-    for row in ROWS:
+    for row in ARCHITECTURES:
         if row.model_type == model_type and row.suits(config):
             return row
-    model_types = sorted({row.model_type for row in ROWS})
+    model_types = sorted({row.model_type for row in ARCHITECTURES})
     raise CheckpointError(
         f"models of type {model_type!r} are not written as GGUF files"
         f"{did_you_mean(model_type, model_types)} (known: {', '.join(model_types)}): use "

@@ -17,14 +17,14 @@ from ed_infra.errors import CheckpointError, did_you_mean
 from ed_models.checkpoints.gguf.header import GGUFValue, numbers, text, texts
 from ed_models.checkpoints.gguf.pretokenizers import DIVISIONS, SYNONYMS, build_pretokenizer_steps
 
-KEY = "tokenizer.ggml"
+TOKENIZER_KEY = "tokenizer.ggml"
 #: Key of a whole tokenizer.json.
 WHOLE = "tokenizer.huggingface.json"
 TEMPLATE = "tokenizer.chat_template"
 #: `tokenizer.ggml.token_type`.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 #: Name of a special token of `transformers` -> key.
-SPECIAL: Mapping[str, str] = {
+SPECIAL_TOKENS: Mapping[str, str] = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
@@ -47,12 +47,12 @@ class TokenTable:
 
     def __init__(self, metadata: Mapping[str, GGUFValue]):
         self.metadata = metadata
-        self.tokens = texts(metadata, f"{KEY}.tokens")
-        self.types = numbers(metadata, f"{KEY}.token_type") or [NORMAL] * len(self.tokens)
-        self.scores = numbers(metadata, f"{KEY}.scores") or [0.0] * len(self.tokens)
+        self.tokens = texts(metadata, f"{TOKENIZER_KEY}.tokens")
+        self.types = numbers(metadata, f"{TOKENIZER_KEY}.token_type") or [NORMAL] * len(self.tokens)
+        self.scores = numbers(metadata, f"{TOKENIZER_KEY}.scores") or [0.0] * len(self.tokens)
         if not len(self.tokens) == len(self.types) == len(self.scores):
             raise CheckpointError(
-                f"{KEY} has {len(self.tokens)} tokens, {len(self.types)} types and "
+                f"{TOKENIZER_KEY} has {len(self.tokens)} tokens, {len(self.types)} types and "
                 f"{len(self.scores)} scores: the file is damaged"
             )
         self.ids: dict[str, int] = {}
@@ -61,11 +61,11 @@ class TokenTable:
 
     def flag(self, name: str, *, default: bool) -> bool:
         """Return an option of the tokenizer."""
-        return bool(self.metadata.get(f"{KEY}.{name}", default))
+        return bool(self.metadata.get(f"{TOKENIZER_KEY}.{name}", default))
 
     def special(self, name: str) -> str | None:
         """Return the text of a special token."""
-        number = self.metadata.get(f"{KEY}.{SPECIAL[name]}")
+        number = self.metadata.get(f"{TOKENIZER_KEY}.{SPECIAL_TOKENS[name]}")
         if not isinstance(number, int) or not 0 <= number < len(self.tokens):
             return None
         return self.tokens[number]
@@ -76,7 +76,7 @@ class TokenTable:
         count = sum(kind in kinds for kind in self.types)
         if count > _MAX_ADDED:
             raise CheckpointError(
-                f"{KEY}.token_type marks {count} tokens as special or user-defined, and "
+                f"{TOKENIZER_KEY}.token_type marks {count} tokens as special or user-defined, and "
                 f"{_MAX_ADDED} are allowed: the file is damaged"
             )
         return [
@@ -129,14 +129,14 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, GGUFValue]) -> None:
     Raises:
         CheckpointError: the vocabulary is damaged or of an unknown kind.
     """
-    kind = text(metadata, f"{KEY}.model")
+    kind = text(metadata, f"{TOKENIZER_KEY}.model")
     tokenizer_json = text(metadata, WHOLE)
     if (kind is None or kind == "none") and tokenizer_json is None:
         return
     vocabulary = TokenTable(metadata)
     content = tokenizer_json or json.dumps(_content(vocabulary, str(kind)), ensure_ascii=False)
     (directory / "tokenizer.json").write_text(content, encoding="utf-8")
-    special = {name: vocabulary.special(name) for name in SPECIAL}
+    special = {name: vocabulary.special(name) for name in SPECIAL_TOKENS}
     settings: dict[str, Any] = {name: token for name, token in special.items() if token is not None}
     settings |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -168,11 +168,11 @@ def _content(vocabulary: TokenTable, kind: str) -> dict[str, Any]:
 
 def _bytes(vocabulary: TokenTable) -> dict[str, Any]:
     """Merges of bytes."""
-    name = text(vocabulary.metadata, f"{KEY}.pre", "default") or "default"
+    name = text(vocabulary.metadata, f"{TOKENIZER_KEY}.pre", "default") or "default"
     name = SYNONYMS.get(name, name)
     if name not in DIVISIONS:
         raise CheckpointError(
-            f"{KEY}.pre is {name!r}, a division of texts that is not known"
+            f"{TOKENIZER_KEY}.pre is {name!r}, a division of texts that is not known"
             f"{did_you_mean(name, [*DIVISIONS, *SYNONYMS])}: update this package, or use the "
             "checkpoint in Hugging Face layout"
         )
@@ -200,11 +200,13 @@ def _bytes(vocabulary: TokenTable) -> dict[str, Any]:
 
 def _merges(vocabulary: TokenTable) -> Iterator[list[str]]:
     """Return the merges whose parts and result are tokens."""
-    for merge in texts(vocabulary.metadata, f"{KEY}.merges"):
+    for merge in texts(vocabulary.metadata, f"{TOKENIZER_KEY}.merges"):
         at = merge.find(" ", 1)
         first_token, right = merge[:at], merge[at + 1 :]
         if at < 0 or not right:
-            raise CheckpointError(f"{KEY}.merges contains {merge[:40]!r}, which is no merge")
+            raise CheckpointError(
+                f"{TOKENIZER_KEY}.merges contains {merge[:40]!r}, which is no merge"
+            )
         if {first_token, right, first_token + right} <= vocabulary.ids.keys():
             yield [first_token, right]
 
@@ -273,8 +275,8 @@ def merges_of_scores(vocabulary: TokenTable) -> list[list[str]]:
         count, characters = count + 1, characters + len(token)
         if count > most or characters > longest:
             raise CheckpointError(
-                f"the {len(usable)} tokens of {KEY} have more than {most} merges, or merges of "
-                f"more than {longest} characters: the file is damaged"
+                f"the {len(usable)} tokens of {TOKENIZER_KEY} have more than {most} merges, or "
+                f"merges of more than {longest} characters: the file is damaged"
             )
     merges = sorted((-usable[token], vocabulary.ids[token], cut) for token, cut in _cuts(usable))
     tokens = vocabulary.tokens
@@ -306,7 +308,8 @@ def _words(vocabulary: TokenTable) -> dict[str, Any]:
     unknown = vocabulary.special("unk_token") or "[UNK]"
     if unknown not in vocab:  # the tokenizer would fail at the first unknown word
         raise CheckpointError(
-            f"{KEY}.tokens has no token {unknown!r:.80} for unknown words: the file is damaged"
+            f"{TOKENIZER_KEY}.tokens has no token {unknown!r:.80} for unknown words: "
+            "the file is damaged"
         )
     return {
         "normalizer": {
@@ -331,7 +334,7 @@ def _words(vocabulary: TokenTable) -> dict[str, Any]:
 
 def _unigram(vocabulary: TokenTable) -> dict[str, Any]:
     """Pieces of SentencePiece, chosen by the sum of their scores."""
-    charsmap: Sequence[int] = numbers(vocabulary.metadata, f"{KEY}.precompiled_charsmap")
+    charsmap: Sequence[int] = numbers(vocabulary.metadata, f"{TOKENIZER_KEY}.precompiled_charsmap")
     steps: list[dict[str, Any]] = []
     if len(charsmap):
         coded = base64.b64encode(bytes(n % 256 for n in charsmap)).decode()

@@ -19,11 +19,11 @@ from ed_models.checkpoints.gguf.pretokenizers import find_division_name
 from ed_models.checkpoints.gguf.vocabulary import (
     BYTE,
     CONTROL,
-    KEY,
     NORMAL,
     SPACE,
-    SPECIAL,
+    SPECIAL_TOKENS,
     TEMPLATE,
+    TOKENIZER_KEY,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
@@ -32,7 +32,7 @@ from ed_models.checkpoints.gguf.vocabulary import (
 
 logger = get_logger(__name__)
 #: Metadata of a file without a tokenizer.
-NO_TOKENIZER: Mapping[str, str] = {f"{KEY}.model": "none"}
+NO_TOKENIZER: Mapping[str, str] = {f"{TOKENIZER_KEY}.model": "none"}
 _LIMIT = 2**28  # bytes of tokenizer.json
 _SCORE_OF_UNUSED = -10_000.0
 
@@ -58,21 +58,21 @@ def tokenizer_metadata(directory: Path, vocab_size: int) -> dict[str, Any]:
         settings = _settings(directory)
         kind = str(content["model"].get("type") or "BPE")
         metadata = _KINDS.get(kind, _unknown_kind)(content)
-        tokens = metadata[f"{KEY}.tokens"]
+        tokens = metadata[f"{TOKENIZER_KEY}.tokens"]
         _add(metadata, content, vocab_size)
         ids = {token: number for number, token in enumerate(tokens)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is no tokenizer ({error!r}); replace it") from error
-    for name, key in SPECIAL.items():
+    for name, key in SPECIAL_TOKENS.items():
         token = settings.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if token in ids:
-            metadata[f"{KEY}.{key}"] = ids[token]
+            metadata[f"{TOKENIZER_KEY}.{key}"] = ids[token]
     added = _around(content.get("post_processor"))
-    metadata[f"{KEY}.add_bos_token"] = added[0]
-    metadata[f"{KEY}.add_eos_token"] = added[1]
+    metadata[f"{TOKENIZER_KEY}.add_bos_token"] = added[0]
+    metadata[f"{TOKENIZER_KEY}.add_eos_token"] = added[1]
     metadata[WHOLE] = tokenizer_json
     template = _template(directory, settings)
     if template:
@@ -96,8 +96,8 @@ def _template(directory: Path, settings: Mapping[str, Any]) -> str | None:
 
 def _add(metadata: dict[str, Any], content: Mapping[str, Any], vocab_size: int) -> None:
     """Add tokens outside the vocabulary, and fill the list up to the size of the embedding."""
-    tokens, types = metadata[f"{KEY}.tokens"], metadata[f"{KEY}.token_type"]
-    scores = metadata.get(f"{KEY}.scores")
+    tokens, types = metadata[f"{TOKENIZER_KEY}.tokens"], metadata[f"{TOKENIZER_KEY}.token_type"]
+    scores = metadata.get(f"{TOKENIZER_KEY}.scores")
     added = {int(token["id"]): token for token in content.get("added_tokens") or ()}
     size = max(vocab_size, len(tokens), *(number + 1 for number in added), 0)
     if size > 2 * max(vocab_size, len(tokens)) + len(added):
@@ -140,11 +140,13 @@ def _build_bpe_metadata(content: Mapping[str, Any]) -> dict[str, Any]:
         )
     vocabulary = set(model["vocab"])
     return {
-        f"{KEY}.model": "gpt2",
-        f"{KEY}.pre": name or "default",
-        f"{KEY}.tokens": tokens,
-        f"{KEY}.token_type": [NORMAL if token in vocabulary else UNUSED for token in tokens],
-        f"{KEY}.merges": merges,
+        f"{TOKENIZER_KEY}.model": "gpt2",
+        f"{TOKENIZER_KEY}.pre": name or "default",
+        f"{TOKENIZER_KEY}.tokens": tokens,
+        f"{TOKENIZER_KEY}.token_type": [
+            NORMAL if token in vocabulary else UNUSED for token in tokens
+        ],
+        f"{TOKENIZER_KEY}.merges": merges,
     }
 
 
@@ -161,12 +163,12 @@ def _pieces(content: Mapping[str, Any], tokens: list[str], merges: list[str]) ->
     unknown = content["model"].get("unk_token")
     types = [_type_of_piece(token, unknown) for token in tokens]
     return {
-        f"{KEY}.model": "llama",
-        f"{KEY}.pre": "default",
-        f"{KEY}.tokens": tokens,
-        f"{KEY}.scores": scores,
-        f"{KEY}.token_type": types,
-        f"{KEY}.add_space_prefix": _has_prefix(content),
+        f"{TOKENIZER_KEY}.model": "llama",
+        f"{TOKENIZER_KEY}.pre": "default",
+        f"{TOKENIZER_KEY}.tokens": tokens,
+        f"{TOKENIZER_KEY}.scores": scores,
+        f"{TOKENIZER_KEY}.token_type": types,
+        f"{TOKENIZER_KEY}.add_space_prefix": _has_prefix(content),
     }
 
 
@@ -199,11 +201,11 @@ def _words(content: Mapping[str, Any]) -> dict[str, Any]:
     tokens = [mark_token(token) for token in _list_tokens(model["vocab"])]
     normalizer = content.get("normalizer") or {}
     return {
-        f"{KEY}.model": "bert",
-        f"{KEY}.pre": "default",
-        f"{KEY}.tokens": tokens,
-        f"{KEY}.token_type": [NORMAL] * len(tokens),
-        f"{KEY}.normalizer.lowercase": bool(normalizer.get("lowercase", True)),
+        f"{TOKENIZER_KEY}.model": "bert",
+        f"{TOKENIZER_KEY}.pre": "default",
+        f"{TOKENIZER_KEY}.tokens": tokens,
+        f"{TOKENIZER_KEY}.token_type": [NORMAL] * len(tokens),
+        f"{TOKENIZER_KEY}.normalizer.lowercase": bool(normalizer.get("lowercase", True)),
     }
 
 
@@ -214,18 +216,21 @@ def _unigram(content: Mapping[str, Any]) -> dict[str, Any]:
     if model.get("unk_id") is not None:
         types[model["unk_id"]] = UNKNOWN
     metadata = {
-        f"{KEY}.model": "t5",
-        f"{KEY}.pre": "default",
-        f"{KEY}.tokens": tokens,
-        f"{KEY}.scores": [float(score) for _, score in model["vocab"]],
-        f"{KEY}.token_type": types,
-        f"{KEY}.add_space_prefix": _has_prefix(content),
-        f"{KEY}.remove_extra_whitespaces": " {2,}" in json.dumps(content.get("normalizer")),
+        f"{TOKENIZER_KEY}.model": "t5",
+        f"{TOKENIZER_KEY}.pre": "default",
+        f"{TOKENIZER_KEY}.tokens": tokens,
+        f"{TOKENIZER_KEY}.scores": [float(score) for _, score in model["vocab"]],
+        f"{TOKENIZER_KEY}.token_type": types,
+        f"{TOKENIZER_KEY}.add_space_prefix": _has_prefix(content),
+        f"{TOKENIZER_KEY}.remove_extra_whitespaces": " {2,}"
+        in json.dumps(content.get("normalizer")),
     }
     steps = content.get("normalizer") or {}
     for step in steps.get("normalizers", [steps]):
         if step.get("type") == "Precompiled":
-            metadata[f"{KEY}.precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
+            metadata[f"{TOKENIZER_KEY}.precompiled_charsmap"] = base64.b64decode(
+                step["precompiled_charsmap"]
+            )
     return metadata
 
 

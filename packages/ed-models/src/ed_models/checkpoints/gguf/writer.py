@@ -39,7 +39,7 @@ class FileType(NamedTuple):
 
 
 #: Name of a format -> its formats of tensors. llama.cpp's `llama-quantize` converts to others.
-FILE_TYPES: Mapping[str, FileType] = {
+GGUF_FILE_TYPES: Mapping[str, FileType] = {
     "f32": FileType(0, "F32", "F32"),
     "f16": FileType(1, "F16", "F16"),
     "bf16": FileType(32, "BF16", "BF16"),
@@ -61,13 +61,14 @@ def file_type(name: str) -> FileType:
     Raises:
         ConfigError: the name is unknown.
     """
-    if name.lower() not in FILE_TYPES:
+    if name.lower() not in GGUF_FILE_TYPES:
+        hint = did_you_mean(name.lower(), GGUF_FILE_TYPES)
         raise ConfigError(
-            f"dtype={name!r} is no format of GGUF files{did_you_mean(name.lower(), FILE_TYPES)} "
-            f"(known: {', '.join(FILE_TYPES)}): write one of these and convert it with "
-            "llama-quantize"
+            f"dtype={name!r} is no format of GGUF files{hint} "
+            f"(known: {', '.join(GGUF_FILE_TYPES)}): write one of these and convert it "
+            "with llama-quantize"
         )
-    return FILE_TYPES[name.lower()]
+    return GGUF_FILE_TYPES[name.lower()]
 
 
 def write_file(
@@ -91,7 +92,7 @@ def write_file(
         config: the configuration of the model.
         shapes: canonical name -> shape of one layer's parameter.
         read: (canonical name, leading positions) -> values: one expert of many, or the whole.
-        dtype: a key of `FILE_TYPES`.
+        dtype: a key of `GGUF_FILE_TYPES`.
         name: `general.name`.
         tokenizer: metadata of the tokenizer.
 

@@ -32,7 +32,7 @@ _LAYOUT = "AWQ"
 _BITS = 4
 PER = WORD // _BITS
 #: The position of each of the eight outputs in a word.
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def awq(files: TensorFiles, settings: Mapping[str, Any]) -> Iterator[Packed]:
@@ -72,7 +72,7 @@ def _read(files: TensorFiles, layer: str, size: int, index: Slices) -> np.ndarra
 
     def codes(part: str, at: slice) -> np.ndarray:
         stored = unpack_codes(files.read(f"{layer}{part}", (at, which)), _BITS, 1)
-        in_order = stored.reshape(len(stored), stored.shape[1] // PER, PER)[..., PLACES]
+        in_order = stored.reshape(len(stored), stored.shape[1] // PER, PER)[..., _PLACES]
         return in_order.reshape(stored.shape)[:, inside].T
 
     scales = files.read(f"{layer}scales", (slice(None), rows)).T

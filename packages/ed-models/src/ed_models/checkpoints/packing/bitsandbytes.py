@@ -26,7 +26,7 @@ from ed_models.checkpoints.packing.packed import FLOATS, Packed, Slices, expect
 from ed_models.checkpoints.tensor_files import TensorFiles
 
 _LAYOUT = "bitsandbytes"
-KINDS = ("nf4", "fp4")
+_KINDS = ("nf4", "fp4")
 _MOST = 2**16  # bytes of a layer's settings
 #: 1 / 127 as bitsandbytes writes it.
 _STEP = np.float32(7.874015718698502e-3)
@@ -110,10 +110,10 @@ def _state(files: TensorFiles, kind: str, name: str) -> _State:
             f"{_LAYOUT}: {name} is not JSON text with a shape and a blocksize ({error!r})"
         ) from error
     odd = state.block < 2 or state.block % 2 or state.nested < 0
-    if kind not in KINDS or odd or min(state.shape, default=0) < 1:
+    if kind not in _KINDS or odd or min(state.shape, default=0) < 1:
         raise CheckpointError(
-            f"{_LAYOUT}: {name} has {state} of kind {kind!r}; known are {', '.join(KINDS)} with an "
-            "even blocksize and a shape without zeros"
+            f"{_LAYOUT}: {name} has {state} of kind {kind!r}; known are {', '.join(_KINDS)} with "
+            "an even blocksize and a shape without zeros"
         )
     return state
 

@@ -36,7 +36,7 @@ from ed_models.checkpoints.tensor_files import TensorFiles
 
 _LAYOUT = "compressed-tensors"
 #: `format` of the settings, or of one of their groups, that is read.
-FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "dense")
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "dense")
 _BITS = (4, 8)
 
 
@@ -69,10 +69,10 @@ def _read_groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         )
     formats = {group.get("format") for group in groups.values()} - {None}
     formats |= {settings.get("format")} - {None, "mixed-precision"}
-    unknown = sorted(str(f) for f in formats if f not in FORMATS)
+    unknown = sorted(str(f) for f in formats if f not in _FORMATS)
     if unknown:
         raise CheckpointError(
-            f"{_LAYOUT}: format={unknown[0]!r} is not read (known: {', '.join(FORMATS)})"
+            f"{_LAYOUT}: format={unknown[0]!r} is not read (known: {', '.join(_FORMATS)})"
         )
     sparse = (settings.get("sparsity_config") or {}).get("format")
     if sparse not in (None, "dense"):

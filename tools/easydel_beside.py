@@ -1,0 +1,280 @@
+"""Try what a person brings from EasyDeL: its run files and the configurations of its examples.
+
+    uv run python -m tools.easydel_beside CHECKOUT
+
+CHECKOUT is a work tree or a git directory of EasyDeL's repository. Only paths and names of the hub
+are replaced, by tiny models and rows that the tool writes. Each configuration passes `elarge FILE
+--dry-run`, or its first error is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import enum
+import io
+import json
+import pkgutil
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import yaml
+
+#: Parts of the repository that the tool reads.
+PARTS = ("tests/elarge_configs", "examples", "docs")
+_RUN_FILE = re.compile(r"^( *)```yaml\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+#: Sections of models, and the folder that replaces each.
+MODELS = {
+    "model": "model",
+    "teacher": "model",
+    "teacher_model": "model",
+    "reference_model": "model",
+    "reward_model": "reward",
+}
+
+
+class Trial(NamedTuple):
+    """A configuration of EasyDeL.
+
+    Attributes:
+        name: Its file.
+        config: The sections and actions.
+        error: Why the configuration cannot be read; empty otherwise.
+    """
+
+    name: str
+    config: dict[str, object]
+    error: str = ""
+
+
+class _Captured(BaseException):
+    """Ends an example at its configuration."""
+
+
+def materialize(checkout: Path, folder: Path) -> Path:
+    """Write the parts of a repository to a folder, from a work tree or a git directory."""
+    for part in PARTS:
+        if (checkout / part).exists():
+            shutil.copytree(checkout / part, folder / part)
+    if any(folder.iterdir()):
+        return folder
+    command = ["git", "-C", str(checkout), "archive", "HEAD", *PARTS]
+    archive = subprocess.run(command, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(folder, filter="data")
+    return folder
+
+
+def run_files(root: Path) -> Iterator[Trial]:
+    """Yield the run files of the tests."""
+    for path in sorted((root / "tests/elarge_configs").glob("*.yaml")):
+        yield Trial(path.name, yaml.safe_load(path.read_text("utf-8")))
+
+
+def documents(root: Path) -> Iterator[Trial]:
+    """Yield the complete run files in the documents."""
+    for path in sorted((root / "docs").rglob("*.md")):
+        text = path.read_text("utf-8")
+        for match in _RUN_FILE.finditer(text):
+            indent, block = match.groups()
+            block = re.sub(f"^{indent}", "", block, flags=re.MULTILINE)
+            config = yaml.safe_load(block)
+            if isinstance(config, dict) and _is_complete(config):
+                line = text[: match.start()].count("\n") + 1
+                yield Trial(f"{path.relative_to(root)}:{line}", config)
+
+
+def _sections_of(config: dict[str, object]) -> dict[str, object]:
+    """Return the sections of a run file, which may be below one key."""
+    for name in ("config", "elarge_model", "elm"):
+        if isinstance(inner := config.get(name), dict):
+            return inner
+    return config
+
+
+def _is_complete(config: dict[str, object]) -> bool:
+    """Return whether a block of a document is a whole run file."""
+    sections, actions = _sections_of(config), str(config.get("actions", ""))
+    trains = "'train'" not in actions or {"trainer", "mixture"} <= sections.keys()
+    return "actions" in config and "model" in sections and trains
+
+
+def examples(root: Path) -> Iterator[Trial]:
+    """Yield the configurations that the examples pass to `eLargeModel`."""
+    from ed_elarge.model import eLargeModel
+
+    captured: list[dict[str, object]] = []
+
+    def capture(self: object, config: dict[str, object]) -> None:
+        captured.append(config)
+        raise _Captured
+
+    modules = {"eformer": types.ModuleType("eformer"), "eformer.aparser": _argument_parser()}
+    modules["datasets"] = mock.MagicMock()
+    # Helpers of the scripts, which do not change the configurations.
+    helpers = ("easydel.infra.elarge.processing", "easydel.trainers.agentic_moshpit")
+    modules |= {name: mock.MagicMock() for name in helpers if not _can_import(name)}
+    with mock.patch.dict(sys.modules, modules), mock.patch.object(eLargeModel, "__init__", capture):
+        for path in sorted((root / "examples").rglob("*.py")):
+            captured.clear()
+            error = ""
+            with mock.patch.object(sys, "argv", [str(path)]), contextlib.suppress(_Captured):
+                try:
+                    runpy.run_path(str(path), run_name="__main__")
+                except Exception as problem:  # a script raises arbitrary errors
+                    error = f"{type(problem).__name__}: {problem}"
+            config = captured[0] if captured else {}
+            yield Trial(f"{path.relative_to(root)}", config, error)
+
+
+def _can_import(name: str) -> bool:
+    with contextlib.suppress(ImportError):
+        pkgutil.resolve_name(name)
+        return True
+    return False
+
+
+def _argument_parser() -> types.ModuleType:
+    """Return a module whose parser returns the defaults of a data class."""
+
+    class DataClassArgumentParser:
+        def __init__(self, kind: type, **keywords: object) -> None:
+            self.kind = kind
+
+        def parse_args_into_dataclasses(self) -> tuple[object, ...]:
+            return (self.kind(),)
+
+    module = types.ModuleType("eformer.aparser")
+    vars(module)["DataClassArgumentParser"] = DataClassArgumentParser
+    return module
+
+
+def write_stand_ins(folder: Path) -> None:
+    """Write a tiny language model, a tiny reward model, and preference rows."""
+    from ed_data.tokens.bpe import train_bpe
+    from ed_infra.testing import english_topics, tiny_llama
+    from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
+    from ed_models.tasks.classification import SequenceClassifier
+
+    tokenizer = train_bpe(english_topics().values(), vocab_size=320)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    fields = tiny_llama(vocab_size=len(tokenizer), num_hidden_layers=2)
+    del fields["model_type"]
+    scorer = SequenceClassifier.for_family(LlamaForCausalLM)
+    for name, cls in (("model", LlamaForCausalLM), ("reward", scorer)):
+        labels = {"num_labels": 1} if name == "reward" else {}
+        values = {**fields, **labels, "max_position_embeddings": 65536}
+        config = LlamaConfig(**values, sharding_axis_dims=(1, 1, 1, 1, 1))
+        cls.create(config, seed=0).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    rows = []
+    for number in range(64):
+        question = {"role": "user", "content": f"What is {number} and 1?"}
+        answers = (
+            {"role": "assistant", "content": text} for text in (f"It is {number + 1}.", "No idea.")
+        )
+        chosen, rejected = ([question, answer] for answer in answers)
+        rows.append({"chosen": chosen, "rejected": rejected})
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def with_stand_ins(config: dict[str, object], folder: Path) -> dict[str, object]:
+    """Return a configuration whose paths and names of the hub are replaced."""
+    plain = json.loads(json.dumps(config, default=_plain))
+    sections = _sections_of(plain)
+    for name, stand_in in MODELS.items():
+        section = sections.get(name)
+        for key in ("name_or_path", "tokenizer") if isinstance(section, dict) else ():
+            if key in section:
+                section[key] = str(folder / stand_in)
+    mixture = sections.get("mixture") or {}
+    for inform in (*mixture.get("informs", ()), *mixture.get("eval_informs", ())):
+        field = inform.get("content_field", "chosen")
+        rows = "rows" if field in ("chosen", "rejected") else f"rows_{field}"
+        inform |= {"type": "json", "data_files": str(folder / f"{rows}.jsonl"), "split": "train"}
+        if rows != "rows":
+            names = {field, *inform.get("format_fields", {}), *inform.get("additional_fields", ())}
+            row = dict.fromkeys(sorted(names), "What is the sum of one and two?")
+            text = f"{json.dumps(row)}\n" * 64
+            (folder / f"{rows}.jsonl").write_text(text)
+    if "cache_dir" in mixture:
+        mixture["cache_dir"] = str(folder / "cache")
+    if isinstance(trainer := sections.get("trainer"), dict):
+        trainer["save_directory"] = str(folder / "run")
+    plain.setdefault("actions", ["validate"])
+    return plain
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)
+
+
+def try_dry_run(trial: Trial, folder: Path) -> str:
+    """Return the first error of a dry run, or an empty text."""
+    from ed_elarge.command.runs import run_file
+
+    if trial.error:
+        return trial.error
+    path = folder / "trial.json"
+    path.write_text(json.dumps(with_stand_ins(trial.config, folder), indent=1))
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        code = run_file(str(path), dry_run=True)
+    if code == 0:
+        return ""
+    lines = [line for line in errors.getvalue().splitlines() if "warning:" not in line]
+    failures = [line for line in lines if line.startswith(str(path)) or "error" in line.lower()]
+    return "; ".join((failures or lines)[:3])
+
+
+#: Row of the table -> its configurations.
+ROWS: dict[str, Callable[[Path], Iterator[Trial]]] = {
+    "run files of tests/elarge_configs": run_files,
+    "configurations of examples": examples,
+    "run files in docs": documents,
+}
+
+
+def main() -> int:
+    """Print the table, and the first errors of each configuration that fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkout", type=Path)
+    checkout = parser.parse_args().checkout
+    failed = False
+    with tempfile.TemporaryDirectory() as name:
+        folder, root = Path(name), Path(name) / "easydel"
+        root.mkdir()
+        materialize(checkout, root)
+        write_stand_ins(folder)
+        print("| what a person brings | works |\n| --- | --- |")
+        details = []
+        for title, find in ROWS.items():
+            results = [(trial.name, try_dry_run(trial, folder)) for trial in find(root)]
+            good = sum(not error for _, error in results)
+            print(f"| {title} | {good} of {len(results)} |", flush=True)
+            details += [f"{title}: {one}: {error}" for one, error in results if error]
+        failed = bool(details)
+        print("\n".join(["", *details]))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
