@@ -11,6 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from ed_infra import registry
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, RegistryError
 from ed_infra.logging import forget_said
@@ -23,7 +24,10 @@ from ed_models import (
     AutoEasyDeLModelForSequenceClassification,
 )
 from ed_models.checkpoints import hub
-from ed_models.checkpoints.text_halves import MODEL_TYPES
+from ed_models.checkpoints.loading import prepare
+from ed_models.checkpoints.tensor_files import TensorFiles, arrays
+from ed_models.checkpoints.text_halves import MODEL_TYPES, text_name, text_tensors
+from ed_models.families.siglip import SiglipVisionConfig
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -220,6 +224,60 @@ def test_both_layouts_of_names_load_the_same_tensors(pair: Pair, tmp_path: Path)
     names = [set(load_file(d / "model.safetensors")) for d in (pair.directory, other)]
     assert names[0] != names[1]
     assert_equal(load(other), pair.ours)
+
+
+#: Prefix of transformers 5.23 -> prefix of transformers 5.0 to 5.5.
+EARLY_NAMES = {
+    "language_model.model.": "model.language_model.model.",
+    "vision_tower.": "model.vision_tower.vision_model.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+
+
+def in_early_layout(name: str) -> str:
+    """Return the name of a tensor in files of transformers 5.0 to 5.5."""
+    prefix = next((prefix for prefix in EARLY_NAMES if name.startswith(prefix)), "")
+    return EARLY_NAMES.get(prefix, prefix) + name.removeprefix(prefix)
+
+
+@pytest.mark.parametrize("task", [TaskType.IMAGE_TEXT_TO_TEXT, TaskType.CAUSAL_LM])
+def test_names_of_early_releases_load_whole_and_as_text_half(
+    gemma3: Path, tmp_path: Path, task: TaskType
+) -> None:
+    early = rewrite(gemma3, tmp_path / "early", in_early_layout)
+    names = set(load_file(early / "model.safetensors"))
+    assert {name.split(".")[0] for name in names} == {"model"}
+    hub.check_weights(early, task)
+
+
+@pytest.mark.parametrize("tower", ["vision_tower.", "model.vision_tower.vision_model."])
+def test_tower_of_a_multimodal_checkpoint_loads_alone(gemma3: Path, tower: str) -> None:
+    files = TensorFiles.open(gemma3)
+    names = {name: name.replace("vision_tower.", tower, 1) for name in files}
+    config = SiglipVisionConfig(**TOWER, sharding_axis_dims=ONE)
+    tower_class = registry.get_module(TaskType.BASE_VISION, config.model_type)
+    prepare(tower_class, config, files.rename_tensors(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.language_model.model.norm.weight", "model.norm.weight"),
+        ("model.language_model.norm.weight", "model.norm.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("model.vision_tower.vision_model.embeddings.class_embedding", None),
+    ],
+)
+def test_name_in_a_text_only_checkpoint(name: str, expected: str | None) -> None:
+    assert text_name(name) == expected
+
+
+def test_tower_beside_text_only_names_is_not_read() -> None:
+    """Qwen2-VL of transformers 5.0 to 5.5 has `model.visual` beside `model.layers`."""
+    values = {name: np.ones(2, np.float32) for name in ("model.visual.x", "model.norm.weight")}
+    files = TensorFiles({}).add_tensors(arrays(TensorFiles({}), values))
+    assert list(text_tensors(files, ["model.norm.weight"])) == ["model.norm.weight"]
+    assert list(text_tensors(files, ["visual.x", "model.norm.weight"])) == list(values)
 
 
 def test_settings_of_the_whole_model_override_those_of_the_text(tmp_path: Path) -> None:

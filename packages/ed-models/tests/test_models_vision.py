@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra import registry
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, RegistryError
+from ed_infra.inputs import SIZES
 from ed_models.auto import AutoEasyDeLModel, AutoEasyDeLModelForImageClassification
 from ed_models.body.resizing import resized_grid
 from ed_models.checkpoints.checks import detect_task
 from ed_models.modalities.images import split_images
-from ed_models.tasks.conditional import ConditionalLM
+from ed_models.tasks.conditional import ConditionalLM, _is_processor_form
 from flax import nnx
 
 TINY: dict[str, Any] = {
@@ -170,6 +174,28 @@ def test_generate_accepts_the_images_of_all_prompts_in_one_array(family):
     assert flat.ndim == 4
     got = subject.model.generate(**options, pixel_values=flat).sequences
     np.testing.assert_array_equal(got, expected)
+    inputs = subject.build_full_inputs()
+    rows = subject.model(**inputs).logits
+    calls = subject.model(**{**inputs, "pixel_values": jnp.asarray(flat)}).logits
+    np.testing.assert_array_equal(calls, rows)
+
+
+def test_call_converts_arrays_of_a_processor_unless_they_are_traced():
+    """[i, c, h, w] and [p, f] hold the images of all rows; the tokens assign them to rows."""
+    model = types.SimpleNamespace(batched_inputs=lambda ids, arrays: {"pixel_values": ids})
+    ids = jnp.arange(6).reshape(2, 3)
+    for pixels in (jnp.ones((3, 1, 4, 4)), jnp.ones((8, 5))):
+        assert _is_processor_form({"pixel_values": pixels})
+        rows = ConditionalLM._batch_media(model, ids, {"pixel_values": pixels})
+        np.testing.assert_array_equal(rows["pixel_values"], ids)
+    assert not _is_processor_form({"pixel_values": jnp.ones((2, 1, 1, 4, 4))})
+    assert _is_processor_form({"pixel_values": jnp.ones((3, 1, 1, 4, 4)), SIZES: jnp.ones((3, 2))})
+
+    def trace(tokens):
+        return ConditionalLM._batch_media(model, tokens, {"pixel_values": jnp.ones((3, 1, 4, 4))})
+
+    with pytest.raises(ConfigError, match=r"\[3, 1, 4, 4\].*model.batched_inputs"):
+        jax.jit(trace)(ids)
 
 
 def count_classes(module_class: type[Any]) -> int:

@@ -208,7 +208,7 @@ def attach_adapter_matrices(
     for name, pair in matrices.items():
         if not all(map(is_finite, pair)):
             raise CheckpointError(f"{directory}: the adapter of {name} has NaN or infinite numbers")
-    modules = {
+    modules: dict[str, dict[str, np.ndarray]] = {
         name: dict(zip(_LINEAR, (matrix.T.astype(np.float32) for matrix in pair), strict=True))
         for name, pair in matrices.items()
     }

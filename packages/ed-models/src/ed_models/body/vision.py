@@ -325,7 +325,8 @@ class VisionTower(EasyDeLBaseModule):
     MODULES: ClassVar[Modules] = Modules()
     #: Names of the tower in multimodal checkpoints, and in checkpoints of a tower alone.
     TOWER_NAMES: ClassVar[tuple[str, ...]] = (
-        *("vision_tower.vision_model", "model.vision_tower", "vision_tower", "vision_model"),
+        *("model.vision_tower.vision_model", "vision_tower.vision_model", "model.vision_tower"),
+        *("vision_tower", "vision_model"),
     )
 
     def __init_subclass__(cls, **options: bool):

@@ -78,7 +78,7 @@ class Loadable(Protocol):
 
 
 LoadableT = TypeVar("LoadableT", bound=Loadable)
-_ModuleT = TypeVar("_ModuleT")
+_ModuleT = TypeVar("_ModuleT", bound=nnx.Module)
 
 
 class HubOptions(TypedDict, total=False):

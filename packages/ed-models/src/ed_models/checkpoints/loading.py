@@ -215,8 +215,10 @@ def prepare(
     files, config = unpack_tensors(files, config)
     model_draft = draft(config)
     files = files.reshape_tensors(model_draft.weights.hf_shapes, config)
-    files = text_tensors(files, model_draft.weights.hf_shapes)
-    files = tower_tensors(files, getattr(cls, "TOWER_NAMES", ()))
+    if towers := getattr(cls, "TOWER_NAMES", ()):
+        files = tower_tensors(files, towers)
+    else:
+        files = text_tensors(files, model_draft.weights.hf_shapes)
     files = rename_legacy_tensors(files, model_draft.weights.hf_shapes)
     files = _with_prefix(cls, files, model_draft.weights.hf_shapes)
     files = _with_our_names(cls, files, model_draft.weights.hf_shapes)

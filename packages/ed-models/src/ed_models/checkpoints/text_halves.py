@@ -84,13 +84,14 @@ _SPECIAL_TASKS: Mapping[TaskType, TaskType] = {
 #: Prefix in a multimodal checkpoint -> prefix in a text-only checkpoint; the first match applies.
 _PREFIXES: Mapping[str, str] = {
     "model.language_model.blocks.": "model.layers.",  # as the last but one, in the other layout
+    "model.language_model.model.": "model.",  # written by transformers 5.0 to 5.5
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "language_model.model.blocks.": "model.layers.",  # Kimi K2.5, written by transformers 5.23
     "language_model.": "",
 }
 #: Prefixes of other parts of checkpoints whose language model has text-only names.
-_OTHERS = ("visual.",)
+_OTHERS = ("visual.", "model.visual.")
 #: Prefixes of heads, which some writers store outside the language model.
 _HEADS = ("lm_head.", "score.")
 

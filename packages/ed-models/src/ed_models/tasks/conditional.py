@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import GRID, Encoded, Features, Inputs
+from ed_infra.inputs import GRID, SIZES, Encoded, Features, Inputs
 from ed_infra.outputs import CausalLMOutput
 from ed_infra.rope.grids import grid_positions
 from ed_layers.cache.protocol import ContiguousCache
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from ed_models.body.ahead import ahead_in_image, ahead_in_prompt
@@ -84,6 +85,25 @@ class ConditionalLM(CausalLM):
         assert items is not None, "the model has a modality"
         return items.batch_rows(np.asarray(input_ids) == self.placeholder_token, arrays)
 
+    def _batch_media(
+        self, input_ids: Int[Array, "b s"] | None, arrays: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """Return the arrays of a processor, which holds the images of all rows in one array, with
+        a row for each row of tokens.
+
+        Raises:
+            ConfigError: the arrays are traced by jax, so the tokens have no values yet.
+        """
+        if input_ids is None or isinstance(input_ids, Tracer):
+            shape = list(next(iter(arrays.values())).shape)
+            raise ConfigError(
+                f"{next(iter(arrays))} has shape {shape}, the images of all rows in one array, and "
+                "the rows follow from the values of input_ids, which a compiled function lacks: "
+                "call model.batched_inputs(input_ids, arrays) before, and pass its arrays"
+            )
+        rows = self.batched_inputs(np.asarray(input_ids), jax.tree.map(np.asarray, dict(arrays)))
+        return {name: jnp.asarray(array) for name, array in rows.items()}
+
     def __call__(
         self,
         input_ids: Int[Array, "b s"] | None = None,
@@ -104,14 +124,17 @@ class ConditionalLM(CausalLM):
                 such a model, positions [b, s] are those of texts without images: with
                 `image_grid_thw`, the positions are computed from the tokens, and the positions of
                 later calls with the same cache continue after them.
-            inputs: the arrays `modality.names`, padded at the end of rows; or `image_features`
-                [b, n, d], the embeddings that `encode` returned for the images of each row, padded
-                with zeros; and further arguments of `CausalLM.__call__`.
+            inputs: the arrays `modality.names`, padded at the end of rows, or those of a processor
+                of transformers, which returns the images of all rows in one array; or
+                `image_features` [b, n, d], the embeddings that `encode` returned for the images of
+                each row, padded with zeros; and further arguments of `CausalLM.__call__`.
         """
         modality, form = self.modality, self.patch_form
         arrays = {name: inputs.pop(name, None) for name in modality.call_names}
         arrays = {name: array for name, array in arrays.items() if array is not None}
         has_media = features is None and not arrays.keys().isdisjoint(modality.main_names)
+        if has_media and _is_processor_form(arrays):
+            arrays = self._batch_media(input_ids, arrays)
         # Side of the blocks of patches of images whose tokens have axes.
         merge = form.merge if form is not None and form.has_axes else None
         if has_media and merge is not None and GRID not in arrays:
@@ -182,3 +205,9 @@ def _continue_positions(
     following = jnp.max(jnp.where(segments != 0, positions, -1), axis=(0, 2)) + 1
     offsets = following - tokens - jnp.count_nonzero(segments, axis=1)
     return positions, offsets.astype(jnp.int32)
+
+
+def _is_processor_form(arrays: Mapping[str, Array]) -> bool:
+    """Return whether pixels are [i, c, h, w], [p, f], or tiles whose image_sizes are [i, 2]."""
+    pixels, sizes = arrays.get("pixel_values"), arrays.get(SIZES)
+    return pixels is not None and (pixels.ndim in (2, 4) or (sizes is not None and sizes.ndim == 2))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from ed_infra.errors import CheckpointError, ConfigError
+from ed_models.base.module import EasyDeLBaseModule
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.checks import detect_task
 from ed_models.checkpoints.easydel_folder import (
@@ -27,28 +28,26 @@ from ed_models.checkpoints.easydel_folder import (
     read_easydel_step,
 )
 from ed_models.checkpoints.loading import load
+from ed_models.protocol import LanguageModel
 from flax import nnx
 
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored.arrays import flat_abstract, flat_arrays, from_flat
 
 
-def load_easydel_state(
-    directory: Path, tx: optax.GradientTransformation | None, **options: Any
-) -> EasyDeLState:
+def load_easydel_state(directory: Path, tx: optax.GradientTransformation | None) -> EasyDeLState:
     """Read a training checkpoint of EasyDeL, or one of its models, as a new state.
 
     Args:
         directory: folder of a state, a run, or a model.
         tx: optimizer with the moments of Adam, whose saved state is read. None: none is read.
-        options: keywords of `from_pretrained`.
 
     Raises:
         CheckpointError: The folder is damaged, or has the state of another optimizer.
         ConfigError: `tx` has no moments of Adam.
     """
     directory = find_newest_run(directory)
-    model: Any = hub.from_pretrained(directory, task=detect_task(directory), **options)
+    model: EasyDeLBaseModule = hub.from_pretrained(directory, task=detect_task(directory))
     state = EasyDeLState.create(model=model)
     return state if tx is None else restore_easydel_moments(state.init_tx(tx), directory)
 
@@ -125,7 +124,9 @@ def _complete(arrays: EasyDeLArrays, directory: Path) -> EasyDeLArrays:
     return EasyDeLArrays({**weights, **arrays.model}, arrays.adapters)
 
 
-def _read_values(model: Any, arrays: EasyDeLArrays, directory: Path) -> Mapping[str, jax.Array]:
+def _read_values(
+    model: LanguageModel, arrays: EasyDeLArrays, directory: Path
+) -> Mapping[str, jax.Array]:
     """Return arrays of EasyDeL under the names of the model's variables."""
     files = EasyDeLFiles.relate(arrays, directory)
     module = load(type(model), model.config, files, dtype=jnp.float32)
