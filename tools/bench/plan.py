@@ -396,7 +396,7 @@ class Published(NamedTuple):
     """A published run.
 
     Attributes:
-        model, device, count: the model, and the devices.
+        model, device, devices: the model, and the devices.
         length, rows: tokens of a sequence, and sequences of a device.
         speed: tokens per second and device, or the share of the peak (below 1).
         tp: size of the axis `tp`; the other devices are those of `fsdp`.
@@ -404,7 +404,7 @@ class Published(NamedTuple):
 
     model: str
     device: str
-    count: int
+    devices: int
     length: int
     rows: int
     speed: float
@@ -476,13 +476,13 @@ def bound(one: Published) -> Time:
         },
         "trainer": {
             "trainer_type": "sft",
-            "total_batch_size": one.rows * one.count,
+            "total_batch_size": one.rows * one.devices,
             "max_training_steps": 2,
         },
         "actions": ["train"],
     }
     run = normalize(Document("plan.yaml", value=values))
-    made = plan(run, Hardware(find_device(one.device), (one.count,))).training
+    made = plan(run, Hardware(find_device(one.device), (one.devices,))).training
     assert made is not None, "the run trains"
     return made.time
 
@@ -490,7 +490,7 @@ def bound(one: Published) -> Time:
 def share(one: Published) -> float:
     """Return the published speed relative to the bound."""
     time = bound(one)
-    return one.speed / (time.mfu if one.speed < 1 else time.tokens_per_second / one.count)
+    return one.speed / (time.mfu if one.speed < 1 else time.tokens_per_second / one.devices)
 
 
 def errors(shares: list[float]) -> list[float]:
@@ -510,7 +510,7 @@ def show_times() -> None:
         own = share(one)
         of_device.setdefault(one.device, []).append(own)
         time = bound(one)
-        rows.append([f"{one.model}, {one.count} {one.device}", time.bound, f"{own:.0%}"])
+        rows.append([f"{one.model}, {one.devices} {one.device}", time.bound, f"{own:.0%}"])
     print(table(["run", "bound by", "published speed, share of the bound"], rows))
     for device, shares in of_device.items():
         print(f"{device}: median share {statistics.median(shares):.0%}")

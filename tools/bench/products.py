@@ -168,14 +168,13 @@ def speeds(
         products: number of products of a run.
         rounds: number of turns.
     """
-    rows = []
+    rows, seconds = [], {}
     for shape in shapes:
         n, i, o = shape
         seconds = take_turns(forms_of(n, i, o), rounds=rounds)
         speeds = [products * 2 * n * i * o / 1e9 / taken for taken in seconds.values()]
         rows.append([f"{n} x {i} x {o}", *(f"{speed:.0f}" for speed in speeds)])
-        forms = seconds
-    return table(["billion operations per second", *forms], rows)
+    return table(["billion operations per second", *seconds], rows)
 
 
 def ready(function, *arguments) -> Run:

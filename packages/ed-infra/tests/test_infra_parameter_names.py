@@ -31,7 +31,7 @@ def test_stacked_paths_are_recognized():
 def test_the_entries_of_a_run_are_its_layers_each_once(start: int, repeats: int, period: int):
     run = parameter_names.Run(start, repeats * period, period)
     found = [i for index in range(period) for i in run.layers(index)]
-    assert sorted(found) == list(range(start, start + run.count))
+    assert sorted(found) == list(range(start, start + run.length))
 
 
 def test_keys_of_jax_paths_become_plain():

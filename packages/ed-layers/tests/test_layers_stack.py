@@ -184,7 +184,7 @@ def test_runs_cover_the_depth_in_order(kinds):
         for slot in range(run.period):
             assert len({kinds[i] for i in run.layers(slot)}) == 1
         assert run.period == 1 or run.repeats > 1
-        at += run.count
+        at += run.length
     assert at == len(kinds)
     assert sum(run.period for run in runs) <= len(kinds)
 

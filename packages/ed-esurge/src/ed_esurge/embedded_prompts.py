@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 import numpy as np
 from ed_infra.errors import ConfigError
@@ -52,8 +51,8 @@ class EmbeddedPrompts(EncoderItems):
                 f"enable_prompt_embeds requires a causal language model that reads only the "
                 f"embeddings of its tokens, and this is a {type(model).__name__}: omit the option"
             )
-        self.features = cast(int, body.features)
-        self.longest = min(_ROWS, per_step)
+        features = body.features  # the body is not kept: its weights may be replaced
+        super().__init__(lambda: (min(_ROWS, per_step), features))
         self._max_model_len = max_model_len
 
     def examples(self) -> list[ItemArrays]:

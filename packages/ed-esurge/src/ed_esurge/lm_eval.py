@@ -146,7 +146,7 @@ class eSurgeLM(TemplateLM):
         Raises:
             ConfigError: the tokenizer has no template.
         """
-        renders: Any = self.tokenizer
+        renders = self.tokenizer
         if self._images is not None:
             chat_history = self._images.chat(chat_history)
             if not renders.chat_template:

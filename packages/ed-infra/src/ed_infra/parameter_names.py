@@ -27,18 +27,18 @@ class Run(NamedTuple):
     """A run of equal layers, stored stacked."""
 
     start: int
-    count: int
+    length: int
     period: int
 
     @property
     def name(self) -> str:
         """Attribute under which a `Stack` stores the run."""
-        return f"run_{self.start}_{self.count}_{self.period}"
+        return f"run_{self.start}_{self.length}_{self.period}"
 
     @property
     def repeats(self) -> int:
         """Number of periods: the leading dimension of each leaf."""
-        return self.count // self.period
+        return self.length // self.period
 
     def layers(self, index: int) -> list[int]:
         """Return the layers of list entry `index`, in the order of the leading dimension."""
@@ -72,9 +72,9 @@ def split_runs(kinds: Sequence[Hashable]) -> tuple[Run, ...]:
                 equal += 1
             for repeats in range(1 if period == 1 else 2, equal // period + 2):
                 run = Run(start, repeats * period, period)
-                bodies, count, later_runs = best[start + run.count]
+                bodies, count, later_runs = best[start + run.length]
                 options.append((bodies + period, count + 1, (run, *later_runs)))
-        best[start] = min(options, key=lambda option: (option[0], option[1], -option[2][0].count))
+        best[start] = min(options, key=lambda option: (option[0], option[1], -option[2][0].length))
     return best[0][2]
 
 

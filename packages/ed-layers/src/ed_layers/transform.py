@@ -137,7 +137,7 @@ def rejoin(model: nnx.Module) -> None:
 
 def _place(runs: tuple[Run, ...], layer: int) -> tuple[int, int]:
     """Return the first layer of the run that contains a layer, and its slot in the period."""
-    run = next(run for run in runs if run.start <= layer < run.start + run.count)
+    run = next(run for run in runs if run.start <= layer < run.start + run.length)
     return run.start, (layer - run.start) % run.period
 
 

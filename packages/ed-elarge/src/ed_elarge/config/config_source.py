@@ -43,7 +43,7 @@ class ConfigField(NamedTuple):
     """
 
     types: tuple[str, ...]
-    default: object
+    default: Any
 
 
 #: Largest length of the name of a model type.

@@ -155,7 +155,7 @@ def _bodies(shapes: ModelShapes) -> int:
     windows = [cache.window for cache in shapes.caches]
     kinds = [*zip(windows, map(bool, rotated), strict=False)]
     runs = split_runs(kinds) if len(kinds) == shapes.layers else ()
-    between = sum(run.count == 1 for run in runs[:-1])
+    between = sum(run.length == 1 for run in runs[:-1])
     return max((run.period for run in runs), default=1) + between
 
 

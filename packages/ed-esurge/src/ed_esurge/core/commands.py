@@ -162,7 +162,7 @@ class UpdateWeights:
         copy: whether to copy the arrays. False uses the caller's arrays until `DropWeights`.
     """
 
-    weights: object
+    weights: Any
     copy: bool = True
 
 

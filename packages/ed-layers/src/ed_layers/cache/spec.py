@@ -77,6 +77,11 @@ LayerSpecs = Spec | tuple[Spec, ...]
 Table = tuple[tuple[str, tuple[int, ...]], ...]
 
 
+def flatten_specs(*specs: LayerSpecs) -> tuple[Spec, ...]:
+    """Return the memory of several parts of one layer."""
+    return tuple(spec for part in specs for spec in (part if isinstance(part, tuple) else (part,)))
+
+
 def group_layers(specs: Sequence[LayerSpecs]) -> tuple[Table, dict[str, list[Spec]]]:
     """Assign the layers to groups.
 
@@ -89,7 +94,7 @@ def group_layers(specs: Sequence[LayerSpecs]) -> tuple[Table, dict[str, list[Spe
     groups: dict[str, list[Spec]] = {}
     table: dict[str, list[int]] = {}
     for layer, layer_specs in enumerate(specs):
-        for spec in layer_specs if isinstance(layer_specs, tuple) else (layer_specs,):
+        for spec in flatten_specs(layer_specs):
             row = table.setdefault(spec.group, [-1] * len(specs))
             members = groups.setdefault(spec.group, [])
             if row[layer] >= 0:

@@ -139,7 +139,7 @@ class Stack(nnx.Module):
             xs = [state for _, state in units], jnp.arange(run.repeats)
             (x, cache), (hidden_states, slots) = jax.lax.scan(body, (x, cache), xs)
             if hidden_states is not None:
-                hidden.extend(hidden_states.reshape(run.count, *x.shape))
+                hidden.extend(hidden_states.reshape(run.length, *x.shape))
             reports += [
                 report.over_layers(run.layers(slot)).under(run.name, slot)
                 for slot, report in enumerate(slots)

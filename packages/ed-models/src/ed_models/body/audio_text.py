@@ -15,9 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.inputs import Encoded
+from ed_infra.inputs import Encoded, Inputs
 from ed_layers.mlp import MLP
 from ed_layers.parts import Parts
 from flax import nnx
@@ -136,22 +137,19 @@ class AudioTextModel(ConditionalModel):
     def positions_of_feature(self) -> int:
         """Number of encoder positions that become one feature."""
 
-    def encode(
-        self,
-        input_features: Float[Array, "b i m f"],
-        feature_attention_mask: Int[Array, "b i f"] | None = None,
-    ) -> Encoded:
+    def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Return the features of all recordings of a row, one after another.
 
         Args:
-            input_features: spectrograms of the parts of recordings.
-            feature_attention_mask: 1 for frames of sound; shorter parts have fewer features. None =
-                all parts have equally many features.
+            inputs: `input_features` [b, i, m, f], spectrograms of the parts of recordings; and
+                `feature_attention_mask` [b, i, f], 1 for frames of sound: shorter parts have fewer
+                features. Without a mask, all parts have equally many features.
+            key: without effect: towers are deterministic.
         """
-        b, i, *size = input_features.shape
-        mask = feature_attention_mask
+        spectrograms, mask = inputs["input_features"], inputs.get("feature_attention_mask")
+        b, i, *size = spectrograms.shape
         mask = None if mask is None else mask.reshape(b * i, -1)
-        hidden = self.audio_tower(input_features.reshape(b * i, *size), mask)
+        hidden = self.audio_tower(spectrograms.reshape(b * i, *size), mask)
         part_length = self.config.audio_config.max_source_positions // self.positions_of_feature
         features = self.multi_modal_projector(hidden.reshape(b, i * part_length, -1))
         if mask is None:

@@ -181,7 +181,7 @@ class Decoder(EasyDeLBaseModule):
             routed_experts=report.routed_experts(self.depth(self.config)),
         )
 
-    def cache_specs(self) -> list[LayerSpecs]:
+    def cache_specs(self) -> Sequence[LayerSpecs]:
         """Return the memory of each layer."""
         return self.layers.cache_specs()
 

@@ -21,7 +21,7 @@ from ed_layers import native
 from ed_layers.attention.blocks.cross_attention import CrossAttention
 from ed_layers.cache import HybridCache
 from ed_layers.cache.protocol import ContiguousCache
-from ed_layers.cache.spec import LayerSpecs
+from ed_layers.cache.spec import LayerSpecs, flatten_specs
 from ed_layers.context import Ctx, name_activation
 from ed_layers.parts import MakePart, Parts
 from flax import nnx
@@ -80,7 +80,7 @@ class CrossAttentionLayer(DecoderLayer):
         return norm(x) if self.post_norm else x
 
     def cache_specs(self):
-        return self.self_attn.cache_spec, self.cross_attn.cache_spec
+        return flatten_specs(self.self_attn.cache_spec, self.cross_attn.cache_spec)
 
 
 class SandwichCrossLayer(SandwichLayer):
@@ -121,7 +121,7 @@ class SandwichCrossLayer(SandwichLayer):
         return x + ctx.apply_dropout(out, self.dropout, "mlp"), cache, report
 
     def cache_specs(self):
-        return self.self_attn.cache_spec, self.cross_attn.cache_spec
+        return flatten_specs(self.self_attn.cache_spec, self.cross_attn.cache_spec)
 
 
 class LayerStack(nnx.Module):
@@ -345,6 +345,6 @@ class EncoderDecoder(EasyDeLBaseModule):
 
         return self.decoder.layers.fold(write, cache)
 
-    def cache_specs(self) -> list[LayerSpecs]:
+    def cache_specs(self) -> Sequence[LayerSpecs]:
         """Return the memory of each decoder layer."""
         return self.decoder.layers.cache_specs()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+import jax
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.inputs import Encoded
+from ed_infra.inputs import GRID, Encoded, Inputs
 from ed_layers.parts import Parts
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from ed_models.body.conditional import ConditionalModel
 from ed_models.body.packed_images import PatchForm
@@ -43,9 +43,13 @@ class PatchedImageTextModel(ConditionalModel):
         frames = vision.in_channels * vision.temporal_patch_size
         return PatchForm(vision.patch_size, frames, vision.spatial_merge_size, has_axes=True)
 
-    def encode(
-        self, pixel_values: Float[Array, "b p f"], image_grid_thw: Int[Array, "b i 3"]
-    ) -> Encoded:
-        """Return the features of all images of a row, one image after another."""
-        features, merge = self.visual(pixel_values, image_grid_thw), self.visual.merge
-        return Encoded(features, real_features(image_grid_thw, features.shape[1], merge))
+    def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
+        """Return the features of all images of a row, one image after another.
+
+        Args:
+            inputs: `pixel_values` [b, p, f] and `image_grid_thw` [b, i, 3].
+            key: without effect: towers are deterministic.
+        """
+        grids = inputs[GRID]
+        features = self.visual(inputs["pixel_values"], grids)
+        return Encoded(features, real_features(grids, features.shape[1], self.visual.merge))

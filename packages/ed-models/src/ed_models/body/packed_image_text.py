@@ -6,11 +6,11 @@ width.
 
 from __future__ import annotations
 
+import jax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import Encoded
+from ed_infra.inputs import GRID, Encoded, Inputs
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from ed_models.body.packed_images import PatchForm
 from ed_models.body.patch_grids import real_features
@@ -44,30 +44,27 @@ class PackedImageTextModel(TiledImageTextModel):
         merge = getattr(config, "spatial_merge_size", 1)
         return PatchForm(vision.patch_size, vision.num_channels, merge, ends_rows=True)
 
-    def encode(
-        self,
-        pixel_values: Float[Array, "b p f"] | Float[Array, "b i c h w"],
-        image_grid_thw: Int[Array, "b i 3"] | None = None,
-    ) -> Encoded:
+    def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Return the features of all images of a row, one after another.
 
         Args:
-            pixel_values: packed patches, or images of one size.
-            image_grid_thw: the numbers of patches of each image, of packed patches.
+            inputs: `pixel_values`, packed patches [b, p, f] or images of one size [b, i, c, h, w];
+                and of packed patches `image_grid_thw` [b, i, 3], the numbers of patches.
+            key: without effect: towers are deterministic.
 
         Raises:
             ConfigError: the tower reads packed patches, and there are no grids.
         """
-        form = self.patch_form
+        form, grids = self.patch_form, inputs.get(GRID)
         if form is None:
-            return super().encode(pixel_values)
-        if image_grid_thw is None:
+            return super().encode(inputs.select(("pixel_values",)))
+        if grids is None:
             raise ConfigError(
                 "pixel_values are packed patches: pass image_grid_thw, too, or the arrays of "
                 "model.batched_inputs"
             )
         hidden = self.select_hidden_states(
-            pixel_values, image_grid_thw=image_grid_thw, merge=form.merge
+            inputs["pixel_values"], image_grid_thw=grids, merge=form.merge
         )
         features = self.multi_modal_projector(hidden)
-        return Encoded(features, real_features(image_grid_thw, features.shape[1], form.merge))
+        return Encoded(features, real_features(grids, features.shape[1], form.merge))

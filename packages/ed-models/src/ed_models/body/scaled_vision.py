@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.adapters.peft_layout import Modules
+from ed_models.body.layers import Attention, FeedForward
 from ed_models.body.vision import VISION_RULES, VIT_NAMES, VisionLayer
 from ed_models.weights.blocks import ArchitectureFields, Relation, Shapes, TheirName
 from ed_models.weights.rules import Rule, equal, split, transpose
@@ -80,8 +81,15 @@ class LayerScale(nnx.Module):
 class ScaledVisionLayer(VisionLayer):
     """A pre-norm layer whose outputs are scaled; training skips them at `drop_path_rate`."""
 
-    def __init__(self, parts: Parts, index: int, **changes: object):
-        super().__init__(parts, index, **changes)
+    def __init__(
+        self,
+        parts: Parts,
+        index: int,
+        *,
+        self_attn: Attention | None = None,
+        mlp: FeedForward | None = None,
+    ):
+        super().__init__(parts, index, self_attn=self_attn, mlp=mlp)
         self.layer_scale1, self.layer_scale2 = LayerScale(parts), LayerScale(parts)
         self.skipped: float = getattr(parts.config, "drop_path_rate", 0.0)
 

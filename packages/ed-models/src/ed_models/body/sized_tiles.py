@@ -8,12 +8,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.inputs import GRIDS, SIZES, Encoded
+from ed_infra.inputs import GRIDS, SIZES, Encoded, Inputs
 from ed_layers.parts import Parts
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from ed_models.body.tiles import TILED_NAMES, TILED_WEIGHTS, TiledImageTextModel, TwoLayerProjector
 from ed_models.body.unpadded import TileGrids, with_grids
@@ -40,28 +40,24 @@ class SizedImageTextModel(TiledImageTextModel):
     def grids(self) -> TileGrids:
         """The grids into which images are split."""
 
-    def encode(
-        self,
-        pixel_values: Float[Array, "b t c h w"],
-        image_sizes: Int[Array, "b i 2"],
-        image_grids: Int[Array, "b i 2"] | None = None,
-    ) -> Encoded:
+    def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Return the features of all images of a row, one image after another.
 
         Args:
-            pixel_values: the tiles of all images of a row, of which the first of each image is the
-                whole image; padded at the end.
-            image_sizes: height and width of each image in pixels before it was resized; 0 = there
-                is no image.
-            image_grids: rows and columns of tiles of each image; None = the grids of the sizes,
-                see `with_grids`.
+            inputs: `pixel_values` [b, t, c, h, w], the tiles of all images of a row, of which the
+                first of each image is the whole image; padded at the end. `image_sizes` [b, i, 2],
+                height and width of each image in pixels before it was resized; 0 = there is no
+                image. `image_grids` [b, i, 2], rows and columns of tiles of each image; without
+                them, the grids of the sizes, see `with_grids`.
+            key: without effect: towers are deterministic.
         """
-        b, t, *size = pixel_values.shape
+        b, t, *size = inputs["pixel_values"].shape
         tiles = self.multi_modal_projector(
-            self.select_hidden_states(pixel_values.reshape(b * t, *size))
+            self.select_hidden_states(inputs["pixel_values"].reshape(b * t, *size))
         )
         tiles = tiles.reshape(b, t, *tiles.shape[1:])
-        if image_grids is None:
-            image_grids = with_grids(self.grids, {SIZES: image_sizes})[GRIDS]
-        sizes, grids = jnp.asarray(image_sizes), jnp.asarray(image_grids)
+        grids = inputs.get(GRIDS)
+        if grids is None:
+            grids = with_grids(self.grids, {SIZES: inputs[SIZES]})[GRIDS]
+        sizes, grids = jnp.asarray(inputs[SIZES]), jnp.asarray(grids)
         return self.grids.assemble_features(tiles, self.image_newline.get_value(), sizes, grids)

@@ -94,7 +94,7 @@ class TextTower(Decoder):
 
     def __call__(
         self,
-        input_ids: Int[Array, "b s"],
+        input_ids: Int[Array, "b s"] | None = None,
         *,
         attention_mask: Int[Array, "b s"] | None = None,
         **inputs: Any,
@@ -113,6 +113,8 @@ class TextTower(Decoder):
         Raises:
             ConfigError: a text is longer than the table of positions.
         """
+        if input_ids is None:
+            raise TypeError("pass input_ids: the pooling reads the tokens")
         b, s = input_ids.shape
         limit = self.config.max_position_embeddings
         if s > limit:

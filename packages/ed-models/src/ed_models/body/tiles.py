@@ -14,12 +14,13 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from ed_infra import registry
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
-from ed_infra.inputs import Encoded
+from ed_infra.inputs import Encoded, Inputs
 from ed_layers.activations import activation
 from ed_layers.parts import Parts
 from flax import nnx
@@ -113,16 +114,17 @@ class TiledImageTextModel(ConditionalModel):
             layer_states = [x[:, 1:] for x in layer_states]
         return jnp.concatenate(layer_states, axis=-1)
 
-    def encode(self, pixel_values: Float[Array, "b i c h w"], **extra_inputs: Array) -> Encoded:
+    def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Return the features of all images or tiles of a row, one after another.
 
         Args:
-            pixel_values: images or tiles.
-            extra_inputs: further arrays of the tiles, [b, i, ...].
+            inputs: images or tiles `pixel_values` [b, i, c, h, w], and further arrays of the tiles,
+                [b, i, ...].
+            key: without effect: towers are deterministic.
         """
-        b, i = pixel_values.shape[:2]
-        flat = {name: x.reshape(b * i, *x.shape[2:]) for name, x in extra_inputs.items()}
-        features = self.tiles(pixel_values.reshape(b * i, *pixel_values.shape[2:]), **flat)
+        b, i = inputs["pixel_values"].shape[:2]
+        flat = {name: x.reshape(b * i, *x.shape[2:]) for name, x in inputs.items()}
+        features = self.tiles(**flat)
         features = features.reshape(b, i * features.shape[1], -1)
         return Encoded(features, jnp.ones(features.shape[:2], jnp.int32))
 

@@ -191,9 +191,9 @@ class TileGrids:
         end = jnp.broadcast_to(newline.astype(features.dtype), (b, 1, d))
         patches = jnp.concatenate([features.reshape(b, -1, d), end], axis=1)
         places = self.places(sizes, grids, t)
-        count = places.index.shape[-1]
+        count = places.indices.shape[-1]
         feature_parts = [
-            jnp.take_along_axis(patches, places.index[..., c, None], axis=1) for c in range(count)
+            jnp.take_along_axis(patches, places.indices[..., c, None], axis=1) for c in range(count)
         ]
         if count > 1:
             weights = places.weights.astype(features.dtype)
@@ -205,13 +205,13 @@ class FeaturePlaces(NamedTuple):
     """The patches that the features of the images of a row are made of.
 
     Attributes:
-        index: numbers in the patches of all tiles of the row, or t n² for the end of a line. The
+        indices: numbers in the patches of all tiles of the row, or t n² for the end of a line. The
             real features come first.
         weights: a feature is the sum of its patches with these weights.
         real: which of the k places are features.
     """
 
-    index: Int[Array, "b k c"]
+    indices: Int[Array, "b k c"]
     weights: Float[Array, "b k c"]
     real: Bool[Array, "b k"]
 

@@ -358,12 +358,12 @@ class VisionTower(EasyDeLBaseModule):
         return partial(parts.layer_norm, eps=parts.config.layer_norm_eps)
 
     @staticmethod
-    def last_norm(parts: Parts) -> nnx.Module:
-        """Create the norm after the last layer."""
+    def last_norm(parts: Parts) -> Any:
+        """Create the norm after the last layer; None = there is none."""
         return parts.own_norm(parts.config.hidden_size)
 
     @staticmethod
-    def embedding(parts: Parts) -> VisionEmbeddings:
+    def embedding(parts: Parts) -> Any:
         """Create the embeddings of patches and tokens."""
         return VisionEmbeddings(parts)
 
@@ -387,7 +387,7 @@ class VisionTower(EasyDeLBaseModule):
 
     def leave(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         """Transform the output of the last layer."""
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
     def pool_features(self, x: Float[Array, "b n d"]) -> Float[Array, "b d"] | None:
         """Return the features of each image; None = the tower has no pooling."""
@@ -405,7 +405,7 @@ class VisionTower(EasyDeLBaseModule):
         return self.config.hidden_size
 
     def get_classifier_features(
-        self, x: Float[Array, "b n d"], **inputs: Any
+        self, x: Float[Array, "b n d"], **inputs: object
     ) -> Float[Array, "b f"]:
         """Return the features of each image that a classifier reads; see `reads`.
 

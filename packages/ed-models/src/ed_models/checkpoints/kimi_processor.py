@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from os import PathLike
 from typing import Any, Self
 
 import numpy as np
-from transformers import AutoTokenizer, BatchFeature, ProcessorMixin
+from transformers import AutoTokenizer, ProcessorMixin
 from transformers.image_processing_backends import PilBackend
+from transformers.image_processing_base import BatchFeature
 from transformers.image_utils import (
     IMAGENET_STANDARD_MEAN,
     IMAGENET_STANDARD_STD,
@@ -91,39 +92,29 @@ class Kimi_K25ImageProcessorPil(PilBackend):
             height, width, patch=of("patch_size"), merge=merge, most=patches, side=most
         )
 
-    def _preprocess(
-        self,
-        images: list[np.ndarray],
-        do_resize: bool,
-        resample: Any,
-        do_rescale: bool,
-        rescale_factor: float,
-        do_normalize: bool,
-        image_mean: Any,
-        image_std: Any,
-        return_tensors: Any,
-        **options: Any,
-    ) -> BatchFeature:
+    def _preprocess(self, images: list[np.ndarray], *args: Any, **options: Any) -> BatchFeature:
         side, patches, grids = options["patch_size"], list[np.ndarray](), list[list[int]]()
         for image in images:
-            if do_resize:
+            if options["do_resize"]:
                 image_size, padded = self._sizes(image.shape[-2], image.shape[-1], options)
                 image = self.resize(
-                    image, SizeDict(height=image_size[0], width=image_size[1]), resample
+                    image,
+                    SizeDict(height=image_size[0], width=image_size[1]),
+                    options["resample"],
                 )
                 padding = [(0, 0), *((0, b - a) for a, b in zip(image_size, padded, strict=True))]
                 image = np.pad(image, padding)
-            if do_rescale:
-                image = self.rescale(image, rescale_factor)
-            if do_normalize:
-                image = self.normalize(image, image_mean, image_std)
+            if options["do_rescale"]:
+                image = self.rescale(image, options["rescale_factor"])
+            if options["do_normalize"]:
+                image = self.normalize(image, options["image_mean"], options["image_std"])
             channels, height, width = image.shape
             rows, columns = height // side, width // side
             cut = image.reshape(channels, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
             patches.append(cut.reshape(rows * columns, channels, side, side))
             grids.append([1, rows, columns])
         data = {"pixel_values": np.concatenate(patches), "image_grid_thw": np.array(grids)}
-        return BatchFeature(data=data, tensor_type=return_tensors)
+        return BatchFeature(data=data, tensor_type=options["return_tensors"])
 
     def get_number_of_image_patches(
         self, height: int, width: int, images_kwargs: Mapping[str, Any] | None = None
@@ -157,8 +148,13 @@ class Kimi_K25Processor(ProcessorMixin):
         self.image_token_id: int = tokenizer.convert_tokens_to_ids(self.image_token)
 
     @classmethod
-    def from_pretrained(cls, name: str | Path, **options: Any) -> Self:
-        """Load the two parts of a directory or a hub repository."""
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | PathLike, *args: Any, **options: Any
+    ) -> Self:
+        """Load the two parts of a directory or a hub repository; options are keywords."""
+        if args:
+            raise TypeError("pass the options of from_pretrained as keywords")
+        name = pretrained_model_name_or_path
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         options.pop("trust_remote_code", None)
         images = Kimi_K25ImageProcessorPil.from_pretrained(name, **options)

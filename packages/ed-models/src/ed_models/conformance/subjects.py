@@ -343,7 +343,7 @@ def is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def forward(model: object, method: str = "__call__", **inputs: Any) -> Any:
+def forward(model: object, method: str = "__call__", **inputs: object) -> Any:
     """Call a method of a model jitted, with flat leaves and a closed-over graphdef."""
     graphdef, state = nnx.split(model)
     return _program(graphdef, method)(state, inputs)

@@ -18,6 +18,7 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import ScoreRule
+from ed_layers.cache.spec import flatten_specs
 from ed_layers.mlp import GatedMLP, activation
 from ed_layers.parts import Parts
 
@@ -91,7 +92,7 @@ class FalconH1DecoderLayer(DecoderLayer):
         return x + out, cache, report
 
     def cache_specs(self):
-        return self.self_attn.cache_spec, self.mamba.cache_spec
+        return flatten_specs(self.self_attn.cache_spec, self.mamba.cache_spec)
 
 
 class FalconH1Model(Decoder):

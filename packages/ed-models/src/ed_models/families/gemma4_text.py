@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,7 @@ class Gemma4TextAttention(SelfAttention):
         if config.attention_k_eq_v and kind != "sliding_attention":
             del self.v_proj
 
-    def project_qkv(self, x, ctx):
+    def project_qkv(self, x, ctx) -> tuple[Any, Any, Any]:
         def heads(name: str, project):
             return ctx.name_activation(
                 project(x, ctx).reshape(*x.shape[:2], -1, self.head_dim), name
@@ -222,8 +222,10 @@ class Gemma4TextModel(ScaledDecoder):
         if p := self.config.hidden_size_per_layer_input:
             shared_fields = {field.name: getattr(ctx, field.name) for field in fields(ctx)}
             ctx = Gemma4TextCtx(**shared_fields, per_layer=self.per_layer(x, ctx, input_ids, p))
-        x, shared, *outputs = super().through(x, ctx, shared, input_ids, keep_hidden=keep_hidden)
-        return x, cast(SharedKeys, shared).cache, *outputs
+        x, shared, report, hidden = super().through(
+            x, ctx, shared, input_ids, keep_hidden=keep_hidden
+        )
+        return x, cast(SharedKeys, shared).cache, report, hidden
 
     def per_layer(self, x, ctx, input_ids, features: int):
         """Return the per-layer inputs of each token, [b, s, L, p]."""

@@ -72,7 +72,7 @@ class GPTJForCausalLM(CausalLM):
 
     body_class = GPTJModel
 
-    head_bias = True
+    head_bias = property(lambda self: True)
     WEIGHTS = renamed(
         {
             "model": "transformer",

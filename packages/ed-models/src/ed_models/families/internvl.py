@@ -117,9 +117,6 @@ class InternVLVisionModel(VisionTower):
             positions=config.use_absolute_position_embeddings,
         )
 
-    def leave(self, x):
-        return x if self.norm is None else self.norm(x)
-
 
 class InternVLProjector(nnx.Module):
     """Joins squares of patches; a norm and two linear layers."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -181,7 +181,7 @@ class Llama4VisionEmbeddings(nnx.Module):
         self.class_embedding = parts.table(d, axes=("embed",))
         self.positions = parts.table(rows * columns + 1, d, axes=(None, "embed"))
 
-    def __call__(self, images: Float[Array, "t c h w"], **inputs: Any) -> Float[Array, "t n v"]:
+    def __call__(self, images: Float[Array, "t c h w"], **inputs: object) -> Float[Array, "t n v"]:
         t, c, h, w = images.shape
         p, q = self.patch
         x = images.reshape(t, c, h // p, p, w // q, q).transpose(0, 2, 4, 1, 3, 5)

@@ -59,7 +59,7 @@ class PaliGemmaModel(TiledImageTextModel):
     projector_class = PaliGemmaProjector
 
     @staticmethod
-    def decoder_config(config: PaliGemmaConfig) -> Any:
+    def decoder_config(config: EasyDeLBaseConfig) -> Any:
         # `transformers` marks the decoder as bidirectional, although only prompts are.
         return config.text_config.replace(use_bidirectional_attention=False)
 

@@ -63,7 +63,7 @@ class PhiForCausalLM(CausalLM):
 
     body_class = PhiModel
 
-    head_bias = True
+    head_bias = property(lambda self: True)
     WEIGHTS = renamed(
         {
             "model.norm": "model.final_layernorm",

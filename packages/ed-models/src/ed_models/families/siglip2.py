@@ -13,7 +13,6 @@ of the table.
 from __future__ import annotations
 
 from math import isqrt
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +126,7 @@ class Siglip2VisionModel(VisionTower):
         spatial_shapes: Int[Array, "b 2"] | None = None,
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
-        **inputs: Any,
+        **inputs: object,
     ) -> BaseModelOutput:
         """Encode images.
 
@@ -149,8 +148,7 @@ class Siglip2VisionModel(VisionTower):
                 "image processor"
             )
         keys = jnp.asarray(pixel_attention_mask).astype(jnp.int32)
-        embeddings: Any = self.embeddings
-        x = embeddings(pixel_values, jnp.asarray(spatial_shapes))
+        x = self.embeddings(pixel_values, jnp.asarray(spatial_shapes))
         index = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
         # Padding does not count as a key, but has an output.
         mask_info = MaskInfo(jnp.ones_like(keys), keys, index, index, causal=False)

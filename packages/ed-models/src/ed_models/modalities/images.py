@@ -86,8 +86,8 @@ class PackedImages(EncoderItems):
 
     def __init__(self, form: PatchForm, features: int, max_model_len: int) -> None:
         self.merge, self._numbers, self._form = form.merge, form.numbers, form
-        self.has_axes, self.features = form.has_axes, features
-        self.longest = min(max_model_len, form.most or MOST_FEATURES)
+        super().__init__(lambda: (min(max_model_len, form.most or MOST_FEATURES), features))
+        self.has_axes = form.has_axes
 
     def examples(self) -> list[ItemArrays]:
         """See `EncoderItems.examples`."""
@@ -176,8 +176,8 @@ class TiledImages(EncoderItems):
     def __init__(self, model: LanguageModel, grids: TileGrids) -> None:
         vision, self._grids = model.config.vision_config, grids
         self._tile = vision.num_channels, grids.tile, grids.tile
-        self.longest = grids.most(grids.counts[-1])
-        self.features = model.config.text_config.hidden_size
+        longest, features = grids.most(grids.counts[-1]), model.config.text_config.hidden_size
+        super().__init__(lambda: (longest, features))
 
     def examples(self) -> list[ItemArrays]:
         """See `EncoderItems.examples`."""

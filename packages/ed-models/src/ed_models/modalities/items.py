@@ -46,17 +46,33 @@ class PlacedItem(Protocol):
 class EncoderItems(ABC):
     """The arrays of the items of one model's encoder.
 
+    Args:
+        measure: returns `longest` and `features`; called when one of them is read.
+
     Attributes:
         names: names of the arrays.
-        longest: maximum number of encoder positions of an item.
-        features: size of the output of an encoder position.
         has_axes: whether tokens have rotary positions along time, height and width.
     """
 
     names: tuple[str, ...]
-    longest: int
-    features: int
     has_axes: bool = False
+
+    def __init__(self, measure: Callable[[], tuple[int, int]]) -> None:
+        self._measure = measure
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int]:
+        return self._measure()
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of encoder positions of an item."""
+        return self._sizes[0]
+
+    @property
+    def features(self) -> int:
+        """Size of the output of an encoder position."""
+        return self._sizes[1]
 
     @abstractmethod
     def examples(self) -> list[ItemArrays]:
@@ -169,11 +185,11 @@ class FixedItems(EncoderItems):
     """
 
     def __init__(self, model: LanguageModel, example: ItemArrays) -> None:
+        super().__init__(self._measure_item)
         self.names, self._model, self._example = tuple(example), model, example
 
-    @cached_property
-    def _shape(self) -> tuple[int, int]:
-        """Numbers of positions and of features; without devices, so nothing is computed."""
+    def _measure_item(self) -> tuple[int, int]:
+        """Return the sizes without devices, so nothing is computed."""
         graphdef, state = nnx.split(cast(nnx.Module, self._model))
         inputs = batch_of_one(self._example)
 
@@ -182,16 +198,6 @@ class FixedItems(EncoderItems):
 
         _, longest, features = jax.eval_shape(encode, state).shape
         return longest, features
-
-    @property
-    def longest(self) -> int:
-        """See `EncoderItems`."""
-        return self._shape[0]
-
-    @property
-    def features(self) -> int:
-        """See `EncoderItems`."""
-        return self._shape[1]
 
     def examples(self) -> list[ItemArrays]:
         """See `EncoderItems.examples`."""

@@ -6,7 +6,7 @@ Legend: b batch, s sequence, d hidden, v vocabulary, n selected positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,10 @@ LogitsAt = Literal["all", "none"] | Int[Array, " n"]
 class VocabularyHead(HeadModel[Body]):
     """A body under `model`, and a head for tokens, which a tied model shares with the embedding."""
 
-    #: Whether an untied head has a bias.
-    head_bias: ClassVar[bool] = False
+    @property
+    def head_bias(self) -> bool:
+        """Whether an untied head has a bias."""
+        return False
 
     def add_head(self, parts: Parts) -> None:
         """Create the head of an untied model."""

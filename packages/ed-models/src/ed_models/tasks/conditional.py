@@ -6,7 +6,7 @@ Legend: b rows, s positions, i images of a row, n features of a row, d hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +27,11 @@ from ed_models.modalities.items import Modality, build_encoder_items
 from ed_models.tasks.causal_lm import CausalLM
 
 
-class TowerBody(Protocol):
-    """A body with a tower for images or recordings."""
-
-    def encode(self, media: jax.Array, /, **arrays: jax.Array) -> Encoded:
-        """Return the features of all images or recordings of a row."""
-        ...
-
-
 class ConditionalLM(CausalLM):
     """A tower and a language model under `model`, and a head. A family names its `modality`.
 
     The k-th placeholder token of a row gets the k-th feature of the images or recordings of the
-    row. The body has a method `encode` for the arrays `modality.names`. Its `__call__` accepts
+    row. The body's `encode` reads the arrays `modality.names`. Its `__call__` accepts
     `features` and passes the other arguments to the language model.
     """
 
@@ -73,8 +65,7 @@ class ConditionalLM(CausalLM):
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Compute the features of the images or recordings, in their order."""
-        media, *names = self.modality.names
-        return cast(TowerBody, self.model).encode(inputs[media], **inputs.select(names))
+        return self.model.encode(inputs.select(self.modality.names), key=key)
 
     def batched_inputs(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of prompts with a row for each prompt; see `EncoderItems.batch_rows`.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
+from ed_infra.inputs import Encoded, Inputs
 from ed_infra.outputs import BaseModelOutput
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.parts import Parts
@@ -36,6 +37,10 @@ class Body(Protocol):
 
     def __call__(self, *args: Any, **inputs: Any) -> BaseModelOutput:
         """Return the hidden states of the tokens."""
+        ...
+
+    def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
+        """Compute the embeddings of images, or of the tokens of an encoder."""
         ...
 
     def cache_specs(self) -> Sequence[LayerSpecs]:

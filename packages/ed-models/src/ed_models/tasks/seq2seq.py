@@ -58,7 +58,7 @@ class Seq2SeqLM(VocabularyHead):
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Run the encoder; see `ed_models.body.encoder_decoder.EncoderDecoder`."""
-        return cast(EncoderDecoder, self.model).encode(inputs, key=key)
+        return self.model.encode(inputs, key=key)
 
     def write_encoded(
         self, cache: HybridCache, encoded: Encoded, slot: int | Int[Array, ""]

@@ -77,11 +77,12 @@ class Seq2SeqClassifier(SequenceClassifier[Any]):
 
     def __call__(
         self,
-        input_ids: Int[Array, "b s"],
+        input_ids: Int[Array, "b s"] | None = None,
         *,
         attention_mask: Int[Array, "b s"] | None = None,
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
+        **inputs: object,
     ) -> SequenceClassifierOutput:
         """Score each row at its last end-of-text token, or at its last token without one.
 
@@ -90,7 +91,13 @@ class Seq2SeqClassifier(SequenceClassifier[Any]):
             attention_mask: nonzero = a token of the encoder, [b, s].
             key: dropout key; None = deterministic.
             output_hidden_states: also return the input of every layer and the last hidden state.
+            inputs: none; the decoder reads the shifted tokens.
+
+        Raises:
+            TypeError: there are no tokens, or further arguments.
         """
+        if input_ids is None or inputs:
+            raise TypeError(f"pass input_ids and attention_mask only, got {sorted(inputs)}")
         tokens = jnp.asarray(input_ids)
         encoder_arrays = {"input_ids": tokens, "attention_mask": attention_mask}
         arrays = Inputs(

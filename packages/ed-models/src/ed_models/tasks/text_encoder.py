@@ -63,6 +63,7 @@ class SeparateEncoder(EncoderDecoder):
         position_ids: Int[Array, "b s"] | None = None,
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
+        **inputs: object,
     ) -> BaseModelOutput:
         """Run the encoder.
 
@@ -73,7 +74,13 @@ class SeparateEncoder(EncoderDecoder):
             position_ids: positions of the tokens; default: count the tokens of a text.
             key: dropout key; None = deterministic.
             output_hidden_states: also return the input of every layer and the last hidden state.
+            inputs: none; there is no decoder.
+
+        Raises:
+            TypeError: there are further arguments.
         """
+        if inputs:
+            raise TypeError(f"{type(self).__name__} has no decoder: omit {', '.join(inputs)}")
         table = getattr(self, "encoder_embed_tokens", self.embed_tokens)
         x = embed_input_ids(table, input_ids, inputs_embeds)
         x = x * self.encoder_embed_scale if inputs_embeds is None else x

@@ -268,7 +268,7 @@ class Checkpoints:
         steps = self.steps()
         unreadable: list[tuple[int, str]] = []
         for step in reversed(steps):
-            location = str(self.path(step))
+            location, arrays_there = str(self.path(step)), {}
             try:
                 wrong = self._damage(step)
                 saved = dict(self._read_run(step))

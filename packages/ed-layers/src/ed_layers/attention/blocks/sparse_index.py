@@ -64,12 +64,12 @@ class Vectors(NamedTuple):
     Attributes:
         read: returns the vectors [n, k] at n positions, from the row of a token.
         rows: row of each token, [T] or [T, pages].
-        count: number of positions in a row.
+        length: number of positions in a row.
     """
 
     read: Callable[[jax.Array, jax.Array], jax.Array]
     rows: jax.Array
-    count: int
+    length: int
 
 
 def in_pages(pages: Pages, ragged: RaggedBatch, dtype: DTypeLike) -> Vectors:
@@ -127,9 +127,9 @@ class Indexer(nnx.Module):
         if ctx.ragged is not None:
             cache, pages = cache.update(layer, (new, None), ragged=ctx.ragged, group=group)
             stored = in_pages(pages, ctx.ragged, new.dtype)
-            if self.is_short(stored.count):
+            if self.is_short(stored.length):
                 return None, cache
-            seen = jnp.arange(stored.count) <= ctx.ragged.positions()[0][:, None]
+            seen = jnp.arange(stored.length) <= ctx.ragged.positions()[0][:, None]
             seen &= ctx.ragged.real()[:, None]
             q, weights = self.queries(x, compressed, ctx)
             return self.places(q[0], weights[0], stored, seen), cache
@@ -204,7 +204,7 @@ class Indexer(nnx.Module):
         seen: Bool[Array, "T n"],
     ) -> Places:
         """Return the best keys of each token among those that it sees."""
-        slots, missing = jnp.arange(stored.count), max(0, self.kept - stored.count)
+        slots, missing = jnp.arange(stored.length), max(0, self.kept - stored.length)
 
         def token(part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
             q, weights, row, seen = part
@@ -214,8 +214,8 @@ class Indexer(nnx.Module):
             best, at = jax.lax.top_k(scores, self.kept)
             if not fixed_order.active():
                 return at, best > -jnp.inf
-            at = jnp.sort(jnp.where(best > -jnp.inf, at, stored.count))
-            return at, at < stored.count
+            at = jnp.sort(jnp.where(best > -jnp.inf, at, stored.length))
+            return at, at < stored.length
 
         return Places(*by_tokens(token, (q, weights, stored.rows, seen)))
 
