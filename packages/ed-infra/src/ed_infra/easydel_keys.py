@@ -341,9 +341,14 @@ def _sections() -> Iterator[OtherKey]:
         "quantization",
         {
             "XLA computes the products of quantized weights": "use_qmm_best_config "
-            "qmm_platform_override qmm_tpu_path_override model.jax_native model.runtime_dtype"
+            "qmm_platform_override qmm_tpu_path_override model.jax_native model.runtime_dtype "
+            "kv_cache.jax_native kv_cache.runtime_dtype"
         },
     )
+    cache = "quantization.kv_cache.quantization_method: int8 or fp8, which has 8 bits"
+    yield from _refused("quantization", {cache: "kv_cache.bits"}, 8)
+    everywhere = "omit it: the cache of every layer is quantized"
+    yield from _refused("quantization", {everywhere: "kv_cache.pattern kv_cache.simulate"}, False)
 
 
 def _mixture() -> Iterator[OtherKey]:
