@@ -139,7 +139,7 @@ def examples(root: Path) -> Iterator[Trial]:
 
 
 def _can_import(name: str) -> bool:
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError, AttributeError):
         pkgutil.resolve_name(name)
         return True
     return False
