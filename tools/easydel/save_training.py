@@ -1,15 +1,15 @@
 """Write training checkpoints, adapters and other optimizers with the original EasyDeL.
 
-This program runs in the environment of the original, after `save_folders.py OUT llama qwen2`:
+This program runs in the environment of the original, after `save_folders.py OUT`:
 
     $EASYDEL_PYTHON tools/easydel/save_training.py OUT
 
 It writes these folders:
 
-    OUT/state/llama, OUT/state/qwen2    two updates of AdamW with constant gradients (`save_state`)
-    OUT/run/…/run-2                     two steps of the trainer
-    OUT/lora, OUT/lora_state            a model with LoRA, and its state
-    OUT/lion                            another optimizer
+    OUT/state/FAMILY            two updates of AdamW with constant gradients (`save_state`)
+    OUT/run/tiny/run-2          two steps of the trainer
+    OUT/lora, OUT/lora_state    a model with LoRA, and its state
+    OUT/lion                    another optimizer
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+#: Families with a training checkpoint.
+STATES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "gpt2", "olmo2"),
+    "falcon",
+)
 
 
 def load(out: Path, family: str) -> Any:
@@ -41,13 +48,13 @@ def load(out: Path, family: str) -> Any:
 
 
 def save_states(out: Path) -> None:
-    """Write a state after two updates of AdamW, of an untied and of a tied model."""
+    """Write a state of each family after two updates of AdamW."""
     import easydel as ed
     import jax
     import jax.numpy as jnp
     import optax
 
-    for family in ("llama", "qwen2"):
+    for family in STATES:
         optimizer = optax.adamw(1e-2)
         state = ed.EasyDeLState.create(model=load(out, family), tx=optimizer, init_opt_state=True)
         for size in (0.01, -0.02):

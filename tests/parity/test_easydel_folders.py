@@ -1,0 +1,256 @@
+"""Folders of the original EasyDeL, against torch: weights, logits, training, LoRA, and writing.
+
+`EASYDEL_PYTHON` names the interpreter of an environment with `easydel` and `torch`. Two programs
+in `tools/easydel` write the folders there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ed_infra.errors import CheckpointError
+from ed_infra.testing import require_torch
+from ed_models.checkpoints import hub
+from ed_models.checkpoints.checks import detect_task
+from ed_models.checkpoints.easydel_folder import EasyDeLFiles, read_easydel_moments
+from ed_models.checkpoints.easydel_layout import HEAD_MODULES, WRITTEN_FAMILIES
+from ed_models.checkpoints.easydel_writer import save_easydel_folder
+from ed_models.checkpoints.pickled_files import open_tensors
+from ed_models.checkpoints.tensor_files import TensorFiles
+from ed_trainers import EasyDeLState
+from ed_trainers.checkpoints.easydel_state import continue_easydel_run
+from flax import nnx
+
+from tools.easydel.save_training import STATES
+from tools.workspace import ROOT
+
+pytestmark = [pytest.mark.nightly, pytest.mark.torch, pytest.mark.timeout(3600)]
+ONE = {"sharding_axis_dims": (1, 1, 1, 1, 1)}
+TEXT_FAMILIES = [name for name in WRITTEN_FAMILIES if name not in ("whisper", "llava")]
+#: Names of LLaVA's language model in EasyDeL -> names in the folder of transformers.
+LLAVA = {
+    "model.language_model.": "model.language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+}
+RATE, DECAY = 1e-2, 1e-4
+
+
+def run_original(*arguments: str | Path, devices: int = 1) -> str:
+    """Run a program in the environment of the original, and return its output."""
+    python = os.environ.get("EASYDEL_PYTHON")
+    if not python:
+        pytest.skip("EASYDEL_PYTHON names no interpreter with easydel")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"JAX_PLATFORMS": "cpu"}
+    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    command = [python, *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd="/", check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("original")
+    run_original(ROOT / "tools/easydel/save_folders.py", out)
+    run_original(ROOT / "tools/easydel/save_training.py", out)
+    return out
+
+
+def rename_llava(name: str) -> str:
+    prefix = next((prefix for prefix in LLAVA if name.startswith(prefix)), "")
+    return LLAVA.get(prefix, prefix) + name.removeprefix(prefix)
+
+
+def assert_equal_tensors(source: TensorFiles, saved: TensorFiles) -> None:
+    """Compare tensors bit for bit; a copy of a tied head and a lost bias of zeros may differ."""
+    extra = [name for name in saved if name not in source]
+    assert all(name.partition(".")[0] in HEAD_MODULES for name in extra)
+    for name in source:
+        if name == "lm_head.bias" and name not in saved:
+            assert not source.read(name).any()
+        else:
+            np.testing.assert_array_equal(saved.read(name), source.read(name))
+
+
+@pytest.mark.parametrize("family", WRITTEN_FAMILIES)
+def test_folder_has_the_weights_of_its_source(folders: Path, family: str) -> None:
+    saved = open_tensors(folders / family / "saved")
+    if family == "llava":
+        saved = saved.rename_tensors({name: rename_llava(name) for name in saved})
+    assert_equal_tensors(open_tensors(folders / family / "source"), saved)
+
+
+def test_folder_with_experts_on_the_wrong_axis_is_refused(folders: Path) -> None:
+    """EasyDeL's import of DeepSeek's fused experts; all other families are equal."""
+    with pytest.raises(CheckpointError, match="of another shape"):
+        hub.from_pretrained(folders / "deepseek_v3" / "saved", **ONE)
+
+
+def test_folder_of_eight_devices_has_the_weights_of_its_source(tmp_path: Path) -> None:
+    families = ("llama", "mixtral", "gpt_oss")
+    run_original(ROOT / "tools/easydel/save_folders.py", tmp_path, *families, devices=8)
+    for family in families:
+        source = open_tensors(tmp_path / family / "source")
+        assert_equal_tensors(source, open_tensors(tmp_path / family / "saved"))
+    chunks = tmp_path / "llama/saved/model/lm_head/kernel"
+    assert len([file for file in chunks.iterdir() if file.name != ".zarray"]) == 8
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_logits_equal_those_of_torch(folders: Path, family: str) -> None:
+    stored = np.load(folders / family / "logits.npz")
+    with jax.default_matmul_precision("highest"):
+        model: Any = hub.from_pretrained(folders / family / "saved", **ONE)
+        logits = model(jnp.asarray(stored["input_ids"], jnp.int32)).logits
+    np.testing.assert_allclose(logits, stored["logits"], atol=5e-5)
+
+
+def load_torch(files: Mapping[str, np.ndarray], source: Path) -> Any:
+    """Return the model of torch with tensors by name."""
+    torch = require_torch()
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    state = {name: torch.tensor(value) for name, value in files.items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not [name for name in missing if name.partition(".")[0] not in HEAD_MODULES]
+    assert not unexpected
+    return model
+
+
+def read_tensors(files: TensorFiles) -> dict[str, np.ndarray]:
+    return {name: np.array(files.read(name)) for name in files}
+
+
+def train_torch(model: Any, moments: tuple[Mapping[str, np.ndarray], ...], ids: Any) -> list[float]:
+    """Return the losses of three steps of AdamW that continue after two."""
+    torch = require_torch()
+    tx = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    for name, parameter in model.named_parameters():
+        mu, nu = (torch.tensor(tree[name]) for tree in moments)
+        tx.state[parameter] = {"step": torch.tensor(2.0), "exp_avg": mu, "exp_avg_sq": nu}
+    losses = []
+    for _ in range(3):
+        tx.zero_grad()
+        loss = torch.nn.functional.cross_entropy(
+            model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
+        loss.backward()
+        tx.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def train_here(state: EasyDeLState, ids: np.ndarray) -> list[float]:
+    tokens = jnp.asarray(ids, jnp.int32)
+
+    @jax.jit
+    def step(state: EasyDeLState) -> tuple[EasyDeLState, jax.Array]:
+        def compute_loss(graphstate: nnx.State) -> jax.Array:
+            model: Any = nnx.merge(state.graphdef, graphstate, state.graphother)
+            logits = model(tokens).logits[:, :-1]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        loss, grads = jax.value_and_grad(compute_loss)(state.graphstate)
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for _ in range(3):
+        state, loss = step(state)
+        losses.append(float(loss))
+    assert int(state.step) == 5
+    return losses
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_training_continues_as_in_torch(folders: Path, family: str) -> None:
+    folder = folders / "state" / family
+    ids = np.load(folders / family / "logits.npz")["input_ids"]
+    stored = read_easydel_moments(folder)
+    assert (stored.step, stored.count) == (2, 2)
+    moments = tuple(
+        read_tensors(EasyDeLFiles.relate(arrays, folder)) for arrays in (stored.mu, stored.nu)
+    )
+    theirs = load_torch(read_tensors(open_tensors(folder)), folders / family / "source")
+    theirs.eval()  # without dropout
+    expected = train_torch(theirs, moments, require_torch().tensor(ids))
+    with jax.default_matmul_precision("highest"):
+        state = EasyDeLState.load_state(folder, tx=optax.adamw(RATE, weight_decay=DECAY))
+        losses = train_here(state, ids)
+    np.testing.assert_allclose(losses, expected, rtol=2e-4)
+
+
+def test_run_of_the_trainer_continues(folders: Path) -> None:
+    unrolled = {"scan_layers": False}  # as in EasyDeL's config.json
+    model: Any = hub.from_pretrained(folders / "llama" / "source", config_kwargs=unrolled, **ONE)
+    state = EasyDeLState.create(model=model, tx=optax.adamw(RATE), init_opt_state=True)
+    messages: list[str] = []
+    state = continue_easydel_run(state, folders / "run", messages.append)
+    assert (int(state.step), int(state.opt_state[0].count)) == (2, 2)
+    assert "run-2" in messages[0]
+    saved: Any = hub.from_pretrained(folders / "run" / "tiny", **ONE)
+    pairs = zip(*map(jax.tree.leaves, (state.graphstate, nnx.state(saved))), strict=True)
+    assert all(np.array_equal(*pair) for pair in pairs)
+
+
+def test_other_optimizer_is_refused(folders: Path) -> None:
+    with pytest.raises(CheckpointError, match="another optimizer than AdamW"):
+        EasyDeLState.load_state(folders / "lion", tx=optax.adamw(RATE))
+
+
+def test_adapters_compute_the_logits_of_torch(folders: Path) -> None:
+    torch = require_torch()
+    files = open_tensors(folders / "lora")
+    weights = read_tensors(files)
+    for layer, (a, b) in files.read_adapters().items():
+        weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + (a @ b).T
+    theirs = load_torch(weights, folders / "llama" / "source").eval()
+    ids = np.load(folders / "llama" / "logits.npz")["input_ids"]
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor(ids)).logits.numpy()
+    with jax.default_matmul_precision("highest"):
+        model: Any = hub.from_pretrained(folders / "lora", **ONE)
+        logits = model(jnp.asarray(ids, jnp.int32)).logits
+    np.testing.assert_allclose(logits, expected, atol=5e-5)
+    state = EasyDeLState.load_state(folders / "lora_state", tx=optax.adamw(RATE))
+    assert len(jax.tree.leaves(state.graphstate)) < len(jax.tree.leaves(state.graphother))
+
+
+_LOAD = """
+import sys
+import easydel as ed, jax.numpy as jnp, numpy as np
+from flax import nnx
+for family in sys.argv[3:]:
+    classes = {"whisper": "SpeechSeq2Seq", "llava": "ImageTextToText"}
+    auto = getattr(ed, "AutoEasyDeLModelFor" + classes.get(family, "CausalLM"))
+    states = []
+    for folder in (f"{sys.argv[1]}/{family}/saved", f"{sys.argv[2]}/{family}"):
+        model = auto.from_pretrained(
+            folder, dtype=jnp.float32, param_dtype=jnp.float32, sharding_axis_dims=(1, 1, 1, 1, 1)
+        )
+        state = nnx.split(model, nnx.Param, ...)[1]
+        states.append({path: v.value for path, v in nnx.to_flat_state(state)})
+    first, second = states
+    assert first.keys() == second.keys(), family
+    assert all(np.array_equal(first[path], second[path]) for path in first), family
+    print(family, "equal", flush=True)
+"""
+
+
+def test_original_loads_folders_written_here(folders: Path, tmp_path: Path) -> None:
+    for family in WRITTEN_FAMILIES:
+        source = folders / family / "source"
+        model: Any = hub.from_pretrained(source, task=detect_task(source), **ONE)
+        save_easydel_folder(model, tmp_path / family)
+    output = run_original("-c", _LOAD, folders, tmp_path, *WRITTEN_FAMILIES)
+    assert output.count("equal") == len(WRITTEN_FAMILIES)
