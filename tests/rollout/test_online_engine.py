@@ -136,6 +136,15 @@ def test_adapters_on_quantized_weights_train_online(tmp_path):
     checked(rows)
 
 
+@pytest.mark.nightly
+def test_engine_samples_from_the_rounded_weights_of_training(tmp_path):
+    """The model is rounded before the engine is created, as in a run file."""
+    given = {"quantization_mode": "affine", "quantization_group_size": 16}
+    spec = EasyDeLQuantizationConfig("int4", group_size=16, simulate=True)
+    model = LlamaForCausalLM.create(config(scan_layers=True, initializer_range=0.3), seed=0)
+    checked(train(tmp_path, model.quantize(spec), **given)[2])
+
+
 @pytest.fixture(scope="module")
 def on_one_device(tmp_path_factory):
     model = LlamaForCausalLM.create(config(), seed=0)

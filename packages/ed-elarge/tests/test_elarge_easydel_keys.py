@@ -57,11 +57,10 @@ WORKING = [
     ("trainer", "dataloader_num_workers", 0, "mixture.prefetch_workers", 2),
     ("trainer", "packing_strategy", "wrapped", "mixture.pack_strategy", "wrapped"),
     ("trainer", "model_name", "small", "trainer.save_directory", "EasyDeL-Checkpoints/small"),
-    ("trainer", "generation_do_sample", True, "trainer.generation_temperature", 1.0),
-    ("trainer", "generation_do_sample", False, "trainer.generation_temperature", 0.0),
+    ("trainer", "generation_do_sample", True, "trainer.generation_do_sample", True),
+    ("trainer", "generation_top_k", 5, "trainer.generation_top_k", 5),
+    ("trainer", "log_grad_norms", True, "trainer.log_grad_norms", True),
     ("trainer", "loss_config", {"z_loss": 1e-4}, "trainer.z_loss_coefficient", 1e-4),
-    ("trainer", "quantization_mode", "affine", "quantization.model.quantization_method", "int4"),
-    ("trainer", "quantization_mode", "affine", "quantization.model.simulate", True),
     ("trainer", "backend", "cpu", "platform.backend", "cpu"),
     ("trainer", "dataset_text_field", "story", "mixture.informs", "story"),
     ("mixture", "num_workers", 3, "mixture.prefetch_workers", 3),
@@ -88,12 +87,16 @@ def test_key_of_easydel_has_its_effect(
 def test_bits_and_group_belong_to_the_quantization_mode() -> None:
     keys = {"mode": "affine", "bits": 8, "group_size": 32}
     run = read(**{f"trainer__quantization_{name}": value for name, value in keys.items()})
-    model = value_of(run, "quantization.model")
-    assert isinstance(model, dict)
-    assert (model["quantization_method"], model["group_size"]) == ("int8", 32)
+    model = run.weight_format
+    assert model is not None and model.simulate and not run.has_frozen_weights
+    assert (model.quantization_method, model.group_size) == ("int8", 32)
     wrong = refuse(trainer__quantization_mode="nf4", trainer__quantization_bits=3)
-    assert "unknown quantization mode 'nf4' with quantization_bits 3" in wrong
-    assert "needs quantization_mode" in refuse(trainer__quantization_group_size=32)
+    assert "nf4 has 4 bits, not 3" in wrong
+    assert "without quantization_mode" in refuse(trainer__quantization_group_size=32)
+    both = refuse(
+        trainer__quantization_mode="nf4", quantization__model={"quantization_method": "nf4"}
+    )
+    assert "quantization.model sets a format, too" in both
 
 
 def test_benchmarks_as_mappings_are_tasks_and_options() -> None:
@@ -166,7 +169,7 @@ ERRORS = [
     ({"trainer__model_name": "../x"}, "must be the name of a folder"),
     ({"trainer__loss_config": {"reduction": "sum"}}, "'sum' is not supported"),
     ({"trainer__loss_config": {"label_smooth": 0.1}}, "did you mean 'label_smoothing'"),
-    ({"trainer__generation_do_sample": False, "trainer__generation_temperature": 0.7}, "keep one"),
+    ({"trainer__generation_do_sample": True, "trainer__generation_temperature": 0}, "samples"),
     ({"trainer__max_feedback_length": 96}, "unknown key 'max_feedback_length'"),
     ({"loader__precision": "fast"}, "unknown precision 'fast' (known: default, high"),
     ({"quantization__model": {"quantization_method": "nf4", "bits": 8}}, "nf4 has 4 bits, got 8"),
@@ -240,12 +243,13 @@ def test_batch_of_a_file_of_easydel_counts_prompts() -> None:
 
 def test_previews_of_a_model_without_text_are_named_and_omitted() -> None:
     keys = {"trainer_type": "reward", "generation_interval": 5, "generation_do_sample": True}
+    keys["esurge_use_tqdm"] = True
     changes = {f"trainer__{name}": value for name, value in keys.items()}
     changes |= {"mixture__pack_tokens": ..., "mixture__pack_seq_length": ...}
     run = read(**changes)
     assert run.trainer is not None and run.trainer.generation_interval is None
-    assert "trainer.generation_interval, trainer.generation_temperature: the model" in run.note
-    del changes["trainer__generation_do_sample"]
+    assert "trainer.generation_interval, trainer.generation_do_sample: the model" in run.note
+    del changes["trainer__esurge_use_tqdm"]
     assert "generates no text: omit the key" in refuse(**changes)
 
 

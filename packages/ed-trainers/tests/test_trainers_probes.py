@@ -11,8 +11,9 @@ from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
 from ed_trainers.arguments import idle_options
 from ed_trainers.figures.metrics import curves, read_rows
-from ed_trainers.probes import beginnings
+from ed_trainers.probes import Previews, beginnings
 from method_runs import Pairs
+from pydantic import ValidationError
 
 
 class Letters:
@@ -156,6 +157,80 @@ def test_previews_begin_held_out_documents_and_sample_by_step(tmp_path):
     assert [sample["prompt"] for sample in sampled[0]] == ["abcdef", "bcdefg"]
     assert sampled[0] != sampled[1], "each preview has a different seed"
     assert likeliest[0] == likeliest[1]
+
+
+class Recorder:
+    """A model that notes the options of `generate`, and repeats the last token of each prompt."""
+
+    config = SimpleNamespace(eos_token_id=None)
+    generation_json = None
+
+    def generate(self, ids, *, attention_mask, **options):
+        self.options = options
+        rows = np.repeat(ids, options.get("num_return_sequences", 1), axis=0)
+        more = np.repeat(rows[:, -1:], options["max_new_tokens"], axis=1)
+        return SimpleNamespace(sequences=np.concatenate([rows, more], axis=1))
+
+
+SAMPLED = {
+    "generation_do_sample": True,
+    "generation_top_k": 5,
+    "generation_top_p": 0.5,
+    "generation_repetition_penalty": 1.5,
+    "generation_presence_penalty": -0.5,
+    "generation_frequency_penalty": 0.25,
+    "generation_num_return_sequences": 2,
+    "generation_seed": 2**32 - 1,
+    "generation_preview_print": False,
+    "generation_use_train_prompts": True,
+    "generation_num_prompts": 3,
+}
+
+
+def test_previews_pass_every_option_to_generate():
+    given = {"generation_interval": 1, "generation_prompts": ["ab"]}
+    given["generation_max_new_tokens"] = 1
+    model, weights = Recorder(), SimpleNamespace(version=3)
+    weights.model = model
+    row, lines = Previews(SFTArguments(**given, **SAMPLED), Letters(), None, train=Alphabet()).look(
+        weights
+    )
+    assert model.options == {
+        "max_new_tokens": 1,
+        "do_sample": True,
+        "seed": 2,
+        "temperature": 1.0,
+        "top_k": 5,
+        "top_p": 0.5,
+        "num_return_sequences": 2,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+    }
+    texts = [(sample["prompt"], sample["completion"]) for sample in row["samples"]]
+    assert texts == [(p, p[-1]) for p in ("ab", "abcdef", "bcdefg") for _ in range(2)]
+    assert lines == []
+    _, lines = Previews(SFTArguments(**given), Letters(), None).look(weights)
+    assert len(lines) == 1
+    assert model.options == {"max_new_tokens": 1, "do_sample": False, "seed": 45}
+
+
+def test_contradictions_of_previews_are_errors():
+    for given, words in [
+        ({"generation_do_sample": True, "generation_temperature": 0}, "samples nothing"),
+        ({"generation_num_return_sequences": 2}, "are equal"),
+        ({"generation_top_k": -1}, "greater than or equal to 0"),
+        ({"generation_presence_penalty": 3}, "less than or equal to 2"),
+        ({"generation_repetition_penalty": 0}, "greater than 0"),
+    ]:
+        with pytest.raises(ValidationError, match=words):
+            SFTArguments(**given)
+    arguments = SFTArguments(generation_interval=1, generation_use_train_prompts=True)
+    with pytest.raises(ConfigError, match="not a loader with batch_at"):
+        Previews(arguments, Letters(), None, train=iter([]))
+    given = {"generation_do_sample": False, "generation_temperature": 0.5, "generation_top_k": 3}
+    idle = dict(idle_options(SFTArguments(generation_interval=1, **given)))
+    assert idle.keys() == {"generation_temperature", "generation_top_k"}
 
 
 def test_documents_begin_with_their_prompts_or_their_first_half():

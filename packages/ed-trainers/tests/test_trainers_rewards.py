@@ -9,9 +9,11 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.scorer import Scores
+from ed_trainers.options.groups import RLVRArguments
 from ed_trainers.rewards import RewardError, Rewards
 from ed_trainers.rewards.rules import RULES, last_number, parse_number, stated_answer
 from online_runs import words
+from pydantic import ValidationError
 
 
 def some(completions, **fields):
@@ -157,3 +159,36 @@ def test_answer_parsers_return_none_without_a_value():
         last_number("x") is None and parse_number("three") is None and parse_number("1/2/3") is None
     )
     assert stated_answer(r"\boxed{open") is None
+
+
+def test_length_falls_linearly_from_its_target():
+    completions = ["a" * n for n in (0, 9, 10, 50, 100, 150, 250, 301)]
+    given = {"target": 100, "shortest": 10, "longest": 300}
+    expected = [0, 0, 0.1, 0.5, 1, 0.5, 0, 0]
+    assert RULES["length"](completions, **given) == pytest.approx(expected)
+    for settings, said in [({}, "needs target"), ({"target": 0}, "greater than or equal to 1")]:
+        with pytest.raises(ConfigError, match=said):
+            Rewards([{"length": settings}])
+
+
+def test_keys_of_rlvr_are_rules_with_weights():
+    given = {"format_pattern": "x+", "format_reward_weight": 0.2, "answer_key": "gold"}
+    given["batch_unit"] = "completions"
+    length = {"length_penalty_target": 100, "length_penalty_weight": 0.5}
+    options = RLVRArguments(**given, **length)
+    assert options.reward_weights == (1.0, 0.2, 0.5)
+    rewards = Rewards(options.reward_functions)
+    assert rewards.names == ("math_answer", "regex", "length")
+    each = rewards(some(["xx 4", "x" * 100], gold=["4", "5"]))
+    np.testing.assert_array_equal(each, [[1, 1, 0], [0, 1, 1]])
+    assert options.replace(beta=0.5).reward_functions == options.reward_functions
+    assert RLVRArguments(length_penalty_target=9, batch_unit="prompts").reward_weights is None, (
+        "the weight is 0"
+    )
+    for wrong, said in [
+        ({**length, "reward_functions": "exact"}, "keep reward_functions"),
+        ({**length, "length_penalty_weight": -1}, "at least 0"),
+        ({**length, "length_penalty_target": "far"}, "whole number"),
+    ]:
+        with pytest.raises(ValidationError, match=said):
+            RLVRArguments(**wrong)

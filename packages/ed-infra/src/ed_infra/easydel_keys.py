@@ -88,14 +88,9 @@ def _trainer() -> Iterator[OtherKey]:
             "packing": "mixture.pack_tokens",
             "packing_strategy": "mixture.pack_strategy",
             "dataset_text_field": "content_field of each entry of mixture.informs without one",
-            "generation_do_sample": "trainer.generation_temperature: 0 for false, 1 for true if "
-            "the temperature is not set",
             "loss_config.label_smoothing": "trainer.label_smoothing_factor",
             "loss_config.z_loss": "trainer.z_loss_coefficient",
             "model_name": "the last folder of trainer.save_directory",
-            "quantization_mode": "quantization.model.quantization_method, with simulate: true",
-            "quantization_bits": "quantization.model.quantization_method, with quantization_mode",
-            "quantization_group_size": "quantization.model.group_size, with quantization_mode",
             "shuffle_seed_train": "mixture.seed",
             "shuffle_train_dataset": "mixture.shuffle_buffer_size: 1 for false",
             "benchmarks.tasks": "trainer.benchmarks",
@@ -142,8 +137,8 @@ def _trainer() -> Iterator[OtherKey]:
             "padding never enters a loss": "label_pad_token_id padding_value",
             _CHUNKS: "completion_chunk_size logits_chunk_size logprob_vocab_chunk_size "
             "ref_logps_chunk_size",
-            _PREVIEWS: "generation_log_to_wandb generation_preview_print generate_during_eval "
-            "log_training_generations_to_wandb use_esurge_generation",
+            _PREVIEWS: "generate_during_eval log_training_generations_to_wandb "
+            "use_esurge_generation",
             "tasks name their metrics": "benchmarks.name",
             "progress is one bar for each run": "esurge_use_tqdm esurge_runner_verbose",
             "pruning is off": "sparse_module_type",
@@ -165,11 +160,15 @@ def _trainer() -> Iterator[OtherKey]:
             "the fields tools and chat_template_kwargs of a row": "tools chat_template_kwargs",
             "trainer.temperature, top_p, top_k and min_p": "generation_kwargs",
             "omit it: dpo has no term of the chosen answers; use orpo or cpo": "rpo_alpha",
-            _NOT_YET: "generation_top_k generation_seed generation_extra_kwargs "
-            "generation_config_overrides watchers log_grad_norms weight_distribution_pattern "
-            "weight_distribution_log_steps generation_dataset_prompt_field",
+            "the options generation_* of the section trainer": "generation_extra_kwargs "
+            "generation_config_overrides",
         },
     )
+    yield from _refused(
+        "trainer", {"the argument watchers of a trainer in Python, with LogWatcher": "watchers"}, []
+    )
+    text = "format_fields of an entry of mixture.informs: {FIELD: prompt}"
+    yield from _refused("trainer", {text: "generation_dataset_prompt_field"}, "prompt")
     yield from _refused(
         "trainer",
         {
@@ -180,7 +179,7 @@ def _trainer() -> Iterator[OtherKey]:
             "omit it: attention weights have the sum 1": "attention_normalize",
             "trainer_type: seq_kd, in which the teacher answers": "generate_with_teacher",
             "omit it: prompts of messages always get the chat template": "skip_apply_chat_template",
-            _NOT_YET: "generation_use_train_prompts difficulty_loss_weight",
+            _NOT_YET: "difficulty_loss_weight",
         },
         False,
     )
@@ -202,10 +201,6 @@ def _trainer() -> Iterator[OtherKey]:
         },
         False,
     )
-    yield from _refused(
-        "trainer", {_SAMPLES: "generation_presence_penalty generation_frequency_penalty"}, 0
-    )
-    yield from _refused("trainer", {_SAMPLES: "generation_repetition_penalty"}, 1)
     yield from _refused("trainer", {_SAMPLES: "presence_penalty frequency_penalty"}, 0)
     yield from _refused("trainer", {_SAMPLES: "repetition_penalty"}, 1)
     yield from _refused("trainer", {"omit it: all tokens are learned": "top_entropy_quantile"}, 1)
@@ -214,14 +209,13 @@ def _trainer() -> Iterator[OtherKey]:
         {
             "trainer.max_completion_length": "max_loss_completion_tokens",
             "omit it: the loss has no bonus for entropy": "entropy_coef",
-            "a function in trainer.reward_functions": "length_penalty_weight",
         },
         0,
     )
     yield from _refused(
         "trainer",
         {
-            "a function in trainer.reward_functions": "length_penalty_target difficulty_key",
+            "a function in trainer.reward_functions": "difficulty_key",
         },
     )
     yield from _refused(
@@ -233,9 +227,6 @@ def _trainer() -> Iterator[OtherKey]:
         "trainer", {"omit it: prompts keep their last tokens": "truncation_mode"}, "keep_end"
     )
     yield from _refused("trainer", {"omit it: the distance is squared": "hidden_state_loss"}, "mse")
-    yield from _refused(
-        "trainer", {"omit it: advantages are always normalized": "whiten_advantages"}, True
-    )
     yield from _refused(
         "trainer",
         {"omit it: each prompt has one completion": "num_generations_per_prompt"},
@@ -261,7 +252,6 @@ def _trainer() -> Iterator[OtherKey]:
         {"max_feedback_length": "trainer.max_reprompt_len, with max_prompt_length added"},
         "sdpo",
     )
-    yield from _refused("trainer", {_NOT_YET: "generation_num_return_sequences"}, 1)
     yield from _works(
         "trainer",
         {"distillation_type": "trainer.distillation_mode and trainer.distillation_alpha"},
@@ -270,7 +260,13 @@ def _trainer() -> Iterator[OtherKey]:
     verified = "an entry of trainer.reward_functions with its trainer.reward_weights"
     yield from _works(
         "trainer",
-        {"answer_key": verified, "format_pattern": verified, "format_reward_weight": verified},
+        {
+            "answer_key": verified,
+            "format_pattern": verified,
+            "format_reward_weight": verified,
+            "length_penalty_target": verified,
+            "length_penalty_weight": verified,
+        },
         "rlvr",
     )
     yield from _losses()

@@ -62,17 +62,6 @@ def _use_wandb(given: Given) -> PlacedValues:
     return {("trainer", "report_to"): ["wandb"]} if on else {}
 
 
-def _do_sample(given: Given) -> PlacedValues:
-    temperature = given.siblings.get("generation_temperature")
-    if _flag(given.value, "generation_do_sample"):
-        return {("trainer", "generation_temperature"): 1.0} if temperature is None else {}
-    if temperature:
-        raise ValueError(
-            f"generation_do_sample: false is generation_temperature 0, not {temperature}: keep one"
-        )
-    return {("trainer", "generation_temperature"): 0.0} if temperature is None else {}
-
-
 def _text_field(given: Given) -> PlacedValues:
     """Return the informs, whose fields are the named one if they name none."""
     if not isinstance(given.value, str) or not given.value:
@@ -117,46 +106,6 @@ def _model_name(given: Given) -> PlacedValues:
     return {("trainer", "save_directory"): Replacement(str(PurePosixPath(str(folder)) / path))}
 
 
-#: (mode, bits) of quantization-aware training -> the format here. EasyDeL's `affine` has 4 bits.
-_FORMATS = {
-    ("affine", 4): "int4",
-    ("affine", 8): "int8",
-    ("nf4", 4): "nf4",
-    ("mxfp4", 4): "mxfp4",
-    ("mxfp8", 8): "mxfp8",
-}
-
-
-def _quantization_mode(given: Given) -> PlacedValues:
-    mode = getattr(given.value, "value", given.value)
-    bits = given.siblings.get("quantization_bits")
-    fitting = [at for at in _FORMATS if at[0] == mode and bits in (None, at[1])]
-    if not fitting:
-        known = ", ".join(f"{name} with {number} bits" for name, number in _FORMATS)
-        with_bits = "" if bits is None else f" with quantization_bits {bits!r}"
-        raise ValueError(f"unknown quantization mode {mode!r}{with_bits} (known: {known})")
-    model = ("quantization", "model")
-    return {
-        (*model, "quantization_method"): _FORMATS[fitting[0]],
-        (*model, "simulate"): True,
-    }
-
-
-def _with_mode(given: Given, name: str) -> None:
-    if given.siblings.get("quantization_mode") is None:
-        raise ValueError(f"{name} needs quantization_mode, such as nf4: set it, or omit {name}")
-
-
-def _quantization_bits(given: Given) -> PlacedValues:
-    _with_mode(given, "quantization_bits")
-    return {}
-
-
-def _quantization_group(given: Given) -> PlacedValues:
-    _with_mode(given, "quantization_group_size")
-    return {("quantization", "model", "group_size"): given.value}
-
-
 def _sampling_temperature(given: Given) -> PlacedValues:
     temperature = given.siblings.get("temperature", 1.0)
     if given.value != temperature:
@@ -185,23 +134,33 @@ def _feedback(given: Given) -> PlacedValues:
 
 
 def _verified_rewards(given: Given) -> PlacedValues:
-    """Return the rewards of `rlvr`: the answer, and the format with its weight."""
+    """Return the rewards of `rlvr`: the answer, and the format and the length with weights."""
     trainer = given.siblings
     if trainer.get("reward_functions") is not None or trainer.get("reward_funcs") is not None:
         raise ValueError(
-            "answer_key, format_pattern and reward_functions name the rewards: keep "
-            "reward_functions, which also has the rules math_answer and format"
+            "answer_key, format_pattern, length_penalty_target and reward_functions name the "
+            "rewards: keep reward_functions, which also has the rules math_answer, regex and length"
         )
-    pattern, weight = trainer.get("format_pattern"), trainer.get("format_reward_weight") or 0
+    rewards = [{"math_answer": {"field": trainer.get("answer_key") or "answer"}}]
+    weights = [1.0]
+    pattern, weight = trainer.get("format_pattern"), _weight(trainer, "format_reward_weight")
+    if pattern is not None and weight:
+        rewards.append({"regex": {"pattern": pattern}})
+        weights.append(weight)
+    target, weight = trainer.get("length_penalty_target"), _weight(trainer, "length_penalty_weight")
+    if target is not None and _whole(target, "length_penalty_target", 0) and weight:
+        rewards.append({"length": {"target": target, "shortest": 10, "longest": 5000}})
+        weights.append(weight)
+    if len(rewards) == 1:
+        return {("trainer", "reward_functions"): rewards}
+    return {("trainer", "reward_functions"): rewards, ("trainer", "reward_weights"): weights}
+
+
+def _weight(trainer: Values, name: str) -> float:
+    weight = trainer.get(name) or 0
     if not isinstance(weight, int | float) or isinstance(weight, bool) or weight < 0:
-        raise ValueError(f"format_reward_weight must be a number of at least 0, got {weight!r}")
-    answer = {"math_answer": {"field": trainer.get("answer_key") or "answer"}}
-    if pattern is None or not weight:
-        return {("trainer", "reward_functions"): [answer]}
-    return {
-        ("trainer", "reward_functions"): [answer, {"regex": {"pattern": pattern}}],
-        ("trainer", "reward_weights"): [1.0, weight],
-    }
+        raise ValueError(f"{name} must be a number of at least 0, got {weight!r}")
+    return weight
 
 
 def _device(given: Given) -> PlacedValues:
@@ -271,19 +230,17 @@ def _labels(given: Given) -> PlacedValues:
 
 KEY_RULES: dict[tuple[str, str], Callable[[Given], PlacedValues]] = {
     ("trainer", "use_wandb"): _use_wandb,
-    ("trainer", "generation_do_sample"): _do_sample,
     ("trainer", "dataset_text_field"): _text_field,
     ("trainer", "shuffle_train_dataset"): _shuffle,
     ("trainer", "model_name"): _model_name,
-    ("trainer", "quantization_mode"): _quantization_mode,
-    ("trainer", "quantization_bits"): _quantization_bits,
-    ("trainer", "quantization_group_size"): _quantization_group,
     ("trainer", "temperature_sampling"): _sampling_temperature,
     ("trainer", "distillation_type"): _distillation_type,
     ("trainer", "max_feedback_length"): _feedback,
     ("trainer", "answer_key"): _verified_rewards,
     ("trainer", "format_pattern"): _verified_rewards,
     ("trainer", "format_reward_weight"): _verified_rewards,
+    ("trainer", "length_penalty_target"): _verified_rewards,
+    ("trainer", "length_penalty_weight"): _verified_rewards,
     ("trainer", "dataloader_num_workers"): _workers,
     ("mixture", "num_workers"): _workers,
     ("mixture", "tokenization.text_field"): _text_field,

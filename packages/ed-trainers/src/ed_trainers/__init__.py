@@ -13,6 +13,7 @@ _NAMES = {
     "TrainingArguments": "ed_trainers.arguments",
     "arguments_class": "ed_trainers.arguments",
     "Callback": "ed_trainers.callbacks",
+    "LogWatcher": "ed_trainers.probes",
     "CheckpointManager": "ed_trainers.checkpoints.manager",
     "create_optimizer": "ed_trainers.state",
     "TrainingDiverged": "ed_trainers.running.stopping",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from ed_trainers.contract import Models as Models
     from ed_trainers.methods import trainer_class as trainer_class
     from ed_trainers.methods.sft import SFTTrainer as SFTTrainer
+    from ed_trainers.probes import LogWatcher as LogWatcher
     from ed_trainers.rollout import Rollout as Rollout
     from ed_trainers.rollout import Sampled as Sampled
     from ed_trainers.rollout import Weights as Weights

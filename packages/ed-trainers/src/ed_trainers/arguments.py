@@ -392,7 +392,18 @@ _NEEDED = {
         "generation_max_new_tokens",
         "generation_temperature",
         "generation_top_p",
+        "generation_do_sample",
+        "generation_top_k",
+        "generation_repetition_penalty",
+        "generation_presence_penalty",
+        "generation_frequency_penalty",
+        "generation_num_return_sequences",
+        "generation_seed",
+        "generation_use_train_prompts",
+        "generation_preview_print",
+        "generation_log_to_wandb",
     ),
+    "weight_distribution_log_steps": ("weight_distribution_pattern",),
     "benchmark_interval": ("benchmarks", "benchmark_options"),
     "benchmarks": ("benchmark_interval",),
     "profile_start_step": ("profile_steps",),
@@ -469,10 +480,20 @@ def _idle_probes(arguments: TrainingArguments) -> list[tuple[str, str]]:
         if not needed_value:
             reason = f"{needed} is {'false' if needed_value is False else 'not set'}"
             idle += [(name, reason) for name in names if name in arguments.model_fields_set]
-    if arguments.generation_prompts and "generation_num_prompts" in arguments.model_fields_set:
+    counts = "generation_num_prompts" in arguments.model_fields_set
+    if counts and arguments.generation_prompts and not arguments.generation_use_train_prompts:
         idle.append(("generation_num_prompts", "see `generation_prompts`"))
-    if not arguments.generation_temperature and arguments.generation_top_p < 1:
-        idle.append(("generation_top_p", "generation_temperature is 0: nothing is sampled"))
+    if not arguments.generation_temperature and not arguments.generation_do_sample:
+        reason = "generation_temperature is 0: nothing is sampled"
+    elif arguments.generation_do_sample is False:
+        reason = "generation_do_sample is false: nothing is sampled"
+    else:
+        reason = ""
+    for name, neutral in (("generation_top_p", 1.0), ("generation_top_k", 0)):
+        if reason and getattr(arguments, name) != neutral:
+            idle.append((name, reason))
+    if reason and arguments.generation_do_sample is False and arguments.generation_temperature:
+        idle.append(("generation_temperature", reason))
     steps, first = arguments.max_training_steps, arguments.profile_start_step
     if steps is not None and first is not None and first > steps:
         idle.append(("profile_start_step", f"the run ends after {steps} steps"))

@@ -75,6 +75,15 @@ class Weights:
         return nnx.merge_state(graphstate, changing_variables(other_variables))
 
     @property
+    def params(self) -> nnx.State:
+        """The trained parameters.
+
+        Raises:
+            EasyDeLError: the next step has begun.
+        """
+        return self.state if self._states is None else self._states[0]
+
+    @property
     def model(self) -> LanguageModel:
         """A module that shares the arrays.
 

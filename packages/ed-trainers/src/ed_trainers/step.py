@@ -20,7 +20,7 @@ from ed_layers import updated
 from flax import nnx
 
 from ed_trainers.contract import MAIN, Batch, Loss, MethodRun, Models, build_log_metrics
-from ed_trainers.optimizers import Schedule, global_norm, was_skipped
+from ed_trainers.optimizers import Schedule, get_array_norms, global_norm, was_skipped
 from ed_trainers.placement import replicate_sharding
 from ed_trainers.roles.frozen import Frozen
 from ed_trainers.state import EasyDeLState
@@ -184,6 +184,8 @@ def build_train_step(
             "grad_norm": global_norm(grads),
             "tokens": tokens,
         }
+        if method.arguments.log_grad_norms:
+            report |= get_array_norms(grads)
         new = current.apply_gradients(grads=grads, value=report["loss"])
         other_variables = updated.apply_updates(
             new.graphother, loss.updates, trained=new.graphstate

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, cast
 
 import jax
 import orbax.checkpoint as ocp
 from ed_infra.distributed import from_main
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
-from ed_layers.quantization.model import dequantize, is_quantized
+from ed_layers.quantization.model import dequantize, is_quantized, simulate_in_place
 from ed_models.adapters.lora import has_lora, merge_lora
 from ed_models.checkpoints.model_card import write_card
 from ed_models.protocol import LanguageModel
@@ -27,7 +27,7 @@ from ed_trainers.given import Collator, GivenRow, OtherNames, merge_names, prepa
 from ed_trainers.optimizers import build_optimizer, build_schedule, check_rules
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.placement import Placement, place_model
-from ed_trainers.probes import Benchmark, build_probes
+from ed_trainers.probes import Benchmark, LogWatcher, build_probes
 from ed_trainers.report import PAGE, write_report
 from ed_trainers.rewards import RewardFunction
 from ed_trainers.rollout import AheadRollout, Rollout, Weights
@@ -94,6 +94,7 @@ class Trainer:
         frozen: the models that are not trained, by role, on the mesh of the model. The model itself
             may be one of them: then the method reads it as it was before training.
         benchmark: runs the tasks of the argument `benchmarks`.
+        watchers: functions of parameters whose values are logged.
         rollout: completes prompts; only for methods that sample.
         reward_functions: reward functions in place of those that the arguments name; only for
             methods with rewards.
@@ -126,6 +127,7 @@ class Trainer:
         callbacks: Iterable[Callback] = (),
         frozen: Mapping[str, LanguageModel] | None = None,
         benchmark: Benchmark | None = None,
+        watchers: Iterable[LogWatcher] = (),
         rollout: Rollout | None = None,
         reward_functions: Sequence[RewardFunction] = (),
         reward_folders: Sequence[str | Path] = (),
@@ -185,6 +187,14 @@ class Trainer:
                 "and a state has them selected: pass rules to EasyDeLState.create(trainable=...), "
                 "or the model to the trainer"
             )
+        if arguments.simulated_format is not None:
+            if self._state is not None:
+                raise ConfigError(
+                    "quantization_mode changes how a model reads its matrices, and a state has "
+                    'them already: create the state from model.quantize({"dtype": ..., '
+                    '"simulate": True}), or pass the model to the trainer'
+                )
+            simulate_in_place(cast(nnx.Module, self._model), arguments.simulated_format)
         # Weights of a synchronized reference for a trainer without a state.
         self._reference: nnx.State | None = None
         first = self._first_state()
@@ -237,7 +247,13 @@ class Trainer:
                 limit=arguments.max_evaluation_steps,
             )
         self._probes = build_probes(
-            arguments, self._model, processing_class, eval_dataset, benchmark
+            arguments,
+            self._model,
+            processing_class,
+            eval_dataset,
+            benchmark,
+            watchers,
+            train_dataset,
         )
         self._loop: TrainingLoop | None = None
 

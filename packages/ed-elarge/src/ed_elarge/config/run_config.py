@@ -295,9 +295,24 @@ class RunConfig:
 
     @property
     def weight_format(self) -> WeightFormat | None:
-        """Quantization format of the model's weights, or None."""
+        """Quantization format of the model's weights, or None.
+
+        `trainer.quantization_mode` is the same as `quantization.model` with `simulate`.
+        """
         section = self.quantization
-        return section.model if section is not None and section.apply_quantization else None
+        if section is not None and section.apply_quantization and section.model is not None:
+            return section.model
+        spec = self.trainer.simulated_format if self.trainer is not None and self.trains else None
+        if spec is None:
+            return None
+        return WeightFormat(
+            quantization_method=spec.dtype, group_size=spec.group_size, simulate=True
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run trains a model, or has no actions."""
+        return self.trainer is not None and (self.will("train") or not self.actions)
 
     @property
     def has_frozen_weights(self) -> bool:
@@ -307,8 +322,7 @@ class RunConfig:
     @property
     def adapters(self) -> LoraSection | None:
         """Adapters of the model. Training a quantized model adds them if the section is omitted."""
-        trains = self.trainer is not None and (self.will("train") or not self.actions)
-        needed = trains and self.has_frozen_weights
+        needed = self.trains and self.has_frozen_weights
         return LoraSection() if self.lora is None and needed else self.lora
 
     @property

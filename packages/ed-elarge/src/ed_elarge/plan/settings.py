@@ -137,6 +137,8 @@ def training(run: RunConfig) -> Training:
         )
     if run.weight_format is not None:
         raise ConfigError("elarge plan does not know quantized weights: omit quantization.model")
+    if arguments.quantization_mode is not None:
+        raise ConfigError("elarge plan does not know quantization_mode: omit it")
     if run.lora is not None and run.lora.name_or_path is not None:
         raise ConfigError("elarge plan knows new adapters: replace lora.name_or_path by lora.rank")
     if arguments.trained_parameters:

@@ -27,6 +27,7 @@ from ed_layers.projections.dot import Weight, dot
 from ed_layers.projections.embed import Embed
 from ed_layers.projections.linear import ExpertLinear, Linear
 from ed_layers.quantization.qarray import QArray
+from ed_layers.quantization.simulated import Simulated
 from ed_layers.sums import over_axis
 
 
@@ -54,8 +55,9 @@ class LowRank:
         return self.base.shape
 
     def dense(self) -> jax.Array:
-        """Return `W + scale * A B` in float32, without the factor."""
-        assert isinstance(self.base, jax.Array | QArray), "an adapter lies over no other adapter"
+        """Return `W + scale * A B` in float32, without the factor; W as products read it."""
+        bases = jax.Array | QArray | Simulated
+        assert isinstance(self.base, bases), "an adapter lies over no other adapter"
         return self.base.astype(jnp.float32) + self.scale * dot(self.a, self.b)
 
     def column_norms(self) -> Float[Array, " o"]:

@@ -131,6 +131,30 @@ def _quantize_module(
     return module
 
 
+def simulate_in_place(model: nnx.Module, spec: EasyDeLQuantizationConfig) -> None:
+    """Let the products of a model read its matrices in a format.
+
+    The variables of the model stay, so that references to the model remain valid.
+
+    Args:
+        model: a model with plain matrices, or one that simulates this format.
+        spec: the format, with `simulate`.
+
+    Raises:
+        ConfigError: the model is quantized or simulates another format, or a group size is not
+            possible.
+    """
+    present = {w.spec for _, w in _matrices(model, Simulated)}
+    if present - {spec}:
+        names = ", ".join(sorted({other.dtype for other in present}))
+        raise ConfigError(
+            f"the model simulates {names} by other settings, and one format is possible: set the "
+            "format once"
+        )
+    if not present:
+        nnx.update(model, nnx.state(quantize(model, spec)))
+
+
 def dequantize(model: M) -> M:
     """Return a copy of a model with plain matrices, which contain the values of the codes.
 

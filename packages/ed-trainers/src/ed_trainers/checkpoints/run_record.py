@@ -49,6 +49,8 @@ LOOP_OPTIONS = frozenset(
         "memory_directory",
         "memory_save_steps",
         "log_steps",
+        "weight_distribution_log_steps",
+        "weight_distribution_pattern",
         "report_steps",
         "evaluation_steps",
         "eval_strategy",
@@ -70,6 +72,16 @@ LOOP_OPTIONS = frozenset(
         "generation_max_new_tokens",
         "generation_temperature",
         "generation_top_p",
+        "generation_do_sample",
+        "generation_top_k",
+        "generation_repetition_penalty",
+        "generation_presence_penalty",
+        "generation_frequency_penalty",
+        "generation_num_return_sequences",
+        "generation_seed",
+        "generation_use_train_prompts",
+        "generation_preview_print",
+        "generation_log_to_wandb",
         "benchmark_interval",
         "benchmarks",
         "benchmark_options",
@@ -80,7 +92,9 @@ LOOP_OPTIONS = frozenset(
 
 # Options that change the memory and the time of a step. `max_length` is part of the fingerprint of
 # the data.
-_SAME_RESULT = frozenset(("image_feature_cache_gib", "lmhead_chunksize", "max_length"))
+_SAME_RESULT = frozenset(
+    ("image_feature_cache_gib", "lmhead_chunksize", "log_grad_norms", "max_length")
+)
 # Fields of a configuration that do not change the results of a model.
 _OTHER_FIELDS = FIELDS.keys() | {
     *("transformers_version", "dtype", "torch_dtype", "architectures", SECTION)

@@ -83,13 +83,24 @@ def is_evaluation(row: MetricRow) -> bool:
 def curves(row: MetricRow) -> dict[str, float]:
     """Return the numbers of a row by the names of their curves: `train/loss`, `eval/loss`, …
 
-    Metrics of benchmarks keep their names, `benchmark/<task>/<metric>`.
+    Metrics of benchmarks and watchers keep their names, `benchmark/<task>/<metric>`; they are in
+    rows of their own.
     """
     group = "eval/" if is_evaluation(row) else "train/"
+    own_names = "loss" not in row and not is_evaluation(row)
     return {
-        name if name.startswith("benchmark/") else group + name.removeprefix("eval_"): value
+        name if own_names and "/" in name else group + name.removeprefix("eval_"): value
         for name, value in row.items()
         if name not in _NOT_CURVES and isinstance(value, int | float)
+    }
+
+
+def histograms(row: MetricRow) -> dict[str, tuple[list[float], list[float]]]:
+    """Return the counts and the edges of the histograms of a row, by their names."""
+    return {
+        name: (value["counts"], value["edges"])
+        for name, value in row.items()
+        if isinstance(value, Mapping) and value.keys() == {"counts", "edges"}
     }
 
 

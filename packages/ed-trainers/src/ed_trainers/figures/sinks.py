@@ -11,10 +11,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ed_trainers.figures.metrics import MetricRow, Sink, curves
+from ed_trainers.figures.metrics import MetricRow, Sink, curves, histograms
 from ed_trainers.figures.trackers import TRACKERS, About
 from ed_trainers.options.base import TrainingArguments
 
@@ -108,11 +109,25 @@ class TensorBoard:
         """Add the numbers of a row as one event."""
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.proto.summary_pb2 import (
+            HistogramProto,  # pyright: ignore[reportAttributeAccessIssue]
             Summary,  # pyright: ignore[reportAttributeAccessIssue]
         )
 
         assert self._writer is not None
         values = [Summary.Value(tag=tag, simple_value=x) for tag, x in curves(row).items()]
+        for tag, (counts, edges) in histograms(row).items():
+            middles = [(a + b) / 2 for a, b in pairwise(edges)]
+            pairs = list(zip(counts, middles, strict=True))
+            histogram = HistogramProto(
+                min=edges[0],
+                max=edges[-1],
+                num=sum(counts),
+                sum=sum(count * x for count, x in pairs),
+                sum_squares=sum(count * x * x for count, x in pairs),
+                bucket_limit=edges[1:],
+                bucket=counts,
+            )
+            values.append(Summary.Value(tag=tag, histo=histogram))
         when = row.get("time") or time.time()
         event = Event(step=row["step"], wall_time=when, summary=Summary(value=values))
         self._writer.write_event(event)
@@ -142,6 +157,12 @@ def build_sinks(arguments: TrainingArguments, say: Callable[[str], None]) -> lis
     for name in arguments.report_to:
         run_name = arguments.run_name or directory.absolute().name
         settings = arguments.model_dump(mode="json")
-        about = About(arguments.project, run_name, settings, arguments.tracker_entity)
+        about = About(
+            arguments.project,
+            run_name,
+            settings,
+            arguments.tracker_entity,
+            arguments.generation_log_to_wandb,
+        )
         sinks.append(TRACKERS[name](directory, about))
     return [Buffered(sink, say) for sink in sinks]

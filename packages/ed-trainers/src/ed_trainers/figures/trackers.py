@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from ed_infra.errors import ConfigError
 
-from ed_trainers.figures.metrics import MetricRow, curves
+from ed_trainers.figures.metrics import MetricRow, curves, histograms
 
 
 class About(NamedTuple):
@@ -19,6 +20,7 @@ class About(NamedTuple):
     name: str
     settings: dict[str, Any]
     entity: str | None = None
+    shows_samples: bool = True
 
 
 class Tracker(ABC):
@@ -60,6 +62,12 @@ class Tracker(ABC):
     def log(self, numbers: dict[str, float], step: int) -> None:
         """Log the numbers of a step."""
 
+    def log_histograms(
+        self, values: Mapping[str, tuple[list[float], list[float]]], step: int
+    ) -> None:
+        """Log counts and edges, if the tracker shows histograms; the record has them anyway."""
+        del values, step
+
     @abstractmethod
     def close(self) -> None:
         """End the run."""
@@ -75,6 +83,7 @@ class Tracker(ABC):
     def write(self, row: MetricRow) -> None:
         """Log the numbers of a row."""
         self.log(curves(row), row["step"])
+        self.log_histograms(histograms(row), row["step"])
 
     def flush(self) -> None:
         """Do nothing: trackers send rows without a flush."""
@@ -107,6 +116,23 @@ class WandB(Tracker):
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         self.run.log(numbers, step=step)
+
+    def write(self, row: MetricRow) -> None:
+        """Log the numbers of a row, and a table of the completions of a preview."""
+        super().write(row)
+        samples = row.get("samples")
+        if samples and self.about.shows_samples:
+            columns = ["prompt", "completion"]
+            cells = [[sample[name] for name in columns] for sample in samples]
+            table = self.module.Table(columns=columns, data=cells)
+            self.run.log({"samples": table}, step=row["step"])
+
+    def log_histograms(
+        self, values: Mapping[str, tuple[list[float], list[float]]], step: int
+    ) -> None:
+        if values:
+            histogram = self.module.Histogram
+            self.run.log({n: histogram(np_histogram=v) for n, v in values.items()}, step=step)
 
     def close(self) -> None:
         self.run.finish()

@@ -77,6 +77,7 @@ def rows(run: PPORun, completions: Completions, weights: Weights, number: int) -
             gamma=arguments.gamma,
             lam=arguments.lam,
             whiten_rewards=arguments.whiten_rewards,
+            whiten_advantages=arguments.whiten_advantages,
         )
     )
     row_arrays |= {
@@ -132,7 +133,12 @@ def _policy(
     return output, policy, value_head(learner)(output.last_hidden_state)
 
 
-@partial(jax.jit, static_argnames=("beta", "kl_estimator", "gamma", "lam", "whiten_rewards"))
+@partial(
+    jax.jit,
+    static_argnames=(
+        *("beta", "kl_estimator", "gamma", "lam", "whiten_rewards", "whiten_advantages"),
+    ),
+)
 def compute_targets(
     scores: jax.Array,
     weights: jax.Array,
@@ -145,6 +151,7 @@ def compute_targets(
     gamma: float,
     lam: float,
     whiten_rewards: bool,
+    whiten_advantages: bool = True,
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Return the targets of the updates of a generation, and means over its completions.
 
@@ -174,7 +181,7 @@ def compute_targets(
     score = jnp.mean(scores)
     return (
         {
-            "advantages": whiten_values(advantages, weights),
+            "advantages": whiten_values(advantages, weights) if whiten_advantages else advantages,
             "returns": weights * (advantages + values),
         },
         {

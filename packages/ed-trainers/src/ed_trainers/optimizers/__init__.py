@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ed_trainers.optimizers.build import SCHEDULED, build_optimizer, check_rules, global_norm
 from ed_trainers.optimizers.ema import get_ema_params
-from ed_trainers.optimizers.groups import decays
+from ed_trainers.optimizers.groups import decays, get_array_norms, split_layers
 from ed_trainers.optimizers.masters import apply_updates, with_masters
 from ed_trainers.optimizers.schedule_free import gradient_point
 from ed_trainers.optimizers.schedules import Schedule, build_schedule
@@ -26,9 +26,11 @@ __all__ = [
     "build_schedule",
     "check_rules",
     "decays",
+    "get_array_norms",
     "get_ema_params",
     "global_norm",
     "gradient_point",
+    "split_layers",
     "was_skipped",
     "with_masters",
 ]

@@ -10,11 +10,13 @@ import re
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
-from ed_infra.parameter_names import canonical
+from ed_infra.parameter_names import canonical, is_stacked
 from ed_infra.rules import Rules
 
 from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.optimizers import GRAD_NORMS
 
 #: Parameters without weight decay: biases, all parameters of norms, and the rates, steps, skips
 #: and mixtures of a recurrence (Mamba, RG-LRU, RWKV).
@@ -53,3 +55,23 @@ def learning_rate_factors(arguments: TrainingArguments, params: optax.Params | N
         ConfigError: a rule matches no parameter.
     """
     return Rules(arguments.learning_rate_rules, kind="learning rate rule").tree(params, 1.0)
+
+
+def get_array_norms(grads: optax.Updates) -> dict[str, jax.Array]:
+    """Return `grad_norm/<name>`, the Euclidean norm of the gradient of each parameter, in float32.
+
+    Layers that are stored as one array have one norm each.
+    """
+    norms: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
+        for name, array in split_layers(path, leaf):
+            norms[f"{GRAD_NORMS}/{name}"] = jnp.sqrt(jnp.sum(jnp.square(array.astype(jnp.float32))))
+    return norms
+
+
+def split_layers(path: Sequence[object], leaf: jax.Array) -> list[tuple[str, jax.Array]]:
+    """Return the canonical name and the array of each layer that a parameter stores."""
+    names = canonical(path)
+    if not is_stacked(path):
+        return [(names[0], leaf)]
+    return [(name, leaf[index]) for index, name in enumerate(names)]

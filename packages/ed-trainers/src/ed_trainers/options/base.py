@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from ed_infra.chats import CheckedPrompts
@@ -21,11 +20,12 @@ from ed_infra.options import (
     Options,
     Positive,
     Seed,
+    Whole,
     choice,
     dtype_name,
 )
+from ed_infra.specs import EasyDeLQuantizationConfig
 from pydantic import (
-    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
@@ -48,42 +48,22 @@ from ed_trainers.options.optimizers import (
     FractionBelowOne,
     LocalDirectory,
     NamePattern,
+    Penalty,
+    QuantizationMode,
+    RowKind,
     Steps,
     Strategy,
     StrictFlag,
+    TrackerNames,
+    check_format_option,
     checked_settings,
     conflict,
     problem,
 )
 from ed_trainers.options.other_names import EQUIVALENT, SAME
 
-
-@dataclass(frozen=True)
-class RowKind:
-    """The kind of the rows of a method, for the program that builds the loader.
-
-    Attributes:
-        name: name of a schema of `ed_data.schema`.
-        settings: arguments of the function `<name>_schema` of that module, which returns the
-            schema; empty for a schema without arguments.
-    """
-
-    name: str
-    settings: Mapping[str, object] = field(default_factory=dict)
-
-
 #: Weight of the learner in a mixture.
 Mixup = Annotated[float, Field(gt=0, le=1)]
-
-#: Names allowed in `report_to`; `ed_trainers.figures.trackers` has a class for each.
-_TRACKERS = ("wandb", "trackio", "mlflow")
-
-
-def _names(value: object) -> object:
-    """Convert one name to a tuple, and `none` to an empty tuple."""
-    if isinstance(value, str):
-        return () if value == "none" else (value,)
-    return value
 
 
 class TrainingArguments(Options):
@@ -93,6 +73,7 @@ class TrainingArguments(Options):
         "extra_optimizer_kwargs": "optimizer_kwargs",
         "lr_scheduler_kwargs": "scheduler_kwargs",
         "per_epoch_evaluation_steps": "max_evaluation_steps",
+        "quantization_block": "quantization_group_size",
         **SAME,
     }
     EQUIVALENT: ClassVar[Mapping[str, str]] = {**EQUIVALENT, **texts_of_section("trainer")}
@@ -150,6 +131,16 @@ class TrainingArguments(Options):
     weight_decay_rules: Amounts = ()
     """Pairs `[pattern, decay]`: weight decay of the matching parameters instead of `weight_decay`,
     including norms and biases."""
+    quantization_mode: QuantizationMode | None = None
+    """Quantization-aware training: the model computes with matrices that are rounded to this
+    format, and the gradient ignores the rounding. The trained and the saved weights are not
+    rounded, and `quantize` later gives the values with which the model was trained. Embeddings and
+    the head are not rounded. `affine` is `int4` or `int8`, by `quantization_bits`."""
+    quantization_bits: Annotated[int, Field(ge=2, le=8)] | None = None
+    """Bits of a rounded value: 4 or 8 for `affine`, otherwise the bits of the format. None: 4 for
+    `affine`."""
+    quantization_group_size: Count | None = None
+    """Number of values that share a scale. None: the default of the format."""
 
     num_train_epochs: Steps = 10
     """Number of passes over the data, unless `max_training_steps` is set."""
@@ -216,6 +207,15 @@ class TrainingArguments(Options):
 
     log_steps: Steps = 10
     """Steps between rows of the metrics; the first and the last step always have a row."""
+    log_grad_norms: StrictFlag = False
+    """Also log the norm of the gradient of each parameter of each layer, before clipping:
+    `grad_norm/<name>`."""
+    weight_distribution_log_steps: Steps | None = None
+    """Steps between rows with the mean, standard deviation, minimum, maximum and histogram of each
+    trained parameter that `weight_distribution_pattern` matches, plus one at the end:
+    `weights/<name>/mean`. None: no such rows."""
+    weight_distribution_pattern: NamePattern = ".*"
+    """Regular expression over the names of parameters for `weight_distribution_log_steps`."""
     report_steps: Steps = 5
     """Steps between updates of the progress bar."""
     evaluation_steps: Steps | None = None
@@ -247,9 +247,7 @@ class TrainingArguments(Options):
     `json` prints each row of metrics."""
     use_tensorboard: bool = True
     """Also write the metrics for TensorBoard, under `<save_directory>/tensorboard`."""
-    report_to: Annotated[
-        tuple[Annotated[str, choice("tracker", _TRACKERS)], ...], BeforeValidator(_names)
-    ] = ()
+    report_to: TrackerNames = ()
     """Further trackers of the metrics: `wandb`, `trackio`, `mlflow`. Each tracker is an extra of
     ed-trainers."""
     project: str = "easydel"
@@ -272,10 +270,31 @@ class TrainingArguments(Options):
     """Number of held-out documents of a preview, without `generation_prompts`."""
     generation_max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Maximum number of tokens of a completion in a preview."""
-    generation_temperature: NotNegative = 0.0
-    """Temperature of the previews; 0 selects the most probable token."""
+    generation_temperature: NotNegative | None = None
+    """Temperature of the previews; 0 selects the most probable token. None: 0, or 1 with
+    `generation_do_sample`."""
+    generation_do_sample: StrictFlag | None = None
+    """Whether previews are sampled; None: if `generation_temperature` is above 0."""
     generation_top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus of the previews: sample from the most probable tokens with this total probability."""
+    generation_top_k: Whole = 0
+    """Previews are sampled from this number of most probable tokens; 0: all tokens."""
+    generation_repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Penalty of the previews for tokens of the prompt and the completion; 1: none."""
+    generation_presence_penalty: Penalty = 0.0
+    """Penalty of the previews for tokens of the completion; 0: none."""
+    generation_frequency_penalty: Penalty = 0.0
+    """Penalty of the previews for each occurrence of a token in the completion; 0: none."""
+    generation_num_return_sequences: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of sampled completions of each prompt of a preview."""
+    generation_seed: Seed | None = None
+    """Seed of the previews; None: `seed`. The number of the step is added."""
+    generation_use_train_prompts: StrictFlag = False
+    """Fill up the prompts to `generation_num_prompts` with beginnings of training documents."""
+    generation_preview_print: StrictFlag = True
+    """Print the completions of the previews in the terminal, too."""
+    generation_log_to_wandb: StrictFlag = True
+    """With `report_to: wandb`: show the completions of the previews there as a table."""
     benchmark_interval: Steps | None = None
     """Steps between runs of the `benchmarks`, plus one at the end; None: no runs."""
     benchmarks: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -325,6 +344,16 @@ class TrainingArguments(Options):
         if self.frozen_parameters is None:
             return self.trainable_rules
         return ((self.frozen_parameters, False), ("", True))
+
+    @property
+    def simulated_format(self) -> EasyDeLQuantizationConfig | None:
+        """The format in which products read the trained matrices; None: unrounded."""
+        name, bits = self.quantization_mode, self.quantization_bits
+        if name is None:
+            return None
+        name = f"int{bits or 4}" if name == "affine" else name
+        size = self.quantization_group_size
+        return EasyDeLQuantizationConfig(name, group_size=size, simulate=True)
 
     def count_warmup_steps(self, total_steps: int) -> int:
         """Return the number of steps of the warm-up in a run of `total_steps` steps."""
@@ -456,6 +485,24 @@ class TrainingArguments(Options):
             )
         return value
 
+    @field_validator("quantization_bits", "quantization_group_size")
+    @classmethod
+    def _are_of_the_format(cls, value: int | None, info: ValidationInfo) -> int | None:
+        mode = info.data.get("quantization_mode", "affine")
+        return check_format_option(str(info.field_name), value, mode)
+
+    @field_validator("generation_do_sample", "generation_num_return_sequences")
+    @classmethod
+    def _are_sampled(cls, value: int | None, info: ValidationInfo) -> int | None:
+        temperature = info.data.get("generation_temperature")
+        asked = info.data.get("generation_do_sample")
+        if info.field_name == "generation_do_sample":
+            if value and temperature == 0:
+                raise conflict("generation_temperature 0 samples nothing: raise it, or omit it")
+        elif value != 1 and not (temperature if asked is None else asked):
+            raise conflict("completions without sampling are equal: set generation_temperature")
+        return value
+
     @field_validator("step_start_point")
     @classmethod
     def _leaves_a_step(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -477,8 +524,7 @@ class TrainingArguments(Options):
     @field_validator("save_strategy", "eval_strategy")
     @classmethod
     def _agrees_with_the_steps(cls, value: str | None, info: ValidationInfo) -> str | None:
-        key = {"save_strategy": "save_steps", "eval_strategy": "evaluation_steps"}
-        key = key[str(info.field_name)]
+        key = "save_steps" if info.field_name == "save_strategy" else "evaluation_steps"
         steps = info.data.get(key)
         if value in ("no", "epoch") and steps is not None:
             raise conflict(f"{info.field_name}: {value} and {key} {steps} exclude each other")
@@ -551,16 +597,3 @@ class NoiseArguments(Options):
     neftune_noise_alpha: Positive | None = None
     """Magnitude of NEFTune's uniform noise on the embeddings: at most this value divided by the
     root of (tokens of the document times hidden size), in training only."""
-
-
-class SyncArguments(Options):
-    """TR-DPO (Gorbatovski et al., arXiv:2404.09656)."""
-
-    sync_ref_model: StrictFlag = False
-    """Update the reference from the learner. The weights of the reference are then part of the
-    checkpoints. Not for models with adapters, whose reference is the base model."""
-    ref_model_mixup_alpha: Mixup = 0.6
-    """Weight of the learner in each update of the reference; the rest is the weight of the old
-    reference. 1 copies the learner."""
-    ref_model_sync_steps: Steps = 512
-    """Steps between two updates of the reference."""

@@ -12,9 +12,14 @@ from typing import Annotated, ClassVar, Literal, Self
 from ed_infra.options import Count, Fraction, NotNegative, Positive, choice
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from ed_trainers.options.base import Mixup, StrictFlag, SyncArguments, conflict
+from ed_trainers.options.base import Mixup, StrictFlag, conflict
 from ed_trainers.options.distillation import Support
-from ed_trainers.options.online import OnlineArguments, RewardedArguments, RewardNames
+from ed_trainers.options.online import (
+    OnlineArguments,
+    RewardedArguments,
+    RewardNames,
+    SyncArguments,
+)
 from ed_trainers.options.optimizers import Steps
 
 GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")

@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from ed_infra.options import Count, Fraction, NotNegative, Options, Positive, Whole, choice
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from ed_trainers.options.base import StrictFlag, SyncArguments, TrainingArguments, conflict
+from ed_trainers.options.base import Mixup, StrictFlag, TrainingArguments, conflict
+from ed_trainers.options.optimizers import Steps
 
 
 class OnlineArguments(TrainingArguments):
@@ -99,6 +100,19 @@ RewardName = str | dict[str, dict[str, Any]]
 RewardNames = Annotated[tuple[RewardName, ...], BeforeValidator(_one_or_many)]
 
 
+class SyncArguments(Options):
+    """TR-DPO (Gorbatovski et al., arXiv:2404.09656)."""
+
+    sync_ref_model: StrictFlag = False
+    """Update the reference from the learner. The weights of the reference are then part of the
+    checkpoints. Not for models with adapters, whose reference is the base model."""
+    ref_model_mixup_alpha: Mixup = 0.6
+    """Weight of the learner in each update of the reference; the rest is the weight of the old
+    reference. 1 copies the learner."""
+    ref_model_sync_steps: Steps = 512
+    """Steps between two updates of the reference."""
+
+
 class RewardedArguments(Options):
     """Options of the methods with rewards of completions."""
 
@@ -112,8 +126,8 @@ class RewardedArguments(Options):
     reward_functions: RewardNames = ()
     """Functions that score completions: `path/file.py:function` or `module:function`, searched in
     the folder of the run file and in the working directory; a rule (`exact`, `number`, `regex`,
-    `math_answer`, `format`); or an entry point of `easydel.rewards`. Settings are written as
-    `{NAME: {setting: value}}`. The model of the section `reward_model` is the last reward."""
+    `math_answer`, `format`, `length`); or an entry point of `easydel.rewards`. Settings are written
+    as `{NAME: {setting: value}}`. The model of the section `reward_model` is the last reward."""
     reward_weights: tuple[float, ...] | None = None
     """Weight of each reward; the weight of the reward model is the last. None: 1 each."""
 
@@ -203,7 +217,9 @@ class PPOArguments(ScoredArguments, OnlineArguments):
     """Lambda of generalized advantage estimation (arXiv:1506.02438): 1 uses whole returns, 0 single
     steps."""
     whiten_rewards: StrictFlag = False
-    """Scale the token rewards of a generation to unit variance. Advantages are always scaled."""
+    """Scale the token rewards of a generation to unit variance."""
+    whiten_advantages: StrictFlag = True
+    """Scale the advantages of a generation to mean 0 and unit variance."""
     value_head: str | None = None
     """Directory of a model that `ppo` saved, for the initial value head. None: initial values of
     0."""

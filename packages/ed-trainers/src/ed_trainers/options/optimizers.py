@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from ed_infra.errors import ConfigError, did_you_mean
-from ed_infra.options import Count, NotNegative, Options, Positive
+from ed_infra.options import Count, NotNegative, Options, Positive, choice
 from ed_infra.rules import Rules
+from ed_infra.specs import KEPT_CODES, QUANTIZATION_FORMATS
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -21,6 +23,20 @@ StrictFlag = Annotated[bool, Field(strict=True)]
 # No run is longer: a larger number is a slip of the hand.
 LONGEST = 100_000_000
 Steps = Annotated[int, Field(gt=0, le=LONGEST)]
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """The kind of the rows of a method, for the program that builds the loader.
+
+    Attributes:
+        name: name of a schema of `ed_data.schema`.
+        settings: arguments of the function `<name>_schema` of that module, which returns the
+            schema; empty for a schema without arguments.
+    """
+
+    name: str
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 def conflict(message: str) -> PydanticCustomError:
@@ -55,6 +71,8 @@ def _check_patterns(
     return value
 
 
+#: First part of the metrics of single parameters: norms of gradients, and statistics of weights.
+GRAD_NORMS, WEIGHTS = "grad_norm", "weights"
 #: A regular expression over the names of parameters; see `ed_infra.rules`.
 NamePattern = Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_check_pattern)]
 #: `[[pattern, value], ...]` over the names of parameters.
@@ -67,6 +85,59 @@ Strategy = Annotated[
     Literal["no", "steps", "epoch"],
     BeforeValidator(lambda value: "no" if value is False else value),
 ]
+
+#: Names allowed in `report_to`; `ed_trainers.figures.trackers` has a class for each.
+_TRACKERS = ("wandb", "trackio", "mlflow")
+
+
+def _names(value: object) -> object:
+    """Convert one name to a tuple, and `none` to an empty tuple."""
+    if isinstance(value, str):
+        return () if value == "none" else (value,)
+    return value
+
+
+TrackerNames = Annotated[
+    tuple[Annotated[str, choice("tracker", _TRACKERS)], ...], BeforeValidator(_names)
+]
+#: A penalty that is subtracted from logits.
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+_NVIDIA = "Nvidia's formats with scales of 8 bits have no counterpart: use {}"
+
+
+def _has_format(value: object) -> object:
+    others = {"nvfp4": "mxfp4", "nvfp8": "mxfp8"}
+    if value in others:
+        raise conflict(_NVIDIA.format(others[str(value)]))
+    return value
+
+
+#: A format for quantization-aware training; `affine` needs the number of bits.
+QuantizationMode = Annotated[
+    str,
+    choice(
+        "quantization_mode", ("affine", *(n for n in QUANTIZATION_FORMATS if n not in KEPT_CODES))
+    ),
+    BeforeValidator(_has_format),
+]
+
+
+def check_format_option(name: str, value: int | None, mode: str | None) -> int | None:
+    """Return `quantization_bits` or `quantization_group_size`, if the mode has this value."""
+    if value is None:
+        return value
+    if mode is None:
+        raise conflict(f"{name} has no effect without quantization_mode")
+    if name == "quantization_bits":
+        known = (4, 8) if mode == "affine" else (QUANTIZATION_FORMATS[mode][0],)
+        if value not in known:
+            numbers = " or ".join(map(str, known))
+            raise conflict(f"{mode} has {numbers} bits, not {value}: change {name}, or omit it")
+    elif value != 32 and mode.startswith("mx"):
+        raise conflict(f"{mode} has groups of 32, no others: omit {name}")
+    return value
+
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "sec": 1.0}
 

@@ -15,10 +15,10 @@ from ed_trainers.options.base import (
     Mixup,
     NoiseArguments,
     StrictFlag,
-    SyncArguments,
     TrainingArguments,
     conflict,
 )
+from ed_trainers.options.online import SyncArguments
 from ed_trainers.options.optimizers import Steps
 
 #: Losses of `dpo`; `DPO_ALIASES` has shorter spellings.

@@ -22,6 +22,7 @@ from typing import Any
 from ed_infra.errors import ConfigError
 
 from ed_trainers.figures.metrics import RECORD, MetricRow, read_rows
+from ed_trainers.options.optimizers import GRAD_NORMS, WEIGHTS
 
 SUMMARY, CONFIG, PAGE = "summary.json", "config.yaml", "report.html"
 #: Points of a curve; of longer ones each bucket keeps its lowest and its highest.
@@ -30,6 +31,8 @@ POINTS = 1500
 PREVIEWS = 50
 #: Keys of a row that are no curves: places on the axes.
 _AXES = ("step", "time")
+#: Prefixes of metrics of single parameters.
+_OF_PARAMETERS = (f"{GRAD_NORMS}/", f"{WEIGHTS}/")
 #: Metrics that are shown first, in this order.
 _FIRST = ("loss", "perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
 _TIME = "%Y-%m-%d %H:%M"
@@ -71,14 +74,15 @@ def write_report(directory: str | Path) -> Path:
 def charts(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
     """Return the charts: `{name, lines: [{label, points: [[step, seconds, value], ...]}]}`.
 
-    A metric and its evaluation share a chart. A figure that was never finite has no chart.
+    A metric and its evaluation share a chart. A figure that was never finite has no chart. The
+    values of single parameters, which are hundreds, have none either.
     """
     begin = next((row["time"] for row in rows if "time" in row), 0.0)
     curves: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for row in rows:
         label = "training" if "loss" in row else "evaluation"
         for key, value in row.items():
-            if key in _AXES or not isinstance(value, int | float) or isinstance(value, bool):
+            if _is_hidden(key) or not isinstance(value, int | float) or isinstance(value, bool):
                 continue
             if math.isfinite(value):
                 point = (row["step"], round(row.get("time", begin) - begin, 3), value)
@@ -95,6 +99,11 @@ def charts(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
         }
         for name in names
     ]
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether a value of a row has no chart: an axis, or a value of one parameter."""
+    return name in _AXES or name.startswith(_OF_PARAMETERS)
 
 
 def thin_points(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
@@ -123,7 +132,7 @@ def _figures(rows: Sequence[MetricRow], summary: Mapping[str, Any]) -> str:
     figures = dict(summary.get("metrics") or {})
     if not figures:
         for row in rows:
-            figures.update({key: value for key, value in row.items() if key not in _AXES})
+            figures.update({key: value for key, value in row.items() if not _is_hidden(key)})
     bits = (summary.get("learned") or {}).get("bits_per_byte")
     if bits is not None:
         figures["bits_per_byte"] = bits

@@ -1,4 +1,5 @@
-"""Rewards of rules: 1 for a correct completion, 0 for a wrong one, None without an answer.
+"""Rewards of rules: 1 for a correct completion, 0 for a wrong one, None without an answer; `length`
+has values between.
 
 Each rule is a reward function. Its further parameters are its settings in a run file, as in
 `reward_functions: [{regex: {pattern: "^yes"}}]`. `field` is the field of a row that contains the
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -86,6 +87,30 @@ def format_rule(
     return [float(compiled.fullmatch(text_of(one)) is not None) for one in completions]
 
 
+def length_rule(
+    completions: Sequence[Any],
+    *,
+    target: Annotated[int, Field(ge=1, le=10_000_000)],
+    shortest: Annotated[int, Field(ge=0, le=10_000_000)] = 0,
+    longest: Annotated[int, Field(ge=1, le=10_000_000)] | None = None,
+    **fields: object,
+) -> list[float | None]:
+    """Return how near the length of a completion is to a target: 1 - |length - target| / target,
+    at least 0.
+
+    Args:
+        target: number of characters with the reward 1.
+        shortest: a completion with fewer characters has the reward 0.
+        longest: a completion with more characters has the reward 0; None: no limit.
+    """
+    rewards: list[float | None] = []
+    for completion in completions:
+        length = len(text_of(completion))
+        outside = length < shortest or (longest is not None and length > longest)
+        rewards.append(0.0 if outside else max(0.0, 1.0 - abs(length - target) / target))
+    return rewards
+
+
 def math_answer(
     completions: Sequence[Any], *, field: str = "answer", **fields: object
 ) -> list[float | None]:
@@ -116,6 +141,7 @@ RULES: Mapping[str, Callable[..., list[float | None]]] = {
     "regex": regex,
     "math_answer": math_answer,
     "format": format_rule,
+    "length": length_rule,
 }
 
 

@@ -243,6 +243,14 @@ def frozen_weights(run: RunConfig) -> Iterator[Problem]:
             "start from a trained model (model.name_or_path), or set simulate: true to train with "
             "rounded weights",
         )
+    section = run.quantization
+    both = section is not None and section.model is not None and section.apply_quantization
+    if both and run.trainer is not None and run.trainer.quantization_mode:
+        yield Problem(
+            ("trainer", "quantization_mode"),
+            "quantization.model sets a format, too: omit one of the two. quantization_mode is "
+            "quantization.model with simulate: true",
+        )
     for key in _list_rules(run) if run.has_frozen_weights else ():
         yield Problem(
             ("trainer", key),

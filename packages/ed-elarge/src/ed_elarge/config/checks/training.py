@@ -167,7 +167,8 @@ def data_of_trainer(run: RunConfig) -> Iterator[Problem]:
             if getattr(trainer, name):
                 message = f"compares evaluations, and no rows are held out: {hold_out}"
                 yield Problem(("trainer", name), message)
-        if trainer.generation_interval is not None and not trainer.generation_prompts:
+        sources = trainer.generation_prompts or trainer.generation_use_train_prompts
+        if trainer.generation_interval is not None and not sources:
             message = f"there are no prompts: set generation_prompts, or {hold_out}"
             yield Problem(("trainer", "generation_interval"), message)
     lengths = (trainer.max_training_steps, trainer.per_epoch_training_steps)
