@@ -80,22 +80,23 @@ def write_case(folder: Path, count: int = 256) -> None:
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)
     tokenizer = train_bpe([row["text"] + " I do not know." for row in texts], 300)
-    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     for seed, name in enumerate(("model", "teacher", "scorer")):
         kind = "LlamaForSequenceClassification" if name == "scorer" else "LlamaForCausalLM"
-        labels = {"num_labels": 1} if name == "scorer" else {}
-        config = transformers.LlamaConfig(
-            vocab_size=320,
-            max_position_embeddings=256,
-            initializer_range=0.1,
-            bos_token_id=None,
-            **sizes,
-            **heads,
-            **tokens,
-            **labels,
-        )
+        labels: dict[str, Any] = {"num_labels": 1} if name == "scorer" else {}
+        config = transformers.LlamaConfig(**sizes, **labels)
         torch.manual_seed(seed)
         model = getattr(transformers, kind)(config)
         with torch.no_grad():

@@ -9,16 +9,18 @@ imports nothing else of this project.
 from __future__ import annotations
 
 import json
+import pkgutil
 import sys
 import time
 
 
 def main(run_file: str, metrics_file: str) -> None:
     """Run the actions of a file, and record each call of the trainer's logging."""
-    from easydel.scripts import elarge
-    from easydel.trainers.base_trainer import BaseTrainer
+    # Only the other interpreter has these modules.
+    run = pkgutil.resolve_name("easydel.scripts.elarge:main")
+    trainer_class = pkgutil.resolve_name("easydel.trainers.base_trainer:BaseTrainer")
 
-    log_metrics = BaseTrainer.log_metrics
+    log_metrics = trainer_class.log_metrics
 
     def record(self, metrics, pbar, step, *args, **options):
         numbers = {}
@@ -32,8 +34,8 @@ def main(run_file: str, metrics_file: str) -> None:
             file.write(json.dumps(line) + "\n")
         return log_metrics(self, metrics, pbar, step, *args, **options)
 
-    BaseTrainer.log_metrics = record
-    elarge.main([run_file])
+    trainer_class.log_metrics = record
+    run([run_file])
 
 
 if __name__ == "__main__":
