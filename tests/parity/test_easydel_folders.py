@@ -7,6 +7,7 @@ in `tools/easydel` write the folders there.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from ed_models.checkpoints.tensor_files import TensorFiles
 from ed_trainers import EasyDeLState
 from ed_trainers.checkpoints.easydel_state import continue_easydel_run
 from flax import nnx
+from safetensors.numpy import save_file
 
 from tools.easydel.save_training import STATES
 from tools.workspace import ROOT
@@ -115,30 +117,37 @@ def test_logits_equal_those_of_torch(folders: Path, family: str) -> None:
     np.testing.assert_allclose(logits, stored["logits"], atol=5e-5)
 
 
-def load_torch(files: Mapping[str, np.ndarray], source: Path) -> Any:
-    """Return the model of torch with tensors by name."""
+def load_torch(tensors: Mapping[str, np.ndarray], source: Path, folder: Path) -> Any:
+    """Return the model of torch with tensors by name, which transformers reads from a folder."""
     torch = require_torch()
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    state = {name: torch.tensor(value) for name, value in files.items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not [name for name in missing if name.partition(".")[0] not in HEAD_MODULES]
-    assert not unexpected
-    return model
+    folder.mkdir()
+    shutil.copyfile(source / "config.json", folder / "config.json")
+    names = set(open_tensors(source))  # without the copy of a tied head
+    source_tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items() if name in names}
+    assert source_tensors.keys() == names
+    save_file(source_tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def read_tensors(files: TensorFiles) -> dict[str, np.ndarray]:
     return {name: np.array(files.read(name)) for name in files}
 
 
-def train_torch(model: Any, moments: tuple[Mapping[str, np.ndarray], ...], ids: Any) -> list[float]:
-    """Return the losses of three steps of AdamW that continue after two."""
+def train_torch(model: Any, moments: tuple[Any, ...], ids: Any) -> list[float]:
+    """Return the losses of three steps of AdamW that continue after two.
+
+    Args:
+        moments: two models with the moments in the place of their weights.
+        ids: token ids.
+    """
     torch = require_torch()
     tx = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
-    for name, parameter in model.named_parameters():
-        mu, nu = (torch.tensor(tree[name]) for tree in moments)
-        tx.state[parameter] = {"step": torch.tensor(2.0), "exp_avg": mu, "exp_avg_sq": nu}
+    triples = zip(*(tree.parameters() for tree in (model, *moments)), strict=True)
+    for parameter, mu, nu in triples:
+        values = {"exp_avg": mu.detach().clone(), "exp_avg_sq": nu.detach().clone()}
+        tx.state[parameter] = {"step": torch.tensor(2.0), **values}
     losses = []
     for _ in range(3):
         tx.zero_grad()
@@ -173,17 +182,17 @@ def train_here(state: EasyDeLState, ids: np.ndarray) -> list[float]:
 
 
 @pytest.mark.parametrize("family", STATES)
-def test_training_continues_as_in_torch(folders: Path, family: str) -> None:
-    folder = folders / "state" / family
+def test_training_continues_as_in_torch(folders: Path, family: str, tmp_path: Path) -> None:
+    folder, source = folders / "state" / family, folders / family / "source"
     ids = np.load(folders / family / "logits.npz")["input_ids"]
     stored = read_easydel_moments(folder)
     assert (stored.step, stored.count) == (2, 2)
-    moments = tuple(
-        read_tensors(EasyDeLFiles.relate(arrays, folder)) for arrays in (stored.mu, stored.nu)
-    )
-    theirs = load_torch(read_tensors(open_tensors(folder)), folders / family / "source")
-    theirs.eval()  # without dropout
-    expected = train_torch(theirs, moments, require_torch().tensor(ids))
+    files = [EasyDeLFiles.relate(arrays, folder) for arrays in (stored.mu, stored.nu)]
+    model, *moments = [
+        load_torch(read_tensors(tensors), source, tmp_path / str(number))
+        for number, tensors in enumerate([open_tensors(folder), *files])
+    ]
+    expected = train_torch(model, tuple(moments), require_torch().tensor(ids))
     with jax.default_matmul_precision("highest"):
         state = EasyDeLState.load_state(folder, tx=optax.adamw(RATE, weight_decay=DECAY))
         losses = train_here(state, ids)
@@ -208,13 +217,13 @@ def test_other_optimizer_is_refused(folders: Path) -> None:
         EasyDeLState.load_state(folders / "lion", tx=optax.adamw(RATE))
 
 
-def test_adapters_compute_the_logits_of_torch(folders: Path) -> None:
+def test_adapters_compute_the_logits_of_torch(folders: Path, tmp_path: Path) -> None:
     torch = require_torch()
     files = open_tensors(folders / "lora")
     weights = read_tensors(files)
     for layer, (a, b) in files.read_adapters().items():
         weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + (a @ b).T
-    theirs = load_torch(weights, folders / "llama" / "source").eval()
+    theirs = load_torch(weights, folders / "llama" / "source", tmp_path / "merged")
     ids = np.load(folders / "llama" / "logits.npz")["input_ids"]
     with torch.no_grad():
         expected = theirs(input_ids=torch.tensor(ids)).logits.numpy()
