@@ -68,11 +68,15 @@ def test_parts_of_a_model_have_easydels_names(model: Any) -> None:
     assert model.get_embedding() is model.model.embed_tokens
     assert model.get_lm_head() is model.lm_head
     assert model.loss_function == model.compute_loss
-    specs = nnx.to_flat_state(model._specs_sharding)
-    assert len(specs) == len(model._shard_fns) == len(model._gather_fns)
-    for path, place in list(model._shard_fns.items())[:2]:
+    specs = nnx.to_flat_state(model._specs_sharding())
+    assert len(specs) == len(model._shard_fns()) == len(model._gather_fns())
+    for path, place in list(model._shard_fns().items())[:2]:
         array = dict(nnx.to_flat_state(nnx.state(model)))[path].get_value()
         np.testing.assert_array_equal(place(array), array)
+    for is_gather in (False, True):
+        tree = model._apply_sharding_fns(model.params, is_gather=is_gather)
+        assert _same(tree, model.params)
+    assert _same(model.fully_shard(mesh=model.mesh).params, model.fully_gather(mesh=None).params)
     with pytest.raises(ConfigError, match="has no loss"):
         model.model.loss_function  # noqa: B018
 

@@ -163,6 +163,8 @@ def test_keys_of_the_data_stay_with_the_arguments() -> None:
     assert arguments.replace(max_length=16).data_keys == arguments.data_keys
     assert ed.SFTConfig().data_keys == {}
     assert ed.GRPOConfig(esurge_page_size=16).data_keys == {"esurge_page_size": 16}
+    with pytest.warns(UserWarning, match="max_length limits a prompt with its answer"):
+        ed.DPOConfig(max_length=32, max_prompt_length=16, max_completion_length=16)
     assert ed.SFTConfig(use_wandb=True).report_to == ("wandb",)
     with pytest.raises(
         ConfigError,

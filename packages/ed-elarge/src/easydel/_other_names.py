@@ -100,6 +100,7 @@ ALIASES: dict[str, str] = {
     # Trainers and losses.
     "LossConfig": "ed_layers.losses:TokenLoss",
     "BaseTrainer": "ed_trainers.trainer:Trainer",
+    "BenchmarkConfig": "ed_elarge.config.action_options",
     # Further names of submodules.
     "TextDatasetInform": "ed_data:Inform",
     "VisualDatasetInform": "ed_data:Inform",
@@ -151,6 +152,7 @@ ABSENT: dict[str, str] = {
         _PREPARED,
     ),
     "pack_sequences": "set packing=True in the arguments; ed.pack plans the rows",
+    "LogWatcher": "pass a Callback: on_log receives the metrics, and trainer.weights() the weights",
     "RayDistributedTrainer": "start the run on every host: elarge --hosts (docs/multihost.md)",
     **_same("AgenticMoshPitConfig AgenticMoshPitTrainer", _MOSHPIT),
     "InferenceApiRouter": "ed.serve accepts a mapping of names to engines",

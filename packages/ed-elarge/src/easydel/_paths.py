@@ -79,7 +79,7 @@ PATHS: dict[str, str] = {
     ),
     "easydel.infra.base_module": "EasyDeLBaseModule EasyDeLBaseConfig EasyDeLBaseConfigDict",
     "easydel.infra.base_state": "EasyDeLState",
-    "easydel.infra.elarge": "eLargeModel",
+    "easydel.infra.elarge": "BenchmarkConfig eLargeModel",
     "easydel.infra.elarge.model": "eLargeModel",
     "easydel.infra.elarge.types": "TaskType",
     "easydel.infra.elarge_model": "eLargeModel",

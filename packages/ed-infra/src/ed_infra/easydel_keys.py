@@ -110,6 +110,10 @@ def _trainer() -> Iterator[OtherKey]:
         {"temperature_sampling": "trainer.temperature, if both temperatures are equal"},
         *distilled[1:],
     )
+    for name in ("max_prompt_length", "max_completion_length"):
+        text = "max_length limits a prompt with its answer"
+        pairs = ("dpo", "orpo", "cpo", "kto", "bco", "reward")
+        yield OtherKey("trainer", name, "unneeded", text, (), pairs)
     yield from _unneeded(
         "trainer",
         {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypedDict
 
 from ed_data.languages import language_code
 from ed_esurge.server.options import ServerOptions
@@ -40,6 +40,20 @@ class EvalOptions(EvalSection):
         """Return the section with the keys of this action."""
         changes = {key: getattr(self, key) for key in self.model_fields_set - {"engine"}}
         return section.replace(**changes)
+
+
+class BenchmarkConfig(TypedDict, total=False):
+    """A benchmark in the spelling of EasyDeL: an item of `trainer.benchmarks`.
+
+    Further keys are those of the section `eval`. All benchmarks of a run have the same options.
+    """
+
+    name: str
+    tasks: str | list[str]
+    num_fewshot: int
+    batch_size: int
+    max_new_tokens: int
+    temperature: float
 
 
 def _one_or_more(value: object) -> Any:

@@ -15,7 +15,7 @@ from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.sharding import placement
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 if TYPE_CHECKING:
@@ -168,37 +168,64 @@ class ParameterConversions:
 
     # Placement.
 
-    def fully_shard(self, partition_rules: object = None) -> Self:
+    def fully_shard(self, partition_rules: object = None, mesh: Mesh | None = None) -> Self:
         """Return the model with its parameters on the mesh; see `shard_model`."""
-        return cast("EasyDeLBaseModule", self).shard_model(partition_rules)
+        return cast("EasyDeLBaseModule", self).shard_model(partition_rules, mesh)
 
-    def fully_gather(self) -> Self:
-        """Return the model with every parameter on every device; see `gather_model`."""
-        return cast("EasyDeLBaseModule", self).gather_model()
+    def fully_gather(self, mesh: Mesh | None = None) -> Self:
+        """Return the model with every parameter on every device of the mesh."""
+        return placement.gather(cast("EasyDeLBaseModule", self), self.config, mesh)
 
-    @property
-    def _specs_sharding(self) -> Any:
-        """The partition specification of each array."""
-        return placement.specs(cast("nnx.Module", self), self.config)
+    def _specs_sharding(self, partition_rules: object = None) -> Any:
+        """Return the partition specification of each array."""
+        return placement.specs(
+            cast("nnx.Module", self), self.config, None, cast(Any, partition_rules)
+        )
 
-    @property
-    def _named_shardings(self) -> Any:
-        """The sharding of each array on the mesh."""
-        return placement.shardings(cast("nnx.Module", self), self.config)
+    def _named_shardings(self, partition_rules: object = None, mesh: Mesh | None = None) -> Any:
+        """Return the sharding of each array on the mesh."""
+        return placement.shardings(
+            cast("nnx.Module", self), self.config, mesh, cast(Any, partition_rules)
+        )
 
-    @property
-    def _shard_fns(self) -> dict[tuple[Any, ...], Callable[[jax.Array], jax.Array]]:
-        """Path of an array -> function that places the array on the mesh."""
+    def _shard_fns(
+        self, partition_rules: object = None, mesh: Mesh | None = None
+    ) -> dict[tuple[Any, ...], Callable[[jax.Array], jax.Array]]:
+        """Return path of an array -> function that places the array on the mesh."""
         return {
             path: lambda array, to=to: jax.device_put(array, getattr(to, "value", to))
-            for path, to in nnx.to_flat_state(self._named_shardings)
+            for path, to in nnx.to_flat_state(self._named_shardings(partition_rules, mesh))
         }
 
-    @property
-    def _gather_fns(self) -> dict[tuple[Any, ...], Callable[[jax.Array], jax.Array]]:
-        """Path of an array -> function that copies the array to every device."""
-        to = NamedSharding(self.config.mesh, jax.sharding.PartitionSpec())
-        return {path: lambda array: jax.device_put(array, to) for path in self._shard_fns}
+    def _gather_fns(
+        self, partition_rules: object = None, mesh: Mesh | None = None
+    ) -> dict[tuple[Any, ...], Callable[[jax.Array], jax.Array]]:
+        """Return path of an array -> function that copies the array to every device."""
+        to = NamedSharding(mesh or self.config.mesh, jax.sharding.PartitionSpec())
+        paths = self._shard_fns(partition_rules, mesh)
+        return {path: lambda array: jax.device_put(array, to) for path in paths}
+
+    def _apply_sharding_fns(
+        self,
+        tree: nnx.State,
+        partition_rules: object = None,
+        mesh: Mesh | None = None,
+        is_gather: bool = False,
+    ) -> nnx.State:
+        """Return a tree of the model's arrays, placed on the mesh or gathered.
+
+        Args:
+            tree: arrays under the paths of the model's parameters.
+            partition_rules, mesh: see `shard_model`.
+            is_gather: whether every device gets the whole arrays.
+        """
+        make = self._gather_fns if is_gather else self._shard_fns
+        functions = make(partition_rules, mesh)
+        placed = [
+            (path, variable.replace(functions[path](variable.get_value())))
+            for path, variable in nnx.to_flat_state(tree)
+        ]
+        return nnx.from_flat_state(placed)
 
     # Parts.
 

@@ -159,9 +159,16 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
             return partition_rules
         return placement.partition_rules(self, self.config)
 
-    def shard_model(self: ModelT, partition_rules: object = None) -> ModelT:
-        """Place every parameter on the mesh, by its logical axes or by regex overrides."""
-        return placement.shard(self, self.config, overrides=partition_rules)
+    def shard_model(
+        self: ModelT, partition_rules: object = None, mesh: jax.sharding.Mesh | None = None
+    ) -> ModelT:
+        """Place every parameter on the mesh, by its logical axes or by regex overrides.
+
+        Args:
+            partition_rules: (regular expression, PartitionSpec) pairs; None = the logical axes.
+            mesh: None = the mesh of the config.
+        """
+        return placement.shard(self, self.config, overrides=partition_rules, mesh=mesh)
 
     def gather_model(self: ModelT) -> ModelT:
         """Replicate every parameter on every device of the mesh."""
@@ -216,7 +223,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         """Create the initial training state, an `EasyDeLState` of this model.
 
         Args:
-            optimizer: an optimizer of optax, whose state is created.
+            optimizer: an optimizer of optax, whose state is created; also as first argument.
             state_class: a class with `create(model=...)`; None = the entry point `easydel.state` of
                 an installed package (ed-trainers).
 
@@ -225,6 +232,8 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         """
         from importlib import metadata
 
+        if state_class is not None and not isinstance(state_class, type):
+            state_class, optimizer = None, state_class
         if state_class is None:
             states = metadata.entry_points(group=STATE_GROUP)
             if not states:
