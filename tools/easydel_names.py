@@ -252,11 +252,11 @@ def module_table() -> list[str]:
 
 def other_name_tables() -> list[str]:
     """Return the table of names that differ here, and the table of names without a counterpart."""
-    from easydel._other_names import ABSENT, ALIASES
+    from easydel._other_names import ABSENT, COUNTERPARTS
 
     lines = heading("EasyDeL", "here")
     places: dict[str, list[str]] = {}
-    for name, at in ALIASES.items():
+    for name, at in COUNTERPARTS.items():
         module, _, real = at.partition(":")
         place = module if real == "*" else f"{module}.{real or name}"
         if module == "easydel._found":

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ed_elarge.building.given_rows import prepare_rows
 from ed_infra.errors import ConfigError
-from ed_trainers.given import GROUP, CollatedRows, has_rows, merge_names, prepare_datasets
+from ed_trainers.given import ROWS_GROUP, CollatedRows, has_rows, merge_names, prepare_datasets
 
 TEXTS = [{"text": f"the number {i} and an answer {i + 1}"} for i in range(12)]
 CHATS = [
@@ -178,8 +178,8 @@ def test_keys_of_the_data_stay_with_the_arguments() -> None:
 def test_training_on_rows_equals_training_by_a_run_file(
     method: str, quickstart_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not metadata.entry_points(group=GROUP):
-        pytest.skip(f"the installed ed-elarge has no entry point {GROUP}: run uv sync")
+    if not metadata.entry_points(group=ROWS_GROUP):
+        pytest.skip(f"the installed ed-elarge has no entry point {ROWS_GROUP}: run uv sync")
     monkeypatch.setenv("ED_DATA_CACHE", str(tmp_path / "cache"))
     rows = {"sft": TEXTS, "dpo": PAIRS, "grpo": PROMPTS, "distillation": TEXTS}[method]
     keys: dict[str, Any] = {"max_length": 24}

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import EasyLM
 import pytest
-from easydel._other_names import ABSENT, ALIASES
+from easydel._other_names import ABSENT, COUNTERPARTS
 from easydel._table import FAMILY_PATHS, MODULES, NAMES, SOURCES, find_names
 
 PACKAGES = ("infra", "layers", "models", "data", "trainers", "esurge", "elarge")
@@ -66,7 +66,7 @@ def test_name_without_counterpart_is_an_error_with_its_reason() -> None:
         with pytest.raises(AttributeError) as error:
             reduce(getattr, name.split("."), umbrella)
         assert reason in str(error.value)
-    assert not set(ABSENT) & {*NAMES, *ALIASES, *find_names("easydel")}
+    assert not set(ABSENT) & {*NAMES, *COUNTERPARTS, *find_names("easydel")}
 
 
 def test_other_names_of_easydel_are_objects_that_do_the_same() -> None:

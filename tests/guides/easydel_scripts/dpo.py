@@ -38,7 +38,6 @@ trainer = ed.DPOTrainer(
         loss_type="sigmoid",
         max_length=64,
         precompute_ref_log_probs=False,
-        disable_dropout=True,
     ),
     model=model,
     train_dataset=Dataset.from_list(rows),

@@ -1,8 +1,8 @@
 """EasyDeL's names that differ from the names here: aliases, and names without a counterpart.
 
-`ALIASES` contains names of `import easydel as ed` of EasyDeL 0.3 and the objects here that do the
-same. `ABSENT` contains the names without a counterpart, with the reason; the reason is part of the
-error of such a name. `tools.easydel_names` writes both tables to `docs/migrate/easydel.md`.
+`COUNTERPARTS` contains names of `import easydel as ed` of EasyDeL 0.3, and the objects here that do
+the same. `ABSENT` contains the names without a counterpart, with the reason; the reason is part of
+the error of such a name. `tools.easydel_names` writes both tables to `docs/migrate/easydel.md`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MECHANISM_NAMES: dict[str, tuple[str, str]] = {
 }
 
 #: Name of EasyDeL -> module and name here.
-ALIASES: dict[str, str] = {
+COUNTERPARTS: dict[str, str] = {
     # Enums and small types.
     "AttentionMechanisms": "ed_infra.enums",
     "MoEMethods": "ed_infra.enums",

@@ -20,7 +20,7 @@ import ed_trainers
 from ed_elarge.import_paths import write_command
 from ed_infra import lazy
 
-from easydel._other_names import ABSENT, ALIASES, FAMILY_FILES, FAMILY_MODULES, FAMILY_WORDS
+from easydel._other_names import ABSENT, COUNTERPARTS, FAMILY_FILES, FAMILY_MODULES, FAMILY_WORDS
 from easydel._paths import PATHS
 
 #: The packages; their public names are lazy.
@@ -38,7 +38,7 @@ _OTHERS: dict[str, str] = {
 NAMES: dict[str, str] = {
     **{name: package.__name__ for package in _PACKAGES for name in package.__all__},
     **_OTHERS,
-    **ALIASES,
+    **COUNTERPARTS,
 }
 
 #: Names of `easydel.infra` from other packages.
@@ -139,7 +139,7 @@ def find_names(module: str) -> dict[str, str]:
 
     if module in FAMILY_PATHS:
         owners = FAMILY_PATHS[module]
-        aliases = {n: at for n, at in ALIASES.items() if at.partition(":")[0] in owners}
+        aliases = {n: at for n, at in COUNTERPARTS.items() if at.partition(":")[0] in owners}
         return family_names(owners) | aliases
     packages = {"easydel.modules": "ed_models", "easydel.trainers": "ed_trainers"}
     begins = (packages.get(module, "ed_"), names.__module__)

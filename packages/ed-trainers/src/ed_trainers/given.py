@@ -2,7 +2,7 @@
 
 A trainer reads batches. A dataset of rows (`datasets.Dataset`, `IterableDataset`, a list of
 mappings or texts) is prepared by the entry point group `easydel.rows`, which `ed-elarge` provides:
-this package does not import `ed-data`. `NAMES` contains the names of EasyDeL and TRL.
+this package does not import `ed-data`. `ARGUMENT_NAMES` contains the names of EasyDeL and TRL.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ed_trainers.rollout import Rollout
 from ed_trainers.state import EasyDeLState
 
 #: Group of the entry point that prepares rows.
-GROUP = "easydel.rows"
+ROWS_GROUP = "easydel.rows"
 #: Name of EasyDeL or TRL -> argument of a trainer; `frozen.<role>` is a frozen model.
-NAMES: dict[str, str] = {
+ARGUMENT_NAMES: dict[str, str] = {
     "args": "arguments",
     "student_model": "model",
     "reference_model": "frozen.reference",
@@ -43,7 +43,7 @@ Collator = Callable[[list[GivenRow]], HostBatch]
 
 
 class OtherNames(TypedDict, total=False):
-    """The keys of `NAMES`, as keyword arguments."""
+    """The keys of `ARGUMENT_NAMES`, as keyword arguments."""
 
     args: TrainingArguments
     student_model: LanguageModel
@@ -77,16 +77,16 @@ def merge_names(values: Mapping[str, object], others: Mapping[str, object]) -> d
 
     Args:
         values: argument -> value; None is a value that is not given.
-        others: values under the names of `NAMES`.
+        others: values under the names of `ARGUMENT_NAMES`.
 
     Raises:
         ConfigError: a name is unknown, or two names of one argument have values.
     """
     out = dict(values)
     for name, value in others.items():
-        place = NAMES.get(name)
+        place = ARGUMENT_NAMES.get(name)
         if place is None:
-            raise unknown_name("argument of a trainer", name, [*values, *NAMES])
+            raise unknown_name("argument of a trainer", name, [*values, *ARGUMENT_NAMES])
         if value is None:
             continue
         holder, _, role = place.partition(".")
@@ -171,7 +171,7 @@ def prepare_datasets(
         return (*cast("tuple[Dataset | None, Dataset | None]", datasets), None)
     if len(rows) < len(present):
         raise ConfigError("one of train_dataset and eval_dataset has rows: pass rows for both")
-    points = metadata.entry_points(group=GROUP)
+    points = metadata.entry_points(group=ROWS_GROUP)
     if not points:
         raise ConfigError("train_dataset has rows, which ed-elarge prepares: pip install ed-elarge")
     if processing_class is None:

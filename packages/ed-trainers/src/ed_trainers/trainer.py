@@ -103,7 +103,8 @@ class Trainer:
         settings: values outside of the arguments that determine the result, by key, such as the
             name of the model. Checkpoints record them, and a run that resumes compares them.
         data_collator: converts the rows of a batch to arrays; the rows are then not prepared.
-        others: arguments under the names of EasyDeL and TRL, see `ed_trainers.given.NAMES`.
+        others: arguments under the names of EasyDeL and TRL, see
+            `ed_trainers.given.ARGUMENT_NAMES`.
 
     Raises:
         ConfigError: an argument has the wrong class, a frozen model is missing or not read, a

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ed_trainers.rollout import Rollout
 
 #: Place of the model in a run whose model is an object.
-GIVEN = "the given model"
+GIVEN_MODEL = "the given model"
 
 
 def describe_rows(rows: object, name: str) -> tuple[dict[str, object], str]:
@@ -97,10 +97,10 @@ def prepare_rows(
     document = Document(
         "the arguments of the trainer",
         value={
-            "model": {"name_or_path": GIVEN} | ({"task": str(task.value)} if task else {}),
+            "model": {"name_or_path": GIVEN_MODEL} | ({"task": str(task.value)} if task else {}),
             "trainer": {**values, **arguments.data_keys, "trainer_type": methods[0]},
             "mixture": mixture,
-            **{f"{role}_model": {"name_or_path": GIVEN} for role in roles},
+            **{f"{role}_model": {"name_or_path": GIVEN_MODEL} for role in roles},
         },
     )
     run = normalize(document)
