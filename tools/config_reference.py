@@ -185,7 +185,10 @@ def page() -> str:
     lines += ["", "## Keys of the section `mixture` of a run file", ""]
     lines += ["| key | type | default | proof |", "| --- " * 4 + "|"]
     for name, field in mixture_keys().items():
-        about = [yaml_reference.describe_type(field.annotation), yaml_reference.default(field)]
+        about = [
+            yaml_reference.describe_type(field.annotation),
+            yaml_reference.describe_default(field),
+        ]
         lines.append(f"| {' | '.join([f'`{name}`', *about, _proof(name, proven)])} |")
     return "\n".join(lines) + "\n"
 

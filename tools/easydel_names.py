@@ -83,7 +83,7 @@ def place_of_key(path: tuple[str, ...]) -> tuple[str, str]:
     entry = find_entry(section, ".".join(rest))
     if entry is not None and entry.kind == "works":
         return _place_of_entry(entry), ", ".join(entry.methods)
-    found = reference.find(path)
+    found = reference.find_keys(path)
     if not found:
         raise LookupError(f"{'.'.join(path)} has no place in a run file")
     names = list(dict.fromkeys(key.name for key in found))

@@ -1,8 +1,8 @@
 """The model types of EasyDeL 0.3 and their places here, for the page about moving from EasyDeL.
 
 `ELSEWHERE` has the types that no family of this project registers. The other types of EasyDeL are
-names of `ed_elarge.config.architectures.model_types()`. A nightly test compares both with the
-registry of an installed EasyDeL.
+names of `ed_elarge.config.architectures.list_architectures()`. A nightly test compares both with
+the registry of an installed EasyDeL.
 """
 
 from __future__ import annotations

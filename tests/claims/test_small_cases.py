@@ -23,7 +23,7 @@ from ed_layers.quantization.model import dequantize
 from ed_models.adapters.lora import lora_layers
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from flax import nnx
 
 from tests.rollout.asynchronous_runs import RUN, check_ledger, finish, write
@@ -106,7 +106,7 @@ def train(folder, model, method: str, **given) -> list[dict]:
     else:
         roles = {"train_dataset": Rows(method)}
     trainer_class(method)(arguments, model=model, **roles).train()
-    return [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    return [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
 
 
 @pytest.mark.daily("sft")

@@ -43,10 +43,10 @@ Results = dict[str, dict[str, dict[str, float | str]]]
 
 def checks() -> Mapping[str, Check]:
     """Return all checks: those of the models, and that of the engine."""
-    from ed_esurge.conformance import engine
+    from ed_esurge.conformance import compare_engine
     from ed_models.conformance import CHECKS
 
-    return {**CHECKS, "engine": engine}
+    return {**CHECKS, "engine": compare_engine}
 
 
 def read() -> Results:

@@ -66,7 +66,7 @@ def test_sequences_of_a_batch_have_adapters_of_their_own(
         name
         for path, node in nnx.iter_modules(served)
         if isinstance(node, LoRASlots)
-        for name in parameter_names.canonical(parameter_names.normalize(path))
+        for name in parameter_names.canonical(parameter_names.normalize_parameter_name(path))
     ]
     expected = [np.asarray(forward(base, input_ids=subject.ids).logits)]
     state = nnx.state(served, SlotParam)

@@ -97,7 +97,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.chdir(folder)
     try:
         text = yaml.safe_dump(run)
-        assert execute(normalize(nodes.parse(text, "teacher.yaml"), require_actions=True)) == 0
+        assert execute(normalize(nodes.parse_yaml(text, "teacher.yaml"), require_actions=True)) == 0
     finally:
         os.chdir(before)
     return folder / "runs" / "quickstart" / "model"
@@ -106,7 +106,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", LEARNED)
 def test_example_is_valid_without_warnings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    run = normalize(nodes.read(EXAMPLES / f"{name}.yaml"), require_actions=True)
+    run = normalize(nodes.read_yaml(EXAMPLES / f"{name}.yaml"), require_actions=True)
     assert not run.warnings, run.warning_texts()
 
 
@@ -119,7 +119,7 @@ def test_online_example_trains_for_two_steps(
     run: dict[str, Any] = yaml.safe_load((EXAMPLES / "grpo.yaml").read_text())
     run["trainer"] |= {"max_training_steps": 2, "total_batch_size": 16}
     text = yaml.safe_dump(run)
-    assert execute(normalize(nodes.parse(text, "grpo.yaml"), require_actions=True)) == 0
+    assert execute(normalize(nodes.parse_yaml(text, "grpo.yaml"), require_actions=True)) == 0
     assert Path("runs/grpo/model/config.json").is_file()
 
 
@@ -137,7 +137,7 @@ def test_output_of_an_example_fails_no_check_of_its_certificate(
     run["trainer"] |= {"max_training_steps": 2, "warmup_steps": 0, "evaluation_steps": 2}
     run["actions"] = ["train"]
     text = yaml.safe_dump(run)
-    assert execute(normalize(nodes.parse(text, f"{name}.yaml"), require_actions=True)) == 0
+    assert execute(normalize(nodes.parse_yaml(text, f"{name}.yaml"), require_actions=True)) == 0
     found = list(findings(CertifiedModel(Path("runs", name))))
     assert not [f for f in found if f.status == "failed" and f.name != "kernels"]
     assert sum(f.status == "passed" for f in found) >= 6
@@ -157,7 +157,7 @@ def test_example_runs_and_reaches_expected_metric(
         model = request.getfixturevalue("teacher")
         shutil.copytree(model, tmp_path / "runs" / "quickstart" / "model")
     monkeypatch.chdir(tmp_path)
-    run = normalize(nodes.read(EXAMPLES / f"{name}.yaml"), require_actions=True)
+    run = normalize(nodes.read_yaml(EXAMPLES / f"{name}.yaml"), require_actions=True)
     assert not run.warnings, run.warning_texts()
     assert execute(run) == 0
     summary = json.loads(Path("runs", name, "summary.json").read_text())

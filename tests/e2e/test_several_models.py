@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 from ed_data.tokens.speech_tokenizers import train_whisper
-from ed_elarge.building.speech import config_fields, set_generation
+from ed_elarge.building.speech import set_generation, speech_config_fields
 from ed_esurge import eSurge
 from ed_esurge.server.launch import background
 from ed_esurge.speech.engine import SpeechEngine
@@ -61,7 +61,7 @@ def whisper() -> Transcriber:
         max_source_positions=50,
         max_target_positions=32,
         init_std=0.3,
-        **config_fields(processor.tokenizer),
+        **speech_config_fields(processor.tokenizer),
         **ONE,
     )
     task = "speech-sequence-to-sequence"

@@ -91,7 +91,7 @@ def run_file(checkpoint: Path, **values: object) -> str:
 @pytest.mark.nightly
 def test_run_file_changes_fields_of_the_text_half(checkpoint: Path) -> None:
     text = run_file(checkpoint, sliding_window=4)
-    check_machine(normalize(nodes.parse(text, "f"), require_actions=True))
+    check_machine(normalize(nodes.parse_yaml(text, "f"), require_actions=True))
     model: Any = eLargeModel(yaml.safe_load(text)).build_model()
     assert (model.config.model_type, model.config.sliding_window) == ("gemma3_text", 4)
 
@@ -99,7 +99,7 @@ def test_run_file_changes_fields_of_the_text_half(checkpoint: Path) -> None:
 def test_run_file_rejects_fields_that_the_text_half_lacks(checkpoint: Path) -> None:
     text = run_file(checkpoint, mm_tokens_per_image=4)
     with pytest.raises(InputError, match="unknown key 'mm_tokens_per_image'"):
-        normalize(nodes.parse(text, "f"), require_actions=True)
+        normalize(nodes.parse_yaml(text, "f"), require_actions=True)
 
 
 def test_task_of_a_run_file_selects_the_fields_of_the_whole_model_or_of_its_text_half(
@@ -113,7 +113,7 @@ def test_task_of_a_run_file_selects_the_fields_of_the_whole_model_or_of_its_text
         text = yaml.safe_load(run_file(tmp_path, **{name: 4}))
         for chosen in fields.values():
             model = {**text["model"], **({"task": chosen} if chosen else {})}
-            document = nodes.parse(yaml.safe_dump({**text, "model": model}), "f")
+            document = nodes.parse_yaml(yaml.safe_dump({**text, "model": model}), "f")
             if chosen == task:
                 normalize(document, require_actions=True)
             else:

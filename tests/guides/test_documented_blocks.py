@@ -126,7 +126,7 @@ def named(block: dict[str, Any], section: str) -> dict[str, Any]:
 
 def completed(text: str, name: str) -> Any:
     """Return a run file with the sections that the text lacks."""
-    return merge_documents(nodes.parse(REST, "rest.yaml"), nodes.parse(text, name))
+    return merge_documents(nodes.parse_yaml(REST, "rest.yaml"), nodes.parse_yaml(text, name))
 
 
 @pytest.mark.parametrize("one", YAML, ids=lambda one: one.name)
@@ -134,7 +134,7 @@ def test_yaml_block_is_a_valid_run_file(one: Example, here: Path) -> None:
     line = line_of(one)
     is_part = line in (*PARTS, *ALTERNATIVES, *REFERENCES)
     for number, text in enumerate(run_files(one)):
-        document = (completed if is_part else nodes.parse)(text, f"{one.name}.{number}")
+        document = (completed if is_part else nodes.parse_yaml)(text, f"{one.name}.{number}")
         run = normalize(document)
         if line in REFERENCES and "images" not in text and "parquet" not in text:
             check_machine(run)

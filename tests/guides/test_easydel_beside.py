@@ -54,7 +54,8 @@ def test_every_key_of_the_original_has_a_place(original: dict[str, Any]) -> None
     for section, names in keys.items():
         section = section.split()[0]
         for name in names:
-            if not reference.find((section, *name.split("."))) and not find_entry(section, name):
+            keys = reference.find_keys((section, *name.split(".")))
+            if not keys and not find_entry(section, name):
                 missing.append(f"{section}.{name}")
     assert not missing
 

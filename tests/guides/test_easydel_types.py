@@ -8,7 +8,7 @@ import re
 import subprocess
 
 import pytest
-from ed_elarge.config.architectures import model_types
+from ed_elarge.config.architectures import list_architectures
 
 from tools.easydel_types import ELSEWHERE, SAME_TYPES, families, type_table
 
@@ -23,7 +23,7 @@ print(json.dumps(sorted({name for text in texts for name in pattern.findall(text
 
 
 def test_model_type_of_easydel_is_a_family_or_names_one() -> None:
-    registered = {*model_types()}
+    registered = {*list_architectures()}
     assert {*SAME_TYPES} <= registered
     assert {*SAME_TYPES} <= families().keys()
     assert not {*ELSEWHERE} & registered, "the family exists now: move the type to SAME_TYPES"

@@ -11,7 +11,7 @@ import pytest
 from ed_infra import registry
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from jax.sharding import PartitionSpec
 
 from tests.guides.my_model import register
@@ -80,7 +80,7 @@ def test_custom_model_registers_shards_trains_and_generates(
         use_tensorboard=False,
     )
     SFTTrainer(arguments, model=model, train_dataset=Rows()).train()
-    losses = [row["loss"] for row in read_rows(tmp_path / "run/metrics.jsonl")]
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
     assert len(losses) == 4 and losses[-1] < losses[0]
 
     prompt = np.arange(3, 9)[None]

@@ -59,7 +59,7 @@ def test_run_file_with_names_of_easydel_equals_the_file_with_names_of_this_proje
     found = blocks(ROOT / "docs/migrate/easydel.md")
     first, second = (block.body for block in found if block.language == "yaml")
     assert first != second
-    one, other = (normalize(nodes.parse(text, "run.yaml")) for text in (first, second))
+    one, other = (normalize(nodes.parse_yaml(text, "run.yaml")) for text in (first, second))
     assert one.sections == other.sections
 
 
@@ -86,7 +86,7 @@ def test_every_key_of_the_other_file_has_a_place_with_the_same_value(page: str) 
 def test_file_of_another_program_is_an_error_that_states_every_place(page: str) -> None:
     text = yaml.safe_dump(before(page))
     with pytest.raises(InputError) as error:
-        normalize(nodes.parse(text, "theirs.yaml"))
+        normalize(nodes.parse_yaml(text, "theirs.yaml"))
     unknown = [p for p in error.value.problems if p.message.startswith("unknown section")]
     assert len(unknown) == len(before(page))
     assert all(re.search(r"; (use|omit it)", problem.message) for problem in unknown)

@@ -44,7 +44,7 @@ def case(heading: str) -> Callable[[Case], Case]:
 
 def run_file(text: str) -> Any:
     """Validate a run file, and its files and ports."""
-    run = normalize(nodes.parse(text, "run.yaml"))
+    run = normalize(nodes.parse_yaml(text, "run.yaml"))
     check_machine(run)
     return run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ed_infra.testing import run_processes
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 
 from tests.multidevice.online_processes import train
 
@@ -23,7 +23,7 @@ def test_two_process_online_training_matches_one_process(tmp_path: Path, record_
         command = [*MODULE, two, str(steps), "0"]
         run_processes(command, tmp_path / f"logs_{steps}", processes=2, devices=4)
     train(one, 6)
-    alone, together = (read_rows(run / "metrics.jsonl") for run in (one, two))
+    alone, together = (read_metrics(run / "metrics.jsonl") for run in (one, two))
     assert [row["step"] for row in together] == [row["step"] for row in alone] == [*range(1, 7)]
     for name in ("reward", "rollout_tokens", "completions/mean_length", "tokens"):
         np.testing.assert_allclose(

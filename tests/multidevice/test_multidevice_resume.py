@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ed_infra.testing import run_processes
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 
 from tests.multidevice.resuming_processes import train, write
 
@@ -31,7 +31,7 @@ def test_run_resumes_on_other_meshes_and_host_counts(tmp_path: Path, record_prop
     # Two microbatches of four rows: each process prepares those of its devices.
     read = [json.loads((moved / f"read_{i}.json").read_text()) for i in range(2)]
     assert read == [[[0, 1, 4, 5]] * 2, [[2, 3, 6, 7]] * 2]
-    rows = [read_rows(folder / "metrics.jsonl") for folder in (one, moved)]
+    rows = [read_metrics(folder / "metrics.jsonl") for folder in (one, moved)]
     assert [[row["step"] for row in of] for of in rows] == [list(range(1, STEPS + 1))] * 2
     assert [row["tokens"] for row in rows[0]] == [row["tokens"] for row in rows[1]]
     losses = np.array([[row["loss"] for row in of] for of in rows])

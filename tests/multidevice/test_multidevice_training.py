@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ed_infra.testing import run_processes
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from safetensors.numpy import load_file
 
 from tests.multidevice.training_processes import train
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.nightly
 
 
 def losses(folder: Path) -> list[float]:
-    rows = read_rows(folder / "metrics.jsonl")
+    rows = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["loss"] for row in rows]
 

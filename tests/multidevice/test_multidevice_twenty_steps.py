@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ed_trainers import arguments_class, trainer_class
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 
 from tests.multidevice import llama_case as case
 from tests.multidevice.training_processes import Rows
@@ -58,7 +58,7 @@ def losses(method: str, folder: Path, dims: case.Dims) -> np.ndarray:
     model = case.LlamaForCausalLM.create(case.config(dims), seed=1)
     data = PairsOfRows() if method == "dpo" else Rows()
     trainer_class(method)(arguments, model=model, train_dataset=data).train()
-    return np.array([row["loss"] for row in read_rows(folder / "metrics.jsonl")])
+    return np.array([row["loss"] for row in read_metrics(folder / "metrics.jsonl")])
 
 
 @pytest.mark.timeout(1800)

@@ -19,7 +19,7 @@ from ed_models.weights.rules import (
     equal,
     fused,
     interleave,
-    pad_axis,
+    pad_rule,
     renamed,
     split,
     stack,
@@ -220,7 +220,7 @@ FAMILIES = {
             Rule(
                 "{path}.embed_positions.embedding",
                 "{path}.embed_positions.weight",
-                pad_axis(0, pad_before=2),
+                pad_rule(0, pad_before=2),
             ),
             *STANDARD,
         ),

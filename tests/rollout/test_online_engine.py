@@ -17,7 +17,7 @@ from ed_infra.testing import tiny_llama
 from ed_layers.native import library
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 
 PROMPT, NEW = 8, 6
 ONE = (1, 1, 1, 1, 1)
@@ -73,7 +73,7 @@ def train(directory, model, method="grpo", frozen=None, **given):
         frozen=frozen or {},
     )
     output = trainer.train()
-    return trainer, output, read_rows(directory / "metrics.jsonl")
+    return trainer, output, read_metrics(directory / "metrics.jsonl")
 
 
 def checked(rows):

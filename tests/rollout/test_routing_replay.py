@@ -14,7 +14,7 @@ from ed_esurge.records import NOTHING, Records
 from ed_infra.errors import ConfigError
 from ed_models.families.mixtral import MixtralConfig, MixtralForCausalLM
 from ed_trainers import arguments_class, trainer_class
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.sample_ledger import SampleLedger
 
@@ -96,7 +96,7 @@ def train(folder, rollout=EngineRollout, *, records=None, method="grpo", **given
         arguments, model, Prompts(), rollout=rollout(engine), reward_functions=[small]
     )
     trainer.train()
-    return read_rows(folder / "metrics.jsonl")
+    return read_metrics(folder / "metrics.jsonl")
 
 
 @pytest.mark.nightly

@@ -98,7 +98,7 @@ def validate(block: Block, folder: Path) -> None:
 
     file = folder / "run.yaml"
     file.write_text(joined([block]), encoding="utf-8")
-    normalize(nodes.read(str(file)), require_actions="actions:" in block.body)
+    normalize(nodes.read_yaml(str(file)), require_actions="actions:" in block.body)
 
 
 def test_documentation_blocks_have_their_line_numbers(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
 from ed_elarge.plan import settings, shapes, training
 from ed_elarge.plan.buffers import ACCELERATOR, CPU, Buffers
-from ed_elarge.plan.devices import GIB, Hardware, find_device, parse
-from ed_elarge.plan.estimate import plan
+from ed_elarge.plan.devices import GIB, Hardware, find_device, parse_hardware
+from ed_elarge.plan.estimate import plan_run
 from ed_elarge.plan.mesh import build_mesh
 from ed_elarge.plan.timing import Time
 
@@ -113,11 +113,11 @@ def predicted(case: Case, buffers: Buffers, devices: int) -> training.PlannedSte
 
 def on_cpu(name: str, case: Case) -> MemoryRow:
     """Compile a case for simulated devices."""
-    from ed_elarge.plan.answers import train
+    from ed_elarge.plan.answers import answer_train
 
     step = predicted(case, CPU, DEVICES)
     length = {**BASE, **case}["length"]
-    found = train(run_of(case), {"vocab": None, "length": length})
+    found = answer_train(run_of(case), {"vocab": None, "length": length})
     sizes = found["arguments"], found["temporary"]
     return MemoryRow(name, step.arguments, step.temporary, *sizes)
 
@@ -301,7 +301,7 @@ class Verdict:
 
 def verdict(compiled: Compiled) -> Verdict:
     """Return the prediction of the plan for a compiled step."""
-    hardware = parse(compiled.case["topology"], None)
+    hardware = parse_hardware(compiled.case["topology"], None)
     step = predicted(compiled.case, ACCELERATOR, hardware.count)
     total = step.arguments + step.temporary
     return Verdict(compiled, step.arguments, total, hardware.device.usable)
@@ -333,9 +333,9 @@ def _needed(message: str) -> int | None:
 
 def compiled_step(case: Case) -> Compiled:
     """Compile a step for the TPU slice that it names."""
-    from ed_elarge.plan.answers import train
+    from ed_elarge.plan.answers import answer_train
 
-    hardware = parse(case["topology"], None)
+    hardware = parse_hardware(case["topology"], None)
     kind, _, sizes = case["topology"].partition(":")
     ones = ["1"] * (hardware.device.torus - len(hardware.shape))
     request: Any = {
@@ -344,7 +344,7 @@ def compiled_step(case: Case) -> Compiled:
         "topology": f"{kind}:{'x'.join([*sizes.split('x'), *ones])}",
     }
     try:
-        found = train(run_of(case), request)
+        found = answer_train(run_of(case), request)
     except Exception as error:  # the error class of jax depends on its version
         needed = _needed(str(error))
         if needed is None:
@@ -482,7 +482,7 @@ def bound(one: Published) -> Time:
         "actions": ["train"],
     }
     run = normalize(Document("plan.yaml", value=values))
-    made = plan(run, Hardware(find_device(one.device), (one.devices,))).training
+    made = plan_run(run, Hardware(find_device(one.device), (one.devices,))).training
     assert made is not None, "the run trains"
     return made.time
 

@@ -118,7 +118,7 @@ def jax_step(
     """Return a step of a method's trainer; the step computes in `dtype` and returns the loss."""
     import jax
     import jax.numpy as jnp
-    from ed_elarge.building.parts import layout
+    from ed_elarge.building.parts import build_layout
     from ed_infra import freed_memory
     from ed_trainers import arguments_class, trainer_class
     from ed_trainers.optimizers import build_optimizer, build_schedule
@@ -136,7 +136,7 @@ def jax_step(
         optimizer=optimizer,
     )
     dims = (1, 1, 1, 1, 1)
-    settings = {**layout(policy, optimizer), "gradient_checkpointing": policy}
+    settings = {**build_layout(policy, optimizer), "gradient_checkpointing": policy}
     if scan_layers:
         settings["scan_layers"] = True
     config_class, model_class = jax_classes(method)

@@ -19,7 +19,7 @@ import fsspec
 import pytest
 from ed_data import DataError, Inform, Media, Mixture, build_prompts, documents
 from ed_data import media_access as access
-from ed_data.media_access import RemoteFile, open_local, read_file
+from ed_data.media_access import RemoteFile, open_local, read_media
 from ed_data.public_addresses import is_public
 from ed_data.rows.recordings import header
 from ed_data.schema import CTC, IMAGE_CLASSIFICATION
@@ -282,12 +282,12 @@ def test_redirects_large_and_slow_answers_are_errors(
 ) -> None:
     hosts = Media(allowed=["127.0.0.1"]).hosts
     with pytest.raises(OSError, match="status 302"):
-        read_file(RemoteFile(f"{site.url}/moved", hosts), 1000)
+        read_media(RemoteFile(f"{site.url}/moved", hosts), 1000)
     with pytest.raises(OSError, match="1000"):
-        read_file(RemoteFile(f"{site.url}/large", hosts), 1000)
+        read_media(RemoteFile(f"{site.url}/large", hosts), 1000)
     monkeypatch.setattr(access, "DOWNLOAD_SECONDS", 0.3)
     with pytest.raises(OSError, match=r"more than 0\.3 s"):
-        read_file(RemoteFile(f"{site.url}/slow", hosts), 1000)
+        read_media(RemoteFile(f"{site.url}/slow", hosts), 1000)
     assert site.requests == ["/moved", "/large", "/slow"]
 
 
@@ -324,7 +324,7 @@ def test_stores_are_read_only_below_a_named_folder(folder: Path) -> None:
             with pytest.raises(DataError, match="may not name"):
                 next(found)
     with pytest.raises(OSError, match="chain"):
-        read_file(RemoteFile("s3://bucket/images/a.zip::file:///etc/passwd"), 1000)
+        read_media(RemoteFile("s3://bucket/images/a.zip::file:///etc/passwd"), 1000)
 
 
 @pytest.mark.parametrize(

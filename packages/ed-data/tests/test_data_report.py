@@ -7,7 +7,7 @@ import re
 import pytest
 from ed_data import data_report
 from ed_data.minhash import near_duplicates
-from ed_data.storage.prepare import prepare
+from ed_data.storage.prepare import prepare_tokens
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.parallel import Encoding
 
@@ -79,7 +79,7 @@ def test_near_duplicates_are_counted(mixture, tokenizer):
     ]
     made = mixture(rows)
     encoder = Encoder.create(tokenizer, made.tokenization, None)
-    (part,) = prepare(made, Encoding(encoder), "train", made.cache_dir)
+    (part,) = prepare_tokens(made, Encoding(encoder), "train", made.cache_dir)
     assert near_duplicates(part) == 3  # of base, of other, and "short"
     (source,) = data_report(made, tokenizer, with_near_duplicates=True).sources
     assert source.near_duplicates == 3

@@ -12,7 +12,7 @@ import pytest
 from ed_data import DataError, Tokenization
 from ed_data.cache import new_file, new_folder
 from ed_data.rows.example import Example
-from ed_data.storage.prepare import prepare
+from ed_data.storage.prepare import prepare_tokens
 from ed_data.storage.store import TokenStore, write_store
 from ed_data.tokens.encoded import EncodedDocuments
 from ed_data.tokens.encoder import Encoder
@@ -50,7 +50,9 @@ def tokens_of(parts) -> list[list[int]]:
 def test_tokens_equal_those_of_the_tokenizer_with_eos(mixture, tokenizer, on_the_fly):
     texts = ["one", "two sheep", "and goats"]
     options = mixture(texts, pack_on_the_fly=on_the_fly, tokenization={"batch_size": 2})
-    parts = prepare(options, encoding_of(tokenizer, batch_size=2), "train", options.cache_dir)
+    parts = prepare_tokens(
+        options, encoding_of(tokenizer, batch_size=2), "train", options.cache_dir
+    )
     expected = [[*tokenizer(t)["input_ids"], tokenizer.eos_token_id] for t in texts]
     assert tokens_of(parts) == expected
     assert Path(options.cache_dir).exists() != on_the_fly
@@ -60,7 +62,7 @@ def test_pieces_of_documents_can_be_read_separately(mixture, tokenizer):
     options = mixture(["one two three", "four five"])
     for on_the_fly in (False, True):
         given = options.replace(pack_on_the_fly=on_the_fly)
-        parts = prepare(given, encoding_of(tokenizer), "train", options.cache_dir)
+        parts = prepare_tokens(given, encoding_of(tokenizer), "train", options.cache_dir)
         whole = tokens_of(parts)
         found, _ = parts[0].tokens.gather(np.array([1, 0]), np.array([2, 1]), np.array([1, 3]))
         assert found.tolist() == whole[1][2:3] + whole[0][1:4]
@@ -178,7 +180,7 @@ def test_encoding_error_names_the_row(mixture, tokenizer):
     def error_of(rows) -> str:
         options = mixture(rows)
         with pytest.raises(DataError) as error:
-            prepare(options, encoding_of(tokenizer), "train", options.cache_dir)
+            prepare_tokens(options, encoding_of(tokenizer), "train", options.cache_dir)
         assert error.value.path == ("informs", 0)
         return str(error.value)
 
@@ -197,7 +199,7 @@ def test_encoding_error_names_the_row(mixture, tokenizer):
 def test_token_cache_is_keyed_by_data_and_tokenization(mixture, tokenizer, jsonl, tmp_path):
     def stores_after(options) -> int:
         encoder = encoder_of(tokenizer, eos=options.pack_eos_token_id)
-        prepare(options, Encoding(encoder), "train", options.cache_dir)
+        prepare_tokens(options, Encoding(encoder), "train", options.cache_dir)
         return len(list((tmp_path / "cache" / "tokens").iterdir()))
 
     made = mixture(["one", "two"])
@@ -212,9 +214,9 @@ def test_token_cache_is_keyed_by_data_and_tokenization(mixture, tokenizer, jsonl
 
 def test_second_loader_reads_tokens_from_the_cache(mixture, tokenizer, monkeypatch):
     made = mixture()
-    first = tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir))
+    first = tokens_of(prepare_tokens(made, encoding_of(tokenizer), "train", made.cache_dir))
     monkeypatch.setattr(Encoder, "encode", None)
-    assert tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir)) == first
+    assert tokens_of(prepare_tokens(made, encoding_of(tokenizer), "train", made.cache_dir)) == first
 
 
 def test_closure_values_of_a_function_change_the_cache(mixture, tokenizer, jsonl):
@@ -224,18 +226,18 @@ def test_closure_values_of_a_function_change_the_cache(mixture, tokenizer, jsonl
     def run(what):
         informs = [{"data_files": jsonl(["a"]), "preprocessing_fn": add(what)}]
         made = mixture(informs=informs)
-        return tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir))
+        return tokens_of(prepare_tokens(made, encoding_of(tokenizer), "train", made.cache_dir))
 
     assert run("x") != run("y")
 
 
 def test_broken_store_is_written_again(mixture, tokenizer, tmp_path, caplog):
     made = mixture()
-    first = tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir))
+    first = tokens_of(prepare_tokens(made, encoding_of(tokenizer), "train", made.cache_dir))
     (store,) = (tmp_path / "cache" / "tokens").iterdir()
     with open(store / "tokens.bin", "r+b") as stream:
         stream.truncate(100)
-    assert tokens_of(prepare(made, encoding_of(tokenizer), "train", made.cache_dir)) == first
+    assert tokens_of(prepare_tokens(made, encoding_of(tokenizer), "train", made.cache_dir)) == first
     assert "truncated" in caplog.text
 
 

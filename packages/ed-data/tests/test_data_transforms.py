@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 from ed_data import DataError, Inform, documents
-from ed_data.sources.python import find_address, resolve
+from ed_data.sources.python import find_address, resolve_address
 
 ROWS = [
     {"question": "q0", "answer": "a0", "id": 0},
@@ -63,7 +63,7 @@ def test_function_of_a_file_is_imported_by_path(contents, tmp_path, monkeypatch)
         contents(content_field="answer", format_callback="absent.py:f")
     with pytest.raises(DataError, match=r"has no 'shouts'"):
         contents(content_field="answer", format_callback="rows.py:Rows.shouts")
-    function = resolve("rows.py:Rows.shout", "x")
+    function = resolve_address("rows.py:Rows.shout", "x")
     assert find_address(function) == "rows.py:Rows.shout"
 
 
@@ -77,7 +77,7 @@ def test_only_functions_that_can_be_imported_again_have_an_address():
         assert find_address(function) == address
     own = find_address(increment)
     assert own is not None
-    assert resolve(own, "x")({"id": 1}) == {"id": 2}
+    assert resolve_address(own, "x")({"id": 1}) == {"id": 2}
 
 
 def increment(row):

@@ -97,4 +97,4 @@ def small(folder: Path, **changes: Any) -> dict[str, Any]:
 def run(settings: dict[str, Any]) -> int:
     """Execute a run and return the exit code."""
     text = yaml.safe_dump(settings, sort_keys=False)
-    return execute(normalize(nodes.parse(text, "run.yaml"), require_actions=True)).code
+    return execute(normalize(nodes.parse_yaml(text, "run.yaml"), require_actions=True)).code

@@ -15,7 +15,7 @@ from ed_layers import activations
 def classes() -> dict[str, type]:
     from transformers import CONFIG_MAPPING
 
-    return {n: CONFIG_MAPPING[n] for n in architectures.model_types() if n in CONFIG_MAPPING}
+    return {n: CONFIG_MAPPING[n] for n in architectures.list_architectures() if n in CONFIG_MAPPING}
 
 
 def test_fields_in_source_are_the_fields_of_the_classes(classes) -> None:
@@ -59,23 +59,25 @@ def test_activation_names_are_the_implemented_activations() -> None:
 
 def test_older_rope_fields_pass_architecture_check() -> None:
     config = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": None}
-    assert architectures.check(config, ()) == []
+    assert architectures.check_fields(config, ()) == []
 
 
 def test_unknown_key_in_nested_configuration_is_located(monkeypatch) -> None:
-    monkeypatch.setattr(architectures, "model_types", lambda: ("llava",))
+    monkeypatch.setattr(architectures, "list_architectures", lambda: ("llava",))
     inner = {"model_type": "llama", "hidden_sise": 8}
-    (problem,) = architectures.check({"model_type": "llava", "text_config": inner}, ())
+    (problem,) = architectures.check_fields({"model_type": "llava", "text_config": inner}, ())
     assert problem.path == ("text_config", "hidden_sise")
     assert problem.message == "unknown key 'hidden_sise'; did you mean 'hidden_size'?"
 
 
 def test_nested_configuration_without_model_type_has_the_type_of_its_class(monkeypatch) -> None:
-    monkeypatch.setattr(architectures, "model_types", lambda: ("clip",))
+    monkeypatch.setattr(architectures, "list_architectures", lambda: ("clip",))
     found = {"text_config": "clip_text_model", "vision_config": "clip_vision_model"}
     assert inner_types("clip") == found
     assert inner_types("gemma3")["vision_config"] == "siglip_vision_model"
-    (problem,) = architectures.check({"model_type": "clip", "vision_config": {"patch_sise": 8}}, ())
+    (problem,) = architectures.check_fields(
+        {"model_type": "clip", "vision_config": {"patch_sise": 8}}, ()
+    )
     assert problem.path == ("vision_config", "patch_sise")
 
 

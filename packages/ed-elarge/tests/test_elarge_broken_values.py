@@ -68,7 +68,7 @@ def test_broken_value_is_refused_or_warned_about(
     places = re.findall(r"run\.yaml:(\d+):\d+: (.*)", answer)
     assert any(words in message for _, message in places), answer
     line = next(int(line) for line, message in places if words in message)
-    span = nodes.parse(text).span(keys, on_key=True)
+    span = nodes.parse_yaml(text).span(keys, on_key=True)
     owner = next((part for part in reversed(keys) if isinstance(part, str)), "")
     lines = text.splitlines()
     near = "\n".join(lines[max(0, line - 2) : line + 1])

@@ -30,7 +30,7 @@ from certify_defects import (
 from ed_elarge.certify import number_checks
 from ed_elarge.certify.llama_cpp_logits import interpreter
 from ed_elarge.certify.outcome import Failed, Outcome
-from ed_elarge.certify.receipt import MODEL_CHECKS, Finding, certificate, findings, write
+from ed_elarge.certify.receipt import MODEL_CHECKS, Finding, certificate, findings, write_receipt
 from ed_elarge.certify.subject import CertifiedModel
 from ed_elarge.command.main import app
 from ed_infra.errors import CheckpointError
@@ -173,7 +173,7 @@ def test_page_of_certificates_lists_every_check() -> None:
 
 def test_evidence_is_escaped_in_the_page(sound: Path, tmp_path: Path) -> None:
     finding = Finding("a", "claim", "failed", "<script>alert(1)</script>", 0.0)
-    write(certificate(CertifiedModel(sound), [finding]), tmp_path)
+    write_receipt(certificate(CertifiedModel(sound), [finding]), tmp_path)
     assert "<script>" not in (tmp_path / "certificate.html").read_text()
 
 

@@ -145,7 +145,7 @@ def test_wrong_keys_of_the_tokenizer_are_refused(
 
     text = yaml.safe_dump(with_changes(model__tokenizer=tokenizer))
     with pytest.raises(InputError) as error:
-        check_machine(normalize(nodes.parse(text, "f"), require_actions=True))
+        check_machine(normalize(nodes.parse_yaml(text, "f"), require_actions=True))
     line = next(line for line in str(error.value).splitlines() if words in line)
     assert where in line
 
@@ -163,5 +163,7 @@ def test_a_chat_template_that_is_no_jinja_is_refused(tmp_path: Path) -> None:
 def test_a_message_without_a_role_is_refused(prompts: Any) -> None:
     with pytest.raises(InputError, match="a message needs a role"):
         normalize(
-            nodes.parse(json.dumps(with_changes(actions=[{"generate": {"prompts": prompts}}])), "f")
+            nodes.parse_yaml(
+                json.dumps(with_changes(actions=[{"generate": {"prompts": prompts}}])), "f"
+            )
         )

@@ -19,7 +19,7 @@ from ed_elarge.command.runs import run_file, with_one_action
 from ed_elarge.config import nodes
 from ed_elarge.config.layers import with_settings
 from ed_elarge.config.normalize import normalize
-from ed_elarge.config.templates import has_data, names, template
+from ed_elarge.config.templates import has_data, list_templates, template
 from ed_elarge.errors import InputError
 from ed_esurge.command import main as esurge
 from ed_esurge.command.program import Result, finish, open_output
@@ -40,7 +40,7 @@ def elarge(*words: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_templates())
 def test_template_is_a_valid_run_file_without_warnings(
     here: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,7 +51,9 @@ def test_template_is_a_valid_run_file_without_warnings(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [n for n in names() if n not in ("eval", "serve") and has_data(n)])
+@pytest.mark.parametrize(
+    "name", [n for n in list_templates() if n not in ("eval", "serve") and has_data(n)]
+)
 def test_template_runs_on_the_example_data(here: Path, name: str, quickstart_model: Path) -> None:
     (here / "models").mkdir()
     for model in ("student", "teacher", "mine"):
@@ -80,11 +82,11 @@ def test_schema_accepts_templates_and_refuses_unknown_keys() -> None:
     code, out, _ = elarge("schema")
     assert code == 0
     validator = jsonschema.Draft202012Validator(json.loads(out))
-    for name in names():
-        errors = [*validator.iter_errors(nodes.parse(template(name, "x")).value)]
+    for name in list_templates():
+        errors = [*validator.iter_errors(nodes.parse_yaml(template(name, "x")).value)]
         assert not errors, (name, errors[:2])
     for file in (Path(__file__).parents[3] / "examples").glob("*.yaml"):
-        errors = [*validator.iter_errors(nodes.read(file).value)]
+        errors = [*validator.iter_errors(nodes.read_yaml(file).value)]
         assert not errors, (file, errors[:2])
     for broken in ({"trainer": {"learning_ratee": 1}}, {"trainr": {}}, {"actions": ["trian"]}):
         assert [*validator.iter_errors(broken)]
@@ -115,37 +117,39 @@ def test_diff_prints_resolved_values_that_differ(here: Path) -> None:
 
 
 def test_set_changes_values_and_errors_name_the_setting() -> None:
-    document = nodes.parse("trainer: {seed: 1}\nmixture: {informs: [{data_files: a.txt}]}", "r")
+    document = nodes.parse_yaml(
+        "trainer: {seed: 1}\nmixture: {informs: [{data_files: a.txt}]}", "r"
+    )
     settings = ["trainer.seed=3", "mixture.informs.0.num_rows=5", "loader.dtype=bf16"]
-    changed = normalize(with_settings(document, settings, nodes.parse))
+    changed = normalize(with_settings(document, settings, nodes.parse_yaml))
     assert changed.trainer is not None
     assert changed.mixture is not None
     assert (changed.trainer.seed, changed.mixture.informs[0].num_rows) == (3, 5)
     assert changed.loader.dtype == "bfloat16"
-    document = nodes.parse("trainer: {seed: 1}", "r")
+    document = nodes.parse_yaml("trainer: {seed: 1}", "r")
     with pytest.raises(InputError, match=r"--set:1:1: trainer\.seeed: unknown key 'seeed'"):
-        normalize(with_settings(document, ["trainer.seeed=3"], nodes.parse))
+        normalize(with_settings(document, ["trainer.seeed=3"], nodes.parse_yaml))
     with pytest.raises(InputError, match=r"--set:1:14: trainer\.seed: .*\n.*trainer\.seed=-1"):
-        normalize(with_settings(document, ["trainer.seed=-1"], nodes.parse))
+        normalize(with_settings(document, ["trainer.seed=-1"], nodes.parse_yaml))
     for wrong in ("trainer.seed", "=3", "trainer.seed.x=3"):
         with pytest.raises(InputError):
-            with_settings(document, [wrong], nodes.parse)
+            with_settings(document, [wrong], nodes.parse_yaml)
 
 
 def test_include_completes_a_file_and_errors_name_the_included_file(here: Path) -> None:
     (here / "base").mkdir()
     Path("base/base.yaml").write_text("trainer: {seed: 1, log_steps: 3}\nactions: [train]\n")
     Path("run.yaml").write_text("include: base/base.yaml\ntrainer: {seed: 2}\n")
-    assert nodes.read("run.yaml").value["trainer"] == {"seed": 2, "log_steps": 3}
+    assert nodes.read_yaml("run.yaml").value["trainer"] == {"seed": 2, "log_steps": 3}
     Path("base/base.yaml").write_text("trainer:\n  log_stepss: 3\n")
     with pytest.raises(InputError, match=r"base\.yaml:2:3: trainer\.log_stepss: unknown key"):
-        normalize(nodes.read("run.yaml"))
+        normalize(nodes.read_yaml("run.yaml"))
     Path("base/base.yaml").write_text("include: ../run.yaml\n")
     with pytest.raises(InputError, match="the file includes itself"):
-        nodes.read("run.yaml")
+        nodes.read_yaml("run.yaml")
     Path("run.yaml").write_text("include: absent.yaml\n")
     with pytest.raises(InputError, match=r"run\.yaml:1:10: include: no such file: absent\.yaml"):
-        nodes.read("run.yaml")
+        nodes.read_yaml("run.yaml")
 
 
 def test_variables_of_the_environment_have_types_and_defaults(
@@ -154,18 +158,18 @@ def test_variables_of_the_environment_have_types_and_defaults(
     monkeypatch.setenv("SEED", "7")
     monkeypatch.delenv("ABSENT", raising=False)
     text = "a: ${env:SEED}\nb: 'x${env:SEED}'\nc: '${env:SEED}'\nd: ${env:ABSENT:-off}\n"
-    assert nodes.parse(text).value == {"a": 7, "b": "x7", "c": "7", "d": "off"}
+    assert nodes.parse_yaml(text).value == {"a": 7, "b": "x7", "c": "7", "d": "off"}
     with pytest.raises(InputError, match="variable ABSENT is not set"):
-        nodes.parse("a: ${env:ABSENT}\n")
+        nodes.parse_yaml("a: ${env:ABSENT}\n")
 
 
 def test_command_of_an_action_keeps_its_parameters_and_locations() -> None:
     text = "actions:\n  - train\n  - serve:\n      prt: 1\n"
-    document = with_one_action(nodes.parse(text, "r"), "serve")
+    document = with_one_action(nodes.parse_yaml(text, "r"), "serve")
     assert document.value["actions"] == [{"serve": {"prt": 1}}]
     with pytest.raises(InputError, match=r"r:4:7: actions\[0\]\.serve\.prt: unknown key"):
         normalize(document)
-    plain = with_one_action(nodes.parse("actions: [train]", "r"), "eval")
+    plain = with_one_action(nodes.parse_yaml("actions: [train]", "r"), "eval")
     assert plain.value["actions"] == ["eval"]
 
 

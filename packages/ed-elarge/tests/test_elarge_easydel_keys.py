@@ -25,7 +25,7 @@ ENTRIES = [entry for group in easydel_keys().values() for entry in group]
 def read(**changes: Any) -> RunConfig:
     """Read a run file with some keys changed, as `with_changes` names them."""
     text = yaml.safe_dump(with_changes(**changes), sort_keys=False)
-    return normalize(nodes.parse(text, "f"))
+    return normalize(nodes.parse_yaml(text, "f"))
 
 
 def refuse(**changes: Any) -> str:
@@ -203,8 +203,8 @@ def test_json_and_python_have_the_same_keys_as_yaml() -> None:
     config = with_changes(
         trainer__use_wandb=True, trainer__esurge_page_size=64, loader__precision="fastest"
     )
-    from_yaml = normalize(nodes.parse(yaml.safe_dump(config), "f")).to_dict()
-    assert normalize(nodes.parse(json.dumps(config), "f")).to_dict() == from_yaml
+    from_yaml = normalize(nodes.parse_yaml(yaml.safe_dump(config), "f")).to_dict()
+    assert normalize(nodes.parse_yaml(json.dumps(config), "f")).to_dict() == from_yaml
     config.pop("actions")
     from_yaml.pop("actions")
     assert eLargeModel(config).to_dict() == from_yaml

@@ -125,7 +125,7 @@ def test_a_flag_without_effect_prints_its_reason(capsys: pytest.CaptureFixture[s
 )
 def test_standard_configurations_have_their_sizes(name: str, layers: int) -> None:
     fields = llama.read_fields(parse_flags("llama_train", [f"--load_llama_config={name}"]))
-    assert llama.architecture(fields or {})["num_hidden_layers"] == layers
+    assert llama.get_llama_fields(fields or {})["num_hidden_layers"] == layers
 
 
 def test_configuration_is_read_from_json_and_updated_without_executing_code(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_configuration_is_read_from_json_and_updated_without_executing_code(tmp_
         flags = parse_flags("llama_train", [*words, f"--update_llama_config={text}"])
         fields = llama.read_fields(flags)
         assert fields is not None
-        config = llama.architecture(fields)
+        config = llama.get_llama_fields(fields)
         assert config["hidden_size"] == 64 and config["num_hidden_layers"] == 3
         assert config["max_position_embeddings"] == 99 and config["num_key_value_heads"] == 4
         assert not any(name.startswith(("remat", "scan", "fcm")) for name in config)

@@ -17,7 +17,7 @@ from run_files import with_changes
 
 
 def read(**changes: Any) -> RunConfig:
-    return normalize(nodes.parse(json.dumps(with_changes(**changes)), "r.yaml"))
+    return normalize(nodes.parse_yaml(json.dumps(with_changes(**changes)), "r.yaml"))
 
 
 MESHES = [

@@ -51,7 +51,7 @@ def test_figures_are_those_of_plain_logits() -> None:
     single = [row[target] for row, target in zip(alone, targets, strict=True)]
     share = np.unique(targets, return_counts=True)[1] / len(targets)
 
-    found = heldout_metrics.measure(model, [batch], Letters())
+    found = heldout_metrics.measure_heldout(model, [batch], Letters())
     assert found is not None
     assert found.tokens == len(targets) == 5 + 3 + 8 + 4
     assert found.cross_entropy == pytest.approx(-np.mean(full), rel=1e-5)
@@ -70,4 +70,6 @@ def test_nothing_to_predict_is_none() -> None:
     zeros = np.zeros((1, 4), np.int32)
     batch = dict.fromkeys(("input_ids", "segment_ids", "position_ids"), zeros)
     batch["labels"] = zeros - 100
-    assert heldout_metrics.measure(LlamaForCausalLM.create(config), [batch], Letters()) is None
+    assert (
+        heldout_metrics.measure_heldout(LlamaForCausalLM.create(config), [batch], Letters()) is None
+    )

@@ -16,8 +16,8 @@ TEXTS = list(english_topics().values())[::10]
 
 
 def test_questions_are_right_and_the_same_every_time() -> None:
-    questions = heldout_tasks.questions(TEXTS)
-    assert questions == heldout_tasks.questions(list(TEXTS))
+    questions = heldout_tasks.list_questions(TEXTS)
+    assert questions == heldout_tasks.list_questions(list(TEXTS))
     assert 50 <= len(questions) <= heldout_tasks.MAX_QUESTIONS
     whole = "\n\n".join(TEXTS)
     for question in questions:
@@ -28,7 +28,7 @@ def test_questions_are_right_and_the_same_every_time() -> None:
 
 
 def test_cloze_labels_are_balanced_and_independent_of_length() -> None:
-    questions = heldout_tasks.questions(TEXTS)
+    questions = heldout_tasks.list_questions(TEXTS)
     labels = [question["label"] for question in questions]
     assert {0, 1, 2, 3} == set(labels)
     longest = sum(
@@ -39,11 +39,11 @@ def test_cloze_labels_are_balanced_and_independent_of_length() -> None:
 
 def test_too_little_held_out_text_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hold out more"):
-        heldout_tasks.write(["Too short."], tmp_path)
+        heldout_tasks.write_tasks(["Too short."], tmp_path)
     with pytest.raises(ConfigError, match="contains no text"):
-        heldout_tasks.write(["  "], tmp_path)
+        heldout_tasks.write_tasks(["  "], tmp_path)
     # perplexity alone needs no questions
-    heldout_tasks.write(["Too short."], tmp_path, [heldout_tasks.PERPLEXITY])
+    heldout_tasks.write_tasks(["Too short."], tmp_path, [heldout_tasks.PERPLEXITY])
     assert json.loads((tmp_path / "heldout_perplexity.jsonl").read_text()) == {"text": "Too short."}
 
 
@@ -69,7 +69,7 @@ def test_bits_per_byte_are_printed_in_place_of_perplexities() -> None:
     assert harness.select_metrics(metrics) == {"bits_per_byte": 2.6}
     assert harness.select_metrics({"word_perplexity": 20.0}) == {"word_perplexity": 20.0}
     found = {"results": {"task": {f"{name},none": value for name, value in metrics.items()}}}
-    assert harness.figures(found) == {"task": metrics}, "the files keep every metric"
+    assert harness.list_figures(found) == {"task": metrics}, "the files keep every metric"
 
 
 def test_lm_eval_computes_local_task_scores(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_lm_eval_computes_local_task_scores(tmp_path: Path) -> None:
         def generate_until(self, requests):
             raise AssertionError("no task generates")
 
-    heldout_tasks.write(TEXTS, tmp_path)
+    heldout_tasks.write_tasks(TEXTS, tmp_path)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     results = simple_evaluate(
         model=Oracle(),

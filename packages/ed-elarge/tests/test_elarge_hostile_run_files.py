@@ -22,7 +22,7 @@ def merges(levels: int, width: int) -> str:
 
 
 def test_nested_merges_are_read_once() -> None:
-    value = nodes.parse(merges(40, 4)).value
+    value = nodes.parse_yaml(merges(40, 4)).value
     assert value["a39"] == {"x": 1, "y": 2} | {f"k{level}": 1 for level in range(1, 40)}
 
 
@@ -30,7 +30,7 @@ def test_earlier_merges_and_explicit_keys_take_precedence() -> None:
     text = (
         "a: &a {x: 1, y: 1}\nb: &b {x: 2, z: 2}\nc: {<<: [*a, *b], y: 3}\nd: {<<: {<<: *b, x: 5}}"
     )
-    value = nodes.parse(text).value
+    value = nodes.parse_yaml(text).value
     assert value["c"] == {"y": 3, "x": 1, "z": 2}
     assert value["d"] == {"x": 5, "z": 2}
 
@@ -61,13 +61,13 @@ def test_earlier_merges_and_explicit_keys_take_precedence() -> None:
 )
 def test_expanding_aliases_are_errors(text: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        nodes.parse(text)
+        nodes.parse_yaml(text)
 
 
 def test_unfinished_variables_are_read_in_linear_time() -> None:
     text = "${env:A:-" * 100_000
-    assert nodes.parse(f"a: '{text}'").value == {"a": text}
-    assert nodes.parse("a: ${env:ED_UNSET:-b$c}").value == {"a": "b$c"}
+    assert nodes.parse_yaml(f"a: '{text}'").value == {"a": text}
+    assert nodes.parse_yaml("a: ${env:ED_UNSET:-b$c}").value == {"a": "b$c"}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_long_model_types_are_errors_of_the_run_file(kind: object) -> None:
     """Transformers has a folder for each model type, and names of folders have a limit."""
     run = {"model": {"config": {"model_type": kind}}, "actions": ["validate"]}
     with pytest.raises(InputError) as caught:
-        normalize(nodes.parse(yaml.safe_dump(run)), require_actions=True)
+        normalize(nodes.parse_yaml(yaml.safe_dump(run)), require_actions=True)
     assert len(str(caught.value)) < 20_000
     assert config_fields(str(kind)) is None
 
@@ -89,7 +89,9 @@ def test_each_included_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     reads: list[Path] = []
     read = nodes._read_file
     monkeypatch.setattr(nodes, "_read_file", lambda path: reads.append(path) or read(path))
-    assert nodes.read(tmp_path / "f0.yaml").value == {f"k{level}": level for level in range(30)}
+    assert nodes.read_yaml(tmp_path / "f0.yaml").value == {
+        f"k{level}": level for level in range(30)
+    }
     assert len(reads) == 30
 
 
@@ -99,20 +101,20 @@ def test_many_includes_are_an_error(tmp_path: Path, width: int) -> None:
         names = ", ".join([f"f{level + 1}.yaml"] * width)
         (tmp_path / f"f{level}.yaml").write_text(f"include: [{names}]\n")
     with pytest.raises(InputError, match="more than 64 paths in include"):
-        nodes.read(tmp_path / "f0.yaml")
+        nodes.read_yaml(tmp_path / "f0.yaml")
 
 
 def test_including_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("include: b.yaml")
     (tmp_path / "b.yaml").write_text("include: a.yaml")
     with pytest.raises(InputError, match="includes itself"):
-        nodes.read(tmp_path / "a.yaml")
+        nodes.read_yaml(tmp_path / "a.yaml")
 
 
 def test_large_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"a: " + b"1" * 2**20)
     with pytest.raises(InputError, match="has more than"):
-        nodes.read(tmp_path / "a.yaml")
+        nodes.read_yaml(tmp_path / "a.yaml")
 
 
 #: Names that no file can have, or whose user does not exist.

@@ -168,7 +168,7 @@ def errors(tmp_path: Path, sections: dict[str, Any]) -> str:
     file = tmp_path / "run.json"
     file.write_text(json.dumps(sections))
     with pytest.raises(InputError) as caught:
-        normalize(nodes.read(str(file)), require_actions=True)
+        normalize(nodes.read_yaml(str(file)), require_actions=True)
     return str(caught.value)
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ed_elarge.launch.member import lock_folder, remove_abandoned, remove_folder
+from ed_elarge.launch.member import lock_folder, remove_abandoned_members, remove_folder
 
 #: Locks the folder of a member, forks a process that lives longer, and waits for its input to end.
 MEMBER = """
@@ -53,13 +53,13 @@ def test_copies_of_a_live_launch_stay_and_those_of_an_ended_one_go(tmp_path: Pat
         os.close(lock_folder(ended))
         age(live.parent)
         age(ended.parent)
-        remove_abandoned(tmp_path)
+        remove_abandoned_members(tmp_path)
         assert (live / "8.copy").exists() and (recent / "8.copy").exists()
         assert not ended.parent.exists()
         process.kill()  # the run is a fork of the member, and still writes copies
         process.wait()
         age(live.parent)
-        remove_abandoned(tmp_path)
+        remove_abandoned_members(tmp_path)
         assert (live / "8.copy").exists()
     finally:
         process.kill()
@@ -70,7 +70,7 @@ def test_copies_of_a_live_launch_stay_and_those_of_an_ended_one_go(tmp_path: Pat
     deadline = time.monotonic() + 30
     while live.parent.exists() and time.monotonic() < deadline:  # the child is ending
         age(live.parent)
-        remove_abandoned(tmp_path)
+        remove_abandoned_members(tmp_path)
     assert not live.parent.exists()
 
 
@@ -82,7 +82,7 @@ def test_clock_that_jumps_deletes_no_live_copies(
     now = time.time()
     for jump in (-1e9, 1e6, 1e9):
         monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
-        remove_abandoned(tmp_path)
+        remove_abandoned_members(tmp_path)
         assert (copies / "8.copy").exists()
     os.close(descriptor)
 

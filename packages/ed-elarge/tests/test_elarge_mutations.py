@@ -270,7 +270,7 @@ def complaint(case: Case) -> str:
     if len(places) > 1:
         return f"several messages: {errors}"
     try:
-        spans = nodes.parse(case.text)
+        spans = nodes.parse_yaml(case.text)
     except InputError as error:
         spans = error.document
     key = case.key

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 
 def value(text: str) -> object:
-    return nodes.parse(text).value
+    return nodes.parse_yaml(text).value
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_yaml_dump_output_parses_to_same_value(data: object) -> None:
 
 def test_parsed_nodes_have_spans_and_merge_keys() -> None:
     text = "base: &b\n  x: 1\n  y: 2\nother:\n  <<: *b\n  y: 3\nlist: [1, {k: v}]\n"
-    document = nodes.parse(text)
+    document = nodes.parse_yaml(text)
     assert document.value["other"] == {"x": 1, "y": 3}
     assert document.span(("other", "y"), on_key=True) == (5, 2, 3)
     assert document.span(("other", "x"), on_key=True) == (1, 2, 3)  # where the anchor has it
@@ -98,7 +98,7 @@ def test_parsed_nodes_have_spans_and_merge_keys() -> None:
 )
 def test_invalid_yaml_raises_input_error_with_position(text: str, place: str, words: str) -> None:
     with pytest.raises(InputError) as error:
-        nodes.parse(text, "f")
+        nodes.parse_yaml(text, "f")
     assert str(error.value).startswith(place + ": ")
     assert words in str(error.value)
 
@@ -106,18 +106,18 @@ def test_invalid_yaml_raises_input_error_with_position(text: str, place: str, wo
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("a: 1")
     with pytest.raises(InputError, match=r"no such file \(YAML files there: run.yaml\)"):
-        nodes.read(tmp_path / "rum.yaml")
+        nodes.read_yaml(tmp_path / "rum.yaml")
     with pytest.raises(InputError, match="is a directory"):
-        nodes.read(tmp_path)
+        nodes.read_yaml(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="not UTF-8"):
-        nodes.read(tmp_path / "binary.yaml")
+        nodes.read_yaml(tmp_path / "binary.yaml")
 
 
 def test_message_of_many_problems_shows_the_first_and_counts_all():
     text = "".join(f"k{number}: 1\nk{number}: 2\n" for number in range(500))
     with pytest.raises(InputError) as caught:
-        nodes.parse(text, "run.yaml")
+        nodes.parse_yaml(text, "run.yaml")
     message = str(caught.value)
     assert message.count("duplicate key") == MAX_SHOWN
     assert "the other 436 errors are not shown" in message
@@ -127,7 +127,7 @@ def test_message_of_many_problems_shows_the_first_and_counts_all():
 
 def test_message_of_a_long_line_does_not_quote_the_line():
     with pytest.raises(InputError) as caught:
-        nodes.parse("{" + ", ".join(["a: 1"] * 10_000) + "}", "run.yaml")
+        nodes.parse_yaml("{" + ", ".join(["a: 1"] * 10_000) + "}", "run.yaml")
     assert len(str(caught.value)) < 20_000
 
 
@@ -135,4 +135,4 @@ def test_pairs_of_surrogates_are_characters_and_halves_are_errors():
     assert value('{"a": "\\ud83d\\ude00", "\\ud83d\\ude00": 1}') == {"a": "😀", "😀": 1}
     for text in ('a: "\\ud83d"', 'a: "\\ude00\\ud83d"', '"\\ud83d": 1', '"a\\udfff": {b: 1}'):
         with pytest.raises(InputError, match="half of a pair of surrogates"):
-            nodes.parse(text)
+            nodes.parse_yaml(text)

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 import pytest
-from ed_elarge.building.parts import SMALL_MOMENTS, layout
-from ed_trainers.figures.metrics import read_rows
+from ed_elarge.building.parts import SMALL_MOMENTS, build_layout
+from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.options.optimizers import OPTIMIZERS
 from run_files import small, with_texts
 
@@ -62,7 +62,7 @@ def test_layers_are_separate_on_one_cpu_unless_memory_is_saved(
     monkeypatch, policy, optimizer, devices, separate
 ):
     monkeypatch.setattr(jax, "device_count", lambda: devices)
-    assert layout(policy, optimizer) == ({"scan_layers": False} if separate else {})
+    assert build_layout(policy, optimizer) == ({"scan_layers": False} if separate else {})
 
 
 def test_small_moments_are_those_of_the_optimizers():
@@ -76,12 +76,12 @@ def test_run_of_scanned_layers_continues_with_separate_ones(tmp_path):
     settings["model"]["config"]["scan_layers"] = True
     assert layout_after(settings) == "stacked"
     record = tmp_path / "run" / "metrics.jsonl"
-    scanned = [row for row in read_rows(record) if "loss" in row]
+    scanned = [row for row in read_metrics(record) if "loss" in row]
 
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
     del settings["model"]["config"]["scan_layers"]
     assert layout_after(settings) == "leaves"
-    rows = [row for row in read_rows(record) if "loss" in row]
+    rows = [row for row in read_metrics(record) if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for now, before in zip(rows, scanned, strict=True):
         assert now["loss"] == pytest.approx(before["loss"], rel=1e-5)

@@ -40,7 +40,7 @@ def test_from_nothing_to_a_model(folder: Path, capsys: pytest.CaptureFixture[str
     assert results["results"]["heldout_cloze"]["sample_len"] == 3
 
     # the written run file serves the trained model
-    serve = normalize(nodes.read(directory / "serve.yaml"), require_actions=True)
+    serve = normalize(nodes.read_yaml(directory / "serve.yaml"), require_actions=True)
     assert serve.model is not None
     assert Path(str(serve.model.name_or_path), "config.json").is_file()
 

@@ -37,7 +37,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
-ASK_CHILD = child.ask
+ASK_CHILD = child.ask_child
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def read_model_classes_in_this_process(tmp_path: Path, monkeypatch: pytest.Monke
 
         return SHAPE_ANSWERS[question](run_of({**run.to_dict(), **sections}), details)
 
-    monkeypatch.setattr("ed_elarge.plan.child.ask", answer)
+    monkeypatch.setattr("ed_elarge.plan.child.ask_child", answer)
 
 
 def run_file(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
@@ -124,12 +124,14 @@ def test_arguments_of_a_train_step_have_the_predicted_bytes(name: str, param_dty
 
 @pytest.mark.nightly
 def test_family_is_planned_by_its_model_class(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ed_elarge.plan.child.ask", ASK_CHILD)
+    monkeypatch.setattr("ed_elarge.plan.child.ask_child", ASK_CHILD)
     found = shapes.get_shapes(run_of(run_file("stablelm")))
     d, f, v, heads = 64, 96, 512, 8
     layer = 2 * d * d + 2 * d * (d // heads * 4) + 3 * d * f + 4 * d
     assert found.parameters == 4 * layer + 2 * v * d + 2 * d
-    monkeypatch.setattr("ed_elarge.plan.child.ask", None)  # the second answer is the stored one
+    monkeypatch.setattr(
+        "ed_elarge.plan.child.ask_child", None
+    )  # the second answer is the stored one
     assert shapes.get_shapes(run_of(run_file("stablelm"))) == found
 
 
@@ -162,7 +164,7 @@ def test_plan_command_writes_files_without_jax(tmp_path: Path):
 
 def test_run_that_does_not_fit_has_a_change_that_makes_it_fit():
     from ed_elarge.plan.changes import list_changes
-    from ed_elarge.plan.estimate import plan
+    from ed_elarge.plan.estimate import plan_run
     from ed_elarge.plan.meshes import rank_meshes
 
     values = run_file(
@@ -183,7 +185,7 @@ def test_run_that_does_not_fit_has_a_change_that_makes_it_fit():
         loader={"dtype": "bfloat16"},
         mixture={**run_file()["mixture"], "pack_seq_length": 16384},
     )
-    made = plan(run_of(values), devices.parse("v5e:2x4", None))
+    made = plan_run(run_of(values), devices.parse_hardware("v5e:2x4", None))
     assert not made.fits
     best = list_changes(made, rank_meshes(made)[0])[0]
     assert best.fits
@@ -194,20 +196,20 @@ def test_run_that_does_not_fit_has_a_change_that_makes_it_fit():
     for name in path:
         section = section.setdefault(name, {})
     section[last] = yaml.safe_load(value)
-    assert plan(run_of(changed), made.hardware).training.memory.total == best.total  # type: ignore[union-attr]
+    assert plan_run(run_of(changed), made.hardware).training.memory.total == best.total  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     ("times", "close"), [(0.9, False), (0.97, True), (1.03, True), (1.1, False)]
 )
 def test_plan_near_the_limit_says_that_a_compiler_decides(times: float, close: bool):
-    from ed_elarge.plan.estimate import plan
+    from ed_elarge.plan.estimate import plan_run
 
-    run, hardware = run_of(run_file()), devices.parse("v5e:2x4", None)
-    made = plan(run, hardware)
+    run, hardware = run_of(run_file()), devices.parse_hardware("v5e:2x4", None)
+    made = plan_run(run, hardware)
     share = made.training.memory.total * times / hardware.device.usable  # type: ignore[union-attr]
     device = replace(hardware.device, memory_gib=hardware.device.memory_gib * share)
-    values = report.to_dict(plan(run, replace(hardware, device=device)))
+    values = report.to_dict(plan_run(run, replace(hardware, device=device)))
     assert values["fits"] == (times > 1)
     assert (report.CLOSE_TEXT in "\n".join(report.lines(values))) == close
 
@@ -232,7 +234,7 @@ def test_plan_of_pairs_has_two_sequences_of_a_row_and_a_reference():
 
 
 def test_plan_of_grpo_has_a_reference_and_the_pages_of_its_engine():
-    from ed_elarge.plan.estimate import plan
+    from ed_elarge.plan.estimate import plan_run
 
     grpo = {
         "trainer_type": "grpo",
@@ -246,7 +248,7 @@ def test_plan_of_grpo_has_a_reference_and_the_pages_of_its_engine():
         values["mixture"] = {"informs": values["mixture"]["informs"]}
         return run_of(values)
 
-    made = plan(run(), devices.parse("v5e:2x4", None)).training
+    made = plan_run(run(), devices.parse_hardware("v5e:2x4", None)).training
     assert made is not None
     own, parts = made.settings, made.memory.parts
     assert own.length == 128
@@ -276,20 +278,20 @@ def test_plan_of_grpo_has_a_reference_and_the_pages_of_its_engine():
 )
 def test_invalid_hardware_is_an_error(topology: str | None, named: str | None, words: str):
     if not words:
-        assert devices.parse(topology, named).count == 4
+        assert devices.parse_hardware(topology, named).count == 4
         return
     with pytest.raises(ConfigError, match=words):
-        devices.parse(topology, named)
+        devices.parse_hardware(topology, named)
 
 
 def test_serving_pages_hold_the_concurrent_requests():
-    from ed_elarge.plan.estimate import plan
+    from ed_elarge.plan.estimate import plan_run
 
     values = run_file(actions=["serve"], sharding={"axis_dims": [1, 1, 1, -1, 1]})
     del values["trainer"], values["mixture"]
-    made = plan(
+    made = plan_run(
         run_of({**values, "esurge": {"max_model_len": 256, "page_size": 16}}),
-        devices.parse("v5e:2x2", None),
+        devices.parse_hardware("v5e:2x2", None),
     )
     engine = made.serving.engine  # type: ignore[union-attr]
     assert engine.longest == 256
@@ -323,7 +325,7 @@ def test_pools_have_the_pages_of_the_engine(
     run = run_of(values)
     small = replace(devices.find_device("v5e"), memory_gib=0.004)
     mesh = build_mesh(run, 2)
-    ours = serving.engine(settings.serving(run), shapes.get_shapes(run), mesh, small)
+    ours = serving.plan_engine(settings.serving(run), shapes.get_shapes(run), mesh, small)
     parts = ours.memory.parts
     model = registry.get_module(run.task, model_type).create(new_config(run))
     made = setup.Setup.resolve(model, run.esurge)

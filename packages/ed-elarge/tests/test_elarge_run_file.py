@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from ed_elarge.config import nodes
-from ed_elarge.config.description import describe
+from ed_elarge.config.description import describe_run_file
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import check_machine
@@ -21,14 +21,14 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 def run(config: dict[str, Any]) -> RunConfig:
     return normalize(
-        nodes.parse(yaml.safe_dump(config, sort_keys=False), "f"), require_actions=True
+        nodes.parse_yaml(yaml.safe_dump(config, sort_keys=False), "f"), require_actions=True
     )
 
 
 def refuse(config: dict[str, Any] | str) -> str:
     text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False)
     with pytest.raises(InputError) as error:
-        check_machine(normalize(nodes.parse(text, "f"), require_actions=True))
+        check_machine(normalize(nodes.parse_yaml(text, "f"), require_actions=True))
     return str(error.value)
 
 
@@ -37,10 +37,10 @@ def refuse(config: dict[str, Any] | str) -> str:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.name)
 def test_examples_read_and_read_back(path: Path) -> None:
-    first = normalize(nodes.read(path), require_actions=True)
-    again = normalize(nodes.parse(first.to_yaml()), require_actions=True)
+    first = normalize(nodes.read_yaml(path), require_actions=True)
+    again = normalize(nodes.parse_yaml(first.to_yaml()), require_actions=True)
     assert again.to_dict() == first.to_dict()
-    as_json = normalize(nodes.parse(first.to_json()), require_actions=True)
+    as_json = normalize(nodes.parse_yaml(first.to_json()), require_actions=True)
     assert as_json.to_dict() == first.to_dict()
 
 
@@ -124,8 +124,8 @@ actions:
 
 @pytest.mark.parametrize("name", GUIDE)
 def test_guide_run_files_normalize_idempotently(name: str) -> None:
-    first = normalize(nodes.parse(GUIDE[name]), require_actions=True)
-    assert normalize(nodes.parse(first.to_yaml())).to_dict() == first.to_dict()
+    first = normalize(nodes.parse_yaml(GUIDE[name]), require_actions=True)
+    assert normalize(nodes.parse_yaml(first.to_yaml())).to_dict() == first.to_dict()
 
 
 def test_aliases_normalize_to_canonical_keys() -> None:
@@ -471,5 +471,5 @@ def test_dry_run_says_the_prompts_and_completions_of_a_step(monkeypatch, trainer
     section = {"trainer_type": "grpo", "reward_functions": "number", **trainer}
     section |= {"save_directory": "out", "max_training_steps": 2}
     config = {**GOOD, "trainer": section, "mixture": {"informs": GOOD["mixture"]["informs"]}}
-    description = describe(run({**config, "actions": ["train"]}))
+    description = describe_run_file(run({**config, "actions": ["train"]}))
     assert says in description

@@ -98,7 +98,7 @@ def test_settings_contain_what_checkpoints_do_not(key: str, changes: dict[str, A
     base |= {"model__name_or_path": "a", "lora__rank": 4}
 
     def settings(**more: Any) -> dict[str, Any]:
-        document = nodes.parse(json.dumps(with_changes(**base, **more)), "r.yaml")
+        document = nodes.parse_yaml(json.dumps(with_changes(**base, **more)), "r.yaml")
         return json.loads(json.dumps(list_settings(normalize(document))))
 
     base_settings = settings()

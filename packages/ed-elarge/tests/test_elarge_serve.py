@@ -11,9 +11,9 @@ import ed_esurge.server
 import httpx
 import pytest
 from ed_elarge import eLargeModel
-from ed_elarge.building.serving import list_models
+from ed_elarge.building.serving import list_served_models
 from ed_elarge.config.action_options import ServeOptions
-from ed_elarge.config.reference import meanings
+from ed_elarge.config.reference import read_meanings
 from ed_elarge.evaluation import harness
 from ed_elarge.evaluation.harness import add_plain_names
 from ed_esurge.server.options import ServerOptions
@@ -81,7 +81,7 @@ def test_server_knows_the_name_of_the_run_file(
 def test_keys_of_the_action_are_the_options_of_the_server() -> None:
     """The flags are compared in `test_each_server_option_is_a_flag`."""
     assert ServeOptions.model_fields.keys() == ServerOptions.model_fields.keys()
-    assert all(meanings(ServeOptions)[name] for name in ServerOptions.model_fields)
+    assert all(read_meanings(ServeOptions)[name] for name in ServerOptions.model_fields)
 
 
 RUN = """
@@ -120,7 +120,7 @@ def test_models_of_one_server_share_the_memory(quickstart_model: Path) -> None:
         "esurge": {"gpu_memory_utilization": 0.8, "max_model_len": 64},
     }
     elm = eLargeModel(run)
-    models = list_models(elm, ServeOptions(also=["org/other", "third"]), "first")
+    models = list_served_models(elm, ServeOptions(also=["org/other", "third"]), "first")
     assert list(models) == ["first", "org/other", "third"]
     shares = [model.config.esurge for model in models.values()]
     assert [round(one.hbm_utilization, 6) for one in shares] == [0.266667, 0.533333, 0.8]
@@ -130,10 +130,12 @@ def test_models_of_one_server_share_the_memory(quickstart_model: Path) -> None:
     assert (other.model.name_or_path, other.model.tokenizer) == ("third", None)
     assert other.loader.dtype == "bfloat16"
     with pytest.raises(ConfigError, match="two models have the same name"):
-        list_models(elm, ServeOptions(also=["first"]), "first")
-    (model,) = list_models(elm, ServeOptions(lora_modules={"a": "x", "b": "y"}), "m").values()
+        list_served_models(elm, ServeOptions(also=["first"]), "first")
+    (model,) = list_served_models(
+        elm, ServeOptions(lora_modules={"a": "x", "b": "y"}), "m"
+    ).values()
     assert model.config.esurge.max_loras == 2
-    assert list_models(elm, ServeOptions(), "m") == {"m": elm}
+    assert list_served_models(elm, ServeOptions(), "m") == {"m": elm}
 
 
 SMALL = {"max_model_len": 64, "page_size": 8, "compile_runner": False, "silent_mode": True}
@@ -193,7 +195,7 @@ def test_results_have_the_names_of_metrics_without_their_filter() -> None:
     assert lines == ["a: 0.5", "b: N/A"]
     assert results["results"]["b"]["exact_match"] == 0.4, "the last filter"
     assert values.items() <= results["results"]["a"].items()
-    assert harness.figures(results) == {
+    assert harness.list_figures(results) == {
         "a": {"acc": 0.5, "acc_stderr": 0.1},
         "b": {"exact_match": 0.4},
     }

@@ -29,6 +29,6 @@ def test_default_options_give_a_standard_error(
 
 def test_metrics_are_shown_with_their_standard_errors() -> None:
     results = {"acc,none": 0.5, "acc_stderr,none": 0.025, "f1,none": 0.25, "f1_stderr,none": "N/A"}
-    figures = harness.figures({"results": {"task": {"alias": "task", **results}}})
+    figures = harness.list_figures({"results": {"task": {"alias": "task", **results}}})
     assert figures == {"task": {"acc": 0.5, "acc_stderr": 0.025, "f1": 0.25}}
-    assert harness.describe(figures["task"]) == {"acc": "0.5000 ± 0.0250", "f1": "0.2500"}
+    assert harness.describe_metrics(figures["task"]) == {"acc": "0.5000 ± 0.0250", "f1": "0.2500"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from ed_elarge.config import checkpoint_tasks, run_config
-from ed_elarge.config.nodes import parse
+from ed_elarge.config.nodes import parse_yaml
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.table import check_machine
 from ed_elarge.errors import InputError
@@ -55,13 +55,13 @@ def write(folder: Path, name: str) -> Path:
 def config_of(folder: Path, **sections: Any) -> Any:
     model = {"name_or_path": str(folder), **sections.pop("model", {})}
     text = yaml.safe_dump({"model": model, "actions": ["validate"], **sections})
-    return normalize(parse(text, "run.yaml"))
+    return normalize(parse_yaml(text, "run.yaml"))
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_auto_bind_is_the_task_that_the_checkpoint_names(name: str, tmp_path: Path) -> None:
     folder, task = write(tmp_path, name), CHECKPOINTS[name][1]
-    config = checkpoint_tasks.read_config(str(folder))
+    config = checkpoint_tasks.read_task_config(str(folder))
     assert config is not None
     assert checkpoint_tasks.find_task(str(folder), config) == task == detect_task(folder)
     run = config_of(folder, model={"task": "auto-bind"})
@@ -75,8 +75,8 @@ def test_a_run_reads_the_configuration_of_its_checkpoint_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, reads = write(tmp_path, "LlamaForCausalLM"), []
-    read = run_config.read_config
-    monkeypatch.setattr(run_config, "read_config", lambda *of: reads.append(of) or read(*of))
+    read = run_config.read_task_config
+    monkeypatch.setattr(run_config, "read_task_config", lambda *of: reads.append(of) or read(*of))
     run = config_of(folder, model={"task": "auto-bind"})
     check_machine(run)
     assert run.task == TaskType.CAUSAL_LM and run.known_model is run.stored_config

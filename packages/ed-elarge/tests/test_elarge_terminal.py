@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ed_elarge.command.main import app
 from ed_elarge.easylm.commands import lm_eval_json as main
-from ed_elarge.easylm.json_evaluation import REQUEST_KINDS, evaluate
+from ed_elarge.easylm.json_evaluation import REQUEST_KINDS, evaluate_files
 from ed_infra.errors import ConfigError
 from typer.testing import CliRunner
 
@@ -122,7 +122,7 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.parametrize("kind", REQUEST_KINDS)
 def test_lm_eval_json_sends_batches_and_joins_the_answers(server: Server, kind: str) -> None:
-    answer = evaluate(INPUT, kind, server.url + "/", batch_size=2)
+    answer = evaluate_files(INPUT, kind, server.url + "/", batch_size=2)
     paths = {path for path, _ in server.asked}
     assert paths == {f"/{kind.replace('_', '-')}"}
     names = {"prefix": "prefix_text", "text": "text", "until": "until"}
@@ -147,9 +147,9 @@ def test_lm_eval_json_reports_invalid_input(server: Server, tmp_path: Path) -> N
         ({"prefix": ["a"], "text": ["too long"]}, "loglikelihood", "status 413: at most 64"),
     ]:
         with pytest.raises(ConfigError, match=words):
-            evaluate(given, kind, server.url)
+            evaluate_files(given, kind, server.url)
     with pytest.raises(ConfigError, match="cannot be reached"):
-        evaluate(INPUT, "generate", "http://127.0.0.1:1")
+        evaluate_files(INPUT, "generate", "http://127.0.0.1:1")
 
 
 def test_lm_eval_json_command_writes_the_answers(
@@ -184,7 +184,9 @@ def test_lm_eval_json_of_a_served_model_equals_the_engine(
         asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
         expected = eSurgeLM(engine).loglikelihood(asked, disable_tqdm=True)
         with background(engine) as url:
-            answer = evaluate(INPUT, "loglikelihood", str(url).removesuffix("/v1"), batch_size=2)
+            answer = evaluate_files(
+                INPUT, "loglikelihood", str(url).removesuffix("/v1"), batch_size=2
+            )
     scores = [score for score, _ in expected]
     assert answer["loglikelihood"] == pytest.approx(scores, rel=1e-4)
     assert answer["is_greedy"] == [greedy for _, greedy in expected]

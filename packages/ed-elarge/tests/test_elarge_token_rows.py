@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ed_elarge.config.nodes import parse
+from ed_elarge.config.nodes import parse_yaml
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import InputError
 from ed_esurge.command.load import parse_model_arguments, served_engine
@@ -87,6 +87,6 @@ def test_adapters_and_their_merged_model_have_the_rows(
 def test_rows_are_refused_for_a_new_model_and_for_other_values() -> None:
     text = "model: {config: {model_type: llama}, resize_token_embeddings: true}\n"
     with pytest.raises(InputError, match="set vocab_size in config"):
-        normalize(parse(text, "run.yaml"))
+        normalize(parse_yaml(text, "run.yaml"))
     with pytest.raises(InputError, match="resize_token_embeddings"):
-        normalize(parse(text.replace("true", "-1"), "run.yaml"))
+        normalize(parse_yaml(text.replace("true", "-1"), "run.yaml"))

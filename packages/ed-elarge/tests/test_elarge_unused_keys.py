@@ -20,7 +20,7 @@ from run_files import GOOD, with_changes
 
 
 def run(config: dict[str, Any]) -> RunConfig:
-    return normalize(nodes.parse(yaml.safe_dump(config, sort_keys=False), "f"))
+    return normalize(nodes.parse_yaml(yaml.safe_dump(config, sort_keys=False), "f"))
 
 
 UNUSED: list[tuple[dict[str, Any], str]] = [
@@ -80,7 +80,7 @@ def test_a_key_without_effect_is_warned_of_at_its_line(changes: dict[str, Any], 
 
 def test_a_whole_configuration_that_was_written_out_has_no_warnings() -> None:
     first = run(GOOD)
-    again = normalize(nodes.parse(first.to_yaml()))
+    again = normalize(nodes.parse_yaml(first.to_yaml()))
     assert not first.warnings
     assert not again.warnings
 

@@ -9,7 +9,7 @@ import time
 import pytest
 from ed_esurge import AsyncEngine, SamplingParams, eSurge
 from ed_esurge.core.plan import StepPlan
-from ed_esurge.frontends.library.loading import release
+from ed_esurge.frontends.library.loading import release_engine
 from ed_esurge.runner.background import BackgroundCompilation
 from ed_esurge.runner.functions import Functions
 
@@ -108,7 +108,7 @@ def test_released_engine_compiles_no_further_program(make_llama, gate):
     )
     functions = engine.engine.loop.runner.functions
     engine.start()
-    asyncio.run(release(engine))  # does not wait for the program in work
+    asyncio.run(release_engine(engine))  # does not wait for the program in work
     assert len(functions.background) > 1
     gate.set()
     functions.background.stop()

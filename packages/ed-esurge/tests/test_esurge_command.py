@@ -15,7 +15,7 @@ import jax
 import ollama
 import pytest
 from ed_esurge.command import serve
-from ed_esurge.command.bench import RequestTiming, figures, percentile
+from ed_esurge.command.bench import RequestTiming, compute_figures, nearest_percentile
 from ed_esurge.command.chat import Conversation
 from ed_esurge.command.flags import parse_value, read_attribute_docs
 from ed_esurge.command.load import (
@@ -329,14 +329,18 @@ def test_bench_command_reports_load_figures(surge, capsys: pytest.CaptureFixture
 
 
 def test_bench_figures_compute_percentiles_and_count_errors() -> None:
-    assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (50, 90, 99)] == [2.0, 4.0, 4.0]
+    assert [nearest_percentile([3.0, 1.0, 2.0, 4.0], share) for share in (50, 90, 99)] == [
+        2.0,
+        4.0,
+        4.0,
+    ]
     good = RequestTiming(10.0, [10.5, 10.7, 11.1], prompt_tokens=7, tokens=3)
-    row = figures(1, [good, RequestTiming(10.0, error="500")], 2.0)
+    row = compute_figures(1, [good, RequestTiming(10.0, error="500")], 2.0)
     assert (row["errors"], row["tokens_per_second"], row["prompt_tokens"]) == (1, 1.5, 7)
     assert row["ttft_p50_ms"] == pytest.approx(500)
     assert row["itl_p99_ms"] == pytest.approx(400)
     with pytest.raises(EasyDeLError, match="the first failed so: 500"):
-        figures(1, [RequestTiming(10.0, error="500")], 1.0)
+        compute_figures(1, [RequestTiming(10.0, error="500")], 1.0)
 
 
 @pytest.mark.nightly

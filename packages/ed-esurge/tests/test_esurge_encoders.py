@@ -12,7 +12,7 @@ from ed_esurge import PoolingParams, SamplingParams, eSurge
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.plan import PlanRow
 from ed_esurge.engine.encoder_setup import EncoderSetup
-from ed_esurge.runner.encoder_runner import group_rows
+from ed_esurge.runner.encoder_runner import bucket_rows
 from ed_infra import registry
 from ed_infra.errors import ConfigError
 from ed_infra.logging import forget_said
@@ -106,14 +106,14 @@ def test_new_weights_change_vectors_and_compile_nothing():
 def test_long_prompt_does_not_pad_the_short_prompts_of_its_step():
     counts = [500, *[12] * 11, 40, 30, 33]
     rows = [PlanRow(f"r{n}", n, 0, [5] * count, {}) for n, count in enumerate(counts)]
-    batches = list(group_rows(rows, (1, 4, 16), (16, 32, 64, 512)))
+    batches = list(bucket_rows(rows, (1, 4, 16), (16, 32, 64, 512)))
     assert sorted(row.slot for taken, _, _ in batches for row in taken) == list(range(len(rows)))
     for taken, seqs, length in batches:
         assert len(taken) <= seqs
         assert all(length // 2 < len(row.token_ids) <= length or length == 16 for row in taken)
     padded = sum(seqs * length for _, seqs, length in batches)
     assert padded == 512 + 16 * 16 + 2 * 64 + 32  # a batch of 15 x 512 would have 8192 tokens
-    many = list(group_rows([rows[1]] * 37, (1, 4, 16), (16,)))
+    many = list(bucket_rows([rows[1]] * 37, (1, 4, 16), (16,)))
     assert [(len(taken), seqs) for taken, seqs, _ in many] == [(16, 16), (16, 16), (4, 4), (1, 1)]
 
 

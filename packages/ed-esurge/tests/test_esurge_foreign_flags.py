@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from ed_esurge.command.flags import read_config
+from ed_esurge.command.flags import read_flag_file
 from ed_esurge.command.foreign_flags import FOREIGN_FLAGS, translate_flags
 from ed_esurge.command.main import app, main
 from ed_esurge.server.options import ServerOptions
@@ -154,7 +154,7 @@ def test_file_of_flags_has_flags_of_other_servers(parameters, tmp_path: Path) ->
         "enable-lora: false\nquantization: awq\noverride-generation-config: {top_k: 3}\n"
         'allowed-origins: ["http://a", "http://b"]\n'
     )
-    values = read_config(str(path), parameters)
+    values = read_flag_file(str(path), parameters)
     assert json.loads(str(values.pop("override_generation_config"))) == {"top_k": 3}
     assert values == {
         "max_model_len": "32000",
@@ -163,7 +163,7 @@ def test_file_of_flags_has_flags_of_other_servers(parameters, tmp_path: Path) ->
     }
     path.write_text("enable-expert-parallel: true\n")
     with pytest.raises(ConfigError, match=r"vllm\.yaml.*sharding-axis-dims"):
-        read_config(str(path), parameters)
+        read_flag_file(str(path), parameters)
 
 
 def test_adapters_are_json_objects_as_in_vllm() -> None:

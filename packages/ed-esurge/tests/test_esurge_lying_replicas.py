@@ -404,7 +404,7 @@ def test_answers_that_exceed_the_limit_of_a_message_fail_only_their_request(monk
         def close(self):
             pass
 
-    from ed_esurge.engine.wire import decode
+    from ed_esurge.engine.wire import decode_message
 
     writer = MessageWriter(Recorder(), limit=2000)
     for place in range(40):
@@ -415,7 +415,7 @@ def test_answers_that_exceed_the_limit_of_a_message_fail_only_their_request(monk
     while not any(b"large" in data for data in sent):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    messages = [message for data in sent for message in decode(data)]
+    messages = [message for data in sent for message in decode_message(data)]
     assert [one["id"] for one in messages] == [*(f"r{place}" for place in range(40)), "large"]
     assert all(len(data) <= 2000 for data in sent)
     assert messages[-1]["do"] == "failed" and "3" in messages[-1]["error"]["text"]

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 from ed_esurge.config import EngineConfig
-from ed_esurge.engine.intake import Intake, fit, get_seed, get_seeds, salt, truncate
+from ed_esurge.engine.intake import Intake, derive_seed, fit, get_seeds, salt, truncate
 from ed_esurge.model import eos_token_ids
 from ed_esurge.sampling import SamplingParams
 from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import byte_tokenizer
 from ed_esurge.thinking import ThoughtTexts
-from ed_esurge.tokenizer import Detokenizer, StopStringSearch, bad_word_ids, encode
+from ed_esurge.tokenizer import Detokenizer, StopStringSearch, bad_word_ids, tokenize_text
 from ed_esurge.tokenizer_endpoints import connect_tokenizers
 from ed_infra.errors import ConfigError
 from ed_infra.logging import forget_said
@@ -335,13 +335,13 @@ def test_salt_depends_on_adapter_prompt_class_and_cache_salt():
 def test_request_seeds_depend_on_seed_and_index():
     def seeds(arrival: int, **params) -> list[int]:
         wanted = SamplingParams(**params)
-        return get_seeds(wanted, get_seed(wanted, 0, arrival))
+        return get_seeds(wanted, derive_seed(wanted, 0, arrival))
 
     assert seeds(0, seed=5, n=3) == seeds(7, seed=5, n=3)
     assert len(set(seeds(0, seed=5, n=3))) == 3
     assert seeds(0, seed=5)[0] == seeds(0, seed=5, n=3)[0]
     assert seeds(0) == seeds(0) != seeds(1)
-    assert seeds(3, seed=get_seed(SamplingParams(), 0, 1), n=2) == seeds(1, n=2)
+    assert seeds(3, seed=derive_seed(SamplingParams(), 0, 1), n=2) == seeds(1, n=2)
 
 
 def test_bad_words_are_encoded_with_and_without_a_space():
@@ -403,7 +403,7 @@ def test_endpoints_encode_prompts_and_decode_outputs(endpoint, caplog):
     text = "Grüße 🌍 a b"
     for special in (True, False):
         expected = TOKENIZER(text, add_special_tokens=special)["input_ids"]
-        assert encode(encoder, text, add_special_tokens=special) == expected
+        assert tokenize_text(encoder, text, add_special_tokens=special) == expected
     assert endpoint.asked == ["/tokenize"] * 2
     tokens = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
     for skip in (True, False):
@@ -414,7 +414,7 @@ def test_endpoints_encode_prompts_and_decode_outputs(endpoint, caplog):
     # A tokenizer that fails later is replaced by that of the engine.
     endpoint.is_broken = True
     with caplog.at_level("WARNING"):
-        assert encode(encoder, text) == TOKENIZER(text)["input_ids"]
+        assert tokenize_text(encoder, text) == TOKENIZER(text)["input_ids"]
         assert decoder.decode(tokens) == TOKENIZER.decode(tokens)
     assert "the tokenizer of the engine replaces it" in caplog.text
     plain = connect_tokenizers(TOKENIZER, None, None)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ed_esurge.core import commands
 from ed_esurge.engine.channel import Channel, ForgedMessageError
-from ed_esurge.engine.wire import WireError, decode, encode
+from ed_esurge.engine.wire import WireError, decode_message, encode_message
 from ed_esurge.runner.result import NotFinite
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
 from ed_infra.errors import EasyDeLError
@@ -82,7 +82,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda one: type(one).__name__)
 def test_wire_commands_round_trip_unchanged(command):
-    same(command, decode(encode(command)))
+    same(command, decode_message(encode_message(command)))
 
 
 def test_examples_cover_every_command():
@@ -90,14 +90,14 @@ def test_examples_cover_every_command():
 
 
 def test_wire_preserves_the_set_fields_of_params():
-    received = decode(encode(PARAMS))
+    received = decode_message(encode_message(PARAMS))
     assert received == PARAMS
     assert received.model_fields_set == PARAMS.model_fields_set
 
 
 def test_errors_keep_their_text():
     sent = [NotFinite(), EasyDeLError("no room"), RuntimeError("broken")]
-    first, *others = decode(encode(sent))
+    first, *others = decode_message(encode_message(sent))
     assert isinstance(first, NotFinite)
     assert [str(one) for one in others] == ["no room", "RuntimeError('broken')"]
 
@@ -110,7 +110,7 @@ class Evil:
 @pytest.mark.parametrize("value", [Evil(), np.array([Evil()]), {1, 2}, object])
 def test_unsupported_objects_cannot_be_sent(value):
     with pytest.raises(TypeError):
-        encode(value)
+        encode_message(value)
 
 
 def head(value, arrays=b""):
@@ -135,18 +135,18 @@ def extension(code, value):
         head(extension(3, ["float32", [10], 0]), bytes(8)),
         head(extension(3, ["float32", [-2, -1], 0]), bytes(8)),
         head(extension(9, [])),
-        encode(COMMANDS)[:-3],
+        encode_message(COMMANDS)[:-3],
     ],
 )
 def test_invalid_messages_are_rejected(data, capsys):
     with pytest.raises(WireError):
-        decode(data)
+        decode_message(data)
     assert capsys.readouterr().out == ""
 
 
 def test_small_floats_keep_their_type():
     sent = np.array([1, 2, 3], ml_dtypes.float8_e4m3fn)
-    received = decode(encode(sent))
+    received = decode_message(encode_message(sent))
     assert received.dtype == sent.dtype
     np.testing.assert_array_equal(received.astype(np.float32), sent.astype(np.float32))
 

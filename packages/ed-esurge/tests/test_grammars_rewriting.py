@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from ed_esurge.grammars.build import build, grammar_text, make_tokenizer
+from ed_esurge.grammars.build import build_matcher, grammar_text, make_tokenizer
 from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.rewriting import rewritten
 from ed_esurge.testing import byte_tokenizer
@@ -209,7 +209,7 @@ def texts(schema, count):
     draw = np.random.default_rng(0)
     grammar = grammar_text(("json_schema", json.dumps(schema)))
     for _ in range(count):
-        matcher = build(known, grammar)
+        matcher = build_matcher(known, grammar)
         assert not matcher.get_error(), matcher.get_error()
         tokens = []
         while not matcher.is_stopped() and len(tokens) < 60:
@@ -286,7 +286,7 @@ def test_formats_match_the_texts_of_their_definition(name):
     grammar = grammar_text(("json_schema", json.dumps(schema)))
     for texts_, right in zip(FORMATS[name], (True, False), strict=True):
         for text in texts_:
-            matcher = build(known, grammar)
+            matcher = build_matcher(known, grammar)
             tokens = known.tokenize_str(json.dumps(text))
             taken = matcher.try_consume_tokens(tokens) == len(tokens)
             assert (taken and matcher.is_accepting()) is right, text

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from ed_esurge.grammars.build import build, grammar_text, make_tokenizer
+from ed_esurge.grammars.build import build_matcher, grammar_text, make_tokenizer
 from ed_esurge.grammars.trial import compile_grammar, try_matcher
 from ed_esurge.testing import byte_tokenizer
 
@@ -26,7 +26,7 @@ def tagged(request):
 def write_text(tokenizer, source, seed=0):
     """Return a random text of a grammar."""
     draw = random.Random(seed)
-    matcher = build(tokenizer, grammar_text(source))
+    matcher = build_matcher(tokenizer, grammar_text(source))
     written = b""
     for _ in range(200):
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -74,7 +74,7 @@ def test_grammars_force_texts_of_added_tokens(tagged, tag):
 
 
 def test_grammars_can_name_an_added_token_itself(tagged):
-    matcher = build(tagged, grammar_text(("grammar", 'start: "a" <think> "b"')))
+    matcher = build_matcher(tagged, grammar_text(("grammar", 'start: "a" <think> "b"')))
     for token in tagged.tokenize_str("a") + tagged.tokenize_str("<think>", parse_special=True):
         assert matcher.consume_token(token), matcher.get_error()
 

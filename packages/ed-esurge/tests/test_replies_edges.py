@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from ed_esurge.replies.formats import ReasoningFormat, detect
-from ed_esurge.replies.json_text import loads, read_arguments
+from ed_esurge.replies.json_text import loads, loads_arguments
 from ed_esurge.replies.parser import Calls
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.scanner import Malformed
@@ -452,7 +452,7 @@ def test_halves_of_utf16_pairs_are_replaced_in_every_syntax(escaped, value):
         whole.content.encode()
         if name != "gemma4":
             assert calls_of(whole) == [("f", {"x": value})], name
-    assert read_arguments(f'{{"x": "{escaped}"}}') == {"x": value}
+    assert loads_arguments(f'{{"x": "{escaped}"}}') == {"x": value}
 
 
 def test_numbers_beyond_the_double_range_stay_text():
@@ -462,8 +462,8 @@ def test_numbers_beyond_the_double_range_stay_text():
     }.items():
         whole = parse(name, form)
         assert calls_of(whole) == [("now", {"a": ["1e400", "-1E999", 1000.0]})], name
-    assert read_arguments('{"a": 1e400}') == {"a": "1e400"}
-    assert read_arguments('{"a": ') == {}
+    assert loads_arguments('{"a": 1e400}') == {"a": "1e400"}
+    assert loads_arguments('{"a": ') == {}
     with pytest.raises(Malformed):
         loads("1e400")
 

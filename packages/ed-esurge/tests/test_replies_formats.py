@@ -8,7 +8,7 @@ import random
 
 import pytest
 from ed_esurge.replies.events import CallArguments, Reply
-from ed_esurge.replies.formats import by_name, detect
+from ed_esurge.replies.formats import detect, get_format
 from ed_esurge.replies.parser import Calls, ReplyParser
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
@@ -236,9 +236,9 @@ def test_harmony_channels_separate_reasoning_and_content():
 
 
 def test_formats_are_found_by_name_and_detected_from_templates():
-    assert by_name(TOOL_FORMATS, "glm45", "tool_parser_name") is TOOL_FORMATS["glm45"]
+    assert get_format(TOOL_FORMATS, "glm45", "tool_parser_name") is TOOL_FORMATS["glm45"]
     with pytest.raises(ConfigError, match=r"hermez.*did you mean 'hermes'"):
-        by_name(TOOL_FORMATS, "hermez", "tool_parser_name")
+        get_format(TOOL_FORMATS, "hermez", "tool_parser_name")
     for template, name in {
         "{{ '<tool_call>' }}": "hermes",
         "<tool_call> <function=f> </tool_call>": "qwen3_coder",

@@ -14,7 +14,7 @@ from ed_esurge.config import ServerLimits
 from ed_esurge.server.app import create_app
 from ed_esurge.server.generation.pooled_requests import EncodingFields
 from ed_esurge.server.http import json_parts
-from ed_esurge.server.http.json_parts import JsonItems, JsonText, encode, write_json
+from ed_esurge.server.http.json_parts import JsonItems, JsonText, encode_json, write_json
 from ed_esurge.testing import ScriptedEngine
 from ed_infra.enums import TaskType
 
@@ -157,11 +157,11 @@ def test_long_answers_are_written_by_a_thread_in_short_pieces(monkeypatch):
     calls = []
 
     def recorded(value):
-        text = encode(value)
+        text = encode_json(value)
         calls.append((threading.current_thread().name, len(text)))
         return text
 
-    monkeypatch.setattr(json_parts, "encode", recorded)
+    monkeypatch.setattr(json_parts, "encode_json", recorded)
 
     async def work():
         engine = ScriptedEngine(lambda prompt, _: "é" * 100, max_model_len=2**13)
@@ -216,7 +216,7 @@ def test_pieces_of_json_equal_the_text_of_one_call(size):
         {"x": JsonText(lambda: ["ab", "", "c"]), "y": -1e-9},
     ):
         text = b"".join(asyncio.run(write_json(value, size)))
-        assert text.decode() == encode(value_of(value))
+        assert text.decode() == encode_json(value_of(value))
     with pytest.raises(ValueError, match="JSON"):
         asyncio.run(write_json({"a": float("nan")}, size))
 

@@ -6,7 +6,12 @@ import math
 
 import pytest
 from ed_esurge.outputs import Logprob
-from ed_esurge.server.generation.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, join
+from ed_esurge.server.generation.logprobs import (
+    CompletionLogprobs,
+    TokenTexts,
+    chat_logprobs,
+    join_logprobs,
+)
 from ed_esurge.testing import byte_tokenizer
 
 
@@ -71,5 +76,5 @@ def test_joined_logprobs_of_chunks_equal_those_of_the_answer():
     whole = CompletionLogprobs(texts, 1).completion(tokens, scores)
     writer = CompletionLogprobs(texts, 1)
     parts = [writer.completion([t], [s]) for t, s in zip(tokens, scores, strict=True)]
-    assert join(parts) == whole
+    assert join_logprobs(parts) == whole
     assert whole["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3]

@@ -6,7 +6,7 @@ import re
 
 import httpx
 import pytest
-from ed_esurge.server.http.errors import format_path, in_body
+from ed_esurge.server.http.errors import format_location, in_body
 from ed_esurge.server.launch import background
 from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, byte_tokenizer
 
@@ -122,4 +122,4 @@ def test_error_param_uses_client_field_name(http, request_, field):
     ],
 )  # fmt: skip
 def test_error_paths_contain_no_pydantic_names(location, body, missing, path):
-    assert format_path(in_body(location, body, missing=missing)) == path
+    assert format_location(in_body(location, body, missing=missing)) == path

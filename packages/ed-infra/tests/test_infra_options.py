@@ -14,7 +14,7 @@ from ed_infra import errors, options, specs
 from ed_infra.config import fields
 from ed_infra.dtypes import canonical_dtype
 from ed_infra.enums import TaskType, canonical_task
-from ed_infra.options import Options, choice, dtype_name, explain
+from ed_infra.options import Options, choice, dtype_name, explain_error
 from ed_infra.sharding.axes import PartitionAxis
 
 
@@ -34,7 +34,7 @@ def test_unknown_key_error_contains_path_and_nearest_name():
         Outer(trainer={"learning_ratee": 1})
     (problem,) = caught.value.errors()
     assert problem["loc"] == ("trainer", "learning_ratee")
-    assert explain(caught.value) == (
+    assert explain_error(caught.value) == (
         "trainer.learning_ratee: unknown key 'learning_ratee'; did you mean 'learning_rate'?"
     )
 
@@ -43,7 +43,7 @@ def test_every_unknown_key_is_reported_at_once_and_braces_are_literal():
     with pytest.raises(pydantic.ValidationError) as caught:
         Inner(**{"{a}": 1, "lrr": 2})
     assert [p["loc"] for p in caught.value.errors()] == [("{a}",), ("lrr",)]
-    assert "unknown key '{a}'" in explain(caught.value)
+    assert "unknown key '{a}'" in explain_error(caught.value)
 
 
 def test_alias_is_accepted_only_without_its_field():
@@ -87,7 +87,7 @@ class Numbers(Options):
 def test_true_and_false_are_no_numbers(key: str, value: object, where: str):
     with pytest.raises(pydantic.ValidationError) as caught:
         Numbers(**{key: value})
-    assert explain(caught.value) == f"{where}: Input should be a number, not true or false"
+    assert explain_error(caught.value) == f"{where}: Input should be a number, not true or false"
     assert Numbers(either=True).either is True
     assert Numbers(count="3", rate="1e-3", maybe=4.0) == Numbers(count=3, rate=0.001, maybe=4)
 
@@ -185,7 +185,7 @@ def test_unknown_dtypes_raise_config_error(given: object):
 
 def test_the_defaults_of_the_table_are_canonical():
     for field in fields.FIELDS.values():
-        assert fields.normalize(field.name, field.default) == field.default, field.name
+        assert fields.normalize_fields(field.name, field.default) == field.default, field.name
         assert field.doc, field.name
         json.dumps(specs.to_json(field.default))
     assert set(fields.FIELD_ALIASES.values()) <= set(fields.FIELDS)
@@ -216,7 +216,7 @@ OPERATIONS = {"flash_attn2": specs.BaseOperationConfig(block_q=128, block_k=64)}
     ],
 )
 def test_values_take_their_canonical_form(field: str, given: object, canonical: object):
-    assert fields.normalize(field, given) == canonical
+    assert fields.normalize_fields(field, given) == canonical
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_values_take_their_canonical_form(field: str, given: object, canonical: 
 )
 def test_values_of_the_wrong_kind_are_refused(field: str, given: object, says: str):
     with pytest.raises(errors.ConfigError, match=says):
-        fields.normalize(field, given)
+        fields.normalize_fields(field, given)
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,13 @@ def test_the_entries_of_a_run_are_its_layers_each_once(start: int, repeats: int,
 def test_keys_of_jax_paths_become_plain():
     tree = {"layers": {"layer_1": [1.0, 2.0]}}
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    assert [parameter_names.normalize(path) for path, _ in leaves] == [
+    assert [parameter_names.normalize_parameter_name(path) for path, _ in leaves] == [
         ("layers", "layer_1", 0),
         ("layers", "layer_1", 1),
     ]
-    assert parameter_names.normalize(("a", jax.tree_util.GetAttrKey("value"))) == ("a",)
+    assert parameter_names.normalize_parameter_name(("a", jax.tree_util.GetAttrKey("value"))) == (
+        "a",
+    )
 
 
 def test_a_run_without_an_index_is_an_error():

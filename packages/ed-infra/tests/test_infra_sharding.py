@@ -166,7 +166,7 @@ def test_config_sharding_rules_override_defaults():
 
 def test_the_view_as_rules_gives_the_same_sharding(config):
     state = nnx.eval_shape(build(config))
-    rules = placement.partition_rules(state, config)
+    rules = placement.build_partition_rules(state, config)
     assert (r"^layers\.\d+\.up\.kernel$", P("fsdp", "tp")) in rules
     derived = nnx.to_flat_state(placement.specs(state, config))
     again = nnx.to_flat_state(placement.specs(state, config, overrides=rules))
@@ -174,7 +174,7 @@ def test_the_view_as_rules_gives_the_same_sharding(config):
 
 
 def test_logical_axes_are_read_from_parameters(config):
-    axes = placement.logical_axes(nnx.eval_shape(build(config)))
+    axes = placement.list_logical_axes(nnx.eval_shape(build(config)))
     assert axes["layers", "run_0_4_2", 0, "up", "kernel"] == ("embed", "mlp")
     assert axes["scale",] is None
 

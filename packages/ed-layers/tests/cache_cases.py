@@ -16,7 +16,7 @@ from attention_reference import Case, Mask
 from attention_reference import error as error
 from ed_layers.attention import Mechanism, attend
 from ed_layers.cache import Format, LayerCacheSpec, PagedCache, RaggedBatch
-from ed_layers.cache.codes import decode
+from ed_layers.cache.codes import decode_numbers
 
 H, G, K, LAYERS, PAGE = 4, 2, 8, 3, 4
 SPECS = [LayerCacheSpec(G, K)] * LAYERS
@@ -195,4 +195,4 @@ def ragged(state_slots: list[int], q_lens: list[int], kv_lens: list[int], used: 
 
 def numbers(codes: Any) -> jax.Array:
     """Return the values of codes."""
-    return decode(codes, jnp.float32)
+    return decode_numbers(codes, jnp.float32)

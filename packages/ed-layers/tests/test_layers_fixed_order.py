@@ -216,7 +216,7 @@ def test_attention_over_pages_in_chunks_has_the_bits_of_a_whole_prompt(window, a
 
     with fixed_order.chosen_by(ONE):
         call = Projected(name="flash_attn2", q=q, k=k, v=v, mask_info=info, scoring=scoring)
-        whole = np.asarray(native.prompt_attention(call))[0]
+        whole = np.asarray(native.attend_prompt(call))[0]
         for first, last in [(0, 150), (0, 1), (149, 150), (100, 103), (64, 140)]:
             np.testing.assert_array_equal(np.asarray(chunk(first, last)), whole[first:last])
 

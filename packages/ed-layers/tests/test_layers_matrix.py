@@ -17,7 +17,7 @@ from attention_reference import error
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
 from ed_layers.attention import MECHANISMS, Mechanism
-from ed_layers.attention.mechanism import check
+from ed_layers.attention.mechanism import check_mechanism
 from ed_layers.attention.scoring import FEATURES, Scoring
 
 FORWARD, GRADIENT = 1e-5, 1e-4
@@ -183,5 +183,5 @@ def test_a_name_that_is_none_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'vanilla'"):
         cases.config(attn_mechanism="vanila")
     with pytest.raises(ConfigError, match="did you mean 'vanilla'"):
-        check("attn_mechanism", "vanila", frozenset(), reads=("projected",))
+        check_mechanism("attn_mechanism", "vanila", frozenset(), reads=("projected",))
     assert Mechanism("vanilla") == Mechanism("vanilla", config=object())

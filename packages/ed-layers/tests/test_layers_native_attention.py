@@ -15,7 +15,7 @@ from ed_layers.attention.kernels import kernels_here, native
 from ed_layers.attention.kernels.blockwise import blockwise_attention
 from ed_layers.attention.kernels.vanilla import vanilla_attention
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, get_head_indices
-from ed_layers.cache.codes import Codes, Format, decode
+from ed_layers.cache.codes import Codes, Format, decode_numbers
 from ed_layers.cache.protocol import Pages, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.native import library
@@ -129,7 +129,7 @@ def test_native_prompt_attention_is_exact(
     scoring = scoring_of(rng, heads[0], dims[0], *limits, biases, causal=causal)
     call = projected(rng, (2, s, t), heads, dims, causal, scoring, dtype, same=bool(seed % 2))
     assert not native.KERNELS[0].refusals(call)
-    near(native.prompt_attention(call), exact(call.q, call.k, call.v, call.mask_info, scoring))
+    near(native.attend_prompt(call), exact(call.q, call.k, call.v, call.mask_info, scoring))
 
 
 @pytest.mark.nightly
@@ -156,7 +156,7 @@ def test_gradients_are_those_of_plain_xla(causal, window, chunk, cap, sinks, dim
 
         return jax.grad(of, argnums=tuple(range(3 + len(sinks_given))))
 
-    ours = loss(native.prompt_attention)(call.q, call.k, call.v, *sinks_given)
+    ours = loss(native.attend_prompt)(call.q, call.k, call.v, *sinks_given)
     wide = (x.astype(jnp.float32) for x in (call.q, call.k, call.v))
     plain = loss(blockwise_attention)(*wide, *sinks_given)
     for own, other in zip(ours, plain, strict=True):
@@ -192,7 +192,7 @@ def test_biases_by_distance_and_dropout_equal_plain_xla(rate: float, reach: int,
         return jax.grad(of, argnums=(0, 1, 2, 3), has_aux=True)
 
     arrays = (call.q, call.k, call.v, relative.table)
-    ours, out = results(native.prompt_attention)(*arrays)
+    ours, out = results(native.attend_prompt)(*arrays)
     plain, expected = results(vanilla_attention)(*arrays)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
     for own, other in zip(ours, plain, strict=True):
@@ -242,7 +242,7 @@ def test_caches_are_read_where_they_lie(
     name = "autoregressive_decodeattn"
     call = Cached(name=name, q=q, scoring=scoring, stored=stored)
     assert not native.KERNELS[1].refusals(call)
-    k, v = (decode(x, "float32").swapaxes(1, 2) for x in (stored.k, stored.v))
+    k, v = (decode_numbers(x, "float32").swapaxes(1, 2) for x in (stored.k, stored.v))
     near(native.cache_attention(call), exact(q, k, v, info, scoring))
 
 
@@ -271,7 +271,7 @@ def test_pages_are_read_where_they_lie(
     if pool is None:
         codes = Format(kind, None).encode(jnp.moveaxis(numbers, 2, 4))
         pool = Codes(jnp.moveaxis(codes.values, 4, 2), codes.scale)
-        numbers = jnp.moveaxis(decode(codes, "float32"), 4, 2)
+        numbers = jnp.moveaxis(decode_numbers(codes, "float32"), 4, 2)
     else:
         numbers = pool.astype("float32")
     table = rng.permutation(pool_size).reshape(n, most).astype(np.int32)
@@ -313,10 +313,10 @@ def test_a_row_does_not_depend_on_its_company() -> None:
     rng = np.random.default_rng(0)
     scoring = Scoring(scale=0.25)
     call = projected(rng, (3, 130, 130), (6, 2), (16, 16), True, scoring)
-    whole = np.asarray(native.prompt_attention(call))
+    whole = np.asarray(native.attend_prompt(call))
     row = jax.tree.map(lambda x: x[1:2], (call.q, call.k, call.v, call.mask_info))
     q, k, v, info = row
-    alone = native.prompt_attention(replace(call, q=q, k=k, v=v, mask_info=info))
+    alone = native.attend_prompt(replace(call, q=q, k=k, v=v, mask_info=info))
     np.testing.assert_array_equal(np.asarray(alone)[0], whole[1])
 
 
@@ -344,7 +344,7 @@ def test_nan_does_not_spread_to_other_rows() -> None:
     call = projected(rng, (2, 5, 5), (2, 1), (8, 8), True, Scoring(scale=1.0))
     info = MaskInfo.full(2, 5)
     call = replace(call, mask_info=info, k=call.k.at[1, 2].set(jnp.nan))
-    out = np.asarray(native.prompt_attention(call))
+    out = np.asarray(native.attend_prompt(call))
     assert np.isfinite(out[0]).all()
     assert np.isfinite(out[1, :2]).all()
     assert np.isnan(out[1, 2:]).all()

@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError
-from ed_models.checkpoints.gguf.blocks import PLAIN, check_format, read_slice, readable_formats
+from ed_models.checkpoints.gguf.blocks import (
+    PLAIN,
+    check_block_format,
+    read_slice,
+    readable_formats,
+)
 from ed_models.checkpoints.gguf.header import Location
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -59,4 +64,4 @@ def test_plain_numbers_are_views_of_the_file(name: str) -> None:
 
 def test_format_without_decoder_raises_checkpoint_error() -> None:
     with pytest.raises(CheckpointError, match="Q8_K"):
-        check_format("blk.0.attn_q.weight", "Q8_K")
+        check_block_format("blk.0.attn_q.weight", "Q8_K")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError
 from ed_models.checkpoints.gguf.directory import as_directory
-from ed_models.checkpoints.gguf.header import read_header
+from ed_models.checkpoints.gguf.header import read_gguf_header
 from gguf import GGUFWriter
 
 #: Numbers that a damaged header may contain.
@@ -84,7 +84,7 @@ def check_damaged(whole: bytes, folder: Path, count: int) -> int:
         file.write_bytes(content)
         tracemalloc.start()
         try:
-            read_header(file)
+            read_gguf_header(file)
             shutil.rmtree(as_directory(file))
         except CheckpointError:
             refused += 1
@@ -151,7 +151,7 @@ def test_damaged_header_names_its_fault(name: str, whole: bytes, tmp_path: Path)
     file = tmp_path / "model.gguf"
     file.write_bytes(change(whole))
     with pytest.raises(CheckpointError, match=message):
-        read_header(file)
+        read_gguf_header(file)
 
 
 def test_overlapping_tensors_raise_checkpoint_error(whole: bytes, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_overlapping_tensors_raise_checkpoint_error(whole: bytes, tmp_path: Path
     file = tmp_path / "model.gguf"
     file.write_bytes(whole[:at] + struct.pack("<Q", 0) + whole[at + 8 :])
     with pytest.raises(CheckpointError, match="overlap"):
-        read_header(file)
+        read_gguf_header(file)
 
 
 def test_header_equals_that_of_the_gguf_package(whole: bytes, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_header_equals_that_of_the_gguf_package(whole: bytes, tmp_path: Path) ->
 
     file = tmp_path / "model.gguf"
     file.write_bytes(whole)
-    header, reader = read_header(file), GGUFReader(file)
+    header, reader = read_gguf_header(file), GGUFReader(file)
     own = {name for name in reader.fields if not name.startswith("GGUF.")}
     assert header.metadata.keys() == own
     for tensor in reader.tensors:

@@ -14,7 +14,7 @@ from ed_layers.quantization import describe
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
 from ed_models.checkpoints.gguf import codes
 from ed_models.checkpoints.gguf.blocks import map_file, raw_blocks
-from ed_models.checkpoints.gguf.header import read_header
+from ed_models.checkpoints.gguf.header import read_gguf_header
 from ed_models.checkpoints.loading import weight_map
 from ed_models.checkpoints.saving import layer_values
 from flax import nnx
@@ -64,7 +64,7 @@ def written(path: Path, source: Path, forms: dict[str, str]) -> Path:
     Args:
         forms: part of the names of tensors -> format; the first that occurs in a name applies.
     """
-    header, content = read_header(source), np.fromfile(source, np.uint8)
+    header, content = read_gguf_header(source), np.fromfile(source, np.uint8)
     writer = GGUFWriter(path, header.metadata["general.architecture"])
     for key, value in header.metadata.items():
         if key != "general.architecture":
@@ -88,7 +88,7 @@ def written(path: Path, source: Path, forms: dict[str, str]) -> Path:
 
 def arrays_of(file: Path, name: str, wanted: codes.CodeForm, rows: slice) -> dict[str, np.ndarray]:
     """Return the arrays of some rows of a tensor."""
-    where = read_header(file).tensors[name]
+    where = read_gguf_header(file).tensors[name]
     blocks = np.ascontiguousarray(raw_blocks(map_file(file), where)[rows])
     parts = ["codes", "scale"] if wanted.zero is None else ["codes", "scale", "zero"]
     return {part: codes.part_of_blocks(blocks, where.format, wanted, part) for part in parts}
@@ -134,7 +134,7 @@ def test_codes_have_the_values_of_the_blocks(
     form: str, other: str | None, llama: Path, tmp_path: Path
 ) -> None:
     file = written(tmp_path / "model.gguf", llama, {"blk.1.ffn_up": form})
-    header = read_header(file)
+    header = read_gguf_header(file)
     wanted = codes.common_form({form, other or form})
     assert wanted is not None
     found = arrays_of(file, "blk.1.ffn_up.weight", wanted, slice(3, 90, 2))
@@ -155,7 +155,7 @@ def test_codes_have_the_values_of_the_blocks(
 
 def test_group_without_scale_keeps_its_number(llama: Path, tmp_path: Path) -> None:
     file = written(tmp_path / "model.gguf", llama, {"blk.0.ffn_up": "Q4_1"})
-    where = read_header(file).tensors["blk.0.ffn_up.weight"]
+    where = read_gguf_header(file).tensors["blk.0.ffn_up.weight"]
     content = bytearray(file.read_bytes())
     content[where.start : where.start + 4] = np.array([0, 1.5], "<f2").tobytes()
     content[where.start + 20 : where.start + 24] = bytes(4)
@@ -255,7 +255,7 @@ def test_invalid_use_raises_an_error(llama: Path, tmp_path: Path) -> None:
 
 def test_damaged_scale_raises_checkpoint_error(llama: Path, tmp_path: Path) -> None:
     file = written(tmp_path / "model.gguf", llama, {"blk.0.ffn_up": "Q8_0"})
-    where = read_header(file).tensors["blk.0.ffn_up.weight"]
+    where = read_gguf_header(file).tensors["blk.0.ffn_up.weight"]
     content = bytearray(file.read_bytes())
     content[where.start : where.start + 2] = np.array(np.nan, "<f2").tobytes()
     file.write_bytes(content)

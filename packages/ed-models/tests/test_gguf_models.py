@@ -12,7 +12,7 @@ import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_models import AutoEasyDeLConfig, AutoEasyDeLModelForCausalLM
 from ed_models.checkpoints import hub
-from ed_models.checkpoints.gguf.header import read_header
+from ed_models.checkpoints.gguf.header import read_gguf_header
 from ed_models.checkpoints.loading import weight_map
 from ed_models.checkpoints.saving import layer_values
 from flax import nnx
@@ -126,7 +126,7 @@ def test_model_is_split_over_files(llama: Any, tmp_path: Path) -> None:
     from gguf import GGUFWriter
 
     path = llama.save_gguf(tmp_path / "whole.gguf")
-    header, content = read_header(path), np.fromfile(path, np.uint8)
+    header, content = read_gguf_header(path), np.fromfile(path, np.uint8)
     names = sorted(header.tensors)
     for part in (0, 1):
         writer = GGUFWriter(tmp_path / f"model-{part + 1:05d}-of-00002.gguf", "llama")
@@ -175,7 +175,7 @@ def test_fused_and_merged_tensors_of_other_writers_are_read(tmp_path: Path) -> N
         name="model",
         tokenizer={},
     )
-    assert "blk.0.ffn_gate_up_exps.weight" in read_header(path).tensors
+    assert "blk.0.ffn_gate_up_exps.weight" in read_gguf_header(path).tensors
     own = parameters(model)
     for name, value in parameters(load(path)).items():
         np.testing.assert_array_equal(value, own[name], err_msg=name)

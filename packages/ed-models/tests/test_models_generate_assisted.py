@@ -9,7 +9,7 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.families.mistral import MistralConfig, MistralForCausalLM
-from ed_models.generation.assisted import look_up
+from ed_models.generation.assisted import look_up_drafts
 from flax import nnx
 
 V, S, NEW = 40, 9, 14
@@ -119,7 +119,7 @@ def test_prompt_lookup_drafts_repeated_text(model, prompt):
 
 def test_look_up_proposes_tokens_after_matching_ngram():
     ids = jnp.asarray([[-1, -1, 5, 6, 7, 8, 6], [1, 2, 3, 1, 9, 1, 2], [-1, -1, -1, 1, 2, 3, 4]])
-    found = jax.jit(look_up, static_argnums=(1, 2))
+    found = jax.jit(look_up_drafts, static_argnums=(1, 2))
     np.testing.assert_array_equal(found(ids, 3, 2), [[7, 8, 6], [3, 1, 9], [-1, -1, -1]])
     np.testing.assert_array_equal(found(ids[1:2], 6, 1), [[3, 1, 9, 1, 2, -1]])
 

@@ -24,8 +24,8 @@ from ed_models import (
     AutoEasyDeLModelForSequenceClassification,
 )
 from ed_models.checkpoints import hub
-from ed_models.checkpoints.loading import prepare
-from ed_models.checkpoints.tensor_files import TensorFiles, arrays
+from ed_models.checkpoints.loading import prepare_module
+from ed_models.checkpoints.tensor_files import TensorFiles, compute_arrays
 from ed_models.checkpoints.text_halves import MODEL_TYPES, text_name, text_tensors
 from ed_models.families.siglip import SiglipVisionConfig
 from flax import nnx
@@ -256,7 +256,7 @@ def test_tower_of_a_multimodal_checkpoint_loads_alone(gemma3: Path, tower: str) 
     names = {name: name.replace("vision_tower.", tower, 1) for name in files}
     config = SiglipVisionConfig(**TOWER, sharding_axis_dims=ONE)
     tower_class = registry.get_module(TaskType.BASE_VISION, config.model_type)
-    prepare(tower_class, config, files.rename_tensors(names))
+    prepare_module(tower_class, config, files.rename_tensors(names))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_name_in_a_text_only_checkpoint(name: str, expected: str | None) -> None
 def test_tower_beside_text_only_names_is_not_read() -> None:
     """Qwen2-VL of transformers 5.0 to 5.5 has `model.visual` beside `model.layers`."""
     values = {name: np.ones(2, np.float32) for name in ("model.visual.x", "model.norm.weight")}
-    files = TensorFiles({}).add_tensors(arrays(TensorFiles({}), values))
+    files = TensorFiles({}).add_tensors(compute_arrays(TensorFiles({}), values))
     assert list(text_tensors(files, ["model.norm.weight"])) == ["model.norm.weight"]
     assert list(text_tensors(files, ["visual.x", "model.norm.weight"])) == list(values)
 

@@ -14,7 +14,7 @@ from ed_models.weights.rules import (
     fused,
     ignore,
     interleave,
-    pad_axis,
+    pad_rule,
     permute,
     renamed,
     split,
@@ -200,12 +200,12 @@ LAYOUTS = {
         },
     ),
     "OPT positions: rows in front": (
-        (Rule("{p}.embedding", "{p}.weight", pad_axis(0, pad_before=2)),),
+        (Rule("{p}.embedding", "{p}.weight", pad_rule(0, pad_before=2)),),
         {"pos.embedding": (V, D)},
         lambda hf: {"pos.embedding": hf["pos.weight"][2:]},
     ),
     "a vocabulary with rows behind, transposed": (
-        (Rule("{p}.kernel", "{p}.weight", pad_axis(0, pad_after=3, inner_layout=transpose)),),
+        (Rule("{p}.kernel", "{p}.weight", pad_rule(0, pad_after=3, inner_layout=transpose)),),
         {"head.kernel": (D, V)},
         lambda hf: {"head.kernel": hf["head.weight"][:V].T},
     ),

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_models.checkpoints.weight_map import WeightMap, copy
+from ed_models.checkpoints.weight_map import WeightMap, copy_array
 from ed_models.weights.blocks import Piece, Relation
 from ed_models.weights.rules import STANDARD, Rule, split, stack, transpose
 
@@ -89,7 +89,7 @@ def test_copies_convert_whatever_the_order_in_memory(shape, of, to):
     want = source.astype(np.dtype(to))
     outs = [np.zeros(shape, to), np.zeros((*shape, 2), to)[..., 0], np.zeros(shape[::-1], to).T]
     for out in outs:
-        copy(out, source)
+        copy_array(out, source)
         np.testing.assert_array_equal(out, want)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 from ed_trainers import Callback, arguments_class, trainer_class
-from ed_trainers.figures.metrics import CLOCKED, read_rows
+from ed_trainers.figures.metrics import CLOCKED, read_metrics
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.placement import microbatches
 from ed_trainers.state import EasyDeLState
@@ -27,7 +27,7 @@ class StopAt(Callback):
 
 def rows_of(directory):
     """Return the rows of a run's record without times."""
-    rows = read_rows(directory / "metrics.jsonl")
+    rows = read_metrics(directory / "metrics.jsonl")
     return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
 
 

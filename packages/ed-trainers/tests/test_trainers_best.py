@@ -14,7 +14,7 @@ from ed_infra.errors import ConfigError
 from ed_trainers import Callback, SFTArguments, SFTTrainer
 from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
-from ed_trainers.figures.metrics import CLOCKED, read_rows
+from ed_trainers.figures.metrics import CLOCKED, read_metrics
 from ed_trainers.optimizers import build_optimizer, build_schedule, get_ema_params
 from ed_trainers.optimizers.ema import EmaState
 from pydantic import ValidationError
@@ -45,7 +45,7 @@ def kept(directory):
 
 
 def evaluated(directory):
-    rows = read_rows(directory / "metrics.jsonl")
+    rows = read_metrics(directory / "metrics.jsonl")
     return {row["step"]: row for row in rows if "eval_loss" in row}
 
 
@@ -217,7 +217,7 @@ def test_the_mean_is_evaluated_saved_and_resumed(toy, tmp_path):
     rows = [
         [
             {name: value for name, value in row.items() if name not in CLOCKED}
-            for row in read_rows(tmp_path / folder / "metrics.jsonl")
+            for row in read_metrics(tmp_path / folder / "metrics.jsonl")
         ]
         for folder in ("mean", "parts")
     ]

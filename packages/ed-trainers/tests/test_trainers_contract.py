@@ -20,7 +20,7 @@ from ed_trainers import (
     SFTTrainer,
     trainer_of,
 )
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.losses.next_token import next_token_batch
 from ed_trainers.losses.token_loss import token_logprobs
 from ed_trainers.optimizers import build_optimizer, build_schedule
@@ -270,7 +270,7 @@ def test_frozen_models_and_extra_losses_work_in_custom_method(toy, routed, tmp_p
         jax.tree.leaves(kept), jax.tree.leaves(nnx.state(reference)), strict=True
     ):
         np.testing.assert_array_equal(after, before)  # also: they can still be read
-    rows = read_rows(tmp_path / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "metrics.jsonl")
     trained, evaluated = rows[:-1], rows[-1]
     assert {"loss", "main_loss", "router_z", "first_expert", "distance"} <= trained[0].keys()
     assert {"eval_loss", "eval_main_loss", "eval_router_z", "eval_first_expert"} <= evaluated.keys()

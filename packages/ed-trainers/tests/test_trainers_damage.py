@@ -17,7 +17,7 @@ from ed_infra.errors import CheckpointError
 from ed_trainers import Callback, SFTArguments, SFTTrainer
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.run_record import describe_run
-from ed_trainers.figures.metrics import MetricsLog, read_rows
+from ed_trainers.figures.metrics import MetricsLog, read_metrics
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored import checksums, disk
 
@@ -246,7 +246,7 @@ def test_full_disk_skips_checkpoint_and_training_continues(toy, small_disk, caps
     assert output.checkpoint_path.name == "12"
     folder = small_disk / "run" / "checkpoints"
     assert {path.name for path in folder.iterdir()} == {"9", "12"}
-    assert [row["step"] for row in read_rows(small_disk / "run/metrics.jsonl")] == list(
+    assert [row["step"] for row in read_metrics(small_disk / "run/metrics.jsonl")] == list(
         range(1, 13)
     )
 
@@ -290,9 +290,9 @@ def test_rows_of_metrics_wait_while_the_disk_is_full(toy, small_disk, capsys):
         brim.on_log(trainer, {"step": step})
         if step == 8:
             log.flush()
-            assert len(read_rows(small_disk / "metrics.jsonl")) < 8
+            assert len(read_metrics(small_disk / "metrics.jsonl")) < 8
     log.close()
-    assert [row["step"] for row in read_rows(small_disk / "metrics.jsonl")] == list(range(1, 13))
+    assert [row["step"] for row in read_metrics(small_disk / "metrics.jsonl")] == list(range(1, 13))
     out = capsys.readouterr().out
     assert out.count("rows of metrics.jsonl wait until they can be written: the disk of") == 1
 

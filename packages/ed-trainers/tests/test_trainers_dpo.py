@@ -10,7 +10,7 @@ from ed_infra.specs import LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import DPOArguments, trainer_class
 from ed_trainers.arguments import idle_options
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.losses.pairs import pair_batch
 from ed_trainers.methods.reference_cache import REFERENCE_FILE
 from flax import nnx
@@ -148,7 +148,7 @@ def run(toy, path, model=None, **given):
     frozen = {"reference": toy.model(seed=5)}
     trainer = DPOTrainer(arguments, model or toy.model(), Pairs(), held_out, frozen=frozen)
     output = trainer.train()
-    return trainer, output, read_rows(path / "metrics.jsonl")
+    return trainer, output, read_metrics(path / "metrics.jsonl")
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from ed_models.families.llama import LlamaForCausalLM
 from ed_trainers import CheckpointManager
 from ed_trainers.compare import differences
 from ed_trainers.convert import convert
-from ed_trainers.easylm import StreamFile, TreeFile, in_halves, in_pairs, open_arrays, write_tree
+from ed_trainers.easylm import StreamFile, TreeFile, in_halves, open_arrays, pair_rows, write_tree
 from flax import serialization, traverse_util
 from safetensors.numpy import load_file, save_file
 
@@ -162,8 +162,8 @@ def test_tied_bfloat16_model_round_trips_through_easylm(tmp_path):
 
 def test_the_order_of_features_is_undone():
     matrix = np.arange(48).reshape(8, 6)
-    assert np.array_equal(in_halves(in_pairs(matrix, 2), 2), matrix)
-    assert in_pairs(matrix, 2)[:, 0].tolist() == [0, 12, 6, 18, 24, 36, 30, 42]
+    assert np.array_equal(in_halves(pair_rows(matrix, 2), 2), matrix)
+    assert pair_rows(matrix, 2)[:, 0].tolist() == [0, 12, 6, 18, 24, 36, 30, 42]
 
 
 def test_invalid_easylm_conversions_raise_error(saved, stream, tmp_path):

@@ -13,9 +13,9 @@ from ed_infra.errors import CheckpointError
 from ed_infra.specs import EasyDeLQuantizationConfig, LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.stored.arrays import flat_arrays, stored_arrays
-from ed_trainers.stored.fingerprint import fingerprint
+from ed_trainers.stored.fingerprint import fingerprint_arrays
 
 SETTINGS = {
     "vocab_size": 64,
@@ -56,7 +56,7 @@ def train(directory, steps, model, **given):
         }
     )
     output = SFTTrainer(arguments, model=model, train_dataset=Rows()).train()
-    rows = read_rows(directory / "metrics.jsonl")
+    rows = read_metrics(directory / "metrics.jsonl")
     return output, [row["loss"] for row in rows if "loss" in row]
 
 
@@ -137,16 +137,18 @@ def test_frozen_parameters_of_a_full_model_are_not_saved_either(tmp_path):
 def test_fingerprints_see_every_bit_and_no_mesh(dtype):
     values = np.random.default_rng(0).integers(0, 2, (16, 8, 4))
     array = jnp.asarray(values).astype(dtype)
-    whole = fingerprint({"x": array})
+    whole = fingerprint_arrays({"x": array})
     mesh = jax.make_mesh((8,), ("a",), devices=jax.devices())
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "a"))
     if dtype not in ("uint4", "int4"):
-        assert fingerprint({"x": jax.device_put(array, spec)}) == whole
+        assert fingerprint_arrays({"x": jax.device_put(array, spec)}) == whole
     seen = set()
     for place in np.random.default_rng(1).integers(0, values.size, 20):
         other = values.reshape(-1).copy()
         other[place] ^= 1
-        seen.add(fingerprint({"x": jnp.asarray(other.reshape(values.shape)).astype(dtype)})["x"])
+        seen.add(
+            fingerprint_arrays({"x": jnp.asarray(other.reshape(values.shape)).astype(dtype)})["x"]
+        )
     assert whole["x"] not in seen
     assert len(seen) == len(set(np.random.default_rng(1).integers(0, values.size, 20)))
 
@@ -154,7 +156,8 @@ def test_fingerprints_see_every_bit_and_no_mesh(dtype):
 @pytest.mark.nightly
 def test_fingerprints_do_not_depend_on_the_storage_of_layers():
     stacked, leaves = (
-        fingerprint(flat_arrays(base(scan_layers=scan).split_module()[1])) for scan in (True, False)
+        fingerprint_arrays(flat_arrays(base(scan_layers=scan).split_module()[1]))
+        for scan in (True, False)
     )
     assert stacked == leaves
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import kill_target
 import pytest
-from ed_trainers.figures.metrics import CLOCKED, read_rows
+from ed_trainers.figures.metrics import CLOCKED, read_metrics
 
 TARGET = Path(__file__).parent / "kill_target.py"
 STEPS = 24
@@ -50,7 +50,7 @@ def kill_after(process: subprocess.Popen, directory: Path, step: int) -> None:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
-        rows = read_rows(directory / "metrics.jsonl")
+        rows = read_metrics(directory / "metrics.jsonl")
         if rows and rows[-1]["step"] >= step:
             break
         time.sleep(0.005)
@@ -60,7 +60,7 @@ def kill_after(process: subprocess.Popen, directory: Path, step: int) -> None:
 
 
 def exact(directory: Path) -> list[dict]:
-    rows = read_rows(directory / "metrics.jsonl")
+    rows = read_metrics(directory / "metrics.jsonl")
     return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
 
 
@@ -168,7 +168,7 @@ def test_sigterm_saves_and_exits_with_zero(tmp_path, monkeypatch, extra):
     one_device(monkeypatch)
     process = start(tmp_path / "parts", *extra)
     deadline = time.monotonic() + 300
-    while not (rows := read_rows(tmp_path / "parts/metrics.jsonl")) or rows[-1]["step"] < 6:
+    while not (rows := read_metrics(tmp_path / "parts/metrics.jsonl")) or rows[-1]["step"] < 6:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signal.SIGTERM)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 
 
 class Packed:
@@ -58,7 +58,7 @@ def losses(directory, *, param_dtype=jnp.float32, config=None, **given):
         }
     )
     SFTTrainer(arguments, model=model, train_dataset=Packed(), eval_dataset=Packed()).train()
-    rows = read_rows(directory / "metrics.jsonl")
+    rows = read_metrics(directory / "metrics.jsonl")
     return [row.get("loss", row.get("eval_loss")) for row in rows]
 
 

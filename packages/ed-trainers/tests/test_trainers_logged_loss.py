@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ed_infra.outputs import CausalLMOutput, Metric
 from ed_trainers import Models, SFTArguments, SFTTrainer, arguments_class, trainer_class
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.running.stopping import TrainingDiverged
 from flax import nnx
 from method_runs import Pairs, one_step
@@ -107,7 +107,7 @@ def test_the_best_checkpoint_has_the_lowest_optimized_total(toy, tmp_path):
     held_out = Pairs(seed=9).batch_at(0)
     trainer = trainer_class("orpo")(arguments, toy.model(), Pairs(), [held_out])
     output = trainer.train()
-    rows = [row for row in read_rows(tmp_path / "metrics.jsonl") if "eval_loss" in row]
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "eval_loss" in row]
     lowest = min(rows, key=lambda row: row["eval_loss"])
     assert output.best_checkpoint_path.name == str(lowest["step"])
     objective = jax.jit(

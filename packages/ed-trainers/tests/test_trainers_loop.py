@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_trainers import Callback, SFTArguments, SFTTrainer, TrainingDiverged
-from ed_trainers.figures.metrics import CLOCKED, read_rows
+from ed_trainers.figures.metrics import CLOCKED, read_metrics
 from ed_trainers.running.stopping import StopRequest
 
 SETTINGS = {
@@ -40,7 +40,7 @@ def trainer(
 
 def exact(directory: Path) -> list[dict]:
     """Return rows without times."""
-    rows = read_rows(Path(directory) / "metrics.jsonl")
+    rows = read_metrics(Path(directory) / "metrics.jsonl")
     return [{k: v for k, v in row.items() if k not in CLOCKED} for row in rows]
 
 

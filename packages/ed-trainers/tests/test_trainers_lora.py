@@ -8,7 +8,7 @@ import pytest
 from ed_infra.specs import LoraSpec
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import arguments_class, trainer_class
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from flax import nnx
 from method_runs import Pairs
 
@@ -65,7 +65,7 @@ def trained(
     )
     trainer = trainer_class(method)(arguments, model=before, train_dataset=data())
     after = trainer.train().state
-    rows = read_rows(directory / "metrics.jsonl")
+    rows = read_metrics(directory / "metrics.jsonl")
     return [row["loss"] for row in rows if "loss" in row], before, after
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from copy_target import LOST
 from ed_infra.testing import started_processes
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 
 TARGET = Path(__file__).parent / "copy_target.py"
 
@@ -21,7 +21,7 @@ def test_no_copy_of_a_step_outlives_a_process_that_did_not_write_its_row(tmp_pat
         # The other process fails at its next exchange with the lost one.
         while any(process.poll() is None for process in running) and time.monotonic() < end:
             time.sleep(0.05)
-    rows = read_rows(tmp_path / "run/metrics.jsonl")
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == [*range(1, LOST)]
     copies = {path.stem for path in tmp_path.glob("memory-*/*.copy")}
     assert str(LOST - 1) in copies

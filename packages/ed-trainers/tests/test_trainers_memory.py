@@ -10,7 +10,7 @@ import pytest
 from ed_trainers import EasyDeLState, SFTArguments, SFTTrainer
 from ed_trainers.checkpoints.memory import MemoryCopies
 from ed_trainers.figures.meter import Meter
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 
 SETTINGS = {
     "total_batch_size": 8,
@@ -24,7 +24,7 @@ SETTINGS = {
 def train(toy, directory, dims=(1, 1, 1, 1, 1), **given):
     arguments = SFTArguments(save_directory=str(directory), **{**SETTINGS, **given})
     SFTTrainer(arguments, model=toy.model(dims, dropout=0.1), train_dataset=toy.loader()).train()
-    return {row["step"]: row["loss"] for row in read_rows(directory / "metrics.jsonl")}
+    return {row["step"]: row["loss"] for row in read_metrics(directory / "metrics.jsonl")}
 
 
 @pytest.mark.proves("memory_directory", "memory_save_steps")

@@ -16,7 +16,7 @@ from ed_models.families.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from ed_trainers import EasyDeLState, SFTArguments, SFTTrainer
 from ed_trainers.figures.flops import PEAKS, known_peak, matrix_parameters, utilization
 from ed_trainers.figures.meter import ACTIVITIES, Meter, peak_memory
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.figures.sinks import Buffered
 
 
@@ -158,7 +158,7 @@ def run(toy, directory, **given):
 
 def test_rows_and_outcome_say_where_time_went(toy, tmp_path, capsys):
     output = run(toy, tmp_path, peak_flops_per_device=1e9, save_steps=2, evaluation_steps=2)
-    rows = [row for row in read_rows(tmp_path / "metrics.jsonl") if "loss" in row]
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
     assert all(0 <= row["goodput"] <= 1 and row["data_wait"] >= 0 for row in rows)
     assert all(0.01 < row["peak_memory_gib"] < 1000 for row in rows)
     assert all(row["mfu"] > 0 for row in rows[1:])
@@ -279,7 +279,7 @@ def test_trackers_get_the_rows_and_resume(toy, tmp_path, monkeypatch, name):
     assert "first" in str(begin.values())
     assert "tests" in str(calls[0])
     logged = [(args, kwargs) for verb, args, kwargs in calls if verb == "log"]
-    rows = [row for row in read_rows(tmp_path / "metrics.jsonl") if "loss" in row]
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
     assert logged[0][0][0]["train/loss"] == rows[0]["loss"]
     assert [kwargs["step"] for _, kwargs in logged] == [1, 2, 3, 4, 4]
     assert any("eval/loss" in args[0] for args, _ in logged)

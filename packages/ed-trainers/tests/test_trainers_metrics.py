@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from ed_trainers.figures.metrics import MetricsLog, read_rows
+from ed_trainers.figures.metrics import MetricsLog, read_metrics
 from ed_trainers.figures.sinks import TensorBoard
 
 
@@ -36,7 +36,7 @@ def test_logged_floats_round_trip_exactly(tmp_path):
     losses = np.random.default_rng(0).normal(size=100).astype(np.float32)
     for step, loss in enumerate(losses, 1):
         log.write(row(step, float(loss)))
-    back = np.array([r["loss"] for r in read_rows(tmp_path / "metrics.jsonl")], np.float32)
+    back = np.array([r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")], np.float32)
     np.testing.assert_array_equal(back, losses)
 
 
@@ -66,7 +66,7 @@ def test_restart_cuts_rows_beyond_the_checkpoint_and_a_torn_line(tmp_path):
     for step in range(6, 10):
         again.write(row(step, 3.0))
     again.close()
-    steps = [r["step"] for r in read_rows(path) if "loss" in r]
+    steps = [r["step"] for r in read_metrics(path) if "loss" in r]
     assert steps == list(range(1, 10))
     losses = [(step, value) for tag, step, value in events(board) if tag == "train/loss"]
     assert losses == [(s, 1.0 if s < 6 else 3.0) for s in range(1, 10)]

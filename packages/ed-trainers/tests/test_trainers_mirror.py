@@ -10,7 +10,7 @@ import pytest
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_trainers import SFTArguments, SFTTrainer
 from ed_trainers.checkpoints.mirror import Mirror
-from ed_trainers.figures.metrics import CLOCKED, read_rows
+from ed_trainers.figures.metrics import CLOCKED, read_metrics
 from ed_trainers.stored import checksums
 
 SETTINGS = {
@@ -38,7 +38,7 @@ def copies(fs):
 def rows(directory):
     return [
         {name: value for name, value in row.items() if name not in CLOCKED}
-        for row in read_rows(directory / "metrics.jsonl")
+        for row in read_metrics(directory / "metrics.jsonl")
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_trainers import LogWatcher, SFTTrainer
 from ed_trainers.arguments import SFTArguments, idle_options
-from ed_trainers.figures.metrics import curves, histograms, read_rows
+from ed_trainers.figures.metrics import curves, histograms, read_metrics
 from ed_trainers.figures.trackers import About, WandB
 from ed_trainers.optimizers import get_array_norms
 from ed_trainers.probes import WatcherProbe, build_probes
@@ -150,7 +150,7 @@ def test_monitored_runs_resume_and_hold_the_weights_of_their_step(toy, tmp_path)
         return out
 
     last = run(tmp_path / "whole")
-    rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     weights = [row for row in rows if "weights/kernel/mean" in row]
     assert [row["step"] for row in weights] == [4, 8, 12]
     kernel = np.asarray(last.model.kernel[...])

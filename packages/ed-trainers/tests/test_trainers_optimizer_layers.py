@@ -22,7 +22,7 @@ from ed_trainers import (
 )
 from ed_trainers.arguments import OPTIMIZERS
 from ed_trainers.contract import Models
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.optimizers import apply_updates, build_optimizer, build_schedule
 from ed_trainers.optimizers.muon import matrices
 from ed_trainers.optimizers.per_array import own_shapes
@@ -154,7 +154,7 @@ def losses(directory, model, loader, **given):
         **given,
     )
     SFTTrainer(arguments, model, loader).train()
-    return [row["loss"] for row in read_rows(directory / "metrics.jsonl")]
+    return [row["loss"] for row in read_metrics(directory / "metrics.jsonl")]
 
 
 @pytest.mark.nightly

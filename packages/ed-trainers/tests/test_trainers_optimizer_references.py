@@ -18,7 +18,12 @@ from ed_trainers.optimizers import (
     build_schedule,
     gradient_point,
 )
-from ed_trainers.optimizers.eight_bit import EightBitArray, dequantize, levels, quantize
+from ed_trainers.optimizers.eight_bit import (
+    EightBitArray,
+    dequantize_blocks,
+    levels,
+    quantize_blocks,
+)
 from flax import nnx
 
 LAYERS, EXPERTS, STEPS = 3, 2, 30
@@ -515,10 +520,10 @@ def test_eight_bits_are_the_nearest_level(signed, columns):
     x = np.random.default_rng(0).normal(size=(3, columns)).astype(np.float32) ** 3
     x = x if signed else np.abs(x)
     x[1] = 0.0
-    blocks = quantize(jnp.asarray(x), signed=signed, block_size=128)
+    blocks = quantize_blocks(jnp.asarray(x), signed=signed, block_size=128)
     assert blocks.codes.shape == x.shape and blocks.codes.dtype == jnp.uint8
     assert blocks.scales.shape == (3, -(-columns // min(128, columns)))
-    back = np.asarray(dequantize(blocks, signed=signed, block_size=128))
+    back = np.asarray(dequantize_blocks(blocks, signed=signed, block_size=128))
     table = levels(signed=signed).astype(np.float64)
     for row in range(3):
         for start in range(0, columns, 128):

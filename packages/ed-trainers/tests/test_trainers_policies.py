@@ -51,7 +51,7 @@ class Other(ToyRollout):
 @pytest.fixture(autouse=True)
 def toys_have_no_generate(monkeypatch):
     monkeypatch.setattr(Phase, "build_rollout", lambda self, make: Other(self.run, make))
-    monkeypatch.setattr(nash_md, "opponent", lambda run, models: models["reference"])
+    monkeypatch.setattr(nash_md, "build_opponent", lambda run, models: models["reference"])
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from ed_infra.errors import ConfigError
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
 from ed_trainers.arguments import idle_options
-from ed_trainers.figures.metrics import curves, read_rows
+from ed_trainers.figures.metrics import curves, read_metrics
 from ed_trainers.probes import Previews, beginnings
 from method_runs import Pairs
 from pydantic import ValidationError
@@ -102,7 +102,7 @@ def run(tmp_path_factory):
         profile_steps=2,
     ).train()
     return SimpleNamespace(
-        directory=directory, measured=measured, rows=read_rows(directory / "metrics.jsonl")
+        directory=directory, measured=measured, rows=read_metrics(directory / "metrics.jsonl")
     )
 
 
@@ -151,7 +151,7 @@ def test_previews_begin_held_out_documents_and_sample_by_step(tmp_path):
     for name, top_p in (("open", 1.0), ("narrow", 1e-6)):
         sampling = {"generation_temperature": 1.0, "generation_top_p": top_p}
         trainer(tmp_path / name, **given, **settings, **sampling).train()
-        rows = read_rows(tmp_path / name / "metrics.jsonl")
+        rows = read_metrics(tmp_path / name / "metrics.jsonl")
         found.append([row["samples"] for row in rows if "samples" in row])
     sampled, likeliest = found
     assert [sample["prompt"] for sample in sampled[0]] == ["abcdef", "bcdefg"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ed_infra.testing import run_processes
-from ed_trainers.figures.metrics import CLOCKED, read_rows
+from ed_trainers.figures.metrics import CLOCKED, read_metrics
 from process_target import ROWS, STEPS, train
 
 pytestmark = pytest.mark.xdist_group("several_processes")
@@ -31,7 +31,7 @@ def test_each_process_reads_its_rows(tmp_path, methods):
     run_processes([TARGET, two, *methods], tmp_path / "logs", processes=2, devices=4)
     for method in methods:
         train(one / method, method)
-        alone, together = (read_rows(run / method / "metrics.jsonl") for run in (one, two))
+        alone, together = (read_metrics(run / method / "metrics.jsonl") for run in (one, two))
         assert [row["step"] for row in together if "loss" in row] == list(range(1, STEPS + 1))
         for own, other in zip(together, alone, strict=True):
             assert own.keys() == other.keys()

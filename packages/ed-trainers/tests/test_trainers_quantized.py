@@ -8,7 +8,7 @@ import pytest
 from ed_infra.specs import EasyDeLQuantizationConfig, LoraSpec
 from ed_infra.testing import tiny_llama
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.roles.value_head import NAME, VALUE_HEAD_FILE
 from ed_trainers.stored.arrays import flat_arrays
@@ -53,7 +53,7 @@ def trained(method, directory, model, rollout=None, **given):
     if rollout is None:
         run.method.rollout = ModelRollout(lambda own: own, rows=8)
     output = run.train()
-    rows = read_rows(directory / "metrics.jsonl")
+    rows = read_metrics(directory / "metrics.jsonl")
     return run, output, [row for row in rows if "loss" in row]
 
 

@@ -9,8 +9,8 @@ import pytest
 from ed_infra.errors import CheckpointError
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer
-from ed_trainers.figures.metrics import read_rows
-from ed_trainers.stored.saved import load, save
+from ed_trainers.figures.metrics import read_metrics
+from ed_trainers.stored.saved import load_arrays, save_arrays
 
 STEPS = 6
 
@@ -49,12 +49,12 @@ def train(directory, steps, *, scan=True, dims=(1, 1, 1, 1, 1), dtype="float32",
         }
     )
     state = SFTTrainer(arguments, model=model, train_dataset=Rows()).train().state
-    rows = read_rows(directory / "metrics.jsonl")
+    rows = read_metrics(directory / "metrics.jsonl")
     return [row["loss"] for row in rows if "loss" in row], state
 
 
 def stored(directory, **arrays):
-    save(directory, {name.replace("__", "/"): value for name, value in arrays.items()}, {})
+    save_arrays(directory, {name.replace("__", "/"): value for name, value in arrays.items()}, {})
     return directory
 
 
@@ -72,19 +72,19 @@ def test_arrays_are_taken_apart_and_stacked(tmp_path):
         tmp_path / "t", layers__run_0_4_2__0__w=layers[::2], layers__run_0_4_2__1__w=layers[1::2]
     )
     each = {f"layers__layer_{i}__w": ((3, 2), "float32") for i in range(4)}
-    apart = load(together, wanted(**each))
+    apart = load_arrays(together, wanted(**each))
     for i in range(4):
         np.testing.assert_array_equal(apart[f"layers/layer_{i}/w"], layers[i])
     again = stored(tmp_path / "a", **{name: layers[i] for i, name in enumerate(each)})
-    run = load(again, wanted(layers__run_0_4_1__0__w=((4, 3, 2), "float32")))
+    run = load_arrays(again, wanted(layers__run_0_4_1__0__w=((4, 3, 2), "float32")))
     np.testing.assert_array_equal(run["layers/run_0_4_1/0/w"], layers)
     # Another period, straight from one stacked form to the other.
-    run = load(together, wanted(layers__run_0_4_1__0__w=((4, 3, 2), "float32")))
+    run = load_arrays(together, wanted(layers__run_0_4_1__0__w=((4, 3, 2), "float32")))
     np.testing.assert_array_equal(run["layers/run_0_4_1/0/w"], layers)
     with pytest.raises(CheckpointError, match=r"run_0_4_2/1/w is not in the model"):
-        load(together, wanted(**{name: each[name] for name in list(each)[:3]}))
+        load_arrays(together, wanted(**{name: each[name] for name in list(each)[:3]}))
     with pytest.raises(CheckpointError, match=r"layer_0/w has shape \(2, 3, 2\), the"):
-        load(together, wanted(**dict.fromkeys(each, ((3,), "float32"))))
+        load_arrays(together, wanted(**dict.fromkeys(each, ((3,), "float32"))))
 
 
 @pytest.mark.nightly
@@ -93,10 +93,12 @@ def test_parameters_come_from_masters_and_masters_from_parameters(tmp_path, inne
     exact = np.float32([1.0001, 2.0002])
     master = f"opt_state__{inner}masters__w"
     low = stored(tmp_path / "low", graphstate__w=jnp.bfloat16(exact), **{master: exact})
-    whole = load(low, wanted(graphstate__w=((2,), "float32")))
+    whole = load_arrays(low, wanted(graphstate__w=((2,), "float32")))
     np.testing.assert_array_equal(whole["graphstate/w"], exact)
     high = stored(tmp_path / "high", graphstate__w=exact)
-    both = load(high, wanted(graphstate__w=((2,), "bfloat16"), **{master: ((2,), "float32")}))
+    both = load_arrays(
+        high, wanted(graphstate__w=((2,), "bfloat16"), **{master: ((2,), "float32")})
+    )
     np.testing.assert_array_equal(both[master.replace("__", "/")], exact)
     np.testing.assert_array_equal(both["graphstate/w"], jnp.bfloat16(exact))
 

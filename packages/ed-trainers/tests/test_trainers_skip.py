@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_trainers import SFTArguments, SFTTrainer, TrainingDiverged
-from ed_trainers.figures.metrics import read_rows
+from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.optimizers import apply_updates, build_optimizer, build_schedule, was_skipped
 
 
@@ -103,7 +103,7 @@ def test_a_run_goes_on_after_a_bad_batch(toy, tmp_path):
     with pytest.raises(TrainingDiverged, match="step 3: loss"):
         run(toy, tmp_path / "stops", {2})
     output = run(toy, tmp_path / "goes_on", {2, 3}, skip_bad_steps=True, sigma_factor=None)
-    rows = read_rows(tmp_path / "goes_on" / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "goes_on" / "metrics.jsonl")
     assert [row["skipped"] for row in rows] == [0, 0, 1, 1, 0, 0, 0, 0]
     assert int(output.state.step) == 8
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(output.state.graphstate))

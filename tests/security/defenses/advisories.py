@@ -43,8 +43,8 @@ ADVISORIES: dict[str, tuple[Edit, ...]] = {
     f"{CLASSES}::test_loading_a_configuration_runs_no_code": (
         Edit(
             f"{MODELS}/checkpoints/hub.py",
-            "    stored = read_settings(path, task)\n",
-            "    stored = read_settings(path, task)\n"
+            "    stored = read_checkpoint_settings(path, task)\n",
+            "    stored = read_checkpoint_settings(path, task)\n"
             "    for module in directory.glob('*_evil.py'):\n"
             "        exec(module.read_text())\n",
         ),

@@ -535,7 +535,7 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     "packages/ed-elarge/tests/test_elarge_lying_workers.py::test_invalid_results_are_rejected": (
         Edit(
             f"{ELARGE}/asynchronous/message_check.py",
-            '        require(is_valid, "a token outside the vocabulary")\n',
+            '        _require(is_valid, "a token outside the vocabulary")\n',
             "",
         ),
     ),

@@ -24,12 +24,12 @@ from ed_data.rows.recordings import header
 from ed_data.schema import CTC, IMAGE_CLASSIFICATION, TEXT
 from ed_data.sources import open_source
 from ed_data.tokens.images import get_size
-from ed_elarge.config.nodes import read
+from ed_elarge.config.nodes import read_yaml
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import InputError
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_models.checkpoints.gguf.directory import as_directory
-from ed_models.checkpoints.gguf.header import read_header
+from ed_models.checkpoints.gguf.header import read_gguf_header
 
 from tests.security.fuzz.mutations import mutate_bytes, mutate_json, mutate_text, write_json
 from tests.security.fuzz.targets import SEEDS, Finding, Target, check, read_seeds
@@ -83,7 +83,7 @@ class Vocabulary(Target):
         self._file.write_bytes(data)
         folder = None
         try:
-            read_header(self._file)
+            read_gguf_header(self._file)
             folder = as_directory(self._file)
             return self._encode(folder)
         except (CheckpointError, ConfigError) as error:
@@ -185,7 +185,7 @@ class RunFiles(Target):
     def execute(self, case: Any) -> str:
         self._file.write_bytes(case)
         try:
-            normalize(read(self._file), require_actions=True)
+            normalize(read_yaml(self._file), require_actions=True)
         except InputError as error:
             return shorten(error)
         return "valid"

@@ -12,7 +12,7 @@ from ed_data.checks import check_names, find_unsupported_keys
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
 from ed_data.order import stream
-from ed_data.order.options import build_schedule, build_shares, document_order, order_details
+from ed_data.order.options import build_shares, build_weight_schedule, document_order, order_details
 from ed_data.order.plan import WINDOW, RowPlan
 from ed_data.order.reading import SHARDS, MixedDocuments, Passes
 from ed_data.order.stream import StreamPlan
@@ -29,7 +29,7 @@ from ed_data.rows.splits import (
 from ed_data.save import save_mixture
 from ed_data.schema import TEXT, Schema
 from ed_data.sources import open_source
-from ed_data.storage.prepare import prepare
+from ed_data.storage.prepare import prepare_tokens
 from ed_data.tokens.audio import SpeechProcessor, TimeSteps
 from ed_data.tokens.chat_recordings import RecordingLayout
 from ed_data.tokens.encoder import Encoder
@@ -188,14 +188,14 @@ def _build_indexed_loader(
         # both wait for the stores.
         windows = any(column.stride is not None for column in encoder.schema.columns)
         wait = mixture.save is not None or windows
-        parts = prepare(mixture, encoding, split, folder, wait=wait)
+        parts = prepare_tokens(mixture, encoding, split, folder, wait=wait)
     except BaseException:
         encoding.close()
         raise
     encoding.rest()
     labels, sizes = [part.label for part in parts], [len(part.members) for part in parts]
     order = document_order(mixture, labels, sizes, split, options.seed, shuffle)
-    by_step = build_schedule(mixture, labels, split) is not None
+    by_step = build_weight_schedule(mixture, labels, split) is not None
     own_details = {
         **_order_details(mixture, options, layout, split, shuffle),
         "window": WINDOW,

@@ -99,7 +99,7 @@ def without_transcripts(mixture: Mixture) -> list[Remark]:
 def _names(inform: Inform, schema: Schema, media: Media) -> Iterator[Remark]:
     # Checks that read no rows need no readers, whose imports need a fifth of a second.
     from ed_data.rows.documents import Documents, function
-    from ed_data.sources.python import resolve
+    from ed_data.sources.python import resolve_address
 
     for key in ("format_callback", "preprocessing_fn"):
         try:
@@ -108,7 +108,7 @@ def _names(inform: Inform, schema: Schema, media: Media) -> Iterator[Remark]:
             yield (key,), str(error)
     try:
         if inform.kind == "python":
-            resolve(str(inform.data_files), inform.label)
+            resolve_address(str(inform.data_files), inform.label)
         # A callback may create any field, and `preprocessing_fn` any content.
         if inform.format_callback is None and _is_near(inform):
             content = {"preprocessing_fn": _any_text} if inform.preprocessing_fn else {}

@@ -88,7 +88,7 @@ def open_file(source: str | bytes | RemoteFile, limit: int) -> IO[bytes]:
     return io.BytesIO(raw)
 
 
-def read_file(source: str | bytes | RemoteFile, limit: int) -> bytes:
+def read_media(source: str | bytes | RemoteFile, limit: int) -> bytes:
     """Return the content of a file; see `open_file`."""
     with open_file(source, limit) as file:
         raw = file.read(limit + 1)

@@ -20,7 +20,7 @@ from ed_data.config import Mixture
 from ed_data.minhash import near_duplicates
 from ed_data.rows.splits import choose_schema, default_cache_dir, file_cache
 from ed_data.schema import TEXT, Schema
-from ed_data.storage.prepare import prepare
+from ed_data.storage.prepare import prepare_tokens
 from ed_data.storage.store import StorePart
 from ed_data.tokens.audio import SpeechProcessor, TimeSteps
 from ed_data.tokens.chat_recordings import RecordingLayout
@@ -249,7 +249,7 @@ def data_report(
     )
     encoding = Encoding(encoder, mixture.tokenization.num_proc)
     with contextlib.closing(encoding):
-        parts = prepare(mixture, encoding, "train", folder)
+        parts = prepare_tokens(mixture, encoding, "train", folder)
     loader = build_loader(
         mixture,
         tokenizer,

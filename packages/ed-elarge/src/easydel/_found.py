@@ -39,7 +39,7 @@ _WITHOUT_HEAD = ("NomicBertForMultipleChoice", "NomicBertForQuestionAnswering")
 
 
 @cache
-def names() -> dict[str, str]:
+def list_names() -> dict[str, str]:
     """Return name -> the module that exports it."""
     families = _families()
     derived = dict.fromkeys(_derived_classes(families), __name__)

@@ -135,12 +135,12 @@ def children(module: str) -> list[str]:
 
 def find_names(module: str) -> dict[str, str]:
     """Return every name of a module of `_OPEN` or of `FAMILY_PATHS`."""
-    from easydel._found import family_names, names
+    from easydel._found import family_names, list_names
 
     if module in FAMILY_PATHS:
         owners = FAMILY_PATHS[module]
         aliases = {n: at for n, at in COUNTERPARTS.items() if at.partition(":")[0] in owners}
         return family_names(owners) | aliases
     packages = {"easydel.modules": "ed_models", "easydel.trainers": "ed_trainers"}
-    begins = (packages.get(module, "ed_"), names.__module__)
-    return {n: at for n, at in names().items() if at.startswith(begins)} | MODULES[module]
+    begins = (packages.get(module, "ed_"), list_names.__module__)
+    return {n: at for n, at in list_names().items() if at.startswith(begins)} | MODULES[module]

@@ -31,7 +31,9 @@ _WORDS = (6, 14)
 _SENTENCE = re.compile(r"[A-Z][^.!?]{40,400}[.!?](?=\s)")
 
 
-def write(texts: Sequence[str], directory: Path, names: Sequence[str] = HELDOUT_TASKS) -> Path:
+def write_tasks(
+    texts: Sequence[str], directory: Path, names: Sequence[str] = HELDOUT_TASKS
+) -> Path:
     """Write task files and their data.
 
     Args:
@@ -52,7 +54,7 @@ def write(texts: Sequence[str], directory: Path, names: Sequence[str] = HELDOUT_
     if PERPLEXITY in names:
         _task(directory, PERPLEXITY, [{"text": text} for text in texts], _PERPLEXITY)
     if CLOZE in names:
-        _task(directory, CLOZE, questions(texts), _CLOZE)
+        _task(directory, CLOZE, list_questions(texts), _CLOZE)
     return directory
 
 
@@ -68,7 +70,7 @@ class Gap(NamedTuple):
         return len(self.ending.split())
 
 
-def questions(texts: Sequence[str]) -> list[dict[str, Any]]:
+def list_questions(texts: Sequence[str]) -> list[dict[str, Any]]:
     """Build cloze questions (`{"context", "choices", "label"}`), a pure function of the texts.
 
     A sentence is split in the middle. The wrong choices are second halves of three other sentences

@@ -15,11 +15,11 @@ from ed_trainers.arguments import TrainingArguments
 
 from ed_elarge.config import nodes
 from ed_elarge.config.action_options import EvalOptions, GenerateOptions, ServeOptions
-from ed_elarge.config.description import describe
+from ed_elarge.config.description import describe_run_file
 from ed_elarge.config.normalize import check_sections, normalize
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import SECTIONS, check_machine
-from ed_elarge.config.validation import validate
+from ed_elarge.config.validation import validate_values
 from ed_elarge.errors import Document, InputError
 from ed_elarge.setters import Setters
 
@@ -48,8 +48,8 @@ class eLargeModel(Setters):
     """Builds, trains, evaluates and serves a model from a configuration.
 
     Setters return the object, so that calls can be chained. A setter validates its keys and values
-    immediately. Constraints between sections are checked by `validate` and before a part is built.
-    Parts are cached until the configuration changes or `clear_cache` is called.
+    immediately. Constraints between sections are checked by `validate_values` and before a part
+    is built. Parts are cached until the configuration changes or `clear_cache` is called.
 
     Args:
         config: The sections as a mapping (see `docs/yaml.md`), or the path of a YAML or JSON file.
@@ -68,7 +68,7 @@ class eLargeModel(Setters):
         #: Whether the section `esurge` describes several models, so that a key may lack an effect.
         self.shares_options = False
         if isinstance(config, (str, Path)):
-            self._document = nodes.read(config)
+            self._document = nodes.read_yaml(config)
             self._run = self._check()
             return
         self._document = Document("configuration", value={})
@@ -151,7 +151,7 @@ class eLargeModel(Setters):
         return f"eLargeModel({', '.join(self._document.value or {})})"
 
     def __str__(self) -> str:
-        return describe(self.config)
+        return describe_run_file(self.config)
 
     def update_config(self, config: Mapping[str, Any]) -> Self:
         """Merge sections into the configuration; lists and plain values replace the old values."""
@@ -362,7 +362,7 @@ class eLargeModel(Setters):
         trainer = self.config.trainer
         if tasks is None and trainer is not None and trainer.benchmarks:
             tasks = trainer.benchmarks
-        return harness.figures(self.eval(tasks, **options))
+        return harness.list_figures(self.eval(tasks, **options))
 
     def prepare_eval(self, options: EvalOptions) -> Tasks | LocalTasks:
         """Load the tasks of an evaluation and their data, for a later `eval`."""
@@ -450,7 +450,7 @@ class eLargeModel(Setters):
 
 
 def _options(cls: type[OptionsT], keys: Mapping[str, Any]) -> OptionsT:
-    value, problems = validate(cls, keys, ())
+    value, problems = validate_values(cls, keys, ())
     if value is None:
         raise InputError("options", problems)
     return value

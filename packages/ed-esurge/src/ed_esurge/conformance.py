@@ -16,7 +16,7 @@ from ed_esurge.sampling import SamplingParams
 NEW = 12
 
 
-def engine(subject: Subject) -> float:
+def compare_engine(subject: Subject) -> float:
     """Check that chunked, batched and preempted prompts produce the tokens of `generate`."""
     model = subject.model
     prompts = [row[pad:].tolist() for row, pad in zip(subject.ids, PAD, strict=True)]

@@ -43,7 +43,7 @@ class LabelSet:
             return logits
         independent = self.problem_type == "multi_label_classification"
         if independent or (self.problem_type is None and len(self.names) == 1):
-            return sigmoid(logits)
+            return _sigmoid(logits)
         exponents = np.exp(logits - logits.max(axis=-1, keepdims=True))
         return exponents / exponents.sum(axis=-1, keepdims=True)
 
@@ -57,10 +57,10 @@ class LabelSet:
             float [n].
         """
         logits = logits[:, 0].astype(np.float64)
-        return logits if self.score_activation == "identity" else sigmoid(logits)
+        return logits if self.score_activation == "identity" else _sigmoid(logits)
 
 
-def sigmoid(logits: np.ndarray) -> np.ndarray:
+def _sigmoid(logits: np.ndarray) -> np.ndarray:
     """Return the sigmoid, without overflow."""
     return np.exp(-np.logaddexp(0.0, -logits))
 

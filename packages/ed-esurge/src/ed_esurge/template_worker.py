@@ -15,10 +15,10 @@ TEXT, MARKS, TOO_LONG = b"T", b"K", b"L"
 _MAX_ERROR = 500
 
 
-def prepare() -> None:
+def _prepare() -> None:
     """Import the template engine, which the children share."""
     # The first template imports the modules.
-    work(b'[[{"role": "user", "content": "a"}], {}]', _FIRST, lambda kind, content: None)
+    _work(b'[[{"role": "user", "content": "a"}], {}]', _FIRST, lambda kind, content: None)
 
 
 _FIRST: dict[str, Any] = {
@@ -29,7 +29,7 @@ _FIRST: dict[str, Any] = {
 }
 
 
-def work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
+def _work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
     """Render a conversation.
 
     Args:
@@ -74,4 +74,4 @@ def _make_tokenizer(options: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    run_worker(prepare, work)
+    run_worker(_prepare, _work)

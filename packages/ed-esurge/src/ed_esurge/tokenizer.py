@@ -317,7 +317,9 @@ def _find_first(
     return first
 
 
-def encode(tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool = True) -> list[int]:
+def tokenize_text(
+    tokenizer: Tokenizer | None, text: str, *, add_special_tokens: bool = True
+) -> list[int]:
     """Return the token ids of a text."""
     if tokenizer is None:
         raise ConfigError(
@@ -343,5 +345,5 @@ def bad_word_ids(tokenizer: Tokenizer | None, words: Sequence[str]) -> tuple[tup
     # A word of spaces only would become empty; other white space ("\n") is the word itself.
     pairs = [(w, " " + w) if w else (word,) for w, word in zip(bare, words, strict=True)]
     texts = [text for pair in pairs for text in pair]
-    encodings = [tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts]
+    encodings = [tuple(tokenize_text(tokenizer, text, add_special_tokens=False)) for text in texts]
     return tuple(dict.fromkeys(ids for ids in encodings if ids))

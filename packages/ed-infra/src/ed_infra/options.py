@@ -232,7 +232,7 @@ def _check_dtype(value: object) -> object:
 dtype_name = BeforeValidator(_check_dtype)
 
 
-def explain(error: ValidationError) -> str:
+def explain_error(error: ValidationError) -> str:
     """Return one line for each problem of a validation error: `key.key: message`."""
     lines = []
     for problem in error.errors(include_url=False):

@@ -84,7 +84,7 @@ def parse_run(name: object) -> Run | None:
     return Run(*(int(g) for g in match.groups())) if match else None
 
 
-def normalize(path: Iterable[object]) -> tuple[str | int, ...]:
+def normalize_parameter_name(path: Iterable[object]) -> tuple[str | int, ...]:
     """Convert a path of nnx or `jax.tree_util` keys to strings and integers."""
     parts: list[str | int] = []
     for key in path:
@@ -102,7 +102,7 @@ def normalize(path: Iterable[object]) -> tuple[str | int, ...]:
 
 def is_stacked(path: Iterable[object]) -> bool:
     """Return whether a leaf at this storage path has a leading layer dimension."""
-    return any(parse_run(key) for key in normalize(path))
+    return any(parse_run(key) for key in normalize_parameter_name(path))
 
 
 def canonical(path: Iterable[object]) -> list[str]:
@@ -114,7 +114,7 @@ def canonical(path: Iterable[object]) -> list[str]:
     ['model.layers.1.mlp.up_proj.kernel', 'model.layers.3.mlp.up_proj.kernel']
     """
     pieces: list[list[str]] = []
-    keys = iter(normalize(path))
+    keys = iter(normalize_parameter_name(path))
     for key in keys:
         run = parse_run(key)
         layer = _LAYER.fullmatch(str(key))

@@ -58,7 +58,7 @@ class ModuleRegistration:
         """Return the sharding rules of the module from its abstract shapes."""
         config_copy = config.replace()
         module = nnx.eval_shape(lambda: self.module(config_copy, rngs=nnx.Rngs(0)))
-        return placement.partition_rules(module, config_copy, fully_sharded=fully_sharded)
+        return placement.build_partition_rules(module, config_copy, fully_sharded=fully_sharded)
 
 
 _configs: dict[str, type] = {}

@@ -53,7 +53,7 @@ def token_logprobs(
         return carry, (target_logit(logits, part[1]) - logz, logz)
 
     _, (logp, logz) = jax.lax.scan(
-        compute_chunk, None, (split(hidden, chunk), split(targets, chunk))
+        compute_chunk, None, (split_chunks(hidden, chunk), split_chunks(targets, chunk))
     )
     n = hidden.shape[0]
     return logp.reshape(-1)[:n], logz.reshape(-1)[:n]
@@ -124,7 +124,11 @@ def fused_cross_entropy(
         logits, logz = logits_and_logz(h, head)
         return total + jnp.sum(w * loss.value(logits, logz, y)), None
 
-    parts = (split(hidden, chunk), split(targets, chunk), split(weights, chunk))
+    parts = (
+        split_chunks(hidden, chunk),
+        split_chunks(targets, chunk),
+        split_chunks(weights, chunk),
+    )
     return jax.lax.scan(compute_chunk, jnp.zeros((), jnp.float32), parts)[0]
 
 
@@ -147,7 +151,11 @@ def fused_forward(static: tuple[int, TokenLoss], hidden, head: Head, targets, we
         grads = jax.tree.leaves(d_head)
         return (total, [s + grads[i] for s, i in zip(sums, learned, strict=True)]), d_h
 
-    parts = (split(hidden, chunk), split(targets, chunk), split(weights, chunk))
+    parts = (
+        split_chunks(hidden, chunk),
+        split_chunks(targets, chunk),
+        split_chunks(weights, chunk),
+    )
     zeros = [jnp.zeros(leaves[i].shape, jnp.float32) for i in learned]
     (total, sums), d_hidden = jax.lax.scan(
         compute_chunk, (jnp.zeros((), jnp.float32), zeros), parts
@@ -216,7 +224,7 @@ def target_logit(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
 
 
-def split(x: jax.Array, chunk: int) -> jax.Array:
+def split_chunks(x: jax.Array, chunk: int) -> jax.Array:
     """Reshape [n, ...] to [n / chunk, chunk, ...], padded with zeros (weight 0, or sliced off)."""
     chunk = min(chunk, x.shape[0])
     x = jnp.pad(x, ((0, -x.shape[0] % chunk), *[(0, 0)] * (x.ndim - 1)))

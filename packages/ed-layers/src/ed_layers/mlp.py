@@ -76,7 +76,7 @@ class GatedMLP(nnx.Module):
             return self.block(part, replace(ctx, adapter_ids=ids))
 
         parts = jax.lax.map(
-            one, jax.tree.map(partial(chunks, size=self.chunk), (x, ctx.adapter_ids))
+            one, jax.tree.map(partial(_chunks, size=self.chunk), (x, ctx.adapter_ids))
         )
         return jnp.moveaxis(parts, 0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]
 
@@ -137,7 +137,7 @@ class MLP(nnx.Module):
         return ctx.name_activation(ctx.name_activation(out, "mlp_down"), "mlp_output")
 
 
-def chunks(x: Float[Array, "b s *d"] | Int[Array, "b s"], size: int) -> jax.Array:
+def _chunks(x: Float[Array, "b s *d"] | Int[Array, "b s"], size: int) -> jax.Array:
     """Reshape [b, s, ...] to [s / size, b, size, ...], padded with zeros at the end."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)))
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)

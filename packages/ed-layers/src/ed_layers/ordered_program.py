@@ -78,12 +78,12 @@ exp.defjvps(lambda tangent, y, _: tangent * y)
 
 
 @jax.custom_jvp
-def sigmoid(x: jax.Array) -> jax.Array:
+def _sigmoid(x: jax.Array) -> jax.Array:
     """Return the sigmoid of `x`, computed in float32, in the dtype of `x`."""
     return (1 / (1 + exp(-x.astype(jnp.float32)))).astype(x.dtype)
 
 
-sigmoid.defjvps(lambda tangent, y, _: tangent * y * (1 - y))
+_sigmoid.defjvps(lambda tangent, y, _: tangent * y * (1 - y))
 
 
 #: Name of the function of `fixed_order.with_ordinary_gradient` in a program.
@@ -114,7 +114,7 @@ _EXACT_FLOAT32 = _EXACT | {"add", "sub", "convert_element_type"}
 #: gradient of their own, because jax traces their forward pass again for a gradient.
 OPAQUE = {"custom_vjp_call", "custom_jvp_call", "shard_map"}
 #: Primitive -> function that replaces it.
-REPLACEMENTS = {"exp": exp, "logistic": sigmoid}
+REPLACEMENTS = {"exp": exp, "logistic": _sigmoid}
 
 
 def call_ordered(function: Callable[[], Any]) -> Any:
@@ -236,7 +236,7 @@ def find_unordered_sums(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             and terms(equation) > 2
         ):
             yield equation
-        for part in parts(equation):
+        for part in _parts(equation):
             yield from find_unordered_sums(part)
 
 
@@ -253,7 +253,7 @@ def terms(equation: JaxprEqn) -> float:
     return math.prod(shape[axis] for axis in axes)
 
 
-def parts(equation: JaxprEqn) -> Iterator[Jaxpr]:
+def _parts(equation: JaxprEqn) -> Iterator[Jaxpr]:
     """Yield the functions that an equation calls on a CPU."""
     params: dict[str, Any] = equation.params
     platforms = params.get("branches_platforms")

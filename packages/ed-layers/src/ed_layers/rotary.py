@@ -46,6 +46,6 @@ def apply_rotary(
     """
     if native.rotary.takes(x):
         tables = (jnp.broadcast_to(t, (*x.shape[:2], t.shape[-1])) for t in rope)
-        return native.rotary.rotate(interleaved, x, *(t.astype(jnp.float32) for t in tables))
+        return native.rotary.rotate_native(interleaved, x, *(t.astype(jnp.float32) for t in tables))
     cos, sin = (table[:, :, None, :] for table in rope)
     return rotate(x, cos, sin, interleaved)

@@ -74,7 +74,7 @@ def _modules(model: nnx.Module, of: Kinds) -> Iterator[tuple[ModulePath, nnx.Mod
     """Return modules of a class with their storage paths; modules inside a match are omitted."""
     matched: list[ModulePath] = []
     for path, node in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
-        path = parameter_names.normalize(path)
+        path = parameter_names.normalize_parameter_name(path)
         inside = any(path[: len(outer)] == outer for outer in matched)
         if path and isinstance(node, of) and not isinstance(node, nnx.List) and not inside:
             if of is not nnx.Module:
@@ -85,7 +85,7 @@ def _modules(model: nnx.Module, of: Kinds) -> Iterator[tuple[ModulePath, nnx.Mod
 def _stacks(model: nnx.Module) -> Iterator[tuple[ModulePath, Stack]]:
     for path, node in nnx.iter_modules(model):
         if isinstance(node, Stack):
-            yield parameter_names.normalize(path), node
+            yield parameter_names.normalize_parameter_name(path), node
 
 
 def _tells_layers_apart(stack: Stack, path: ModulePath, rules: Rules[Any], of: Kinds) -> bool:

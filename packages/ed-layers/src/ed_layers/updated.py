@@ -27,7 +27,7 @@ class Updated(nnx.Variable):
 
 def storage_name(path: tuple[Any, ...]) -> str:
     """Name of a variable in `updates`: its storage path, parts joined by `/`."""
-    return "/".join(str(part) for part in parameter_names.normalize(path))
+    return "/".join(str(part) for part in parameter_names.normalize_parameter_name(path))
 
 
 def apply_updates(

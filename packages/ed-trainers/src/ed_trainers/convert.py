@@ -242,7 +242,7 @@ def _to_easydel(source: str | Path, target: Path) -> Path:
 
     is_checkpoint = (Path(source) / "arrays").is_dir()
     model = get_model(source) if is_checkpoint else _load_model(source)
-    directory = get_tokenizer(source) if is_checkpoint else hub.resolve(source)
+    directory = find_tokenizer(source) if is_checkpoint else hub.resolve(source)
     tokenizer = None if directory is None else StoredTokenizer(directory)
     return save_easydel_folder(model, target, tokenizer=tokenizer)
 
@@ -251,18 +251,18 @@ def _to_gguf(source: str | Path, target: Path, dtype: str | None) -> Path:
     """Write a model, or the model of a checkpoint, with the tokenizer next to it."""
     if not (Path(source) / "arrays").is_dir():
         return to_gguf(source, target, dtype=dtype)
-    tokenizer = get_tokenizer(source)
+    tokenizer = find_tokenizer(source)
     return save_gguf(get_model(source), target, tokenizer=tokenizer, dtype=dtype)
 
 
-def get_tokenizer(checkpoint: str | Path) -> Path | None:
+def find_tokenizer(checkpoint: str | Path) -> Path | None:
     """Return the directory with the tokenizer of a checkpoint; None: the run has saved none."""
     run = Path(checkpoint).absolute().parent.parent  # runs/mine/checkpoints/100
     places = (Path(checkpoint), run / "model", run / "tokenizer", run)
     return next((place for place in places if (place / "tokenizer.json").is_file()), None)
 
 
-def main() -> int:
+def _main() -> int:
     """Convert, and print the written files."""
     parser = argparse.ArgumentParser(
         prog="python -m ed_trainers.convert",
@@ -285,4 +285,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -201,7 +201,7 @@ class Tensor(NamedTuple):
     from_easylm: Callable[[np.ndarray], np.ndarray]
 
 
-def layout(config: Mapping[str, Any]) -> dict[str, Tensor]:
+def _layout(config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return Hugging Face's name -> the tensor, of a LLaMA with an untied head.
 
     Args:
@@ -218,7 +218,7 @@ def layout(config: Mapping[str, Any]) -> dict[str, Tensor]:
             return Tensor(name, np.transpose, np.transpose)
         return Tensor(
             name,
-            lambda array: in_pairs(array, turned).T,
+            lambda array: pair_rows(array, turned).T,
             lambda array: in_halves(array.T, turned),
         )
 
@@ -229,7 +229,7 @@ def layout(config: Mapping[str, Any]) -> dict[str, Tensor]:
     return {hf_name: tensor(easylm_name) for hf_name, easylm_name in names.items()}
 
 
-def in_pairs(matrix: Shaped[np.ndarray, "o i"], heads: int) -> Shaped[np.ndarray, "o i"]:
+def pair_rows(matrix: Shaped[np.ndarray, "o i"], heads: int) -> Shaped[np.ndarray, "o i"]:
     """Order the features of each head so that those which are rotated together are neighbours."""
     outputs, inputs = matrix.shape
     halves = matrix.reshape(heads, 2, outputs // heads // 2, inputs)
@@ -237,7 +237,7 @@ def in_pairs(matrix: Shaped[np.ndarray, "o i"], heads: int) -> Shaped[np.ndarray
 
 
 def in_halves(matrix: Shaped[np.ndarray, "o i"], heads: int) -> Shaped[np.ndarray, "o i"]:
-    """Undo `in_pairs`."""
+    """Undo `pair_rows`."""
     outputs, inputs = matrix.shape
     pairs = matrix.reshape(heads, outputs // heads // 2, 2, inputs)
     return pairs.transpose(0, 2, 1, 3).reshape(outputs, inputs)
@@ -255,7 +255,7 @@ def to_easylm(source: str | Path, target: str | Path) -> Path:
     """
     directory = hub.resolve(str(source))
     config, files = _config(directory), TensorFiles.open(directory)
-    tensors = layout(config)
+    tensors = _layout(config)
     tied = _HEAD[0] not in files
     _check_names(tensors, {*files, _HEAD[0]}, str(source))
 
@@ -284,7 +284,7 @@ def from_easylm(source: str | Path, target: str | Path, config: str | Path) -> P
         raise CheckpointError(f"{target} is not empty: name a new directory")
     stream, settings = open_arrays(source), _config(hub.resolve(str(config)))
     parameter_names = get_parameter_names(stream)
-    tensors = layout(settings)
+    tensors = _layout(settings)
     names = {tensor.name: hf_name for hf_name, tensor in tensors.items()}
     _check_names(names, parameter_names, str(source))
     tied = bool(settings.get("tie_word_embeddings"))

@@ -14,8 +14,8 @@ import optax
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
-from ed_infra.parameter_names import normalize
-from ed_infra.sharding.axes import LogicalAxes, split
+from ed_infra.parameter_names import normalize_parameter_name
+from ed_infra.sharding.axes import LogicalAxes, split_mesh_axes
 from ed_infra.sharding.placement import local_rows, make_global
 from ed_models.protocol import LanguageModel
 from flax import nnx
@@ -52,12 +52,12 @@ def shardings_like(shapes: optax.OptState, params: nnx.State) -> optax.OptState:
         params: the placed parameters.
     """
     placed = jax.tree_util.tree_flatten_with_path(params)[0]
-    by_path = {normalize(path): leaf for path, leaf in placed}
+    by_path = {normalize_parameter_name(path): leaf for path, leaf in placed}
     depths = sorted({len(path) for path in by_path}, reverse=True)
     default = replicate_sharding(placed[0][1].sharding)
 
     def choose(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> Sharding:
-        names = normalize(path)
+        names = normalize_parameter_name(path)
         for depth in depths:
             param = by_path.get(names[-depth:])
             if param is not None and param.shape == leaf.shape:
@@ -124,7 +124,7 @@ class Placement:
         )
         #: Number of parts into which the mesh divides the rows of a microbatch.
         self.row_shards = math.prod(
-            self._mesh.shape[axis] for entry in spec for axis in split(entry)
+            self._mesh.shape[axis] for entry in spec for axis in split_mesh_axes(entry)
         )
 
     def sharding(

@@ -32,7 +32,7 @@ from ed_trainers.options.optimizers import DECAYING
 from ed_trainers.placement import replicate_sharding, shardings_like
 from ed_trainers.rollout import changing_variables
 from ed_trainers.stored.arrays import flat_abstract, flat_arrays, from_flat
-from ed_trainers.stored.saved import load, model_facts, save, saved_facts
+from ed_trainers.stored.saved import load_arrays, model_facts, save_arrays, saved_facts
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -237,7 +237,7 @@ class EasyDeLState(struct.PyTreeNode):
             "optimizer": saved.opt_state is not None,
             "model": model_facts(self.model),
         }
-        save(Path(directory), flat_arrays(saved), facts)
+        save_arrays(Path(directory), flat_arrays(saved), facts)
 
     @_InstanceOrClass
     def load_state(
@@ -278,7 +278,7 @@ class EasyDeLState(struct.PyTreeNode):
         template = cls_or_self if facts["optimizer"] else cls_or_self.replace(opt_state=None)
         if facts["optimizer"] and cls_or_self.opt_state is None:
             raise CheckpointError(f"{path} holds an optimizer state: call init_tx(tx) first")
-        loaded = from_flat(template, load(path, flat_abstract(template)))
+        loaded = from_flat(template, load_arrays(path, flat_abstract(template)))
         return loaded if facts["optimizer"] else loaded.replace(opt_state=cls_or_self.opt_state)
 
     def change_dtypes(

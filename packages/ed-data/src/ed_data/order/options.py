@@ -39,7 +39,7 @@ def document_order(
         "shuffle": shuffle,
         "buffer": mixture.shuffle_buffer_size,
     }
-    schedule = build_schedule(mixture, labels, split)
+    schedule = build_weight_schedule(mixture, labels, split)
     if schedule is not None:
         return ScheduledOrder(sizes, schedule, **options)
     return DocumentOrder(
@@ -56,7 +56,7 @@ def build_shares(
     """Return the shares of the informs of a stream; None reads each document once."""
     weights = get_weights(mixture, split)
     block = mixture.mixture_block_size if mixture.block_mixture else _WHOLE
-    schedule = build_schedule(mixture, labels, split)
+    schedule = build_weight_schedule(mixture, labels, split)
     if schedule is not None:
         return ScheduledShares(schedule, block)
     if weights is None:
@@ -69,7 +69,9 @@ def get_weights(mixture: Mixture, split: str) -> dict[str, float] | None:
     return mixture.weights if split == "train" else None
 
 
-def build_schedule(mixture: Mixture, labels: Sequence[str], split: str) -> WeightSchedule | None:
+def build_weight_schedule(
+    mixture: Mixture, labels: Sequence[str], split: str
+) -> WeightSchedule | None:
     """Return the schedule of the weights; None if they are constant."""
     options, weights = mixture.mixture_schedule, get_weights(mixture, split)
     if options is None or weights is None:

@@ -22,7 +22,7 @@ import numpy as np
 from ed_data.cache import new_file, remove_abandoned
 from ed_data.errors import DataError
 from ed_data.order.mixing import DocumentOrder, IntArray
-from ed_data.order.windows import PlannedRows, RowOptions, Window, count_cuts, get_rows
+from ed_data.order.windows import PlannedRows, RowOptions, Window, count_cuts, plan_rows
 from ed_data.storage.store import StorePart
 
 log = logging.getLogger("ed_data")
@@ -69,7 +69,7 @@ class RowPlan:
         stop = first + self._options.batch_size
         if not self.endless:
             stop = min(stop, self.rows_in_epoch(0))
-        return get_rows(self._iterate_parts(first, stop))
+        return plan_rows(self._iterate_parts(first, stop))
 
     def _iterate_parts(self, row: int, stop: int) -> Iterator[tuple[Window, int, int]]:
         while row < stop:

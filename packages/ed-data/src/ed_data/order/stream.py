@@ -18,7 +18,7 @@ import numpy as np
 
 from ed_data.order.mixing import permutation
 from ed_data.order.reading import Drawn, Mark, MixedDocuments
-from ed_data.order.windows import PlannedRows, RowOptions, Window, get_rows
+from ed_data.order.windows import PlannedRows, RowOptions, Window, plan_rows
 from ed_data.rows.documents import Tally
 from ed_data.rows.example import RowMedium
 from ed_data.storage.store import TokenArrays
@@ -143,7 +143,7 @@ class StreamPlan:
         parts = list(self._parts())
         if not parts:
             raise StopIteration
-        return get_rows(parts)
+        return plan_rows(parts)
 
     def _parts(self) -> Iterator[tuple[Window, int, int]]:
         remaining_rows = self._options.batch_size

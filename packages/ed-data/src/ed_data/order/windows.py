@@ -289,7 +289,7 @@ def one_per_row(lengths: IntArray, capacity: int) -> Packing:
     return Packing(np.arange(len(document) + 1), document, start, length)
 
 
-def get_rows(parts: Iterable[tuple[Window, int, int]]) -> PlannedRows:
+def plan_rows(parts: Iterable[tuple[Window, int, int]]) -> PlannedRows:
     """Return the rows of a batch.
 
     Args:

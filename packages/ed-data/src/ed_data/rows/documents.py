@@ -39,7 +39,7 @@ from ed_data.schema import (
 )
 from ed_data.sources import Cursor, FolderSource, Source, open_source, records, shard_sizes
 from ed_data.sources.lines import START, LineRecord, Spot
-from ed_data.sources.python import resolve
+from ed_data.sources.python import resolve_address
 
 log = logging.getLogger("ed_data")
 
@@ -500,7 +500,9 @@ def _facts(inform: Inform, schema: Schema) -> dict[str, object]:
     return facts if schema.kind.is_text else {**facts, "schema": schema.as_json()}
 
 
-def fingerprint(inform: Inform, source: Source, schema: Schema = TEXT) -> dict[str, object]:
+def fingerprint_documents(
+    inform: Inform, source: Source, schema: Schema = TEXT
+) -> dict[str, object]:
     """Return everything that the documents of an inform depend on, as JSON values.
 
     Raises:
@@ -518,7 +520,7 @@ def function(inform: Inform, key: str) -> Callable[..., Any] | None:
     value = getattr(inform, key)
     if isinstance(value, str):
         try:
-            value = resolve(value, inform.label)
+            value = resolve_address(value, inform.label)
         except DataError as error:
             raise DataError(str(error), (key,)) from error
         if not callable(value):

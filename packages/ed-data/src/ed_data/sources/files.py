@@ -17,7 +17,7 @@ from ed_data.cache import new_file, remove_abandoned
 from ed_data.config.source import COMPRESSIONS, FILE_TYPES, Inform
 from ed_data.errors import DataError, did_you_mean, listing
 from ed_data.schema import Row
-from ed_data.sources.formats import SourceFile, read_file
+from ed_data.sources.formats import SourceFile, open_rows
 from ed_data.sources.lines import START, LineRecord, Spot
 
 log = logging.getLogger("ed_data")
@@ -91,7 +91,7 @@ class FileSource:
         failures = 0
         while True:
             try:
-                for record in read_file(self._inform, file, columns, start):
+                for record in open_rows(self._inform, file, columns, start):
                     yield record
                     start, failures = record.next_spot, 0
                 return

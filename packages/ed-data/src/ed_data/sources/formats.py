@@ -83,7 +83,7 @@ class SourceFile:
         return io.BufferedReader(ExpandedStream(stream, compressed), 1 << 17)
 
 
-def read_file(
+def open_rows(
     inform: Inform, file: SourceFile, columns: Sequence[str] | None, start: Spot = START
 ) -> RowReader:
     """Yield the records of one file of an inform.

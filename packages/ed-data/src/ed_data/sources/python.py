@@ -49,7 +49,7 @@ class PythonSource:
 
     def __init__(self, inform: Inform, file_cache: object = None) -> None:
         self._address = str(inform.data_files)
-        value = resolve(self._address, inform.label)
+        value = resolve_address(self._address, inform.label)
         self._rows: Iterable[Row]
         if isinstance(value, Iterable) and not hasattr(value, "__len__"):
             if isinstance(value, Iterator):
@@ -95,7 +95,7 @@ class _Stream:
         return _item_rows(self._items, self._inform, self._address)
 
 
-def resolve(address: str, label: str) -> object:
+def resolve_address(address: str, label: str) -> object:
     """Return the object at `"module:attribute"` or `"path/file.py:attribute"`.
 
     Args:
@@ -152,7 +152,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def find_address(function: Callable[..., object]) -> str | None:
-    """Return the address from which `resolve` imports a function in another process.
+    """Return the address from which `resolve_address` imports a function in another process.
 
     Returns:
         `module:name`, `file.py:name` for functions of a script, or None: a lambda, a function

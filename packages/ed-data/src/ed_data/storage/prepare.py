@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ed_data.cache import remove_abandoned
 from ed_data.config import Inform, Mixture
 from ed_data.errors import DataError
-from ed_data.rows.documents import Documents, Tally, fingerprint
+from ed_data.rows.documents import Documents, Tally, fingerprint_documents
 from ed_data.rows.splits import (
     at_least_one,
     file_cache,
@@ -42,7 +42,7 @@ BACKGROUND_BYTES = 2**26
 _WRITING: WeakValueDictionary[Path, BackgroundTokens] = WeakValueDictionary()
 
 
-def prepare(
+def prepare_tokens(
     mixture: Mixture, encoding: Encoding, split: str, cache_dir: str, *, wait: bool = True
 ) -> list[StorePart]:
     """Return the tokens of a split's documents, from the cache if they are stored there.
@@ -93,7 +93,7 @@ def _tokens(
         return _lazy(documents, encoding)
     key = {
         "version": STORE_VERSION,
-        "documents": fingerprint(inform, source, schema),
+        "documents": fingerprint_documents(inform, source, schema),
         "encoder": encoder.fingerprint,
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]

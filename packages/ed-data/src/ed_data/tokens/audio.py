@@ -173,7 +173,7 @@ class AudioEncoder:
         if self.steps is None:
             return
         steps = self.steps.of(facts.samples_at(self.rate))
-        needed = steps_needed(tokens)
+        needed = count_ctc_steps(tokens)
         if needed > steps:
             raise DataError(
                 f"{audio.location}: the transcript needs {needed} time steps (one for each "
@@ -272,6 +272,6 @@ def checked_processor(processor: object) -> SpeechProcessor:
     )
 
 
-def steps_needed(labels: Sequence[int]) -> int:
+def count_ctc_steps(labels: Sequence[int]) -> int:
     """Return the fewest time steps of a CTC path: one for each label, and between equal labels."""
     return len(labels) + sum(a == b for a, b in pairwise(labels))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
-from ed_data.media_access import FileTooLargeError, RemoteFile, read_file
+from ed_data.media_access import FileTooLargeError, RemoteFile, read_media
 from ed_data.rows.example import RowImage
 from ed_data.tokens.items import MediumTokens
 
@@ -346,7 +346,7 @@ def _open_image(
             "reading images requires the package pillow: install ed-data[images]"
         ) from error
     try:
-        raw = read_file(source["bytes"] if isinstance(source, dict) else source, MAX_BYTES)
+        raw = read_media(source["bytes"] if isinstance(source, dict) else source, MAX_BYTES)
         opened = Image.open(io.BytesIO(raw))
         if opened.format in _REFUSED_FORMATS:
             raise ValueError(f"the format {opened.format} is not supported")

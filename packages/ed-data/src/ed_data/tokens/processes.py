@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from ed_data.errors import DataError
-from ed_data.tokens.worker import receive, send
+from ed_data.tokens.worker import receive_message, send
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -109,7 +109,7 @@ class Workers(Generic[A, B]):
         except OSError:
             pass  # the process has ended; reading the reply raises the error
         try:
-            return receive(process.stdout)
+            return receive_message(process.stdout)
         except (EOFError, OSError) as error:
             self._own.process = None
             raise DataError(

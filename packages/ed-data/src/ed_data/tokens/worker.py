@@ -34,7 +34,7 @@ def send(stream: IO[bytes], value: object) -> None:
     stream.flush()
 
 
-def receive(stream: IO[bytes]) -> Any:
+def receive_message(stream: IO[bytes]) -> Any:
     """Read a message.
 
     Raises:
@@ -50,12 +50,12 @@ def _exactly(stream: IO[bytes], size: int) -> bytes:
     return data
 
 
-def main() -> None:
+def _main() -> None:
     """Process messages until the parent process ends."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output that a function prints must not become a reply
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops the worker
-    sys.path[:] = receive(requests)
+    sys.path[:] = receive_message(requests)
     items: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
@@ -84,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

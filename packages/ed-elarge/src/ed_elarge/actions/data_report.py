@@ -11,13 +11,13 @@ from ed_esurge.command.program import Result, show_result
 from ed_infra.errors import ConfigError
 
 from ed_elarge.building.parts import other_inputs
-from ed_elarge.building.stored_config import sequence_length
+from ed_elarge.building.stored_config import get_sequence_length
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
 from ed_elarge.model import eLargeModel
 
 
-def show(path: str, output: Path | None, with_near_duplicates: bool, samples: int) -> Result:
+def show_data(path: str, output: Path | None, with_near_duplicates: bool, samples: int) -> Result:
     """Print the report and write it as an HTML page.
 
     Args:
@@ -32,7 +32,7 @@ def show(path: str, output: Path | None, with_near_duplicates: bool, samples: in
         DataError: The data is invalid.
         ConfigError: The page cannot be written.
     """
-    run = normalize(nodes.read(path), require_actions=False)
+    run = normalize(nodes.read_yaml(path), require_actions=False)
     if run.mixture is None:
         raise run.missing("mixture")
     elm = eLargeModel.from_run(run)
@@ -41,7 +41,7 @@ def show(path: str, output: Path | None, with_near_duplicates: bool, samples: in
             run.mixture,
             elm.build_tokenizer(),
             batch_size=run.batch_size,
-            seq_length=sequence_length(run),
+            seq_length=get_sequence_length(run),
             seed=run.mixture.seed or 0,
             schema=run.schema,
             **other_inputs(elm),

@@ -27,7 +27,7 @@ from ed_elarge.config.action_options import (
     ServeOptions,
     WriteOptions,
 )
-from ed_elarge.config.description import describe
+from ed_elarge.config.description import describe_run_file
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import ACTIONS, check_machine
 from ed_elarge.exits import INTERRUPTED, stopped_exit_code
@@ -123,14 +123,14 @@ def prepare_model(elm: eLargeModel, options: GenerateOptions | ServeOptions) -> 
 # Actions.
 
 
-def validate(session: Session, options: NoOptions) -> None:
+def validate_session(session: Session, options: NoOptions) -> None:
     """Report success: every run is validated before its first action."""
     show_result("the configuration is valid")
 
 
-def show(session: Session, options: NoOptions) -> None:
+def show_session(session: Session, options: NoOptions) -> None:
     """Print a summary of the configuration."""
-    show_result(describe(session.elm.config))
+    show_result(describe_run_file(session.elm.config))
 
 
 def dump_config(session: Session, options: NoOptions) -> None:
@@ -138,7 +138,7 @@ def dump_config(session: Session, options: NoOptions) -> None:
     show_result(session.elm.config.to_yaml(secrets=False).rstrip("\n"))
 
 
-def to_json(session: Session, options: WriteOptions) -> None:
+def write_json_config(session: Session, options: WriteOptions) -> None:
     """Save the configuration as JSON."""
     session.elm.to_json(options.path)
     print(f"saved the configuration to {options.path}")
@@ -150,7 +150,7 @@ def to_yaml(session: Session, options: WriteOptions) -> None:
     print(f"saved the configuration to {options.path}")
 
 
-def train(session: Session, options: NoOptions) -> None:
+def train_session(session: Session, options: NoOptions) -> None:
     """Train the model and evaluate it on held-out text."""
     from ed_elarge.evaluation import heldout_metrics
 
@@ -166,7 +166,9 @@ def train(session: Session, options: NoOptions) -> None:
     held_out = elm.build_eval_dataset()
     if held_out is not None and elm.config.schema == TEXT and elm.config.task == TaskType.CAUSAL_LM:
         batches = _with_progress(held_out, "evaluating on held-out text")
-        summary.heldout = heldout_metrics.measure(elm.part("model"), batches, elm.build_tokenizer())
+        summary.heldout = heldout_metrics.measure_heldout(
+            elm.part("model"), batches, elm.build_tokenizer()
+        )
 
 
 def _with_progress(loader: Loader | StreamLoader, description: str) -> Iterable[Any]:
@@ -183,7 +185,7 @@ def _with_progress(loader: Loader | StreamLoader, description: str) -> Iterable[
     )
 
 
-def evaluate(session: Session, options: EvalOptions) -> None:
+def evaluate_session(session: Session, options: EvalOptions) -> None:
     """Evaluate with lm-evaluation-harness, or on local tasks."""
     elm = session.elm
     results = elm.eval(**options.model_dump(exclude_unset=True))
@@ -195,7 +197,7 @@ def evaluate(session: Session, options: EvalOptions) -> None:
         session.summary.print_evaluation(results)
 
 
-def generate(session: Session, options: GenerateOptions) -> None:
+def generate_session(session: Session, options: GenerateOptions) -> None:
     """Print completions."""
     completions = session.elm.generate(**options.model_dump(exclude_unset=True))
     session.summary.samples.extend(completions)
@@ -207,7 +209,7 @@ def generate(session: Session, options: GenerateOptions) -> None:
             show_result(f"--- {turns}\nassistant: {completion}\n---")
 
 
-def serve(session: Session, options: ServeOptions) -> None:
+def serve_session(session: Session, options: ServeOptions) -> None:
     """Print the summary of the earlier actions, and serve."""
     session.summary.show()
     session.elm.serve(**options.model_dump(exclude_unset=True))

@@ -100,7 +100,7 @@ def _facts(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def read(directory: Path) -> dict[str, Any]:
+def read_provenance(directory: Path) -> dict[str, Any]:
     """Return configuration, versions and seeds of a finished run.
 
     Raises:

@@ -86,7 +86,7 @@ class Summary:
 
     def record_evaluation(self, results: dict[str, Any], path: Path | None) -> None:
         """Record the metrics of an evaluation and the file with its results."""
-        self.evaluation.update(harness.figures(results))
+        self.evaluation.update(harness.list_figures(results))
         if results.get("evaluator") == EVALUATOR:
             self.local |= set(results["results"])
         self.results = path
@@ -99,8 +99,8 @@ class Summary:
 
     def print_evaluation(self, results: dict[str, Any]) -> None:
         """Print a line for each metric of an evaluation."""
-        for task, metrics in harness.figures(results).items():
-            for name, text in harness.describe(metrics).items():
+        for task, metrics in harness.list_figures(results).items():
+            for name, text in harness.describe_metrics(metrics).items():
                 show_result(f"{task}: {name} {text}")
 
     def show(self) -> None:
@@ -173,7 +173,7 @@ class Summary:
             ]
         for task, metrics in self.evaluation.items():
             rows.append((task, "", "on local rows" if task in self.local else "by lm-eval"))
-            texts = harness.describe(metrics)
+            texts = harness.describe_metrics(metrics)
             rows += [(f"  {name}", text, "") for name, text in texts.items()]
         return rows
 
@@ -211,7 +211,7 @@ class Summary:
                 [
                     f"- {task}, {name}: {text}"
                     for task, metrics in evaluation.items()
-                    for name, text in harness.describe(metrics).items()
+                    for name, text in harness.describe_metrics(metrics).items()
                 ],
             )
 

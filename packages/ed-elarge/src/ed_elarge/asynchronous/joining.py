@@ -16,7 +16,7 @@ from ed_elarge.model import eLargeModel
 ENGINE, ENVIRONMENT = "engine", "environment"
 
 
-def join(address: str, role: str) -> int:
+def join_run(address: str, role: str) -> int:
     """Serve a trainer until it ends, and return an exit code.
 
     The trainer sends the run file, so this process needs only the files that the run file names.

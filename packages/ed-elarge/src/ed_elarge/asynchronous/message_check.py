@@ -23,7 +23,7 @@ class WorkerMessageError(EasyDeLError):
     """A worker sent a message that no correct worker sends."""
 
 
-def require(condition: object, problem: str) -> None:
+def _require(condition: object, problem: str) -> None:
     """Raise `WorkerMessageError` unless a condition holds."""
     if not condition:
         raise WorkerMessageError(f"a worker sent an invalid message: {problem}")
@@ -35,20 +35,20 @@ def read_task(message: object, role: str) -> tuple[str, SampleKey]:
     Raises:
         WorkerMessageError: the message belongs to no task of the role.
     """
-    require(isinstance(message, dict), "it is no dict")
+    _require(isinstance(message, dict), "it is no dict")
     assert isinstance(message, dict), "checked"
     kind, name = message.get("task"), message.get("name")
-    require(kind in _TASKS.get(role, ()), "a task of another role")
-    require(message.get("do") in ("part", "done", "failed"), "an unknown kind")
-    require(isinstance(name, str) and len(name) <= 64, "a wrong name of a task")
+    _require(kind in _TASKS.get(role, ()), "a task of another role")
+    _require(message.get("do") in ("part", "done", "failed"), "an unknown kind")
+    _require(isinstance(name, str) and len(name) <= 64, "a wrong name of a task")
     assert isinstance(kind, str), "checked"
     assert isinstance(name, str), "checked"
     number, slash, place = name.partition("/")
     digits = number + place
-    require(slash and number and place and digits.isascii() and digits.isdigit(), "a wrong name")
+    _require(slash and number and place and digits.isascii() and digits.isdigit(), "a wrong name")
     if message["do"] == "failed":
         text = message.get("text")
-        require(isinstance(text, str) and len(text) <= _MAX_TEXT, "an error without a text")
+        _require(isinstance(text, str) and len(text) <= _MAX_TEXT, "an error without a text")
     return kind, (int(number), int(place))
 
 
@@ -84,36 +84,36 @@ class TaskLimits:
             self._check_sample(message)
 
     def _check_tokens(self, tokens: object, most: int) -> list[int]:
-        require(isinstance(tokens, list) and len(tokens) <= most, "a wrong number of tokens")
+        _require(isinstance(tokens, list) and len(tokens) <= most, "a wrong number of tokens")
         assert isinstance(tokens, list), "checked"
         is_valid = all(type(token) is int and 0 <= token < self.vocab_size for token in tokens)
-        require(is_valid, "a token outside the vocabulary")
+        _require(is_valid, "a token outside the vocabulary")
         return tokens
 
     def _check_sample(self, message: Mapping[str, Any]) -> None:
         tokens = self._check_tokens(message.get("tokens"), self.room)
         done = message["do"] == "done"
-        require(not done or self.token_count + len(tokens) > 0, "a sample without tokens")
+        _require(not done or self.token_count + len(tokens) > 0, "a sample without tokens")
         logprobs = message.get("logprobs")
-        require(
+        _require(
             isinstance(logprobs, list) and len(logprobs) == len(tokens), "missing probabilities"
         )
         assert isinstance(logprobs, list), "checked"
         numbers = all(isinstance(logprob, float) and logprob < math.inf for logprob in logprobs)
-        require(numbers, "a log-probability that is no number")
+        _require(numbers, "a log-probability that is no number")
         version = message.get("version")
-        require(type(version) is int and 0 <= version <= self.version, "an unknown version")
-        require(not done or isinstance(message.get("ended"), bool), "a missing end")
+        _require(type(version) is int and 0 <= version <= self.version, "an unknown version")
+        _require(not done or isinstance(message.get("ended"), bool), "a missing end")
         masks = message.get("masks")
         if masks is not None:
-            require(
+            _require(
                 isinstance(masks, list) and len(masks) == len(tokens), "a wrong number of masks"
             )
-            require(all(map(self._is_mask, masks)), "a wrong mask")
+            _require(all(map(self._is_mask, masks)), "a wrong mask")
         experts = message.get("experts")
         if experts is not None:
             right = isinstance(experts, np.ndarray) and experts.dtype == np.int16
-            require(right and experts.ndim == 3, "experts of a wrong shape")
+            _require(right and experts.ndim == 3, "experts of a wrong shape")
 
     def _is_mask(self, mask: object) -> bool:
         if not isinstance(mask, np.ndarray) or mask.dtype != np.int32 or mask.ndim != 1:
@@ -121,26 +121,26 @@ class TaskLimits:
         return not mask.size or (mask.min() >= 0 and int(mask.max()) < self.vocab_size)
 
     def _check_turn(self, message: Mapping[str, Any]) -> None:
-        require(isinstance(message.get("ends"), bool), "a missing end")
-        require(isinstance(message.get("done"), bool), "a missing end of the environment")
-        require(isinstance(message.get("reward"), float | int), "a reward that is no number")
+        _require(isinstance(message.get("ends"), bool), "a missing end")
+        _require(isinstance(message.get("done"), bool), "a missing end of the environment")
+        _require(isinstance(message.get("reward"), float | int), "a reward that is no number")
         self._check_tokens(message.get("tokens"), _LONG_TURN if message["ends"] else self.room)
 
     def _check_rewards(self, rewards: object) -> None:
-        require(
+        _require(
             isinstance(rewards, list) and len(rewards) == self.copies, "a wrong number of rewards"
         )
         assert isinstance(rewards, list), "checked"
-        require(
+        _require(
             all(isinstance(sample_rewards, list) for sample_rewards in rewards),
             "rewards that are no lists",
         )
-        require(
+        _require(
             len({len(sample_rewards) for sample_rewards in rewards}) == 1,
             "rewards of different lengths",
         )
         for sample_rewards in rewards:
-            require(
+            _require(
                 len(sample_rewards) <= 2**12
                 and all(isinstance(one, float) for one in sample_rewards),
                 "wrong rewards",

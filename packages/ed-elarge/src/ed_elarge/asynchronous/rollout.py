@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from ed_esurge.engine.wire import encode
+from ed_esurge.engine.wire import encode_message
 from ed_esurge.model import get_vocab_size
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_trainers.online.sample_ledger import (
@@ -101,7 +101,7 @@ class AsynchronousRollout:
         """Send the weights to all engines, which replace theirs between two steps."""
         # Engines have the frozen weights of the run file.
         arrays = jax.device_get(flat_arrays(weights.trained))
-        message = encode({"do": "weights", "version": weights.version, "arrays": arrays})
+        message = encode_message({"do": "weights", "version": weights.version, "arrays": arrays})
         with self._changed:
             self._weights, self._version = message, max(self._version, weights.version)
             for worker in self._of(ENGINE):
@@ -342,7 +342,7 @@ class AsynchronousRollout:
                 self._tasks["sample"] |= dict.fromkeys(group, worker)
                 worker.load += len(group)
             for worker, samples in shares.items():
-                worker.send(encode({"do": "add", "samples": samples}))
+                worker.send(encode_message({"do": "add", "samples": samples}))
         if not environments:
             return
         for kind, task in (("turn", self._turn_task), ("score", self._score_task)):
@@ -350,7 +350,7 @@ class AsynchronousRollout:
             for key in [key for key, owner in tasks.items() if owner is None]:
                 worker = tasks[key] = min(environments, key=lambda candidate: candidate.load)
                 worker.load += 1
-                worker.send(encode({"do": kind, "name": f"{key[0]}/{key[1]}", **task(key)}))
+                worker.send(encode_message({"do": kind, "name": f"{key[0]}/{key[1]}", **task(key)}))
 
     def _waiting_groups(self) -> Iterable[list[SampleKey]]:
         """Return the samples without a worker in the order of issue, those of a prompt together."""

@@ -31,7 +31,7 @@ def served_task(directory: Path, default: TaskType) -> TaskType:
     return task if task in tasks else default
 
 
-def engine(elm: eLargeModel) -> eSurge | SpeechEngine:
+def build_engine(elm: eLargeModel) -> eSurge | SpeechEngine:
     """Create the engine of the section `esurge` for the model."""
     from ed_esurge.engine import eSurge
     from ed_esurge.speech.engine import SPEECH_TASKS
@@ -39,11 +39,11 @@ def engine(elm: eLargeModel) -> eSurge | SpeechEngine:
     model = elm.part("model")
     if type(model).model_task in SPEECH_TASKS:
         return _speech_engine(elm, model)
-    processor = get_processor(elm, model.input_names)
+    processor = load_engine_processor(elm, model.input_names)
     return eSurge(model, elm.part("tokenizer"), elm.config.esurge, processor=processor)
 
 
-def get_processor(elm: eLargeModel, input_names: Sequence[str]) -> Any:
+def load_engine_processor(elm: eLargeModel, input_names: Sequence[str]) -> Any:
     """Return the processor of a model that reads images or audio; None for other models.
 
     Args:

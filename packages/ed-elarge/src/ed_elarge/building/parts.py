@@ -25,8 +25,8 @@ from ed_elarge.building.dtypes import list_dtypes, trains_adapters_only
 from ed_elarge.building.engines import served_task
 from ed_elarge.building.stored_config import (
     count_embedding_rows,
+    get_sequence_length,
     resize_tokens,
-    sequence_length,
 )
 from ed_elarge.config.adaptation import WeightFormat
 from ed_elarge.config.checkpoint_tasks import SEPARATE_TASKS
@@ -59,7 +59,7 @@ SMALL_MOMENTS = ("adamw_8bit", "lion_8bit", "adafactor")
 # The tokenizer.
 
 
-def tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase | None:
+def build_tokenizer(elm: eLargeModel) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer, or train it on the training texts (later runs load it).
 
     A model without text has no tokenizer.
@@ -151,7 +151,7 @@ def _tokenizer_source(run: RunConfig) -> dict[str, Any]:
 # The model.
 
 
-def model(elm: eLargeModel) -> CausalLM:
+def build_model(elm: eLargeModel) -> CausalLM:
     """Load the model, or create a new one from `model.config`, on its devices."""
     if _model_section(elm.config).config is not None:
         loaded_model = _new_model(elm)
@@ -163,7 +163,7 @@ def model(elm: eLargeModel) -> CausalLM:
     return loaded_model
 
 
-def layout(policy: str, optimizer: str) -> dict[str, Any]:
+def build_layout(policy: str, optimizer: str) -> dict[str, Any]:
     """Return the default of `scan_layers` on these devices.
 
     On one CPU, layers with separate arrays are faster: a scan copies the parameters of each layer,
@@ -183,7 +183,7 @@ def layout(policy: str, optimizer: str) -> dict[str, Any]:
 
 def _layout(run: RunConfig) -> dict[str, Any]:
     policy = run.execution_fields()["gradient_checkpointing"]
-    return layout(policy, "" if run.trainer is None else run.trainer.optimizer)
+    return build_layout(policy, "" if run.trainer is None else run.trainer.optimizer)
 
 
 def new_config(
@@ -261,7 +261,7 @@ def _get_tokenizer_fields(run: RunConfig, tokens: PreTrainedTokenizerBase) -> di
         "bos_token_id": tokens.bos_token_id,
         "eos_token_id": tokens.eos_token_id,
         "pad_token_id": tokens.pad_token_id,
-        **(speech.config_fields(tokens) if run.has_audio else {}),
+        **(speech.speech_config_fields(tokens) if run.has_audio else {}),
     }
 
 
@@ -440,7 +440,7 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
         options["embedding_rows"] = count_embedding_rows(run, elm.given_config)
     else:
         build = build_loader
-        options["seq_length"] = sequence_length(run, elm.given_config) if run.has_text else None
+        options["seq_length"] = get_sequence_length(run, elm.given_config) if run.has_text else None
         options |= other_inputs(elm)
     size = run.batch_size if trainer is None else trainer.loader_batch_size
     train = build(mixture, tokens, batch_size=size, split="train", **options)
@@ -469,11 +469,11 @@ def other_inputs(elm: eLargeModel) -> dict[str, Any]:
 def _decoder_start(elm: eLargeModel) -> int:
     """Return the first decoder token of an encoder-decoder model."""
     from ed_models.generation.options import special_token
-    from ed_models.generation.values import token_ids
+    from ed_models.generation.values import validate_token_ids
 
     config = elm.part("model").config
     token = special_token(config, "decoder_start_token_id")
-    start_tokens = token_ids(
+    start_tokens = validate_token_ids(
         "decoder_start_token_id", config.pad_token_id if token is None else token
     )
     if not start_tokens:
@@ -500,7 +500,7 @@ def _mixture(run: RunConfig) -> Mixture:
     return run.mixture
 
 
-def trainer(elm: eLargeModel) -> Trainer:
+def build_trainer(elm: eLargeModel) -> Trainer:
     """Create the trainer of the section `trainer`.
 
     A method that samples completions receives the engine here: this is the only function that uses

@@ -15,7 +15,7 @@ from ed_esurge.processes.replica import serve_replica
 from ed_esurge.processes.replicated_engine import ReplicatedEngine
 from ed_infra.errors import ConfigError
 
-from ed_elarge.building.engines import get_processor
+from ed_elarge.building.engines import load_engine_processor
 from ed_elarge.config.action_options import ServeOptions
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import Document
@@ -62,7 +62,7 @@ def replicated_engine(
         elm.part("tokenizer"),
         {"arguments": {"file": file, "sections": dict(run.written)}, "directory": os.getcwd()},
         size,
-        lambda facts: get_processor(elm, facts.input_names),
+        lambda facts: load_engine_processor(elm, facts.input_names),
     )
     try:
         hub.start(engine, size if local is None else local)

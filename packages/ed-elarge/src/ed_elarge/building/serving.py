@@ -35,7 +35,7 @@ def running_engines(elm: eLargeModel, options: ServeOptions, name: str) -> Itera
         ConfigError: Two models have the same name.
         EasyDeLError: A model cannot be loaded.
     """
-    models = list_models(elm, options, name)
+    models = list_served_models(elm, options, name)
     with ExitStack() as stack:
         engines = {
             model_name: stack.enter_context(replicated_engine(model, model_name, options))
@@ -46,7 +46,9 @@ def running_engines(elm: eLargeModel, options: ServeOptions, name: str) -> Itera
         yield engines if options.also else engines[name]
 
 
-def list_models(elm: eLargeModel, options: ServeOptions, name: str) -> dict[str, eLargeModel]:
+def list_served_models(
+    elm: eLargeModel, options: ServeOptions, name: str
+) -> dict[str, eLargeModel]:
     """Return the models of the start by name, with their shares of the memory.
 
     Raises:

@@ -67,7 +67,7 @@ def train_processor(run: RunConfig, options: TokenizerTraining) -> ProcessorMixi
     )
 
 
-def config_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def speech_config_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the fields of a new model that depend on the tokenizer."""
     start = tokenizer.convert_tokens_to_ids(_START)
     if isinstance(start, int) and start != tokenizer.unk_token_id:
@@ -83,7 +83,7 @@ def config_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def set_generation(model: EasyDeLBaseModule, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the tokens of languages and tasks to generation_config.json, for a new Whisper."""
-    fields = config_fields(tokenizer)
+    fields = speech_config_fields(tokenizer)
     if "suppress_tokens" not in fields:
         return
     from transformers.models.whisper.tokenization_whisper import TASK_IDS

@@ -73,7 +73,7 @@ def resize_tokens(elm: eLargeModel, model: M) -> M:
         return cast(M, module.resize_token_embeddings(size))
 
 
-def sequence_length(run: RunConfig, config: EasyDeLBaseConfig | None = None) -> int | None:
+def get_sequence_length(run: RunConfig, config: EasyDeLBaseConfig | None = None) -> int | None:
     """Return the tokens of one sequence; log a default, which the model's positions limit.
 
     Args:

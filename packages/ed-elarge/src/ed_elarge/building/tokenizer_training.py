@@ -123,11 +123,11 @@ def _record(
     options: TokenizerTraining, mixture: Mixture, schema: Schema, more: Mapping[str, Any]
 ) -> str:
     """Return the options and data that determine the tokenizer, as text."""
-    from ed_data.rows.documents import fingerprint
+    from ed_data.rows.documents import fingerprint_documents
     from ed_data.sources import open_source
 
     def of(informs: Sequence[Inform]) -> list[dict[str, Any]]:
-        return [fingerprint(inform, open_source(inform), schema) for inform in informs]
+        return [fingerprint_documents(inform, open_source(inform), schema) for inform in informs]
 
     facts = {
         "informs": of(mixture.informs),

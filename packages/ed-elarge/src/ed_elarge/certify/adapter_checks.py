@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from ed_models.checkpoints.tensor_files import TensorFiles
 
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require_claim
 from ed_elarge.certify.subject import CertifiedModel, read_json
 
 #: Initial values of adapters that also change the weights of the base model.
@@ -30,7 +30,7 @@ def weights_differ_from_base(subject: CertifiedModel) -> Outcome:
         )
         for name in shared
     )
-    require(
+    require_claim(
         changed > 0,
         f"all {len(shared)} tensors equal those of the base model: the training or the merge had "
         "no effect",
@@ -44,12 +44,12 @@ def adapter_has_effect(subject: CertifiedModel) -> Outcome:
     tensors = _adapter(subject)
     assert subject.adapter_folder is not None
     alpha = read_json(subject.adapter_folder / "adapter_config.json").get("lora_alpha", 8)
-    require(alpha != 0, "lora_alpha is 0: the adapter has no effect")
+    require_claim(alpha != 0, "lora_alpha is 0: the adapter has no effect")
     seconds = [name for name in tensors if "lora_B" in name]
     if not seconds:
         raise NotApplicable("the adapter has no LoRA matrices")
     zero = [name for name in seconds if not np.any(np.asarray(tensors.read(name)))]
-    require(
+    require_claim(
         len(zero) < len(seconds),
         f"all {len(seconds)} matrices lora_B are 0: the adapter has no effect",
     )
@@ -65,7 +65,7 @@ def adapter_fits_base(subject: CertifiedModel) -> Outcome:
     assert subject.adapter_folder is not None
     settings = read_json(subject.adapter_folder / "adapter_config.json")
     initial = settings.get("init_lora_weights")
-    require(
+    require_claim(
         not str(initial).startswith(CHANGES_BASE),
         f"init_lora_weights is {initial}: the adapter was trained on changed weights of the base "
         "model, and fits the original weights only after a conversion to plain LoRA",
@@ -73,7 +73,7 @@ def adapter_fits_base(subject: CertifiedModel) -> Outcome:
     for key in ("target_modules", "modules_to_save"):
         listed = settings.get(key)
         for module in listed if isinstance(listed, list) else ():
-            require(
+            require_claim(
                 any(f".{module}." in name for name in tensors),
                 f"{key} of adapter_config.json lists {module}, and the adapter has no tensor of it",
             )
@@ -86,7 +86,7 @@ def _adapter(subject: CertifiedModel) -> TensorFiles:
     if subject.adapter_folder is None:
         raise NotApplicable("there is no adapter")
     path = subject.adapter_folder / "adapter_model.safetensors"
-    require(path.is_file(), f"{path.name} is missing")
+    require_claim(path.is_file(), f"{path.name} is missing")
     return TensorFiles.open(subject.adapter_folder)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ed_elarge.certify.outcome import require
+from ed_elarge.certify.outcome import require_claim
 
 #: Largest difference of logits, relative to the largest logit.
 LOGITS_LIMIT = 1e-3
@@ -43,7 +43,7 @@ def compare_logits(
     error = float(
         np.abs(model_logits - reference_logits).max() / max(np.abs(reference_logits).max(), 1e-30)
     )
-    require(error <= limit, f"logits differ by {error:.1e} of the largest logit from {name}")
+    require_claim(error <= limit, f"logits differ by {error:.1e} of the largest logit from {name}")
     return f"largest difference {error:.1e} of the largest logit"
 
 
@@ -54,7 +54,7 @@ def compare_distributions(model_logits: np.ndarray, exact: np.ndarray, name: str
     divergence = float((np.exp(theirs) * (theirs - ours)).sum(-1).mean())
     agreement = float((ours.argmax(-1) == theirs.argmax(-1)).mean())
     evidence = f"KL divergence {divergence:.2e} nats, {agreement:.0%} equal first choices"
-    require(
+    require_claim(
         divergence <= DIVERGENCE_LIMIT and agreement >= AGREEMENT_LIMIT,
         f"{evidence} against {name}",
     )

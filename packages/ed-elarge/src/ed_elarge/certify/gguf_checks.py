@@ -16,8 +16,8 @@ from ed_elarge.certify.comparisons import (
     compare_logits,
     compute_logits,
 )
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
-from ed_elarge.certify.settings_checks import architecture, differing
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require_claim
+from ed_elarge.certify.settings_checks import differing, read_architecture
 from ed_elarge.certify.subject import CertifiedModel
 
 #: Type of a token that programs hide, and at which they may stop (`llama_token_type`).
@@ -59,7 +59,7 @@ def tokens_are_those_of_the_model(subject: CertifiedModel) -> Outcome:
             raise NotApplicable("the model has no tokenizer.json")
         model_tokens = _list_values(expected[f"{TOKENIZER_KEY}.tokens"])
         moved = [i for i, (a, b) in enumerate(zip(tokens, model_tokens, strict=False)) if a != b]
-        require(
+        require_claim(
             not moved and len(tokens) >= len(model_tokens),
             f"{file.name}: {len(moved)} tokens differ from those of the model, from id "
             f"{moved[0] if moved else len(tokens)}",
@@ -71,7 +71,7 @@ def tokens_are_those_of_the_model(subject: CertifiedModel) -> Outcome:
             if t == CONTROL
         ]
         plain_tokens = [model_tokens[i] for i in control if i < len(types) and types[i] != CONTROL]
-        require(
+        require_claim(
             not plain_tokens,
             f"{file.name}: {plain_tokens[:4]} are no control tokens: replies contain them",
         )
@@ -81,7 +81,7 @@ def tokens_are_those_of_the_model(subject: CertifiedModel) -> Outcome:
             fits = file_value == model_value or (
                 key == "eos_token_id" and file_value in subject.end_token_ids
             )
-            require(
+            require_claim(
                 model_value is None or fits,
                 f"{file.name}: {key} is {file_value}, and that of the model is {model_value}",
             )
@@ -95,10 +95,10 @@ def settings_are_those_of_the_model(subject: CertifiedModel) -> Outcome:
 
     count = 0
     for file in _files(subject):
-        model_settings = architecture(subject.folder)
+        model_settings = read_architecture(subject.folder)
         stated_settings = {name: value for name, value in model_settings.items() if name in STATED}
-        different = differing(architecture(as_directory(file)), stated_settings)
-        require(not different, f"{file.name}: {'; '.join(different[:6])}")
+        different = differing(read_architecture(as_directory(file)), stated_settings)
+        require_claim(not different, f"{file.name}: {'; '.join(different[:6])}")
         count += 1
     return pass_check(f"{count} files")
 
@@ -127,7 +127,7 @@ def equals_llama_cpp(subject: CertifiedModel) -> Outcome:
         try:
             theirs = llama_cpp.llama_cpp_logits(file, ids[None].astype(np.int32))[0][0]
         except RuntimeError as error:
-            require(False, f"{file.name}: {error}"[:1000])
+            require_claim(False, f"{file.name}: {error}"[:1000])
             raise
         loaded_model = hub.from_pretrained(file)
         if {place.format for place in read_parts(file).tensors.values()} <= UNQUANTIZED:
@@ -145,11 +145,11 @@ def _same_template(file: Path, stored: object, subject: CertifiedModel) -> None:
         model_template = str(subject.template.tokenizer.chat_template)
     except NotApplicable:
         return
-    require(
+    require_claim(
         stored is not None,
         f"{file.name} has no chat template: other programs use one of their own",
     )
-    require(stored == model_template, f"{file.name} has another chat template than the model")
+    require_claim(stored == model_template, f"{file.name} has another chat template than the model")
 
 
 def _files(subject: CertifiedModel) -> list[Path]:

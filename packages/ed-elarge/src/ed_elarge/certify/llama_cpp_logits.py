@@ -118,7 +118,7 @@ class LlamaCpp:
         return np.stack(rows)
 
 
-def main() -> None:
+def _main() -> None:
     """Read ids, and write the logits and the greedy tokens."""
     path = sys.argv[1]
     ids_path = sys.argv[2]
@@ -142,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

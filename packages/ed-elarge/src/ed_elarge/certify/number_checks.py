@@ -15,7 +15,7 @@ from ed_elarge.certify.comparisons import (
     compute_logits,
     log_softmax,
 )
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require_claim
 from ed_elarge.certify.subject import CertifiedModel
 
 #: Largest difference of log-probabilities.
@@ -73,12 +73,12 @@ def engine_samples_as_computed(subject: CertifiedModel) -> Outcome:
     assert answer.logprobs is not None
     for at, (token, token_logprobs) in enumerate(zip(tokens, answer.logprobs, strict=True)):
         expected = _sampled_from(logits[len(prompt) - 1 + at].astype(np.float64))
-        require(
+        require_claim(
             np.isfinite(expected[token]),
             f"the engine sampled token {token}, which the options of sampling exclude",
         )
         worst = max(worst, abs(token_logprobs[token].logprob - expected[token]))
-    require(
+    require_claim(
         worst <= LOGPROB_LIMIT,
         f"log-probabilities of the engine differ by {worst:.1e} from those of the model",
     )
@@ -136,7 +136,7 @@ def kernels_are_the_best(subject: CertifiedModel) -> Outcome:
     levels = LEVELS[platform.machine()]
     able = [name for _, name, needed in levels if {_flag(f) for f in needed} <= flags]
     kernel_level = level()
-    require(
+    require_claim(
         kernel_level == able[-1],
         f"the kernels use {kernel_level or 'no instructions, because they are not built'}, and the "
         f"processor has {able[-1]}: run `python -m ed_layers.native build`",

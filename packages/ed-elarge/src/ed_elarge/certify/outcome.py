@@ -51,7 +51,7 @@ def pass_check(evidence: str) -> Outcome:
     return Outcome("passed", evidence)
 
 
-def require(holds: bool, evidence: str) -> None:
+def require_claim(holds: bool, evidence: str) -> None:
     """Raise `Failed` with the evidence unless a condition holds."""
     if not holds:
         raise Failed(evidence)

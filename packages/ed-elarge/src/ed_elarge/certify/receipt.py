@@ -116,7 +116,7 @@ def _page(values: dict[str, Any]) -> str:
     )
 
 
-def write(values: dict[str, Any], folder: Path) -> None:
+def write_receipt(values: dict[str, Any], folder: Path) -> None:
     """Write certificate.json and certificate.html to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"

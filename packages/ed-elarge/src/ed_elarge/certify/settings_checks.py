@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require_claim
 from ed_elarge.certify.subject import CertifiedModel, read_json
 
 #: Largest `model_max_length` that is a number of tokens; transformers writes 1e30 for "unknown".
@@ -52,7 +52,7 @@ def positions_agree(subject: CertifiedModel) -> Outcome:
     scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
     if factor and original and scaling.get("rope_type", scaling.get("type")) in EXTENDING:
-        require(
+        require_claim(
             most <= factor * original * 1.01,
             f"max_position_embeddings is {most}, and {factor} times {original} positions are "
             f"{factor * original:.0f}: the model was not extended to more",
@@ -63,7 +63,7 @@ def positions_agree(subject: CertifiedModel) -> Outcome:
     except NotApplicable:
         return pass_check(evidence)
     if length < KNOWN_LENGTH:
-        require(
+        require_claim(
             length <= most,
             f"model_max_length of the tokenizer is {length}, and the model has {most} positions",
         )
@@ -82,9 +82,9 @@ def generation_settings_are_valid(subject: CertifiedModel) -> Outcome:
         try:
             GenerationConfig(**generation_settings).validate(strict=True)
         except ValueError as error:
-            require(False, f"generation_config.json: {error}".partition("\n")[0][:400])
+            require_claim(False, f"generation_config.json: {error}".partition("\n")[0][:400])
     temperature = generation_settings.get("temperature")
-    require(
+    require_claim(
         not generation_settings.get("do_sample") or temperature is None or temperature > 0,
         f"generation_config.json samples with the temperature {temperature}: transformers divides "
         "by this number",
@@ -92,7 +92,7 @@ def generation_settings_are_valid(subject: CertifiedModel) -> Outcome:
     longest = generation_settings.get("max_new_tokens", generation_settings.get("max_length"))
     positions = subject.settings.get("max_target_positions")  # of a decoder beside an encoder
     shortest = SHORTEST_LIMIT if positions is None else min(positions, SHORTEST_LIMIT)
-    require(
+    require_claim(
         not isinstance(longest, int) or longest >= shortest,
         f"generation_config.json ends replies after {longest} tokens",
     )
@@ -109,7 +109,7 @@ def cache_is_used(subject: CertifiedModel) -> Outcome:
     if not subject.is_adapter and _default_without_cache(subject):
         raise NotApplicable("the family generates without a cache by default")
     off = [name for name, values in sources.items() if values.get("use_cache") is False]
-    require(
+    require_claim(
         not off,
         f"use_cache is false in {off}: other programs compute every earlier token again for each "
         "new token",
@@ -130,9 +130,12 @@ def _default_without_cache(subject: CertifiedModel) -> bool:
 def settings_of_base(subject: CertifiedModel) -> Outcome:
     if subject.is_adapter:
         raise NotApplicable("the directory contains only an adapter")
-    settings, base_settings = architecture(subject.folder), architecture(subject.base.folder)
+    settings, base_settings = (
+        read_architecture(subject.folder),
+        read_architecture(subject.base.folder),
+    )
     different = differing(settings, base_settings)
-    require(
+    require_claim(
         not different,
         "config.json describes another computation than that of the base model: "
         + "; ".join(different[:6]),
@@ -144,7 +147,7 @@ def files_of_base(subject: CertifiedModel) -> Outcome:
     if subject.is_adapter:
         raise NotApplicable("the directory contains only an adapter")
     files, base_files = _parts(subject.folder), _parts(subject.base.folder)
-    require(
+    require_claim(
         base_files <= files,
         f"the base model has {', '.join(sorted(base_files - files))}, and this directory has not",
     )
@@ -167,11 +170,11 @@ def code_is_present(subject: CertifiedModel) -> Outcome:
     missing = sorted(
         f"{name}.py" for name in named if not (subject.folder / f"{name}.py").is_file()
     )
-    require(not missing, f"auto_map names classes in files that are missing: {missing}")
+    require_claim(not missing, f"auto_map names classes in files that are missing: {missing}")
     return pass_check(", ".join(sorted(named)))
 
 
-def architecture(folder: Path) -> dict[str, Any]:
+def read_architecture(folder: Path) -> dict[str, Any]:
     """Return the settings that determine the numbers of a model, with the family's defaults."""
     from ed_infra.config.fields import FIELDS
     from ed_models.checkpoints import hub

@@ -14,7 +14,7 @@ from ed_elarge.certify.outcome import (
     NotApplicable,
     Outcome,
     pass_check,
-    require,
+    require_claim,
 )
 from ed_elarge.certify.subject import CertifiedModel, read_json
 
@@ -35,13 +35,13 @@ def files_agree(subject: CertifiedModel) -> Outcome:
     if not templates:
         raise NotApplicable("no file contains a chat template")
     summary = ", ".join(f"{name} {_digest(text)}" for name, text in templates.items())
-    require(len({*templates.values()}) == 1, f"the files have different templates: {summary}")
+    require_claim(len({*templates.values()}) == 1, f"the files have different templates: {summary}")
     return pass_check(summary)
 
 
 def equals_base(subject: CertifiedModel) -> Outcome:
     template, base_template = _source(subject), _source(subject.base)
-    require(
+    require_claim(
         template == base_template,
         f"the template has SHA-256 {_digest(template)}, that of the base model "
         f"{_digest(base_template)}; they "
@@ -113,14 +113,14 @@ def prompt_ends_before_answer(subject: CertifiedModel) -> Outcome:
         if conversation_text.startswith(prompt)
         else "?"
     )
-    require(
+    require_claim(
         not between.strip(),
         f"the template ignores add_generation_prompt, and writes {between!r} between a question "
         "and its answer: the model must generate this text",
     )
     tail = conversation_text.partition(ANSWER)[2]
     begin = prompt[-SHORTEST_HEADER:]
-    require(
+    require_claim(
         len(tail) < SHORTEST_HEADER or not tail.endswith(begin),
         f"the template adds the beginning of an answer, {begin!r}, to a complete conversation",
     )
@@ -134,7 +134,7 @@ def turns_keep_tokens(subject: CertifiedModel) -> Outcome:
     # A template may write an end token only after the last turn.
     shared = _differs(first, second)
     missing = subject.tokenizer.decode(first[shared:])
-    require(
+    require_claim(
         len(first) - shared <= 2,
         f"the tokens of the first turn change when a second turn follows, from token {shared} of "
         f"{len(first)}: {missing!r}",
@@ -147,7 +147,9 @@ def messages_are_rendered(subject: CertifiedModel) -> Outcome:
         text = subject.tokenizer.decode(subject.encodings.encode_with_transformers(chat, **options))
         for message in chat:
             said = message["content"].strip()
-            require(said in text, f"the template does not render the message {said!r} of {name!r}")
+            require_claim(
+                said in text, f"the template does not render the message {said!r} of {name!r}"
+            )
     return pass_check("every message of system, user and assistant is part of the text")
 
 
@@ -156,7 +158,7 @@ def tools_are_rendered(subject: CertifiedModel) -> Outcome:
         raise NotApplicable("the template renders no tools")
     text = subject.encodings.text(CONVERSATIONS["one turn"][:1], tools=TOOLS)
     for part in (TOOLS[0]["function"]["name"], "city"):
-        require(
+        require_claim(
             part in text, f"the template reads tools, and {part!r} of a tool is not in the text"
         )
     rendered = _tool_conversation(subject)
@@ -165,12 +167,12 @@ def tools_are_rendered(subject: CertifiedModel) -> Outcome:
             "a tool is part of the prompt; the template rejects calls in a conversation"
         )
     escaped = rendered.replace('\\"', "\0")
-    require(
+    require_claim(
         "\0city" not in escaped,
         "the template encodes the arguments of a call twice: they are a JSON text in a JSON text",
     )
     for part in ("Cologne", "12 degrees"):
-        require(
+        require_claim(
             part in rendered,
             f"{part!r} of a tool call or of its result is not in the text of the conversation",
         )
@@ -185,7 +187,9 @@ def thinking_can_be_chosen(subject: CertifiedModel) -> Outcome:
         subject.encodings.text(chat, add_generation_prompt=True, enable_thinking=on)
         for on in (True, False)
     }
-    require(len(texts) == 2, "the template names enable_thinking, and the prompt does not change")
+    require_claim(
+        len(texts) == 2, "the template names enable_thinking, and the prompt does not change"
+    )
     return pass_check("enable_thinking changes the prompt")
 
 

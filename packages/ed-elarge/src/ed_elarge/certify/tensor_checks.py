@@ -11,7 +11,7 @@ from ed_infra.errors import EasyDeLError
 from ed_models.checkpoints.finite import is_finite
 from ed_models.checkpoints.tensor_files import INDEX_NAME, read_header
 
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require_claim
 from ed_elarge.certify.subject import CertifiedModel, read_json
 
 #: Methods of quantization whose files contain codes.
@@ -28,15 +28,15 @@ def index_is_complete(subject: CertifiedModel) -> Outcome:
         stored |= dict.fromkeys(_names(file), file.name)
     missing = sorted(name for name, file in listed.items() if stored.get(name) != file)
     unlisted = sorted({*stored} - {*listed})
-    require(not missing, f"tensors of the index are not in their files: {missing[:5]}")
-    require(not unlisted, f"tensors of the files are not in the index: {unlisted[:5]}")
+    require_claim(not missing, f"tensors of the index are not in their files: {missing[:5]}")
+    require_claim(not unlisted, f"tensors of the files are not in the index: {unlisted[:5]}")
     return pass_check(f"{len(listed)} tensors")
 
 
 def numbers_are_finite(subject: CertifiedModel) -> Outcome:
     tensors, count = subject.tensors, 0
     for name in tensors:
-        require(is_finite(tensors.read(name)), f"{name} has NaN or infinite numbers")
+        require_claim(is_finite(tensors.read(name)), f"{name} has NaN or infinite numbers")
         count += 1
     return pass_check(f"{count} tensors")
 
@@ -47,7 +47,7 @@ def matrices_are_not_empty(subject: CertifiedModel) -> Outcome:
         entry = tensors[name]
         if len(entry.shape) == 2 and "lora_B" not in name and name.endswith(".weight"):
             values = np.asarray(tensors.read(name))
-            require(bool(np.any(values)), f"all numbers of {name} are 0")
+            require_claim(bool(np.any(values)), f"all numbers of {name} are 0")
             count += 1
     return pass_check(f"{count} matrices")
 
@@ -63,7 +63,7 @@ def dtype_is_stated(subject: CertifiedModel) -> Outcome:
     for name in tensors:
         sizes[str(tensors[name].dtype)] += tensors[name].stop - tensors[name].start
     most = sizes.most_common(1)[0][0]
-    require(
+    require_claim(
         most == stated.removeprefix("torch."),
         f"config.json states {stated}, and most bytes are {most}",
     )
@@ -82,7 +82,7 @@ def head_is_tied_or_stored(subject: CertifiedModel) -> Outcome:
     if not heads:
         return pass_check("the head is tied and not stored")
     same = np.array_equal(tensors.read(heads[0]), tensors.read(tables[0]))
-    require(
+    require_claim(
         same,
         f"tie_word_embeddings is true, but {heads[0]} differs from {tables[0]}: one of the two is "
         "lost when the model is loaded",
@@ -110,13 +110,13 @@ def quantization_is_stated(subject: CertifiedModel) -> Outcome:
     matrices = [n for n in subject.tensors if len(subject.tensors[n].shape) >= 2]
     coded = [n for n in matrices if _has_codes(subject.tensors[n])]
     if method in WITH_CODES:
-        require(
+        require_claim(
             bool(coded),
             f"config.json states the quantization {method}, and all {len(matrices)} matrices are "
             "plain numbers: remove quantization_config",
         )
         return pass_check(f"{method}, {len(coded)} tensors with codes")
-    require(
+    require_claim(
         bool(stated) or not coded,
         f"config.json has no quantization_config, and {len(coded)} tensors have codes: {coded[:3]}",
     )
@@ -141,7 +141,7 @@ def other_weights_are_equal(subject: CertifiedModel) -> Outcome:
             _to_float32(tensors.read(name)), _to_float32(pickled_tensors.read(name))
         )
     ]
-    require(
+    require_claim(
         not different,
         f"{PICKLED} and the safetensors files contain different weights: {different[:3]}",
     )
@@ -162,7 +162,7 @@ def _names(file: Path) -> list[str]:
     try:
         return list(read_header(file))
     except EasyDeLError as error:
-        require(False, str(error))
+        require_claim(False, str(error))
         return []
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from ed_infra.enums import TaskType
 
 from ed_elarge.certify.chats import ANSWER, CONVERSATIONS, QUESTION, TEXTS
-from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require
+from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require_claim
 from ed_elarge.certify.subject import CertifiedModel, read_json
 
 #: Endings of the names of tensors with a row for each token.
@@ -16,7 +16,7 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "em
 def end_is_learned(subject: CertifiedModel) -> Outcome:
     tokens, mask = _trained_answer(subject)
     end = _end_of_answer(subject, tokens)
-    require(
+    require_claim(
         mask[end] == 1,
         f"the token {_describe_token(subject, tokens[end])} ends an answer and has no loss: the "
         "model does "
@@ -29,7 +29,7 @@ def end_is_stopped_at(subject: CertifiedModel) -> Outcome:
     tokens, _ = _trained_answer(subject)
     end = tokens[_end_of_answer(subject, tokens)]
     stops = subject.end_token_ids
-    require(
+    require_claim(
         end in stops,
         f"answers end with {_describe_token(subject, end)}, but the engine stops at "
         f"{[_describe_token(subject, token) for token in sorted(stops)]}: add the id to "
@@ -45,7 +45,7 @@ def padding_is_no_end(subject: CertifiedModel) -> Outcome:
         raise NotApplicable("the tokenizer has no padding token")
     tokens, _ = _trained_answer(subject)
     end = tokens[_end_of_answer(subject, tokens)]
-    require(
+    require_claim(
         pad != end,
         f"{_describe_token(subject, pad)} is the padding token and ends answers: trainers that "
         "mask the "
@@ -60,7 +60,7 @@ def padding_is_no_end(subject: CertifiedModel) -> Outcome:
 def end_is_not_shown(subject: CertifiedModel) -> Outcome:
     tokens = _after_answer(subject)
     visible_text = str(subject.tokenizer.decode(tokens, skip_special_tokens=True))
-    require(
+    require_claim(
         not visible_text.strip(),
         f"an answer is followed by {visible_text!r}, which are no special tokens of the tokenizer: "
         "replies contain this text",
@@ -72,11 +72,11 @@ def question_has_no_loss(subject: CertifiedModel) -> Outcome:
     tokens, mask = _trained_answer(subject)
     prompt_tokens = [token for token, flag in zip(tokens, mask, strict=True) if not flag]
     text = subject.tokenizer.decode(prompt_tokens)
-    require(QUESTION in text, f"the tokens without loss are {text!r}, without the question")
+    require_claim(QUESTION in text, f"the tokens without loss are {text!r}, without the question")
     answer = subject.tokenizer.decode(
         [token for token, flag in zip(tokens, mask, strict=True) if flag]
     )
-    require(QUESTION not in answer, f"the question has loss: {answer!r}")
+    require_claim(QUESTION not in answer, f"the question has loss: {answer!r}")
     return pass_check(f"{sum(mask)} of {len(mask)} tokens have loss: {answer!r}")
 
 
@@ -85,7 +85,7 @@ def one_beginning(subject: CertifiedModel) -> Outcome:
     if bos is None:
         raise NotApplicable("the tokenizer has no beginning-of-text token")
     tokens = subject.encodings.encode_with_engine(CONVERSATIONS["one turn"][:1])
-    require(
+    require_claim(
         tokens.count(bos) <= 1,
         f"a prompt contains {_describe_token(subject, bos)} {tokens.count(bos)} times",
     )
@@ -113,7 +113,7 @@ def users_write_no_special_tokens(subject: CertifiedModel) -> Outcome:
     expected_tokens = of("hello")
     for text in texts:
         special_tokens = of(f"hello {text} hello")
-        require(
+        require_claim(
             special_tokens == expected_tokens,
             f"{text!r} in the text of a user becomes a special token",
         )
@@ -125,7 +125,7 @@ def ids_have_embeddings(subject: CertifiedModel) -> Outcome:
     if not isinstance(size, int):
         raise NotApplicable("config.json has no vocab_size")
     largest = max(subject.tokenizer.get_vocab().values())
-    require(
+    require_claim(
         largest < size,
         f"the tokenizer has the id {largest}, and the model has {size} embeddings: add rows "
         "before training (model: {resize_token_embeddings: true})",
@@ -146,7 +146,7 @@ def special_ids_are_those_of_the_tokenizer(subject: CertifiedModel) -> Outcome:
             for token in special_ids if isinstance(special_ids, list) else [special_ids]:
                 if token is None or (name == "pad_token_id" and token == -1):
                     continue
-                require(
+                require_claim(
                     isinstance(token, int) and 0 <= token < size,
                     f"{name} {token!r} of {source} is not an id of the tokenizer (0 to {size - 1})",
                 )
@@ -154,13 +154,13 @@ def special_ids_are_those_of_the_tokenizer(subject: CertifiedModel) -> Outcome:
             tokenizer_id = getattr(subject.tokenizer, name)
             if name == "eos_token_id" and special_ids is not None and tokenizer_id is not None:
                 listed = {*special_ids} if isinstance(special_ids, list) else {special_ids}
-                require(
+                require_claim(
                     tokenizer_id in listed or _is_end_of_turn(subject, listed),
                     f"eos_token_id of {source} is {special_ids}, and that of the tokenizer is "
                     f"{tokenizer_id}",
                 )
             if name == "bos_token_id" and special_ids is not None and tokenizer_id is not None:
-                require(
+                require_claim(
                     special_ids == tokenizer_id,
                     f"bos_token_id of {source} is {special_ids}, and that of the tokenizer is "
                     f"{tokenizer_id}",
@@ -175,7 +175,7 @@ def texts_are_kept(subject: CertifiedModel) -> Outcome:
     for text in TEXTS:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         decoded_text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        require(
+        require_claim(
             str(decoded_text).strip(" ") == text.strip(" "),
             f"the tokens of {text!r} decode to {decoded_text!r}",
         )
@@ -188,7 +188,7 @@ def prompts_stay_whole(subject: CertifiedModel) -> Outcome:
         raise NotApplicable("there is no tokenizer.json")
     stored = read_json(path)
     for name, effect in (("truncation", "cut every text"), ("padding", "pad every text")):
-        require(
+        require_claim(
             not stored.get(name),
             f"tokenizer.json contains {name} {stored.get(name)}: programs that apply the file "
             f"{effect}",
@@ -205,7 +205,7 @@ def template_tokens_are_trained(subject: CertifiedModel) -> Outcome:
     for name in tables:
         rows = tensors[name].shape[0]
         for token in (token for token in used if token < rows):
-            require(
+            require_claim(
                 bool(np.any(np.asarray(tensors.read(name, (slice(token, token + 1),))))),
                 f"the row of {_describe_token(subject, token)} in {name} is 0: the chat template "
                 "uses a "
@@ -220,7 +220,7 @@ def tokens_of_base(subject: CertifiedModel) -> Outcome:
         ours, theirs = (
             t.encode(text, add_special_tokens=False) for t in (tokenizer, base_tokenizer)
         )
-        require(ours == theirs, f"the tokens of {text!r} are not those of the base model")
+        require_claim(ours == theirs, f"the tokens of {text!r} are not those of the base model")
     for name, chat in CONVERSATIONS.items():
         try:
             text = subject.encodings.text(chat)
@@ -231,10 +231,12 @@ def tokens_of_base(subject: CertifiedModel) -> Outcome:
         ours, theirs = (
             t.encode(text, add_special_tokens=False) for t in (tokenizer, base_tokenizer)
         )
-        require(ours == theirs, f"the tokens of the conversation {name!r} differ from the base's")
+        require_claim(
+            ours == theirs, f"the tokens of the conversation {name!r} differ from the base's"
+        )
     vocab, expected = tokenizer.get_vocab(), base_tokenizer.get_vocab()
     moved = [token for token, number in expected.items() if vocab.get(token) != number]
-    require(not moved, f"tokens of the base model have other ids: {moved[:5]}")
+    require_claim(not moved, f"tokens of the base model have other ids: {moved[:5]}")
     return pass_check(f"{len(expected)} tokens have equal ids")
 
 

@@ -36,7 +36,7 @@ def certify(
         PAGE_NAME,
         certificate,
         findings,
-        write,
+        write_receipt,
     )
     from ed_elarge.certify.subject import CertifiedModel
 
@@ -47,7 +47,7 @@ def certify(
             show_result(f"{'':<15} {finding.evidence}")
         all_findings.append(finding)
     values, folder = certificate(subject, all_findings), output or directory
-    write(values, folder)
+    write_receipt(values, folder)
     counts = [f"- {count} {status}" for status, count in values["summary"].items()]
     add_section(subject.folder, "Certificate", [*counts, f"- Checks: `{JSON_NAME}`"])
     show_result(", ".join(f"{count} {status}" for status, count in values["summary"].items()))

@@ -24,27 +24,27 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> Result:
     """Write a commented run file, and the schema with which an editor checks it."""
-    from ed_elarge.config.json_schema import schema
-    from ed_elarge.config.templates import SCHEMA_FILE, names, template
+    from ed_elarge.config.json_schema import build_schema
+    from ed_elarge.config.templates import SCHEMA_FILE, list_templates, template
 
     name = kind.lower().replace("-", "_")
-    if name not in names():
-        raise unknown_name("method or action", kind, names())
+    if name not in list_templates():
+        raise unknown_name("method or action", kind, list_templates())
     path = output or Path(f"{name}.yaml")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: choose another --output, or pass --force")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(template(name, str(path)), "utf-8")
-    (path.parent / SCHEMA_FILE).write_text(json.dumps(schema()) + "\n", "utf-8")
+    (path.parent / SCHEMA_FILE).write_text(json.dumps(build_schema()) + "\n", "utf-8")
     show_result(f"wrote {path}; check the file: elarge {path} --dry-run")
     return Result({"path": str(path)})
 
 
 def schema() -> Result:
     """Print the JSON schema of run files, for editors."""
-    from ed_elarge.config.json_schema import schema
+    from ed_elarge.config.json_schema import build_schema
 
-    values = schema()
+    values = build_schema()
     show_result(json.dumps(values))
     return Result(values)
 
@@ -72,9 +72,9 @@ def explain(
         show_result(meaning)
         show_result(textwrap.fill(f"keys: {', '.join(names)}", 100))
         return Result({"meaning": meaning, "keys": [*names]})
-    matching_keys = reference.find(path)
+    matching_keys = reference.find_keys(path)
     if not matching_keys:
-        holder = reference.find(path[:-1]) if len(path) > start + 1 else []
+        holder = reference.find_keys(path[:-1]) if len(path) > start + 1 else []
         models = [reference.find_option_class(one.field.annotation) for one in holder] or [
             *owners.values()
         ]
@@ -91,8 +91,8 @@ def explain(
             "key": ".".join([*path[:-1], one.name]),
             "methods": one.kinds,
             "type": reference.describe_type(one.field.annotation).replace("\\|", "|"),
-            "default": reference.default(one.field).strip("`"),
-            "one of": reference.known_names(one.field),
+            "default": reference.describe_default(one.field).strip("`"),
+            "one of": reference.list_known_names(one.field),
             "other names": ", ".join(one.others),
             "meaning": one.meaning,
         }
@@ -159,14 +159,14 @@ def _read_run_file(path: str, settings: list[str]) -> dict[str, Any]:
     from ed_elarge.config.layers import with_settings
     from ed_elarge.config.normalize import normalize
 
-    document = with_settings(nodes.read(path), settings, nodes.parse)
+    document = with_settings(nodes.read_yaml(path), settings, nodes.parse_yaml)
     return flat(normalize(document).to_dict())
 
 
 def _read_run(path: str, settings: list[str]) -> dict[str, Any]:
-    from ed_elarge.actions.provenance import read
+    from ed_elarge.actions.provenance import read_provenance
 
-    return flat(read(Path(path)))
+    return flat(read_provenance(Path(path)))
 
 
 def flat(value: Mapping[Any, Any] | Sequence[Any], prefix: str = "") -> dict[str, Any]:

@@ -85,13 +85,17 @@ def launch(
     if on not in LAUNCHERS:
         raise ConfigError(f"--on {on!r} must be one of {', '.join(LAUNCHERS)}")
     fixed = tuple(settings or ())
-    run = normalize(with_settings(nodes.read(file), fixed, nodes.parse), require_actions=True)
+    run = normalize(
+        with_settings(nodes.read_yaml(file), fixed, nodes.parse_yaml), require_actions=True
+    )
     if sweep and run.trainer is None:
         raise ConfigError("--sweep needs a section trainer: each run has its own folder")
     directory = run.trainer.save_directory if run.trainer is not None else ""
     points = parse_sweep(fixed, sweep or (), str(directory))
     for point in points if sweep else ():
-        normalize(with_settings(nodes.read(file), point, nodes.parse), require_actions=True)
+        normalize(
+            with_settings(nodes.read_yaml(file), point, nodes.parse_yaml), require_actions=True
+        )
     for warning in run.warning_texts():
         print(f"warning: {warning}", file=sys.stderr)
     server = None
@@ -153,7 +157,7 @@ def start_elastic(job: LaunchedRun, on: str, dry_run: bool) -> int:
     if dry_run:
         print("".join(f"{shlex.join(process.words)}\n" for process in planned), end="")
         return 0
-    return elastic.run(job, planned)
+    return elastic.run_elastic(job, planned)
 
 
 def member(
@@ -185,11 +189,11 @@ def join(
 
     The variable ESURGE_CLUSTER_SECRET must have the same value as for the trainer or server.
     """
-    from ed_elarge.asynchronous.joining import ENGINE, ENVIRONMENT, join
+    from ed_elarge.asynchronous.joining import ENGINE, ENVIRONMENT, join_run
     from ed_elarge.building.replicas import REPLICA, join_as_replica
 
     if role == REPLICA:
         return join_as_replica(address, name)
     if role not in (ENGINE, ENVIRONMENT):
         raise typer.BadParameter(f"--as {role}: use {ENGINE}, {ENVIRONMENT} or {REPLICA}")
-    return join(address, role)
+    return join_run(address, role)

@@ -35,7 +35,7 @@ def attention(
     """Compare attention mechanisms: milliseconds of a pass, and the difference from `vanilla`."""
     import jax
     import jax.numpy as jnp
-    from ed_infra.config.fields import normalize
+    from ed_infra.config.fields import normalize_fields
     from ed_infra.dtypes import canonical_dtype
     from ed_infra.masks import MaskInfo
     from ed_layers.attention import Mechanism, attend
@@ -51,7 +51,7 @@ def attention(
     rows = []
     show_result(f"{'mechanism':<20}{'ms':>10}{'largest difference':>22}")
     for mechanism_name in names:
-        mechanism = Mechanism(name=str(normalize("attn_mechanism", mechanism_name)))
+        mechanism = Mechanism(name=str(normalize_fields("attn_mechanism", mechanism_name)))
 
         def ahead(
             q: jax.Array, k: jax.Array, v: jax.Array, mechanism: Mechanism = mechanism
@@ -112,7 +112,7 @@ def decode(
     from ed_elarge.model import eLargeModel
 
     room = f"esurge.max_model_len={prompt + tokens}"
-    document = with_settings(nodes.read(file), [room, *(settings or ())], nodes.parse)
+    document = with_settings(nodes.read_yaml(file), [room, *(settings or ())], nodes.parse_yaml)
     elm = eLargeModel.from_run(normalize(document))
     engine = elm.build_esurge()
     size = len(elm.build_tokenizer())
@@ -184,7 +184,7 @@ def train(
             *(settings or ()),
             *(f"trainer.{key}={value}" for key, value in trainer_options.items()),
         ]
-        document = with_settings(nodes.read(file), changes, nodes.parse)
+        document = with_settings(nodes.read_yaml(file), changes, nodes.parse_yaml)
         run = normalize(with_one_action(document, "train"), require_actions=True)
         eLargeModel.from_run(run).train()
         lines = (Path(folder) / "metrics.jsonl").read_text("utf-8").splitlines()

@@ -46,26 +46,26 @@ def plan(
     from ed_elarge.config.layers import with_settings
     from ed_elarge.config.normalize import normalize
     from ed_elarge.plan import devices as hardware
-    from ed_elarge.plan.estimate import plan as estimate
+    from ed_elarge.plan.estimate import plan_run as estimate
     from ed_elarge.plan.report import lines, to_dict
 
-    named = hardware.parse(topology, devices)
-    run = normalize(with_settings(nodes.read(file), settings or (), nodes.parse))
+    named = hardware.parse_hardware(topology, devices)
+    run = normalize(with_settings(nodes.read_yaml(file), settings or (), nodes.parse_yaml))
     for warning in run.warning_texts():
         print(f"warning: {warning}", file=sys.stderr)
     estimated_plan = estimate(run, named)
     compiled = None
     if compiler is not None:
-        from ed_elarge.plan.compiled import compare
+        from ed_elarge.plan.compiled import compare_with_compiler
 
-        compiled = compare(estimated_plan, compiler, time_limit)
+        compiled = compare_with_compiler(estimated_plan, compiler, time_limit)
     values = to_dict(estimated_plan, compiled)
     show_result("\n".join(lines(values)))
     if output is not None:
-        from ed_elarge.plan.page import render
+        from ed_elarge.plan.page import render_page
 
         output.mkdir(parents=True, exist_ok=True)
         (output / "plan.json").write_text(json.dumps(values, indent=2) + "\n", "utf-8")
-        (output / "plan.html").write_text(render(values), "utf-8")
+        (output / "plan.html").write_text(render_page(values), "utf-8")
         print(f"wrote {output / 'plan.json'} and {output / 'plan.html'}")
     return Result(values, int(not estimated_plan.fits))

@@ -85,9 +85,9 @@ def data(
     samples: Annotated[int, typer.Option(min=0, max=100, help="Number of rows to show.")] = 3,
 ) -> Result:
     """Report the mixture of FILE: rows, tokens, lengths, fill, duplicates and the first rows."""
-    from ed_elarge.actions.data_report import show
+    from ed_elarge.actions.data_report import show_data
 
-    return show(file, output, with_near_duplicates, samples)
+    return show_data(file, output, with_near_duplicates, samples)
 
 
 def run_file(
@@ -114,7 +114,7 @@ def _run(path: str, dry_run: bool, verbose: bool, settings: Sequence[str], only:
     from ed_elarge.config.layers import with_settings
     from ed_elarge.config.normalize import normalize
 
-    document = with_settings(nodes.read(path), settings, nodes.parse)
+    document = with_settings(nodes.read_yaml(path), settings, nodes.parse_yaml)
     if only:
         document = with_one_action(document, only)
     run = normalize(document, require_actions=True)
@@ -122,7 +122,7 @@ def _run(path: str, dry_run: bool, verbose: bool, settings: Sequence[str], only:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
         from ed_elarge.config.checks.machine import device_warnings
-        from ed_elarge.config.description import describe
+        from ed_elarge.config.description import describe_run_file
         from ed_elarge.config.table import check_machine
 
         check_machine(run)
@@ -130,7 +130,7 @@ def _run(path: str, dry_run: bool, verbose: bool, settings: Sequence[str], only:
             print(f"warning: {run.document.show(run.place(problem))}", file=sys.stderr)
         text = run.to_yaml(secrets=False)
         show_result(text)
-        show_result(describe(run))
+        show_result(describe_run_file(run))
         return Result({"config": yaml.safe_load(text), "warnings": run.warning_texts()})
     from ed_elarge.actions.execution import execute
 

@@ -44,7 +44,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 @functools.cache
-def model_types() -> tuple[str, ...]:
+def list_architectures() -> tuple[str, ...]:
     """Return every model type that an installed package provides."""
     return tuple(sorted({e.name for e in metadata.entry_points(group="easydel.models")}))
 
@@ -52,17 +52,19 @@ def model_types() -> tuple[str, ...]:
 def keys(model_type: object) -> set[str]:
     """Return the keys of an architecture, or of all architectures if the model type is unknown."""
     fields = config_fields(str(model_type))
-    field_sets = [fields] if fields is not None else [config_fields(name) for name in model_types()]
+    field_sets = (
+        [fields] if fields is not None else [config_fields(name) for name in list_architectures()]
+    )
     return {key for fields in field_sets for key in fields or ()} | set(LEGACY_FIELDS)
 
 
-def default(model_type: object, key: str) -> Any:
+def get_default(model_type: object, key: str) -> Any:
     """Return the default of an architecture's key, or None if it is unknown."""
     field = (config_fields(str(model_type)) or {}).get(key)
     return field.default if field is not None else None
 
 
-def check(
+def check_fields(
     config: Mapping[str, Any], execution_fields: Collection[str], path: ValuePath = ()
 ) -> list[Problem]:
     """Check a `model.config` mapping and the configurations inside it (`text_config`).
@@ -78,10 +80,10 @@ def check(
             if did_you_mean(str(key).lower(), ["model_type"]):
                 message = f"unknown key {key!r}; did you mean 'model_type'?"
                 return [Problem((*path, key), message, on_key=True)]
-        message = f"the key 'model_type' is missing (known: {', '.join(model_types())})"
+        message = f"the key 'model_type' is missing (known: {', '.join(list_architectures())})"
         return [Problem((*path, "model_type"), message, on_key=True)]
-    if model_type not in model_types():
-        message = str(unknown_name("model type", model_type, model_types()))
+    if model_type not in list_architectures():
+        message = str(unknown_name("model type", model_type, list_architectures()))
         return [Problem((*path, "model_type"), message)]
     return _check_fields(config, str(model_type), execution_fields, path)
 

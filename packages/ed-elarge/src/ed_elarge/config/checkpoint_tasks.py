@@ -38,7 +38,7 @@ SEPARATE_TASKS = (
 _MODULES = "modules.json"  # of sentence-transformers
 
 
-def read_config(name_or_path: str, revision: str | None = None) -> Mapping[str, Any] | None:
+def read_task_config(name_or_path: str, revision: str | None = None) -> Mapping[str, Any] | None:
     """Return the content of config.json; None if the file is not on this machine."""
     path = find_config(name_or_path, revision)
     try:

@@ -12,7 +12,7 @@ from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import ACTIONS
 
 
-def describe(run: RunConfig) -> str:
+def describe_run_file(run: RunConfig) -> str:
     """Describe the model, the data, the training and each action, one per line."""
     lines = [_model(run), _data(run), _trainer(run), _completions(run)]
     for number, action in enumerate(run.actions, 1):

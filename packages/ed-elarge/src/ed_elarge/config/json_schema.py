@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaValue
 
 from ed_elarge.config.normalize import WRAPPERS
-from ed_elarge.config.reference import find_option_class, known_names, meanings
+from ed_elarge.config.reference import find_option_class, list_known_names, read_meanings
 from ed_elarge.config.table import ACTIONS, SECTIONS
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _Lenient(GenerateJsonSchema):
         return value_schema if is_class or kind in ("int", "float") else {}
 
 
-def schema() -> dict[str, Any]:
+def build_schema() -> dict[str, Any]:
     """Return the schema of run files."""
     defs: dict[str, Any] = {}
     sections = {
@@ -125,7 +125,7 @@ def _class(model: type[BaseModel], defs: dict[str, Any]) -> dict[str, Any]:
 def _describe(model: type[BaseModel], class_schema: dict[str, Any]) -> None:
     """Add meanings, allowed names and other spellings to the schema of a class."""
     properties = class_schema.get("properties", {})
-    docs = meanings(model)
+    docs = read_meanings(model)
     for name, field in model.model_fields.items():
         entry = properties.get(name)
         if entry is None or "description" in entry:
@@ -133,7 +133,7 @@ def _describe(model: type[BaseModel], class_schema: dict[str, Any]) -> None:
         entry.pop("title", None)
         if docs.get(name):
             entry["description"] = docs[name]
-        allowed = known_names(field)
+        allowed = list_known_names(field)
         if allowed and entry.get("type") == "string":
             entry["examples"] = allowed.split(", ")
     for alias, name in getattr(model, "ALIASES", {}).items():

@@ -120,7 +120,7 @@ class LocalTask(Options):
         return {key: getattr(self, key) for key in LOCAL_KINDS[self.type].files}
 
 
-def check_names(tasks: Iterable[LocalTask], used_names: Iterable[str]) -> None:
+def check_task_names(tasks: Iterable[LocalTask], used_names: Iterable[str]) -> None:
     """Check that each task has a name of its own.
 
     Raises:

@@ -49,7 +49,7 @@ _SCALARS = (
 )
 
 
-def read(path: str | Path) -> Document:
+def read_yaml(path: str | Path) -> Document:
     """Read a YAML or JSON file (JSON is parsed as YAML) and the files of its key `include`.
 
     Raises:
@@ -93,7 +93,7 @@ def _read_file(path: Path) -> Document:
         if len(raw) > _MAX_BYTES:
             message = f"has more than {_MAX_BYTES:,} bytes: a run file contains options, not data"
             raise InputError(name, [Problem((), message)])
-        return parse(raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n"), name)
+        return parse_yaml(raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n"), name)
     except UnicodeDecodeError as error:
         message = f"is not UTF-8 text (byte {error.start})"
     except FileNotFoundError:
@@ -110,8 +110,8 @@ def _read_file(path: Path) -> Document:
     raise InputError(name, [Problem((), message)])
 
 
-def parse(text: str, name: str = "<text>") -> Document:
-    """Parse YAML text; see `read`."""
+def parse_yaml(text: str, name: str = "<text>") -> Document:
+    """Parse YAML text; see `read_yaml`."""
     document = Document(name, text)
     try:
         node = _Loader(text).get_single_node()

@@ -20,7 +20,7 @@ from ed_elarge.config.table import (
     unknown_action,
     unknown_section,
 )
-from ed_elarge.config.validation import empty_texts, validate
+from ed_elarge.config.validation import empty_texts, validate_values
 from ed_elarge.errors import Document, InputError, Problem, ValuePath
 
 #: Keys that may contain the whole configuration except `actions`.
@@ -103,7 +103,7 @@ def _validate(
         }
         value = {key: item for key, item in value.items() if key not in ignored_keys}
         value |= {section.chosen_by: kind} if section.chosen_by in value else {}
-    return validate(classes[kind], value, path, partial=partial)
+    return validate_values(classes[kind], value, path, partial=partial)
 
 
 def _across(run: RunConfig) -> list[Problem]:
@@ -134,16 +134,16 @@ def _warnings(run: RunConfig) -> list[Problem]:
     problems = (
         *unused.without_effect(run),
         *unused.find_other_method_keys(run),
-        *unused.other_models(run),
-        *advice.warnings(run),
+        *unused.find_unused_models(run),
+        *advice.list_advice(run),
     )
     out = [run.place(problem) for problem in problems]
     for name, section in SECTIONS.items():
         if (options := run.sections[name]) is not None:
-            for problem in unused.warnings(options, section.unused, run):
+            for problem in unused.list_unused_options(options, section.unused, run):
                 out.append(run.place(problem._replace(path=(name, *problem.path))))
     for action in run.actions:
-        for problem in unused.warnings(action.options, ACTIONS[action.name].unused, run):
+        for problem in unused.list_unused_options(action.options, ACTIONS[action.name].unused, run):
             out.append(run.place_in(action, problem))
     return out
 
@@ -238,7 +238,7 @@ def _served(
     """Check parameters of the actions `serve` that a section contains."""
     if not parameters:
         return {}
-    options, new_problems = validate(ACTIONS[other_programs.SERVE].options, parameters, path)
+    options, new_problems = validate_values(ACTIONS[other_programs.SERVE].options, parameters, path)
     problems.extend(new_problems)
     return parameters if options is not None else {}
 
@@ -271,7 +271,7 @@ def _actions(
             parameters = other_programs.without_fixed_values(parameters)
         if served and name == other_programs.SERVE and isinstance(parameters, Mapping | None):
             parameters = {**served, **(parameters or {})}
-        options, new_problems = validate(kind.options, parameters, item.parameter_path)
+        options, new_problems = validate_values(kind.options, parameters, item.parameter_path)
         problems.extend(new_problems or empty_texts(item.parameters, item.parameter_path))
         if options is not None:
             actions.append(Action(name, options, item.path, item.parameter_path))

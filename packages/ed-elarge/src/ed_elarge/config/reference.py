@@ -42,7 +42,7 @@ class Key(NamedTuple):
     @property
     def meaning(self) -> str:
         """The docstring of the key."""
-        return meanings(self.model).get(self.name, "")
+        return read_meanings(self.model).get(self.name, "")
 
     @property
     def others(self) -> list[str]:
@@ -60,7 +60,7 @@ def classes(section: str) -> dict[str, type[BaseModel]]:
     return dict(SECTIONS[first].classes()) if first in SECTIONS else {}
 
 
-def find(path: typing.Sequence[str]) -> list[Key]:
+def find_keys(path: typing.Sequence[str]) -> list[Key]:
     """Return the descriptions of a key, one for each different description; empty if unknown."""
     start = 2 if path[0] == "actions" else 1
     owners = classes(".".join(path[:start]))
@@ -68,7 +68,7 @@ def find(path: typing.Sequence[str]) -> list[Key]:
     for kind, model in owners.items():
         key = _in_class(model, path[start:])
         if key is not None:
-            same = (describe_type(key.field.annotation), default(key.field), key.meaning)
+            same = (describe_type(key.field.annotation), describe_default(key.field), key.meaning)
             keys_by_description.setdefault(same, []).append(
                 key._replace(kinds=(kind,) if kind else ())
             )
@@ -92,7 +92,7 @@ def _in_class(model: type[BaseModel], path: typing.Sequence[str]) -> Key | None:
 
 
 @functools.cache
-def meanings(model: type[BaseModel]) -> dict[str, str]:
+def read_meanings(model: type[BaseModel]) -> dict[str, str]:
     """Return field -> the docstring after it, including inherited fields."""
     docstrings: dict[str, str] = {}
     for cls in reversed(model.__mro__):
@@ -158,7 +158,7 @@ def _is_for_python(item: object) -> bool:
     return type(item) is SkipJsonSchema
 
 
-def known_names(field: FieldInfo) -> str:
+def list_known_names(field: FieldInfo) -> str:
     """Return the allowed names of a field from the error of its validator, or an empty list."""
     key = (str(field.annotation), *map(id, field.metadata))
     if key not in _KNOWN:
@@ -184,7 +184,7 @@ def _known_names(field: FieldInfo) -> str:
     return ""
 
 
-def default(field: FieldInfo) -> str:
+def describe_default(field: FieldInfo) -> str:
     """Return the default as YAML, or `required`."""
     if field.is_required():
         return "required"

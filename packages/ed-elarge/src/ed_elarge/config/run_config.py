@@ -17,7 +17,7 @@ from ed_data import schema as schemas
 from ed_data.config import Mixture
 from ed_data.errors import DataError
 from ed_esurge.config import EngineConfig
-from ed_infra.config.fields import FIELDS, canonical_field, normalize
+from ed_infra.config.fields import FIELDS, canonical_field, normalize_fields
 from ed_infra.enums import TaskType
 from ed_infra.errors import CheckpointError, ConfigError, MeshError
 from ed_infra.options import Options
@@ -28,7 +28,7 @@ from ed_trainers.options.supervised import ClassifierArguments
 
 from ed_elarge.config import architectures
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection, WeightFormat
-from ed_elarge.config.checkpoint_tasks import find_task, read_config
+from ed_elarge.config.checkpoint_tasks import find_task, read_task_config
 from ed_elarge.config.local_paths import is_file
 from ed_elarge.config.sections import (
     WITHOUT_TEXT,
@@ -197,7 +197,7 @@ class RunConfig:
         """Content of the checkpoint's config.json, read once; None if it is not on this machine."""
         model = self.model
         if self._stored_config is None and model is not None and model.name_or_path is not None:
-            self._stored_config = read_config(model.name_or_path, model.extra_kwargs.revision)
+            self._stored_config = read_task_config(model.name_or_path, model.extra_kwargs.revision)
         return self._stored_config
 
     @property
@@ -284,7 +284,7 @@ class RunConfig:
         if isinstance(config.get("text_config"), Mapping):
             config = config["text_config"]
         name = "max_position_embeddings"
-        limit = config.get(name, architectures.default(config.get("model_type"), name))
+        limit = config.get(name, architectures.get_default(config.get("model_type"), name))
         return limit if type(limit) is int and limit > 0 else None
 
     @property
@@ -374,7 +374,7 @@ class RunConfig:
         fields |= {name: value for name, (_, value) in self.config_fields().items()}
         named = {canonical_field(name): value for name, value in fields.items()}
         execution_values = {
-            name: normalize(name, value) for name, value in named.items() if name in FIELDS
+            name: normalize_fields(name, value) for name, value in named.items() if name in FIELDS
         }
         return {name: execution_values.get(name, field.default) for name, field in FIELDS.items()}
 

@@ -29,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from ed_elarge.config.local_tasks import LocalTask, check_names
+from ed_elarge.config.local_tasks import LocalTask, check_task_names
 from ed_elarge.heldout_tasks import HELDOUT_TASKS
 
 MAX_DEVICES = 2**20
@@ -418,5 +418,5 @@ class EvalSection(Options):
     @field_validator("local_tasks")
     @classmethod
     def _separate_names(cls, value: tuple[LocalTask, ...]) -> tuple[LocalTask, ...]:
-        check_names(value, HELDOUT_TASKS)
+        check_task_names(value, HELDOUT_TASKS)
         return value

@@ -103,13 +103,17 @@ SECTIONS: dict[str, Section] = {
     "model": Section(
         ModelSection,
         has_default=False,
-        checks=(model_fields.model_config, model_fields.tokenizer, training.task),
-        machine_checks=(machine.model, training.task_of_checkpoint),
-        unused=unused.model,
+        checks=(
+            model_fields.check_model_config,
+            model_fields.check_tokenizer_section,
+            training.task,
+        ),
+        machine_checks=(machine.check_model, training.task_of_checkpoint),
+        unused=unused.find_unused_model,
         builds={
-            "tokenizer": "ed_elarge.building.parts:tokenizer",
+            "tokenizer": "ed_elarge.building.parts:build_tokenizer",
             "processor": "ed_elarge.building.parts:processor",
-            "model": "ed_elarge.building.parts:model",
+            "model": "ed_elarge.building.parts:build_model",
         },
     ),
     **{
@@ -125,7 +129,7 @@ SECTIONS: dict[str, Section] = {
         QuantizationSection,
         has_default=False,
         checks=(model_fields.frozen_weights,),
-        unused=unused.quantization,
+        unused=unused.find_unused_quantization,
     ),
     "lora": Section(
         LoraSection,
@@ -152,14 +156,14 @@ SECTIONS: dict[str, Section] = {
         Mixture,
         has_default=False,
         checks=(
-            training.sequence_length,
+            training.check_sequence_length,
             training.visual_rows,
-            training.recordings,
+            training.check_speech_rows,
             training.data_of_task,
             model_fields.end_of_text,
         ),
-        machine_checks=(machine.data,),
-        unused=unused.mixture,
+        machine_checks=(machine.check_data,),
+        unused=unused.find_unused_mixture,
         builds={
             "loaders": "ed_elarge.building.parts:loaders",
             "held_out_texts": "ed_elarge.building.parts:held_out_texts",
@@ -170,21 +174,21 @@ SECTIONS: dict[str, Section] = {
         chosen_by="trainer_type",
         has_default=False,
         checks=(
-            training.other_models,
+            training.check_other_models,
             training.benchmarks,
             training.data_of_trainer,
             training.fixed_reference,
             training.rewards,
         ),
         machine_checks=(machine.save_directory, machine.reward_functions, machine.trackers),
-        unused=unused.trainer,
-        builds={"trainer": "ed_elarge.building.parts:trainer"},
+        unused=unused.find_unused_trainer,
+        builds={"trainer": "ed_elarge.building.parts:build_trainer"},
     ),
     "esurge": Section(
         EngineConfig,
-        unused=unused.engine,
+        unused=unused.find_unused_engine,
         builds={
-            "engine": "ed_elarge.building.engines:engine",
+            "engine": "ed_elarge.building.engines:build_engine",
             "rollout": "ed_elarge.building.parts:rollout",
         },
     ),
@@ -192,7 +196,7 @@ SECTIONS: dict[str, Section] = {
         TrainingEngineSection,
         has_default=False,
         checks=(training.engine_of_training,),
-        unused=unused.training_engine,
+        unused=unused.find_unused_training_engine,
     ),
     "asynchronous": Section(
         AsynchronousSection,
@@ -204,7 +208,7 @@ SECTIONS: dict[str, Section] = {
         EvalSection,
         checks=(training.evaluation_tasks,),
         machine_checks=(machine.include_path, machine.local_tasks),
-        unused=unused.evaluation,
+        unused=unused.find_unused_evaluation,
     ),
 }
 
@@ -258,11 +262,11 @@ def _write(doc: str, function: str, *aliases: str) -> ActionKind:
 
 ACTIONS: dict[str, ActionKind] = {
     "validate": ActionKind(
-        "check the configuration", "ed_elarge.actions.execution:validate", needs=("model",)
+        "check the configuration", "ed_elarge.actions.execution:validate_session", needs=("model",)
     ),
     "print": ActionKind(
         "print a summary of the configuration",
-        "ed_elarge.actions.execution:show",
+        "ed_elarge.actions.execution:show_session",
         aliases=("show",),
     ),
     "dump_config": ActionKind(
@@ -272,7 +276,7 @@ ACTIONS: dict[str, ActionKind] = {
     ),
     "to_json": _write(
         "save the whole configuration as JSON",
-        "ed_elarge.actions.execution:to_json",
+        "ed_elarge.actions.execution:write_json_config",
         "save_json",
         "write_json",
     ),
@@ -284,29 +288,29 @@ ACTIONS: dict[str, ActionKind] = {
     ),
     "train": ActionKind(
         "train the model",
-        "ed_elarge.actions.execution:train",
+        "ed_elarge.actions.execution:train_session",
         needs=("model", "trainer", "mixture"),
         prepare="ed_elarge.actions.execution:prepare_train",
     ),
     "eval": ActionKind(
         "evaluate with lm-evaluation-harness, or on local tasks",
-        "ed_elarge.actions.execution:evaluate",
+        "ed_elarge.actions.execution:evaluate_session",
         EvalOptions,
         needs=("model",),
         prepare="ed_elarge.actions.execution:prepare_eval",
         checks=(training.action_tasks, training.evaluates),
         machine_checks=(machine.written_file,),
-        unused=unused.evaluation,
+        unused=unused.find_unused_evaluation,
     ),
     "generate": ActionKind(
         "print completions",
-        "ed_elarge.actions.execution:generate",
+        "ed_elarge.actions.execution:generate_session",
         GenerateOptions,
         scalar="prompts",
         needs=("model",),
         prepare="ed_elarge.actions.execution:prepare_model",
         checks=(training.generates,),
-        unused=unused.generation,
+        unused=unused.find_unused_generation,
     ),
     "transcribe": ActionKind(
         "print transcripts of recordings",
@@ -316,16 +320,16 @@ ACTIONS: dict[str, ActionKind] = {
         needs=("model",),
         prepare="ed_elarge.actions.execution:prepare_model",
         checks=(training.transcribes,),
-        machine_checks=(machine.recordings,),
+        machine_checks=(machine.check_recordings,),
     ),
     "serve": ActionKind(
         "serve an OpenAI-compatible API",
-        "ed_elarge.actions.execution:serve",
+        "ed_elarge.actions.execution:serve_session",
         ServeOptions,
         aliases=("server",),
         needs=("model",),
         prepare="ed_elarge.actions.execution:prepare_model",
-        machine_checks=(machine.serve,),
+        machine_checks=(machine.check_serve,),
     ),
 }
 

@@ -16,7 +16,7 @@ from ed_infra.enums import TaskType
 from ed_trainers.arguments import METHODS, TrainingArguments
 from ed_trainers.options.online import RewardedArguments
 
-from ed_elarge.config.reference import default, meanings
+from ed_elarge.config.reference import describe_default, read_meanings
 from ed_elarge.config.sections import WITHOUT_TEXT
 from ed_elarge.config.table import ACTIONS, canonical_action
 
@@ -85,7 +85,7 @@ _HEAD = """# yaml-language-server: $schema={schema}
 """
 
 
-def names() -> list[str]:
+def list_templates() -> list[str]:
     """Return the names of the templates: methods, then actions."""
     return [*METHODS, *ACTION_TEMPLATES]
 
@@ -109,7 +109,7 @@ def template(name: str, file: str) -> str:
     """Return the text of a run file.
 
     Args:
-        name: A method or an action of `names`.
+        name: A method or an action of `list_templates`.
         file: The name of the file, for its comments.
     """
     if name in METHODS:
@@ -180,12 +180,12 @@ def _trainer(name: str, arguments: type[TrainingArguments]) -> str:
         values |= {"max_prompt_length": 16, "max_completion_length": 8}
     text = yaml.safe_dump({"trainer": values}, sort_keys=False)
     lines = [text.rstrip()]
-    docs = meanings(arguments)
+    docs = read_meanings(arguments)
     for key, field in arguments.model_fields.items():
         if key in values or key in TrainingArguments.model_fields:
             continue
         lines += [f"  # {line}" for line in textwrap.wrap(docs.get(key, ""), 90)]
-        lines.append(f"  # {key}: {default(field).strip('`')}")
+        lines.append(f"  # {key}: {describe_default(field).strip('`')}")
     return "\n".join(lines) + "\n"
 
 

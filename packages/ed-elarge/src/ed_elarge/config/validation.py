@@ -22,7 +22,7 @@ T = TypeVar("T", bound=pydantic.BaseModel)
 _ABOUT_THE_KEY = ("unknown_key", "duplicate_key", "extra_forbidden")
 
 
-def validate(
+def validate_values(
     cls: type[T], value: object, path: ValuePath, *, partial: bool = False
 ) -> tuple[T | None, list[Problem]]:
     """Validate `value` with `cls`; with `partial`, missing keys are no problem.

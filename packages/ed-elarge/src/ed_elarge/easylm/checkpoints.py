@@ -55,7 +55,7 @@ def convert_to_model(
         ConfigError: The address names the state of an optimizer, which is not read.
         CheckpointError: The file is damaged, or contains another model.
     """
-    from ed_trainers.convert import convert, get_tokenizer
+    from ed_trainers.convert import convert, find_tokenizer
 
     if kind == "trainstate":
         raise ConfigError(
@@ -64,7 +64,7 @@ def convert_to_model(
         )
     if source.is_dir():
         convert(source, target)
-        return get_tokenizer(source)
+        return find_tokenizer(source)
     settings = config or source.parent
     convert(source, target, config=settings)
     return Path(settings)

@@ -13,8 +13,8 @@ Main = Callable[..., None]
 
 #: Command -> address of its function of the flags.
 WORK = {
-    "llama_train": "ed_elarge.easylm.training:train",
-    "llama_serve": "ed_elarge.easylm.serving:serve",
+    "llama_train": "ed_elarge.easylm.training:train_llama",
+    "llama_serve": "ed_elarge.easylm.serving:serve_llama",
     "convert_hf_to_easylm": "ed_elarge.easylm.conversions:from_hugging_face",
     "convert_easylm_to_hf": "ed_elarge.easylm.conversions:to_hugging_face",
     "convert_checkpoint": "ed_elarge.easylm.conversions:convert_file",

@@ -51,7 +51,7 @@ def to_hugging_face(flags: FlagValues) -> None:
         if "load_llama_config" in flags.explicit_names or not (config / "config.json").is_file():
             flags["load_llama_config"] = flags["load_llama_config"] or flags["model_size"]
             fields = llama.read_fields(flags) or {}
-            config = checkpoints.write_config(Path(folder), llama.architecture(fields))
+            config = checkpoints.write_config(Path(folder), llama.get_llama_fields(fields))
         checkpoints.convert_to_model("params", cast, target, config)
     tokenizer = flags["tokenizer_path"] or flags["tokenizer"]
     if tokenizer:

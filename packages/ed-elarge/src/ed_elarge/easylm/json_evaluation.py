@@ -38,7 +38,7 @@ REQUEST_KINDS = {
 }
 
 
-def evaluate(
+def evaluate_files(
     data: Mapping[str, Any], eval_type: str, url: str, batch_size: int = 16
 ) -> dict[str, Any]:
     """Return the lists of the input and the answers of the server.
@@ -100,6 +100,6 @@ def evaluate_file(flags: FlagValues) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source} cannot be read: {error}") from error
     url = flags["lm_client.url"]
-    answers = evaluate(data, flags["eval_type"], url, flags["lm_client.batch_size"])
+    answers = evaluate_files(data, flags["eval_type"], url, flags["lm_client.batch_size"])
     Path(target).write_text(json.dumps(answers, indent=2, ensure_ascii=False) + "\n", "utf-8")
     print(f"wrote {target}")

@@ -127,7 +127,7 @@ def _parse_dictionary(text: str) -> dict[str, Any]:
     return value
 
 
-def architecture(fields: Mapping[str, Any]) -> dict[str, Any]:
+def get_llama_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `config.json` of EasyLM's fields, with EasyLM's defaults."""
     all_fields = {**LLAMA_FLAGS, **fields}
     if not all_fields["num_key_value_heads"]:

@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from ed_elarge.easylm.flags import FlagValues, need
-from ed_elarge.easylm.json_evaluation import evaluate
+from ed_elarge.easylm.json_evaluation import evaluate_files
 
 
 def benchmark_attention(flags: FlagValues) -> None:
@@ -96,10 +96,10 @@ class ServedLM(LM):
         raw_stops = [pair[1].get("until", []) for pair in pairs]
         stops = [[stop] if isinstance(stop, str) else list(stop) for stop in raw_stops]
         data = {"prefix": prefix, "until": stops}
-        return evaluate(data, "greedy_until", self._url, self._batch)["output_text"]
+        return evaluate_files(data, "greedy_until", self._url, self._batch)["output_text"]
 
     def _scores(self, kind: str, data: dict[str, Any]) -> list[tuple[float, bool]]:
-        out = evaluate(data, kind, self._url, self._batch)
+        out = evaluate_files(data, kind, self._url, self._batch)
         return list(zip(out["loglikelihood"], out["is_greedy"], strict=True))
 
 

@@ -10,7 +10,7 @@ from ed_elarge.easylm import training
 from ed_elarge.easylm.flags import FlagValues, need
 
 
-def serve(flags: FlagValues) -> None:
+def serve_llama(flags: FlagValues) -> None:
     """Serve the model of `load_checkpoint` until SIGTERM or Ctrl-C."""
     from ed_infra import distributed
 
@@ -31,7 +31,7 @@ def serve(flags: FlagValues) -> None:
 def build_sections(flags: FlagValues, folder: Path) -> dict[str, Any]:
     """Return the sections of a run file that serves the model."""
     model = training.load_model(flags, folder / training.LOADED)
-    tokenizer = training.get_tokenizer(flags)
+    tokenizer = training.get_tokenizer_name(flags)
     if tokenizer is not None:
         model["tokenizer"] = tokenizer
     return {

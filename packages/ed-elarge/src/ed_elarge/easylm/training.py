@@ -39,7 +39,7 @@ def parse_mesh(text: str) -> list[int]:
     return [dims["dp"], dims["fsdp"], 1, dims["mp"], 1]
 
 
-def get_tokenizer(flags: FlagValues) -> str | None:
+def get_tokenizer_name(flags: FlagValues) -> str | None:
     """Return the directory or the name of the tokenizer; a file means its folder."""
     name = flags["tokenizer"] or flags["tokenizer.vocab_file"]
     if not name:
@@ -184,7 +184,7 @@ def get_directory(flags: FlagValues) -> str:
     return str(Path(flags["logger.output_dir"], name))
 
 
-def get_model(flags: FlagValues, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _get_model(flags: FlagValues, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the section `model`, and the values of `base_config`.
 
     A checkpoint is converted into `directory`, from its present contents.
@@ -192,12 +192,12 @@ def get_model(flags: FlagValues, directory: Path) -> tuple[dict[str, Any], dict[
     Raises:
         ConfigError: The flags describe no model, or no tokenizer.
     """
-    fields, tokenizer = llama.read_fields(flags), get_tokenizer(flags)
+    fields, tokenizer = llama.read_fields(flags), get_tokenizer_name(flags)
     values = llama.execution(fields or {})
     if not flags["load_checkpoint"]:
         if tokenizer is None:
             raise ConfigError("--tokenizer.vocab_file is missing: name the tokenizer's folder")
-        config = llama.architecture(fields or {})
+        config = llama.get_llama_fields(fields or {})
         from ed_models.checkpoints.tokenizers import load_tokenizer
 
         loaded = load_tokenizer(tokenizer)
@@ -230,7 +230,7 @@ def load_model(flags: FlagValues, directory: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="easylm-") as folder:
         config: str | Path | None = None
         if fields is not None and source.is_file():
-            config = checkpoints.write_config(Path(folder), llama.architecture(fields))
+            config = checkpoints.write_config(Path(folder), llama.get_llama_fields(fields))
         if directory.exists():
             shutil.rmtree(directory)
         tokenizer = checkpoints.convert_to_model(kind, source, directory, config)
@@ -242,7 +242,7 @@ def load_model(flags: FlagValues, directory: Path) -> dict[str, Any]:
 
 def build_run_file(flags: FlagValues, directory: Path) -> dict[str, Any]:
     """Return the run file of the flags."""
-    model, values = get_model(flags, directory / LOADED)
+    model, values = _get_model(flags, directory / LOADED)
     return {
         "model": model,
         "loader": {"dtype": flags["dtype"], "param_dtype": "fp32"},
@@ -254,7 +254,7 @@ def build_run_file(flags: FlagValues, directory: Path) -> dict[str, Any]:
     }
 
 
-def train(flags: FlagValues) -> int:
+def train_llama(flags: FlagValues) -> int:
     """Train, and write the trained model as `streaming_params` next to the checkpoints."""
     import sys
 

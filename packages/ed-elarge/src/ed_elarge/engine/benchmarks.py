@@ -36,7 +36,7 @@ class EngineBenchmark:
         """Run the tasks with the current weights, and return task -> metric -> value."""
         results = self._elm.config.directory / "benchmarks" / f"{weights.version}.json"
         with engine_of_run(self._elm, weights.model).serving(weights) as engine:
-            metrics = harness.figures(self._tasks.run(engine, results))
+            metrics = harness.list_figures(self._tasks.run(engine, results))
         # The files contain the standard errors; curves of a run do not.
         return {
             task: {n: value for n, value in values.items() if not n.endswith(harness.ERROR)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ed_data.tokens.chats import end_of_answer
 from ed_models.generation.options import SPECIAL, special_token
-from ed_models.generation.values import token_ids
+from ed_models.generation.values import validate_token_ids
 
 if TYPE_CHECKING:
     from ed_models.tasks.causal_lm import CausalLM
@@ -33,7 +33,9 @@ def stop_after_answers(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> N
     stored = json.loads(model.generation_json) if model.generation_json else {}
     special_tokens = {name: special_token(model.config, name) for name in SPECIAL}
     defaults = {name: token for name, token in special_tokens.items() if token is not None}
-    ends = token_ids("eos_token_id", stored.get("eos_token_id", defaults.get("eos_token_id")))
+    ends = validate_token_ids(
+        "eos_token_id", stored.get("eos_token_id", defaults.get("eos_token_id"))
+    )
     if end is None or end in ends or end >= model.config.get_text_config().vocab_size:
         return
     settings = {**(stored or defaults), "eos_token_id": [*ends, end]}

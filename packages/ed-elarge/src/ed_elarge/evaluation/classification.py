@@ -8,7 +8,7 @@ from ed_data import DataError
 from ed_trainers.figures.linear_probe import classification_metrics, predictions
 
 from ed_elarge.config.local_tasks import LocalTask
-from ed_elarge.evaluation.local_rows import count_examples, get_rows, identity, text
+from ed_elarge.evaluation.local_rows import count_examples, get_rows, get_text_field, identity
 from ed_elarge.evaluation.text_model import TextModel
 
 
@@ -52,6 +52,6 @@ class ClassificationTask:
 
 def _read_labeled_rows(files: Sequence[str]) -> list[tuple[str, tuple[str, str]]]:
     return [
-        (place, (text(place, row, "text"), identity(place, row, "label")))
+        (place, (get_text_field(place, row, "text"), identity(place, row, "label")))
         for place, row in get_rows(files)
     ]

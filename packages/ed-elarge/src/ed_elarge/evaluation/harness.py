@@ -61,7 +61,7 @@ class Tasks:
                 folder = Path(self._temporary.name)
             else:
                 folder = directory / "tasks"
-            paths.append(str(heldout_tasks.write(held_out(), folder, local)))
+            paths.append(str(heldout_tasks.write_tasks(held_out(), folder, local)))
         # lm-eval's own tasks are thousands of files: list them only if one of them is needed.
         self.manager = TaskManager(include_path=paths or None, include_defaults=False)
         if any(name not in self.manager.all_tasks for name in options.tasks):
@@ -162,7 +162,7 @@ def _without_processes() -> Iterator[None]:
             os.environ[_ONE_PROCESS] = previous_value
 
 
-def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+def list_figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return task -> metric -> value, without lm-eval's filters, aliases and missing errors."""
     out: dict[str, dict[str, float]] = {}
     for task, values in results.get("results", {}).items():
@@ -177,7 +177,7 @@ def figures(results: dict[str, Any]) -> dict[str, dict[str, float]]:
 def add_plain_names(results: dict[str, Any]) -> dict[str, Any]:
     """Return results whose metrics also have names without a filter: `acc` beside `acc,none`.
 
-    Of several filters, the last has the plain name, as in `figures`.
+    Of several filters, the last has the plain name, as in `list_figures`.
     """
     tasks = {
         task: {name.split(",")[0]: value for name, value in values.items()} | values
@@ -186,7 +186,7 @@ def add_plain_names(results: dict[str, Any]) -> dict[str, Any]:
     return {**results, "results": tasks}
 
 
-def describe(metrics: dict[str, float]) -> dict[str, str]:
+def describe_metrics(metrics: dict[str, float]) -> dict[str, str]:
     """Return each metric to print as text, with its standard error."""
     texts = {}
     for name, value in select_metrics(metrics).items():

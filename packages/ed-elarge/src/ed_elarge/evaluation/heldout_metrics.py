@@ -59,7 +59,7 @@ class HeldoutMetrics:
         return asdict(self)
 
 
-def measure(
+def measure_heldout(
     model: LanguageModel,
     batches: Iterable[HeldoutBatch],
     tokenizer: TextDecoder,

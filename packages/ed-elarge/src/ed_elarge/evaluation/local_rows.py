@@ -45,7 +45,7 @@ def field(place: str, row: Row, name: str) -> Any:
     return row[name]
 
 
-def text(place: str, row: Row, name: str) -> str:
+def get_text_field(place: str, row: Row, name: str) -> str:
     """Return a text of a row; an empty text is an error."""
     value = field(place, row, name)
     if not isinstance(value, str) or not value.strip():
@@ -61,7 +61,7 @@ def identity(place: str, row: Row, name: str) -> str:
     return str(value)
 
 
-def number(place: str, row: Row, name: str) -> float:
+def get_number_field(place: str, row: Row, name: str) -> float:
     """Return a finite number of a row; tables store numbers as texts."""
     value = field(place, row, name)
     try:
@@ -73,13 +73,15 @@ def number(place: str, row: Row, name: str) -> float:
     return parsed_number
 
 
-def texts(place: str, row: Row, name: str) -> list[str]:
+def get_text_fields(place: str, row: Row, name: str) -> list[str]:
     """Return a list of texts of a row; one text is a list of one."""
     value = field(place, row, name)
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list):
         raise DataError(f"{place}: {name} must be a list of texts, got {value!r:.80}")
-    return [text(f"{place}, {name}[{i}]", {name: item}, name) for i, item in enumerate(items)]
+    return [
+        get_text_field(f"{place}, {name}[{i}]", {name: item}, name) for i, item in enumerate(items)
+    ]
 
 
 def count_examples(count: int, limit: float | None) -> int:

@@ -8,7 +8,12 @@ from ed_infra.errors import ConfigError
 from ed_trainers.figures.ranking import rank_documents, reranking_metrics, similarities
 
 from ed_elarge.config.local_tasks import LocalTask
-from ed_elarge.evaluation.local_rows import count_examples, get_rows, text, texts
+from ed_elarge.evaluation.local_rows import (
+    count_examples,
+    get_rows,
+    get_text_field,
+    get_text_fields,
+)
 from ed_elarge.evaluation.text_model import TextModel
 
 
@@ -27,8 +32,10 @@ class Reranking:
         assert task.data_files
         rows = []
         for place, row in get_rows(task.data_files):
-            query = text(place, row, "query")
-            positive, negative = (texts(place, row, name) for name in ("positive", "negative"))
+            query = get_text_field(place, row, "query")
+            positive, negative = (
+                get_text_fields(place, row, name) for name in ("positive", "negative")
+            )
             for name, documents in (("positive", positive), ("negative", negative)):
                 if not documents:
                     raise DataError(f"{place}: {name} is empty, and nothing can be ranked")

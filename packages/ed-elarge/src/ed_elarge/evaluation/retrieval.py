@@ -13,7 +13,14 @@ from ed_data.errors import did_you_mean
 from ed_trainers.figures.ranking import MAP_DEPTH, TopDocuments, retrieval_metrics
 
 from ed_elarge.config.local_tasks import LocalTask
-from ed_elarge.evaluation.local_rows import Row, count_examples, get_rows, identity, number, text
+from ed_elarge.evaluation.local_rows import (
+    Row,
+    count_examples,
+    get_number_field,
+    get_rows,
+    get_text_field,
+    identity,
+)
 from ed_elarge.evaluation.text_model import TextModel
 
 #: Documents that are embedded and scored at a time.
@@ -48,11 +55,11 @@ class Retrieval:
             row_id = identity(place, row, "_id")
             if row_id in queries:
                 raise DataError(f"{place}: the _id {row_id!r} occurs twice in the queries")
-            queries[row_id] = text(place, row, "text")
+            queries[row_id] = get_text_field(place, row, "text")
         relevant: dict[str, dict[int, float]] = {}
         for place, row in get_rows(task.qrels):
             query, document = (identity(place, row, name) for name in ("query-id", "corpus-id"))
-            gain = number(place, row, "score")
+            gain = get_number_field(place, row, "score")
             if query not in queries:
                 hint = did_you_mean(query, islice(queries, 1000))
                 raise DataError(f"{place}: the query-id {query!r} is not in the queries{hint}")
@@ -85,8 +92,8 @@ def _document(place: str, row: Row) -> str:
     """Return the title and the text of a document, as BEIR joins them."""
     title = row.get("title")
     if title is None or title == "":
-        return text(place, row, "text")
-    title, body = text(place, row, "title"), row.get("text")
+        return get_text_field(place, row, "text")
+    title, body = get_text_field(place, row, "title"), row.get("text")
     if body is not None and not isinstance(body, str):
-        text(place, row, "text")
+        get_text_field(place, row, "text")
     return f"{title} {body or ''}".strip()

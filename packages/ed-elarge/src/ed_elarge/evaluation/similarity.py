@@ -6,7 +6,12 @@ import numpy as np
 from ed_trainers.figures.correlation import correlations, cosines
 
 from ed_elarge.config.local_tasks import LocalTask
-from ed_elarge.evaluation.local_rows import count_examples, get_rows, number, text
+from ed_elarge.evaluation.local_rows import (
+    count_examples,
+    get_number_field,
+    get_rows,
+    get_text_field,
+)
 from ed_elarge.evaluation.text_model import TextModel
 
 _SENTENCES = ("sentence1", "sentence2")
@@ -27,9 +32,9 @@ class Similarity:
         assert task.data_files
         rows = [
             (
-                text(place, row, "sentence1"),
-                text(place, row, "sentence2"),
-                number(place, row, "score"),
+                get_text_field(place, row, "sentence1"),
+                get_text_field(place, row, "sentence2"),
+                get_number_field(place, row, "score"),
             )
             for place, row in get_rows(task.data_files)
         ]

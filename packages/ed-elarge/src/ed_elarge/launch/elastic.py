@@ -45,7 +45,7 @@ _NO_PROGRAM = (126, 127)
 MemberReport = tuple[int, int, dict[str, Any] | None]
 
 
-def run(job: LaunchedRun, planned: list[HostProcess]) -> int:
+def run_elastic(job: LaunchedRun, planned: list[HostProcess]) -> int:
     """Run until all processes have trained to the end, and return an exit code.
 
     Raises:

@@ -20,7 +20,7 @@ from ed_elarge.config import nodes
 from ed_elarge.config.layers import INCLUDE
 from ed_elarge.exits import STOPPED_VARIABLE
 from ed_elarge.launch.launched_run import LaunchedRun, jax_variables
-from ed_elarge.plan.devices import parse
+from ed_elarge.plan.devices import parse_hardware
 
 #: Options of this launcher and their meanings.
 OPTIONS = {
@@ -146,7 +146,7 @@ def _file_key(job: LaunchedRun) -> str:
 def _run_file(job: LaunchedRun, name: str, options: Mapping[str, str]) -> dict[str, Any]:
     path = job.directory / job.file
     text = path.read_text(encoding="utf-8")
-    value = nodes.parse(text, job.file).value  # PyYAML merges in exponential time
+    value = nodes.parse_yaml(text, job.file).value  # PyYAML merges in exponential time
     if isinstance(value, Mapping) and INCLUDE in value:
         raise ConfigError(
             f"{job.file} includes other files, which the pods do not have: write the sections into "
@@ -418,7 +418,7 @@ def _devices(
         if "gpu" in options:
             resources["nvidia.com/gpu"] = str(_number(options, "gpu", 1))
         return hosts, 1, {}, resources
-    hardware = parse(options["tpu"], None)
+    hardware = parse_hardware(options["tpu"], None)
     if hardware.device.name not in _ACCELERATORS:
         raise unknown_name("TPU of GKE", hardware.device.name, _ACCELERATORS)
     accelerator, most = _ACCELERATORS[hardware.device.name]

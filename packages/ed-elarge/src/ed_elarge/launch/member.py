@@ -66,7 +66,7 @@ def run_member(folder: str, words: Sequence[str], run: Callable[[Sequence[str]],
     copies.mkdir(parents=True, exist_ok=True)
     # The descriptor stays open in this process and in its forks, and so does the lock.
     descriptor = lock_folder(copies)
-    remove_abandoned(base)
+    remove_abandoned_members(base)
     _prepare(words[0])
     try:
         return _Member(copies, words, run).serve()
@@ -94,7 +94,7 @@ def _lock_file(copies: Path) -> Path:
     return copies.parent / f".{copies.name}.lock"
 
 
-def remove_abandoned(base: Path) -> None:
+def remove_abandoned_members(base: Path) -> None:
     """Delete the copies of launches that ended a day ago.
 
     The locks decide whether a launch runs: a clock may jump, and writing a copy does not change the
@@ -145,7 +145,7 @@ def _prepare(file: str) -> None:
 
     with suppress(Exception):  # the process of the run reports what is wrong with its file
         kernels()
-        run = normalize(nodes.read(file), require_actions=True)
+        run = normalize(nodes.read_yaml(file), require_actions=True)
         assert run.model is not None
         trainer_class(run.method)
         config = run.model.config

@@ -33,7 +33,7 @@ def abstract_model(run: RunConfig, vocab_size: int | None, topology: str | None 
         vocab_size: rows of the embedding of a new model; None = the configuration's.
         topology: a TPU slice that libtpu knows, such as `v5e:4x4`; None = the devices of jax.
     """
-    config = model_config(run, vocab_size)
+    config = _model_config(run, vocab_size)
     if topology is not None:
         config.set_model_mesh(_mesh_of_topology(config, topology))
     module = registry.get_module(run.task, config.model_type)
@@ -60,7 +60,7 @@ def abstract_model(run: RunConfig, vocab_size: int | None, topology: str | None 
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def model_config(run: RunConfig, vocab_size: int | None) -> Any:
+def _model_config(run: RunConfig, vocab_size: int | None) -> Any:
     """Return the configuration of the model of a run, as the builders create it."""
     from ed_elarge.building.parts import new_config
 
@@ -215,4 +215,4 @@ def tensors(model: object) -> list[dict[str, Any]]:
     return out
 
 
-__all__ = ["Stack", "abstract_model", "lowered_train_step", "model_config", "tensors"]
+__all__ = ["Stack", "abstract_model", "lowered_train_step", "tensors"]

@@ -59,7 +59,7 @@ def shapes(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
     return {"tensors": [*merged.values()], "caches": caches, "config": config}
 
 
-def train(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
+def answer_train(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
     """Compile the train step, and return the bytes of its arguments and temporary buffers."""
     from ed_elarge.plan.abstract import abstract_model, lowered_train_step
 
@@ -85,11 +85,11 @@ def _memory(analysis: Any, *, tpu: bool) -> dict[str, Any]:
 
 SHAPE_ANSWERS: dict[str, Callable[[RunConfig, ShapeRequest], dict[str, Any]]] = {
     "shapes": shapes,
-    "train": train,
+    "train": answer_train,
 }
 
 
-def main() -> None:
+def _main() -> None:
     """Answer the request on the standard input."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     request = json.load(sys.stdin)
@@ -99,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ed_elarge.plan.devices import Hardware
 from ed_elarge.plan.estimate import RunPlan, TrainingPlan, plan_training
-from ed_elarge.plan.meshes import Candidate, text
+from ed_elarge.plan.meshes import Candidate, format_candidate
 from ed_elarge.plan.settings import Training
 from ed_elarge.plan.tensors import ModelShapes
 
@@ -54,7 +54,7 @@ def list_changes(plan: RunPlan, best: Candidate) -> list[PlanChange]:
     names = tuple(part.mesh.sizes)
     if best.dims != tuple(part.mesh.sizes.values()):
         assert isinstance(best.plan, TrainingPlan), "the run trains"
-        words = f"sharding.axis_dims={list(best.dims)} ({text(best, names)})"
+        words = f"sharding.axis_dims={list(best.dims)} ({format_candidate(best, names)})"
         changes.append(_compare_plans(part, best.plan, words, True))
     changes = [change for change in changes if change.saved > 0]
     return sorted(changes, key=lambda c: (not c.fits, not c.same, c.slower, -c.saved))

@@ -17,7 +17,7 @@ from ed_infra.errors import ConfigError
 from ed_elarge.config.run_config import RunConfig
 
 
-def ask(
+def ask_child(
     run: RunConfig,
     question: str,
     *,

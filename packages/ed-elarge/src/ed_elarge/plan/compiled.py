@@ -15,7 +15,7 @@ from ed_elarge.plan.estimate import RunPlan
 _COMPILERS = ("cpu", "tpu")
 
 
-def compare(plan: RunPlan, compiler: str, time_limit: float) -> dict[str, Any]:
+def compare_with_compiler(plan: RunPlan, compiler: str, time_limit: float) -> dict[str, Any]:
     """Compile the train step, and compare its buffers with the prediction.
 
     Args:
@@ -35,7 +35,7 @@ def compare(plan: RunPlan, compiler: str, time_limit: float) -> dict[str, Any]:
     part = plan.training
     if part is None:
         raise ConfigError("--compile compiles a train step, and this run does not train: omit it")
-    compiled_bytes = child.ask(
+    compiled_bytes = child.ask_child(
         plan.run,
         "train",
         devices=plan.hardware.count,

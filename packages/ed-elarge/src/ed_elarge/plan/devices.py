@@ -92,7 +92,7 @@ class Hardware:
         return f"{self.count}x{self.device.name}"
 
 
-def table() -> dict[str, DeviceKind]:
+def _table() -> dict[str, DeviceKind]:
     """Return all devices by name."""
     rows = json.loads(files("ed_elarge.plan").joinpath("devices.json").read_text("utf-8"))
     return {name: DeviceKind(name=name, **row) for name, row in rows.items()}
@@ -104,14 +104,14 @@ def find_device(name: str) -> DeviceKind:
     Raises:
         ConfigError: the table has no such device.
     """
-    kinds, key = table(), name.lower().removeprefix("tpu-").removeprefix("nvidia-")
+    kinds, key = _table(), name.lower().removeprefix("tpu-").removeprefix("nvidia-")
     key = _ALIASES.get(key, key)
     if key not in kinds:
         raise unknown_name("device", name, kinds)
     return kinds[key]
 
 
-def parse(topology: str | None, devices: str | None) -> Hardware:
+def parse_hardware(topology: str | None, devices: str | None) -> Hardware:
     """Return the hardware of the options `--topology` and `--devices`.
 
     Args:

@@ -91,7 +91,7 @@ class RunPlan:
         return all(part.fits for part in (self.training, self.serving) if part is not None)
 
 
-def plan(run: RunConfig, hardware: Hardware) -> RunPlan:
+def plan_run(run: RunConfig, hardware: Hardware) -> RunPlan:
     """Return the plan of a run.
 
     Raises:
@@ -133,7 +133,9 @@ def plan_step(
     step = training.step(training_settings, model, mesh)
     if training_settings.engine is None:
         return step
-    engine = serving.engine(training_settings.engine, model, mesh, hardware.device).memory.parts
+    engine = serving.plan_engine(
+        training_settings.engine, model, mesh, hardware.device
+    ).memory.parts
     engine_parts = {name: engine[name] for name in ("KV pages", "sampler state")}
     engine_parts["reference"] = step.parts["parameters"] if training_settings.has_copy else 0
     return replace(step, parts={**step.parts, **engine_parts})
@@ -143,7 +145,7 @@ def plan_serving(
     serving_settings: Serving, model: ModelShapes, mesh: PlanMesh, hardware: Hardware
 ) -> ServingPlan:
     """Return memory and time of serving."""
-    engine = serving.engine(serving_settings, model, mesh, hardware.device)
+    engine = serving.plan_engine(serving_settings, model, mesh, hardware.device)
     one, _ = serving.replica(serving_settings, mesh)
     seqs = max(1, min(engine.seqs, engine.concurrent // engine.replicas))
     size = sum(serving.token_bytes(cache, serving_settings, one) for cache in model.caches)
@@ -166,7 +168,7 @@ class Limits:
     length: int
 
 
-def limits(plan: TrainingPlan, model: ModelShapes, hardware: Hardware) -> Limits:
+def compute_limits(plan: TrainingPlan, model: ModelShapes, hardware: Hardware) -> Limits:
     """Return the largest microbatch and the longest sequence of training.
 
     Rows grow in multiples of the devices that share a batch, and lengths in multiples of 128.

@@ -15,7 +15,7 @@ from ed_infra.sharding.axes import (
     MeshAxes,
     PartitionAxis,
     resolve_axis_dims,
-    split,
+    split_mesh_axes,
     total_sizes,
 )
 
@@ -51,7 +51,7 @@ class PlanMesh:
 
     def ways(self, axes: MeshAxes) -> int:
         """Return the number of parts over mesh axes."""
-        return math.prod(self.sizes.get(name, 1) for name in split(axes))
+        return math.prod(self.sizes.get(name, 1) for name in split_mesh_axes(axes))
 
     def parameter(self, tensor: PlanTensor) -> tuple[MeshAxes, ...]:
         """Return the mesh axes of each dimension of a parameter."""
@@ -86,10 +86,12 @@ class PlanMesh:
         A product reads the whole parameter, except along the axes of tensor parallelism, which also
         split its result, and of experts.
         """
-        split_axes = {name for field in _KEPT for name in split(getattr(self.axis, field))}
+        split_axes = {
+            name for field in _KEPT for name in split_mesh_axes(getattr(self.axis, field))
+        }
         split_axes |= {*self.expert_axes} if tensor.axes[:1] == ("expert",) else set()
         parts = math.prod(
-            self.ways(tuple(name for name in split(entry) if name in split_axes))
+            self.ways(tuple(name for name in split_mesh_axes(entry) if name in split_axes))
             for entry in self.parameter(tensor)
         )
         return math.prod(tensor.shape) // parts

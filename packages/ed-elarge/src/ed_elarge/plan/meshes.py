@@ -107,7 +107,7 @@ def _why(plan: TrainingPlan | ServingPlan, best: TrainingPlan | ServingPlan) -> 
     return f"equal time, {more / GIB:.1f} GiB more memory" if more > 0 else "equal"
 
 
-def text(candidate: Candidate, names: tuple[str, ...]) -> str:
+def format_candidate(candidate: Candidate, names: tuple[str, ...]) -> str:
     """Return a mesh as text: `fsdp=8 tp=2`."""
     axis_texts = [f"{n}={d}" for n, d in zip(names, candidate.dims, strict=True) if d > 1]
     return " ".join(axis_texts) or "one device"

@@ -38,7 +38,7 @@ svg { width: 100%; height: auto; } .key { display: inline-block; width: .8em; he
 """
 
 
-def render(values: Mapping[str, Any]) -> str:
+def render_page(values: Mapping[str, Any]) -> str:
     """Return the page of a plan from its JSON values."""
     hardware, model = values["hardware"], values["model"]
     title = f"{model['model_type']} on {hardware['count']} x {hardware['device']}"

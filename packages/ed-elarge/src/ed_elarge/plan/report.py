@@ -7,9 +7,9 @@ from typing import Any
 
 from ed_elarge.plan.changes import PlanChange, list_changes
 from ed_elarge.plan.devices import FRACTION_VARIABLE, GIB
-from ed_elarge.plan.estimate import RunPlan, ServingPlan, TrainingPlan, limits
+from ed_elarge.plan.estimate import RunPlan, ServingPlan, TrainingPlan, compute_limits
 from ed_elarge.plan.memory import MemoryParts
-from ed_elarge.plan.meshes import Candidate, rank_meshes, text
+from ed_elarge.plan.meshes import Candidate, format_candidate, rank_meshes
 from ed_elarge.plan.timing import Time
 
 #: Meshes that the text shows; the files contain all of them.
@@ -28,7 +28,8 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
 
     Args:
         plan: the plan.
-        compiled: the result of `ed_elarge.plan.compiled.compare`, if the run was compiled.
+        compiled: the result of `ed_elarge.plan.compiled.compare_with_compiler`, if the run was
+            compiled.
     """
     device = plan.hardware.device
     work = plan.training or plan.serving
@@ -53,7 +54,7 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
     }
     candidates = rank_meshes(plan)
     if plan.training is not None:
-        most = limits(plan.training, plan.shapes, plan.hardware)
+        most = compute_limits(plan.training, plan.shapes, plan.hardware)
         out["training"] = {
             **_part(plan.training),
             "likely_step_seconds": plan.training.time.step / device.reached
@@ -127,7 +128,7 @@ def _mesh(candidate: Candidate, names: tuple[str, ...]) -> dict[str, Any]:
     plan = candidate.plan
     return {
         "axis_dims": list(candidate.dims),
-        "axes": text(candidate, names),
+        "axes": format_candidate(candidate, names),
         "fits": plan.fits,
         "total": plan.memory.total,
         "step_seconds": plan.time.step,

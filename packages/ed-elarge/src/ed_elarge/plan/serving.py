@@ -55,7 +55,7 @@ class EngineMemory:
         return self.replicas * min(replica_seqs, self.seqs)
 
 
-def engine(
+def plan_engine(
     settings: Serving, shapes: ModelShapes, mesh: PlanMesh, device: DeviceKind
 ) -> EngineMemory:
     """Return the memory of an engine on a device.

@@ -99,7 +99,7 @@ def _load_shapes(run: RunConfig, config: Mapping[str, Any], time_limit: float) -
     except (OSError, ValueError):
         pass
     names = run.sharding.axis_names
-    child_response = child.ask(
+    child_response = child.ask_child(
         run,
         "shapes",
         devices=1,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ed_infra.sharding.axes import split
+from ed_infra.sharding.axes import split_mesh_axes
 
 from ed_elarge.plan.devices import Hardware
 from ed_elarge.plan.mesh import PlanMesh
@@ -196,7 +196,7 @@ def _training_traffic(settings: Training, shapes: ModelShapes, mesh: PlanMesh) -
     trains = settings.lora is None
     passes = 3 if settings.remat else 2
     for tensor in shapes.tensors:
-        over = {name for entry in mesh.parameter(tensor) for name in split(entry)}
+        over = {name for entry in mesh.parameter(tensor) for name in split_mesh_axes(entry)}
         gathered_values = mesh.count_gathered_values(tensor) * tensor.layers
         if fsdp in over and tensor.axes[:1] != ("expert",):
             gather = min(size, stored) * passes * gathered_values

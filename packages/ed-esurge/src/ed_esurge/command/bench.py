@@ -103,7 +103,7 @@ def bench(
     with contextlib.ExitStack() as stack:
         if url is None:
             url = stack.enter_context(start_server(model or "", shlex.split(serve_flags)))
-        rows = asyncio.run(measure(url.rstrip("/"), options))
+        rows = asyncio.run(measure_server(url.rstrip("/"), options))
     show_result("\n".join(map(format_row, rows)))
     return Result({"rows": rows})
 
@@ -142,7 +142,7 @@ def open_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(headers=headers, timeout=None, limits=limits)
 
 
-async def measure(url: str, options: ClientOptions) -> list[dict[str, float]]:
+async def measure_server(url: str, options: ClientOptions) -> list[dict[str, float]]:
     """Return the results for each number of clients."""
     import httpx
 
@@ -160,22 +160,24 @@ async def measure(url: str, options: ClientOptions) -> list[dict[str, float]]:
             "stream_options": {"include_usage": True},
         }
         draw = random.Random(options.seed)
-        await load(client, url, body, prompts(draw, options.prompt_words, 2), 1)  # warm
+        await measure_load(
+            client, url, body, draw_prompts(draw, options.prompt_words, 2), 1
+        )  # warm
         rows = []
         for clients in options.clients:
-            texts = prompts(draw, options.prompt_words, options.requests)
+            texts = draw_prompts(draw, options.prompt_words, options.requests)
             began = time.perf_counter()
-            answers = await load(client, url, body, texts, clients)
-            rows.append(figures(clients, answers, time.perf_counter() - began))
+            answers = await measure_load(client, url, body, texts, clients)
+            rows.append(compute_figures(clients, answers, time.perf_counter() - began))
         return rows
 
 
-def prompts(draw: random.Random, words: int, count: int) -> list[str]:
+def draw_prompts(draw: random.Random, words: int, count: int) -> list[str]:
     """Return texts without common prefixes."""
     return [" ".join(draw.choices(WORDS, k=words)) for _ in range(count)]
 
 
-async def load(
+async def measure_load(
     client: httpx.AsyncClient, url: str, body: dict[str, object], texts: list[str], clients: int
 ) -> list[RequestTiming]:
     """Request completions of texts with a limited number of concurrent requests."""
@@ -184,13 +186,15 @@ async def load(
 
     async def one_client() -> None:
         for text in waiting:
-            answers.append(await ask(client, url, {**body, "prompt": text}))
+            answers.append(await time_request(client, url, {**body, "prompt": text}))
 
     await asyncio.gather(*(one_client() for _ in range(clients)))
     return answers
 
 
-async def ask(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> RequestTiming:
+async def time_request(
+    client: httpx.AsyncClient, url: str, body: dict[str, object]
+) -> RequestTiming:
     """Send one streamed completion request."""
     import httpx
 
@@ -202,13 +206,13 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> R
                 return answer
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
-                    take(json.loads(line[6:]), answer)
+                    _take(json.loads(line[6:]), answer)
     except (httpx.HTTPError, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     return answer
 
 
-def take(chunk: dict[str, object], answer: RequestTiming) -> None:
+def _take(chunk: dict[str, object], answer: RequestTiming) -> None:
     """Add a piece of a stream to the measurements."""
     if "error" in chunk:
         answer.error = str(chunk["error"])
@@ -220,7 +224,9 @@ def take(chunk: dict[str, object], answer: RequestTiming) -> None:
         answer.prompt_tokens, answer.tokens = usage["prompt_tokens"], usage["completion_tokens"]
 
 
-def figures(clients: int, answers: Sequence[RequestTiming], seconds: float) -> dict[str, float]:
+def compute_figures(
+    clients: int, answers: Sequence[RequestTiming], seconds: float
+) -> dict[str, float]:
     """Return rates, and percentiles of latencies in milliseconds.
 
     Raises:
@@ -245,11 +251,11 @@ def figures(clients: int, answers: Sequence[RequestTiming], seconds: float) -> d
     }
     for name, values in (("ttft", first), ("itl", between), ("e2e", end_to_end_times)):
         for share in _PERCENTILES:
-            row[f"{name}_p{share}_ms"] = 1000 * percentile(values, share)
+            row[f"{name}_p{share}_ms"] = 1000 * nearest_percentile(values, share)
     return row
 
 
-def percentile(values: Sequence[float], share: int) -> float:
+def nearest_percentile(values: Sequence[float], share: int) -> float:
     """Return the nearest-rank percentile of values; 0 without values."""
     ordered = sorted(values)
     return ordered[max(-(-len(ordered) * share // 100) - 1, 0)] if ordered else 0.0

@@ -20,9 +20,9 @@ from ed_esurge.command.bench import (
     RequestTiming,
     ServeFlags,
     ServerUrl,
-    ask,
     open_client,
     start_server,
+    time_request,
 )
 from ed_esurge.command.bench_data import DatasetOptions, LoadRequest, build_requests
 from ed_esurge.command.bench_report import (
@@ -200,7 +200,7 @@ async def run_load_test(
                 "stream_options": {"include_usage": True},
             }
             async with places:
-                return await ask(client, url, body)
+                return await time_request(client, url, body)
 
         for request in requests[: max(load.num_warmups, 0)]:
             await one(request)

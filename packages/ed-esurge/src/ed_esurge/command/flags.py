@@ -146,7 +146,7 @@ def _list_choices(kind: str) -> Callable[[], list[str]]:
 def _use_config(ctx: typer.Context, path: str | None) -> None:
     if path is not None and not ctx.resilient_parsing:
         try:
-            ctx.default_map = read_config(path, ctx.command.params)
+            ctx.default_map = read_flag_file(path, ctx.command.params)
         except ConfigError as error:
             raise typer.BadParameter(str(error)) from None
 
@@ -233,7 +233,7 @@ def format_default(default: object) -> str:
     return "none" if default is None else json.dumps(default, default=str).strip('"')
 
 
-def read_config(path: str, parameters: Iterable[object]) -> dict[str, object]:
+def read_flag_file(path: str, parameters: Iterable[object]) -> dict[str, object]:
     """Return the values of a YAML file of flags, as defaults of the parameters of a command.
 
     Raises:

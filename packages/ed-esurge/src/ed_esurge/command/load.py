@@ -233,13 +233,13 @@ def parse_quantization(arguments: ModelArguments) -> tuple[Any, dict[str, Any]]:
     Raises:
         ConfigError: A format is unknown, or two arguments set a format.
     """
-    from ed_infra.config.fields import canonical_field, normalize
+    from ed_infra.config.fields import canonical_field, normalize_fields
 
     fields = {canonical_field(name): value for name, value in arguments.config_kwargs.items()}
-    bits = normalize("bits", fields.pop("bits", None))
+    bits = normalize_fields("bits", fields.pop("bits", None))
     rules = {
         "--quantization": _resolve_format(arguments.quantization),
-        "quantization_config of --config-kwargs": normalize(
+        "quantization_config of --config-kwargs": normalize_fields(
             "quantization_config", fields.pop("quantization_config", None)
         ),
         "bits of --config-kwargs": None if bits is None else FORMAT_OF_BITS[bits],

@@ -87,7 +87,12 @@ async def answer_lines(
     Returns:
         the number of lines with a result, and the number of failed lines.
     """
-    from ed_esurge.server.batches.lines import answer_line, is_successful, line_pieces, release
+    from ed_esurge.server.batches.lines import (
+        answer_line,
+        is_successful,
+        line_pieces,
+        release_entry,
+    )
     from ed_esurge.server.endpoints import get_batched_endpoints
 
     seen: set[str] = set()
@@ -99,7 +104,7 @@ async def answer_lines(
         entry = await running.popleft()
         counts[is_successful(entry)] += 1
         to.writelines(line_pieces(entry, ascii_only=False))
-        release(entry)
+        release_entry(entry)
         to.flush()
 
     for number, raw in _number_lines(source):

@@ -52,7 +52,7 @@ def pick_shape(shapes: Sequence[tuple[int, int]], tokens: int, seqs: int) -> tup
     return next(shape for shape in shapes if shape[0] >= tokens and shape[1] >= seqs)
 
 
-def room(shapes: Sequence[tuple[int, int]], tokens: int, seqs: int) -> int:
+def get_room(shapes: Sequence[tuple[int, int]], tokens: int, seqs: int) -> int:
     """Return the number of one-token sequences that fit into a step without a larger shape."""
     most = pick_shape(shapes, tokens, seqs)
     return min(most[0] - tokens, most[1] - seqs)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.encoder_slots import EncoderSlots
-from ed_esurge.core.padding import first_part, room
+from ed_esurge.core.padding import first_part, get_room
 from ed_esurge.core.page_pool import pages_of_sequence
 from ed_esurge.core.pages import PageGroup, PageTables
 from ed_esurge.core.plan import UNREAD, NewSequence, PlanRow, StepPlan
@@ -246,7 +246,7 @@ class Scheduler:
         if self.proposer is not None and not self.waiting:
             total = self._limits_now.token_budget - budget
             if self._limits_now.shapes and total > len(rows):
-                budget = min(budget, room(self._limits_now.shapes, total, len(rows)))
+                budget = min(budget, get_room(self._limits_now.shapes, total, len(rows)))
             self._speculate(self.proposer, rows, budget)
         steps = 1
         if self._limits_now.time.most > 1 and not self.waiting and not preempted:

@@ -8,7 +8,7 @@ from typing import cast
 
 from ed_infra.errors import ConfigError
 from ed_infra.sharding.submesh import split_mesh
-from ed_models.base.replicas import on_mesh
+from ed_models.base.replicas import place_on_mesh
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from jax.sharding import Mesh
@@ -167,4 +167,4 @@ def replica_meshes(model: LanguageModel, config: EngineConfig) -> list[Mesh]:
 
 
 def _place_model(model: LanguageModel, mesh: Mesh) -> LanguageModel:
-    return cast(LanguageModel, on_mesh(cast(nnx.Module, model), mesh))
+    return cast(LanguageModel, place_on_mesh(cast(nnx.Module, model), mesh))

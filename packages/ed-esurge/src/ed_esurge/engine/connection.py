@@ -24,7 +24,7 @@ from typing import Any
 from ed_infra.errors import ConfigError, EasyDeLError
 
 from ed_esurge.engine.channel import SECRET, Channel, ForgedMessageError
-from ed_esurge.engine.wire import classes_digest, decode, encode
+from ed_esurge.engine.wire import classes_digest, decode_message, encode_message
 
 _NONCE = 32
 #: Maximum bytes of a message before and after both ends are authenticated.
@@ -133,7 +133,7 @@ class Connection:
         Raises:
             ConnectionLost: the other end is gone.
         """
-        self.send_encoded(encode(value))
+        self.send_encoded(encode_message(value))
 
     def send_encoded(self, data: bytes) -> None:
         """Send a value that is already encoded."""
@@ -157,7 +157,7 @@ class Connection:
         if seconds is not None:
             self._deadline = None
             self._stream.settimeout(None)
-        return decode(data, self.head_limit)
+        return decode_message(data, self.head_limit)
 
     def limit_writes(self, seconds: float) -> None:
         """End the connection if the other end reads nothing for some seconds while this end

@@ -24,7 +24,7 @@ from ed_esurge.core.token_rules import DecoderStart
 from ed_esurge.embedded_prompts import EmbeddedPrompts, check_params_of_embeds
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
-from ed_esurge.tokenizer import Tokenizer, bad_word_ids, encode
+from ed_esurge.tokenizer import Tokenizer, bad_word_ids, tokenize_text
 
 
 class ContextLengthError(ConfigError):
@@ -246,7 +246,7 @@ def check_request_keywords(options: Mapping[str, object]) -> None:
         refuse_keywords("a request", options, RequestOptions.__annotations__, sampling)
 
 
-def as_prompts(prompts: Any) -> list[PromptInput]:
+def list_prompts(prompts: Any) -> list[PromptInput]:
     """Return one prompt or several prompts as a list."""
     if isinstance(prompts, str | CheckedPrompt):
         return [prompts]
@@ -400,7 +400,9 @@ class Intake:
             return replace(prompt, max_tokens=most)
         text = prompt if isinstance(prompt, str) else None
         ids = (
-            encode(self.tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+            tokenize_text(self.tokenizer, prompt)
+            if isinstance(prompt, str)
+            else [int(t) for t in prompt]
         )
         limits: dict[str, Any] = {"max_model_len": self.max_model_len}
         limits |= {"vocab_size": self.vocab_size, "encoder_decoder": self._decoder is not None}
@@ -565,7 +567,7 @@ def salt(adapter: int, prompt_class: int, cache_salt: str | None) -> bytes:
     return hashlib.blake2b(source, digest_size=16).digest()
 
 
-def get_seed(params: RequestParams, engine_seed: int, arrival: int) -> int | None:
+def derive_seed(params: RequestParams, engine_seed: int, arrival: int) -> int | None:
     """Return the seed of a request, or None if the request does not sample.
 
     Args:

@@ -13,7 +13,7 @@ from ed_esurge.core.plan import PlanRow
 from ed_esurge.core.scheduler import Scheduler
 from ed_esurge.engine.beams import BeamSearch, params_of_step
 from ed_esurge.engine.deltas import OpenRequest
-from ed_esurge.engine.intake import get_seed, get_seeds
+from ed_esurge.engine.intake import derive_seed, get_seeds
 from ed_esurge.outputs import CompletionOutput, FinishReason, RequestOutput
 from ed_esurge.runner.result import NotFinite, StepResult
 from ed_esurge.sampling import SamplingParams
@@ -61,7 +61,7 @@ class Ledger:
         """
         if add.request_id in self._open:
             raise ConfigError(f"request id {add.request_id!r} is in use: choose another")
-        seed = get_seed(add.params, self._seed, self.arrivals)
+        seed = derive_seed(add.params, self._seed, self.arrivals)
         seeds = get_seeds(add.params, seed)
         if isinstance(add.params, SamplingParams) and add.params.use_beam_search:
             seeds = seeds[:1]

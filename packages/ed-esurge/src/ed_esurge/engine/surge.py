@@ -32,8 +32,8 @@ from ed_esurge.engine.intake import (
     PromptInput,
     RequestOptions,
     RequestParams,
-    as_prompts,
     check_request_keywords,
+    list_prompts,
 )
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.replicas import Replicas
@@ -326,7 +326,7 @@ class eSurge(EngineControl, EngineWithFacts):
         Returns:
             one output per prompt, in the order of the prompts.
         """
-        many = as_prompts(prompts)
+        many = list_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(many)
         else:
@@ -365,7 +365,7 @@ class eSurge(EngineControl, EngineWithFacts):
             lora_name: name of the loaded LoRA adapter for all prompts; None = no adapter.
             use_tqdm: whether to show a progress bar.
         """
-        many = as_prompts(prompts)
+        many = list_prompts(prompts)
         if pooling_params is None or isinstance(pooling_params, PoolingParams):
             params = [pooling_params or PoolingParams()] * len(many)
         else:

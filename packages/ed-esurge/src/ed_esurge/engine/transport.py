@@ -25,7 +25,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from ed_esurge.core.commands import Command, UpdateWeights
 from ed_esurge.engine.channel import channel
 from ed_esurge.engine.fair_lock import FairLock
-from ed_esurge.engine.wire import decode, encode
+from ed_esurge.engine.wire import decode_message, encode_message
 from ed_esurge.runner.protocol import Runner
 
 ProcessRole = Literal["alone", "leads", "follows"]
@@ -166,7 +166,7 @@ class MultiProcess:
         if isinstance(command, UpdateWeights):
             command = replace(command, weights=runner.weights.check_weights(command.weights))
         try:
-            message = encode(command)
+            message = encode_message(command)
         except Exception as error:
             raise ConfigError(
                 f"{type(command).__name__} cannot be sent to the other processes ({error}): pass "
@@ -192,7 +192,7 @@ class MultiProcess:
         self._broadcast(END)
 
     def gather(self, value: object) -> list[Any]:
-        return [decode(message) for message in channel().gather(encode(value))]
+        return [decode_message(message) for message in channel().gather(encode_message(value))]
 
     def _broadcast(self, message: bytes) -> None:
         last = None if MultiProcess._last is None else MultiProcess._last()
@@ -246,7 +246,7 @@ def follow_all(engines: Sequence[tuple[Transport, FollowingLoop]]) -> None:
         if kind == END:
             del loops[number]
             continue
-        command = decode(message[1 + _NUMBER :]) if kind == COMMAND else None
+        command = decode_message(message[1 + _NUMBER :]) if kind == COMMAND else None
         try:
             if command is None:
                 loops[number].step()

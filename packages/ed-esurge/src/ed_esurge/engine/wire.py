@@ -128,7 +128,7 @@ def _encode_error(error: BaseException) -> list[Any]:
     ]
 
 
-def encode(value: object) -> bytes:
+def encode_message(value: object) -> bytes:
     """Return the bytes of a value.
 
     Args:
@@ -155,11 +155,11 @@ def classes_digest() -> str:
     return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
 
 
-def decode(data: bytes, max_head: int | None = None) -> Any:
+def decode_message(data: bytes, max_head: int | None = None) -> Any:
     """Return the value of encoded bytes. An error becomes an `EasyDeLError` with the same text.
 
     Args:
-        data: the bytes of `encode`.
+        data: the bytes of `encode_message`.
         max_head: maximum bytes of the message without its arrays; None = no limit. The time of an
             untrusted message depends on these bytes.
 

@@ -112,7 +112,7 @@ async def rolling(model: ServedModel, body: InferenceRequest) -> dict[str, Any]:
     return {"text": texts, **_answer([(t, bool(g)) for t, g in totals])}
 
 
-async def generate(model: ServedModel, body: InferenceRequest) -> dict[str, Any]:
+async def _generate(model: ServedModel, body: InferenceRequest) -> dict[str, Any]:
     """Sample a continuation of each prefix."""
     prefixes = _require_value(body.prefix_text, "prefix_text")
     temperature = 1.0 if body.temperature is None else body.temperature
@@ -132,7 +132,7 @@ async def greedy_until(model: ServedModel, body: InferenceRequest) -> dict[str, 
     return {"prefix_text": prefixes, "until": stop_texts, "output_text": texts}
 
 
-async def chat(model: ServedModel, body: TurnRequest) -> dict[str, Any]:
+async def _chat(model: ServedModel, body: TurnRequest) -> dict[str, Any]:
     """Answer a prompt after a context; the next request sends the returned context.
 
     The context is the text of the conversation, without a chat template.
@@ -289,9 +289,9 @@ async def _outputs(
 _ANSWERS: tuple[tuple[str, str, Any, type[RequestBody], type[AnswerBody]], ...] = (
     ("/loglikelihood", "Score continuations.", loglikelihood, InferenceRequest, Likelihoods),
     ("/loglikelihood-rolling", "Score whole texts.", rolling, InferenceRequest, Likelihoods),
-    ("/generate", "Continue texts.", generate, InferenceRequest, OutputTexts),
+    ("/generate", "Continue texts.", _generate, InferenceRequest, OutputTexts),
     ("/greedy-until", "Continue up to a stop string.", greedy_until, InferenceRequest, OutputTexts),
-    ("/chat", "Answer one turn of a conversation.", chat, TurnRequest, Turn),
+    ("/chat", "Answer one turn of a conversation.", _chat, TurnRequest, Turn),
 )
 ENDPOINTS = (
     *(

@@ -113,7 +113,7 @@ def _beginning(parts: Sequence[str | int]) -> str:
     return " ".join(pieces)
 
 
-def build(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+def build_matcher(tokenizer: LLTokenizer, text: str) -> LLMatcher:
     """Compile a grammar. The matcher stores an error (`LLMatcher.get_error`)."""
     from llguidance import LLMatcher, LLParserLimits
 

@@ -124,14 +124,14 @@ def _schema_graph(schema: Mapping[str, Any]) -> Graph:
                 target = node.get("$ref")
                 if isinstance(target, str):
                     references[name].append(target)
-                    todo.append((target, resolve(schema, target)))
+                    todo.append((target, resolve_pointer(schema, target)))
                 inside += [(child, depth + 1) for child in node.values()]
             elif isinstance(node, list):
                 inside += [(child, depth + 1) for child in node]
     return {name: (depth, references[name]) for name, depth in depths.items()}
 
 
-def resolve(schema: object, reference: str) -> Any:
+def resolve_pointer(schema: object, reference: str) -> Any:
     """Return the value that a JSON pointer of a schema names; None without such a value."""
     if not reference.startswith("#"):
         return None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ed_esurge.grammars.limits import resolve
+from ed_esurge.grammars.limits import resolve_pointer
 
 TOO_COMPLEX = (
     "the grammar is too complex: matching it exceeds the limits of one step. Use fewer "
@@ -85,7 +85,7 @@ def translate_error(kind: str, said: str) -> str:
     return f"{name} is invalid: {first[:300]}"
 
 
-def locate(schema: Mapping[str, Any], fails: Callable[[Any], bool]) -> str:
+def locate_failure(schema: Mapping[str, Any], fails: Callable[[Any], bool]) -> str:
     """Return the JSON path of the innermost part of a schema that fails separately.
 
     Args:
@@ -112,7 +112,7 @@ def _parts(schema: object, node: object) -> Iterator[tuple[str, Any]]:
         return
     target = node.get("$ref")
     if isinstance(target, str) and len(node) <= 1 + ("$defs" in node) + ("definitions" in node):
-        target_schema = resolve(schema, target)
+        target_schema = resolve_pointer(schema, target)
         if target_schema is not None:
             yield "$" + target[1:].replace("/", "."), target_schema
         return

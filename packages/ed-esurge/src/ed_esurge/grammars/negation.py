@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ed_esurge.grammars.limits import resolve
+from ed_esurge.grammars.limits import resolve_pointer
 
 TYPES = ("null", "boolean", "object", "array", "number", "string")
 #: Keywords without an effect on the values.
@@ -111,7 +111,11 @@ def get_type(value: object) -> str:
 def resolve_reference(schema: object, root: object) -> Any:
     """Return the schema that a reference names. Annotations beside the reference are left out."""
     if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-        return resolve(root, schema["$ref"]) if set(schema) <= ANNOTATIONS | {"$ref"} else schema
+        return (
+            resolve_pointer(root, schema["$ref"])
+            if set(schema) <= ANNOTATIONS | {"$ref"}
+            else schema
+        )
     return schema
 
 

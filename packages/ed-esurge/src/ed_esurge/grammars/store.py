@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ed_infra.errors import ConfigError
 
-from ed_esurge.grammars.build import GrammarSource, build, grammar_text, make_tokenizer
+from ed_esurge.grammars.build import GrammarSource, build_matcher, grammar_text, make_tokenizer
 from ed_esurge.grammars.limits import GrammarError
 from ed_esurge.grammars.process import TrialProcess
 from ed_esurge.grammars.reasoning import ThoughtEnds
@@ -256,7 +256,7 @@ class Grammars:
         self._compiler.add(seconds, lambda: self._compile(source, text), done)
 
     def _compile(self, source: GrammarSource, text: str | None) -> Grammar:
-        matcher = build(self.tokenizer, grammar_text(source) if text is None else text)
+        matcher = build_matcher(self.tokenizer, grammar_text(source) if text is None else text)
         if matcher.is_error():
             raise GrammarError("the grammar does not compile: send a smaller one")
         return Grammar(matcher)

@@ -7,9 +7,9 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from ed_esurge.grammars.build import GrammarSource, build, grammar_text
+from ed_esurge.grammars.build import GrammarSource, build_matcher, grammar_text
 from ed_esurge.grammars.limits import GrammarError
-from ed_esurge.grammars.messages import TOO_COMPLEX, UNSATISFIABLE, locate, translate_error
+from ed_esurge.grammars.messages import TOO_COMPLEX, UNSATISFIABLE, locate_failure, translate_error
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -42,7 +42,7 @@ def compile_grammar(tokenizer: LLTokenizer, source: GrammarSource) -> tuple[str,
     except ValueError as error:
         kind = source[0].replace("schema_or_calls", "json_schema")
         raise GrammarError(translate_error(kind, str(error))) from None
-    matcher = build(tokenizer, text)
+    matcher = build_matcher(tokenizer, text)
     if matcher.is_error():
         raise GrammarError(_refusal(tokenizer, source, matcher.get_error()))
     return text, matcher
@@ -106,12 +106,12 @@ def _refusal(tokenizer: LLTokenizer, source: GrammarSource, said: str) -> str:
         if not isinstance(part, dict) or time.process_time() > deadline:
             return False
         try:
-            matcher = build(tokenizer, grammar_text((kind, json.dumps(part))))
+            matcher = build_matcher(tokenizer, grammar_text((kind, json.dumps(part))))
         except ValueError:
             return False
         if matcher.is_error():
             reason = matcher.get_error()
         return bool(matcher.is_error())
 
-    path = locate(json.loads(content), fails)
+    path = locate_failure(json.loads(content), fails)
     return f"at {path}: {translate_error(kind, reason)}"

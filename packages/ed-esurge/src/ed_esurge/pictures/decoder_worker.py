@@ -21,7 +21,7 @@ CPU_SECONDS, CPU_PER_PIXEL = 2.0, 2.5e-7
 MAX_SCANS = 100
 
 
-def prepare() -> None:
+def _prepare() -> None:
     """Import the decoders, which the children share."""
     from PIL import (  # noqa: F401
         BmpImagePlugin,
@@ -34,7 +34,7 @@ def prepare() -> None:
     )
 
 
-def work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
+def _work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
     """Decode the first frame of a picture in its upright orientation.
 
     Args:
@@ -91,4 +91,4 @@ def check_scans(data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    run_worker(prepare, work)
+    run_worker(_prepare, _work)

@@ -10,7 +10,7 @@ from typing import Any
 from ed_infra.errors import EasyDeLError
 
 from ed_esurge.engine.connection import Connection
-from ed_esurge.engine.wire import encode
+from ed_esurge.engine.wire import encode_message
 from ed_esurge.processes.messages import MAX_MESSAGES, encode_error
 
 
@@ -51,7 +51,7 @@ class MessageWriter:
 
     def _send(self, messages: list[dict[str, Any]]) -> None:
         """Send a list, in parts if the list is too large."""
-        data = encode(messages)
+        data = encode_message(messages)
         if self._limit is None or len(data) <= self._limit:
             self._connection.send_encoded(data)
         elif len(messages) > 1:

@@ -25,7 +25,7 @@ from ed_esurge.engine.intake import (
     CheckedPrompt,
     RequestOptions,
     check_request_keywords,
-    get_seed,
+    derive_seed,
     get_seeds,
 )
 from ed_esurge.grammars.store import Grammar, Grammars
@@ -184,7 +184,7 @@ class ReplicatedEngine(EngineWithFacts):
             raise ConfigError(f"the request id {request_id!r} is in use: choose another")
         with self._lock:
             # As in one process: equal requests without a seed have different answers.
-            seed = get_seed(params, self.config.seed, self._arrivals)
+            seed = derive_seed(params, self.config.seed, self._arrivals)
             self._arrivals += len(get_seeds(params, seed))
         if isinstance(params, SamplingParams):
             params = params.replace(seed=seed)

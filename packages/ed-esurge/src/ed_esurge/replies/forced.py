@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ed_esurge.replies.events import CallArguments, CallBegins, CallEnds, Event, ReplyText
 from ed_esurge.replies.formats import ToolFormat
-from ed_esurge.replies.parser import ReplyParser, new_id
+from ed_esurge.replies.parser import ReplyParser, new_call_id
 
 # A list of calls without other text: the output for `tool_choice: "required"`.
 LISTED = ToolFormat(starts=("[",))
@@ -41,6 +41,6 @@ class NamedCall:
                 continue
             if not self._begun:
                 self._begun = True
-                result.append(CallBegins(0, new_id(), self._name))
+                result.append(CallBegins(0, new_call_id(), self._name))
             result.append(CallArguments(0, event.text))
         return result

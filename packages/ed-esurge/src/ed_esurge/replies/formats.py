@@ -115,7 +115,7 @@ class ReasoningFormat:
 FormatT = TypeVar("FormatT", ToolFormat, ReasoningFormat)
 
 
-def by_name(table: Mapping[str, FormatT], name: str, option: str) -> FormatT:
+def get_format(table: Mapping[str, FormatT], name: str, option: str) -> FormatT:
     """Return an entry of a table.
 
     Raises:

@@ -39,7 +39,7 @@ class Header:
         return self.recipient.removeprefix("functions.")
 
 
-def read_header(text: str) -> Header | None:
+def parse_header(text: str) -> Header | None:
     """Return the header in the text before `<|message|>`; None if the text is no header."""
     hit = _HEADER.fullmatch(text)
     if hit is None:  # a header that the model began again

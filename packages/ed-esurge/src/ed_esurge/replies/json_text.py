@@ -48,7 +48,7 @@ def loads(text: str) -> Any:
     return replace_surrogates(result) if "\\u" in text else result
 
 
-def read_arguments(text: str) -> dict[str, Any]:
+def loads_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call; {} if the text is not valid, as after a stop string.
 
     A number that readers would read as infinity stays text.

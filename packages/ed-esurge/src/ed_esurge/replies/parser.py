@@ -21,7 +21,7 @@ from ed_esurge.replies.events import (
     ReplyText,
 )
 from ed_esurge.replies.formats import ReasoningFormat, ToolFormat
-from ed_esurge.replies.harmony import ENDS, MESSAGE, STARTS, Header, read_header
+from ed_esurge.replies.harmony import ENDS, MESSAGE, STARTS, Header, parse_header
 from ed_esurge.replies.json_text import value
 from ed_esurge.replies.scanner import Ended, Malformed, Markers, Reader, Scanner
 from ed_esurge.replies.syntaxes import LISTS, SYNTAXES, skip_brackets
@@ -329,7 +329,7 @@ class ReplyParser:
         src, start = self._src, self._src.position
         try:
             _, marker = yield from src.head(Markers((MESSAGE, STARTS[0], *ENDS)))
-            header = read_header(src.since_mark().removesuffix(MESSAGE))
+            header = parse_header(src.since_mark().removesuffix(MESSAGE))
         except (Malformed, Ended):
             marker, header = "", None
         if header is None or marker != MESSAGE:
@@ -438,7 +438,7 @@ class ReplyParser:
         self._open = _Call(name, is_known, is_shown, self._space, self._trim)
         self._space, self._trim = "", True
         if is_shown:
-            assigned_id = call_id or new_id(calls.form.id_length)
+            assigned_id = call_id or new_call_id(calls.form.id_length)
             self._events.append(CallBegins(self._index, assigned_id, name))
 
     def write(self, text: str) -> None:
@@ -489,7 +489,7 @@ class _Call:
     trim: bool
 
 
-def new_id(length: int = 0) -> str:
+def new_call_id(length: int = 0) -> str:
     """Return a new id for a call, with `length` letters and digits if `length` is not 0."""
     if not length:
         return f"call_{uuid.uuid4().hex[:24]}"

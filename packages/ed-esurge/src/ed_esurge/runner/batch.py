@@ -16,7 +16,7 @@ from ed_layers.cache import RaggedBatch
 
 from ed_esurge.core.plan import PlanRow, StepPlan
 from ed_esurge.runner.buckets import StepShape
-from ed_esurge.runner.row_numbers import OF_ROW, OF_SEQUENCE, OF_STEP, by_name
+from ed_esurge.runner.row_numbers import OF_ROW, OF_SEQUENCE, OF_STEP, split_columns
 from ed_esurge.runner.slots import SlotTables
 
 
@@ -97,7 +97,7 @@ class Fields:
             name: jax.lax.slice(buffer, (at.start,), (at.stop,)).reshape(self.shapes[name])
             for name, at in self.ranges.items()
         }
-        row = by_name(part["rows"], OF_STEP)
+        row = split_columns(part["rows"], OF_STEP)
         ragged = RaggedBatch(
             cu_q_lens=part["cu_q_lens"],
             kv_lens=row["kv_lens"],

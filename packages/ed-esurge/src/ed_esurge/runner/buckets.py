@@ -63,10 +63,10 @@ class Buckets:
             self.decode = self.prefill = (StepShape(max_num_tokens, max_num_tokens, pages),)
             return
         if seq_buckets is None:
-            seq_buckets = [1, *geometric(4, max_num_seqs, 2)]
+            seq_buckets = [1, *geometric_lengths(4, max_num_seqs, 2)]
         seqs = sorted({min(s, max_num_seqs) for s in seq_buckets})
         largest = max(max_num_tokens, max_num_seqs + 1)
-        self.prefill_tokens = tuple(geometric(min(max(min_tokens, 2), largest), largest, 4))
+        self.prefill_tokens = tuple(geometric_lengths(min(max(min_tokens, 2), largest), largest, 4))
         self.decode = tuple(StepShape(s, s, pages) for s in seqs)
         prefill = set()
         for tokens in self.prefill_tokens:
@@ -111,7 +111,7 @@ class Buckets:
         )
 
 
-def geometric(first: int, last: int, ratio: int) -> list[int]:
+def geometric_lengths(first: int, last: int, ratio: int) -> list[int]:
     """Return `first`, `first * ratio`, … below `last`, and `last`."""
     sizes = []
     size = first

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ed_esurge.core.plan import NewSequence, PlanRow, StepPlan
 from ed_esurge.core.request import RequestError
 from ed_esurge.model import classifies, get_embedding_settings, get_vocab_size
-from ed_esurge.runner.buckets import geometric
+from ed_esurge.runner.buckets import geometric_lengths
 from ed_esurge.runner.result import StepResult
 from ed_esurge.runner.weights import ServedWeights
 from ed_esurge.sampling import PoolingParams, SamplingParams
@@ -25,7 +25,7 @@ from ed_esurge.sampling import PoolingParams, SamplingParams
 _SHORTEST = 16
 
 
-def group_rows(
+def bucket_rows(
     rows: Sequence[PlanRow], seqs: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[tuple[list[PlanRow], int, int]]:
     """Yield the batches of a step: rows, and the number of sequences and tokens to pad to.
@@ -88,8 +88,8 @@ class EncoderRunner:
         self._excludes_prompts = settings is not None and not settings.include_prompt
         self._reads_types = self._classifies and "token_type_ids" in model.input_names
         self._num_slots, self._num_tokens = max_num_seqs, max_num_batched_tokens
-        self._seqs = geometric(1, max_num_seqs, 4)
-        self._lengths = geometric(min(_SHORTEST, max_model_len), max_model_len, 2)
+        self._seqs = geometric_lengths(1, max_num_seqs, 4)
+        self._lengths = geometric_lengths(min(_SHORTEST, max_model_len), max_model_len, 2)
         self._started: dict[int, NewSequence] = {}  # by slot
         self._step = jax.jit(self._vectors)
         self._token_step = jax.jit(self._states)
@@ -140,11 +140,11 @@ class EncoderRunner:
         by_token = [row for row in plan.rows if self._returns_tokens(row)]
         pooled = [row for row in plan.rows if not self._returns_tokens(row)]
         vectors = states = None
-        for rows, seqs, length in group_rows(pooled, self._seqs, self._lengths):
+        for rows, seqs, length in bucket_rows(pooled, self._seqs, self._lengths):
             part = self._call(*self._fill_batch(rows, seqs, length))
             vectors = part if vectors is None else vectors + part  # of different slots
         starts = self._starts(plan) if by_token else {}
-        for rows, seqs, length in group_rows(by_token, self._seqs, self._lengths):
+        for rows, seqs, length in bucket_rows(by_token, self._seqs, self._lengths):
             ids, mask, _, _, _, normalize = self._fill_batch(rows, seqs, length)
             first = np.full(seqs, self._num_tokens, np.int32)  # out of range
             first[: len(rows)] = [starts[row.slot] for row in rows]
@@ -223,7 +223,7 @@ class EncoderRunner:
         output: Any = self.weights.merge_leaves(leaves)(ids, attention_mask=mask, **inputs)
         vectors = output.logits if self._classifies else output.embeddings
         vectors = vectors.astype(jnp.float32)
-        vectors = jnp.where(normalize[:, None], unit(vectors), vectors)
+        vectors = jnp.where(normalize[:, None], _unit(vectors), vectors)
         empty = jnp.zeros((self._num_slots, vectors.shape[-1]), jnp.float32)
         return empty.at[slots].set(vectors, mode="drop")
 
@@ -243,14 +243,14 @@ class EncoderRunner:
         self.num_traces += 1
         output: Any = self.weights.merge_leaves(leaves)(ids, attention_mask=mask)
         states = output.last_hidden_state.astype(jnp.float32)
-        states = jnp.where(normalize[:, None, None], unit(states), states)
+        states = jnp.where(normalize[:, None, None], _unit(states), states)
         places = starts[:, None] + jnp.arange(ids.shape[1])
         places = jnp.where(mask > 0, places, self._num_tokens)
         empty = jnp.zeros((self._num_tokens, states.shape[-1]), jnp.float32)
         return empty.at[places].set(states, mode="drop")
 
 
-def unit(vectors: jax.Array) -> jax.Array:
+def _unit(vectors: jax.Array) -> jax.Array:
     """Return vectors of length 1."""
     norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / jnp.maximum(norm, 1e-12)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ed_models.generation.sampling import in_nucleus, is_typical
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, by_name
+from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, split_columns
 from ed_esurge.runner.sampler import (
     SamplerRows,
     SamplerState,
@@ -50,19 +50,19 @@ class FilterRows:
     @classmethod
     def of(cls, numbers: Int[Array, "k n"]) -> FilterRows:
         """Return the rows of the numbers of `SlotTables.filtered`."""
-        named = by_name(numbers, ("position", *OF_SAMPLING, *OF_FILTERS))
+        named = split_columns(numbers, ("position", *OF_SAMPLING, *OF_FILTERS))
         filter_values = {name: named.pop(name) for name in OF_FILTERS}
         return cls(SamplerRows(**named), **filter_values)
 
 
-def take(
+def take_filter_rows(
     logits: Float[Array, "n v"], allowed: Int[Array, "n w"], index: Int[Array, " r"]
 ) -> tuple[Float[Array, "r v"], Int[Array, "r w"]]:
     """Return a few rows of the logits and of the masks. An index out of range gives any row."""
     return logits.at[index].get(mode="clip"), allowed.at[index].get(mode="clip")
 
 
-def merge(
+def merge_rows(
     allowed: Int[Array, "n w"], index: Int[Array, " r"], few: Int[Array, "r w"]
 ) -> Int[Array, "n w"]:
     """Return the masks with a few rows replaced. An index out of range writes nothing."""

@@ -17,7 +17,7 @@ from ed_esurge.runner.sampler import SampledTokens, compute_logprobs
 _CHUNK = 128
 
 
-def score(
+def score_states(
     hidden: Float[Array, "T d"], head: Head, targets: Int[Array, " T"], count: int
 ) -> Int[Array, "T w"]:
     """Return the scores of `targets[i]`, the token after position i.
@@ -42,7 +42,7 @@ def score(
     return packed.reshape(tokens + padding, -1)[:tokens]
 
 
-def pool(
+def pool_states(
     hidden: Float[Array, "T d"],
     slot_of_token: Int[Array, " T"],
     rows: Int[Array, "m 4"],

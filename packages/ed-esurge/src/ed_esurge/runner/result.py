@@ -154,7 +154,7 @@ class StepResult:
             column = self._column()
             return [TokenScores(column[line], 0.0, 0, []) for line in lines]
         packed = self._host("packed")
-        return [read(packed[line], count) for line in lines]
+        return [_read(packed[line], count) for line in lines]
 
     def prompt(self, index: int, count: int) -> Sequence[TokenScores]:
         """Return the scores of the token after each position of row `index` of the plan.
@@ -170,7 +170,7 @@ class StepResult:
         if np.isnan(np.ascontiguousarray(lines[:, 1]).view(np.float32)).any():
             raise NotFinite
         if count:
-            return [read(line, count) for line in lines]
+            return [_read(line, count) for line in lines]
         columns = (lines[:, 0], np.ascontiguousarray(lines[:, 1]).view(np.float32), lines[:, 2])
         values = zip(*(column.tolist() for column in columns), strict=True)
         return [TokenScores(token, logprob, rank, []) for token, logprob, rank in values]
@@ -243,7 +243,7 @@ def finite(tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(-1, 1)] if -1 in tokens[1:] else tokens
 
 
-def read(line: np.ndarray, count: int) -> TokenScores:
+def _read(line: np.ndarray, count: int) -> TokenScores:
     """Unpack one row of `Sampled.pack`: token, logprob, rank, ids, logprobs."""
     most = (line.size - 3) // 2
     ids = line[3 : 3 + count].tolist()

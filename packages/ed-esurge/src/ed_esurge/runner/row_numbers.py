@@ -56,7 +56,7 @@ class NumberTable:
             self.numbers[self._rows[name], at] = bits
 
 
-def by_name(numbers: jax.Array, names: Sequence[str]) -> dict[str, jax.Array]:
+def split_columns(numbers: jax.Array, names: Sequence[str]) -> dict[str, jax.Array]:
     """Return the rows of `numbers` [names, n] by name, on the device."""
     return {
         name: jax.lax.bitcast_convert_type(line, jnp.float32) if name in FLOAT_FIELDS else line

@@ -21,7 +21,7 @@ from ed_layers.sums import logsumexp
 from ed_models.generation.sampling import first_argmax, in_nucleus, penalize_repetition
 from jaxtyping import Array, Bool, Float, Int
 
-from ed_esurge.runner.row_numbers import OF_SAMPLING, OF_STEP, by_name
+from ed_esurge.runner.row_numbers import OF_SAMPLING, OF_STEP, split_columns
 
 # Rows with filters (top-k, top-p, min-p) use this number of most probable tokens, and the whole
 # vocabulary only if the filters keep more tokens.
@@ -63,7 +63,7 @@ class SamplerRows:
     @classmethod
     def of(cls, numbers: Int[Array, "k n"]) -> SamplerRows:
         """Return the rows of the numbers of a step, by `OF_STEP`."""
-        named = by_name(numbers, OF_STEP)
+        named = split_columns(numbers, OF_STEP)
         return cls(position=named["kv_lens"], **{name: named[name] for name in OF_SAMPLING})
 
 
@@ -187,7 +187,7 @@ def sample_with_mask(
     if allowed is not None:
         limited = jnp.any(allowed != -1)
         adjusted = jax.lax.cond(limited, lambda: permit(adjusted, allowed), lambda: adjusted)
-    tokens, cutoff, scores = choose(logits, adjusted, rows, max_logprobs, cutoffs=masks)
+    tokens, cutoff, scores = _choose(logits, adjusted, rows, max_logprobs, cutoffs=masks)
     seen = state.seen.at[rows.slot, tokens].add(2, mode="drop")
     controlled = jnp.any(rows.mirostat > 0)
     mu = jax.lax.cond(
@@ -203,7 +203,7 @@ def sample_plain(
 ) -> SampledTokens:
     """Sample a token per row without adjusted logits. Arguments as for `sample_with_mask`."""
     logits = logits.astype(jnp.float32)
-    tokens, _, scores = choose(logits, logits, rows, max_logprobs)
+    tokens, _, scores = _choose(logits, logits, rows, max_logprobs)
     return SampledTokens(mark_nonfinite_rows(tokens, logits), *scores)
 
 
@@ -212,7 +212,7 @@ def mark_nonfinite_rows(tokens: Int[Array, " n"], logits: Float[Array, "n v"]) -
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, -1)
 
 
-def choose(
+def _choose(
     logits: Float[Array, "n v"],
     adjusted: Float[Array, "n v"],
     rows: SamplerRows,

@@ -213,7 +213,7 @@ class SlotTables:
         return new.token_ids[row.start + 1 : min(row.stop + 1, new.prompt_len)]
 
     def pooling(self, rows: Sequence[PlanRow], tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `(slot_of_token, rows)` for `ed_esurge.runner.hidden_states.pool`.
+        """Return `(slot_of_token, rows)` for `ed_esurge.runner.hidden_states.pool_states`.
 
         Args:
             rows: rows of the step.

@@ -24,7 +24,7 @@ from ed_esurge.runner import filters
 from ed_esurge.runner.batch import BatchBuilder, StepInput
 from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.guides import Guides, words
-from ed_esurge.runner.hidden_states import pool, score
+from ed_esurge.runner.hidden_states import pool_states, score_states
 from ed_esurge.runner.host_pages import PAGES_AT_ONCE, copy_pages
 from ed_esurge.runner.memory import Memory
 from ed_esurge.runner.row_numbers import OF_FILTERS, OF_SAMPLING, OF_STEP
@@ -142,13 +142,13 @@ class UncompiledFunctions:
                 out_shardings=(everywhere, state, everywhere),
             )
         if name[0] == "pool":
-            return jax.jit(self.count_traces(pool), out_shardings=(everywhere, everywhere))
+            return jax.jit(self.count_traces(pool_states), out_shardings=(everywhere, everywhere))
         if name[0] == "score":
             return jax.jit(self.count_traces(self._make_score()))
         function = {
-            "take": filters.take,
+            "take": filters.take_filter_rows,
             "filter": filters.get_allowed_bits,
-            "merge": filters.merge,
+            "merge": filters.merge_rows,
         }[name[0]]
         return jax.jit(self.count_traces(function), out_shardings=everywhere)
 
@@ -238,7 +238,7 @@ class UncompiledFunctions:
 
     def _make_score(self) -> Callable[..., Any]:
         def score_prompt(leaves: list[jax.Array], hidden: jax.Array, targets: jax.Array):
-            return score(
+            return score_states(
                 hidden, self.weights.merge_leaves(leaves).head(), targets, self.max_logprobs
             )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Protocol, Self, get_args, runtime_checkable
 
 from ed_infra.errors import ConfigError, refuse_keywords
-from ed_infra.options import Options, Whole, choice, explain
+from ed_infra.options import Options, Whole, choice, explain_error
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -261,7 +261,7 @@ class AppOptions(Options):
         try:
             return cls.model_validate(values | explicit)
         except ValidationError as error:
-            raise ConfigError(explain(error)) from None
+            raise ConfigError(explain_error(error)) from None
 
     @model_validator(mode="after")
     def _access_is_consistent(self) -> Self:

@@ -17,7 +17,7 @@ from ed_esurge.server.generation.abilities import EndpointAbility, unsupported_t
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import Access, check_admin, get_owner
-from ed_esurge.server.http.body import read
+from ed_esurge.server.http.body import read_body
 from ed_esurge.server.http.errors import ApiFormat, client_gone
 from ed_esurge.server.http.fields import HEADER, IGNORED_KEYS, TOOLS_HEADER, RequestBody
 from ed_esurge.server.http.forms import read_audio
@@ -123,7 +123,7 @@ def build_route(server: ServedModels, endpoint: Endpoint) -> NamedRoute:
     """Return the route of an endpoint. Model names may contain slashes."""
     path = endpoint.path.replace("{model}", "{model:path}")
     methods = ["GET", "HEAD"] if endpoint.method == "GET" else [endpoint.method]
-    accepts, reads = endpoint.accepts, read_audio if endpoint.form else read
+    accepts, reads = endpoint.accepts, read_audio if endpoint.form else read_body
 
     async def handle(request: Request) -> Response:
         if endpoint.access == "admin":

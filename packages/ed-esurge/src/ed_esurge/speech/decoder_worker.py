@@ -15,13 +15,13 @@ from ed_esurge.speech.library_files import LibraryFile
 RATE, SAMPLES, TOO_LONG = b"R", b"S", b"L"
 
 
-def prepare() -> None:
+def _prepare() -> None:
     """Import the library, which the children share."""
     with contextlib.suppress(ImportError, OSError):  # each file reports the missing library
         import soundfile  # noqa: F401
 
 
-def work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
+def _work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
     """Read an audio file, and write its rate and its samples.
 
     Args:
@@ -43,4 +43,4 @@ def work(data: bytes, options: dict[str, Any], say: SendAnswer) -> None:
 
 
 if __name__ == "__main__":
-    run_worker(prepare, work)
+    run_worker(_prepare, _work)

@@ -33,7 +33,7 @@ from ed_infra.config.fields import (
     canonical_field,
     check_together,
     find_remarks,
-    normalize,
+    normalize_fields,
 )
 from ed_infra.config.files import StoredConfig, reading_file
 from ed_infra.config.frozen import MeshRecipe, Runtime, freeze, thaw
@@ -98,7 +98,7 @@ class EasyDeLBaseConfig(StoredConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         for name in (name for name in FIELD_ALIASES if name in kwargs):
             field, value = FIELD_ALIASES[name], kwargs.pop(name)
-            if getattr(self, field) not in (FIELDS[field].default, normalize(field, value)):
+            if getattr(self, field) not in (FIELDS[field].default, normalize_fields(field, value)):
                 raise ConfigError(f"{name!r} is another name of {field!r}: keep one of the two")
             setattr(self, field, value)
         if not reading_file.get():
@@ -173,7 +173,7 @@ class EasyDeLBaseConfig(StoredConfig):
     def __setattr__(self, key: str, value: object) -> None:
         key = canonical_field(key)
         if key in FIELDS:
-            value = normalize(key, value)
+            value = normalize_fields(key, value)
         elif key == "rope_parameters" and self.__dict__.get("_post_init_done"):
             self._check_rope(value)
         else:

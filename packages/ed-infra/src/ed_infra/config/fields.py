@@ -33,10 +33,10 @@ from ed_infra.options import Count, Fraction, NotNegative, NumbersAreNumbers, Po
 from ed_infra.sharding.axes import (
     AXIS_NAMES,
     PartitionAxis,
-    check_names,
+    check_axis_names,
     check_sizes,
     find_idle_axes,
-    split,
+    split_mesh_axes,
     total_sizes,
 )
 from ed_infra.specs import (
@@ -305,7 +305,7 @@ def canonical_field(name: str) -> str:
     return FIELD_ALIASES.get(name, name)
 
 
-def normalize(name: str, value: object) -> Any:
+def normalize_fields(name: str, value: object) -> Any:
     """Return the canonical form of a field's value.
 
     Aliases are replaced, dtypes become strings, lists become tuples, and mappings become the
@@ -360,7 +360,7 @@ def normalize(name: str, value: object) -> Any:
     try:
         result = _adapter(name).validate_python(value)
         if name == "sharding_axis_names":
-            check_names(result)
+            check_axis_names(result)
         elif name in _AXIS_SIZES and result is not None:
             check_sizes(result)
     except ValidationError as error:
@@ -394,7 +394,7 @@ def check_together(values: Mapping[str, Any]) -> None:
     sizes = total_sizes(*(settings[field] for field in _AXIS_SIZES))
     settings["partition_axis"].on(names, sizes)
     for field in _SEQUENCE_AXES:
-        for axis in split(settings[field]):
+        for axis in split_mesh_axes(settings[field]):
             # The default name refers to the axis at its position.
             if axis not in names and settings[field] != FIELDS[field].default:
                 raise ConfigError(

@@ -23,7 +23,7 @@ MeshAxes = str | tuple[str, ...] | None
 LogicalAxes = tuple[str | None, ...]
 
 
-def split(axes: MeshAxes) -> tuple[str, ...]:
+def split_mesh_axes(axes: MeshAxes) -> tuple[str, ...]:
     """Return the mesh axes of one dimension as a tuple."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
@@ -33,7 +33,7 @@ def total_sizes(dims: Sequence[int], slices: Sequence[int] | None) -> list[int]:
     return [i * o for i, o in zip(dims, slices or [1] * len(dims), strict=True)]
 
 
-def check_names(names: Sequence[str]) -> None:
+def check_axis_names(names: Sequence[str]) -> None:
     """Raise MeshError for empty or duplicate names of mesh axes."""
     for name in names:
         if not name or list(names).count(name) > 1:
@@ -162,7 +162,7 @@ class PartitionAxis:
     def mesh_axes(self) -> set[str]:
         """Return all mesh axes of the fields."""
         values = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return {name for value in values for name in split(value)}
+        return {name for value in values for name in split_mesh_axes(value)}
 
     def on(
         self, names: Sequence[str], sizes: Mapping[str, int] | Sequence[int] = ()
@@ -300,6 +300,8 @@ def find_idle_axes(axis: PartitionAxis, *, constrained: bool) -> Iterator[tuple[
             yield name, "the compiler places this array: set use_sharding_constraint: true as well"
         elif name in _KINDS_OF_AXES:
             related_fields = _KINDS_OF_AXES[name]
-            if not any(value in split(getattr(axis, field_name)) for field_name in related_fields):
+            if not any(
+                value in split_mesh_axes(getattr(axis, field_name)) for field_name in related_fields
+            ):
                 listed = " and ".join(related_fields)
                 yield name, f"only the mesh of experts reads it: set {listed} as well"

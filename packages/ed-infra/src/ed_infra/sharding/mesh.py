@@ -12,7 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from ed_infra.errors import MeshError
-from ed_infra.sharding.axes import AXIS_NAMES, check_names, resolve_axis_dims
+from ed_infra.sharding.axes import AXIS_NAMES, check_axis_names, resolve_axis_dims
 
 # jax.Device is a variable to type checkers.
 Device = Any
@@ -50,7 +50,7 @@ def create_mesh(
     Raises:
         MeshError: The sizes do not match the devices, or the backend is not available.
     """
-    check_names(names)
+    check_axis_names(names)
     from ed_infra.forked_children import guard_forked_children
 
     guard_forked_children()

@@ -22,7 +22,7 @@ from ed_infra import parameter_names
 from ed_infra.errors import ConfigError, MeshError, did_you_mean
 from ed_infra.logging import get_logger, once
 from ed_infra.rules import Rules
-from ed_infra.sharding.axes import split
+from ed_infra.sharding.axes import split_mesh_axes
 from ed_infra.sharding.partition import PartitionManager, fit_spec
 
 M = TypeVar("M", bound=nnx.Module)
@@ -73,7 +73,7 @@ def _axes(variable: object) -> tuple[str | None, ...] | None:
     return None if axes is None else tuple(axes)
 
 
-def logical_axes(state: State) -> dict[TreePath, tuple[str | None, ...] | None]:
+def list_logical_axes(state: State) -> dict[TreePath, tuple[str | None, ...] | None]:
     """Return the logical axes of each variable by storage path, for one layer.
 
     A variable without declared axes has None and is replicated.
@@ -153,7 +153,7 @@ def shardings(
     return nnx.from_flat_state(placed)
 
 
-def partition_rules(
+def build_partition_rules(
     state: State, config: ShardedConfig, mesh: Mesh | None = None, fully_sharded: bool = True
 ) -> tuple[tuple[str, PartitionSpec], ...]:
     """Return the sharding as (regular expression, spec) rules, one for each kind of parameter.
@@ -367,7 +367,9 @@ def _layer_spec(
 def _without(axis: str | None, spec: PartitionSpec) -> PartitionSpec:
     if axis is None:
         return spec
-    remaining_names = [tuple(name for name in split(entry) if name != axis) for entry in spec]
+    remaining_names = [
+        tuple(name for name in split_mesh_axes(entry) if name != axis) for entry in spec
+    ]
     return PartitionSpec(
         *(names[0] if len(names) == 1 else names or None for names in remaining_names)
     )
@@ -381,7 +383,7 @@ def _family(name: str) -> str:
 def _rules(overrides: Overrides, mesh: Mesh | AbstractMesh) -> Rules[PartitionSpec]:
     """Return the rules, after checking that the mesh has their axes and each is used once."""
     for pattern, spec in overrides:
-        used = [axis for entry in spec for axis in split(entry)]
+        used = [axis for entry in spec for axis in split_mesh_axes(entry)]
         for axis in used:
             if axis not in mesh.axis_names:
                 raise ConfigError(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ed_infra.errors import ConfigError, MeshError, did_you_mean
-from ed_infra.sharding.axes import PARAM_AXES, MeshAxes, PartitionAxis, split
+from ed_infra.sharding.axes import PARAM_AXES, MeshAxes, PartitionAxis, split_mesh_axes
 
 
 def look_up(
@@ -62,7 +62,7 @@ def get_parameter_axes(
     places = [look_up(axis, name, PARAM_AXES, "parameter") for name in axes]
     if shape is not None and sizes is not None and "expert" in axes:
         at = list(axes).index("expert")
-        places[at] = _get_expert_axes(split(places[at]), shape[at], sizes, expert_axes)
+        places[at] = _get_expert_axes(split_mesh_axes(places[at]), shape[at], sizes, expert_axes)
     return distinct(places)
 
 
@@ -83,7 +83,7 @@ def distinct(places: Sequence[MeshAxes]) -> list[MeshAxes]:
     used: set[str] = set()
     result: list[MeshAxes] = []
     for entry in places:
-        new_names = tuple(name for name in split(entry) if name not in used)
+        new_names = tuple(name for name in split_mesh_axes(entry) if name not in used)
         used.update(new_names)
         result.append(new_names[0] if len(new_names) == 1 else new_names or None)
     return result
@@ -115,7 +115,7 @@ def fit_places(
     entries: list[MeshAxes] = []
     notes: list[str] = []
     for i, entry in enumerate(places):
-        names = tuple(name for name in split(entry) if sizes.get(name, 1) > 1)
+        names = tuple(name for name in split_mesh_axes(entry) if sizes.get(name, 1) > 1)
         ways = math.prod(sizes[name] for name in names)
         if shape is not None and shape[i] % ways:
             notes.append(

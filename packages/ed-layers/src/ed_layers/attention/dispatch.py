@@ -20,8 +20,8 @@ from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float, Int
 
 from ed_layers.attention.kernel import Cached, Paged, Projected
-from ed_layers.attention.kernels import run
-from ed_layers.attention.mechanism import Mechanism, check, choose, choose_for_cache
+from ed_layers.attention.kernels import run_chosen_kernel
+from ed_layers.attention.mechanism import Mechanism, check_mechanism, choose, choose_for_cache
 from ed_layers.attention.scoring import Alibi, RelativeBias, Scoring, WindowLimit
 from ed_layers.cache.protocol import Cache, Layer, Pages, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
@@ -149,8 +149,10 @@ def attend_with_scoring(
             config=config,
         )
         check_scoring(scoring, q.shape[2], pages.pool.shape[-3])
-        check("decode_attn_mechanism", call.name, call.features, reads=("pages",))
-        return run(mechanism.replace_mechanism(call, call.name))[None].astype(out_dtype), cache
+        check_mechanism("decode_attn_mechanism", call.name, call.features, reads=("pages",))
+        return run_chosen_kernel(mechanism.replace_mechanism(call, call.name))[None].astype(
+            out_dtype
+        ), cache
     if mask_info is None:
         raise ConfigError("mask_info is None: only a ragged batch may omit the mask")
     if cache is not None:
@@ -163,8 +165,8 @@ def attend_with_scoring(
         groups, slots = stored.keys.shape[-3:-1]
         check_scoring(scoring, q.shape[2], groups, *q.shape[:2], slots)
         name = choose_for_cache(mechanism, call)
-        check("decode_attn_mechanism", name, call.features, reads=("projected", "cache"))
-        return run(mechanism.replace_mechanism(call, name)).astype(out_dtype), cache
+        check_mechanism("decode_attn_mechanism", name, call.features, reads=("projected", "cache"))
+        return run_chosen_kernel(mechanism.replace_mechanism(call, name)).astype(out_dtype), cache
     if k is None or v is None:
         raise ConfigError("k and v are None: only a layer that reads a cache may omit them")
     check_scoring(scoring, q.shape[2], k.shape[2], *q.shape[:2], k.shape[1])
@@ -180,10 +182,10 @@ def attend_with_scoring(
         config=config,
     )
     name = choose(mechanism, call)
-    check("attn_mechanism", name, call.features, reads=("projected",))
+    check_mechanism("attn_mechanism", name, call.features, reads=("projected",))
     if 0 in (*q.shape[:2], k.shape[1]):  # no row, no query or no key
         return jnp.zeros((*q.shape[:3], v.shape[-1]), out_dtype), cache
-    return run(mechanism.replace_mechanism(call, name)).astype(out_dtype), cache
+    return run_chosen_kernel(mechanism.replace_mechanism(call, name)).astype(out_dtype), cache
 
 
 def zero_padding(x: Float[Array, "b n h k"], segment_ids: Int[Array, "b n"]) -> jax.Array:

@@ -24,7 +24,7 @@ from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Float
 
 from ed_layers.attention.scoring import FEATURES, Scoring
-from ed_layers.cache.codes import Codes, decode
+from ed_layers.cache.codes import Codes, decode_numbers
 from ed_layers.cache.protocol import StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
 
@@ -145,7 +145,7 @@ class Cached(Call):
                 "'autoregressive_decodeattn' reads the codes without a copy",
             )
         k, v = (
-            decode(x, self.q.dtype) if isinstance(x, Codes) else x
+            decode_numbers(x, self.q.dtype) if isinstance(x, Codes) else x
             for x in (self.stored.k, self.stored.v)
         )
         return k, v

@@ -90,7 +90,7 @@ class Mechanism:
         for option, name in names.items():
             if name in MECHANISMS and MECHANISMS[name].reads == "pages":
                 pages = name
-                check(option, pages, features - {"cross", "dropout"}, reads=("pages",))
+                check_mechanism(option, pages, features - {"cross", "dropout"}, reads=("pages",))
         name, decode = (None if name == pages else name for name in names.values())
         if name is None:
             name = "auto"
@@ -101,10 +101,10 @@ class Mechanism:
                 level=logging.INFO,
             )
         needed = features | ({"dropout"} if dropout else set())
-        check("attn_mechanism", name, needed, reads=("projected",))
+        check_mechanism("attn_mechanism", name, needed, reads=("projected",))
         if decode is not None:
             needed = features - {"dropout"}
-            check("decode_attn_mechanism", decode, needed, reads=("projected", "cache"))
+            check_mechanism("decode_attn_mechanism", decode, needed, reads=("projected", "cache"))
         own_settings = config.operation_configs or {}
         default = Settings(config.blocksize_q, config.blocksize_k, config.platform)
         settings = {
@@ -143,7 +143,7 @@ class Mechanism:
         return replace(call, name=name, settings=self.get_settings(name))
 
 
-def check(
+def check_mechanism(
     option: str,
     name: str,
     needed: frozenset[str] | set[str],

@@ -126,7 +126,7 @@ class Format:
         return Codes(codes.reshape(x.shape).astype(dtype), jnp.swapaxes(scale, -1, -2))
 
 
-def encode(x: Float[Array, "*tokens k"], like: Numbers) -> Numbers:
+def encode_numbers(x: Float[Array, "*tokens k"], like: Numbers) -> Numbers:
     """Convert numbers of single tokens to the format of the target storage.
 
     Returns:
@@ -140,7 +140,7 @@ def encode(x: Float[Array, "*tokens k"], like: Numbers) -> Numbers:
     return Codes(codes.values[..., 0, :], codes.scale[..., 0])
 
 
-def decode(x: Numbers, dtype: DTypeLike) -> Float[Array, "*rows t k"]:
+def decode_numbers(x: Numbers, dtype: DTypeLike) -> Float[Array, "*rows t k"]:
     """Return the stored numbers in `dtype`."""
     if not isinstance(x, Codes):
         return x.astype(dtype)

@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int
 
-from ed_layers.cache.codes import Codes, Numbers, encode, first_numbers, map_slots
+from ed_layers.cache.codes import Codes, Numbers, encode_numbers, first_numbers, map_slots
 from ed_layers.cache.protocol import KeysValues, StoredLayer, keys_values
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.sharded import splits_slots, write_rows
@@ -384,7 +384,7 @@ def write_slots(
 
 def behind(old: Numbers, new: jax.Array) -> Numbers:
     """Concatenate stored numbers [b, g, t, k] of a layer and new numbers [b, s, g, k]."""
-    tokens = encode(new, old)
+    tokens = encode_numbers(new, old)
     if isinstance(tokens, Codes):
         scale = jnp.moveaxis(tokens.scale, 1, -1)
         tokens = Codes(jnp.swapaxes(tokens.values, 1, 2), scale)

@@ -15,7 +15,7 @@ from ed_infra.masks import MaskInfo
 from jaxtyping import Array, Int
 
 from ed_layers import native
-from ed_layers.cache.codes import Numbers, encode, map_slots
+from ed_layers.cache.codes import Numbers, encode_numbers, map_slots
 from ed_layers.cache.protocol import KeysValues, keys_values
 from ed_layers.cache.protocol import Pages as Pages
 from ed_layers.cache.ragged import RaggedBatch
@@ -147,6 +147,6 @@ class PagedCache:
                 between = (slice(None),) * 3 if slot_axis == array.ndim - 1 else ()  # of scales
                 return array.at[(*at, page, *between, offset)].set(tokens, mode="drop")
 
-            return map_slots(scatter, pages, encode(new, pages))
+            return map_slots(scatter, pages, encode_numbers(new, pages))
 
         return replace(self, pages=update_layer(self.pages, layer, put))

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ed_layers import native
-from ed_layers.cache.codes import Codes, Numbers, encode, map_slots
+from ed_layers.cache.codes import Codes, Numbers, encode_numbers, map_slots
 from ed_layers.cache.storage import At, Layer, sharding_of_scales
 
 
@@ -100,7 +100,7 @@ def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> N
         drop = jax.lax.GatherScatterMode.FILL_OR_DROP
         return jax.lax.scatter(array, indices, tokens, dims, mode=drop)
 
-    return map_slots(put, numbers, encode(new, numbers))
+    return map_slots(put, numbers, encode_numbers(new, numbers))
 
 
 def put_rows(array: jax.Array, tokens: jax.Array, slots: Int[Array, "b s"], at: At) -> jax.Array:

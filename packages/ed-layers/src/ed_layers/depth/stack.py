@@ -135,7 +135,7 @@ class Stack(nnx.Module):
                 report = jax.tree.map(lambda leaf: leaf[None], report)
                 reports.append(report.over_layers([run.start]).under(run.name, 0))
                 continue
-            body = partial(unit, remat.wrap(apply, looped=True), run, units, keep_hidden)
+            body = partial(_unit, remat.wrap(apply, looped=True), run, units, keep_hidden)
             xs = [state for _, state in units], jnp.arange(run.repeats)
             (x, cache), (hidden_states, slots) = jax.lax.scan(body, (x, cache), xs)
             if hidden_states is not None:
@@ -274,7 +274,7 @@ def apply_layer(
     return x, cache, report
 
 
-def unit(apply: Callable[..., Any], run: Run, units: Any, keep_hidden: bool, carry: Any, xs: Any):
+def _unit(apply: Callable[..., Any], run: Run, units: Any, keep_hidden: bool, carry: Any, xs: Any):
     """Apply one period of a run, the body of the scan; return the layers' inputs and reports."""
     x, cache = carry
     states, repeat = xs

@@ -139,7 +139,7 @@ def build_blocks(expert_ids: Int[Array, "n k"], experts: int) -> ExpertBlocks:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def over_blocks(
+def over_expert_blocks(
     network: Network,
     precision: PrecisionLike,
     choice: KernelChoice,
@@ -165,7 +165,7 @@ def over_blocks(
 
 
 def _forward(network, precision, choice, x, weights, params, plan):
-    out = over_blocks(network, precision, choice, x, weights, params, plan)
+    out = over_expert_blocks(network, precision, choice, x, weights, params, plan)
     return out, (x, weights, params, plan)
 
 
@@ -209,7 +209,7 @@ def _backward(network, precision, choice, residuals, g):
     return dx.astype(x.dtype), dweights.astype(weights.dtype), dparams, None
 
 
-over_blocks.defvjp(_forward, _backward)
+over_expert_blocks.defvjp(_forward, _backward)
 
 
 def get_block(rows: jax.Array, i: jax.Array, plan: ExpertBlocks) -> jax.Array:

@@ -24,7 +24,7 @@ from ed_layers.moe.blocks import (
     Network,
     build_blocks,
     build_product,
-    over_blocks,
+    over_expert_blocks,
 )
 from ed_layers.moe.groups import over_groups
 from ed_layers.moe.mesh import ExpertMesh
@@ -146,7 +146,9 @@ class Experts(nnx.Module):
         else:
             plan = build_blocks(expert_ids, experts)
             choice = KernelChoice.get_current()
-            out = over_blocks(self.network, self.precision, choice, flat, weights, params, plan)
+            out = over_expert_blocks(
+                self.network, self.precision, choice, flat, weights, params, plan
+            )
         return jnp.asarray(out, x.dtype).reshape(x.shape)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.sharding.axes import LogicalAxes, split
+from ed_infra.sharding.axes import LogicalAxes, split_mesh_axes
 from ed_infra.sharding.partition import fit_spec
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -72,13 +72,14 @@ class ExpertMesh:
         mesh, specs = config.mesh, whole_groups(config, params, axes)
         if config.batch_invariant:  # a sum over devices would have another order
             specs = {name: PartitionSpec(*(None,) * len(spec)) for name, spec in specs.items()}
-        by = [split(entry) for entry in (*specs["up_proj.kernel"], None, None, None)]
+        by = [split_mesh_axes(entry) for entry in (*specs["up_proj.kernel"], None, None, None)]
         experts, features = by[0], by[2]
         token_axes = get_mesh_axes(
             config, ("batch", "sequence"), shape[:2], "decode" if mode == "decode" else "train"
         )
         rows = [
-            tuple(name for name in split(entry) if name not in features) for entry in token_axes
+            tuple(name for name in split_mesh_axes(entry) if name not in features)
+            for entry in token_axes
         ]
         if config.use_ring_of_experts:
             # Devices with the same tokens split them, so that each device has tokens to pass on.
@@ -95,7 +96,7 @@ class ExpertMesh:
     def moving(self) -> dict[int, tuple[str, ...]]:
         """The mesh axes that shard both experts and tokens, by dimension of the tokens."""
         shared = {
-            dim: tuple(name for name in split(entry) if name in self.experts)
+            dim: tuple(name for name in split_mesh_axes(entry) if name in self.experts)
             for dim, entry in enumerate(self.tokens)
         }
         return {dim: names for dim, names in shared.items() if names}

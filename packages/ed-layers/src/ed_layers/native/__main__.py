@@ -11,7 +11,7 @@ from ed_layers.native.build import CannotBuild, build
 from ed_layers.native.library import describe
 
 
-def main() -> int:
+def _main() -> int:
     """Parse the command line; return 1 if the library cannot be built."""
     parser = argparse.ArgumentParser(prog="python -m ed_layers.native", description=__doc__)
     parser.add_argument("action", nargs="?", choices=["build", "describe"], default="describe")
@@ -29,4 +29,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -75,7 +75,7 @@ class DistanceBiases(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(
+def attend_natively(
     rule: AttentionRule,
     q: Float[Array, "b s h k"],
     k: Float[Array, "b t g k"],
@@ -97,10 +97,10 @@ def attention(
         The result in the dtype of `q`, and the log-sum-exp. For a query without visible keys, these
         are 0 and -inf.
     """
-    return forward(rule, q, k, v, biases, mask, limits, seed)
+    return _forward(rule, q, k, v, biases, mask, limits, seed)
 
 
-def forward(rule, q, k, v, biases, mask, limits, seed):
+def _forward(rule, q, k, v, biases, mask, limits, seed):
     shape = (*q.shape[:3], v.shape[-1])
     results = jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     call = jax.ffi.ffi_call(TARGETS["ed_attention"], results, vmap_method="sequential")
@@ -109,14 +109,14 @@ def forward(rule, q, k, v, biases, mask, limits, seed):
     return out, lse
 
 
-def forward_and_save(rule, q, k, v, biases, mask, limits, seed):
+def _forward_and_save(rule, q, k, v, biases, mask, limits, seed):
     # The results have names, so that a remat policy can keep them and avoid a second forward pass.
-    results = forward(rule, q, k, v, biases, mask, limits, seed)
+    results = _forward(rule, q, k, v, biases, mask, limits, seed)
     out, lse = checkpoint_name(results, "attn_output")
     return (out, lse), (q, k, v, biases, mask, limits, seed, out, lse)
 
 
-def backward(rule, saved, cotangents):
+def _backward(rule, saved, cotangents):
     q, k, v, biases, mask, limits, seed, out, lse = saved
     d_out, d_lse = cotangents
     wide = d_out.astype(jnp.float32), out.astype(jnp.float32)
@@ -131,10 +131,10 @@ def backward(rule, saved, cotangents):
     return *qkv_grads, DistanceBiases(d_distances, jnp.zeros_like(biases.slopes)), None, None, None
 
 
-attention.defvjp(forward_and_save, backward)
+attend_natively.defvjp(_forward_and_save, _backward)
 
 
-def attention_to_slots(
+def attend_slots(
     rule: AttentionRule,
     q: Float[Array, "b s h k"],
     keys: jax.Array,

@@ -115,12 +115,12 @@ def link(target: Path, sources: Sequence[str | Path], *flags: str, optimize: str
 
         def compile_unit(unit: tuple[Path, tuple[str, ...]], output: str) -> None:
             source, options = unit
-            run(compiler, *COMMON, *options, *sanitize, "-c", str(source), "-o", output)
+            _run(compiler, *COMMON, *options, *sanitize, "-c", str(source), "-o", output)
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(compile_unit, units, objects))
         linked = directory / "linked"
-        run(compiler, *flags, *objects, "-o", str(linked))
+        _run(compiler, *flags, *objects, "-o", str(linked))
         # The rename is atomic, so that no process loads a partial file.
         copy = target.with_suffix(f".{os.getpid()}")
         shutil.copy(linked, copy)
@@ -137,7 +137,7 @@ def headers() -> Path:
     raise CannotBuild("jaxlib, whose headers are needed, is not installed here")
 
 
-def run(*command: str) -> None:
+def _run(*command: str) -> None:
     """Run the compiler."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

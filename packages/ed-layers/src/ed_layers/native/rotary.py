@@ -18,11 +18,11 @@ from ed_layers.native.library import TARGETS, in_use
 
 
 def takes(x: jax.Array) -> bool:
-    """Return whether `rotate` is available for this array."""
+    """Return whether `rotate_native` is available for this array."""
     return x.dtype in (jnp.float32, jnp.bfloat16) and in_use()
 
 
-def rotate(
+def rotate_native(
     interleaved: bool,
     x: Float[Array, "b s h k"],
     cos: Float[Array, "b s r2"],

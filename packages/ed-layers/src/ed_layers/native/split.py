@@ -37,17 +37,17 @@ def takes(precision: jax.lax.PrecisionLike, rows: int, arrays: Sequence[jax.Arra
 
 def split_left(x: jax.Array, axis: int) -> jax.Array:
     """Return the parts of a left operand along the axis of the sums, bfloat16."""
-    high, low = parts(x)
+    high, low = _parts(x)
     return jnp.concatenate([high, high, low], axis)
 
 
 def right(w: jax.Array, axis: int) -> jax.Array:
     """Return the parts of a right operand along the axis of the sums, bfloat16."""
-    high, low = parts(w)
+    high, low = _parts(w)
     return jnp.concatenate([high, low, high], axis)
 
 
-def parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return `high` and `low`. `low` of a number that is not finite is NaN."""
     # XLA may omit a conversion to bfloat16 and back, but not this rounding.
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)

@@ -161,8 +161,8 @@ class GatedDelta(nnx.Module):
             y = activation(self.hidden_act)(y).astype(jnp.float32)
             return y.reshape(*y.shape[:2], -1, size)
 
-        q = unit(project_and_convolve("q", self.key_dim))
-        k = unit(project_and_convolve("k", self.key_dim))
+        q = _unit(project_and_convolve("q", self.key_dim))
+        k = _unit(project_and_convolve("k", self.key_dim))
         v = project_and_convolve("v", self.value_dim)
         shared = self.value_heads // k.shape[2]
         q, k = (jnp.repeat(y, shared, axis=2) for y in (q * self.key_dim**-0.5, k))
@@ -210,7 +210,7 @@ class KimiDelta(GatedDelta):
         return self.g_b_proj(self.g_a_proj(x, ctx), ctx)
 
 
-def unit(x: Float[Array, "*dims k"]) -> Float[Array, "*dims k"]:
+def _unit(x: Float[Array, "*dims k"]) -> Float[Array, "*dims k"]:
     """Scale vectors to length 1."""
     return x * jax.lax.rsqrt(total(jnp.square(x)) + 1e-6)
 

@@ -60,27 +60,27 @@ class NamedAdapters:
     merged: Merged | None = None
 
 
-def active(model: object) -> str | None:
+def active_adapter(model: object) -> str | None:
     """Return the name of the active adapter, or None."""
     return _get_named_adapters(model).active if has_lora(model) else None
 
 
-def names(model: object) -> tuple[str, ...]:
+def list_adapters(model: object) -> tuple[str, ...]:
     """Return the names of all adapters; the active or merged adapter is first."""
     named = _get_named_adapters(model)
-    first = active(model) if named.merged is None else named.merged.name
+    first = active_adapter(model) if named.merged is None else named.merged.name
     waiting = [name for name in named.waiting if name != first]
     return (*([] if first is None else [first]), *waiting)
 
 
-def add(model: M, spec: LoraSpec | Mapping[LoraSpec, list[str]], name: str, seed: int) -> M:
+def add_adapter(model: M, spec: LoraSpec | Mapping[LoraSpec, list[str]], name: str, seed: int) -> M:
     """Return the model with a new active adapter."""
     base, waiting = _set_aside(model, new=name)
     adapted = apply_lora(cast(nnx.Module, base), spec, key=jax.random.key(seed))
     return _with(cast(M, adapted), name, waiting)
 
 
-def load(model: M, directory: str | Path, name: str) -> M:
+def load_named_adapter(model: M, directory: str | Path, name: str) -> M:
     """Return the model with the adapter of a directory as the active adapter."""
     base, waiting = _set_aside(model, new=name)
     module = cast(nnx.Module, base if waiting else add_token_rows(base, directory))
@@ -101,26 +101,26 @@ def activate(model: M, name: str | None) -> M:
     )
 
 
-def delete(model: M, name: str) -> M:
+def delete_adapter(model: M, name: str) -> M:
     """Return the model without an adapter."""
     _check_name(model, name)
     base, waiting = _set_aside(model)
     remaining_adapters = {
         adapter_name: adapter for adapter_name, adapter in waiting.items() if adapter_name != name
     }
-    current = active(model)
+    current = active_adapter(model)
     if current is None or current == name:
         return _with(base, DEFAULT, remaining_adapters)
     del remaining_adapters[current]
     return _with(model, current, remaining_adapters)
 
 
-def merge(model: M, name: str | None, dequantize: bool) -> M:
+def merge_adapter(model: M, name: str | None, dequantize: bool) -> M:
     """Return the model with an adapter merged into its weights."""
-    active_model = model if name is None or name == active(model) else activate(model, name)
+    active_model = model if name is None or name == active_adapter(model) else activate(model, name)
     if not has_lora(active_model):
         _check_unmerged(model)
-        adapter_names = list(names(model))
+        adapter_names = list(list_adapters(model))
         raise ConfigError(
             f"no adapter is active: pass the name of one of {adapter_names}"
             if adapter_names
@@ -162,10 +162,10 @@ def _get_named_adapters(model: object) -> NamedAdapters:
 def _set_aside(model: M, new: str | None = None) -> tuple[M, dict[str, Adapter]]:
     """Return the base, and all adapters by name; `new` is a name that must be free."""
     _check_unmerged(model)
-    current = active(model)
+    current = active_adapter(model)
     if new is not None and (not isinstance(new, str) or not new):
         raise ConfigError(f"the name of an adapter must be a non-empty string, got {new!r}")
-    if new is not None and new in names(model):
+    if new is not None and new in list_adapters(model):
         raise ConfigError(
             f"the model has an adapter named {new!r}: choose another name (name=), merge that "
             "adapter (unwrap_lora_to_layers), or remove it (delete_adapter)"
@@ -185,7 +185,7 @@ def _with(model: M, active: str, waiting: Mapping[str, Adapter], merged: Merged 
 
 
 def _check_name(model: object, name: str) -> None:
-    adapter_names = names(model)
+    adapter_names = list_adapters(model)
     if name not in adapter_names:
         raise unknown_name("adapter", name, list(adapter_names))
 

@@ -36,13 +36,13 @@ from ed_models.adapters.peft_layout import (
 from ed_models.adapters.peft_settings import (
     build_spec,
     get_pattern_value,
-    read_settings,
+    read_adapter_settings,
     read_start,
 )
 from ed_models.adapters.saved_modules import (
     base_state,
     build_weight_map,
-    covering,
+    covering_modules,
     list_modules,
     module_names,
 )
@@ -170,7 +170,7 @@ def read_adapter(model: nnx.Module, directory: str | Path) -> dict[str, LayerAda
         ConfigError: the adapter uses an unsupported setting.
     """
     directory = Path(directory)
-    settings = read_settings(directory / CONFIG)
+    settings = read_adapter_settings(directory / CONFIG)
     try:
         tensors = load_file(directory / TENSORS)
     except (OSError, SafetensorError) as error:
@@ -336,7 +336,7 @@ def _saved_tensors(
         )
         for name in names
     }
-    return tensors, covering(model, weights, names)
+    return tensors, covering_modules(model, weights, names)
 
 
 def _keys(matrices: Mapping[str, Matrix]) -> dict[str, str]:

@@ -131,7 +131,7 @@ def find_matrices(model: Any) -> dict[str, Matrix]:
         for path, node in nnx.iter_modules(model)
         for kind in ADAPTED
         if isinstance(node, kind)
-        for name in parameter_names.canonical(parameter_names.normalize(path))
+        for name in parameter_names.canonical(parameter_names.normalize_parameter_name(path))
     }
     experts = [name for name, kind in kinds.items() if kind is ExpertLinear]
     matrices = {m.name: m for m in _expert_matrices(experts, weights, modules, rename)}

@@ -54,7 +54,7 @@ _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
 SUBTRACTED_STARTS = ("pissa", "olora")
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_adapter_settings(path: Path) -> dict[str, Any]:
     """Read adapter_config.json.
 
     Raises:

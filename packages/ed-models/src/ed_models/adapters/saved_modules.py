@@ -122,7 +122,7 @@ def put_saved_values(model: M, values: Mapping[str, np.ndarray]) -> M:
     return model
 
 
-def covering(model: object, weights: WeightMap, tensors: Iterable[str]) -> list[str]:
+def covering_modules(model: object, weights: WeightMap, tensors: Iterable[str]) -> list[str]:
     """Return the shortest names of transformers' modules that contain exactly these tensors.
 
     PEFT selects every module whose name ends with a name of the list.
@@ -148,7 +148,7 @@ def _copies(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], SavedParam]]:
     for path, node in nnx.iter_modules(model):
         if has_copies(node):
             for name, variable in get_copies(node).items():
-                yield (*parameter_names.normalize(path), name), variable
+                yield (*parameter_names.normalize_parameter_name(path), name), variable
 
 
 def _prefixes(name: str) -> list[str]:

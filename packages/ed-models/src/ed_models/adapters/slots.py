@@ -48,7 +48,7 @@ def with_slots(model: M, slots: int, rank: int, targets: Sequence[str] | None = 
         re.escape(f"{name}.{layer}" if name else layer)
         for path, node in nnx.iter_modules(model)
         for layer in getattr(type(node), "without_tokens", ())
-        for name in parameter_names.canonical(parameter_names.normalize(path))
+        for name in parameter_names.canonical(parameter_names.normalize_parameter_name(path))
     ]
     rules: list[tuple[str, Replace | None]] = []
     if left_out:
@@ -133,7 +133,7 @@ def _gains(
         if not isinstance(node, LoRASlots):
             continue
         kernel = node.kernel.get_value()
-        path = parameter_names.normalize(path)
+        path = parameter_names.normalize_parameter_name(path)
         for i, name in enumerate(parameter_names.canonical(path)):
             layer = layers.get(f"{name}.kernel")
             if layer is None or layer.magnitude is None or _is_abstract(kernel):
@@ -157,5 +157,5 @@ def _places(model: nnx.Module) -> Iterator[tuple[str, int]]:
     for path, node in nnx.iter_modules(model):
         if isinstance(node, LoRASlots):
             rank = node.lora_a.get_value().shape[-1]
-            for name in parameter_names.canonical(parameter_names.normalize(path)):
+            for name in parameter_names.canonical(parameter_names.normalize_parameter_name(path)):
                 yield name, rank

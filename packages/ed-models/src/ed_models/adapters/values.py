@@ -76,7 +76,7 @@ def put_adapter(model: M, adapter: Adapter) -> M:
         by_spec.setdefault(layer.spec, []).append(name.rpartition(".")[0])
     adapted = apply_lora(model, by_spec) if by_spec else model
     for path, layer in lora_layers(adapted):
-        path = parameter_names.normalize(path)
+        path = parameter_names.normalize_parameter_name(path)
         names = [f"{name}.{get_matrix(layer)[0]}" for name in parameter_names.canonical(path)]
         for field in ("a", "b", "magnitude"):
             values = [getattr(layers[name], field) for name in names]
@@ -88,7 +88,7 @@ def put_adapter(model: M, adapter: Adapter) -> M:
 
 def _read(model: nnx.Module) -> Iterator[tuple[str, LayerAdapter]]:
     for path, layer in lora_layers(model):
-        path = parameter_names.normalize(path)
+        path = parameter_names.normalize_parameter_name(path)
         fields = ["a", "b", "magnitude"] if layer.spec.dora else ["a", "b"]
         values = {
             field: np.asarray(getattr(layer, f"lora_{field}").get_value(), np.float32)

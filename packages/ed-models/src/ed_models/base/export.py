@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from ed_models.adapters.lora import has_lora
 from ed_models.adapters.peft import save_adapter
 from ed_models.checkpoints.model_card import write_card
-from ed_models.checkpoints.saving import TokenizerFiles, find_stored_tokenizer, save
+from ed_models.checkpoints.saving import TokenizerFiles, find_stored_tokenizer, save_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +60,9 @@ def save_pretrained(
         source = getattr(model.config, "name_or_path", None)
         tokenizer = find_stored_tokenizer(source, Path(save_directory))
     if not has_lora(model):
-        save(model, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype)
+        save_model(
+            model, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype
+        )
         return
     if dtype is not None:
         raise ConfigError(

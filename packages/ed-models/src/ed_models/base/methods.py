@@ -204,9 +204,9 @@ class EasyBridgeMixin:
             allow_pickle, check_finite: see `from_pretrained`, for weights outside of the weight
                 files of the model.
         """
-        from ed_models.generation.options import read_settings
+        from ed_models.generation.options import read_generation_settings
 
-        return {"generation_json": read_settings(directory)}
+        return {"generation_json": read_generation_settings(directory)}
 
     @classmethod
     def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
@@ -220,9 +220,9 @@ class EasyBridgeMixin:
 
     def write_settings(self, directory: Path) -> None:
         """Write the files other than config.json and the weights."""
-        from ed_models.generation.options import write_settings
+        from ed_models.generation.options import write_generation_settings
 
-        write_settings(directory, self.generation_json, self.config)
+        write_generation_settings(directory, self.generation_json, self.config)
 
     def separate_tensors(self) -> Mapping[str, Mapping[str, jax.Array]]:
         """Return folder -> name -> array of the weights in further files; default: none."""
@@ -242,9 +242,9 @@ class EasyBridgeMixin:
         (`ed_models.checkpoints.quantized_tensors`). Call `dequantize` first to write a model that
         `transformers` reads. A model with adapters writes only the adapters, in PEFT's layout
         (float32, one file). Merge the adapters (`unwrap_lora_to_layers`) to write a model. See
-        `ed_models.checkpoints.saving.save` for the arguments. Without `tokenizer`, the tokenizer
-        and the processor of the checkpoint that the model was loaded from are copied, unless the
-        directory has a tokenizer.
+        `ed_models.checkpoints.saving.save_model` for the arguments. Without `tokenizer`, the
+        tokenizer and the processor of the checkpoint that the model was loaded from are copied,
+        unless the directory has a tokenizer.
 
         Raises:
             ConfigError: `dtype` is set and the model has adapters.

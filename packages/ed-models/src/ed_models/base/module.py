@@ -157,7 +157,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         """Return the given rules, or `(regular expression, PartitionSpec)` of each parameter."""
         if partition_rules is not None:
             return partition_rules
-        return placement.partition_rules(self, self.config)
+        return placement.build_partition_rules(self, self.config)
 
     def shard_model(
         self: ModelT, partition_rules: object = None, mesh: jax.sharding.Mesh | None = None
@@ -340,14 +340,14 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         """Name of the adapter on the layers; None if no adapter is active."""
         from ed_models.adapters import named_adapters
 
-        return named_adapters.active(self)
+        return named_adapters.active_adapter(self)
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
         """Names of all adapters: active, merged and inactive."""
         from ed_models.adapters import named_adapters
 
-        return named_adapters.names(self)
+        return named_adapters.list_adapters(self)
 
     def apply_lora(
         self,
@@ -368,7 +368,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         """
         from ed_models.adapters import named_adapters
 
-        return named_adapters.add(self, spec, name, seed)
+        return named_adapters.add_adapter(self, spec, name, seed)
 
     def apply_lora_to_layers(
         self,
@@ -400,7 +400,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         """
         from ed_models.adapters import named_adapters
 
-        return named_adapters.load(self, directory, name)
+        return named_adapters.load_named_adapter(self, directory, name)
 
     def set_adapter(self, name: str | None) -> Self:
         """Activate the adapter with a name; None deactivates all adapters.
@@ -420,7 +420,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         """
         from ed_models.adapters import named_adapters
 
-        return named_adapters.delete(self, name)
+        return named_adapters.delete_adapter(self, name)
 
     def merge_adapter(self, name: str | None = None, *, dequantize: bool = False) -> Self:
         """Add the update of an adapter to the weights, so that the adapter costs no time.
@@ -437,7 +437,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         """
         from ed_models.adapters import named_adapters
 
-        return named_adapters.merge(self, name, dequantize)
+        return named_adapters.merge_adapter(self, name, dequantize)
 
     def unmerge_adapter(self) -> Self:
         """Undo `merge_adapter`: restore the exact base weights, and activate the adapter.

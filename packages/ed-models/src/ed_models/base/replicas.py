@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 M = TypeVar("M", bound=nnx.Module)
 
 
-def on_mesh(model: M, mesh: Mesh) -> M:
+def place_on_mesh(model: M, mesh: Mesh) -> M:
     """Return a copy of a model on another mesh with the same axes.
 
     Arrays with shards on the devices of `mesh` are shared with `model`, so a slice of the model's

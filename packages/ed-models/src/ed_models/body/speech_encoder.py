@@ -98,7 +98,7 @@ class AttentionAdapterLayer(DecoderLayer):
         return x + self.adapter_layer(x, ctx), cache, report
 
 
-def encoder_layer(parts: Parts, index: int) -> DecoderLayer:
+def _encoder_layer(parts: Parts, index: int) -> DecoderLayer:
     """Create a layer of the encoder."""
     config = parts.config
     attention = SelfAttention(parts, bias=True, position=None, mask=BIDIRECTIONAL)
@@ -128,7 +128,7 @@ class SpeechEncoder(nnx.Module):
             weight_norm=True,
         )
         self.norm = parts.own_norm(d)
-        self.layers = parts.stack(encoder_layer, config.num_hidden_layers)
+        self.layers = parts.stack(_encoder_layer, config.num_hidden_layers)
         self.config = config
 
     def __call__(self, x: Float[Array, "b t d"], ctx: Ctx, *, keep_hidden: bool = False):

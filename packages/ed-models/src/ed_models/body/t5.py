@@ -24,7 +24,7 @@ T5_FIELDS = {
 INITIALIZER_RANGE = property(lambda config: 0.02 * config.initializer_factor)
 
 
-def attention(parts: Parts, *, causal: bool) -> SelfAttention:
+def _attention(parts: Parts, *, causal: bool) -> SelfAttention:
     """Create self-attention with relative positions."""
     config = parts.config
     return SelfAttention(
@@ -44,7 +44,7 @@ def _feed_forward(parts: Parts) -> GatedMLP | MLP:
 
 
 def encoder_layer(
-    parts: Parts, index: int, attention: Callable[..., SelfAttention] = attention
+    parts: Parts, index: int, attention: Callable[..., SelfAttention] = _attention
 ) -> DecoderLayer:
     """Create a layer of the encoder."""
     return DecoderLayer(
@@ -56,7 +56,7 @@ def encoder_layer(
 
 
 def decoder_layer(
-    parts: Parts, index: int, attention: Callable[..., SelfAttention] = attention
+    parts: Parts, index: int, attention: Callable[..., SelfAttention] = _attention
 ) -> CrossAttentionLayer:
     """Create a layer of the decoder."""
     return CrossAttentionLayer(

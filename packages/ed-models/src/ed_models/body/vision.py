@@ -125,7 +125,7 @@ def under(path: str, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
     return tuple(f"{path}.{name}" for name in names)
 
 
-def get_size(value: int | Sequence[int]) -> tuple[int, int]:
+def get_height_width(value: int | Sequence[int]) -> tuple[int, int]:
     """Return height and width of a size in a configuration."""
     if isinstance(value, int):
         return value, value
@@ -138,7 +138,7 @@ class PatchEmbedding(nnx.Module):
 
     def __init__(self, parts: Parts, *, bias: bool = True):
         config = parts.config
-        self.size, self.dtype = get_size(config.patch_size), parts.dtype
+        self.size, self.dtype = get_height_width(config.patch_size), parts.dtype
         self.precision = parts.precision
         shape = config.num_channels, *self.size, config.hidden_size
         kernel = parts.initializer(parts.rngs.params(), shape, parts.param_dtype)
@@ -193,9 +193,10 @@ class VisionEmbeddings(nnx.Module):
     ):
         config, d = parts.config, parts.config.hidden_size
         self.dtype, self.tokens, self.antialias = parts.dtype, tuple(tokens), antialias
-        self.image_size = get_size(config.image_size)
+        self.image_size = get_height_width(config.image_size)
         height, width = (
-            n // p for n, p in zip(self.image_size, get_size(config.patch_size), strict=True)
+            n // p
+            for n, p in zip(self.image_size, get_height_width(config.patch_size), strict=True)
         )
         self.grid = height, width
         self.patch_embedding = PatchEmbedding(parts, bias=bias)

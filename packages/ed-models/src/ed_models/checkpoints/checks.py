@@ -54,7 +54,7 @@ def _number(item: dict[str, Any]) -> Any:
     return float(item["__float__"]) if is_number else item
 
 
-def read_settings(path: Path, task: TaskType | None = None) -> Mapping[str, Any]:
+def read_checkpoint_settings(path: Path, task: TaskType | None = None) -> Mapping[str, Any]:
     """Read config.json; of a multimodal checkpoint, the settings of its text half.
 
     Args:
@@ -114,7 +114,7 @@ def detect_task(directory: Path) -> TaskType:
         is_pair = read_cross_encoder(directory) is not None
         return TaskType.SEQUENCE_CLASSIFICATION if is_pair else TaskType.EMBEDDING
     path = directory / "config.json"
-    settings = read_settings(path)
+    settings = read_checkpoint_settings(path)
     names = settings.get("architectures") or []
     if not names:
         return TaskType.CAUSAL_LM
@@ -126,7 +126,9 @@ def detect_task(directory: Path) -> TaskType:
         for ending, task in TASK_ENDINGS.items():
             if name.endswith(ending):
                 if task == TaskType.BASE_MODULE:
-                    settings = read_settings(path, TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION)
+                    settings = read_checkpoint_settings(
+                        path, TaskType.ZERO_SHOT_IMAGE_CLASSIFICATION
+                    )
                 return specialize_task(task, registry_tasks(str(settings.get("model_type"))))
     raise CheckpointError(
         f"the task of {path} is unknown: its class is {', '.join(map(str, names))}, but "

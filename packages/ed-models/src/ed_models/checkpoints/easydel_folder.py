@@ -19,7 +19,7 @@ import numpy as np
 from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.logging import get_logger, once
 
-from ed_models.checkpoints.checks import read_settings
+from ed_models.checkpoints.checks import read_checkpoint_settings
 from ed_models.checkpoints.easydel_layout import HEAD_MODULES, LOST_BIASES, get_easydel_rules
 from ed_models.checkpoints.tensor_files import (
     DTYPES,
@@ -29,7 +29,7 @@ from ed_models.checkpoints.tensor_files import (
     JoinedFiles,
     TensorEntry,
     TensorFiles,
-    arrays,
+    compute_arrays,
 )
 from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.checkpoints.zarr_arrays import ZarrArray, check_file, open_zarr
@@ -280,7 +280,7 @@ class EasyDeLFiles(JoinedFiles):
         Raises:
             CheckpointError: An array has a shape that its name does not allow.
         """
-        model_type = str(read_settings(directory / "config.json").get("model_type"))
+        model_type = str(read_checkpoint_settings(directory / "config.json").get("model_type"))
         tensors = relate_easydel_arrays(named.model, model_type, directory)
         return cls(model_type, tensors, named.adapters)
 
@@ -311,7 +311,7 @@ class EasyDeLFiles(JoinedFiles):
             once(logger, f"{self.directory}: EasyDeL has no {name}; zeros take its place")
         zeros = {name: np.zeros(shapes[name], np.float32) for name in lost}
         files = self.rename_tensors(copies) if copies else self
-        return files.add_tensors(arrays(files, zeros)) if zeros else files
+        return files.add_tensors(compute_arrays(files, zeros)) if zeros else files
 
 
 def relate_easydel_arrays(

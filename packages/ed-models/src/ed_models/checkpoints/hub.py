@@ -46,12 +46,12 @@ from ed_models.checkpoints.checks import (
     check_config,
     check_tokenizer,
     detect_task,
+    read_checkpoint_settings,
     read_cross_encoder,
-    read_settings,
 )
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
 from ed_models.checkpoints.gguf.directory import as_directory, file_in, parts_pattern
-from ed_models.checkpoints.loading import CheckedFiles, load, prepare
+from ed_models.checkpoints.loading import CheckedFiles, load_module, prepare_module
 from ed_models.checkpoints.pickled_files import PICKLED, open_tensors
 from ed_models.checkpoints.tensor_files import EASYDEL_INDEX
 from ed_models.checkpoints.text_halves import MODEL_TYPES
@@ -223,7 +223,7 @@ def read_config(
         ConfigError: a change is unknown or wrong.
     """
     path = directory / "config.json"
-    stored = read_settings(path, task)
+    stored = read_checkpoint_settings(path, task)
     pair_settings = read_cross_encoder(directory)
     if pair_settings is not None and pair_settings.get("activation_fn"):
         activation = {"activation_fn": pair_settings["activation_fn"]}
@@ -347,7 +347,7 @@ def from_pretrained(
         )
     if apply_quantization is None and rules is not None:
         warn_of_plain_weights(rules)
-    module = load(
+    module = load_module(
         cls,
         config,
         files,
@@ -456,7 +456,7 @@ def _prepare_checkpoint(directory: Path, task: TaskType | str) -> CheckedFiles:
     config = read_config(directory, task, sharding_axis_dims=(1, 1, 1, 1, 1))
     config = _for_task(config, None, task, directory)
     cls = _class_for(None, task, config, directory)
-    return prepare(cls, config, open_tensors(directory))
+    return prepare_module(cls, config, open_tensors(directory))
 
 
 def _for_task(

@@ -39,7 +39,7 @@ from ed_models.checkpoints.quantized_tensors import (
     stored_rules,
 )
 from ed_models.checkpoints.task_rules import get_weight_rules
-from ed_models.checkpoints.tensor_files import TensorFiles, arrays
+from ed_models.checkpoints.tensor_files import TensorFiles, compute_arrays
 from ed_models.checkpoints.text_halves import text_tensors, tower_tensors
 from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights.rules import TIED, Rule, renamer
@@ -76,7 +76,7 @@ class CheckedFiles(NamedTuple):
     is_stored: bool
 
 
-def load(
+def load_module(
     cls: type[_ModuleT],
     config: EasyDeLBaseConfig,
     files: TensorFiles,
@@ -126,7 +126,7 @@ def load(
     chosen_dtype = dtype if param_dtype is None else param_dtype
     param_dtype = jnp.dtype(floating_dtype("param_dtype", chosen_dtype))
 
-    draft, config, files, is_stored = prepare(
+    draft, config, files, is_stored = prepare_module(
         cls, config, files, dtype, param_dtype, precision=precision, quantization=quantization
     )
     graphdef, state, weights = draft
@@ -172,7 +172,7 @@ def _threads(
     return min(os.cpu_count() or 1, _MOST_THREADS) if in_host and is_unquantized else 1
 
 
-def prepare(
+def prepare_module(
     cls: type,
     config: EasyDeLBaseConfig,
     files: TensorFiles,
@@ -184,7 +184,7 @@ def prepare(
 ) -> CheckedFiles:
     """Compare the names and shapes of files with those of a model, without reading values.
 
-    Args, Raises: see `load`.
+    Args, Raises: see `load_module`.
     """
     param_dtype = jnp.dtype(param_dtype)
     stored = stored_rules(config)
@@ -229,7 +229,7 @@ def prepare(
     if hasattr(cls, "new_tensors"):
         missing = {n: shape for n, shape in model_draft.weights.hf_shapes.items() if n not in files}
         new = cls.new_tensors(config, missing)
-        files = files.add_tensors(arrays(files, new)) if new else files
+        files = files.add_tensors(compute_arrays(files, new)) if new else files
     if getattr(config, "tie_word_embeddings", False) and find_leftovers(model_draft.weights, files):
         untied = config.replace(tie_word_embeddings=False)
         untied_draft = draft(untied)
@@ -249,7 +249,7 @@ def prepare(
         )
         rules = stored
         model_draft = model_draft if stored is None else draft(config)
-    check(model_draft.weights, model_draft.state, files, stored=stored is not None)
+    _check(model_draft.weights, model_draft.state, files, stored=stored is not None)
     return CheckedFiles(model_draft, config, files, stored is not None)
 
 
@@ -346,7 +346,7 @@ def check_depth(config: EasyDeLBaseConfig, files: TensorFiles) -> None:
         )
 
 
-def check(
+def _check(
     weights: WeightMap, state: nnx.State, files: TensorFiles, *, stored: bool = False
 ) -> None:
     """Compare the tensors of the model with those of the files; `stored` is that of `weight_map`.

@@ -116,7 +116,7 @@ def find_stored_tokenizer(source: str | None, target: Path) -> StoredTokenizer |
     return StoredTokenizer(directory) if find_tokenizer_files(directory) else None
 
 
-def save(
+def save_model(
     module: Saved,
     directory: str | Path,
     *,

@@ -223,7 +223,7 @@ class JoinedFiles(TensorFiles):
         return self._files.read(name, index) if tensor is None else tensor.read(index)
 
 
-def arrays(files: TensorFiles, values: Mapping[str, np.ndarray]) -> dict[str, Computed]:
+def compute_arrays(files: TensorFiles, values: Mapping[str, np.ndarray]) -> dict[str, Computed]:
     """Values in memory, of tensors that the files lack."""
     formats = {dtype: name for name, dtype in DTYPES.items()}
     return {

@@ -132,7 +132,7 @@ class WeightMap:
                 return block
             if out is None:
                 out = np.zeros(self.hf_shapes[hf_name], block.dtype)
-            copy(out[(*_index(piece.hf_region), ...)], block)
+            copy_array(out[(*_index(piece.hf_region), ...)], block)
         assert out is not None
         return out
 
@@ -156,11 +156,11 @@ def fill_window(
         if hit is not None:
             target, source = hit
             part = out[(*target, ...)]
-            copy(part, read(piece.hf, source).transpose(piece.perm))
+            copy_array(part, read(piece.hf, source).transpose(piece.perm))
             yield piece, part
 
 
-def copy(target: np.ndarray, source: np.ndarray) -> None:
+def copy_array(target: np.ndarray, source: np.ndarray) -> None:
     """`target[...] = source`, converted; several times faster for transposed matrices.
 
     Large arrays are copied in parts, by several threads.

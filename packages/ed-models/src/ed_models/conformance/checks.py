@@ -35,7 +35,7 @@ def parity(subject: Subject) -> float:
     )
 
 
-def gradients(subject: Subject) -> float:
+def _gradients(subject: Subject) -> float:
     """Compare the loss and the gradients of every parameter with Hugging Face's."""
     torch = require_torch()
     from transformers.core_model_loading import revert_weight_conversion
@@ -81,7 +81,7 @@ def gradients(subject: Subject) -> float:
     return worst
 
 
-def generation(subject: Subject) -> float:
+def _generation(subject: Subject) -> float:
     """Compare 32 greedy tokens from padded rows with Hugging Face's."""
     make, theirs = subject.torch_model.generate, []
     for row in subject.torch_prompts():
@@ -241,8 +241,8 @@ Check = Callable[[Subject], float]
 #: Checks that need torch and a model type of `transformers`.
 AGAINST_TORCH: Mapping[str, Check] = {
     "parity": parity,
-    "gradients": gradients,
-    "generation": generation,
+    "gradients": _gradients,
+    "generation": _generation,
     "saved": check_saving,
 }
 CHECKS: Mapping[str, Check] = {

@@ -56,7 +56,7 @@ class ArcticConfig(EasyDeLBaseConfig):
     tie_word_embeddings: bool = False
 
 
-def has_experts(config: ArcticConfig, index: int) -> bool:
+def _has_experts(config: ArcticConfig, index: int) -> bool:
     """Return whether a layer has experts."""
     return (index + 1) % config.moe_layer_frequency == 0
 
@@ -66,7 +66,7 @@ class ArcticDecoderLayer(DecoderLayer):
 
     def __init__(self, parts: Parts, index: int):
         config: ArcticConfig = parts.config
-        experts, sparse = config.num_local_experts, has_experts(config, index)
+        experts, sparse = config.num_local_experts, _has_experts(config, index)
         super().__init__(
             parts,
             self_attn=SelfAttention(parts, mask=MaskRule(window=config.sliding_window)),
@@ -100,7 +100,7 @@ class ArcticModel(Decoder):
 
     @staticmethod
     def layer_kinds(config):
-        return [has_experts(config, i) for i in range(config.num_hidden_layers)]
+        return [_has_experts(config, i) for i in range(config.num_hidden_layers)]
 
 
 @register_module(TaskType.CAUSAL_LM, config=ArcticConfig, model_type="arctic")

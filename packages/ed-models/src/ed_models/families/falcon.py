@@ -50,7 +50,7 @@ class FalconConfig(EasyDeLBaseConfig, transformers.FalconConfig):
             raise ConfigError("falcon: new_decoder_architecture needs parallel_attn=True")
 
 
-def make_layer(parts: Parts, index: int) -> DecoderLayer:
+def _make_layer(parts: Parts, index: int) -> DecoderLayer:
     """Attention and feed-forward, side by side or one after another."""
     config: FalconConfig = parts.config
     if config.new_decoder_architecture:
@@ -89,7 +89,7 @@ class FalconModel(Decoder):
     """Embedding, decoder layers, final norm."""
 
     config_class = FalconConfig
-    layer_class = staticmethod(make_layer)
+    layer_class = staticmethod(_make_layer)
 
     @staticmethod
     def build_norm(parts):

@@ -32,7 +32,7 @@ class GPTNeoXConfig(EasyDeLBaseConfig, transformers.GPTNeoXConfig):
     model_type = "gpt_neox"
 
 
-def make_layer(parts: Parts, index: int) -> DecoderLayer:
+def _make_layer(parts: Parts, index: int) -> DecoderLayer:
     """Attention and feed-forward, side by side or one after another."""
     config: GPTNeoXConfig = parts.config
     layer = partial(ParallelLayer, norms=2) if config.use_parallel_residual else DecoderLayer
@@ -48,7 +48,7 @@ class GPTNeoXModel(Decoder):
     """Embedding, decoder layers, final norm."""
 
     config_class = GPTNeoXConfig
-    layer_class = staticmethod(make_layer)
+    layer_class = staticmethod(_make_layer)
 
     @staticmethod
     def build_norm(parts):

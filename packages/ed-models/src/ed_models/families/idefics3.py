@@ -33,7 +33,7 @@ from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfi
 
 from ed_models.body.context import layer_context
 from ed_models.body.tiles import TiledImageTextModel, joined_squares
-from ed_models.body.vision import VisionTower, get_size, tower_rules
+from ed_models.body.vision import VisionTower, get_height_width, tower_rules
 from ed_models.modalities.images import MASKED_TILES
 from ed_models.tasks.conditional import ConditionalLM
 from ed_models.weights.rules import NESTED_TIED, STANDARD, renamed
@@ -100,7 +100,7 @@ class Idefics3VisionTower(VisionTower):
         t, rows, columns, v = x.shape
         real = jnp.ones((t, rows, columns), bool)
         if pixel_attention_mask is not None:
-            p, q = get_size(self.config.patch_size)
+            p, q = get_height_width(self.config.patch_size)
             pixels = pixel_attention_mask[:, : rows * p, : columns * q] != 0
             real = pixels.reshape(t, rows, p, columns, q).any(axis=(2, 4))
         table = self.embeddings.vectors("position_embedding")

@@ -45,7 +45,7 @@ from ed_models.adapters.peft_layout import Modules
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
 from ed_models.body.tiles import STORED, TiledImageTextModel, joined_squares
-from ed_models.body.vision import VisionLayer, VisionTower, get_size, tower_rules
+from ed_models.body.vision import VisionLayer, VisionTower, get_height_width, tower_rules
 from ed_models.modalities.images import TILES
 from ed_models.tasks.causal_lm import CausalLM
 from ed_models.tasks.conditional import ConditionalLM
@@ -171,10 +171,12 @@ class Llama4VisionEmbeddings(nnx.Module):
 
     def __init__(self, parts: Parts):
         config: Llama4VisionConfig = parts.config
-        self.patch = get_size(config.patch_size)
+        self.patch = get_height_width(config.patch_size)
         rows, columns = (
             side // patch_side
-            for side, patch_side in zip(get_size(config.image_size), self.patch, strict=True)
+            for side, patch_side in zip(
+                get_height_width(config.image_size), self.patch, strict=True
+            )
         )
         d, numbers = config.hidden_size, config.num_channels * self.patch[0] * self.patch[1]
         self.linear = parts.linear(numbers, d, axes=(None, "embed"))
@@ -251,7 +253,7 @@ class Llama4VisionModel(VisionTower):
         self.adapter = Llama4VisionAdapter(parts)
 
     def rope(self, size, key):
-        config, (p, q) = self.config, get_size(self.config.patch_size)
+        config, (p, q) = self.config, get_height_width(self.config.patch_size)
         rows, columns = size[0] // p, size[1] // q
         row, column = np.divmod(np.arange(rows * columns), columns)
         half = config.hidden_size // config.num_attention_heads // 2

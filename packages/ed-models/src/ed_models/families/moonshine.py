@@ -70,7 +70,7 @@ class MoonshineFrontEnd(nnx.Module):
         return x, lengths
 
 
-def attention(parts: Parts, side: str, mask: MaskRule = MaskRule()) -> SelfAttention:  # noqa: B008
+def _attention(parts: Parts, side: str, mask: MaskRule = MaskRule()) -> SelfAttention:  # noqa: B008
     """Create the self-attention of the encoder or of the decoder."""
     config = parts.config
     return SelfAttention(
@@ -84,21 +84,21 @@ def attention(parts: Parts, side: str, mask: MaskRule = MaskRule()) -> SelfAtten
     )
 
 
-def encoder_layer(parts: Parts, index: int) -> DecoderLayer:
+def _encoder_layer(parts: Parts, index: int) -> DecoderLayer:
     """Create a layer of the encoder."""
     return DecoderLayer(
         parts,
-        self_attn=attention(parts, "encoder", MaskRule(causal=False)),
+        self_attn=_attention(parts, "encoder", MaskRule(causal=False)),
         mlp=MLP(parts, hidden_act=parts.config.encoder_hidden_act),
     )
 
 
-def decoder_layer(parts: Parts, index: int) -> CrossAttentionLayer:
+def _decoder_layer(parts: Parts, index: int) -> CrossAttentionLayer:
     """Create a layer of the decoder."""
     config = parts.config
     cross = CrossAttention(parts, bias=config.attention_bias, out_bias=False)
     mlp = GatedMLP(parts, hidden_act=config.decoder_hidden_act, bias=True)
-    self_attention = attention(parts, "decoder")
+    self_attention = _attention(parts, "decoder")
     return CrossAttentionLayer(parts, self_attn=self_attention, cross_attn=cross, mlp=mlp)
 
 
@@ -106,8 +106,8 @@ class MoonshineModel(EncoderDecoder):
     """Convolutions, encoder, embedding, decoder."""
 
     config_class = MoonshineConfig
-    encoder_layer = staticmethod(encoder_layer)
-    decoder_layer = staticmethod(decoder_layer)
+    encoder_layer = staticmethod(_encoder_layer)
+    decoder_layer = staticmethod(_decoder_layer)
     ropes = None
 
     @staticmethod

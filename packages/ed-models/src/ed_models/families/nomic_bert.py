@@ -44,7 +44,7 @@ class NomicBertConfig(EasyDeLBaseConfig, transformers.NomicBertConfig):
             )
 
 
-def layer(parts: Parts, index: int) -> EncoderLayer:
+def _layer(parts: Parts, index: int) -> EncoderLayer:
     """Create a layer."""
     attention = SelfAttention(parts, position=Rotary(), mask=BIDIRECTIONAL)
     return EncoderLayer(parts, index, self_attn=attention, mlp=GatedMLP(parts))
@@ -54,7 +54,7 @@ class NomicBertModel(TextEncoder):
     """Embeddings, bidirectional layers with rotary positions."""
 
     config_class = NomicBertConfig
-    layer_class = staticmethod(layer)
+    layer_class = staticmethod(_layer)
 
     @staticmethod
     def has_position_table(config: EasyDeLBaseConfig) -> bool:

@@ -46,7 +46,7 @@ def turns(config: OlmoHybridConfig) -> bool:
     return (config.rope_parameters or {}).get("rope_theta") is not None
 
 
-def layer(parts: Parts, index: int) -> nnx.Module:
+def _layer(parts: Parts, index: int) -> nnx.Module:
     """A layer of either kind."""
     config = parts.config
     if config.layer_types[index] == "linear_attention":
@@ -71,7 +71,7 @@ class OlmoHybridModel(Decoder):
     """Embedding, decoder layers, final norm."""
 
     config_class = OlmoHybridConfig
-    layer_class = staticmethod(layer)
+    layer_class = staticmethod(_layer)
 
     def rope_settings(self):
         return super().rope_settings() if turns(self.config) else {}

@@ -32,7 +32,7 @@ class StableLmConfig(EasyDeLBaseConfig, transformers.StableLmConfig):
     model_type = "stablelm"
 
 
-def make_layer(parts: Parts, index: int) -> DecoderLayer:
+def _make_layer(parts: Parts, index: int) -> DecoderLayer:
     """Attention and feed-forward, side by side or one after another."""
     config: StableLmConfig = parts.config
     attention = SelfAttention(
@@ -59,7 +59,7 @@ class StableLmModel(Decoder):
     """Embedding, decoder layers, final norm."""
 
     config_class = StableLmConfig
-    layer_class = staticmethod(make_layer)
+    layer_class = staticmethod(_make_layer)
 
     @staticmethod
     def build_norm(parts):

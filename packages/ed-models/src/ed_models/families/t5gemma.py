@@ -64,7 +64,7 @@ def feed_forward(parts: Parts) -> GatedMLP:
     return GatedMLP(parts, hidden_act=config.hidden_activation, dropout=config.dropout_rate)
 
 
-def encoder_layer(parts: Parts, index: int) -> SandwichLayer:
+def _encoder_layer(parts: Parts, index: int) -> SandwichLayer:
     """Create a layer of the encoder."""
     config = parts.config
     window = get_layer_window(config, index)
@@ -78,7 +78,7 @@ def encoder_layer(parts: Parts, index: int) -> SandwichLayer:
     )
 
 
-def decoder_layer(parts: Parts, index: int, encoder_size: int) -> SandwichCrossLayer:
+def _decoder_layer(parts: Parts, index: int, encoder_size: int) -> SandwichCrossLayer:
     """Create a layer of the decoder."""
     config = parts.config
     shared = attention_settings(config)
@@ -93,7 +93,7 @@ def decoder_layer(parts: Parts, index: int, encoder_size: int) -> SandwichCrossL
     )
 
 
-def layer_stack(parts: Parts, config: T5GemmaSideConfig, layer: MakePart) -> LayerStack:
+def _layer_stack(parts: Parts, config: T5GemmaSideConfig, layer: MakePart) -> LayerStack:
     """Create the layers and the last norm of the encoder or of the decoder."""
     parts = replace(parts, config=config)
     parts = replace(parts, norm_of_family=partial(parts.norm, offset=1.0, scale_first=True))
@@ -133,12 +133,12 @@ class T5GemmaModel(EncoderDecoder):
 
     @classmethod
     def encoder_stack(cls, parts):
-        return layer_stack(parts, parts.config.encoder, encoder_layer)
+        return _layer_stack(parts, parts.config.encoder, _encoder_layer)
 
     @classmethod
     def decoder_stack(cls, parts):
-        layer = partial(decoder_layer, encoder_size=parts.config.encoder.hidden_size)
-        return layer_stack(parts, parts.config.decoder, layer)
+        layer = partial(_decoder_layer, encoder_size=parts.config.encoder.hidden_size)
+        return _layer_stack(parts, parts.config.decoder, layer)
 
 
 @register_module(TaskType.SEQUENCE_TO_SEQUENCE, config=T5GemmaConfig, model_type="t5gemma")

@@ -30,7 +30,7 @@ from ed_models.generation.token_choice import TokenChoice, process
 from ed_models.protocol import LanguageModel
 
 
-def look_up(ids: Int[Array, "b t"], count: int, ngram: int) -> Int[Array, "b k"]:
+def look_up_drafts(ids: Int[Array, "b t"], count: int, ngram: int) -> Int[Array, "b k"]:
     """Draft what followed the latest tokens of a row when they stood there first; -1 where they did
     not. The most of them that are found count, up to `ngram` (Saxena, 2023)."""
     b, t = ids.shape
@@ -48,7 +48,7 @@ def look_up(ids: Int[Array, "b t"], count: int, ngram: int) -> Int[Array, "b k"]
     return drafts
 
 
-def forward(
+def _forward(
     model: LanguageModel,
     tokens: Int[Array, "b j"],
     cache: ContiguousCache,
@@ -75,7 +75,7 @@ def commit_tokens(
     if old_cache.can_rewind:
         assert old_cache.tokens is not None
         return new_cache.rewind(old_cache.tokens + count)
-    return forward(model, tokens, old_cache, jnp.arange(tokens.shape[1]) < count[:, None])[1]
+    return _forward(model, tokens, old_cache, jnp.arange(tokens.shape[1]) < count[:, None])[1]
 
 
 def next_tokens(
@@ -128,12 +128,12 @@ def assisted_program(
         def draft_tokens(rows: GeneratedRows, token_mask: Bool[Array, "b j"], cache):
             """Drafts [b, k], and the assistant's cache with the latest token and all of them."""
             if helping is None:
-                return look_up(rows.ids, drafts.num_tokens, drafts.ngram or 1), cache
+                return look_up_drafts(rows.ids, drafts.num_tokens, drafts.ngram or 1), cache
             drafter: LanguageModel = helping
 
             def draft(state, token_mask):
                 rows, cache = state
-                logits, cache = forward(drafter, rows.ids[:, -1:], cache, token_mask[:, None])
+                logits, cache = _forward(drafter, rows.ids[:, -1:], cache, token_mask[:, None])
                 token = draws.choose(process(logits[:, 0], choice, rows), choice, rows)
                 return (rows.push(token), cache), token
 
@@ -150,7 +150,7 @@ def assisted_program(
             inside = ~done[:, None] & (rows.new[:, None] + places < rows.limit)
             guesses, drafted_cache = draft_tokens(rows, inside, helper_cache)
             tokens = jnp.concatenate([rows.ids[:, -1:], guesses], axis=1)
-            logits, seen = forward(model, tokens, cache, inside)
+            logits, seen = _forward(model, tokens, cache, inside)
             new_tokens, ends = next_tokens(logits, guesses, rows, draws, choice)
             right = jnp.cumprod(new_tokens[:, :-1] == guesses, axis=1)
             reached = jnp.pad(right, ((0, 0), (1, 0)), constant_values=1) == 1

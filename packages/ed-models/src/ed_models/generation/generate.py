@@ -39,6 +39,7 @@ from ed_models.generation.prompts import (
     SMALLEST_START,
     PromptBatch,
     TokenRows,
+    as_token_ids,
     bucket,
     decoder_start,
     encoder_inputs,
@@ -46,7 +47,6 @@ from ed_models.generation.prompts import (
     is_encoder_decoder,
     longest_sequence,
     prompt_inputs,
-    token_ids,
 )
 from ed_models.generation.stop_strings import TokenDecoder
 from ed_models.protocol import LanguageModel
@@ -154,7 +154,7 @@ def generate(
             encoder_names = [name for name in arrays if not name.startswith("decoder_")]
             encoder = arrays.select(encoder_names)
         first, mask = decoder_start(model, generation_options.decoder_start_token_id, arrays)
-        prompts = PromptBatch.read(token_ids(first), mask, None, vocab_size)
+        prompts = PromptBatch.read(as_token_ids(first), mask, None, vocab_size)
         prompts = replace(prompts, inputs=encoder)
     for language_model in (model, assistant_model):
         if language_model is not None:

@@ -22,7 +22,7 @@ from ed_models.generation.processors import PROCESSORS
 from ed_models.generation.settings import LOGPROBS_MODES, SETTINGS, SPECIAL, Beams, Drafts
 from ed_models.generation.stop_strings import StopStrings, TokenDecoder
 from ed_models.generation.token_choice import TokenChoice
-from ed_models.generation.values import token_ids
+from ed_models.generation.values import validate_token_ids
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -119,8 +119,8 @@ class GenerationOptions:
         def special(name: str) -> tuple[int, ...]:
             for source in (options, stored):
                 if source.get(name) is not None:
-                    return token_ids(name, source[name])
-            return token_ids(name, special_token(model_config, name))
+                    return validate_token_ids(name, source[name])
+            return validate_token_ids(name, special_token(model_config, name))
 
         eos = () if endless else special("eos_token_id")
         pad = [token for token in special("pad_token_id") if token >= 0]
@@ -177,7 +177,7 @@ class GenerationOptions:
         return resolved
 
 
-def read_settings(directory: Path) -> str | None:
+def read_generation_settings(directory: Path) -> str | None:
     """Return the text of a checkpoint's generation_config.json, or None if the file is missing.
 
     Raises:
@@ -192,7 +192,7 @@ def read_settings(directory: Path) -> str | None:
         if not isinstance(settings, dict):
             raise ConfigError("it is not a JSON object")
         for name in SPECIAL:
-            token_ids(name, settings.get(name))
+            validate_token_ids(name, settings.get(name))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be used: {error}; correct it, or delete it, and the special tokens of "
@@ -201,7 +201,9 @@ def read_settings(directory: Path) -> str | None:
     return text
 
 
-def write_settings(directory: Path, text: str | None, model_config: EasyDeLBaseConfig) -> None:
+def write_generation_settings(
+    directory: Path, text: str | None, model_config: EasyDeLBaseConfig
+) -> None:
     """Write generation_config.json: `text`, or by default the special tokens of a model."""
     if text is None:
         tokens = {name: special_token(model_config, name) for name in SPECIAL}

@@ -23,9 +23,9 @@ from ed_models.generation.values import (
     Biases,
     build_integer_reader,
     callables,
+    check_number,
     decay,
     flag,
-    number,
     token_list,
 )
 
@@ -70,7 +70,7 @@ def build_filter(keep: Callable[[jax.Array, Any], jax.Array]) -> Apply:
     return apply
 
 
-def in_nucleus(scores: jax.Array, top_p: jax.Array) -> jax.Array:
+def _in_nucleus(scores: jax.Array, top_p: jax.Array) -> jax.Array:
     """Mark the tokens of the nucleus, like `sampling.in_nucleus`, which reads probabilities."""
     return sampling.in_nucleus(jax.nn.softmax(scores), top_p)
 
@@ -89,7 +89,7 @@ def ban_words(scores: jax.Array, words: Bans, rows: GeneratedRows) -> jax.Array:
     return add_bias(scores, biases, rows)
 
 
-def penalize_repetition(scores: jax.Array, factor: jax.Array, rows: GeneratedRows) -> jax.Array:
+def _penalize_repetition(scores: jax.Array, factor: jax.Array, rows: GeneratedRows) -> jax.Array:
     """Lower the scores of all tokens of the row, including those of the prompt."""
     seen = sampling.mark_row_tokens(rows.ids, scores.shape[-1])
     return sampling.penalize_repetition(scores, seen, factor)
@@ -192,22 +192,22 @@ def divide(scores: jax.Array, temperature: jax.Array, rows: GeneratedRows) -> ja
     return scores / temperature
 
 
-def normalize(scores: jax.Array, _: object, rows: GeneratedRows) -> jax.Array:
+def _normalize(scores: jax.Array, _: object, rows: GeneratedRows) -> jax.Array:
     """Return log-probabilities."""
     return jax.nn.log_softmax(scores)
 
 
-_ABOVE_ZERO = number(lambda x: x > 0, "above 0; 1 is no penalty")
-_TWO_SIDED = number(lambda x: -2 <= x <= 2, "between -2 and 2; 0 is no penalty")
-_SHARE = number(lambda x: 0 < x <= 1, "above 0 and at most 1")
-_CUTOFF = number(lambda x: 0 <= x < 1, "at least 0 and below 1; 0 drops nothing")
+_ABOVE_ZERO = check_number(lambda x: x > 0, "above 0; 1 is no penalty")
+_TWO_SIDED = check_number(lambda x: -2 <= x <= 2, "between -2 and 2; 0 is no penalty")
+_SHARE = check_number(lambda x: 0 < x <= 1, "above 0 and at most 1")
+_CUTOFF = check_number(lambda x: 0 <= x < 1, "at least 0 and below 1; 0 drops nothing")
 
 #: name -> processor; in the order of `transformers` (`_get_logits_processor`).
 # `timestamp_rules` is an option of this project.
 PROCESSORS: Mapping[str, Processor] = {
     "sequence_bias": Processor(add_bias, Biases.read, token_ids=True),
     "encoder_repetition_penalty": Processor(favour_source, _ABOVE_ZERO, off=1.0, reads_source=True),
-    "repetition_penalty": Processor(penalize_repetition, _ABOVE_ZERO, off=1.0),
+    "repetition_penalty": Processor(_penalize_repetition, _ABOVE_ZERO, off=1.0),
     "presence_penalty": Processor(penalize_presence, _TWO_SIDED, off=0.0),
     "frequency_penalty": Processor(penalize_frequency, _TWO_SIDED, off=0.0),
     "no_repeat_ngram_size": Processor(
@@ -228,7 +228,7 @@ PROCESSORS: Mapping[str, Processor] = {
     "logits_processor": Processor(call, callables, off=(), static=True),
     "temperature": Processor(
         divide,
-        number(lambda x: x > 0, "above 0 (for the likeliest token: do_sample=False)"),
+        check_number(lambda x: x > 0, "above 0 (for the likeliest token: do_sample=False)"),
         drawing=True,
     ),
     "top_k": Processor(
@@ -237,10 +237,10 @@ PROCESSORS: Mapping[str, Processor] = {
         static=True,
         drawing=True,
     ),
-    "top_p": Processor(build_filter(in_nucleus), _SHARE, off=1.0, drawing=True),
+    "top_p": Processor(build_filter(_in_nucleus), _SHARE, off=1.0, drawing=True),
     "min_p": Processor(
         build_filter(sampling.likely_enough),
-        number(lambda x: 0 <= x <= 1, "between 0 and 1"),
+        check_number(lambda x: 0 <= x <= 1, "between 0 and 1"),
         off=0.0,
         drawing=True,
     ),
@@ -249,5 +249,5 @@ PROCESSORS: Mapping[str, Processor] = {
         build_filter(sampling.above_epsilon), _CUTOFF, off=0.0, drawing=True
     ),
     "eta_cutoff": Processor(build_filter(sampling.above_eta), _CUTOFF, off=0.0, drawing=True),
-    "renormalize_logits": Processor(normalize, flag, off=False, static=True),
+    "renormalize_logits": Processor(_normalize, flag, off=False, static=True),
 }

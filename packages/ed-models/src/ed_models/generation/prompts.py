@@ -54,7 +54,7 @@ class PromptBatch:
         """Validate prompts.
 
         Args:
-            ids: result of `token_ids`.
+            ids: result of `as_token_ids`.
             attention_mask: [b, s], 1 for a token, 0 for padding.
             padding: the padding token at the start of rows, used without a mask.
             vocab_size: number of tokens; None = unknown.
@@ -124,7 +124,7 @@ def right_aligned(
     return tokens, valid
 
 
-def token_ids(input_ids: TokenRows) -> Int[np.ndarray, "b s"]:
+def as_token_ids(input_ids: TokenRows) -> Int[np.ndarray, "b s"]:
     """Return the prompts as an array of integers.
 
     Raises:
@@ -206,12 +206,12 @@ def prompt_inputs(
             array that the model reads first is missing.
     """
     if input_ids is not None:
-        arrays = model.batched_inputs(token_ids(input_ids), arrays)
+        arrays = model.batched_inputs(as_token_ids(input_ids), arrays)
         unread = get_processor_names(model)
         arrays = {name: array for name, array in arrays.items() if name not in unread}
     inputs = Inputs({name: np.asarray(array) for name, array in arrays.items()})
     if input_ids is not None:
-        inputs = Inputs({"input_ids": token_ids(input_ids), **inputs}, inputs.declared)
+        inputs = Inputs({"input_ids": as_token_ids(input_ids), **inputs}, inputs.declared)
     input_names = model.input_names
     encoded = (ENCODER_OUTPUTS,) if is_encoder_decoder(model) else ()
     main = next((name for name in (input_names[0], *encoded) if name in inputs), None)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 from ed_infra.errors import ConfigError
 
-from ed_models.generation.values import build_integer_reader, flag, number
+from ed_models.generation.values import build_integer_reader, check_number, flag
 
 EarlyStopping = Literal["never"] | bool
 #: Special tokens: of the call, else of the checkpoint.
@@ -76,11 +76,13 @@ SETTINGS: Mapping[str, Setting] = {
     "num_return_sequences": Setting(build_integer_reader(1, 1024)),
     "num_beams": Setting(build_integer_reader(1, 1024), off=1),
     "length_penalty": Setting(
-        number(lambda x: -100 <= x <= 100, "between -100 and 100"), "num_beams"
+        check_number(lambda x: -100 <= x <= 100, "between -100 and 100"), "num_beams"
     ),
     "early_stopping": Setting(_early_stopping, "num_beams"),
     "num_beam_groups": Setting(build_integer_reader(1, 1024), "num_beams", off=1),
-    "diversity_penalty": Setting(number(lambda x: 0 <= x < 1e6, "at least 0"), "num_beam_groups"),
+    "diversity_penalty": Setting(
+        check_number(lambda x: 0 <= x < 1e6, "at least 0"), "num_beam_groups"
+    ),
     "prompt_lookup_num_tokens": Setting(build_integer_reader(1, 64)),
     "max_matching_ngram_size": Setting(build_integer_reader(1, 64), "prompt_lookup_num_tokens"),
     "num_assistant_tokens": Setting(build_integer_reader(1, 64), "assistant_model"),

@@ -103,7 +103,7 @@ def align_sequences(name: str, sequences: Sequence[object]) -> tuple[Any, Any]:
     return padded[:, :-1], padded[:, -1]
 
 
-def number(fits: Callable[[float], bool], constraint: str) -> Callable[[str, object], float]:
+def check_number(fits: Callable[[float], bool], constraint: str) -> Callable[[str, object], float]:
     """A reader of finite numbers in a range."""
 
     def read(name: str, value: object) -> float:
@@ -144,7 +144,7 @@ def token_list(most: int = MOST_SEQUENCES) -> Callable[[str, object], np.ndarray
     """A reader of a token id, or of up to `most` in a list; None where the list is empty."""
 
     def read(name: str, value: object) -> np.ndarray | None:
-        ids = token_ids(name, value)
+        ids = validate_token_ids(name, value)
         if len(ids) > most or any(token < 0 for token in ids):
             many = "a token id" if most == 1 else f"token ids of at least 0, at most {most}"
             raise ConfigError(f"{name} is {value!r}; it must be {many}")
@@ -153,7 +153,7 @@ def token_list(most: int = MOST_SEQUENCES) -> Callable[[str, object], np.ndarray
     return read
 
 
-def token_ids(name: str, value: object) -> tuple[int, ...]:
+def validate_token_ids(name: str, value: object) -> tuple[int, ...]:
     """Read a special token of a configuration: a token id, several, or None.
 
     Raises:

@@ -28,7 +28,7 @@ from ed_models.body.image_rows import (
 )
 from ed_models.body.packed_images import PatchForm, from_positions, in_blocks
 from ed_models.body.unpadded import TileGrids, rows_of_tiles, with_grids
-from ed_models.body.vision import get_size
+from ed_models.body.vision import get_height_width
 from ed_models.modalities.items import (
     EncoderItems,
     FixedItems,
@@ -53,7 +53,7 @@ class FixedImages(FixedItems):
     def __init__(self, model: LanguageModel, max_model_len: int) -> None:
         modality: Modality = cast(Any, model).modality
         vision = cast(Any, model.config).vision_config
-        size = get_size(vision.image_size)
+        size = get_height_width(vision.image_size)
         example: dict[str, np.ndarray] = {
             "pixel_values": np.zeros((getattr(vision, "num_channels", 3), *size), np.float32)
         }

@@ -129,14 +129,14 @@ class HeadTransform(nnx.Module):
     ) -> Float[Array, "*rows e"]:
         """Return the features; `key` is the dropout key of the call."""
         if hasattr(self, "dense"):
-            x = apply_dropout(x, key, self.rate if self.drops_input else 0.0, 1)
+            x = _apply_dropout(x, key, self.rate if self.drops_input else 0.0, 1)
             x = activation(self.activation)(self.dense(x))
         if hasattr(self, "norm"):
             x = self.norm(x)
-        return apply_dropout(x, key, self.rate, 2)
+        return _apply_dropout(x, key, self.rate, 2)
 
 
-def apply_dropout(x: jax.Array, key: jax.Array | None, rate: float, site: int) -> jax.Array:
+def _apply_dropout(x: jax.Array, key: jax.Array | None, rate: float, site: int) -> jax.Array:
     """Apply dropout to the features of a head; a `key` of None leaves them unchanged."""
     if key is None or not rate:
         return x

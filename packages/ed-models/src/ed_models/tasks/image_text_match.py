@@ -113,7 +113,7 @@ class ImageTextMatcher(EasyDeLBaseModule):
             pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, key=key, **images
         )
         texts = self.get_text_features(input_ids, attention_mask, key=key)
-        seen, texts = unit(seen), unit(texts)
+        seen, texts = _unit(seen), _unit(texts)
         cosines = jnp.matmul(texts, seen.T, precision=jax.lax.Precision.HIGHEST)
         logits = self.scale_cosines(cosines)
         return ImageTextOutput(logits.T, logits, texts, seen)
@@ -135,7 +135,7 @@ class ImageTextMatcher(EasyDeLBaseModule):
         return output.replace(loss=total / count), count
 
 
-def unit(vectors: Float[Array, "*rows e"]) -> Float[Array, "*rows e"]:
+def _unit(vectors: Float[Array, "*rows e"]) -> Float[Array, "*rows e"]:
     """Return the vectors in float32, scaled to length one."""
     x = vectors.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), 1e-24))

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from ed_models.body.bart import shares_embeddings
-from ed_models.checkpoints.tensor_files import Computed, TensorFiles, arrays
+from ed_models.checkpoints.tensor_files import Computed, TensorFiles, compute_arrays
 from ed_models.weights.blocks import ArchitectureFields, Relation, Shapes, TheirName
 from ed_models.weights.rules import STANDARD, Rule, equal, ignore, renamed, transpose
 
@@ -89,7 +89,9 @@ def with_bias(files: TensorFiles, model_names: Collection[str]) -> TensorFiles:
     vocab_sizes = [files[table].shape[0] for table in tables if table in files]
     if name not in model_names or name in files or not vocab_sizes:
         return files
-    return files.add_tensors(arrays(files, {name: np.zeros((1, vocab_sizes[0]), np.float32)}))
+    return files.add_tensors(
+        compute_arrays(files, {name: np.zeros((1, vocab_sizes[0]), np.float32)})
+    )
 
 
 BART_WEIGHTS = (

@@ -118,7 +118,7 @@ def transpose(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relati
     return permute(*leading, b, a)(ours, hf, config)
 
 
-def pad_axis(
+def pad_rule(
     axis: int, *, pad_before: int = 0, pad_after: int = 0, inner_layout: TensorLayout = equal
 ) -> TensorLayout:
     """Their tensor has further entries along `axis`: skipped when read, zero when written."""

@@ -29,14 +29,14 @@ from ed_trainers.state import EasyDeLState, changing
 from ed_trainers.stored import checksums, disk, library_log
 from ed_trainers.stored.arrays import (
     check_fit,
+    count_bytes,
     flat_abstract,
     flat_arrays,
     from_flat,
-    get_size,
     read_arrays,
     stored_arrays,
 )
-from ed_trainers.stored.fingerprint import Fingerprint, check_same, fingerprint
+from ed_trainers.stored.fingerprint import Fingerprint, check_same, fingerprint_arrays
 from ed_trainers.stored.saved import FORMAT, check_format
 
 # Files that orbax writes after `_seal`, while it commits a checkpoint.
@@ -153,11 +153,11 @@ class Checkpoints:
         arrays = flat_arrays(changing(state))
         frozen = _frozen(state, arrays)
         if self._base is None:
-            self._base = fingerprint(frozen)
+            self._base = fingerprint_arrays(frozen)
         facts = {"format": FORMAT, "base": self._base, **run}
-        size = get_size(arrays.values())
+        size = count_bytes(arrays.values())
         without = (
-            f" ({disk.in_bytes(get_size(frozen.values()))} of frozen parameters are not saved)"
+            f" ({disk.in_bytes(count_bytes(frozen.values()))} of frozen parameters are not saved)"
         )
         self._say(f"checkpoint {step}: {disk.in_bytes(size)}{without if frozen else ''}")
         items = ocp.args.Composite(
@@ -343,7 +343,7 @@ class Checkpoints:
 
     def _check_base(self, state: EasyDeLState, saved: Mapping[str, Any], location: str) -> None:
         if self._base is None:
-            self._base = fingerprint(_frozen(state, flat_abstract(changing(state))))
+            self._base = fingerprint_arrays(_frozen(state, flat_abstract(changing(state))))
         check_same(saved["base"], self._base, location)
 
     def _set_aside(self, unreadable: list[tuple[int, str]], used: int) -> None:

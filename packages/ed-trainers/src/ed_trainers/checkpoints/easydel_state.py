@@ -27,7 +27,7 @@ from ed_models.checkpoints.easydel_folder import (
     read_easydel_moments,
     read_easydel_step,
 )
-from ed_models.checkpoints.loading import load
+from ed_models.checkpoints.loading import load_module
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -129,7 +129,7 @@ def _read_values(
 ) -> Mapping[str, jax.Array]:
     """Return arrays of EasyDeL under the names of the model's variables."""
     files = EasyDeLFiles.relate(arrays, directory)
-    module = load(type(model), model.config, files, dtype=jnp.float32)
+    module = load_module(type(model), model.config, files, dtype=jnp.float32)
     adapters = files.read_adapters()
     if adapters:
         from ed_models.adapters.peft import attach_adapter_matrices

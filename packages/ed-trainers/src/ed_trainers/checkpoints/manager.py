@@ -20,7 +20,7 @@ from flax import nnx
 
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored.arrays import flat_abstract, flat_arrays, from_flat
-from ed_trainers.stored.saved import load, model_facts, save, saved_facts
+from ed_trainers.stored.saved import load_arrays, model_facts, save_arrays, saved_facts
 
 log = logging.get_logger(__name__)
 
@@ -69,7 +69,7 @@ class CheckpointManager:
             shutil.rmtree(part, ignore_errors=True)
         model = state.model if isinstance(state, EasyDeLState) else state
         facts = {"step": step, "model": model_facts(model)}
-        save(part, flat_arrays(_tree(state)), facts)
+        save_arrays(part, flat_arrays(_tree(state)), facts)
         if jax.process_index() == 0:
             part.rename(target)
             if self._keep is not None:
@@ -106,7 +106,7 @@ class CheckpointManager:
             try:
                 saved_facts(directory)
                 abstract_arrays = None if like is None else flat_abstract(_tree(like))
-                arrays = load(directory, abstract_arrays)
+                arrays = load_arrays(directory, abstract_arrays)
             except CheckpointError as error:
                 if "damaged" not in str(error) or number == steps[0]:
                     raise

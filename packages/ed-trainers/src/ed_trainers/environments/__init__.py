@@ -72,7 +72,7 @@ def environment_class(name: str, folders: Sequence[str | Path]) -> type[Environm
     Raises:
         ConfigError: there is no such class, or it has no `reset` and `step`.
     """
-    loaded_class = user_code.load(name, folders)
+    loaded_class = user_code.load_function(name, folders)
     if not isinstance(loaded_class, type) or not (
         hasattr(loaded_class, "reset") and hasattr(loaded_class, "step")
     ):

@@ -16,7 +16,7 @@ _NEW_USER, _NEW_PROCESSES, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _DIE_WITH_PARENT, _NO_NEW_PRIVILEGES = 1, 38
 
 
-def main() -> None:
+def _main() -> None:
     """Run the command of the arguments."""
     memory, seconds, size, network, *command = sys.argv[1:]
     separated = False
@@ -49,4 +49,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

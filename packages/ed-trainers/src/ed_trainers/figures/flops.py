@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.parameter_names import canonical, normalize, parse_run
+from ed_infra.parameter_names import canonical, normalize_parameter_name, parse_run
 from ed_layers.quantization import QuantParam
 from flax import nnx
 
@@ -114,7 +114,7 @@ def _count_parameters(tree: nnx.State, config: EasyDeLBaseConfig) -> tuple[float
     for path, variable in flat:
         shape = getattr(variable.get_value(), "shape", ())
         axes = logical_axes(variable)
-        layers = sum(parse_run(key) is not None for key in normalize(path))
+        layers = sum(parse_run(key) is not None for key in normalize_parameter_name(path))
         experts = axes[:1] == (EXPERT,)
         if not isinstance(variable, nnx.Param | QuantParam) or len(shape) - layers - experts < 2:
             continue

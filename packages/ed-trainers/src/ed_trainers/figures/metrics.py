@@ -63,7 +63,7 @@ class Sink(Protocol):
         ...
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read a metrics file; an incomplete last line is ignored."""
     rows = []
     if path.exists():
@@ -202,7 +202,7 @@ class MetricsLog:
         Raises:
             CheckpointError: the disk is full; the files stay unchanged.
         """
-        rows = [row for row in read_rows(self._path) if row["step"] <= step]
+        rows = [row for row in read_metrics(self._path) if row["step"] <= step]
         self._last, self._evaluations = {}, {}
         for row in rows:
             self._note(row)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
 from ed_infra.outputs import CausalLMOutput
-from ed_layers.losses import split, target_logit
+from ed_layers.losses import split_chunks, target_logit
 from ed_layers.projections.head import Head
 from ed_models.protocol import LanguageModel
 from jax.sharding import NamedSharding, PartitionSpec
@@ -89,7 +89,7 @@ def token_divergences(
             return carry, (_divergence(log_q, log_p, beta), logp)
 
         flat = (x.reshape(-1, x.shape[-1]) for x in (student, teacher))
-        parts = tuple(split(x, size) for x in (*flat, targets.reshape(-1)))
+        parts = tuple(split_chunks(x, size) for x in (*flat, targets.reshape(-1)))
         _, chunk_outputs = jax.lax.scan(compute_chunk, None, parts)
         count = targets.size
         divergence, logp = (x.reshape(-1)[:count].reshape(targets.shape) for x in chunk_outputs)

@@ -13,7 +13,7 @@ from ed_trainers.batches import HostBatch
 IMAGE_AXES: LogicalAxes = ("batch", None, None, None)
 
 
-def get_images(batch: HostBatch, method: str) -> Float[np.ndarray, "b c h w"]:
+def get_pixel_values(batch: HostBatch, method: str) -> Float[np.ndarray, "b c h w"]:
     """Return the image of each row.
 
     Args:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from ed_infra.inputs import SAMPLING_MASKS
 from ed_infra.outputs import CausalLMOutput, Metric
-from ed_layers.losses import split, target_logit
+from ed_layers.losses import split_chunks, target_logit
 from ed_layers.projections.head import Head
 from ed_layers.sums import logsumexp
 from ed_models.protocol import LanguageModel
@@ -139,8 +139,8 @@ def token_policy(
             return carry, (target_logp, entropy, jnp.minimum(truncated, 0.0))
 
         flat = hidden.reshape(-1, hidden.shape[-1])
-        parts = (split(flat, size), split(targets.reshape(-1), size))
-        parts += tuple(split(mask.reshape(-1, mask.shape[-1]), size) for mask in masks)
+        parts = (split_chunks(flat, size), split_chunks(targets.reshape(-1), size))
+        parts += tuple(split_chunks(mask.reshape(-1, mask.shape[-1]), size) for mask in masks)
         _, chunk_outputs = jax.lax.scan(compute_chunk, None, parts)
         return tuple(x.reshape(-1)[: targets.size].reshape(targets.shape) for x in chunk_outputs)
 

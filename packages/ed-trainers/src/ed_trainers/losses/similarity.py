@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def unit(vectors: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
+def unit_vectors(vectors: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
     """Return the vectors, scaled to length one."""
     # Not `norm`, whose gradient at 0 (an empty slot) is not a number.
     return vectors * jax.lax.rsqrt(jnp.maximum(jnp.sum(vectors**2, axis=-1, keepdims=True), 1e-24))

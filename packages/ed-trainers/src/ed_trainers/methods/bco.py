@@ -23,7 +23,7 @@ from ed_trainers.options.preference import BCOArguments
 from ed_trainers.trainer import Trainer
 
 
-def statistics(
+def _statistics(
     run: ReferenceRun[BCOArguments], models: Models, batch: Batch, key: jax.Array | None
 ) -> dict[str, Metric]:
     """Return the mean rewards of good and of bad answers."""
@@ -55,7 +55,7 @@ def _means(run: ReferenceRun[BCOArguments], scored: ScoredAnswers) -> dict[str, 
 BCO = Method[ReferenceRun[BCOArguments]](
     prepare=prepare_labelled,
     loss=loss,
-    statistics=statistics,
+    statistics=_statistics,
     run=ReferenceRun,
     before_training=compute_ahead,
     whole_batches=reads_whole_batches,

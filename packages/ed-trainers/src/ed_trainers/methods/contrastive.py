@@ -22,7 +22,7 @@ from ed_models.tasks.image_text_match import ImageTextMatcher
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.images import IMAGE_AXES, get_images
+from ed_trainers.losses.images import IMAGE_AXES, get_pixel_values
 from ed_trainers.options.supervised import ContrastiveArguments
 from ed_trainers.trainer import Trainer
 
@@ -43,7 +43,7 @@ def prepare(run: MethodRun[ContrastiveArguments], batch: HostBatch) -> Prepared:
     ids = np.asarray(batch["input_ids"], np.int32)
     real = np.asarray(batch.get("segment_ids", np.ones(ids.shape)), np.int32).any(axis=1)
     arrays = {
-        "pixel_values": get_images(batch, run.name),
+        "pixel_values": get_pixel_values(batch, run.name),
         "input_ids": ids,
         "pairs": real.astype(np.float32),
     }

@@ -45,7 +45,7 @@ def loss(
     chosen, rejected, present = pairs.chosen, pairs.rejected, pairs.present
     per_token = loss_type in ("ipo", "simpo")
     logps = [side.mean_logps if per_token else side.logps for side in (chosen, rejected)]
-    total = jnp.sum(present * pair_losses(arguments, loss_type, logps[0] - logps[1]))
+    total = jnp.sum(present * _pair_losses(arguments, loss_type, logps[0] - logps[1]))
     beta = arguments.beta
     metrics = pair_metrics(present, (beta * logps[0], beta * logps[1]), (logps[0], logps[1]))
     tokens = jnp.sum(chosen.tokens)
@@ -57,7 +57,7 @@ def loss(
     return pair_loss
 
 
-def pair_losses(
+def _pair_losses(
     arguments: CPOArguments | SimPOArguments, loss_type: str, difference: jax.Array
 ) -> jax.Array:
     """Return the loss of each pair [b, s] from the difference of its log-probabilities."""

@@ -54,13 +54,15 @@ def loss(run: DPORun, models: Models, batch: Batch, key: jax.Array | None) -> Lo
         Answers(side.logps - reference, side.tokens)
         for side, reference in zip(sides, references, strict=True)
     ]
-    total = jnp.sum(present * pair_losses(run.arguments, *ratios))
+    total = jnp.sum(present * _pair_losses(run.arguments, *ratios))
     rewards = tuple(run.arguments.beta * ratio.logps for ratio in ratios)
     metrics = pair_metrics(present, rewards, tuple(side.logps for side in sides))
     return Loss.of(pairs.output, total, jnp.sum(present), **metrics)
 
 
-def pair_losses(arguments: DPOArguments, chosen: Answers, rejected: Answers) -> Float[Array, "b s"]:
+def _pair_losses(
+    arguments: DPOArguments, chosen: Answers, rejected: Answers
+) -> Float[Array, "b s"]:
     """Return the loss of each pair.
 
     Args:

@@ -27,7 +27,7 @@ from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepare
 from ed_trainers.losses.pairs import as_rows, pair_batch
 from ed_trainers.losses.scoring import build_noise_inputs
 from ed_trainers.losses.segments import last_tokens
-from ed_trainers.losses.similarity import cosent_loss, margin_losses, ranking_losses, unit
+from ed_trainers.losses.similarity import cosent_loss, margin_losses, ranking_losses, unit_vectors
 from ed_trainers.methods.held_out import HeldOutOutputs, vector_metrics
 from ed_trainers.options.supervised import (
     COSENT,
@@ -111,7 +111,7 @@ def loss(run: EmbeddingRun, models: Models, batch: Batch, key: jax.Array | None)
     numbers = ("present", *arguments.scores)
     texts = {name: array for name, array in batch.items() if name not in numbers}
     rows, count = as_rows(texts), len(arguments.sides)
-    output = embed(models.learner, rows, present.shape[-1], key, arguments)
+    output = _embed(models.learner, rows, present.shape[-1], key, arguments)
 
     def split_sides(embeddings: jax.Array) -> list[jax.Array]:
         split = embeddings.reshape(-1, count, *embeddings.shape[1:]).astype(jnp.float32)
@@ -121,7 +121,7 @@ def loss(run: EmbeddingRun, models: Models, batch: Batch, key: jax.Array | None)
     scores = [batch[name].reshape(-1) for name in arguments.scores]
     total, pairs = jnp.zeros(()), jnp.sum(pair_mask)
     if arguments.loss_type == MSE:
-        teacher = embed(models[_TEACHER], rows, present.shape[-1], None, arguments)
+        teacher = _embed(models[_TEACHER], rows, present.shape[-1], None, arguments)
         targets = split_sides(jax.lax.stop_gradient(teacher.embeddings))
         return Loss.of(output, jnp.sum(pair_mask * _compute_squared_errors(sides, targets)), pairs)
     metrics = {}
@@ -129,7 +129,7 @@ def loss(run: EmbeddingRun, models: Models, batch: Batch, key: jax.Array | None)
     for length, factor in _cuts(run, sides[0].shape[-1]):
         cut = [side[:, :length] for side in sides]
         if arguments.loss_type != MARGIN_MSE or arguments.matryoshka_dims:
-            cut = [unit(side) for side in cut]
+            cut = [unit_vectors(side) for side in cut]
         if arguments.loss_type == RANKING:
             pair_losses, right = ranking_losses(
                 cut[0], cut[1:], pair_mask, arguments.temperature, symmetric=arguments.symmetric
@@ -152,7 +152,7 @@ def loss(run: EmbeddingRun, models: Models, batch: Batch, key: jax.Array | None)
     return Loss.of(output, total, weight, **metrics)
 
 
-def embed(
+def _embed(
     model: LanguageModel,
     rows: Batch,
     slots: int,
@@ -228,7 +228,7 @@ def measure(
     def vectors(model: LanguageModel, batch: Batch) -> jax.Array:
         rows = as_rows({name: array for name, array in batch.items() if name not in numbers})
         slots = batch["present"].shape[-1]
-        embeddings = embed(model, rows, slots, None, run.arguments).embeddings
+        embeddings = _embed(model, rows, slots, None, run.arguments).embeddings
         return embeddings.reshape(-1, sides, *embeddings.shape[1:]).astype(jnp.float32)
 
     return vector_metrics(run, run.outputs.each(batches, state, vectors))

@@ -48,7 +48,7 @@ def is_on_policy(run: OnlineRun[GKDArguments], number: int) -> bool:
     return bool(draw < run.arguments.lmbda)
 
 
-def complete(
+def _complete(
     run: OnlineRun[GKDArguments], batch: HostBatch, weights: Weights, number: int
 ) -> Completions:
     """Return completions by the student, the teacher or the data."""
@@ -132,7 +132,7 @@ GKD = online_method(
     run=OnlineRun[GKDArguments],
     rows=rows,
     loss=loss,
-    complete=complete,
+    complete=_complete,
     token_arrays=(),
     progress_columns=("loss", "nll_loss", "completions/mean_length"),
 )

@@ -97,7 +97,7 @@ def rows(
         number,
         asks=asks,
         ask=policies,
-        advantages=advantages,
+        advantages=_advantages,
         scores=scores,
     )
     if not run.arguments.corrects:
@@ -130,7 +130,7 @@ def policies(run: GroupRun[GRPOArguments], models: Models, batch: Batch) -> dict
     return out
 
 
-def advantages(
+def _advantages(
     run: GroupRun[GRPOArguments], groups: np.ndarray, row_arrays: dict[str, np.ndarray]
 ) -> np.ndarray:
     """Return the rewards [p, g] minus the mean of their group, scaled by `scale_rewards`."""

@@ -17,7 +17,7 @@ from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.classes import class_losses, class_targets
-from ed_trainers.losses.images import IMAGE_AXES, get_images
+from ed_trainers.losses.images import IMAGE_AXES, get_pixel_values
 from ed_trainers.options.supervised import ImageClassificationArguments
 from ed_trainers.trainer import Trainer
 
@@ -30,7 +30,10 @@ def prepare(run: MethodRun[ImageClassificationArguments], batch: HostBatch) -> P
         batch: `pixel_values` float [b, 1, c, h, w] or [b, c, h, w], and `labels` int [b]; a row
             with the label -100 is ignored.
     """
-    arrays = {"pixel_values": get_images(batch, run.name), **class_targets(batch, run.learner)}
+    arrays = {
+        "pixel_values": get_pixel_values(batch, run.name),
+        **class_targets(batch, run.learner),
+    }
     axes: dict[str, LogicalAxes] = {
         "pixel_values": IMAGE_AXES,
         "targets": ("batch",),

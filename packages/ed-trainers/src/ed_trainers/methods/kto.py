@@ -52,7 +52,7 @@ def prepare(run: ReferenceRun[KTOArguments], batch: HostBatch) -> Prepared:
     return _with_others(run, inputs, rows, answers[-1] if answers and not is_single else None)
 
 
-def held_out(
+def _held_out(
     run: ReferenceRun[KTOArguments], batches: Iterable[HostBatch], state: EasyDeLState
 ) -> Iterator[Prepared]:
     """Yield the held-out batches, with pairs that do not depend on the batch size.
@@ -87,7 +87,7 @@ def _with_others(
     )
 
 
-def statistics(
+def _statistics(
     run: ReferenceRun[KTOArguments], models: Models, batch: Batch, key: jax.Array | None
 ) -> dict[str, Metric]:
     """Return the mean log-ratio of prompts with answers to other prompts, `kl`."""
@@ -111,7 +111,7 @@ def loss(
     count = jnp.sum(scored.good + scored.bad)
     metrics = scored.metrics(beta)
     if arguments.loss_type == "kto":
-        kl = batch["kl"] if "kl" in batch else statistics(run, models, batch, key)["kl"].value
+        kl = batch["kl"] if "kl" in batch else _statistics(run, models, batch, key)["kl"].value
         kl = jax.lax.stop_gradient(jnp.maximum(kl, 0.0))
         good = 1 - sigmoid(beta * (scored.ratios - kl))
         bad = 1 - sigmoid(beta * (kl - scored.ratios))
@@ -189,8 +189,8 @@ def build_mismatched_rows(
 KTO = Method[ReferenceRun[KTOArguments]](
     prepare=prepare,
     loss=loss,
-    statistics=statistics,
-    held_out=held_out,
+    statistics=_statistics,
+    held_out=_held_out,
     run=ReferenceRun,
     before_training=compute_ahead,
     whole_batches=whole_batches,

@@ -29,7 +29,7 @@ from ed_trainers.rollout import Weights
 from ed_trainers.trainer import Trainer
 
 
-def opponent(run: SelfPlayRun[NashMDArguments], models: Models) -> object:
+def build_opponent(run: SelfPlayRun[NashMDArguments], models: Models) -> object:
     """Return the mixture of the learner and the reference."""
     return GeometricMixture(models.learner, models["reference"], run.arguments.mixture_coef)
 
@@ -43,16 +43,16 @@ def rows(
     probability is known.
     """
     del number
-    contest = run.referee.contest(completions, weights, partial(opponent, run))
+    contest = run.referee.contest(completions, weights, partial(build_opponent, run))
     row_arrays = {**contest.learner_rows, **contest.scored}
-    row_arrays |= run.phase.ask(reference_logps, row_arrays, weights)
+    row_arrays |= run.phase.ask(_reference_logps, row_arrays, weights)
     win_mask = np.isfinite(contest.wins)
     row_arrays["wins"] = np.where(win_mask, contest.wins, 0).astype(np.float32)
     row_arrays["present"] = win_mask.astype(np.float32)
     return row_arrays, contest.figures
 
 
-def reference_logps(
+def _reference_logps(
     run: SelfPlayRun[NashMDArguments], models: Models, batch: Batch
 ) -> dict[str, jax.Array]:
     """Return the log-probabilities of the tokens of rows under the reference."""

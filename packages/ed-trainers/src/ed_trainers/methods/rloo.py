@@ -32,7 +32,7 @@ def rows(
     """Return the rows of `group_rows`; the figures have the divergence of a token, `kl`."""
     asks = run.arguments.updates_per_generation > 1 or run.arguments.has_reference
     row_arrays, figures = group_rows(
-        run, completions, weights, number, asks=asks, ask=policies, advantages=advantages
+        run, completions, weights, number, asks=asks, ask=_policies, advantages=_advantages
     )
     if "reference_logps" in row_arrays:
         log_ratios = (row_arrays["old_logps"] - row_arrays.pop("reference_logps")) * row_arrays[
@@ -42,7 +42,7 @@ def rows(
     return row_arrays, figures
 
 
-def policies(run: GroupRun[RLOOArguments], models: Models, batch: Batch) -> dict[str, jax.Array]:
+def _policies(run: GroupRun[RLOOArguments], models: Models, batch: Batch) -> dict[str, jax.Array]:
     """Return `old_logps` and, with a reference, `reference_logps` of rows, [n, s]."""
     out = {"old_logps": compute_policy(run, models.learner, batch)[1].logps}
     if run.arguments.has_reference:
@@ -50,7 +50,7 @@ def policies(run: GroupRun[RLOOArguments], models: Models, batch: Batch) -> dict
     return out
 
 
-def advantages(
+def _advantages(
     run: GroupRun[RLOOArguments], groups: np.ndarray, row_arrays: dict[str, np.ndarray]
 ) -> np.ndarray:
     """Return the rewards [p, g] minus the mean reward of the others of their group."""

@@ -44,7 +44,7 @@ class Transcripts:
                 f"predict_with_generate transcribes recordings, and {type(run.learner).__name__} "
                 "reads none: omit predict_with_generate"
             )
-        self.tokenizer = get_tokenizer(run.tokenizer, "predict_with_generate")
+        self.tokenizer = _get_tokenizer(run.tokenizer, "predict_with_generate")
         self.most = options.generation_max_length
 
     def rates(self, batches: Iterable[HostBatch], state: EasyDeLState) -> dict[str, float]:
@@ -87,7 +87,7 @@ class BestLabels:
     def __init__(self, run: MethodRun[Any]):
         self.tokenizer: Any = None
         if run.tokenizer is not None:
-            self.tokenizer = get_tokenizer(run.tokenizer, "the error rates of an evaluation")
+            self.tokenizer = _get_tokenizer(run.tokenizer, "the error rates of an evaluation")
         self._step: Callable[..., tuple[jax.Array, jax.Array]] | None = None
 
     def rates(self, batches: Iterable[HostBatch], state: EasyDeLState) -> dict[str, float]:
@@ -125,7 +125,7 @@ class BestLabels:
         return self.tokenizer.decode([int(label) for label in labels], group_tokens=False)
 
 
-def get_tokenizer(processor: object, reason: str) -> Any:
+def _get_tokenizer(processor: object, reason: str) -> Any:
     """Return the tokenizer of a processor, or the tokenizer itself.
 
     Raises:

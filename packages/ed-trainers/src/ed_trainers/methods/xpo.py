@@ -43,7 +43,7 @@ class SelfPlayRun(OnlineRun[A]):
         super().create_parts(models)
 
 
-def opponent(models: Models) -> object:
+def _opponent(models: Models) -> object:
     """Return the reference."""
     return models["reference"]
 
@@ -57,10 +57,10 @@ def rows(
     0, and only the exploration is trained.
     """
     del number
-    contest = run.referee.contest(completions, weights, opponent)
+    contest = run.referee.contest(completions, weights, _opponent)
     sides = contest.learner_rows, contest.opponent_rows
     row_arrays = {name: np.stack([side[name] for side in sides], axis=1) for name in _ROWS}
-    row_arrays |= run.phase.ask(reference_logps, row_arrays, weights)
+    row_arrays |= run.phase.ask(_reference_logps, row_arrays, weights)
     row_arrays["won"] = (contest.wins > 0.5).astype(np.float32)
     row_arrays["lost"] = (contest.wins < 0.5).astype(np.float32)
     row_arrays["present"] = np.ones_like(contest.wins)
@@ -68,7 +68,7 @@ def rows(
     return row_arrays, contest.figures
 
 
-def reference_logps(
+def _reference_logps(
     run: SelfPlayRun[XPOArguments], models: Models, batch: Batch
 ) -> dict[str, jax.Array]:
     """Return the log-probabilities of the tokens of pairs under the reference."""

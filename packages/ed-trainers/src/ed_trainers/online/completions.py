@@ -223,7 +223,7 @@ def get_images(batch: PromptRows) -> Mapping[str, np.ndarray]:
     return getattr(batch, "images", {})
 
 
-def get_rows(batch: PromptRows, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
+def get_prompt_rows(batch: PromptRows, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
     """Return the fields of each prompt, and `prompt`, the prompt as written."""
     prompts: Sequence[PromptContent] = getattr(batch, "prompts", prompt_ids)
     fields: Mapping[str, list[Any]] = getattr(batch, "fields", {})

@@ -35,7 +35,7 @@ from ed_trainers.online.completions import (
     PromptRows,
     build_completions,
     get_images,
-    get_rows,
+    get_prompt_rows,
 )
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.options.online import OnlineArguments
@@ -288,7 +288,9 @@ class Phase:
         }
         draws = np.random.SeedSequence((run.arguments.seed, number))
         seeds = draws.generate_state(len(prompt_ids) * copies, np.uint32).tolist()
-        return SampleRequest(number, prompt_ids, copies, params, seeds, get_rows(batch, prompt_ids))
+        return SampleRequest(
+            number, prompt_ids, copies, params, seeds, get_prompt_rows(batch, prompt_ids)
+        )
 
     def build_rollout(self, make: Callable[[Models], object]) -> Rollout:
         """Return a rollout by `generate` of another model than the learner.

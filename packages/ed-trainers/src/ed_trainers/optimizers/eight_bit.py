@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from ed_infra.parameter_names import normalize
+from ed_infra.parameter_names import normalize_parameter_name
 from jaxtyping import Array, Float, UInt8
 
 from ed_trainers.optimizers.per_array import create_transformation
@@ -54,7 +54,7 @@ def levels(*, signed: bool) -> np.ndarray:
     return np.sort(np.asarray(values, np.float32))
 
 
-def quantize(x: jax.Array, *, signed: bool, block_size: int) -> EightBitArray:
+def quantize_blocks(x: jax.Array, *, signed: bool, block_size: int) -> EightBitArray:
     """Return the codes of numbers [.., n]: the nearest level within each block."""
     pieces = _pieces(x.astype(jnp.float32), block_size)
     scales = _largest(jnp.max(jnp.abs(pieces), axis=-1), x.shape[-1], block_size)
@@ -63,7 +63,7 @@ def quantize(x: jax.Array, *, signed: bool, block_size: int) -> EightBitArray:
     return EightBitArray(codes.reshape(x.shape), scales)
 
 
-def dequantize(blocks: EightBitArray, *, signed: bool, block_size: int) -> jax.Array:
+def dequantize_blocks(blocks: EightBitArray, *, signed: bool, block_size: int) -> jax.Array:
     """Return the numbers of the codes, float32 [.., n]."""
     n = blocks.codes.shape[-1]
     values = _values(_pieces(blocks.codes, block_size), signed=signed)
@@ -133,7 +133,7 @@ def eight_bit(
         def pack_leaf(path: Sequence[object], leaf: jax.Array) -> jax.Array | EightBitArray:
             if leaf.shape != shape:
                 return leaf
-            return quantize(leaf, signed=_is_signed(path), block_size=block_size)
+            return quantize_blocks(leaf, signed=_is_signed(path), block_size=block_size)
 
         return jax.tree_util.tree_map_with_path(pack_leaf, state)
 
@@ -141,7 +141,7 @@ def eight_bit(
         def unpack_leaf(path: Sequence[object], leaf: jax.Array | EightBitArray) -> jax.Array:
             if not isinstance(leaf, EightBitArray):
                 return leaf
-            return dequantize(leaf, signed=_is_signed(path), block_size=block_size)
+            return dequantize_blocks(leaf, signed=_is_signed(path), block_size=block_size)
 
         return jax.tree_util.tree_map_with_path(
             unpack_leaf, state, is_leaf=lambda node: isinstance(node, EightBitArray)
@@ -162,7 +162,7 @@ def eight_bit(
 
 
 def _is_signed(path: Sequence[object]) -> bool:
-    return normalize(path)[-1] != _UNSIGNED
+    return normalize_parameter_name(path)[-1] != _UNSIGNED
 
 
 def _piece(n: int, block_size: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 import optax
-from ed_infra.parameter_names import normalize, parse_run
+from ed_infra.parameter_names import normalize_parameter_name, parse_run
 from flax import nnx
 
 #: Logical axis of experts: the first axis of their parameters.
@@ -57,7 +57,7 @@ def map_parameters(
 
 def stacked_axes(path: Sequence[object], node: object) -> int:
     """Return the number of leading axes that stack layers and experts."""
-    layers = sum(parse_run(key) is not None for key in normalize(path))
+    layers = sum(parse_run(key) is not None for key in normalize_parameter_name(path))
     return layers + (logical_axes(node)[:1] == (EXPERT,))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from ed_infra.errors import ConfigError
 
-from ed_trainers.figures.metrics import RECORD, MetricRow, read_rows
+from ed_trainers.figures.metrics import RECORD, MetricRow, read_metrics
 from ed_trainers.options.optimizers import GRAD_NORMS, WEIGHTS
 
 SUMMARY, CONFIG, PAGE = "summary.json", "config.yaml", "report.html"
@@ -46,7 +46,7 @@ def write_report(directory: str | Path) -> Path:
         ConfigError: the directory holds no metrics.
     """
     directory = Path(directory)
-    rows = read_rows(directory / RECORD)
+    rows = read_metrics(directory / RECORD)
     if not rows:
         raise ConfigError(
             f"{directory / RECORD} contains no metrics: pass the save_directory of a run that has "

@@ -10,7 +10,7 @@ from ed_infra.errors import EasyDeLError
 from ed_trainers.report import write_report
 
 
-def main() -> int:
+def _main() -> int:
     """Write the report of a run and print its path."""
     parser = argparse.ArgumentParser(prog="python -m ed_trainers.report", description=__doc__)
     parser.add_argument("directory", help="save_directory of the run")
@@ -23,4 +23,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -96,7 +96,7 @@ def _by_name(name: str, folders: Sequence[str | Path]) -> RewardFunction:
     if name in RULES:
         return RULES[name]
     if ":" in name:
-        return user_code.load(name, folders)
+        return user_code.load_function(name, folders)
     check_name(name)
     return _list_entry_points()[name].load()
 

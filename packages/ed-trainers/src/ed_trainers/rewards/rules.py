@@ -50,7 +50,7 @@ def exact(
     return _each(right, completions, fields, field)
 
 
-def number(
+def _number(
     completions: Sequence[Any], *, field: str = "answer", tolerance: float = 0.0, **fields: object
 ) -> list[float | None]:
     """Return whether the last number of a completion equals the last number of the answer.
@@ -137,7 +137,7 @@ def math_answer(
 #: Name in a run file -> rule.
 RULES: Mapping[str, Callable[..., list[float | None]]] = {
     "exact": exact,
-    "number": number,
+    "number": _number,
     "regex": regex,
     "math_answer": math_answer,
     "format": format_rule,

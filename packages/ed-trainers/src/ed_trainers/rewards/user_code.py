@@ -33,7 +33,7 @@ def is_file_address(address: str) -> bool:
     return address.rpartition(":")[0].endswith(".py")
 
 
-def find(address: str, folders: Sequence[str | Path] = ()) -> ModuleSpec | None:
+def find_reward_module(address: str, folders: Sequence[str | Path] = ()) -> ModuleSpec | None:
     """Return the file of an address, without imports; None if it does not exist."""
     name = address.rpartition(":")[0]
     places = list_search_folders(folders)
@@ -72,14 +72,14 @@ def why_not_found(address: str, folders: Sequence[str | Path] = ()) -> str:
     )
 
 
-def load(address: str, folders: Sequence[str | Path] = ()) -> Callable[..., Any]:
+def load_function(address: str, folders: Sequence[str | Path] = ()) -> Callable[..., Any]:
     """Import the function of an address.
 
     Raises:
         ConfigError: there is no such file, module or function, or importing the code failed.
     """
     refused = f"reward function {address!r} cannot be imported"
-    spec = find(address, folders)
+    spec = find_reward_module(address, folders)
     if spec is None:
         raise ConfigError(f"{refused}: {why_not_found(address, folders)}")
     source, attribute = spec.origin or spec.name, address.rpartition(":")[2]

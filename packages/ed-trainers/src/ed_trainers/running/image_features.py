@@ -19,7 +19,7 @@ import numpy as np
 from ed_infra.content import content_key
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import GRID, IMAGE_FEATURES, Inputs
-from ed_infra.parameter_names import normalize
+from ed_infra.parameter_names import normalize_parameter_name
 from ed_layers.updated import Updated
 from ed_models.modalities.items import (
     ItemArrays,
@@ -199,14 +199,18 @@ class ImageFeatures:
         traced, shape = jax.make_jaxpr(embeddings, return_shape=True)([x for _, x in placed])
         used = {id(value) for step in traced.jaxpr.eqns for value in step.invars}
         pairs = zip(placed, traced.jaxpr.invars, strict=True)
-        return {normalize(path): x for (path, x), value in pairs if id(value) in used}, shape
+        return {
+            normalize_parameter_name(path): x for (path, x), value in pairs if id(value) in used
+        }, shape
 
 
 def _check_frozen(read: Mapping[Path, jax.Array], state: EasyDeLState) -> None:
     """Check that training changes no array that the encoder reads, and that none is an adapter."""
     flat = nnx.to_flat_state(state.graphother)
-    moving = {normalize(path) for path, variable in flat if isinstance(variable, Updated)}
-    moving |= {normalize(path) for path, _ in nnx.to_flat_state(state.graphstate)}
+    moving = {
+        normalize_parameter_name(path) for path, variable in flat if isinstance(variable, Updated)
+    }
+    moving |= {normalize_parameter_name(path) for path, _ in nnx.to_flat_state(state.graphstate)}
     changed = sorted(".".join(map(str, path)) for path in read if path in moving)
     if changed:
         name_list = ", ".join(changed[:_SHOWN]) + (", ..." if len(changed) > _SHOWN else "")
@@ -216,7 +220,11 @@ def _check_frozen(read: Mapping[Path, jax.Array], state: EasyDeLState) -> None:
             "freeze the vision tower and the projector by trainable_rules, omit them from the "
             "targets of adapters, or omit the option"
         )
-    adapters = {normalize(path) for path, variable in flat if isinstance(variable, nnx.LoRAParam)}
+    adapters = {
+        normalize_parameter_name(path)
+        for path, variable in flat
+        if isinstance(variable, nnx.LoRAParam)
+    }
     if adapter_names := sorted(".".join(map(str, path)) for path in read if path in adapters):
         raise ConfigError(
             f"{OPTION} keeps outputs of the vision encoder, and the encoder has adapters that are "
@@ -231,7 +239,7 @@ def _check_same(role: str, model: LanguageModel, read: Mapping[Path, jax.Array])
     if IMAGE_FEATURES not in model.input_names:
         return
     placed = jax.tree_util.tree_flatten_with_path(nnx.state(cast(nnx.Module, model)))[0]
-    model_arrays = {normalize(path): array for path, array in placed}
+    model_arrays = {normalize_parameter_name(path): array for path, array in placed}
     for path, array in read.items():
         model_array = model_arrays.get(path)
         if (

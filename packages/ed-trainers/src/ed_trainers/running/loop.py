@@ -38,7 +38,7 @@ from ed_trainers.running.stopping import Divergence, StopRequest
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
 from ed_trainers.stored import disk
-from ed_trainers.stored.arrays import get_size
+from ed_trainers.stored.arrays import count_bytes
 from ed_trainers.stored.saved import model_facts
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
@@ -520,7 +520,7 @@ class TrainingLoop:
         except Exception as error:
             if not disk.is_full(error):
                 raise
-            room = disk.room(target, get_size(jax.tree.leaves(self._state().graphstate)))
+            room = disk.room(target, count_bytes(jax.tree.leaves(self._state().graphstate)))
             retry_advice = (
                 f"; {checkpoint} is intact: run the same command again" if checkpoint else ""
             )

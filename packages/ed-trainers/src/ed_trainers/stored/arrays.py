@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from ed_infra.errors import CheckpointError
-from ed_infra.parameter_names import canonical, is_stacked, normalize
+from ed_infra.parameter_names import canonical, is_stacked, normalize_parameter_name
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
@@ -50,7 +50,7 @@ def leaf_names(tree: object) -> list[str]:
     """Return the name of each leaf in the order of `jax.tree.leaves`: its storage path, joined by
     `/`."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    return ["/".join(str(part) for part in normalize(path)) for path in paths]
+    return ["/".join(str(part) for part in normalize_parameter_name(path)) for path in paths]
 
 
 def flat_arrays(tree: object) -> dict[str, jax.Array]:
@@ -72,7 +72,7 @@ def from_flat(template: T, arrays: Mapping[str, jax.Array]) -> T:
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def get_size(arrays: Iterable[jax.Array]) -> int:
+def count_bytes(arrays: Iterable[jax.Array]) -> int:
     """Return the size of arrays in bytes; copies on several devices count once."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
 

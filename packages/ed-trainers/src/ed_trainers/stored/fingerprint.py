@@ -27,7 +27,7 @@ Fingerprint = dict[str, str]
 _PLACES = (0x915F77F5, 0xADB4A92D, 0x2C1B3C6D, 0x297A2D39, 0x93D765DD, 0xE817FB2D)
 
 
-def fingerprint(arrays: Mapping[str, jax.Array]) -> Fingerprint:
+def fingerprint_arrays(arrays: Mapping[str, jax.Array]) -> Fingerprint:
     """Return the fingerprint of arrays by storage name; no array leaves its devices.
 
     Args:

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from ed_infra.errors import CheckpointError
 
 from ed_trainers.stored import checksums, disk
-from ed_trainers.stored.arrays import Wanted, check_fit, get_size, read_arrays, stored_arrays
+from ed_trainers.stored.arrays import Wanted, check_fit, count_bytes, read_arrays, stored_arrays
 
 #: Version of the directory layout; a reader refuses later versions.
 FORMAT = 2
@@ -25,7 +25,7 @@ FORMAT = 2
 _ARRAYS, _FACTS = "arrays", "state.json"
 
 
-def save(directory: Path, arrays: Mapping[str, jax.Array], facts: Mapping[str, Any]) -> None:
+def save_arrays(directory: Path, arrays: Mapping[str, jax.Array], facts: Mapping[str, Any]) -> None:
     """Write arrays by name, and facts as JSON values; return when all are on the disk.
 
     With several processes, all processes must call this function.
@@ -49,13 +49,13 @@ def save(directory: Path, arrays: Mapping[str, jax.Array], facts: Mapping[str, A
         if first:
             shutil.rmtree(directory, ignore_errors=True)
         if disk.is_full(error):
-            room = disk.room(directory, get_size(arrays.values()))
+            room = disk.room(directory, count_bytes(arrays.values()))
             raise CheckpointError(f"{directory} could not be written: {room}") from error
         raise
 
 
 def saved_facts(directory: Path) -> dict[str, Any]:
-    """Return the facts of a directory that `save` wrote.
+    """Return the facts of a directory that `save_arrays` wrote.
 
     Raises:
         CheckpointError: the directory has another format, or a later version.
@@ -68,8 +68,8 @@ def saved_facts(directory: Path) -> dict[str, Any]:
     return facts
 
 
-def load(directory: Path, abstract_arrays: Wanted | None = None) -> dict[str, jax.Array]:
-    """Read the files of `save` after a check of the checksums.
+def load_arrays(directory: Path, abstract_arrays: Wanted | None = None) -> dict[str, jax.Array]:
+    """Read the files of `save_arrays` after a check of the checksums.
 
     Args:
         directory: the directory.

@@ -11,7 +11,7 @@ from ed_elarge.errors import Problem
 _AFTER_TRAINING = ("eval", "generate", "serve", "transcribe")
 
 
-def warnings(run: RunConfig) -> Iterator[Problem]:
+def list_advice(run: RunConfig) -> Iterator[Problem]:
     """Yield each warning."""
     yield from _unsaved_model(run)
     yield from _unpacked_rows(run)

@@ -49,7 +49,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 # Checks of sections; paths start at the sections.
 
 
-def model(run: RunConfig) -> Iterator[Problem]:
+def check_model(run: RunConfig) -> Iterator[Problem]:
     """Check the directories of the model and its tokenizer; hub ids are checked when loading."""
     section = run.model
     if section is None:
@@ -70,7 +70,7 @@ def model(run: RunConfig) -> Iterator[Problem]:
     path = ("model", "name_or_path")
     yield from _model_directory(path, section.name_or_path, ("config.json",))
     yield from _kept_codes(run, section.name_or_path)
-    config, model_types = run.known_model, architectures.model_types()
+    config, model_types = run.known_model, architectures.list_architectures()
     if config is not None and config.get("model_type") not in model_types:
         problem = unknown_name("model type", config.get("model_type"), model_types)
         yield Problem(path, f"in its config.json: {problem}")
@@ -90,7 +90,7 @@ def adapter(run: RunConfig) -> Iterator[Problem]:
         yield from _model_directory(path, run.lora.name_or_path, ("adapter_config.json",))
 
 
-def data(run: RunConfig) -> Iterator[Problem]:
+def check_data(run: RunConfig) -> Iterator[Problem]:
     """Check files and functions of the data; remote files (`gs://…`) are not accessed."""
     mixture = run.mixture
     if mixture is None:
@@ -142,7 +142,7 @@ def environment(run: RunConfig) -> Iterator[Problem]:
     name = None if run.asynchronous is None else run.asynchronous.environment
     if name is None:
         return
-    spec = user_code.find(name, (run.folder,)) if ":" in name else None
+    spec = user_code.find_reward_module(name, (run.folder,)) if ":" in name else None
     missing = f"{name!r} is no class: write path/file.py:Class or module:Class"
     if ":" in name:
         missing = user_code.why_not_found(name, (run.folder,))
@@ -162,7 +162,7 @@ def reward_functions(run: RunConfig) -> Iterator[Problem]:
     for path, entry in entries:
         name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
         if ":" in name:
-            spec = user_code.find(name, (run.folder,))
+            spec = user_code.find_reward_module(name, (run.folder,))
             missing = user_code.why_not_found(name, (run.folder,))
             messages = [missing] if spec is None else _without_attribute(spec, name)
             yield from (Problem(path, message) for message in messages)
@@ -242,7 +242,7 @@ def count_local_devices(backend: str | None) -> int | None:
 # Checks of actions; paths start at their parameters.
 
 
-def serve(run: RunConfig, action: Action) -> Iterator[Problem]:
+def check_serve(run: RunConfig, action: Action) -> Iterator[Problem]:
     """Check that the port is free and that the files exist."""
     options = action.options
     if options.replicated and any(one.name == "train" for one in run.actions):
@@ -286,7 +286,7 @@ def written_file(run: RunConfig, action: Action) -> Iterator[Problem]:
             yield Problem((name,), f"{path} is a folder: set the path of a file")
 
 
-def recordings(run: RunConfig, action: Action) -> Iterator[Problem]:
+def check_recordings(run: RunConfig, action: Action) -> Iterator[Problem]:
     """Check that the recordings of the action exist."""
     for i, file in enumerate(action.options.files):
         if "://" not in file and not is_file(expand_path(file)):
@@ -370,7 +370,7 @@ def _not_importable(address: str) -> Iterator[str]:
     """Yield why an address of a function cannot be imported, from the source of the module."""
     module = address.rpartition(":")[0]
     is_file = user_code.is_file_address(address)
-    spec = user_code.find(address) if is_file else _spec(module)
+    spec = user_code.find_reward_module(address) if is_file else _spec(module)
     if spec is None:
         yield f"no such file: {module}" if is_file else f"there is no module {module!r}"
     else:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ed_infra.config.fields import FIELD_ALIASES, FIELDS, canonical_field
-from ed_infra.config.fields import normalize as normalize_field
+from ed_infra.config.fields import normalize_fields as normalize_field
 from ed_infra.errors import ConfigError, did_you_mean
 from ed_infra.sharding.axes import AXIS_NAMES
 
@@ -21,13 +21,13 @@ from ed_elarge.config.sections import SetsConfig
 from ed_elarge.errors import Problem, ValuePath
 
 
-def model_config(run: RunConfig) -> Iterator[Problem]:
+def check_model_config(run: RunConfig) -> Iterator[Problem]:
     """Check `model.config`: keys of its architecture, and execution fields."""
     model = run.model
     if model is None or model.config is None:
         return
     config_path = ("model", "config")
-    problems = architectures.check(model.config, {*FIELDS, *FIELD_ALIASES}, config_path)
+    problems = architectures.check_fields(model.config, {*FIELDS, *FIELD_ALIASES}, config_path)
     yield from problems
     yield from _execution_fields(model.config, config_path)
     size = model.config.get("vocab_size")
@@ -40,7 +40,7 @@ def model_config(run: RunConfig) -> Iterator[Problem]:
         yield Problem((*config_path, "vocab_size"), message)
 
 
-def tokenizer(run: RunConfig) -> Iterator[Problem]:
+def check_tokenizer_section(run: RunConfig) -> Iterator[Problem]:
     """Check that the tokenizer belongs to the model and has texts for its training."""
     model, mixture = run.model, run.mixture
     if model is None:

@@ -18,7 +18,7 @@ from ed_data.checks import (
 )
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError, did_you_mean
-from ed_infra.options import explain
+from ed_infra.options import explain_error
 from ed_trainers.arguments import ROLES
 from ed_trainers.options.online import OnlineArguments, RewardedArguments
 from pydantic import ValidationError
@@ -29,7 +29,7 @@ from ed_elarge.config.action_options import EvalOptions
 from ed_elarge.config.checkpoint_tasks import explain_task
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import EvalSection
-from ed_elarge.config.validation import validate
+from ed_elarge.config.validation import validate_values
 from ed_elarge.errors import Problem, ValuePath
 
 #: Tasks of models that generate text.
@@ -83,7 +83,7 @@ def data_of_task(run: RunConfig) -> Iterator[Problem]:
         yield Problem(("mixture", *path), message)
 
 
-def recordings(run: RunConfig) -> Iterator[Problem]:
+def check_speech_rows(run: RunConfig) -> Iterator[Problem]:
     """Reject keys of recordings in the data of other models."""
     if run.mixture is None or run.trainer is None or not run.has_valid_task:
         return
@@ -95,7 +95,7 @@ def recordings(run: RunConfig) -> Iterator[Problem]:
         yield Problem(("mixture", *path), f"{message}; {reason}")
 
 
-def sequence_length(run: RunConfig) -> Iterator[Problem]:
+def check_sequence_length(run: RunConfig) -> Iterator[Problem]:
     """Check that the sequence length is set once and does not exceed the model's positions."""
     trainer, mixture = run.trainer, run.mixture
     if mixture is None or run.is_broken("trainer"):
@@ -200,7 +200,7 @@ def fixed_reference(run: RunConfig) -> Iterator[Problem]:
         )
 
 
-def other_models(run: RunConfig) -> Iterator[Problem]:
+def check_other_models(run: RunConfig) -> Iterator[Problem]:
     """Check that the other models are those that the method reads."""
     if run.trainer is None:
         return
@@ -313,7 +313,7 @@ def benchmarks(run: RunConfig) -> Iterator[Problem]:
             yield Problem(("trainer", option), message, True)
     options = trainer.benchmark_options
     path: ValuePath = ("trainer", "benchmark_options")
-    yield from validate(EvalOptions, options, path, partial=True)[1]
+    yield from validate_values(EvalOptions, options, path, partial=True)[1]
     if "tasks" in options:
         yield Problem((*path, "tasks"), "trainer.benchmarks names the tasks: omit the key", True)
     named = run.eval.model_copy(update={"tasks": trainer.benchmarks})
@@ -327,7 +327,7 @@ def engine_of_training(run: RunConfig) -> Iterator[Problem]:
     try:
         run.engine_of_training()
     except ValidationError as error:
-        yield Problem(("training_engine",), f"with the section esurge: {explain(error)}")
+        yield Problem(("training_engine",), f"with the section esurge: {explain_error(error)}")
 
 
 def action_tasks(run: RunConfig, action: Action) -> Iterator[Problem]:

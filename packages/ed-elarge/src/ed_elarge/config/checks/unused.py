@@ -35,7 +35,7 @@ Unused = Iterable[tuple[str | ValuePath, str]]
 _GREEDY = "temperature 0 always selects the likeliest token"
 
 
-def model(options: ModelSection, run: RunConfig) -> Unused:
+def find_unused_model(options: ModelSection, run: RunConfig) -> Unused:
     if options.config is not None and options.tokenizer_section.train is not None:
         reason = "this run creates the model and the tokenizer, and loads nothing"
         yield "extra_kwargs.trust_remote_code extra_kwargs.revision", reason
@@ -43,12 +43,12 @@ def model(options: ModelSection, run: RunConfig) -> Unused:
         yield "task", f"{run.method} trains a model for {run.tasks[0].value!r}"
 
 
-def mixture(options: Mixture, run: RunConfig) -> Unused:
+def find_unused_mixture(options: Mixture, run: RunConfig) -> Unused:
     for path, message in data_checks.idle_options(options, run.schema):
         yield path, message.partition("no effect: ")[2]
 
 
-def trainer(options: TrainingArguments, run: RunConfig) -> Unused:
+def find_unused_trainer(options: TrainingArguments, run: RunConfig) -> Unused:
     if run.mixture is not None and not run.has_held_out:
         reason = "no texts are held out: set mixture.eval_fraction or mixture.eval_informs"
         yield "evaluation_steps eval_batch_size", reason
@@ -57,7 +57,7 @@ def trainer(options: TrainingArguments, run: RunConfig) -> Unused:
     yield from idle_options(options)
 
 
-def engine(options: EngineConfig, run: RunConfig) -> Unused:
+def find_unused_engine(options: EngineConfig, run: RunConfig) -> Unused:
     if options.strict_context:
         keys = "auto_truncate_prompt truncate_mode auto_cap_new_tokens"
         yield keys, "strict_context rejects requests that do not fit"
@@ -68,12 +68,12 @@ def engine(options: EngineConfig, run: RunConfig) -> Unused:
         yield "hbm_utilization cpu_cache_gib", "num_pages sets the size of the cache"
 
 
-def training_engine(options: EngineConfig, run: RunConfig) -> Unused:
+def find_unused_training_engine(options: EngineConfig, run: RunConfig) -> Unused:
     if run.trainer is None:
         yield " ".join(options.model_fields_set), "there is no section trainer"
 
 
-def quantization(options: QuantizationSection, run: RunConfig) -> Unused:
+def find_unused_quantization(options: QuantizationSection, run: RunConfig) -> Unused:
     if options.model is not None and not options.apply_quantization:
         yield "model", "apply_quantization is false"
     if options.platform not in (None, "jax"):
@@ -89,7 +89,7 @@ _OF_HARNESS = (
 )
 
 
-def evaluation(options: EvalSection, run: RunConfig) -> Unused:
+def find_unused_evaluation(options: EvalSection, run: RunConfig) -> Unused:
     local_labels = {task.label for task in options.local_tasks}
     if local_labels and local_labels.issuperset(options.tasks):
         yield _OF_HARNESS, "only lm-evaluation-harness reads the key, and all tasks are local"
@@ -99,12 +99,12 @@ def evaluation(options: EvalSection, run: RunConfig) -> Unused:
         yield "fewshot_as_multiturn", "examples are chat turns only with apply_chat_template"
 
 
-def generation(options: GenerateOptions, run: RunConfig) -> Unused:
+def find_unused_generation(options: GenerateOptions, run: RunConfig) -> Unused:
     if options.temperature == 0:
         yield "top_k top_p seed", _GREEDY
 
 
-def warnings(
+def list_unused_options(
     options: pydantic.BaseModel, find: Callable[[Any, RunConfig], Unused] | None, run: RunConfig
 ) -> Iterator[Problem]:
     """Yield a warning for each key without effect; paths start at the section or action."""
@@ -166,7 +166,7 @@ def find_other_method_keys(run: RunConfig) -> Iterator[Problem]:
             yield _warning(("trainer", key), f"{run.method} does not read the key ({listed} do)")
 
 
-def other_models(run: RunConfig) -> Iterator[Problem]:
+def find_unused_models(run: RunConfig) -> Iterator[Problem]:
     """Yield the models that the method does not read; in a run with actions they are errors."""
     if run.trainer is None or run.actions:
         return

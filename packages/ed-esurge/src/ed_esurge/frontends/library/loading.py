@@ -88,7 +88,7 @@ class ModelLibrary:
 
     async def _unload(self, model: ServedModel) -> None:
         self._server.metrics.forget(model.names[0])
-        await release(model.engine)
+        await release_engine(model.engine)
 
     @asynccontextmanager
     async def run(self) -> AsyncGenerator[None]:
@@ -217,7 +217,7 @@ def on_accelerator(engine: object) -> bool:
     return getattr(bare, "platform", "cpu") != "cpu"
 
 
-async def release(engine: object) -> None:
+async def release_engine(engine: object) -> None:
     """Stop an engine and its compilation of programs, and free its weights and pages."""
 
     def work() -> None:

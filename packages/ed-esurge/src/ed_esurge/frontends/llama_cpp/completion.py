@@ -44,7 +44,7 @@ class LlamaCompletionRequest(LlamaRequest):
     """Text, token ids, or a list of both; only text at the beginning gets special tokens."""
 
 
-async def complete(model: ServedModel, body: LlamaCompletionRequest, request: Request) -> Response:
+async def _complete(model: ServedModel, body: LlamaCompletionRequest, request: Request) -> Response:
     """Continue a prompt.
 
     Raises:
@@ -65,7 +65,7 @@ ENDPOINTS = (
     post(
         "/completion",
         "Continue a prompt in the format of llama.cpp's server.",
-        complete,
+        _complete,
         LlamaCompletionRequest,
         GeneratedAnswer,
         streams=True,

@@ -23,7 +23,7 @@ from ed_esurge.server.http.errors import APIError, InvalidField, rename_fields
 from ed_esurge.server.http.fields import JsonSchema, few, reject_field, validate_body
 from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
-from ed_esurge.server.http.streaming import StreamFormat, encode
+from ed_esurge.server.http.streaming import StreamFormat, encode_json
 
 #: llama.cpp's defaults, which differ from those of OpenAI.
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -268,7 +268,7 @@ def _select(answer: dict[str, Any], names: Sequence[str] | None) -> dict[str, An
 
 
 def _event(fields: Mapping[str, Any]) -> str:
-    return f"data: {encode(fields)}\n\n"
+    return f"data: {encode_json(fields)}\n\n"
 
 
 def _error_event(error: APIError) -> str:

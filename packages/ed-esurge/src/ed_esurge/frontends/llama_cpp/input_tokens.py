@@ -9,12 +9,12 @@ from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import check_template
 from ed_esurge.server.generation.requests import ChatRequest
-from ed_esurge.server.http.body import get_size
+from ed_esurge.server.http.body import get_body_size
 from ed_esurge.server.responses.endpoint import ResponseTokenCount
 from ed_esurge.server.routing import post
 
 
-async def count(model: ServedModel, body: ChatRequest, request: Request) -> Response:
+async def _count_tokens(model: ServedModel, body: ChatRequest, request: Request) -> Response:
     """Return the number of prompt tokens of a chat request. Nothing is generated.
 
     Raises:
@@ -22,7 +22,7 @@ async def count(model: ServedModel, body: ChatRequest, request: Request) -> Resp
     """
     model.formats.check(body)
     check_template(model, body)
-    prompt = await model.prompts.chat(body, get_size(request))
+    prompt = await model.prompts.chat(body, get_body_size(request))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
 
@@ -30,7 +30,7 @@ ENDPOINTS = (
     post(
         "/v1/chat/completions/input_tokens",
         "Count the prompt tokens of a conversation.",
-        count,
+        _count_tokens,
         ChatRequest,
         ResponseTokenCount,
         ability=GENERATES,

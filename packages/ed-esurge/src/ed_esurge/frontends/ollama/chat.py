@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ed_esurge.frontends.library.definitions import add_only_messages
-from ed_esurge.frontends.ollama.keep_alive import keep
+from ed_esurge.frontends.ollama.keep_alive import keep_model
 from ed_esurge.frontends.ollama.replies import (
     LINES,
     ReplyLine,
@@ -59,14 +59,14 @@ class OllamaChatAnswer(TimedAnswer):
     message: ChatAnswerMessage
 
 
-async def chat(model: ServedModel, body: OllamaChatRequest, request: Request) -> Response:
+async def _chat(model: ServedModel, body: OllamaChatRequest, request: Request) -> Response:
     """Answer a conversation.
 
     Raises:
         APIError: see `ChatGeneration.begin`.
     """
     watch = Stopwatch(model)
-    keep(model, body.keep_alive, request)
+    keep_model(model, body.keep_alive, request)
     if not body.messages:
         reason = "unload" if body.keep_alive == 0 else "load"
         empty = {"message": _message(ReplyLine()), "done": True, "done_reason": reason}
@@ -116,7 +116,7 @@ ENDPOINTS = (
     post(
         "/api/chat",
         "Answer a conversation in the format of Ollama's API.",
-        chat,
+        _chat,
         OllamaChatRequest,
         OllamaChatAnswer,
         streams=True,

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from ed_esurge.frontends.library.definitions import ModelDefinition
 from ed_esurge.frontends.library.loading import has_weights
-from ed_esurge.frontends.ollama.create import NewModel, add, get_definition_store, has_adapter
+from ed_esurge.frontends.ollama.create import NewModel, add_model, get_definition_store, has_adapter
 from ed_esurge.frontends.ollama.requests import ModelReference
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError
@@ -22,7 +22,7 @@ class CopyRequest(RequestBody):
     destination: NewModel
 
 
-async def copy(server: ServedModels, body: CopyRequest, request: Request) -> Response:
+async def _copy_model(server: ServedModels, body: CopyRequest, request: Request) -> Response:
     """Store a model that is derived from another model without changes. No weights are copied.
 
     Raises:
@@ -37,7 +37,9 @@ async def copy(server: ServedModels, body: CopyRequest, request: Request) -> Res
     definition = definitions.known.get(body.source)
     if definition is None and not has_weights(server, body.source):
         server.find(body.source, "")  # raises the error
-    add(definitions, body.destination, definition or ModelDefinition(source=body.source), server)
+    add_model(
+        definitions, body.destination, definition or ModelDefinition(source=body.source), server
+    )
     return Response(status_code=200)
 
 
@@ -45,7 +47,7 @@ ENDPOINTS = (
     Endpoint(
         "/api/copy",
         "Give a model a further name in the format of Ollama's API.",
-        copy,
+        _copy_model,
         "text/plain",
         CopyRequest,
         method="POST",

@@ -66,7 +66,7 @@ class CreateStatus(AnswerBody):
     status: str
 
 
-async def create(server: ServedModels, body: CreateRequest, request: Request) -> Response:
+async def _create_model(server: ServedModels, body: CreateRequest, request: Request) -> Response:
     """Store a derived model.
 
     Raises:
@@ -92,7 +92,7 @@ async def create(server: ServedModels, body: CreateRequest, request: Request) ->
         parameters=body.parameters.values(),
         license=body.license,
     )
-    add(definitions, body.model, definition, server)
+    add_model(definitions, body.model, definition, server)
 
     async def events() -> AsyncGenerator[str]:
         for status in ("writing manifest", "success"):
@@ -105,7 +105,7 @@ async def create(server: ServedModels, body: CreateRequest, request: Request) ->
     return JSONResponse({"status": "success"})
 
 
-def add(
+def add_model(
     definitions: DefinitionStore, name: str, definition: ModelDefinition, server: ServedModels
 ) -> None:
     """Store a definition.
@@ -145,7 +145,7 @@ ENDPOINTS = (
     Endpoint(
         "/api/create",
         "Derive a model from another model in the format of Ollama's API.",
-        create,
+        _create_model,
         CreateStatus,
         CreateRequest,
         streams=True,

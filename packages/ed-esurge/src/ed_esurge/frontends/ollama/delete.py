@@ -25,7 +25,7 @@ class DeleteRequest(RequestBody):
     model: ModelReference
 
 
-async def delete(server: ServedModels, body: DeleteRequest, request: Request) -> Response:
+async def _delete_model(server: ServedModels, body: DeleteRequest, request: Request) -> Response:
     """Remove a derived model. Weights are never removed.
 
     Raises:
@@ -49,7 +49,7 @@ ENDPOINTS = (
     Endpoint(
         "/api/delete",
         "Remove a derived model in the format of Ollama's API.",
-        delete,
+        _delete_model,
         "text/plain",
         DeleteRequest,
         method="DELETE",

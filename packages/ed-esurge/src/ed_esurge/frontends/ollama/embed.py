@@ -9,10 +9,10 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ed_esurge.frontends.ollama.keep_alive import KeepAlive, keep
+from ed_esurge.frontends.ollama.keep_alive import KeepAlive, keep_model
 from ed_esurge.frontends.ollama.replies import Stopwatch
 from ed_esurge.frontends.ollama.requests import ModelReference
-from ed_esurge.server.generation.abilities import EMBEDS, require
+from ed_esurge.server.generation.abilities import EMBEDS, require_ability
 from ed_esurge.server.generation.answer_size import NUMBER_BYTES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
@@ -62,16 +62,16 @@ class EmbeddingsAnswer(AnswerBody):
     embedding: list[float]
 
 
-async def embed(model: ServedModel, body: EmbedRequest, request: Request) -> Response:
+async def _embed(model: ServedModel, body: EmbedRequest, request: Request) -> Response:
     """Return the vector of each text.
 
     Raises:
         APIError: 400, the model returns no embeddings, a text is too long, or the vectors have
             fewer dimensions than requested.
     """
-    require(model, EMBEDS)
+    require_ability(model, EMBEDS)
     watch = Stopwatch(model)
-    keep(model, body.keep_alive, request)
+    keep_model(model, body.keep_alive, request)
     vectors: np.ndarray = np.zeros((0, 0), np.float32)
     count = 0
     if body.input:
@@ -89,10 +89,10 @@ async def embeddings(model: ServedModel, body: EmbeddingsRequest, request: Reque
     """Return the vector of one text.
 
     Raises:
-        APIError: see `embed`.
+        APIError: see `_embed`.
     """
-    require(model, EMBEDS)
-    keep(model, body.keep_alive, request)
+    require_ability(model, EMBEDS)
+    keep_model(model, body.keep_alive, request)
 
     if not body.prompt:
         return await answer_json({"embedding": []})
@@ -123,7 +123,7 @@ ENDPOINTS = (
     post(
         "/api/embed",
         "Embed texts in the format of Ollama's API.",
-        embed,
+        _embed,
         EmbedRequest,
         EmbedAnswer,
     ),

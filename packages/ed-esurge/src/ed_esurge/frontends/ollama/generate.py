@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ed_esurge.frontends.library.definitions import add_only_messages
-from ed_esurge.frontends.ollama.keep_alive import keep
+from ed_esurge.frontends.ollama.keep_alive import keep_model
 from ed_esurge.frontends.ollama.replies import (
     LINES,
     ReplyLine,
@@ -64,14 +64,14 @@ class GenerateAnswer(TimedAnswer):
     """Token ids of prompt and answer, for `context` of the next request."""
 
 
-async def generate(model: ServedModel, body: GenerateRequest, request: Request) -> Response:
+async def _generate(model: ServedModel, body: GenerateRequest, request: Request) -> Response:
     """Answer a prompt.
 
     Raises:
         APIError: see `ChatGeneration.begin`.
     """
     watch = Stopwatch(model)
-    keep(model, body.keep_alive, request)
+    keep_model(model, body.keep_alive, request)
     if not body.prompt and not body.suffix:
         reason = "unload" if body.keep_alive == 0 else "load"
         empty = {"response": "", "done": True, "done_reason": reason}
@@ -146,7 +146,7 @@ ENDPOINTS = (
     post(
         "/api/generate",
         "Answer a prompt in the format of Ollama's API.",
-        generate,
+        _generate,
         GenerateRequest,
         GenerateAnswer,
         streams=True,

@@ -31,7 +31,7 @@ KeepAlive = Annotated[
 ]
 
 
-def keep(model: ServedModel, seconds: float | None, request: Request) -> None:
+def keep_model(model: ServedModel, seconds: float | None, request: Request) -> None:
     """Apply the `keep_alive` of a request. Models of the start stay loaded, so the field has no
     effect on them, which `X-Ignored-Fields` reports."""
     if seconds is None:

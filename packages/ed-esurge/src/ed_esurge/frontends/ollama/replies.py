@@ -12,13 +12,13 @@ from typing import Any
 
 from ed_esurge.outputs import append_text
 from ed_esurge.replies.blocks import Block
-from ed_esurge.replies.json_text import read_arguments
+from ed_esurge.replies.json_text import loads_arguments
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.logprobs import chat_logprobs
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration
 from ed_esurge.server.http.errors import APIError, ApiFormat
-from ed_esurge.server.http.streaming import StreamFormat, encode
+from ed_esurge.server.http.streaming import StreamFormat, encode_json
 
 NANOSECONDS = 1e9
 
@@ -126,7 +126,7 @@ def _call(block: Block) -> list[dict[str, Any]]:
     """Return a complete call; none for a call that was cut off, or is no call."""
     if block.broken or not block.is_complete:
         return []
-    function = {"name": block.name, "arguments": read_arguments(block.text)}
+    function = {"name": block.name, "arguments": loads_arguments(block.text)}
     return [{"id": block.call_id, "function": function}]
 
 
@@ -196,7 +196,7 @@ def _convert_to_nanoseconds(seconds: float) -> int:
 
 def json_line(fields: dict[str, Any]) -> str:
     """Return one line of a stream."""
-    return encode(fields) + "\n"
+    return encode_json(fields) + "\n"
 
 
 def _error_line(error: APIError) -> str:

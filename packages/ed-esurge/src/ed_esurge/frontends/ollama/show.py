@@ -60,7 +60,7 @@ class ShownModel(AnswerBody):
     modified_at: str
 
 
-async def show(server: ServedModels, body: ShowRequest, request: Request) -> JSONResponse:
+async def _show_model(server: ServedModels, body: ShowRequest, request: Request) -> JSONResponse:
     """Return facts about a model, without loading the model.
 
     Raises:
@@ -164,7 +164,7 @@ ENDPOINTS = (
     Endpoint(
         "/api/show",
         "Describe a model in the format of Ollama's API.",
-        show,
+        _show_model,
         ShownModel,
         ShowRequest,
         method="POST",

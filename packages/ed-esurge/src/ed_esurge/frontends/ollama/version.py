@@ -11,7 +11,7 @@ from ed_esurge.server.operations.health import server_version
 from ed_esurge.server.routing import Endpoint
 
 
-async def version(server: ServedModels, request: Request) -> JSONResponse:
+async def _version(server: ServedModels, request: Request) -> JSONResponse:
     """Return the version of this server."""
     return JSONResponse({"version": server_version()})
 
@@ -20,7 +20,7 @@ ENDPOINTS = (
     Endpoint(
         "/api/version",
         "Return the version of the server in the format of Ollama's API.",
-        version,
+        _version,
         Version,
         refusals=(421,),
         access="open",

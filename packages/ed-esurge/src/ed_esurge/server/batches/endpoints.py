@@ -7,7 +7,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse
 
-from ed_esurge.server.batches.uploads import check_form, receive
+from ed_esurge.server.batches.uploads import check_upload_form, receive_upload
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import get_owner
@@ -123,12 +123,12 @@ async def upload(server: ServedModels, request: Request) -> JSONResponse:
             429, the key has too many files; 503, the file cannot be written.
     """
     store, owner, limits = _store(server), get_owner(request.scope), server.state.limits
-    check_form(request)
+    check_upload_form(request)
     store.check_room(owner)
     with refused_when_full():
         path = store.part()
         try:
-            form = await receive(request, limits, path)
+            form = await receive_upload(request, limits, path)
             if form.purpose != "batch":
                 raise APIError(
                     f"the purpose {form.purpose!r:.50} is not supported: use batch", param="purpose"
@@ -162,7 +162,7 @@ async def content(server: ServedModels, request: Request) -> FileResponse:
     return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
 
-async def delete(server: ServedModels, request: Request) -> JSONResponse:
+async def _delete_file(server: ServedModels, request: Request) -> JSONResponse:
     """Delete a file. Raises APIError: 404; 409, an unfinished batch reads the file."""
     name = request.path_params["file_id"]
     with refused_when_full():
@@ -174,7 +174,7 @@ def _file(server: ServedModels, request: Request) -> JsonFields:
     return _store(server).file(request.path_params["file_id"], get_owner(request.scope))
 
 
-async def create(server: ServedModels, body: BatchRequest, request: Request) -> JSONResponse:
+async def _create_batch(server: ServedModels, body: BatchRequest, request: Request) -> JSONResponse:
     """Queue a batch.
 
     Raises:
@@ -203,7 +203,7 @@ async def batch(server: ServedModels, request: Request) -> JSONResponse:
     return JSONResponse(public(_batch(server, request)))
 
 
-async def cancel(server: ServedModels, request: Request) -> JSONResponse:
+async def _cancel_batch(server: ServedModels, request: Request) -> JSONResponse:
     """Cancel a batch. Lines in progress are answered, and the answers remain available.
 
     Raises:
@@ -254,7 +254,7 @@ ENDPOINTS = (
     Endpoint(
         "/v1/files/{file_id}",
         "Delete a file.",
-        delete,
+        _delete_file,
         FileDeleted,
         refusals=(*READING, 404, 409),
         method="DELETE",
@@ -262,7 +262,7 @@ ENDPOINTS = (
     Endpoint(
         "/v1/batches",
         "Answer the requests of a file, line by line.",
-        create,
+        _create_batch,
         BatchObject,
         BatchRequest,
         refusals=tuple(REFUSALS),
@@ -280,7 +280,7 @@ ENDPOINTS = (
     Endpoint(
         "/v1/batches/{batch_id}/cancel",
         "Stop a batch. Lines in progress are answered.",
-        cancel,
+        _cancel_batch,
         BatchObject,
         refusals=(*READING, 404, 409),
         method="POST",

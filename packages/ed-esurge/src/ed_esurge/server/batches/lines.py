@@ -42,7 +42,7 @@ class AnswerPieces:
     reservation: Reservation
 
 
-def release(entry: dict[str, Any]) -> None:
+def release_entry(entry: dict[str, Any]) -> None:
     """Release the bytes of an entry that was written."""
     body = (entry["response"] or {}).get("body")
     if isinstance(body, AnswerPieces):

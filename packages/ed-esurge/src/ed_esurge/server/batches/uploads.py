@@ -20,7 +20,7 @@ class Upload:
     purpose: str
 
 
-async def receive(request: Request, limits: ServerLimits, path: Path) -> Upload:
+async def receive_upload(request: Request, limits: ServerLimits, path: Path) -> Upload:
     """Write the file of a form to a path, and return the other fields.
 
     Raises:
@@ -35,7 +35,7 @@ async def receive(request: Request, limits: ServerLimits, path: Path) -> Upload:
     return Upload(form.filename or "file", form.fields["purpose"][-1])
 
 
-def check_form(request: Request) -> None:
+def check_upload_form(request: Request) -> None:
     """Raise APIError if the body is no form."""
     if not is_form(request):
         raise APIError("send a file as multipart/form-data with the fields purpose and file")

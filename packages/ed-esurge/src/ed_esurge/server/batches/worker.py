@@ -28,7 +28,7 @@ from ed_esurge.server.batches.lines import (
     interrupted_line,
     is_successful,
     line_pieces,
-    release,
+    release_entry,
 )
 from ed_esurge.server.batches.turns import LineSlots
 from ed_esurge.server.generation.served_models import ServedModels
@@ -294,7 +294,7 @@ class _BatchRun:
             try:
                 await self._record(entry, files)
             finally:
-                release(entry)
+                release_entry(entry)
 
         async with asyncio.TaskGroup() as group:
             for number, raw in _number_lines(path):

@@ -93,7 +93,7 @@ def describe_route(model: Model) -> str:
     return "it generates tokens, send the texts to /v1/completions or /v1/chat/completions"
 
 
-def require(model: Model, ability: EndpointAbility, reason: str | None = None) -> None:
+def require_ability(model: Model, ability: EndpointAbility, reason: str | None = None) -> None:
     """Check that a model has an ability.
 
     Args:
@@ -107,7 +107,7 @@ def require(model: Model, ability: EndpointAbility, reason: str | None = None) -
 
 
 def unsupported_task(model: Model, ability: EndpointAbility, reason: str | None = None) -> APIError:
-    """Return the error of `require`."""
+    """Return the error of `require_ability`."""
     models: Sequence[Model] = model.state.all_models()
     able = [repr(candidate.names[0]) for candidate in models if ability.has(candidate)]
     if not able:

@@ -229,7 +229,7 @@ class CompletionLogprobs:
         self._offset += width
 
 
-def join(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def join_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Concatenate parts of `CompletionLogprobs`, or of `chat_logprobs`."""
     joined: dict[str, Any] = {key: [] for key, value in parts[0].items() if value is not None}
     for part in parts:

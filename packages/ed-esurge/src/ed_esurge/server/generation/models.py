@@ -29,7 +29,7 @@ from ed_esurge.outputs import LabelSet, RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingDefaults, SamplingParams
 from ed_esurge.server.activity import Activity
 from ed_esurge.server.detached import DetachedAnswers
-from ed_esurge.server.generation.abilities import ABILITIES, POOLS, require
+from ed_esurge.server.generation.abilities import ABILITIES, POOLS, require_ability
 from ed_esurge.server.generation.answer_size import (
     FREE_BYTES,
     NUMBER_BYTES,
@@ -465,7 +465,7 @@ class ServedModel:
         Raises:
             APIError: see `generate`.
         """
-        require(self, POOLS)
+        require_ability(self, POOLS)
         options = options or self._options()
         name = f"{name or new_id('embd', None)}-{uuid.uuid4().hex}"
 

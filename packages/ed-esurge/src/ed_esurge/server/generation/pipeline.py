@@ -40,10 +40,10 @@ from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.reply_formats import Parser
 from ed_esurge.server.generation.requests import ChatRequest, GenerationRequest
 from ed_esurge.server.generation.structured import NamedTool, compile_one, required_calls
-from ed_esurge.server.http.body import get_size
+from ed_esurge.server.http.body import get_body_size
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.json_parts import answer_json
-from ed_esurge.server.http.streaming import OPENAI_STREAM, StreamFormat, merge
+from ed_esurge.server.http.streaming import OPENAI_STREAM, StreamFormat, merge_streams
 
 #: Header of the answer to a truncated prompt: the number of removed tokens.
 TRUNCATED = "X-Truncated-Prompt-Tokens"
@@ -124,7 +124,7 @@ class RunningGeneration:
         Closing the generator aborts the request.
         """
         streams = [self._stream(index, task) for index, task in enumerate(self.tasks)]
-        async with aclosing(merge(streams)) as deltas:
+        async with aclosing(merge_streams(streams)) as deltas:
             async for index, delta in deltas:
                 self.times = delta.metrics
                 self._cached[index] = delta.metrics.num_cached_tokens
@@ -256,7 +256,7 @@ class ChatGeneration:
         model.check_generations(body.n)
         model.formats.check(body)
         check_template(model, body)
-        prompt = raw_prompt or await model.prompts.chat(body, get_size(request))
+        prompt = raw_prompt or await model.prompts.chat(body, get_body_size(request))
         if tokens:
             prompt = prompt.after(tokens)
         requested = body.max_completion_tokens or body.max_tokens

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from ed_esurge.server.generation.requests import ChatMessages, as_prompts
+from ed_esurge.server.generation.requests import ChatMessages, validate_prompts
 from ed_esurge.server.generation.text_pairs import PairSide
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import ClientText, RequestBody, reject_field
@@ -62,7 +62,7 @@ def _prompts(value: object) -> object:
         first = value[0][0] if isinstance(value[0], list) and value[0] else value[0]
         if isinstance(first, dict):
             raise InvalidField("contains messages: send one conversation in the field messages")
-    return as_prompts(value)
+    return validate_prompts(value)
 
 
 class TextRequest(PooledRequest):

@@ -34,7 +34,7 @@ from ed_esurge.server.generation.text_pairs import (
     PairSide,
     encode_pair,
     encode_text,
-    first_tokens,
+    first_pair_tokens,
 )
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.template import ChatTemplate
@@ -288,7 +288,7 @@ class PromptEncoder:
         """Return the beginning of each text, up to a number of tokens."""
 
         def work() -> list[str]:
-            return [first_tokens(self.tokenizer, text, count) for text in texts]
+            return [first_pair_tokens(self.tokenizer, text, count) for text in texts]
 
         return await self._aside(work, sum(map(len, texts)) + len(texts))
 

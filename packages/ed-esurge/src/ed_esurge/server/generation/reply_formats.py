@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from ed_infra.conversation import TOOL_FORMAT, renders_tools
 
 from ed_esurge.replies.forced import LISTED, NamedCall
-from ed_esurge.replies.formats import FormatT, by_name, detect
+from ed_esurge.replies.formats import FormatT, detect, get_format
 from ed_esurge.replies.parser import Calls, ReplyParser
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
@@ -58,7 +58,7 @@ class ReplyFormats:
         def choose(table: Mapping[str, FormatT], name: str, option: str) -> FormatT | None:
             if name == "auto":
                 name = detect(table, template, vocabulary) or "none"
-            return None if name == "none" else by_name(table, name, option)
+            return None if name == "none" else get_format(table, name, option)
 
         self._takes_tools = renders_tools(template)
         if not self._takes_tools and tool_parser_name == "auto":

@@ -98,7 +98,7 @@ MAX_MESSAGES, MAX_PROMPTS, MAX_PARTS, MAX_DOCUMENTS = 4096, 2048, 1024, 256
 MAX_BIASES, MAX_STOP_TOKENS = 1024, 1024
 
 
-def as_prompts(value: object) -> list[str | list[int]]:
+def validate_prompts(value: object) -> list[str | list[int]]:
     """Convert the four forms of `prompt` to a list of texts and token lists; None to []."""
     if value is None:
         return []
@@ -255,7 +255,7 @@ class GenerationRequest(Guided, LlamaSamplers, OtherSamplers):
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`. `prompt` is converted to a list."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(as_prompts)] = Field(
+    prompt: Annotated[list[str | list[int]], PlainValidator(validate_prompts)] = Field(
         default_factory=list
     )
     prompt_embeds: Annotated[list[str], BeforeValidator(as_list), few(MAX_PROMPTS)] = Field(

@@ -12,7 +12,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 
 from ed_esurge.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ed_esurge.sampling import PoolingParams
-from ed_esurge.server.generation.abilities import TRANSCRIBES, require
+from ed_esurge.server.generation.abilities import TRANSCRIBES, require_ability
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
 from ed_esurge.speech.errors import AudioError, AudioTooLongError, QueueFullError
@@ -21,7 +21,9 @@ from ed_esurge.speech.options import TranscriptionOptions
 
 def speech_engine(model: ServedModel) -> Any:
     """Return the engine of a model that transcribes. Raises APIError: 400, it is another model."""
-    require(model, TRANSCRIBES, "it reads no audio, send the file to a model such as Whisper")
+    require_ability(
+        model, TRANSCRIBES, "it reads no audio, send the file to a model such as Whisper"
+    )
     return model.engine
 
 

@@ -87,7 +87,7 @@ def encode_text(
     return [*ids[:begin], *remaining_ids, *ids[end:]], len(ids) - limit
 
 
-def first_tokens(tokenizer: Tokenizer, text: str, count: int) -> str:
+def first_pair_tokens(tokenizer: Tokenizer, text: str, count: int) -> str:
     """Return the beginning of a text, up to `count` tokens.
 
     Raises:

@@ -27,7 +27,7 @@ BODY_BYTES = "ed_esurge.body_bytes"
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="ed-esurge-body")
 
 
-def get_size(request: Request) -> int:
+def get_body_size(request: Request) -> int:
     """Return the length of a request's body in bytes."""
     return request.scope.get(BODY_BYTES, 0)
 
@@ -52,7 +52,7 @@ _OPENING = (b":", b"[", b"{")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
-async def read(
+async def read_body(
     request: Request,
     kind: type[_OptionsT],
     limits: ServerLimits,
@@ -82,7 +82,9 @@ async def read(
             "the request body is not a JSON object sent with Content-Type: application/json",
             code="invalid_json",
         )
-    parts = [chunk async for chunk in chunks(request, limits.max_body_bytes, limits.body_timeout)]
+    parts = [
+        chunk async for chunk in read_chunks(request, limits.max_body_bytes, limits.body_timeout)
+    ]
     raw = b"".join(parts)
     request.scope[BODY_BYTES] = len(raw)
     return await aside(lambda: validate_body(kind, _parse_body(raw), ignored), len(raw))
@@ -101,7 +103,7 @@ def _is_plain_curl(request: Request, content_type: str) -> bool:
     return api is not None and api.accepts_plain_curl
 
 
-async def chunks(request: Request, most: int, seconds: float) -> AsyncGenerator[bytes]:
+async def read_chunks(request: Request, most: int, seconds: float) -> AsyncGenerator[bytes]:
     """Yield a body in the chunks that arrive. The bytes count as in flight until the request ends.
 
     Raises:

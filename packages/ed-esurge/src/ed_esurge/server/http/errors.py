@@ -67,7 +67,7 @@ def _match_location(
     return max(candidate, skipped, key=lambda match: (len(match[0]), match[1]))
 
 
-def format_path(parts: Sequence[_LocationPart]) -> str:
+def format_location(parts: Sequence[_LocationPart]) -> str:
     """Write parts as a path: `messages[0].role`."""
     path = ""
     for part in parts:
@@ -308,7 +308,7 @@ def _path(error: Mapping[str, Any], body: object) -> str | None:
         parts = in_body(parts, body, missing=error["type"] == "missing")
     if error["type"] in _OF_TAGS:
         parts = [*parts, "type"]
-    return format_path(parts) or None
+    return format_location(parts) or None
 
 
 # Errors of a union whose members are distinguished by the field `type`.

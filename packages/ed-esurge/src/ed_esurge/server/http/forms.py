@@ -13,7 +13,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from ed_esurge.config import ServerLimits
-from ed_esurge.server.http.body import BODY_BYTES, aside, chunks
+from ed_esurge.server.http.body import BODY_BYTES, aside, read_chunks
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import IgnoredKeys, validate_body
 
@@ -152,7 +152,7 @@ async def read_form(
     """
     form = Form(request.headers.get("content-type", ""), file, max_field)
     pending = bytearray()
-    async for chunk in chunks(request, most, seconds):
+    async for chunk in read_chunks(request, most, seconds):
         pending += chunk
         if len(pending) >= PIECE:
             data, pending = bytes(pending), bytearray()
@@ -168,9 +168,9 @@ async def read_audio(
     limits: ServerLimits,
     ignored: IgnoredKeys | None = None,
 ) -> _OptionsT:
-    """Return a form with an audio file as a request model; see `ed_esurge.server.http.body.read`.
+    """Return a form with an audio file as a request model.
 
-    A field whose name ends with `[]` is a list.
+    See `ed_esurge.server.http.body.read_body`. A field whose name ends with `[]` is a list.
 
     Raises:
         APIError: 400, the body is not a form, or a field is invalid; 408, the body is too slow;

@@ -26,7 +26,7 @@ _SLICE, _GROUP = 2**18, 128
 _WRITER = ThreadPoolExecutor(1, thread_name_prefix="ed-esurge-answer")
 
 # `json.dumps(..., ensure_ascii=False)` would build an encoder on every call.
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 def to_bytes(text: str) -> bytes:
@@ -63,7 +63,7 @@ class JsonText:
 
 
 def json_parts(value: object) -> Iterator[str]:
-    """Yield the JSON text of a value in pieces. The text equals that of `encode`.
+    """Yield the JSON text of a value in pieces. The text equals that of `encode_json`.
 
     Args:
         value: a JSON value, which may contain `JsonItems` and `JsonText`.
@@ -77,7 +77,7 @@ def json_parts(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping):
         opening = "{"
         for key, item in value.items():
-            yield f"{opening}{encode(key)}:"
+            yield f"{opening}{encode_json(key)}:"
             yield from json_parts(item)
             opening = ","
         yield "{}" if opening == "{" else "}"
@@ -85,14 +85,14 @@ def json_parts(value: object) -> Iterator[str]:
         nested = isinstance(value[0], Mapping | list | tuple | JsonItems | JsonText)
         yield from _list_parts(iter(value), 0 if nested and len(value) <= _GROUP else _GROUP)
     else:
-        yield encode(value)
+        yield encode_json(value)
 
 
 def _list_parts(items: Iterator[Any], group: int) -> Iterator[str]:
     opening = "["
     if group:
         while batch := list(islice(items, group)):
-            yield f"{opening}{encode(batch)[1:-1]}"
+            yield f"{opening}{encode_json(batch)[1:-1]}"
             opening = ","
     else:
         for item in items:
@@ -121,7 +121,7 @@ async def write_json(value: object, size: int) -> list[bytes]:
 async def write_text(value: object, size: int) -> str:
     """Return the JSON text of a value; see `write_json`."""
     if size < LONG_ANSWER:
-        return to_bytes(encode(value)).decode()
+        return to_bytes(encode_json(value)).decode()
     return b"".join(await write_json(value, size)).decode()
 
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ed_esurge.server.http.errors import APIError, client_gone
-from ed_esurge.server.http.json_parts import encode, to_bytes, write_text
+from ed_esurge.server.http.json_parts import encode_json, to_bytes, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ OPENAI_STREAM = StreamFormat()
 
 def named_event(event: str, fields: Mapping[str, Any]) -> str:
     """Return a server-sent event with a name."""
-    return f"event: {event}\ndata: {encode(fields)}\n\n"
+    return f"event: {event}\ndata: {encode_json(fields)}\n\n"
 
 
 async def write_named_event(event: str, fields: Mapping[str, Any], size: int) -> str:
@@ -200,13 +200,13 @@ class EventStream(Response):
                 if self._error_event is not None:
                     end = self._error_event(error)
                 else:
-                    end = f"data: {encode(error.envelope())}\n\n{DONE}"
+                    end = f"data: {encode_json(error.envelope())}\n\n{DONE}"
         # The connection of a client that no longer reads is cut.
         async with asyncio.timeout(LAST_EVENT_SECONDS):
             await body(end, more=False)
 
 
-async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+async def merge_streams(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
     """Yield the items of several streams as they arrive, each with the index of its stream.
 
     The first error ends all streams. Closing this iterator closes the streams.

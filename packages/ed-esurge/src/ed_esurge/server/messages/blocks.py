@@ -180,19 +180,19 @@ class DocumentBlock(ContentBlock):
         source = self.source
         body: list[dict[str, Any] | ImagePart] = []
         if isinstance(source, PlainTextSource):
-            body = [write_text(source.data)]
+            body = [write_text_block(source.data)]
         elif isinstance(source, BlocksSource) and isinstance(source.content, str):
-            body = [write_text(source.content)]
+            body = [write_text_block(source.content)]
         elif isinstance(source, BlocksSource):
             for place, block in enumerate(source.content):
                 if isinstance(block, ImageBlock):
                     at = f"{field}.source.content[{place}]"
                     body.append(block.for_chat(at, optional=optional))
                 elif isinstance(block, TextBlock):
-                    body.append(write_text(block.text))
+                    body.append(write_text_block(block.text))
         else:
             raise InvalidField("has no content: send a source of type text", f"{field}.source")
-        return [*(write_text(f"{text}\n") for text in head), *body, write_text("\n")]
+        return [*(write_text_block(f"{text}\n") for text in head), *body, write_text_block("\n")]
 
 
 class SearchResult(ContentBlock):
@@ -206,7 +206,7 @@ class SearchResult(ContentBlock):
     def for_chat(self) -> dict[str, Any]:
         """Return the text part of a chat message."""
         texts = [self.title, self.source, *(block.text for block in self.content)]
-        return write_text("\n".join(text for text in texts if text) + "\n")
+        return write_text_block("\n".join(text for text in texts if text) + "\n")
 
 
 ResultBlock = Annotated[
@@ -239,7 +239,7 @@ class ToolResult(ContentBlock):
         """
         blocks = [] if self.content is None else self.content
         parts = (
-            [write_text(blocks)]
+            [write_text_block(blocks)]
             if isinstance(blocks, str)
             else convert_blocks(blocks, f"{field}.content", optional=True)
         )
@@ -273,7 +273,7 @@ ContentBlocks = Annotated[
 ]
 
 
-def write_text(text: str) -> dict[str, Any]:
+def write_text_block(text: str) -> dict[str, Any]:
     """Return a text part of a chat message."""
     return {"type": "text", "text": text}
 
@@ -292,9 +292,9 @@ def convert_blocks(
     for place, block in enumerate(blocks):
         match block:
             case TextBlock():
-                parts.append(write_text(block.text))
+                parts.append(write_text_block(block.text))
             case CompactionBlock():
-                parts.append(write_text(block.content or ""))
+                parts.append(write_text_block(block.content or ""))
             case ImageBlock():
                 parts.append(block.for_chat(f"{field}[{place}]", optional=optional))
             case DocumentBlock():

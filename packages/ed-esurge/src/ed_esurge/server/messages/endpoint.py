@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ed_esurge.replies.blocks import Block, Change
-from ed_esurge.replies.json_text import read_arguments
+from ed_esurge.replies.json_text import loads_arguments
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, ReplyPiece, truncation
-from ed_esurge.server.http.body import aside, get_size
+from ed_esurge.server.http.body import aside, get_body_size
 from ed_esurge.server.http.errors import APIError, ApiFormat, rename_fields
 from ed_esurge.server.http.streaming import StreamFormat, named_event
 from ed_esurge.server.messages.request import MESSAGE_NAMES, CountRequest, MessagesRequest
@@ -122,7 +122,7 @@ async def message(model: ServedModel, body: MessagesRequest, request: Request) -
         APIError: see `ChatGeneration.begin`.
     """
     with rename_fields(MESSAGE_NAMES):
-        chat = await aside(body.chat, get_size(request))
+        chat = await aside(body.chat, get_body_size(request))
         turn = await ChatGeneration.begin(model, chat, request, "msg")
     return await turn.generation.answer(
         body.stream,
@@ -138,16 +138,16 @@ async def _build_response(turn: ChatGeneration) -> dict[str, Any]:
     return {**_head(turn), "content": content, **_stop(turn.last), "usage": _usage(turn)}
 
 
-async def count_tokens(model: ServedModel, body: CountRequest, request: Request) -> Response:
+async def _count_tokens(model: ServedModel, body: CountRequest, request: Request) -> Response:
     """Return the number of prompt tokens of a request.
 
     Raises:
         APIError: the chat template rejects the conversation.
     """
     with rename_fields(MESSAGE_NAMES):
-        chat = await aside(body.chat, get_size(request))
+        chat = await aside(body.chat, get_body_size(request))
         model.formats.check(chat)
-        prompt = await model.prompts.chat(chat, get_size(request))
+        prompt = await model.prompts.chat(chat, get_body_size(request))
     return JSONResponse({"input_tokens": len(prompt.tokens)})
 
 
@@ -182,7 +182,7 @@ def _block(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     if block.kind == "thoughts":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    arguments = read_arguments(block.text) if block.is_complete else {}
+    arguments = loads_arguments(block.text) if block.is_complete else {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
@@ -246,7 +246,7 @@ ENDPOINTS = (
     post(
         "/v1/messages/count_tokens",
         "Count the prompt tokens of such a conversation.",
-        count_tokens,
+        _count_tokens,
         CountRequest,
         InputTokenCount,
         api=ANTHROPIC,

@@ -29,14 +29,14 @@ from ed_esurge.server.generation.logprobs import (
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, FinishedChoice, openai_usage
 from ed_esurge.server.generation.requests import ChatRequest
-from ed_esurge.server.http.json_parts import JsonItems, encode
+from ed_esurge.server.http.json_parts import JsonItems, encode_json
 from ed_esurge.server.openai.chunks import Chunks
 from ed_esurge.server.routing import post
 
 ROLE = '"delta":{"role":"assistant","content":""}'
 
 
-async def chat(model: ServedModel, body: ChatRequest, request: Request) -> Response:
+async def _chat(model: ServedModel, body: ChatRequest, request: Request) -> Response:
     """Answer a chat request.
 
     Raises:
@@ -110,7 +110,7 @@ def _logprobs(
 def _deltas(events: Sequence[Event]) -> list[str]:
     """Return the `delta` of each chunk for some events, as JSON."""
     if len(events) == 1 and isinstance(events[0], ReplyText):  # the most frequent case
-        return [f'{{"content":{encode(events[0].text)}}}']
+        return [f'{{"content":{encode_json(events[0].text)}}}']
     fields: list[tuple[str, str]] = []
     for event in events:
         match event:
@@ -121,7 +121,7 @@ def _deltas(events: Sequence[Event]) -> list[str]:
             case CallBegins(index, call_id, name):
                 function = {"name": name, "arguments": ""}
                 call = {"index": index, "id": call_id, "type": "function", "function": function}
-                fields.append(("", f'{{"tool_calls":[{encode(call)}]}}'))
+                fields.append(("", f'{{"tool_calls":[{encode_json(call)}]}}'))
             case CallArguments(index, text):
                 fields.append((str(index), text))
             case _:
@@ -136,10 +136,10 @@ def _deltas(events: Sequence[Event]) -> list[str]:
         if not name:
             result.append(text)
         elif name.isdecimal():
-            part = f'{{"index":{name},"function":{{"arguments":{encode(text)}}}}}'
+            part = f'{{"index":{name},"function":{{"arguments":{encode_json(text)}}}}}'
             result.append(f'{{"tool_calls":[{part}]}}')
         else:
-            result.append(f'{{"{name}":{encode(text)}}}')
+            result.append(f'{{"{name}":{encode_json(text)}}}')
     return result
 
 
@@ -155,7 +155,7 @@ async def _events(turn: ChatGeneration) -> AsyncGenerator[str]:
         so_far=(lambda: openai_usage(turn.generation)) if body.continuous_usage else None,
     )
     begun: set[int] = set()
-    prompt = f',"prompt_token_ids":{encode(turn.tokens)}' if body.return_token_ids else ""
+    prompt = f',"prompt_token_ids":{encode_json(turn.tokens)}' if body.return_token_ids else ""
     async with aclosing(turn.pieces()) as items:
         async for pieces in items:
             events = []
@@ -166,7 +166,7 @@ async def _events(turn: ChatGeneration) -> AsyncGenerator[str]:
                     events.append(chunks.choice(piece.index, ROLE, None, None, prompt))
                     prompt = ""
                 logprobs = _logprobs(model, body, out) if out.token_ids else None
-                ids = f',"token_ids":{encode(out.token_ids)}' if body.return_token_ids else ""
+                ids = f',"token_ids":{encode_json(out.token_ids)}' if body.return_token_ids else ""
                 deltas = _deltas(piece.events)
                 if not deltas and (logprobs is not None or (ids and out.token_ids)):
                     deltas = ['{"content":""}']
@@ -187,7 +187,7 @@ ENDPOINTS = (
     post(
         "/v1/chat/completions",
         "Answer a conversation.",
-        chat,
+        _chat,
         ChatRequest,
         ChatCompletion,
         streams=True,

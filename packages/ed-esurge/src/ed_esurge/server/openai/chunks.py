@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ed_esurge.server.http.json_parts import encode
+from ed_esurge.server.http.json_parts import encode_json
 
 
 class Chunks:
@@ -29,7 +29,7 @@ class Chunks:
         so_far: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         fields = {"id": request_id, "object": kind, "created": created, "model": model}
-        self._head = "data: " + encode(fields)[:-1] + ',"choices":['
+        self._head = "data: " + encode_json(fields)[:-1] + ',"choices":['
         self._tail = ',"usage":null}\n\n' if usage else "}\n\n"
         self._so_far = so_far
 
@@ -42,7 +42,7 @@ class Chunks:
             payload: JSON fields of the choice: `"text":"…"` or `"delta":{…}`.
             extra: JSON fields of the chunk: `,"prompt_token_ids":[…]`.
         """
-        scores = "null" if logprobs is None else encode(logprobs)
+        scores = "null" if logprobs is None else encode_json(logprobs)
         return self.written_choice(index, payload, scores, finish, extra)
 
     def written_choice(
@@ -52,7 +52,7 @@ class Chunks:
         reason = "null" if finish is None else f'"{finish}"'
         tail = self._tail
         if self._so_far is not None:
-            tail = f',"usage":{encode(self._so_far())}}}\n\n'
+            tail = f',"usage":{encode_json(self._so_far())}}}\n\n'
         return (
             f'{self._head}{{"index":{index},{payload},"logprobs":{scores},'
             f'"finish_reason":{reason}}}]{extra}{tail}'
@@ -60,4 +60,4 @@ class Chunks:
 
     def usage(self, usage: dict[str, Any]) -> str:
         """Return the last chunk of a stream with `include_usage`: no choices, all token counts."""
-        return f'{self._head}],"usage":{encode(usage)}}}\n\n'
+        return f'{self._head}],"usage":{encode_json(usage)}}}\n\n'

@@ -60,7 +60,7 @@ async def classify(model: ServedModel, body: ClassificationRequest, request: Req
     Raises:
         APIError: 400, the model is not a classifier, or a text is too long.
     """
-    labels = get_labels(model, "/classify requires the task 'sequence-classification'")
+    labels = require_labels(model, "/classify requires the task 'sequence-classification'")
     request_id = new_id("classify", body.request_id)
     texts = await EncodedTexts.of(model, body, embeds=False)
     options = model.queue_options(body)
@@ -91,7 +91,7 @@ async def classify(model: ServedModel, body: ClassificationRequest, request: Req
     return await answer_json(response, size.bytes, headers)
 
 
-def get_labels(model: ServedModel, reason: str) -> LabelSet:
+def require_labels(model: ServedModel, reason: str) -> LabelSet:
     """Return the labels of a classifier.
 
     Raises:

@@ -23,7 +23,7 @@ from ed_esurge.server.generation.answer_size import (
     score_count,
 )
 from ed_esurge.server.generation.answers import Completion
-from ed_esurge.server.generation.logprobs import CompletionLogprobs, join, prompt_logprobs
+from ed_esurge.server.generation.logprobs import CompletionLogprobs, join_logprobs, prompt_logprobs
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import (
     PromptTask,
@@ -36,7 +36,7 @@ from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.requests import CompletionRequest
 from ed_esurge.server.generation.structured import compile_one
 from ed_esurge.server.http.body import aside
-from ed_esurge.server.http.json_parts import JsonItems, encode, write_text
+from ed_esurge.server.http.json_parts import JsonItems, encode_json, write_text
 from ed_esurge.server.openai.chunks import Chunks
 from ed_esurge.server.routing import post
 
@@ -44,7 +44,7 @@ from ed_esurge.server.routing import post
 DEFAULT_MAX_TOKENS = 16
 
 
-async def complete(model: ServedModel, body: CompletionRequest, request: Request) -> Response:
+async def _complete(model: ServedModel, body: CompletionRequest, request: Request) -> Response:
     """Answer a completion request.
 
     Raises:
@@ -217,7 +217,7 @@ class _Completions:
                 parts.append(writer.prompt(task.echo, task.tokens, output.prompt_logprobs or []))
             if not scores_only:
                 parts.append(writer.completion(completion.token_ids, completion.logprobs or []))
-            logprobs = join(parts)
+            logprobs = join_logprobs(parts)
         choice = {
             "index": index,
             "text": (task.echo or "") + ("" if scores_only else completion.text),
@@ -269,7 +269,7 @@ class _Completions:
                     writer = writers[index]
                     if first and task.echo is not None:
                         logprobs = await self._prompt_scores(writer, task, scores.get(place) or [])
-                        payload = f'"text":{encode(task.echo)}'
+                        payload = f'"text":{encode_json(task.echo)}'
                         events.append(chunks.written_choice(index, payload, logprobs, None))
                     finish = out.finish_reason and finish_reason(out.finish_reason)
                     if self._scores_only:
@@ -279,7 +279,7 @@ class _Completions:
                     if writer is not None and out.token_ids:
                         logprobs = writer.completion(out.token_ids, out.logprobs or [])
                     if out.text or finish or ids or logprobs is not None:
-                        payload = f'"text":{encode(out.text)}{ids}'
+                        payload = f'"text":{encode_json(out.text)}{ids}'
                         events.append(chunks.choice(index, payload, logprobs, finish))
                 if events:
                     yield "".join(events)
@@ -303,15 +303,15 @@ class _Completions:
         """Return the JSON fields of the token ids, if requested."""
         if not self.body.return_token_ids:
             return ""
-        ids = f',"token_ids":{encode([] if self._scores_only else out.token_ids)}'
-        return f'{ids},"prompt_token_ids":{encode(_get_prompt_ids(task))}' if first else ids
+        ids = f',"token_ids":{encode_json([] if self._scores_only else out.token_ids)}'
+        return f'{ids},"prompt_token_ids":{encode_json(_get_prompt_ids(task))}' if first else ids
 
 
 ENDPOINTS = (
     post(
         "/v1/completions",
         "Continue one or several prompts.",
-        complete,
+        _complete,
         CompletionRequest,
         Completion,
         streams=True,

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import PoolingParams
-from ed_esurge.server.generation.abilities import EMBEDS, require
+from ed_esurge.server.generation.abilities import EMBEDS, require_ability
 from ed_esurge.server.generation.answer_size import NUMBER_BYTES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
@@ -78,7 +78,7 @@ class Embeddings(AnswerBody):
     usage: EmbeddingUsage
 
 
-async def embed(model: ServedModel, body: EmbeddingRequest, request: Request) -> Response:
+async def _embed(model: ServedModel, body: EmbeddingRequest, request: Request) -> Response:
     """Answer an embedding request.
 
     Raises:
@@ -149,7 +149,7 @@ class EncodedTexts:
                 unknown.
         """
         if embeds:
-            require(model, EMBEDS)
+            require_ability(model, EMBEDS)
         limits = {"most": body.truncate_prompt_tokens, "side": body.truncation_side}
         if body.messages is not None:
             options = ConversationOptions(
@@ -244,5 +244,5 @@ def truncate_vectors(vectors: np.ndarray, count: int, *, normalize: bool) -> np.
 
 
 ENDPOINTS = (
-    post("/v1/embeddings", "Embed texts.", embed, EmbeddingRequest, Embeddings, batched=True),
+    post("/v1/embeddings", "Embed texts.", _embed, EmbeddingRequest, Embeddings, batched=True),
 )

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ed_esurge.server.generation.abilities import EMBEDS, EMBEDS_TOKENS, POOLS, require
+from ed_esurge.server.generation.abilities import EMBEDS, EMBEDS_TOKENS, POOLS, require_ability
 from ed_esurge.server.generation.answer_size import NUMBER_BYTES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
@@ -18,7 +18,7 @@ from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.http.errors import APIError, InvalidField
 from ed_esurge.server.http.fields import reject_field
 from ed_esurge.server.http.json_parts import JsonItems, answer_json
-from ed_esurge.server.openai.classification import apply_activation, get_labels
+from ed_esurge.server.openai.classification import apply_activation, require_labels
 from ed_esurge.server.openai.embeddings import (
     EmbeddingUsage,
     EncodedTexts,
@@ -75,22 +75,22 @@ class PooledList(AnswerBody):
     usage: EmbeddingUsage
 
 
-async def pool(model: ServedModel, body: PoolingRequest, request: Request) -> Response:
+async def _pool(model: ServedModel, body: PoolingRequest, request: Request) -> Response:
     """Answer a pooling request.
 
     Raises:
         APIError: 400, the model does not support the task, a text is too long, or an option has no
             effect on the task.
     """
-    require(model, POOLS)
+    require_ability(model, POOLS)
     task = body.task or ("embed" if model.labels is None else "classify")
     _check_options(body, task)
     request_id = new_id("pooling", body.request_id)
     labels = None
     if task == "classify":
-        labels = get_labels(model, "the pooling task 'classify' requires a classifier")
+        labels = require_labels(model, "the pooling task 'classify' requires a classifier")
     else:
-        require(model, EMBEDS if task == "embed" else EMBEDS_TOKENS)
+        require_ability(model, EMBEDS if task == "embed" else EMBEDS_TOKENS)
     texts = await EncodedTexts.of(model, body, embeds=labels is None)
     params = await texts.embedding_params(body, normalize=body.normalize and labels is None)
     if task == "token_embed":
@@ -135,4 +135,4 @@ def _check_options(body: PoolingRequest, task: PoolingTask) -> None:
             )
 
 
-ENDPOINTS = (post("/pooling", "Pool texts.", pool, PoolingRequest, PooledList),)
+ENDPOINTS = (post("/pooling", "Pool texts.", _pool, PoolingRequest, PooledList),)

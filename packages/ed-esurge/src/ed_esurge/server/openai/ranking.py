@@ -27,7 +27,7 @@ from starlette.responses import Response
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.outputs import LabelSet
 from ed_esurge.sampling import PoolingParams
-from ed_esurge.server.generation.abilities import RANKS, require
+from ed_esurge.server.generation.abilities import RANKS, require_ability
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers
@@ -191,7 +191,7 @@ class Reranked(AnswerBody):
     meta: RerankMeta
 
 
-async def score(model: ServedModel, body: ScoreRequest, request: Request) -> Response:
+async def _score(model: ServedModel, body: ScoreRequest, request: Request) -> Response:
     """Answer a score request.
 
     Raises:
@@ -337,7 +337,7 @@ async def _scorer(model: ServedModel, texts: _Texts) -> _Scorer:
     labels = model.labels
     if labels is not None and len(labels.names) == 1:
         return await _CrossEncoder.of(model, labels, texts)
-    require(model, RANKS)
+    require_ability(model, RANKS)
     if not texts.body.use_activation:
         raise APIError(
             "false requires a cross-encoder, and this model compares vectors: omit the field",
@@ -444,7 +444,7 @@ ENDPOINTS = (
         post(
             path,
             "Score the similarity of texts.",
-            score,
+            _score,
             ScoreRequest,
             ScoreList,
             batched=path == "/v1/score",

@@ -23,7 +23,7 @@ from ed_esurge.server.generation.rendering import ConversationOptions
 from ed_esurge.server.generation.requests import DetokenizeRequest, TokenizeRequest
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import get_owner
-from ed_esurge.server.http.body import get_size, in_thread
+from ed_esurge.server.http.body import get_body_size, in_thread
 from ed_esurge.server.http.json_parts import JsonItems, JsonPieces, write_json
 from ed_esurge.server.routing import READING, Endpoint, post
 
@@ -33,7 +33,7 @@ async def tokenize(model: ServedModel, body: TokenizeRequest, request: Request) 
     prompts = model.prompts
     if body.messages is not None:
         options = ConversationOptions(add_generation_prompt=body.add_generation_prompt)
-        prompt = await prompts.conversation(body.messages, options, size=get_size(request))
+        prompt = await prompts.conversation(body.messages, options, size=get_body_size(request))
         tokens = prompt.tokens
     else:
         (tokens,) = await prompts.encode(
@@ -99,7 +99,7 @@ def _convert_to_json(value: object) -> Any:
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
-async def names(server: ServedModels, request: Request) -> JSONResponse:
+async def _list_tokens(server: ServedModels, request: Request) -> JSONResponse:
     """Return the models, and the adapters that the key may use, for the clients of both APIs."""
     owner = get_owner(request.scope)
     data = [_for_both_apis(card) for card in await in_thread(lambda: server.cards(owner))]
@@ -134,7 +134,7 @@ async def one(server: ServedModels, request: Request) -> JSONResponse:
 
 
 ENDPOINTS = (
-    Endpoint("/v1/models", "List the names of models and adapters.", names, ModelList),
+    Endpoint("/v1/models", "List the names of models and adapters.", _list_tokens, ModelList),
     Endpoint(
         "/v1/models/{model}",
         "Describe a model or an adapter.",

@@ -18,7 +18,7 @@ from ed_esurge.server.generation.speech import heard, speech_engine
 from ed_esurge.server.http.admission import get_client
 from ed_esurge.server.http.errors import APIError, client_gone
 from ed_esurge.server.http.fields import RequestBody, few, reject_field
-from ed_esurge.server.http.streaming import encode
+from ed_esurge.server.http.streaming import encode_json
 from ed_esurge.server.openai.transcripts import subtitles, verbose
 from ed_esurge.server.routing import post
 from ed_esurge.speech.deltas import TextDeltas
@@ -184,13 +184,13 @@ async def _answer(
         return PlainTextResponse(transcript.text + "\n", headers=headers)
     if form == "srt" or form == "vtt":
         return PlainTextResponse(subtitles(transcript.segments, form), headers=headers)
-    content: dict[str, Any] = {"text": transcript.text, "usage": usage(transcript.duration)}
+    content: dict[str, Any] = {"text": transcript.text, "usage": _usage(transcript.duration)}
     if form == "verbose_json":
         content = verbose(transcript, task, granularities) | content
     return JSONResponse(content, headers=headers)
 
 
-def usage(duration: float) -> dict[str, Any]:
+def _usage(duration: float) -> dict[str, Any]:
     """Return the `usage` of an answer."""
     return {"type": "duration", "seconds": math.ceil(duration)}
 
@@ -205,11 +205,11 @@ async def _events(pieces: AsyncGenerator[Any], deltas: TextDeltas) -> AsyncGener
                 yield _event({"type": "transcript.text.delta", "delta": delta})
             if ends:
                 done = {"type": "transcript.text.done", "text": item.text}
-                yield _event(done | {"usage": usage(item.duration)})
+                yield _event(done | {"usage": _usage(item.duration)})
 
 
 def _event(fields: dict[str, Any]) -> str:
-    return f"data: {encode(fields)}\n\n"
+    return f"data: {encode_json(fields)}\n\n"
 
 
 ENDPOINTS = (

@@ -146,7 +146,9 @@ class UnloadAdapterRequest(RequestBody):
     model: str | None = None
 
 
-async def load(model: ServedModel, body: LoadAdapterRequest, request: Request) -> PlainTextResponse:
+async def _load_adapter(
+    model: ServedModel, body: LoadAdapterRequest, request: Request
+) -> PlainTextResponse:
     """Load an adapter under a name.
 
     Raises:
@@ -291,7 +293,7 @@ ENDPOINTS = (
     post(
         "/v1/load_lora_adapter",
         "Load a LoRA adapter, if the server allows it.",
-        load,
+        _load_adapter,
         LoadAdapterRequest,
         "text/plain",
         access="admin",

@@ -1,9 +1,9 @@
 """Endpoints for orchestrators and monitors.
 
 `live` fails if the server needs a restart, because the engine's thread is dead or stuck in a step.
-`_ready` and `/health` also fail while the server drains and while a model sleeps. `decode` fails if
-the model does not generate a token (a model that generates no tokens: a vector; a model for speech:
-a transcript).
+`_ready` and `/health` also fail while the server drains and while a model sleeps. `_check_decoding`
+fails if the model does not generate a token (a model that generates no tokens: a vector; a model
+for speech: a transcript).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _healthy(server: ServedModels) -> bool:
     return all(model.engine.is_healthy for model in server.models)
 
 
-async def decode(server: ServedModels, request: Request) -> JSONResponse:
+async def _check_decoding(server: ServedModels, request: Request) -> JSONResponse:
     """Return whether every model generates a token, or a vector if it generates no tokens.
 
     Concurrent checks share one request.
@@ -115,14 +115,14 @@ async def ping(server: ServedModels, request: Request) -> Response:
     return Response(status_code=(await _ready(server, request)).status_code)
 
 
-async def load(server: ServedModels, request: Request) -> JSONResponse:
+async def _load(server: ServedModels, request: Request) -> JSONResponse:
     """Return the number of waiting and running requests."""
     numbers = [stats for model in server.models for stats in model.engine.replica_stats()]
     names = ("num_requests_running", "num_requests_waiting")
     return JSONResponse({"server_load": int(sum(one[name] for one in numbers for name in names))})
 
 
-async def version(server: ServedModels, request: Request) -> JSONResponse:
+async def _version(server: ServedModels, request: Request) -> JSONResponse:
     """Return the version of the server."""
     return JSONResponse({"version": server_version()})
 
@@ -140,7 +140,12 @@ ENDPOINTS = (
         live,
         HealthState,
     ),
-    _probe("/health/decode", "Return whether the model generates a token.", decode, HealthState),
+    _probe(
+        "/health/decode",
+        "Return whether the model generates a token.",
+        _check_decoding,
+        HealthState,
+    ),
     *(
         _probe(
             "/ping",
@@ -151,7 +156,7 @@ ENDPOINTS = (
         )
         for method in ("GET", "POST")
     ),
-    _figures("/load", "Return the number of waiting and running requests.", load, Load),
+    _figures("/load", "Return the number of waiting and running requests.", _load, Load),
     _figures("/metrics", "Return Prometheus metrics.", metrics, "text/plain"),
-    _figures("/version", "Return the version of the server.", version, Version),
+    _figures("/version", "Return the version of the server.", _version, Version),
 )

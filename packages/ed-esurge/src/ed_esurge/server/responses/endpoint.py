@@ -106,7 +106,7 @@ async def _stream(run: ResponseRun) -> AsyncGenerator[str]:
             yield "".join([await writer.write_long(fields, run.size) for fields in new])
 
 
-async def create(model: ServedModel, body: ResponseRequest, request: Request) -> Response:
+async def _create_response(model: ServedModel, body: ResponseRequest, request: Request) -> Response:
     """Answer a response request.
 
     Raises:
@@ -216,8 +216,12 @@ def _error_event(error: APIError) -> str:
     return named_event("error", {"type": "error", **error.envelope()})
 
 
-async def count(model: ServedModel, body: PromptFields, request: Request) -> Response:
-    """Return the number of tokens of a response's prompt. Raises APIError: see `create`."""
+async def _count_tokens(model: ServedModel, body: PromptFields, request: Request) -> Response:
+    """Return the number of tokens of a response's prompt.
+
+    Raises:
+        APIError: see `_create_response`.
+    """
     with rename_fields(RESPONSE_NAMES):
         conversation = ResponsePrompt(model, body, request)
         chat = await conversation.chat(execute=False)
@@ -262,7 +266,7 @@ async def retrieve(server: ServedModels, request: Request) -> Response:
     )
 
 
-async def delete(server: ServedModels, request: Request) -> Response:
+async def _delete_response(server: ServedModels, request: Request) -> Response:
     """Delete a stored response. A response in progress is cancelled. Raises APIError: 404."""
     name, owner = request.path_params["response_id"], get_owner(request.scope)
     answer = server.state.responses.get(name, owner).answer
@@ -272,7 +276,7 @@ async def delete(server: ServedModels, request: Request) -> Response:
     return JSONResponse({"id": name, "object": "response", "deleted": True})
 
 
-async def cancel(server: ServedModels, request: Request) -> Response:
+async def _cancel_response(server: ServedModels, request: Request) -> Response:
     """Cancel a background response. A finished response is returned unchanged.
 
     Raises:
@@ -332,7 +336,7 @@ ENDPOINTS = (
     post(
         "/v1/responses",
         "Answer an input. The response can be stored, and continued by a later request.",
-        create,
+        _create_response,
         ResponseRequest,
         ResponseAnswer,
         streams=True,
@@ -342,7 +346,7 @@ ENDPOINTS = (
     post(
         "/v1/responses/input_tokens",
         "Count the tokens of a response's prompt.",
-        count,
+        _count_tokens,
         PromptFields,
         ResponseTokenCount,
         ability=GENERATES,
@@ -358,7 +362,7 @@ ENDPOINTS = (
     Endpoint(
         _STORED,
         "Delete a stored response.",
-        delete,
+        _delete_response,
         Deleted,
         refusals=(*READING, 404),
         method="DELETE",
@@ -366,7 +370,7 @@ ENDPOINTS = (
     Endpoint(
         f"{_STORED}/cancel",
         "Cancel a background response.",
-        cancel,
+        _cancel_response,
         ResponseAnswer,
         refusals=tuple(REFUSALS),
         method="POST",

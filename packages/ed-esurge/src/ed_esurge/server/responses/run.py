@@ -18,9 +18,9 @@ from ed_esurge.server.detached import DetachedAnswer
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration, truncation
 from ed_esurge.server.generation.requests import ChatMessage, ChatRequest
-from ed_esurge.server.http.body import aside, get_size, parsed_json
+from ed_esurge.server.http.body import aside, get_body_size, parsed_json
 from ed_esurge.server.http.errors import APIError, rename_fields
-from ed_esurge.server.http.json_parts import encode, to_bytes, write_json
+from ed_esurge.server.http.json_parts import encode_json, to_bytes, write_json
 from ed_esurge.server.mcp_servers import MAX_ROUNDS
 from ed_esurge.server.responses.items import InputItem, Items, build_messages, omit_images
 from ed_esurge.server.responses.mcp_calls import McpCalls
@@ -51,7 +51,7 @@ class ResponsePrompt:
 
     def __init__(self, model: ServedModel, body: PromptFields, request: Request) -> None:
         self._model, self._body = model, body
-        self.size = get_size(request)
+        self.size = get_body_size(request)
         self.previous_messages: tuple[bytes, ...] = ()
         self._facts: bytes | None = None
         if body.previous_response_id is not None:
@@ -88,7 +88,7 @@ class ResponsePrompt:
                 param="previous_response_id",
                 code="conversation_too_long",
             )
-        state.reservation(request).add(request.scope, self.size - get_size(request))
+        state.reservation(request).add(request.scope, self.size - get_body_size(request))
 
     def _read_before(self) -> list[dict[str, Any]]:
         """Return the messages of the previous responses.
@@ -390,7 +390,7 @@ class ResponseRun:
             "status": "incomplete" if reason else "completed",
             "completed_at": None if reason else int(time.time()),
             "incomplete_details": {"reason": reason} if reason else None,
-            "usage": usage(self._turns, len(encoded[0])),
+            "usage": _usage(self._turns, len(encoded[0])),
         }
         if self._body.store:
             await self.store()
@@ -429,7 +429,7 @@ class ResponseRun:
             fields["status"],
             await write_json(fields, size),
             (*self._conversation.previous_messages, b"".join(messages)),
-            to_bytes(encode({"labels": labels, "requests": requests})),
+            to_bytes(encode_json({"labels": labels, "requests": requests})),
             b"".join(items),
             self._answer,
         )
@@ -488,7 +488,7 @@ def _tool(tool: BaseModel) -> dict[str, Any]:
     return {"strict": None, **tool.model_dump()}
 
 
-def usage(turns: list[ChatGeneration], reasoning: int) -> dict[str, Any]:
+def _usage(turns: list[ChatGeneration], reasoning: int) -> dict[str, Any]:
     """Return the token counts of all rounds.
 
     Args:

@@ -34,7 +34,7 @@ def disentangled_bias(
         form: the form of the buckets.
         scale: factor on the scores.
     """
-    row = get_rows(mask_info.q_index[:, :, None] - mask_info.kv_index[:, None, :], form)[:, None]
+    row = _get_rows(mask_info.q_index[:, :, None] - mask_info.kv_index[:, None, :], form)[:, None]
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     bias = jnp.zeros(shape, jnp.float32)
     if position_keys is not None:
@@ -47,7 +47,7 @@ def disentangled_bias(
     return bias * scale
 
 
-def get_rows(distance: Int[Array, "b s t"], form: Disentangled) -> Int[Array, "b s t"]:
+def _get_rows(distance: Int[Array, "b s t"], form: Disentangled) -> Int[Array, "b s t"]:
     """Return the row of the table for each distance of a query from a key."""
     buckets = jnp.asarray(_buckets(form.buckets, form.max_distance))
     bucket = buckets[jnp.minimum(jnp.abs(distance), buckets.shape[0] - 1)]

@@ -32,7 +32,7 @@ from ed_layers.attention.blocks.sparse_index import (
     in_rows,
 )
 from ed_layers.cache import LayerCacheSpec
-from ed_layers.cache.codes import decode
+from ed_layers.cache.codes import decode_numbers
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.cache.storage import Layer
 from ed_layers.context import ALL_LAYERS, Ctx
@@ -217,7 +217,7 @@ class LatentAttention(nnx.Module):
         stored_latents = latents[:, :, 0]
         if cache is not None:
             cache, stored_layer = cache.update(layer, kv, mask_info=ctx.mask_info, group=group)
-            stored_latents = decode(stored_layer.k, dtype)[:, 0]
+            stored_latents = decode_numbers(stored_layer.k, dtype)[:, 0]
         return in_rows(stored_latents, latents.shape[1]), cache
 
     def expansion(self, dtype: DTypeLike) -> Float[Array, "l h n+v"]:

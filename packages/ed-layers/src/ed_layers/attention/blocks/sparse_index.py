@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ed_layers import fixed_order, sums
 from ed_layers.attention.scoring import pad_axis
 from ed_layers.cache import LayerCacheSpec
-from ed_layers.cache.codes import Codes, decode
+from ed_layers.cache.codes import Codes, decode_numbers
 from ed_layers.cache.protocol import Pages
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.cache.storage import Layer
@@ -136,7 +136,7 @@ class Indexer(nnx.Module):
         keys = new[:, :, 0]
         if cache is not None:
             cache, stored_layer = cache.update(layer, (new, None), mask_info=mask, group=group)
-            keys, mask = decode(stored_layer.k, new.dtype)[:, 0], stored_layer.mask_info
+            keys, mask = decode_numbers(stored_layer.k, new.dtype)[:, 0], stored_layer.mask_info
         if self.is_short(keys.shape[1]):
             return None, cache
         assert mask is not None, "only a flat batch has no mask"
@@ -208,7 +208,7 @@ class Indexer(nnx.Module):
 
         def token(part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
             q, weights, row, seen = part
-            head_scores = jax.nn.relu(products(q, stored.read(row, slots))) * weights[:, None]
+            head_scores = jax.nn.relu(_products(q, stored.read(row, slots))) * weights[:, None]
             scores = jnp.where(seen, sums.over_axis(head_scores, 0), -jnp.inf)
             scores = jnp.pad(scores, (0, missing), constant_values=-jnp.inf)
             best, at = jax.lax.top_k(scores, self.kept)
@@ -244,14 +244,14 @@ def attend_to_places(
     def token(part: tuple[jax.Array, ...]) -> jax.Array:
         q, row, position, real = part
         latents = stored.read(row, position)
-        scores = jnp.where(real, products(q, latents) * scale, -1e30)
+        scores = jnp.where(real, _products(q, latents) * scale, -1e30)
         weights = jnp.where(real, sums.softmax(scores), 0)
-        return products(weights.astype(q.dtype), latents[:, :value_dim].T).astype(q.dtype)
+        return _products(weights.astype(q.dtype), latents[:, :value_dim].T).astype(q.dtype)
 
     return by_tokens(token, (q, stored.rows, places.position, places.real))
 
 
-def products(a: Float[Array, "m k"], b: Float[Array, "n k"]) -> Float[Array, "m n"]:
+def _products(a: Float[Array, "m k"], b: Float[Array, "n k"]) -> Float[Array, "m n"]:
     """Return the products of all pairs of vectors, float32."""
     if fixed_order.active():
         return matmul(a.astype(jnp.float32), b.astype(jnp.float32), transposed=True)
@@ -296,4 +296,4 @@ def read_tokens(
         return pages.pool[(*at, offset, 0, 0)].astype(dtype)
     values = pages.pool.values[(*at, offset, 0, 0)]
     scale = pages.pool.scale[(*at, 0, 0, slice(None), offset)]
-    return decode(Codes(values[:, None], scale[..., None]), dtype)[:, 0]
+    return decode_numbers(Codes(values[:, None], scale[..., None]), dtype)[:, 0]

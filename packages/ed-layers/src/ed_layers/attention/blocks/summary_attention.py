@@ -116,12 +116,12 @@ class SummaryAttention(SelfAttention):
             q, k, v, far_k, far_v = (
                 x.astype(self.mechanism.dtype) for x in (q, k, v, far_k, far_v)
             )
-        q, k, v = windows(q, w), with_neighbours(k, w), with_neighbours(v, w)
+        q, k, v = _windows(q, w), with_neighbours(k, w), with_neighbours(v, w)
         near_scores = jnp.einsum("bnxhk,bnyhk->bnhxy", q, k, preferred_element_type=dtype)
         far = jnp.einsum("bnxhk,bmhk->bnhxm", q, far_k, preferred_element_type=dtype)
         bias, far_bias = self.biases(ctx, blocks, h)
         scores = jnp.concatenate([near_scores * scale + bias, far * scale + far_bias], axis=-1)
-        sees = visible(mask_info, blocks, w)[:, :, None]
+        sees = _visible(mask_info, blocks, w)[:, :, None]
         scores = jnp.where(sees, scores, jnp.finfo(dtype).min)
         weights = jnp.where(sees, jax.nn.softmax(scores, axis=-1), 0)
         weights = drop_weights(weights, ctx.key, self.mechanism.dropout).astype(v.dtype)
@@ -147,12 +147,12 @@ class SummaryAttention(SelfAttention):
         near_bias = tokens.bias(head_indices, jnp.arange(w)[None], jnp.arange(-w, 2 * w)[None])
         summaries = RelativeBias(ctx.summary_buckets, self.max_distance, causal=False)
         far = summaries.bias(head_indices, blocks.block_numbers, blocks.index)[:, :, 0]
-        return near_bias[:, None, :, 0], windows(far.swapaxes(1, 2), w).swapaxes(2, 3)
+        return near_bias[:, None, :, 0], _windows(far.swapaxes(1, 2), w).swapaxes(2, 3)
 
 
-def visible(mask_info: MaskInfo, blocks: Blocks, window: int) -> Bool[Array, "b n w y"]:
+def _visible(mask_info: MaskInfo, blocks: Blocks, window: int) -> Bool[Array, "b n w y"]:
     """Return which tokens of three windows, and which summaries, each token sees."""
-    mine = windows(mask_info.q_segment_ids, window)[..., None]
+    mine = _windows(mask_info.q_segment_ids, window)[..., None]
     theirs = with_neighbours(mask_info.kv_segment_ids, window)[:, :, None]
     ahead = jnp.arange(-window, 2 * window) - jnp.arange(window)[:, None]
     near_mask = (mine == theirs) & (jnp.abs(ahead) < window)
@@ -218,7 +218,7 @@ class Blocks:
         return total[:, :m].astype(x.dtype)
 
 
-def windows(x: Array, size: int) -> Array:
+def _windows(x: Array, size: int) -> Array:
     """Return [b, n, w, ...] of x, [b, s, ...], padded with zeros."""
     x = pad_axis(x, 1, -x.shape[1] % size)
     return x.reshape(x.shape[0], -1, size, *x.shape[2:])
@@ -226,6 +226,6 @@ def windows(x: Array, size: int) -> Array:
 
 def with_neighbours(x: Array, size: int) -> Array:
     """Return the windows of x together with those before and after them, [b, n, 3 w, ...]."""
-    x = windows(x, size)
+    x = _windows(x, size)
     x = jnp.pad(x, [(0, 0), (1, 1), *[(0, 0)] * (x.ndim - 2)])
     return jnp.concatenate([x[:, :-2], x[:, 1:-1], x[:, 2:]], axis=2)

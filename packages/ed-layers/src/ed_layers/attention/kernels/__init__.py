@@ -108,7 +108,7 @@ def kernels_here(call: Call) -> list[Kernel[Any]]:
     ]
 
 
-def run(call: Call) -> jax.Array:
+def run_chosen_kernel(call: Call) -> jax.Array:
     """Run the first kernel of the mechanism that supports a call, and log the kernel once.
 
     If no kernel reads the cache, the kernels for projected keys read the stored keys.
@@ -127,7 +127,7 @@ def run(call: Call) -> jax.Array:
             return kernel.run(call)
         refused.append(f"{kernel.title} does not support {', '.join(refusals)}")
     if isinstance(call, Cached):
-        return run(call.to_projected())
+        return run_chosen_kernel(call.to_projected())
     raise ConfigError(f"no kernel of {call.name!r} supports the call: {'; '.join(refused)}")
 
 

@@ -30,7 +30,7 @@ _LACKS = frozenset({"ahead", "bias"})
 LACKS_STORED = _LACKS | {"dropout"}
 
 
-def refusals(call: Call, stored: Numbers | None = None) -> list[str]:
+def _refusals(call: Call, stored: Numbers | None = None) -> list[str]:
     """Return the reasons why the library does not support a call, besides `_LACKS`."""
     dtype, softmax = call.q.dtype, jnp.dtype(call.scoring.softmax_dtype)
     mesh = get_mesh(call.config)
@@ -50,13 +50,13 @@ def refusals(call: Call, stored: Numbers | None = None) -> list[str]:
 def refusals_of_projected(call: Projected) -> list[str]:
     """Return the reasons for prompts and training."""
     same = call.q.dtype == call.k.dtype == call.v.dtype
-    return refusals(call) + reasons({"queries of another dtype than keys and values": not same})
+    return _refusals(call) + reasons({"queries of another dtype than keys and values": not same})
 
 
 def refusals_of_cache(call: Cached) -> list[str]:
     """Return the reasons for a contiguous cache."""
     stored = call.stored
-    return refusals(call, stored.keys) + refusals_of_storage(stored.keys, stored.values)
+    return _refusals(call, stored.keys) + refusals_of_storage(stored.keys, stored.values)
 
 
 def refusals_of_pages(call: Paged) -> list[str]:
@@ -64,7 +64,7 @@ def refusals_of_pages(call: Paged) -> list[str]:
     pool = call.pages.pool
     padded = isinstance(pool, Codes) and {call.q.shape[-1], call.value_dim} != {pool.shape[-1]}
     unfit = reasons({"quantized pages wider than a key or a value": padded})
-    return refusals(call, pool) + refusals_of_storage(pool) + unfit
+    return _refusals(call, pool) + refusals_of_storage(pool) + unfit
 
 
 def refusals_of_storage(*stored: Numbers) -> list[str]:
@@ -73,15 +73,15 @@ def refusals_of_storage(*stored: Numbers) -> list[str]:
     return reasons({f"a cache of {x.dtype}": x.dtype not in supported_dtypes for x in stored})
 
 
-def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
+def attend_prompt(call: Projected) -> Float[Array, "b s h d"]:
     """Compute attention of prompts and training; the library has a backward pass."""
     scoring = call.scoring
     rule = build_rule(scoring, causal=call.mask_info.causal)
-    limits, seed = get_limits(scoring), get_seed(scoring)
+    limits, seed = get_limits(scoring), _get_seed(scoring)
 
     def attend_on_device(q, k, v, mask, heads):
         biases, sinks = heads
-        out, lse = native.attention(rule, q, k, v, biases, mask, limits, seed)  # type: ignore[misc]
+        out, lse = native.attend_natively(rule, q, k, v, biases, mask, limits, seed)  # type: ignore[misc]
         if sinks is not None:
             out = (out * share_beside(sinks, lse)[..., None]).astype(out.dtype)
             if rule.fixed:  # caches include the sink in the sum, which has other bits
@@ -91,7 +91,7 @@ def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
 
     def attend_to_slots(q, k, v, sinks, biases, mask):
         k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
-        return native.attention_to_slots(
+        return native.attend_slots(
             *(rule, q, k, v, (native.no_scale(), native.no_scale()), get_layer_index(())),
             *(mask, limits, sinks, biases),
         )
@@ -105,15 +105,15 @@ def prompt_attention(call: Projected) -> Float[Array, "b s h d"]:
 def cache_attention(call: Cached) -> Float[Array, "b s h d"]:
     """Compute attention to the slots of a contiguous cache."""
     stored, scoring = call.stored, call.scoring
-    (keys, key_scale), (values, value_scale) = (arrays(x) for x in (stored.keys, stored.values))
+    (keys, key_scale), (values, value_scale) = (_arrays(x) for x in (stored.keys, stored.values))
     rule = build_rule(scoring, causal=stored.mask_info.causal)
-    kernel = partial(native.attention_to_slots, rule)
-    batch, heads = row_axes(call), head_axes(call, stored.keys.shape[-3])
+    kernel = partial(native.attend_slots, rule)
+    batch, heads = row_axes(call), _head_axes(call, stored.keys.shape[-3])
     q_spec, row_spec = P(batch, None, heads), P(batch)
     cache_spec = P(*(None,) * (keys.ndim - 4), batch, heads)
     mask = tuple(build_mask(stored.mask_info))
     specs = (q_spec, cache_spec, cache_spec, P(), P(), row_spec, P(), P(heads), P(heads))
-    return on_mesh(kernel, call, specs, q_spec)(
+    return _on_mesh(kernel, call, specs, q_spec)(
         call.q,
         keys,
         values,
@@ -129,15 +129,15 @@ def cache_attention(call: Cached) -> Float[Array, "b s h d"]:
 def page_attention(call: Paged) -> Float[Array, "T h d"]:
     """Compute attention of a flat batch to pages."""
     scoring, ragged = call.scoring, call.ragged
-    pool, pool_scale = arrays(call.pages.pool)
+    pool, pool_scale = _arrays(call.pages.pool)
     table = ragged.page_table[call.pages.group]
     batch = (ragged.cu_q_lens, ragged.kv_lens, ragged.num_seqs.reshape(1), table)
     rule = build_rule(scoring, causal=True)
     kernel = partial(native.attention_to_pages, rule, value_dim=call.value_dim)
-    heads = head_axes(call, pool.shape[-3])
+    heads = _head_axes(call, pool.shape[-3])
     q_spec, pool_spec = P(None, heads), P(*(None,) * (pool.ndim - 3), heads)
     specs = (q_spec, pool_spec, P(), P(), P(), P(), P(heads), P(heads))
-    return on_mesh(kernel, call, specs, q_spec)(
+    return _on_mesh(kernel, call, specs, q_spec)(
         call.q,
         pool,
         pool_scale,
@@ -149,7 +149,7 @@ def page_attention(call: Paged) -> Float[Array, "T h d"]:
     )
 
 
-def on_mesh(
+def _on_mesh(
     kernel: Callable[..., jax.Array], call: Call, arguments: tuple[P, ...], result: P
 ) -> Callable[..., jax.Array]:
     """Return a kernel that each device of a mesh runs on its rows and heads."""
@@ -166,7 +166,7 @@ def row_axes(call: Call) -> AxisNames | None:
     return get_mesh_axes(call.config, ("batch",), call.q.shape[:1], "decode")[0]
 
 
-def head_axes(call: Call, groups: int) -> AxisNames | None:
+def _head_axes(call: Call, groups: int) -> AxisNames | None:
     """Return the mesh axes that split the heads of queries, and also those of keys."""
     if call.config is None:
         return None
@@ -213,7 +213,7 @@ def get_biases(scoring: Scoring) -> native.DistanceBiases:
     )
 
 
-def get_seed(scoring: Scoring) -> Int[Array, " n"]:
+def _get_seed(scoring: Scoring) -> Int[Array, " n"]:
     """Return the seed of dropout; an empty array without dropout."""
     if scoring.dropout_key is None or scoring.dropout == 0:
         return jnp.zeros((0,), jnp.int32)
@@ -225,7 +225,7 @@ def get_layer_index(at: tuple[int | jax.Array, ...]) -> Int[Array, " 1"]:
     return jnp.asarray(at[0] if at else 0, jnp.int32).reshape(1)
 
 
-def arrays(stored: Numbers) -> tuple[jax.Array, jax.Array]:
+def _arrays(stored: Numbers) -> tuple[jax.Array, jax.Array]:
     """Return numbers, or codes and scales, in the stored shape: XLA would copy a reshaped array."""
     if isinstance(stored, Codes):
         return stored.values, stored.scale
@@ -249,7 +249,7 @@ def _kernel(mechanism, reads, title, run, refuses, lacks, auto_from: int | None 
 
 
 KERNELS = (
-    _kernel("flash_attn2", "projected", "blocks", prompt_attention, refusals_of_projected, _LACKS),
+    _kernel("flash_attn2", "projected", "blocks", attend_prompt, refusals_of_projected, _LACKS),
     _kernel(
         "autoregressive_decodeattn",
         "cache",

@@ -244,7 +244,7 @@ def forward(
     return jax.lax.map(query_block, (blocks, q, *mask.spans(causal=recipe.causal)))
 
 
-def forward_and_save(recipe: Recipe, q, k, v, bias, relative, mask: BlockMask):
+def _forward_and_save(recipe: Recipe, q, k, v, bias, relative, mask: BlockMask):
     # Named here, so a remat policy that keeps these arrays does not run the forward pass again.
     results = forward(recipe, q, k, v, bias, mask, get_output_and_lse, relative)
     out, lse = checkpoint_name(results, "attn_output")
@@ -331,4 +331,4 @@ def add_block(bias: jax.Array, i: jax.Array, j: jax.Array, block: jax.Array) -> 
     return jax.lax.dynamic_update_slice(bias, bias_block(bias, i, j, x, y) + block, at)
 
 
-attention_of_blocks.defvjp(forward_and_save, backward_of_call)
+attention_of_blocks.defvjp(_forward_and_save, backward_of_call)

@@ -22,7 +22,7 @@ from ed_layers.attention.kernel import Kernel, Paged
 from ed_layers.attention.kernels.softmax import PartialAttention, over_blocks
 from ed_layers.attention.kernels.visibility import visible
 from ed_layers.attention.scoring import get_head_indices
-from ed_layers.cache.codes import Codes, decode
+from ed_layers.cache.codes import Codes, decode_numbers
 from ed_layers.cache.ragged import RaggedBatch
 from ed_layers.devices import AxisNames, get_mesh_axes, get_platform
 from ed_layers.projections.matmul import batch_matmul
@@ -112,9 +112,9 @@ class PageReader:
         page = jax.lax.dynamic_slice_in_dim(rows, j * self.blocks.pages, self.blocks.pages, 1)
         kv = jax.tree.map(lambda pages: pages[(*self.at, page)], self.pages)
         if isinstance(kv, Codes):
-            # Slots before numbers, and after scales, as `decode` has them.
+            # Slots before numbers, and after scales, as `decode_numbers` has them.
             values = jnp.moveaxis(kv.values, 2, 4)
-            kv = jnp.moveaxis(decode(Codes(values, kv.scale), dtype), 4, 2)
+            kv = jnp.moveaxis(decode_numbers(Codes(values, kv.scale), dtype), 4, 2)
         kv = kv.reshape(rows.shape[0], self.block, *self.pages.shape[-3:])
         return kv[..., 0, : self.head_dim], kv[..., -1, : self.value_dim]
 

@@ -33,7 +33,7 @@ BLOCK, LEAST = 64, 16
 MOST_DIM = 256
 
 
-def refusals(call: Paged) -> list[str]:
+def _refusals(call: Paged) -> list[str]:
     """Return the reasons why the kernel does not support a call, besides `lacks`."""
     if not isinstance(call.pages.pool, jax.Array):
         return ["quantized pages"]
@@ -236,7 +236,7 @@ def attend_block(
         scores = jnp.where(allowed, scores, -jnp.inf)
         highest = jnp.maximum(top, jnp.max(scores, axis=1))
         anchor = jnp.where(highest == -jnp.inf, 0, highest)
-        weights, decay = exp(scores - anchor[:, None]), exp(top - anchor)
+        weights, decay = _exp(scores - anchor[:, None]), _exp(top - anchor)
         total = total * decay + jnp.sum(weights, axis=1)
         acc = acc * decay[:, None] + dot(weights.astype(v.dtype), v).astype(jnp.float32)
         return highest, total, acc
@@ -252,8 +252,8 @@ def attend_block(
         sink = sinks[head]
         highest = jnp.maximum(top, sink)
         anchor = jnp.where(highest == -jnp.inf, 0, highest)
-        decay = exp(top - anchor)
-        total, acc = total * decay + exp(sink - anchor), acc * decay[:, None]
+        decay = _exp(top - anchor)
+        total, acc = total * decay + _exp(sink - anchor), acc * decay[:, None]
     result = acc / jnp.where(total == 0, 1, total)[:, None]
     mask = real[:, None] & (value_columns < shape.value_dim)[None]
     to = out.at[tokens, head, value_columns[None]]
@@ -265,7 +265,7 @@ def get_columns(width: int) -> Int[Array, " K"]:
     return jnp.arange(max(LEAST, 1 << (width - 1).bit_length()))
 
 
-def exp(x: jax.Array) -> jax.Array:
+def _exp(x: jax.Array) -> jax.Array:
     """Return e^x by the instruction of a GPU for powers of two."""
     return jnp.exp2(x * math.log2(math.e))
 
@@ -279,7 +279,7 @@ KERNELS = tuple(
         platform="gpu",
         language="triton",
         lacks=frozenset({"alibi", "relative"}),
-        refuses=refusals,
+        refuses=_refusals,
     )
     for name in PAGED_NAMES
 )

@@ -32,7 +32,7 @@ _BLOCKS = (32, 1024)
 BLOCK_BYTES = 4 * 2**20
 
 
-def refusals(call: Paged) -> list[str]:
+def _refusals(call: Paged) -> list[str]:
     """Return the reasons why the kernel does not support a call, besides `lacks`."""
     q, pool = call.q, call.pages.pool
     if not isinstance(pool, jax.Array):
@@ -130,7 +130,7 @@ KERNELS = tuple(
         platform="tpu",
         language="pallas",
         lacks=frozenset({"ahead", "chunk", "sinks", "value_dim", "alibi", "relative"}),
-        refuses=refusals,
+        refuses=_refusals,
     )
     for name in PAGED_NAMES
 )

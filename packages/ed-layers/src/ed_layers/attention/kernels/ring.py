@@ -55,7 +55,7 @@ def ring_attention(call: Projected) -> Float[Array, "b s h d"]:
     return out[:, :s].astype(q.dtype)
 
 
-def forward(
+def _forward(
     plan: Plan,
     q: jax.Array,
     k: jax.Array,
@@ -96,9 +96,9 @@ def forward_here(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: RingLim
     return shard.tokens(part.out.astype(plan.out_dtype)), shard.tokens(part.lse)[..., 0]
 
 
-def forward_and_save(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: RingLimits):
+def _forward_and_save(plan: Plan, q, k, v, bias, mask_info: MaskInfo, limits: RingLimits):
     # Named here, so a remat policy that keeps these arrays does not run the ring again.
-    results = checkpoint_name(forward(plan, q, k, v, bias, mask_info, limits), "attn_output")
+    results = checkpoint_name(_forward(plan, q, k, v, bias, mask_info, limits), "attn_output")
     return results, (q, k, v, bias, mask_info, limits, *results)
 
 
@@ -109,8 +109,8 @@ def _backward_of_call(plan: Plan, saved, cotangents):
     return *grads, None, None
 
 
-attention_on_ring = jax.custom_vjp(forward, nondiff_argnums=(0,))
-attention_on_ring.defvjp(forward_and_save, _backward_of_call)
+attention_on_ring = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+attention_on_ring.defvjp(_forward_and_save, _backward_of_call)
 
 
 def backward_here(plan: Plan, q, k, v, bias, mask_info, limits, out, lse, d_out, d_lse):

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from ed_layers.attention.kernels.softmax import Bound, PartialAttention, over_blocks
 from ed_layers.attention.scoring import Scoring
-from ed_layers.cache.codes import Codes, Numbers, decode, map_slots
+from ed_layers.cache.codes import Codes, Numbers, decode_numbers, map_slots
 from ed_layers.cache.storage import Layer
 from ed_layers.projections.matmul import batch_matmul
 
@@ -183,7 +183,7 @@ def scale_apart(x: Numbers, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | No
     If a slot has one scale, the product uses the codes directly.
     """
     if not isinstance(x, Codes) or x.scale.shape[-2] > 1:
-        return decode(x, dtype), None
+        return decode_numbers(x, dtype), None
     return x.values.astype(dtype), x.scale[:, :, None, None, :, 0]
 
 

@@ -115,11 +115,11 @@ def share_beside(sinks: jax.Array, lse: jax.Array) -> jax.Array:
     """
     # A sink of -inf means no sink; without keys, inf - inf would be NaN.
     sinks = jnp.maximum(sinks.astype(lse.dtype), jnp.finfo(lse.dtype).min)
-    return sigmoid(lse - sinks)
+    return _sigmoid(lse - sinks)
 
 
 @jax.custom_jvp
-def sigmoid(x: jax.Array) -> jax.Array:
+def _sigmoid(x: jax.Array) -> jax.Array:
     """Return the logistic function, with an accurate derivative for values near 1.
 
     jax's derivative is `s * (1 - s)`, in which `1 - s` is rounded to 0.
@@ -127,7 +127,7 @@ def sigmoid(x: jax.Array) -> jax.Array:
     return jax.nn.sigmoid(x)
 
 
-@sigmoid.defjvp
+@_sigmoid.defjvp
 def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     (x,), (d_x,) = primals, tangents
-    return sigmoid(x), sigmoid(x) * sigmoid(-x) * d_x
+    return _sigmoid(x), _sigmoid(x) * _sigmoid(-x) * d_x

@@ -93,7 +93,7 @@ def softmax_weights(
     groups = k.shape[2] if kv_order == "btgk" else k.shape[1]
     dtype = scoring.softmax_dtype
     q = q.reshape(b, s, groups, h // groups, -1)
-    scores = score(q, k, kv_order, one_by_sum, dtype) * scoring.scale
+    scores = _score(q, k, kv_order, one_by_sum, dtype) * scoring.scale
     scores, _ = scoring.cap(scores)
     if scoring.bias is not None:
         scores = scores + split_heads(scoring.bias, groups, h // groups).astype(dtype)
@@ -117,7 +117,7 @@ def softmax_weights(
     return weights / jnp.where(total == 0, 1, total)
 
 
-def score(
+def _score(
     q: jax.Array, k: jax.Array, kv_order: KVOrder, one_by_sum: bool, dtype: DTypeLike
 ) -> jax.Array:
     """Return q·k over the head dim, [b, g, r, s, t], with at least the precision of `dtype`."""

@@ -38,7 +38,7 @@ def readable_formats() -> tuple[str, ...]:
     return (*PLAIN, *sorted(kind.name for kind in _type_traits if kind.name not in PLAIN))
 
 
-def check_format(name: str, form: str) -> None:
+def check_block_format(name: str, form: str) -> None:
     """Check that the values of a tensor can be read.
 
     Raises:
@@ -104,7 +104,7 @@ def map_file(file: Path) -> np.ndarray:
 def read_tensor_values(header: GgufHeader, name: str) -> np.ndarray:
     """Return the values of a small tensor."""
     location = header.tensors[name]
-    check_format(name, location.format)
+    check_block_format(name, location.format)
     return read_slice(
         map_file(header.get_file(name)), location, (slice(None),) * len(location.shape)
     )

@@ -37,7 +37,7 @@ _CORRECTION = values({"L.mlp.gate.e_score_correction_bias": "B.exp_probs_b.bias"
 _SINKS = values({"L.self_attn.sinks": "B.attn_sinks.weight"})
 
 
-def has_experts(reading: FileReading) -> bool:
+def _has_experts(reading: FileReading) -> bool:
     """Whether the layers of a file have experts."""
     return bool(reading.get("expert_count"))
 
@@ -226,7 +226,7 @@ EXPERT_ROWS: tuple[Architecture, ...] = (
         rules=PAIRS,
         fields={**_LOCAL, **_NO_HEAD_DIM},
         constants={"sliding_window": None},
-        when=has_experts,
+        when=_has_experts,
     ),
     Architecture(
         "qwen2moe",

@@ -17,8 +17,8 @@ import numpy as np
 from ed_infra.errors import CheckpointError
 
 from ed_models.checkpoints.gguf.architecture import Architecture, with_bodies
-from ed_models.checkpoints.gguf.blocks import PLAIN, check_format, map_file, read_slice
-from ed_models.checkpoints.gguf.header import GgufHeader, Location, read_header
+from ed_models.checkpoints.gguf.blocks import PLAIN, check_block_format, map_file, read_slice
+from ed_models.checkpoints.gguf.header import GgufHeader, Location, read_gguf_header
 from ed_models.checkpoints.gguf.rope import TENSORS as ROPE_TENSORS
 from ed_models.checkpoints.gguf.table import row_of_file, rules_of_file
 from ed_models.checkpoints.packing.packed import Packed
@@ -63,7 +63,7 @@ class GgufFiles(JoinedFiles):
         tensors, data = {}, cache(map_file)
         for name, location in header.tensors.items():
             if name not in ROPE_TENSORS:
-                check_format(name, location.format)
+                check_block_format(name, location.format)
                 tensors[name] = _build_tensor(header, name, location, row, data)
         return cls(row, header, tensors)
 
@@ -97,7 +97,7 @@ def read_parts(file: Path) -> GgufHeader:
     Raises:
         CheckpointError: a part is missing, or two parts contain one tensor.
     """
-    first = read_header(file)
+    first = read_gguf_header(file)
     match = _PART.fullmatch(file.name)
     count = first.metadata.get("split.count", 1)
     if not isinstance(count, int) or count <= 1:
@@ -114,7 +114,7 @@ def read_parts(file: Path) -> GgufHeader:
             f"{len(absent)} of {count} parts of the model are not in {file.parent}: "
             f"{', '.join(absent[:5])}; download them"
         )
-    parts = [read_header(file.parent / name) for name in names]
+    parts = [read_gguf_header(file.parent / name) for name in names]
     tensors: dict[str, Location] = {}
     files: dict[str, Path] = {}
     for part in parts:

@@ -98,7 +98,7 @@ def formats() -> dict[int, BlockFormat]:
     return {int(k): BlockFormat(k.name, *sizes) for k, sizes in GGML_QUANT_SIZES.items()}
 
 
-def read_header(file: Path) -> GgufHeader:
+def read_gguf_header(file: Path) -> GgufHeader:
     """Read the header of a file.
 
     Raises:
@@ -257,7 +257,9 @@ class _Cursor:
         return located
 
 
-def text(metadata: Mapping[str, GGUFValue], key: str, default: str | None = None) -> str | None:
+def get_text_value(
+    metadata: Mapping[str, GGUFValue], key: str, default: str | None = None
+) -> str | None:
     """Return a text of the metadata; `default` if the key is absent.
 
     Raises:
@@ -269,7 +271,7 @@ def text(metadata: Mapping[str, GGUFValue], key: str, default: str | None = None
     return value
 
 
-def texts(metadata: Mapping[str, GGUFValue], key: str) -> list[str]:
+def get_text_values(metadata: Mapping[str, GGUFValue], key: str) -> list[str]:
     """Return an array of texts; an empty list if the key is absent.
 
     Raises:

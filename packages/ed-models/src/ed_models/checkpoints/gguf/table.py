@@ -10,7 +10,7 @@ from ed_infra.errors import CheckpointError, did_you_mean
 
 from ed_models.checkpoints.gguf import decoders, experts, others
 from ed_models.checkpoints.gguf.architecture import Architecture, FileReading
-from ed_models.checkpoints.gguf.header import GgufHeader, text
+from ed_models.checkpoints.gguf.header import GgufHeader, get_text_value
 from ed_models.checkpoints.gguf.layouts import JOINED_EXPERTS, JOINED_LATENT, JOINED_QKV
 from ed_models.weights.rules import Rule
 
@@ -40,7 +40,7 @@ def row_of_file(
     Raises:
         CheckpointError: the architecture is not supported.
     """
-    name = text(header.metadata, "general.architecture")
+    name = get_text_value(header.metadata, "general.architecture")
     if name is None:
         raise CheckpointError(f"{header.file} has no general.architecture, so it holds no model")
     reading = FileReading(header, name, values)

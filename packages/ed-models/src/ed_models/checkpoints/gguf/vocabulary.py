@@ -14,7 +14,7 @@ from typing import Any
 
 from ed_infra.errors import CheckpointError, did_you_mean
 
-from ed_models.checkpoints.gguf.header import GGUFValue, numbers, text, texts
+from ed_models.checkpoints.gguf.header import GGUFValue, get_text_value, get_text_values, numbers
 from ed_models.checkpoints.gguf.pretokenizers import DIVISIONS, SYNONYMS, build_pretokenizer_steps
 
 TOKENIZER_KEY = "tokenizer.ggml"
@@ -47,7 +47,7 @@ class TokenTable:
 
     def __init__(self, metadata: Mapping[str, GGUFValue]):
         self.metadata = metadata
-        self.tokens = texts(metadata, f"{TOKENIZER_KEY}.tokens")
+        self.tokens = get_text_values(metadata, f"{TOKENIZER_KEY}.tokens")
         self.types = numbers(metadata, f"{TOKENIZER_KEY}.token_type") or [NORMAL] * len(self.tokens)
         self.scores = numbers(metadata, f"{TOKENIZER_KEY}.scores") or [0.0] * len(self.tokens)
         if not len(self.tokens) == len(self.types) == len(self.scores):
@@ -129,8 +129,8 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, GGUFValue]) -> None:
     Raises:
         CheckpointError: the vocabulary is damaged or of an unknown kind.
     """
-    kind = text(metadata, f"{TOKENIZER_KEY}.model")
-    tokenizer_json = text(metadata, WHOLE)
+    kind = get_text_value(metadata, f"{TOKENIZER_KEY}.model")
+    tokenizer_json = get_text_value(metadata, WHOLE)
     if (kind is None or kind == "none") and tokenizer_json is None:
         return
     vocabulary = TokenTable(metadata)
@@ -145,7 +145,7 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, GGUFValue]) -> None:
     if kind == "bert":
         settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    template = text(metadata, TEMPLATE)
+    template = get_text_value(metadata, TEMPLATE)
     if template:
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
@@ -168,7 +168,7 @@ def _content(vocabulary: TokenTable, kind: str) -> dict[str, Any]:
 
 def _bytes(vocabulary: TokenTable) -> dict[str, Any]:
     """Merges of bytes."""
-    name = text(vocabulary.metadata, f"{TOKENIZER_KEY}.pre", "default") or "default"
+    name = get_text_value(vocabulary.metadata, f"{TOKENIZER_KEY}.pre", "default") or "default"
     name = SYNONYMS.get(name, name)
     if name not in DIVISIONS:
         raise CheckpointError(
@@ -200,7 +200,7 @@ def _bytes(vocabulary: TokenTable) -> dict[str, Any]:
 
 def _merges(vocabulary: TokenTable) -> Iterator[list[str]]:
     """Return the merges whose parts and result are tokens."""
-    for merge in texts(vocabulary.metadata, f"{TOKENIZER_KEY}.merges"):
+    for merge in get_text_values(vocabulary.metadata, f"{TOKENIZER_KEY}.merges"):
         at = merge.find(" ", 1)
         first_token, right = merge[:at], merge[at + 1 :]
         if at < 0 or not right:
