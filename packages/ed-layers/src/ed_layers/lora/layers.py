@@ -56,8 +56,7 @@ class LowRank:
 
     def dense(self) -> jax.Array:
         """Return `W + scale * A B` in float32, without the factor; W as products read it."""
-        bases = jax.Array | QArray | Simulated
-        assert isinstance(self.base, bases), "an adapter lies over no other adapter"
+        assert isinstance(self.base, jax.Array | QArray | Simulated), "adapters are not nested"
         return self.base.astype(jnp.float32) + self.scale * dot(self.a, self.b)
 
     def column_norms(self) -> Float[Array, " o"]:
