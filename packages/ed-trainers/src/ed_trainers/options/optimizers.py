@@ -101,7 +101,7 @@ TrackerNames = Annotated[
     tuple[Annotated[str, choice("tracker", _TRACKERS)], ...], BeforeValidator(_names)
 ]
 #: A penalty that is subtracted from logits.
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+LogitPenalty = Annotated[float, Field(ge=-2, le=2)]
 
 _NVIDIA = "Nvidia's formats with scales of 8 bits have no counterpart: use {}"
 
