@@ -280,11 +280,11 @@ class TrainingArguments(Options):
     generation_top_k: Whole = 0
     """Previews are sampled from this number of most probable tokens; 0: all tokens."""
     generation_repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
-    """LogitPenalty of the previews for tokens of the prompt and the completion; 1: none."""
+    """Penalty of the previews for tokens of the prompt and the completion; 1: none."""
     generation_presence_penalty: LogitPenalty = 0.0
-    """LogitPenalty of the previews for tokens of the completion; 0: none."""
+    """Penalty of the previews for tokens of the completion; 0: none."""
     generation_frequency_penalty: LogitPenalty = 0.0
-    """LogitPenalty of the previews for each occurrence of a token in the completion; 0: none."""
+    """Penalty of the previews for each occurrence of a token in the completion; 0: none."""
     generation_num_return_sequences: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of sampled completions of each prompt of a preview."""
     generation_seed: Seed | None = None
