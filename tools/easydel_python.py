@@ -23,6 +23,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from pathlib import Path
+from typing import cast
 from unittest import mock
 
 PAGE, README = "docs/infra/base_module.md", "README.md"
@@ -197,7 +198,7 @@ def write_model(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=cast(int, tokenizer.eos_token_id),
         sharding_axis_dims=(1, 1, 1, 1, 1),
     )
     LlamaForCausalLM.create(config, seed=0).save_pretrained(folder, tokenizer=tokenizer)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import runpy
 import shutil
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +27,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [f"the number {i}? and an answer {i + 1}! user: assistant: no" for i in range(50)]
     tokenizer = train_bpe(texts, vocab_size=300)
     tokenizer.chat_template = TEMPLATE
+    ids: Any = tokenizer
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -35,9 +36,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=ids.eos_token_id,
+        pad_token_id=ids.pad_token_id,
+        bos_token_id=ids.bos_token_id,
         sharding_axis_dims=(1, 1, 1, 1, 1),
     )
     LlamaForCausalLM.create(config, seed=0).save_pretrained(folder, tokenizer=tokenizer)
@@ -45,9 +46,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def script_folder(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+def script_folder(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in a folder with the model."""
     shutil.copytree(tiny_model, tmp_path / "model")
     monkeypatch.setenv("ED_DATA_CACHE", str(tmp_path / "cache"))

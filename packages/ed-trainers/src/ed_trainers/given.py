@@ -122,8 +122,8 @@ def _is_batch(value: object) -> bool:
     """Whether a value is a mapping of arrays with equally many rows."""
     if not isinstance(value, Mapping) or not value:
         return False
-    shapes = [getattr(item, "shape", ()) for item in value.values()]
-    return all(shapes) and len({shape[0] for shape in shapes}) == 1
+    shapes: list[tuple[int, ...]] = [getattr(item, "shape", ()) for item in value.values()]
+    return all(shapes) and len({shape[:1] for shape in shapes}) == 1
 
 
 def prepare_datasets(

@@ -445,7 +445,7 @@ class eSurge(EngineControl, EngineWithFacts):
 
     @overload
     def chat(
-        self, messages: _Messages, sampling_params: SamplingParams | None = None, **options: object
+        self, messages: _Messages, sampling_params: SamplingParams | None = None, **template: Any
     ) -> RequestOutput: ...
 
     @overload
@@ -455,7 +455,7 @@ class eSurge(EngineControl, EngineWithFacts):
         sampling_params: SamplingParams | None = None,
         *,
         stream: Literal[True],
-        **options: object,
+        **template: Any,
     ) -> Iterator[RequestOutput]: ...
 
     def chat(

@@ -170,11 +170,11 @@ class ParameterConversions:
 
     def fully_shard(self, partition_rules: object = None, mesh: Mesh | None = None) -> Self:
         """Return the model with its parameters on the mesh; see `shard_model`."""
-        return cast("EasyDeLBaseModule", self).shard_model(partition_rules, mesh)
+        return cast("Self", cast("EasyDeLBaseModule", self).shard_model(partition_rules, mesh))
 
     def fully_gather(self, mesh: Mesh | None = None) -> Self:
         """Return the model with every parameter on every device of the mesh."""
-        return placement.gather(cast("EasyDeLBaseModule", self), self.config, mesh)
+        return cast("Self", placement.gather(cast("EasyDeLBaseModule", self), self.config, mesh))
 
     def _specs_sharding(self, partition_rules: object = None) -> Any:
         """Return the partition specification of each array."""
@@ -235,11 +235,11 @@ class ParameterConversions:
         Raises:
             ConfigError: the model has no decoder.
         """
-        body = getattr(self, "model", self)
-        decoder = getattr(body, "decoder", body)
+        body: object = getattr(self, "model", self)
+        decoder: object = getattr(body, "decoder", body)
         if not hasattr(decoder, "layers"):
             raise ConfigError(f"{type(self).__name__} has no decoder")
-        return decoder
+        return cast("nnx.Module", decoder)
 
     def get_embedding(self) -> nnx.Module:
         """Return the layer that embeds tokens.
@@ -248,8 +248,9 @@ class ParameterConversions:
             ConfigError: the model reads no tokens.
         """
         for owner in (self.get_decoder(), getattr(self, "model", self)):
-            if hasattr(owner, "embed_tokens"):
-                return owner.embed_tokens
+            embedding = getattr(owner, "embed_tokens", None)
+            if embedding is not None:
+                return embedding
         raise ConfigError(f"{type(self).__name__} embeds no tokens")
 
     def get_lm_head(self) -> nnx.Module:
