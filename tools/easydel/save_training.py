@@ -74,9 +74,10 @@ def save_lora(out: Path) -> None:
     model = load(out, "llama").apply_lora_to_layers(4, ".*(q_proj|v_proj).*")
     random = np.random.default_rng(1)
     for _, module in nnx.iter_modules(model):
-        if hasattr(module, "lora_b"):
-            shape = module.lora_b.value.shape
-            module.lora_b.value = jnp.asarray(random.normal(size=shape) * 0.1, jnp.float32)
+        lora_b = getattr(module, "lora_b", None)
+        if lora_b is not None:
+            values = random.normal(size=lora_b.value.shape) * 0.1
+            lora_b.value = jnp.asarray(values, jnp.float32)
     model.save_pretrained(str(out / "lora"))
     state = ed.EasyDeLState.create(model=model, tx=optax.adamw(1e-3), init_opt_state=True)
     state.save_state(str(out / "lora_state"))
@@ -101,7 +102,8 @@ def save_run(out: Path) -> None:
     ids = np.random.default_rng(0).integers(3, 90, (8, 16)).tolist()
     ones = [[1] * 16] * 8
     rows = Dataset.from_dict({"input_ids": ids, "attention_mask": ones, "labels": ids})
-    arguments = ed.TrainingArguments(
+    original: Any = ed  # not the package of this repository
+    arguments = original.TrainingArguments(
         model_name="tiny",
         save_directory=str(out / "run"),
         num_train_epochs=1,

@@ -70,7 +70,7 @@ class _LateCommand(ProgramCommand):
             self.help = inspect.getdoc(function)
         return super().get_params(ctx)
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Read the flags of other servers, too, if the command serves a model."""
         if self.name == "serve" and not ctx.resilient_parsing:
             try:

@@ -445,7 +445,12 @@ class eSurge(EngineControl, EngineWithFacts):
 
     @overload
     def chat(
-        self, messages: _Messages, sampling_params: SamplingParams | None = None, **template: Any
+        self,
+        messages: _Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        **template: Any,
     ) -> RequestOutput: ...
 
     @overload

@@ -174,12 +174,12 @@ class EasyDeLMoments(NamedTuple):
 
     Attributes:
         step: number of steps of the run.
-        count: number of updates of the moments.
+        updates: number of updates of the moments.
         mu, nu: first and second moments, arrays of the trained parameters.
     """
 
     step: int
-    count: int
+    updates: int
     mu: EasyDeLArrays
     nu: EasyDeLArrays
 

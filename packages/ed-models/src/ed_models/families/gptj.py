@@ -72,7 +72,10 @@ class GPTJForCausalLM(CausalLM):
 
     body_class = GPTJModel
 
-    head_bias = property(lambda self: True)
+    @property
+    def head_bias(self):
+        return True
+
     WEIGHTS = renamed(
         {
             "model": "transformer",

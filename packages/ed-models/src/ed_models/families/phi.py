@@ -63,7 +63,10 @@ class PhiForCausalLM(CausalLM):
 
     body_class = PhiModel
 
-    head_bias = property(lambda self: True)
+    @property
+    def head_bias(self):
+        return True
+
     WEIGHTS = renamed(
         {
             "model.norm": "model.final_layernorm",

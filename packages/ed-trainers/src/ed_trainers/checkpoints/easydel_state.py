@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from ed_infra.errors import CheckpointError, ConfigError
-from ed_models.base.module import EasyDeLBaseModule
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.checks import detect_task
 from ed_models.checkpoints.easydel_folder import (
@@ -47,7 +46,7 @@ def load_easydel_state(directory: Path, tx: optax.GradientTransformation | None)
         ConfigError: `tx` has no moments of Adam.
     """
     directory = find_newest_run(directory)
-    model: EasyDeLBaseModule = hub.from_pretrained(directory, task=detect_task(directory))
+    model: LanguageModel = hub.from_pretrained(directory, task=detect_task(directory))
     state = EasyDeLState.create(model=model)
     return state if tx is None else restore_easydel_moments(state.init_tx(tx), directory)
 
@@ -75,7 +74,7 @@ def restore_easydel_moments(state: EasyDeLState, directory: Path) -> EasyDeLStat
         name: _read_moments(state, arrays, directory, getattr(adam, name))
         for name, arrays in (("mu", stored.mu), ("nu", stored.nu))
     }
-    count = jax.device_put(jnp.asarray(stored.count, adam.count.dtype), adam.count.sharding)
+    count = jax.device_put(jnp.asarray(stored.updates, adam.count.dtype), adam.count.sharding)
     restored = adam._replace(count=count, **moments)
     opt_state = jax.tree.map(
         lambda node: restored if _is_adam(node) else node, state.opt_state, is_leaf=_is_adam
@@ -134,7 +133,7 @@ def _read_values(
     if adapters:
         from ed_models.adapters.peft import attach_adapter_matrices
 
-        module = attach_adapter_matrices(module, adapters, directory)
+        module = attach_adapter_matrices(cast(nnx.Module, module), adapters, directory)
     return flat_arrays(nnx.state(module))
 
 
