@@ -188,7 +188,7 @@ def write_stand_ins(folder: Path) -> None:
             {"role": "assistant", "content": text} for text in (f"It is {number + 1}.", "No idea.")
         )
         chosen, rejected = ([question, answer] for answer in answers)
-        rows.append({"chosen": chosen, "rejected": rejected})
+        rows.append({"chosen": chosen, "rejected": rejected, "gold": str(number + 1)})
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
@@ -197,11 +197,11 @@ def with_stand_ins(config: dict[str, object], folder: Path) -> dict[str, object]
     plain = json.loads(json.dumps(config, default=_plain))
     sections = _sections_of(plain)
     for name, stand_in in MODELS.items():
-        section = sections.get(name)
-        for key in ("name_or_path", "tokenizer") if isinstance(section, dict) else ():
-            if key in section:
-                section[key] = str(folder / stand_in)
-    mixture = sections.get("mixture") or {}
+        if isinstance(section := sections.get(name), dict):
+            named = {"name_or_path", "tokenizer"} & section.keys()
+            section.update(dict.fromkeys(named, str(folder / stand_in)))
+    given = sections.get("mixture")
+    mixture = given if isinstance(given, dict) else {}
     for inform in (*mixture.get("informs", ()), *mixture.get("eval_informs", ())):
         field = inform.get("content_field", "chosen")
         rows = "rows" if field in ("chosen", "rejected") else f"rows_{field}"

@@ -120,7 +120,7 @@ METHODS: dict[str, dict[str, object]] = {
     "ppo": {"whiten_advantages": True},
     "nash-md": {"mixture_coef": 0.5},
     "xpo": {"loss_type": "sigmoid"},
-    "rlvr": {"answer_key": "prompt", "num_return_sequences": 2, "max_len_mask": False},
+    "rlvr": {"answer_key": "gold", "num_return_sequences": 2, "max_len_mask": False},
 }
 ROLES = {
     "teacher": ("distillation", "gkd", "on_policy_distillation", "sparse_distillation", "seq_kd"),

@@ -52,10 +52,11 @@ def list_subclasses(cls: type) -> Iterator[type]:
 
 def list_trainer_keys() -> dict[str, list[str]]:
     """Return method -> fields of its argument class; an empty method: of every method."""
-    from easydel import trainers
     from easydel.trainers.training_configurations import TrainingArguments
 
-    for module in pkgutil.walk_packages(trainers.__path__, "easydel.trainers."):
+    for module in pkgutil.walk_packages(
+        sys.modules["easydel.trainers"].__path__, "easydel.trainers."
+    ):
         if module.name.endswith("_config"):
             importlib.import_module(module.name)  # noqa: TID251
     out = {"": [one.name for one in dataclasses.fields(TrainingArguments)]}

@@ -253,6 +253,14 @@ def test_previews_of_a_model_without_text_are_named_and_omitted() -> None:
     assert "generates no text: omit the key" in refuse(**changes)
 
 
+def test_column_of_the_answer_is_read_for_the_reward() -> None:
+    changes = {"mixture__pack_tokens": ..., "mixture__pack_seq_length": ...}
+    run = read(trainer__trainer_type="rlvr", trainer__answer_key="gold", **changes)
+    assert value_of(run, "trainer.reward_functions") == [{"math_answer": {"field": "gold"}}]
+    assert run.mixture is not None
+    assert [one.additional_fields for one in run.mixture.informs] == [("gold",)]
+
+
 def test_server_of_easydel_has_one_worker() -> None:
     serve = {"serve": {"workers": 1, "reload": False, "port": 1024}}
     assert len(read(actions=[serve]).actions) == 1

@@ -141,7 +141,8 @@ def _verified_rewards(given: Given) -> PlacedValues:
             "answer_key, format_pattern, length_penalty_target and reward_functions name the "
             "rewards: keep reward_functions, which also has the rules math_answer, regex and length"
         )
-    rewards = [{"math_answer": {"field": trainer.get("answer_key") or "answer"}}]
+    name = trainer.get("answer_key") or "answer"
+    rewards = [{"math_answer": {"field": name}}]
     weights = [1.0]
     pattern, weight = trainer.get("format_pattern"), _weight(trainer, "format_reward_weight")
     if pattern is not None and weight:
@@ -151,9 +152,23 @@ def _verified_rewards(given: Given) -> PlacedValues:
     if target is not None and _whole(target, "length_penalty_target", 0) and weight:
         rewards.append({"length": {"target": target, "shortest": 10, "longest": 5000}})
         weights.append(weight)
-    if len(rewards) == 1:
-        return {("trainer", "reward_functions"): rewards}
-    return {("trainer", "reward_functions"): rewards, ("trainer", "reward_weights"): weights}
+    placed: PlacedValues = {("trainer", "reward_functions"): rewards, **_read_field(given, name)}
+    return placed if len(rewards) == 1 else {**placed, ("trainer", "reward_weights"): weights}
+
+
+def _read_field(given: Given, name: object) -> PlacedValues:
+    """Return the informs, which read a further field of the rows for the rewards."""
+    mixture = given.sections.get("mixture")
+    informs = mixture.get("informs") if isinstance(mixture, Mapping) else None
+    if not isinstance(informs, list | tuple):
+        return {}
+    reading = []
+    for inform in informs:
+        more = inform.get("additional_fields", ()) if isinstance(inform, Mapping) else None
+        if isinstance(more, list | tuple) and name not in more:
+            inform = {**inform, "additional_fields": [*more, name]}
+        reading.append(inform)
+    return {("mixture", "informs"): Replacement(reading)}
 
 
 def _weight(trainer: Values, name: str) -> float:
