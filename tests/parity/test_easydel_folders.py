@@ -36,7 +36,7 @@ from tools.easydel.save_training import STATES
 from tools.workspace import ROOT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torch, pytest.mark.timeout(3600)]
-ONE = {"sharding_axis_dims": (1, 1, 1, 1, 1)}
+ONE: dict[str, Any] = {"sharding_axis_dims": (1, 1, 1, 1, 1)}
 TEXT_FAMILIES = [name for name in WRITTEN_FAMILIES if name not in ("whisper", "llava")]
 #: Names of LLaVA's language model in EasyDeL -> names in the folder of transformers.
 LLAVA = {

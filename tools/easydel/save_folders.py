@@ -17,6 +17,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -164,6 +165,13 @@ _CLASSES = {
 _CAUSAL = ("AutoModelForCausalLM", "AutoEasyDeLModelForCausalLM")
 
 
+def _import_easydel() -> Any:
+    """Return the module of the original, whose names differ from those of this project."""
+    import easydel
+
+    return easydel
+
+
 def create_source(family: str, folder: Path) -> None:
     """Write the folder of transformers with random weights, and the logits of torch."""
     import numpy as np
@@ -194,11 +202,11 @@ def create_source(family: str, folder: Path) -> None:
 
 def save_model(family: str, folder: Path) -> None:
     """Load the folder of transformers with EasyDeL in float32, and save it."""
-    import easydel as ed
     import jax
     import jax.numpy as jnp
     import torch
 
+    ed = _import_easydel()
     auto = getattr(ed, _CLASSES.get(family, _CAUSAL)[1])
     model = auto.from_pretrained(
         str(folder / "source"),

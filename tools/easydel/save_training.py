@@ -31,12 +31,19 @@ STATES = (
 )
 
 
+def _import_easydel() -> Any:
+    """Return the module of the original, whose names differ from those of this project."""
+    import easydel
+
+    return easydel
+
+
 def load(out: Path, family: str) -> Any:
     """Return the model of EasyDeL with the weights of a folder of transformers."""
-    import easydel as ed
     import jax.numpy as jnp
     import torch
 
+    ed = _import_easydel()
     return ed.AutoEasyDeLModelForCausalLM.from_pretrained(
         str(out / family / "source"),
         from_torch=True,
@@ -49,11 +56,11 @@ def load(out: Path, family: str) -> Any:
 
 def save_states(out: Path) -> None:
     """Write a state of each family after two updates of AdamW."""
-    import easydel as ed
     import jax
     import jax.numpy as jnp
     import optax
 
+    ed = _import_easydel()
     for family in STATES:
         optimizer = optax.adamw(1e-2)
         state = ed.EasyDeLState.create(model=load(out, family), tx=optimizer, init_opt_state=True)
@@ -65,19 +72,19 @@ def save_states(out: Path) -> None:
 
 def save_lora(out: Path) -> None:
     """Write a model with adapters on queries and values, and its state."""
-    import easydel as ed
     import jax.numpy as jnp
     import numpy as np
     import optax
     from flax import nnx
 
+    ed = _import_easydel()
     model = load(out, "llama").apply_lora_to_layers(4, ".*(q_proj|v_proj).*")
     random = np.random.default_rng(1)
     for _, module in nnx.iter_modules(model):
-        lora_b = getattr(module, "lora_b", None)
-        if lora_b is not None:
-            values = random.normal(size=lora_b.value.shape) * 0.1
-            lora_b.value = jnp.asarray(values, jnp.float32)
+        matrix: Any = getattr(module, "lora_b", None)
+        if matrix is not None:
+            values = random.normal(size=matrix.value.shape) * 0.1
+            matrix.value = jnp.asarray(values, jnp.float32)
     model.save_pretrained(str(out / "lora"))
     state = ed.EasyDeLState.create(model=model, tx=optax.adamw(1e-3), init_opt_state=True)
     state.save_state(str(out / "lora_state"))
@@ -85,9 +92,9 @@ def save_lora(out: Path) -> None:
 
 def save_other_optimizer(out: Path) -> None:
     """Write the state of an optimizer that is not AdamW."""
-    import easydel as ed
     import optax
 
+    ed = _import_easydel()
     optimizer = optax.lion(1e-3)
     state = ed.EasyDeLState.create(model=load(out, "llama"), tx=optimizer, init_opt_state=True)
     state.save_state(str(out / "lion"))
@@ -95,15 +102,14 @@ def save_other_optimizer(out: Path) -> None:
 
 def save_run(out: Path) -> None:
     """Train two steps with the trainer, which writes its checkpoint."""
-    import easydel as ed
     import numpy as np
     from datasets import Dataset
 
+    ed = _import_easydel()
     ids = np.random.default_rng(0).integers(3, 90, (8, 16)).tolist()
     ones = [[1] * 16] * 8
     rows = Dataset.from_dict({"input_ids": ids, "attention_mask": ones, "labels": ids})
-    original: Any = ed  # not the package of this repository
-    arguments = original.TrainingArguments(
+    arguments = ed.TrainingArguments(
         model_name="tiny",
         save_directory=str(out / "run"),
         num_train_epochs=1,
