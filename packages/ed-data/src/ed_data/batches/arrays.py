@@ -13,8 +13,8 @@ from ed_data.kinds.fields import NO_VALUE, Value
 from ed_data.kinds.record import ANSWERS, KindOfRows
 from ed_data.order.windows import PlannedRows
 from ed_data.rows.example import RowAudio, RowMedium
-from ed_data.storage.store import IntArray
 from ed_data.tokens.audio import AudioEncoder
+from ed_data.tokens.encoded import IntArray
 from ed_data.tokens.items import MediumEncoder
 
 NumpyBatch = dict[str, NDArray[Any]]

@@ -20,11 +20,10 @@ from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ed_data.errors import DataError
+from ed_data.tokens.encoded import IntArray
 
-IntArray = NDArray[np.int64]
 # Identify the uses of the seed, so that no two uses share random numbers.
 _DOCUMENTS, _BLOCKS = 1, 2
 

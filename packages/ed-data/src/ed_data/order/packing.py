@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ed_data.errors import DataError, did_you_mean
-from ed_data.order.mixing import IntArray
+from ed_data.tokens.encoded import IntArray
 
 _ALIKE = 20  # rows per length, on average, from which equal rows are processed together
 _ENTRY = 2**40 - 1  # mask of the number of an entry

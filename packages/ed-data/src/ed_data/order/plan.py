@@ -21,9 +21,10 @@ import numpy as np
 
 from ed_data.cache import new_file, remove_abandoned
 from ed_data.errors import DataError
-from ed_data.order.mixing import DocumentOrder, IntArray
+from ed_data.order.mixing import DocumentOrder
 from ed_data.order.windows import PlannedRows, RowOptions, Window, count_cuts, plan_rows
 from ed_data.storage.store import StorePart
+from ed_data.tokens.encoded import IntArray
 
 log = logging.getLogger("ed_data")
 #: Documents that are packed together: enough for best-fit to fill rows almost completely, and few

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ed_data.order.mixing import DocumentOrder, IntArray, build_order
+from ed_data.order.mixing import DocumentOrder, build_order
+from ed_data.tokens.encoded import IntArray
 
 UNIT = 2**32
 _BLOCKS = 9  # identifies a use of the seed, as in mixing

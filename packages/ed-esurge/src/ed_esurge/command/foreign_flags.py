@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 
 from ed_infra.errors import ConfigError
 
-from ed_esurge.command.flags import parse_mapping
-
 VLLM, LLAMA_CPP = "vLLM", "llama.cpp"
 #: Flag that collects the values of several flags of llama.cpp.
 _OVERRIDE = "--override-generation-config"
@@ -67,6 +65,16 @@ def _read_list(text: str) -> list[str]:
     values = json.loads(text)
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError("a JSON list of texts")
+    return values
+
+
+def _read_options(text: str, name: str) -> dict[str, object]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is a JSON object, and cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} is a JSON object, not {text!r:.100}")
     return values
 
 
@@ -469,7 +477,7 @@ FOREIGN_FLAGS = (*_VLLM_FLAGS, *_LLAMA_CPP_FLAGS)
 
 
 @dataclass
-class Translation:
+class TranslatedWords:
     """A command line in the flags of this program.
 
     Attributes:
@@ -481,7 +489,7 @@ class Translation:
     notes: list[str] = field(default_factory=list)
 
 
-def translate_flags(words: Sequence[str]) -> Translation:
+def translate_flags(words: Sequence[str]) -> TranslatedWords:
     """Replace flags of vLLM and llama.cpp by those of this program.
 
     Args:
@@ -492,7 +500,7 @@ def translate_flags(words: Sequence[str]) -> Translation:
         ConfigError: a flag is refused, or its value has no counterpart.
     """
     table = {name: flag for flag in reversed(FOREIGN_FLAGS) for name in flag.names}
-    result = Translation()
+    result = TranslatedWords()
     models: list[str] = []
     overrides: dict[str, object] = {}
     present = {word.partition("=")[0] for word in words}
@@ -519,7 +527,7 @@ def translate_flags(words: Sequence[str]) -> Translation:
         elif flag.target == "MODEL":
             models += converted
         elif flag.target == _OVERRIDE:
-            overrides |= parse_mapping(converted[0], name)
+            overrides |= _read_options(converted[0], name)
         else:
             result.words += [flag.target, *filter(None, converted)]
     if overrides:

@@ -7,7 +7,7 @@ model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ from ed_infra.sharding import placement
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-
-if TYPE_CHECKING:
-    from ed_models.base.module import EasyDeLBaseModule
 
 #: Nested mapping of names to arrays.
 ParameterTree = Mapping[Any, Any]
@@ -167,14 +164,6 @@ class ParameterConversions:
         return model
 
     # Placement.
-
-    def fully_shard(self, partition_rules: object = None, mesh: Mesh | None = None) -> Self:
-        """Return the model with its parameters on the mesh; see `shard_model`."""
-        return cast("Self", cast("EasyDeLBaseModule", self).shard_model(partition_rules, mesh))
-
-    def fully_gather(self, mesh: Mesh | None = None) -> Self:
-        """Return the model with every parameter on every device of the mesh."""
-        return cast("Self", placement.gather(cast("EasyDeLBaseModule", self), self.config, mesh))
 
     def _specs_sharding(self, partition_rules: object = None) -> Any:
         """Return the partition specification of each array."""

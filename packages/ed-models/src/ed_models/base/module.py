@@ -159,6 +159,16 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
             return partition_rules
         return placement.build_partition_rules(self, self.config)
 
+    def fully_shard(
+        self: ModelT, partition_rules: object = None, mesh: jax.sharding.Mesh | None = None
+    ) -> ModelT:
+        """Return the model with its parameters on the mesh; see `shard_model`."""
+        return self.shard_model(partition_rules, mesh)
+
+    def fully_gather(self: ModelT, mesh: jax.sharding.Mesh | None = None) -> ModelT:
+        """Return the model with every parameter on every device of the mesh."""
+        return placement.gather(self, self.config, mesh)
+
     def shard_model(
         self: ModelT, partition_rules: object = None, mesh: jax.sharding.Mesh | None = None
     ) -> ModelT:
