@@ -34,6 +34,7 @@ OTHER_MEANINGS = {"chat_template", "host", "keep_alive", "limits", "port"}
 OTHER_DECLARATIONS = {
     "ed_esurge.command.bench_serve:ArrivalOptions": "the model of the requests of a load test",
     "ed_esurge.command.run_batch:BatchOptions": "the model of the requests of a file",
+    "ed_models.base.methods:generate": "options of one call without a server",
     "ed_esurge.server.generation.prompts:__init__": "an argument of a class without a server",
     "ed_esurge.server.generation.reply_formats:__init__": "an argument of a class without a server",
 }

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from ed_esurge.config import SamplingDefaults
 from ed_esurge.model import get_sampling_defaults
 from ed_esurge.processes.answer_check import ReplicaMessageError
 from ed_esurge.processes.messages import decode_facts, encode_facts
-from ed_esurge.sampling import SamplingDefaults
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
 from ed_infra.errors import ConfigError

@@ -138,6 +138,23 @@ class ServerLimits(Options):
         return self
 
 
+class SamplingDefaults(Options):
+    """Values of sampling options that a request omits. None: the default of the endpoint."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The values that are not None, by name."""
+        return self.model_dump(exclude_none=True)
+
+
 class SpeculativeConfig(Options):
     """Options of speculative decoding. The names are vLLM's.
 

@@ -25,10 +25,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from pydantic import ValidationError
 
-from ed_esurge.config import EngineConfig
+from ed_esurge.config import EngineConfig, SamplingDefaults
 from ed_esurge.core.token_rules import DecoderStart, TokenRules
 from ed_esurge.outputs import LabelSet
-from ed_esurge.sampling import SamplingDefaults
 from ed_esurge.tokenizer import Tokenizer
 
 logger = get_logger(__name__)

@@ -11,8 +11,8 @@ from ed_infra.enums import TaskType
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.modalities.audio import RecordingForm
 
+from ed_esurge.config import SamplingDefaults
 from ed_esurge.outputs import LabelSet
-from ed_esurge.sampling import SamplingDefaults
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.modalities.audio import RecordingForm
 from pydantic import ValidationError
 
+from ed_esurge.config import SamplingDefaults
 from ed_esurge.engine.facts import EngineFacts
 from ed_esurge.engine.intake import ContextLengthError, TokenIdError
 from ed_esurge.outputs import LabelSet
@@ -20,7 +21,6 @@ from ed_esurge.processes.answer_check import (
     is_text,
     require,
 )
-from ed_esurge.sampling import SamplingDefaults
 
 #: Maximum number of messages that are sent together, and maximum bytes of those of a replica.
 MAX_MESSAGES, MAX_MESSAGE_BYTES = 1024, 2**28

@@ -28,10 +28,9 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
-from ed_esurge.config import ApiKey, ServerLimits, UnknownFields
+from ed_esurge.config import ApiKey, SamplingDefaults, ServerLimits, UnknownFields
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
-from ed_esurge.sampling import SamplingDefaults
 from ed_esurge.server.activity import parse_keep_alive
 
 #: Greatest number of replicas of a model.

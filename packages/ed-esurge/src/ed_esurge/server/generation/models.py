@@ -17,7 +17,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from starlette.requests import Request
 
-from ed_esurge.config import ApiKey
+from ed_esurge.config import ApiKey, SamplingDefaults
 from ed_esurge.core.adapters import LoadedAdapter
 from ed_esurge.engine.intake import (
     CheckedPrompt,
@@ -26,7 +26,7 @@ from ed_esurge.engine.intake import (
     TokenIdError,
 )
 from ed_esurge.outputs import LabelSet, RequestOutput
-from ed_esurge.sampling import PoolingParams, SamplingDefaults, SamplingParams
+from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.server.activity import Activity
 from ed_esurge.server.detached import DetachedAnswers
 from ed_esurge.server.generation.abilities import ABILITIES, POOLS, require_ability
