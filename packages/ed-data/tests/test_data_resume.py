@@ -32,8 +32,8 @@ def test_resume_after_each_of_200_batches_is_exact(
     mixture, tokenizer, monkeypatch, streaming, schema
 ):
     """Bit-equal with other numbers of workers and hosts, across windows and epochs."""
-    for module in ("order.plan", "order.stream"):
-        monkeypatch.setattr(f"ed_data.{module}.WINDOW", 60)
+    for name in ("plan.WINDOW", "stream.WINDOW_DOCUMENTS"):
+        monkeypatch.setattr(f"ed_data.order.{name}", 60)
     monkeypatch.setattr(stream, "_ENCODED", 16)
     rows = TEXTS if schema == TEXT else PAIRS
     made = mixture(rows, streaming=streaming, pack_seq_length=48)

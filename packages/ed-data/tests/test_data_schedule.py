@@ -137,8 +137,8 @@ def share_of_b(batches, tokenizer) -> float:
 @pytest.mark.parametrize("how", [{}, {"streaming": True}])
 def test_schedule_changes_the_shares_in_batches(scheduled, tokenizer, monkeypatch, how):
     """A run resumes exactly from any step."""
-    for module in (plan, stream):
-        monkeypatch.setattr(module, "WINDOW", 16)
+    for module, name in ((plan, "WINDOW"), (stream, "WINDOW_DOCUMENTS")):
+        monkeypatch.setattr(module, name, 16)
     made = scheduled(**how)
     loader = build_loader(made, tokenizer, batch_size=2)
     states, batches = [], []

@@ -501,7 +501,7 @@ def test_served_model_answers_the_requests_of_lm_eval(monkeypatch: pytest.Monkey
             "output_text": ["x"] * count,
         }
 
-    monkeypatch.setattr("ed_elarge.easylm.measuring.evaluate", answer)
+    monkeypatch.setattr("ed_elarge.easylm.measuring.evaluate_files", answer)
     model = ServedLM("http://127.0.0.1:1")
     pairs = [Instance("loglikelihood", {}, ("a", "b"), 0)]
     assert model.loglikelihood(pairs) == [(-1.0, True)]

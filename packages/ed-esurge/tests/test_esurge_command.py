@@ -182,7 +182,7 @@ _CACHE_IN_INT8 = '{"kv_cache_quantization_config": {"dtype": "int8"}}'
         (["serve", "./nowhere"], "not there"),
         (["serve", "x", "--config-kwargs", "[1]"], "--config-kwargs is a JSON object"),
         (["serve", "x", "--sharding-axis-dims", "a"], "--sharding-axis-dims"),
-        (["serve", "x", "--quantization", "awq"], "packed already (AWQ, GPTQ, "),
+        (["serve", "x", "--quantization", "quip"], "packed already (AWQ, GPTQ, "),
         (
             ["serve", "x", "-q", "nf4", "--config-kwargs", '{"bits": 4}'],
             "--quantization and bits of --config-kwargs both quantize the weights",

@@ -11,6 +11,7 @@ import pytest
 import typer
 from ed_esurge.command.flags import read_flag_file
 from ed_esurge.command.foreign_flags import FOREIGN_FLAGS, translate_flags
+from ed_esurge.command.load import ModelArguments, served_engine
 from ed_esurge.command.main import app, main
 from ed_esurge.server.options import ServerOptions
 from ed_infra.errors import ConfigError
@@ -80,7 +81,7 @@ def test_flag_of_two_programs_has_one_row_for_each() -> None:
         ("m --enable-lora --max-loras 4", "m --max-loras 4"),
         ("m --tool-call-parser hermes --enable-auto-tool-choice", "m --tool-parser-name hermes"),
         ('m --allowed-origins \'["http://a", "http://b"]\'', "m --cors-origins http://a http://b"),
-        ("m --quantization awq_marlin --enforce-eager", "m"),
+        ("m --quantization awq_marlin --enforce-eager", "m --quantization awq"),
         ("m --generation-config vllm", "m --generation-config none"),
         ("m -pp 1 -O 3 --load-format auto --runner pooling", "m"),
         ("m --uvicorn-log-level trace", "m --log-level debug"),
@@ -160,6 +161,7 @@ def test_file_of_flags_has_flags_of_other_servers(parameters, tmp_path: Path) ->
         "max_model_len": "32000",
         "page_size": "32",
         "cors_origins": ["http://a", "http://b"],
+        "quantization": "awq",
     }
     path.write_text("enable-expert-parallel: true\n")
     with pytest.raises(ConfigError, match=r"vllm\.yaml.*sharding-axis-dims"):
@@ -177,3 +179,12 @@ def test_adapters_are_json_objects_as_in_vllm() -> None:
 def test_table_covers_the_common_flags_of_vllm(parameters) -> None:
     names = {name for flag in FOREIGN_FLAGS if flag.program == "vLLM" for name in flag.names}
     assert set(COMMON.split()) <= names | flags_of(parameters)
+
+
+@pytest.mark.parametrize("stored", [None, "gptq"])
+def test_format_of_a_packed_checkpoint_is_compared(tmp_path: Path, stored: str | None) -> None:
+    config = {"model_type": "llama", "quantization_config": {"quant_method": stored}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ModelArguments(model=str(tmp_path), quantization="awq")
+    with pytest.raises(ConfigError, match=f"quant_method={stored!r}: leave --quantization out"):
+        served_engine(arguments)

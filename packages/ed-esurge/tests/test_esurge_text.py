@@ -465,7 +465,6 @@ def test_engine_with_endpoints_answers_as_without(endpoint):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("stream", "no argument 'stream': use eSurge.stream"),
         ("temperature", r"pass SamplingParams\(temperature="),
         ("max_tokens", r"pass SamplingParams\(max_tokens="),
         ("tool", "did you mean 'tools'"),

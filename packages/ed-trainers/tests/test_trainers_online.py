@@ -250,7 +250,7 @@ def test_invalid_online_setup_raises_config_error(toy_of_module, tmp_path):
     run = online("grpo", toy_of_module(), tmp_path, beta=0.0)
     with pytest.raises(ConfigError, match="requires batches of prompts, not dict"):
         phase_of(run).generate({"input_ids": np.zeros((2, 4))}, run.weights(), 0)
-    with pytest.raises(ConfigError, match=r"16 rows, but .*size 8 times .*have 2 prompts"):
+    with pytest.raises(ConfigError, match=r"16 rows, but 8 completions .* is 8: .*have 2 prompts"):
         run.feed.shuffle_rows(phase_of(run).generate(Prompts(4).batch_at(0), run.weights(), 0))
     run.method.rollout = None
     with pytest.raises(ConfigError, match="needs a rollout that completes prompts"):

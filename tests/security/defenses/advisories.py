@@ -208,7 +208,7 @@ ADVISORIES: dict[str, tuple[Edit, ...]] = {
     ),
     f"{BAD_CHECKPOINTS}::test_contradictory_config_raises_checkpoint_error": (
         Edit(
-            f"{INFRA}/config/bounds.py",
+            f"{INFRA}/config/subclass.py",
             "        if value > LARGEST.get(common, value):",
             "        if value > LARGEST.get(common, value) * 10**20:",
         ),

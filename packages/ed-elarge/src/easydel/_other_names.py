@@ -127,7 +127,7 @@ _OMNI = "Qwen3-Omni is not implemented; for sound and text use Qwen2AudioForCond
 _XERXES = "a model of EasyDeL's author without published weights; no other library has the family"
 _DIFFUSION = "language models that denoise text are not implemented"
 _MODE = "a model drops nothing unless it is called with key=...; no mode is needed"
-_MOSHPIT = "use online methods with `environments` (docs/environments.md)"
+_MOSHPIT = "use online methods with `environments` (docs/tasks/asynchronous_rl.md)"
 
 
 def _same(names: str, reason: str) -> dict[str, str]:
@@ -152,8 +152,7 @@ ABSENT: dict[str, str] = {
         _PREPARED,
     ),
     "pack_sequences": "set packing=True in the arguments; ed.pack plans the rows",
-    "LogWatcher": "pass a Callback: on_log receives the metrics, and trainer.weights() the weights",
-    "RayDistributedTrainer": "start the run on every host: elarge --hosts (docs/multihost.md)",
+    "RayDistributedTrainer": "use `elarge launch` (docs/tasks/several_hosts.md)",
     **_same("AgenticMoshPitConfig AgenticMoshPitTrainer", _MOSHPIT),
     "InferenceApiRouter": "ed.serve accepts a mapping of names to engines",
     "JitableSamplingParams": "the engine converts ed.SamplingParams to arrays itself",

@@ -133,14 +133,7 @@ _VLLM_FLAGS = (
         VLLM,
         ("--quantization", "-q"),
         "--quantization",
-        values=dict.fromkeys(
-            (
-                *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt"),
-                *("auto-round", "quark", "fbgemm_fp8", "None"),
-            ),
-            "",
-        ),
-        note="the checkpoint states its format, and its codes are read",
+        values={"awq_marlin": "awq", "gptq_marlin": "gptq", "None": ""},
     ),
     ForeignFlag(VLLM, ("--hf-overrides",), "--config-kwargs"),
     ForeignFlag(VLLM, ("--tool-call-parser",), "--tool-parser-name"),

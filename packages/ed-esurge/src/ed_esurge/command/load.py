@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _DIMS = "1,1,1,-1,1"
 _DTYPES = ("float32", "bfloat16", "float16")
+#: Formats of packed checkpoints, which are read as they are: name -> `quant_method` in config.json.
+_PACKED = {name: name for name in ("awq", "gptq", "compressed-tensors")}
 #: vLLM's names of weight quantization formats that are applied during loading.
 _VLLM_FORMATS = {"bitsandbytes": "nf4"}
 #: Value of `--kv-cache-dtype` (vLLM's names) -> name of the format or dtype in this project.
@@ -156,6 +159,7 @@ def served_engine(arguments: ModelArguments) -> eSurge | SpeechEngine:
         # Load in the layout of the engine (`served_model`), which avoids a second copy.
         fields = {"scan_layers": False, **fields}
     settings = hub.resolve(arguments.model, weights=False, revision=arguments.revision)
+    _check_packed(arguments, settings)
     if rules is None and arguments.quantization is None and find_gguf_file(settings) is not None:
         rules = {"dtype": "gguf"}
     task = detect_task(settings)
@@ -261,7 +265,7 @@ def parse_quantization(arguments: ModelArguments) -> tuple[Any, dict[str, Any]]:
 
 
 def _resolve_format(name: str | None) -> str | None:
-    if name in (None, "none"):
+    if name in (None, "none", *_PACKED):
         return None
     format_name = QUANTIZATION_ALIASES.get(name, _VLLM_FORMATS.get(name, name))
     if format_name not in QUANTIZATION_FORMATS:
@@ -271,6 +275,25 @@ def _resolve_format(name: str | None) -> str | None:
             "bitsandbytes, compressed-tensors, FP8) is read as it is: leave --quantization out"
         )
     return format_name
+
+
+def _check_packed(arguments: ModelArguments, directory: Path) -> None:
+    """Check that a checkpoint is packed as `--quantization awq` says.
+
+    Raises:
+        ConfigError: the checkpoint has another format, or none.
+    """
+    expected = _PACKED.get(arguments.quantization or "")
+    if expected is None:
+        return
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    stored = (config.get("quantization_config") or {}).get("quant_method")
+    if stored != expected:
+        raise ConfigError(
+            f"--quantization {arguments.quantization} names the format of a packed checkpoint, and "
+            f"config.json of {arguments.model} has quant_method={stored!r}: leave --quantization "
+            f"out, or take one of {', '.join(QUANTIZATION_FORMATS)}"
+        )
 
 
 def _cache_fields(arguments: ModelArguments) -> dict[str, Any]:

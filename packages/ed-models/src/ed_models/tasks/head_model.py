@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.enums import TaskType
-from ed_infra.inputs import Encoded, Inputs
 from ed_infra.outputs import BaseModelOutput
 from ed_layers.cache.spec import LayerSpecs
 from ed_layers.parts import Parts
@@ -20,6 +19,9 @@ from jax.typing import DTypeLike
 
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.weights.rules import STANDARD
+
+if TYPE_CHECKING:
+    from ed_infra.inputs import Encoded, Inputs
 
 
 class Body(Protocol):
