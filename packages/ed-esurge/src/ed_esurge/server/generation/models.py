@@ -137,6 +137,7 @@ class ServedModel:
         activity: the running requests of a model that is loaded on demand, and how long the model
             stays loaded; None = the model is never unloaded.
         load_seconds: seconds in which the request waited for the model.
+        sampling_defaults: values of sampling options that a request omits, by name.
         derivation: changes the chat requests of a model that is derived from this model.
     """
 
@@ -172,6 +173,9 @@ class ServedModel:
         self._id_texts = TokenTexts(prompts.tokenizer, as_ids=True)
         self.created = int(time.time())
         self._widths: dict[bool, int] = {}
+        stored = getattr(engine, "sampling_defaults", None)
+        values = stored.values if stored and state.options.generation_config == "auto" else {}
+        self.sampling_defaults = values | state.options.override_generation_config.values
 
     def texts_for(self, request: GenerationRequest) -> TokenTexts:
         """Return the texts of tokens in the log-probabilities of an answer."""
@@ -226,14 +230,6 @@ class ServedModel:
             "max_model_len": self.prompts.max_model_len,
             **build_certificate_fields(getattr(self.engine, "certificate", None)),
         }
-
-    @property
-    def sampling_defaults(self) -> dict[str, float]:
-        """Values of sampling options that a request omits, by name."""
-        options = self.state.options
-        stored = getattr(self.engine, "sampling_defaults", None)
-        values = stored.values if stored and options.generation_config == "auto" else {}
-        return {**values, **options.override_generation_config.values}
 
     def get_defaults_of(self, request: RequestBody, *names: str) -> dict[str, float]:
         """Return the default values of those sampling options that a request omits."""
