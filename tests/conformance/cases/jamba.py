@@ -28,5 +28,7 @@ CASES = Cases(
             "mamba_conv_bias": False,
             "tie_word_embeddings": True,
         },
-    }
+    },
+    # torch in float32 differs from float64 by 1.5e-5, so two programs differ by up to 3e-5
+    ours=3e-5,
 )
