@@ -63,8 +63,8 @@ def test_every_flag_has_a_meaning_a_reason_or_a_way_out() -> None:
         assert not flag.is_switch or flag.convert is None
 
 
-def test_flag_of_two_programs_has_one_row_for_each() -> None:
-    rows = Counter((flag.program, name) for flag in FOREIGN_FLAGS for name in flag.names)
+def test_each_flag_has_one_row() -> None:
+    rows = Counter(name for flag in FOREIGN_FLAGS for name in flag.names)
     assert [one for one, count in rows.items() if count > 1] == []
 
 
@@ -155,7 +155,7 @@ def test_file_of_flags_has_flags_of_other_servers(parameters, tmp_path: Path) ->
         "enable-lora: false\nquantization: awq\noverride-generation-config: {top_k: 3}\n"
         'allowed-origins: ["http://a", "http://b"]\n'
     )
-    values = read_flag_file(str(path), parameters)
+    values = read_flag_file(str(path), parameters, [])
     assert json.loads(str(values.pop("override_generation_config"))) == {"top_k": 3}
     assert values == {
         "max_model_len": "32000",
@@ -165,7 +165,7 @@ def test_file_of_flags_has_flags_of_other_servers(parameters, tmp_path: Path) ->
     }
     path.write_text("enable-expert-parallel: true\n")
     with pytest.raises(ConfigError, match=r"vllm\.yaml.*sharding-axis-dims"):
-        read_flag_file(str(path), parameters)
+        read_flag_file(str(path), parameters, [])
 
 
 def test_adapters_are_json_objects_as_in_vllm() -> None:
@@ -188,3 +188,23 @@ def test_format_of_a_packed_checkpoint_is_compared(tmp_path: Path, stored: str |
     arguments = ModelArguments(model=str(tmp_path), quantization="awq")
     with pytest.raises(ConfigError, match=f"quant_method={stored!r}: leave --quantization out"):
         served_engine(arguments)
+
+
+def test_flags_of_a_file_are_translated_together(parameters, tmp_path: Path) -> None:
+    path, notes = tmp_path / "flags.yaml", []
+    path.write_text("max-loras: 4\nenable-lora: true\ntemp: 0.2\ntop-k: 5\nenforce-eager: true\n")
+    values = read_flag_file(str(path), parameters, notes)
+    assert json.loads(str(values["override_generation_config"])) == {"temperature": 0.2, "top_k": 5}
+    assert values["max_loras"] == "4"
+    assert [note.split(" ")[0] for note in notes] == ["--enable-lora", "--enforce-eager"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("model: x", "on the command line"), ("enable-lora: yes please", "must be true or false")],
+)
+def test_file_of_flags_names_its_mistakes(parameters, tmp_path: Path, text, message) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"flags\.yaml.*{message}"):
+        read_flag_file(str(path), parameters, [])

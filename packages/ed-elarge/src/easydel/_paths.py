@@ -30,6 +30,18 @@ _METHODS: tuple[tuple[str, str, str], ...] = (
     ("xpo_trainer", "xpo", "XPO"),
 )
 
+#: Classes that find the model of a checkpoint, and their states.
+_AUTO = (
+    "AutoEasyDeLAnyToAnyModel AutoEasyDeLModel AutoEasyDeLModelForCausalLM "
+    "AutoEasyDeLModelForEmbedding AutoEasyDeLModelForImageTextToText "
+    "AutoEasyDeLModelForSeq2SeqLM AutoEasyDeLModelForSequenceClassification "
+    "AutoEasyDeLModelForSpeechSeq2Seq AutoEasyDeLModelForZeroShotImageClassification "
+    "AutoEasyDeLVisionModel AutoState AutoStateAnyToAnyModel AutoStateForCausalLM "
+    "AutoStateForEmbedding AutoStateForImageSequenceClassification "
+    "AutoStateForImageTextToText AutoStateForSeq2SeqLM AutoStateForSpeechSeq2Seq "
+    "AutoStateForZeroShotImageClassification AutoStateVisionModel"
+)
+
 #: Module path -> names that the module exports.
 PATHS: dict[str, str] = {
     "easydel.caching": "HybridCache RecurrentCache",
@@ -125,27 +137,9 @@ PATHS: dict[str, str] = {
     "easydel.layers.quantization.quantizers": (
         "EasyDeLQuantizationConfig QArray quantize dequantize is_quantized"
     ),
-    "easydel.modules.auto": (
-        "AutoEasyDeLAnyToAnyModel AutoEasyDeLConfig AutoEasyDeLModel AutoEasyDeLModelForCausalLM "
-        "AutoEasyDeLModelForEmbedding AutoEasyDeLModelForImageTextToText "
-        "AutoEasyDeLModelForSeq2SeqLM AutoEasyDeLModelForSequenceClassification "
-        "AutoEasyDeLModelForSpeechSeq2Seq AutoEasyDeLModelForZeroShotImageClassification "
-        "AutoEasyDeLVisionModel AutoState AutoStateAnyToAnyModel AutoStateForCausalLM "
-        "AutoStateForEmbedding AutoStateForImageSequenceClassification "
-        "AutoStateForImageTextToText AutoStateForSeq2SeqLM AutoStateForSpeechSeq2Seq "
-        "AutoStateForZeroShotImageClassification AutoStateVisionModel get_modules_by_type"
-    ),
+    "easydel.modules.auto": f"AutoEasyDeLConfig {_AUTO} get_modules_by_type",
     "easydel.modules.auto.auto_configuration": "AutoEasyDeLConfig get_modules_by_type",
-    "easydel.modules.auto.auto_modeling": (
-        "AutoEasyDeLAnyToAnyModel AutoEasyDeLModel AutoEasyDeLModelForCausalLM "
-        "AutoEasyDeLModelForEmbedding AutoEasyDeLModelForImageTextToText "
-        "AutoEasyDeLModelForSeq2SeqLM AutoEasyDeLModelForSequenceClassification "
-        "AutoEasyDeLModelForSpeechSeq2Seq AutoEasyDeLModelForZeroShotImageClassification "
-        "AutoEasyDeLVisionModel AutoState AutoStateAnyToAnyModel AutoStateForCausalLM "
-        "AutoStateForEmbedding AutoStateForImageSequenceClassification "
-        "AutoStateForImageTextToText AutoStateForSeq2SeqLM AutoStateForSpeechSeq2Seq "
-        "AutoStateForZeroShotImageClassification AutoStateVisionModel"
-    ),
+    "easydel.modules.auto.auto_modeling": _AUTO,
     "easydel.operations": (
         "AttentionConfig AutoRegressiveDecodeAttn BaseOperationConfig BlockSparseAttentionConfig "
         "BlockSparseAttn FlashAttentionConfig FlashAttn OperationImpl OperationMetadata "

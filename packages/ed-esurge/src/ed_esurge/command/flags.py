@@ -21,6 +21,8 @@ from ed_infra.options import Options
 from pydantic import ValidationError
 from typer.core import TyperOption
 
+from ed_esurge.command.foreign_flags import NOTES, parse_mapping, translate_entries
+
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 #: Kind of a value that is a JSON object.
@@ -145,8 +147,9 @@ def _list_choices(kind: str) -> Callable[[], list[str]]:
 
 def _use_config(ctx: typer.Context, path: str | None) -> None:
     if path is not None and not ctx.resilient_parsing:
+        notes = ctx.meta.setdefault(NOTES, [])
         try:
-            ctx.default_map = read_flag_file(path, ctx.command.params)
+            ctx.default_map = read_flag_file(path, ctx.command.params, notes)
         except ConfigError as error:
             raise typer.BadParameter(str(error)) from None
 
@@ -233,8 +236,13 @@ def format_default(default: object) -> str:
     return "none" if default is None else json.dumps(default, default=str).strip('"')
 
 
-def read_flag_file(path: str, parameters: Iterable[object]) -> dict[str, object]:
+def read_flag_file(path: str, parameters: Iterable[object], notes: list[str]) -> dict[str, object]:
     """Return the values of a YAML file of flags, as defaults of the parameters of a command.
+
+    Args:
+        path: the file.
+        parameters: the parameters of the command.
+        notes: receives the flags of other servers without an effect, each with its reason.
 
     Raises:
         ConfigError: the file cannot be read, or has a key that is no flag.
@@ -253,7 +261,12 @@ def read_flag_file(path: str, parameters: Iterable[object]) -> dict[str, object]
         if flag.startswith("--")
     }
     defaults: dict[str, object] = {}
-    for key, value in _translate_entries(path, values).items():
+    try:
+        entries, unused_flags = translate_entries(values)
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    notes.extend(unused_flags)
+    for key, value in entries.items():
         name = str(key).replace("_", "-")
         if name in ("config", "help") or name not in options:
             hint = did_you_mean(name, options)
@@ -269,20 +282,6 @@ def read_flag_file(path: str, parameters: Iterable[object]) -> dict[str, object]
             default = _format_value(value)
         defaults[str(option.name)] = default
     return defaults
-
-
-def _translate_entries(path: str, values: Mapping[object, object]) -> dict[object, object]:
-    """Return the entries of a file, in which flags of other servers are replaced."""
-    from ed_esurge.command.foreign_flags import read_entry
-
-    entries: dict[object, object] = {}
-    for key, value in values.items():
-        try:
-            translated = read_entry(str(key).replace("_", "-"), value)
-            entries |= {key: value} if translated is None else translated
-        except ConfigError as error:
-            raise ConfigError(f"--config {path}: {error}") from None
-    return entries
 
 
 def _format_value(value: object) -> str:
@@ -326,20 +325,3 @@ def parse_value(text: str) -> Any:
     if "," in text:
         return [parse_value(part.strip()) for part in text.split(",") if part.strip()]
     return text
-
-
-def parse_mapping(text: str | None, flag: str) -> Mapping[str, Any]:
-    """Return a mapping from JSON text; empty without a text.
-
-    Raises:
-        ConfigError: the text is not a JSON object.
-    """
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag} is a JSON object, and cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{flag} is a JSON object, not {text!r}")
-    return value

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 from ed_infra.errors import ConfigError
 
@@ -68,16 +70,6 @@ def _read_list(text: str) -> list[str]:
     return values
 
 
-def _read_options(text: str, name: str) -> dict[str, object]:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} is a JSON object, and cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{name} is a JSON object, not {text!r:.100}")
-    return values
-
-
 def _convert_mib(text: str) -> str:
     return str(float(text) / 1024)
 
@@ -100,15 +92,13 @@ def _refuse_switch(program: str, names: str, refusal: str) -> ForeignFlag:
     return ForeignFlag(program, tuple(names.split()), is_switch=True, refusal=refusal)
 
 
-def _sample(names: str, option: str, *idle: str) -> ForeignFlag:
+def _sample(names: str, option: str) -> ForeignFlag:
     """Return a flag of llama.cpp with a default of a sampling option."""
     return ForeignFlag(
         LLAMA_CPP,
         tuple(names.split()),
         _OVERRIDE,
-        values=dict.fromkeys(idle, ""),
         convert=lambda text: json.dumps({option: json.loads(text)}),
-        note="is the behavior of this server",
     )
 
 
@@ -413,7 +403,7 @@ _LLAMA_CPP_FLAGS = (
     _switch(LLAMA_CPP, "-cmoe --cpu-moe --check-tensors", "is not needed here"),
     _idle(
         LLAMA_CPP,
-        "-ngl --gpu-layers --n-gpu-layers -ncmoe --n-cpu-moe -dev --device -sm --split-mode "
+        "-ngl --gpu-layers --n-gpu-layers -ncmoe --n-cpu-moe -dev -sm --split-mode "
         "-ts --tensor-split -mg --main-gpu -fit --fit -fitt --fit-target -fitc --fit-ctx",
         f"all layers are on the devices of JAX, and {_DEVICES}",
     ),
@@ -446,7 +436,7 @@ _LLAMA_CPP_FLAGS = (
     _refuse(LLAMA_CPP, "--pooling", "the checkpoint states how vectors are pooled"),
     _refuse(
         LLAMA_CPP,
-        "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx "
+        "--rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx "
         "--yarn-ext-factor --yarn-attn-factor --override-kv",
         _CONFIG,
     ),
@@ -469,17 +459,27 @@ _LLAMA_CPP_FLAGS = (
 FOREIGN_FLAGS = (*_VLLM_FLAGS, *_LLAMA_CPP_FLAGS)
 
 
+_TABLE = {name: flag for flag in FOREIGN_FLAGS for name in flag.names}
+
+
 @dataclass
 class TranslatedWords:
     """A command line in the flags of this program.
 
     Attributes:
-        words: the words.
+        models: models that flags name.
+        flags: each flag with its values, and each word that is not translated.
         notes: flags without an effect, each with its reason.
     """
 
-    words: list[str] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    flags: list[tuple[str, ...]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def words(self) -> list[str]:
+        """The command line."""
+        return [*self.models, *chain.from_iterable(self.flags)]
 
 
 def translate_flags(words: Sequence[str]) -> TranslatedWords:
@@ -492,64 +492,94 @@ def translate_flags(words: Sequence[str]) -> TranslatedWords:
     Raises:
         ConfigError: a flag is refused, or its value has no counterpart.
     """
-    table = {name: flag for flag in reversed(FOREIGN_FLAGS) for name in flag.names}
+    return _translate(words, {word.partition("=")[0] for word in words})
+
+
+def translate_entries(
+    values: Mapping[object, object],
+) -> tuple[dict[object, object], list[str]]:
+    """Replace flags of vLLM and llama.cpp in a file of flags by those of this program.
+
+    Args:
+        values: flag without leading dashes -> its value; a flag without a value is true or false.
+
+    Returns:
+        The entries here, and the flags without an effect, each with its reason.
+
+    Raises:
+        ConfigError: a flag is refused, or its value has no counterpart.
+    """
+    entries: dict[object, object] = {}
+    words: list[str] = []
+    for key, value in values.items():
+        name = f"--{str(key).replace('_', '-')}"
+        flag = _TABLE.get(name)
+        if flag is None:
+            entries[key] = value
+        elif not flag.is_switch:
+            words.append(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+        elif not isinstance(value, bool):
+            raise ConfigError(f"{key} must be true or false, got {value!r}")
+        elif value:
+            words.append(name)
+    translated = _translate(words, {f"--{str(key).replace('_', '-')}" for key in values})
+    if translated.models:
+        raise ConfigError("model is no flag here: name the model on the command line")
+    for name, *texts in translated.flags:
+        entries[name.removeprefix("--")] = texts if len(texts) > 1 else texts[0] if texts else True
+    return entries, translated.notes
+
+
+def _translate(words: Sequence[str], given_flags: Collection[str]) -> TranslatedWords:
     result = TranslatedWords()
-    models: list[str] = []
     overrides: dict[str, object] = {}
-    present = {word.partition("=")[0] for word in words}
     remaining = deque(words)
     while remaining:
         word = remaining.popleft()
         if word == "--":
-            result.words += [word, *remaining]
+            result.flags.append((word, *remaining))
             break
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
-        flag = table.get(name)
+        flag = _TABLE.get(name)
         if flag is None or not (flag.is_switch or equals or remaining):
-            result.words.append(f"{name}{equals}{value}")  # the parser reports a missing value
+            result.flags.append((f"{name}{equals}{value}",))  # the parser reports a missing value
             continue
         if flag.is_switch:
             value = flag.value
         elif not equals:
             value = remaining.popleft()
-        converted = None if present.intersection(flag.unless) else _convert(flag, name, value)
+        is_said = not set(flag.unless).isdisjoint(given_flags)
+        converted = None if is_said else _convert(flag, name, value)
         if converted is None:
             result.notes.append(f"{name} ({flag.note})")
         elif flag.target == "MODEL":
-            models += converted
+            result.models += converted
         elif flag.target == _OVERRIDE:
-            overrides |= _read_options(converted[0], name)
+            overrides |= parse_mapping(converted[0], name)
         else:
-            result.words += [flag.target, *filter(None, converted)]
+            result.flags.append((flag.target, *filter(None, converted)))
     if overrides:
-        result.words += [_OVERRIDE, json.dumps(overrides)]
-    result.words = [*models, *result.words]
+        result.flags.append((_OVERRIDE, json.dumps(overrides)))
     return result
 
 
-def read_entry(name: str, value: object) -> dict[str, object] | None:
-    """Return the entries here for an entry of a file of flags; None if it is not translated.
-
-    Args:
-        name: the flag without dashes at the begin.
-        value: its value; a flag without a value is true.
+def parse_mapping(text: str | None, flag: str) -> Mapping[str, Any]:
+    """Return a mapping from JSON text; empty without a text.
 
     Raises:
-        ConfigError: the flag is refused, or its value has no counterpart.
+        ConfigError: the text is not a JSON object.
     """
-    flag = next((one for one in FOREIGN_FLAGS if f"--{name}" in one.names), None)
-    if flag is None:
-        return None
-    if flag.is_switch and value is not True:
+    if text is None:
         return {}
-    text = value if isinstance(value, str) else json.dumps(value)
-    words = translate_flags([f"--{name}" if flag.is_switch else f"--{name}={text}"]).words
-    if not words:
-        return {}
-    values = words[1:] if len(words) > 2 else words[1] if len(words) == 2 else True
-    return {words[0].removeprefix("--"): values}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} is a JSON object, and cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag} is a JSON object, not {text!r}")
+    return value
 
 
 def _convert(flag: ForeignFlag, name: str, value: str) -> list[str] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -286,7 +285,9 @@ def _check_packed(arguments: ModelArguments, directory: Path) -> None:
     expected = _PACKED.get(arguments.quantization or "")
     if expected is None:
         return
-    config = json.loads((directory / "config.json").read_text("utf-8"))
+    from ed_models.checkpoints.checks import read_checkpoint_settings
+
+    config = read_checkpoint_settings(directory / "config.json")
     stored = (config.get("quantization_config") or {}).get("quant_method")
     if stored != expected:
         raise ConfigError(

@@ -231,7 +231,7 @@ class ServedModel:
             **build_certificate_fields(getattr(self.engine, "certificate", None)),
         }
 
-    def get_defaults_of(self, request: RequestBody, *names: str) -> dict[str, float]:
+    def get_omitted_defaults(self, request: RequestBody, *names: str) -> dict[str, float]:
         """Return the default values of those sampling options that a request omits."""
         omitted = set(names) - request.model_fields_set
         return {name: value for name, value in self.sampling_defaults.items() if name in omitted}
@@ -270,7 +270,7 @@ class ServedModel:
             "max_tokens": max_tokens,
         }
         if not request.use_beam_search:
-            options |= self.get_defaults_of(request, *SamplingDefaults.model_fields)
+            options |= self.get_omitted_defaults(request, *SamplingDefaults.model_fields)
         listed = 32 * len(request.allowed_token_ids or ())  # approximate number of bytes
         return await aside(lambda: SamplingParams(**{**options, **extensions, **more}), listed)
 

@@ -478,7 +478,7 @@ def initial_fields(turn: ChatGeneration, body: ResponseRequest) -> dict[str, Any
         "truncation": body.truncation,
         "usage": None,
         "user": body.user,
-        **turn.model.get_defaults_of(body, "temperature", "top_p"),
+        **turn.model.get_omitted_defaults(body, "temperature", "top_p"),
     }
 
 
