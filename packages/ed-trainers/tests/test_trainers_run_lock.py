@@ -23,6 +23,8 @@ HOLDER = """
 import os, sys, time
 from pathlib import Path
 from ed_trainers.checkpoints.run_lock import RunLock
+if sys.argv[4:] == ["late"]:
+    os.register_at_fork(after_in_child=lambda: time.sleep(1))
 mirror, launch = (word if word != "-" else None for word in sys.argv[2:4])
 lock = RunLock(Path(sys.argv[1]), mirror, launch=launch)
 lock.acquire()
@@ -121,10 +123,11 @@ def test_killed_run_starts_again_at_once(tmp_path: Path, patient: None) -> None:
     )
 
 
+@pytest.mark.parametrize("child_start", ["fork", "late"])
 def test_child_that_outlives_a_killed_run_does_not_keep_the_lock(
-    tmp_path: Path, patient: None
+    tmp_path: Path, patient: None, child_start: str
 ) -> None:
-    with holder(tmp_path, "-", "-", "fork") as first:
+    with holder(tmp_path, "-", "-", child_start) as first:
         child = first.child  # type: ignore[attr-defined]
         try:
             first.kill()

@@ -36,7 +36,7 @@ except ImportError:  # Windows has no such locks
 LOCK_FILE = "run.lock"
 #: Seconds between two renewals, and seconds without a renewal after which a lock is abandoned.
 BEAT_SECONDS, STALE_SECONDS = 5.0, 30.0
-#: Seconds in which a process that is being ended releases the lock of its own launch.
+#: Seconds in which a process of the same launch, or a child of an ended process, releases the lock.
 ENDING_SECONDS = 10.0
 #: Bytes of the file. A renewal overwrites them in place, which a full disk does not prevent.
 _SIZE = 1024
@@ -334,7 +334,10 @@ class RunLock:
         deadline = time.monotonic() + ENDING_SECONDS
         while (has_lock := place.hold()) is False:
             other_owner = Owner.parse(place.read() or b"")
-            if not self._follows(other_owner) or time.monotonic() > deadline:
+            # A child of an ended process has the lock until it runs its first instructions.
+            is_ending = other_owner is None or other_owner.has_ended()
+            is_ending = is_ending or self._follows(other_owner)
+            if not is_ending or time.monotonic() > deadline:
                 raise self._busy(place, other_owner)
             time.sleep(0.1)
         try:
