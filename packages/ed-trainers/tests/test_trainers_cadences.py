@@ -13,7 +13,7 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_trainers import EasyDeLState, SFTArguments, SFTTrainer
 from ed_trainers.arguments import idle_options
-from ed_trainers.batches import Epochs, Feed, evaluation_batches
+from ed_trainers.batches import Cadence, Epochs, Feed, evaluation_batches
 from ed_trainers.optimizers import build_optimizer, build_schedule
 from ed_trainers.optimizers.build import RateState
 from ed_trainers.running import stopping
@@ -57,6 +57,11 @@ def test_a_warmup_by_ratio_is_the_schedule_of_its_steps(scheduler):
         ({"eval_strategy": "epochs"}, "eval_strategy", "'no', 'steps' or 'epoch'"),
         ({"eval_strategy": "steps"}, "eval_strategy", "needs evaluation_steps"),
         ({"save_strategy": "epoch", "save_steps": 5}, "save_strategy", "exclude each other"),
+        ({"save_steps": 2.5}, "save_steps", "a share of the run below 1"),
+        ({"log_steps": 0}, "log_steps", "greater than 0"),
+        ({"saves_per_epoch": 2, "save_steps": 5}, "saves_per_epoch", "exclude each other"),
+        ({"evals_per_epoch": 2, "eval_strategy": "no"}, "eval_strategy", "exclude each other"),
+        ({"warmup_steps": 0.1, "warmup_ratio": 0.1}, "warmup_ratio", "keep one"),
         ({"frozen_parameters": "("}, "frozen_parameters", "is not a pattern"),
         ({"frozen_parameters": "a", "trainable_rules": [["b", True]]}, "frozen_parameters", "keep"),
     ],
@@ -74,6 +79,59 @@ def test_both_strategies_by_epoch_allow_the_best_checkpoint():
     assert SFTArguments(load_best_model_at_end=True, **both).load_best_model_at_end
     with pytest.raises(ValidationError, match="both epoch"):
         SFTArguments(load_best_model_at_end=True, save_strategy="epoch")
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        ({"save_steps": 0.2, "eval_steps": 0.1}, True),
+        ({"save_steps": 0.1, "eval_steps": 0.2}, False),
+        ({"save_steps": 0.2, "eval_steps": 10}, False),
+        ({"saves_per_epoch": 1, "evals_per_epoch": 4}, True),
+        ({"saves_per_epoch": 4, "evals_per_epoch": 2}, False),
+        ({"save_strategy": "epoch", "evals_per_epoch": 3}, True),
+    ],
+)
+def test_the_best_checkpoint_needs_an_evaluation_at_each_save(given, allowed):
+    if allowed:
+        assert SFTArguments(load_best_model_at_end=True, **given).load_best_model_at_end
+    else:
+        with pytest.raises(ValidationError, match="compares checkpoints"):
+            SFTArguments(load_best_model_at_end=True, **given)
+
+
+#: Options of a run of 3 epochs of 10 steps -> the steps of the task.
+DUE = {
+    "eval_steps 4": [4, 8, 12, 16, 20, 24, 28],
+    "eval_steps 0.25": [8, 16, 24],  # ceil(30 * 0.25), as in transformers
+    "save_steps 0.1": [3, 6, 9, 12, 15, 18, 21, 24, 27, 30],
+    "logging_steps 0.5": [15, 30],
+    "evals_per_epoch 1": [10, 20, 30],
+    "evals_per_epoch 2": [5, 10, 15, 20, 25, 30],
+    "saves_per_epoch 3": [4, 7, 10, 14, 17, 20, 24, 27, 30],
+    "evals_per_epoch 99": list(range(1, 31)),
+    "evaluation_strategy epoch": [10, 20, 30],
+    "save_strategy epoch": [10, 20, 30],
+    "logging_strategy epoch": [10, 20, 30],
+    "eval_strategy no": [],
+    "logging_strategy no": [],
+}
+
+
+@pytest.mark.parametrize("case", DUE)
+def test_every_spelling_of_a_cadence_names_steps(toy, case):
+    key, value = case.split()
+    task = {"ev": "evaluation", "sa": "save", "lo": "log"}[key[:2]]
+    values = {key: float(value) if value[0].isdigit() else value}
+    epochs = Epochs(Feed(toy.loader(steps=10)))
+    cadence = Cadence.from_arguments(task, SFTArguments(**values), 30, epochs)
+    assert [step for step in range(1, 31) if cadence.is_due(step)] == DUE[case]
+
+
+def test_warmup_steps_below_one_are_a_share_as_in_transformers():
+    assert SFTArguments(warmup_steps=0.1).count_warmup_steps(75) == 8
+    assert SFTArguments(warmup_steps=1).count_warmup_steps(75) == 1
+    assert SFTArguments(warmup_steps=1.0).warmup_steps == 1
 
 
 def test_epochs_end_at_the_data_or_at_their_limit(toy):
@@ -184,6 +242,22 @@ def test_epochs_set_length_evaluations_and_checkpoints(toy, tmp_path):
     assert saved[0] == saved[1] == {"4", "8", "12"}
     trainer(toy, tmp_path / "never", eval_strategy="no", max_training_steps=2).train()
     assert not [row for row in exact(tmp_path / "never") if "eval_loss" in row]
+
+
+@pytest.mark.nightly
+def test_shares_and_numbers_per_epoch_are_their_steps_in_a_run(toy, tmp_path):
+    given = {"max_training_steps": None, "num_train_epochs": 3, "per_epoch_training_steps": 4}
+    times = {"evals_per_epoch": 2, "saves_per_epoch": 1, "load_best_model_at_end": True}
+    trainer(toy, tmp_path / "epoch", **given, **times, eval_on_start=True).train()
+    best = {"load_best_model_at_end": True}
+    trainer(toy, tmp_path / "share", eval_steps=0.16, save_steps=0.32, **best).train()
+    trainer(toy, tmp_path / "steps", eval_steps=2, save_steps=4, **best).train()
+    rows = exact(tmp_path / "epoch")
+    assert rows[0]["step"] == 0 and set(rows[0]) >= {"eval_loss"}
+    assert rows[1:] == exact(tmp_path / "share") == exact(tmp_path / "steps")
+    for name in ("epoch", "share", "steps"):
+        saved = {path.name for path in (tmp_path / name / "checkpoints").iterdir()}
+        assert saved == {"4", "8", "12"}
 
 
 @pytest.mark.nightly

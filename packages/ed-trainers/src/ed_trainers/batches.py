@@ -7,13 +7,17 @@ of other modalities.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from ed_infra.errors import CheckpointError, ConfigError
 
+from ed_trainers.options.base import TrainingArguments
+from ed_trainers.options.cadences import count_interval_steps
 from ed_trainers.placement import Placement
 
 HostBatch = Mapping[str, np.ndarray]
@@ -211,17 +215,66 @@ class Epochs:
         Raises:
             ConfigError: the length of an epoch is unknown.
         """
+        return self.divides_at(step, 1)
+
+    def divides_at(self, step: int, parts: int) -> bool:
+        """Return whether one of the equal parts of an epoch ends with update `step` (from 1).
+
+        Raises:
+            ConfigError: the length of an epoch is unknown.
+        """
         while not self._ends or self._ends[-1] < step:
             end = self.count_steps(len(self._ends) + 1)
             if end is None:
                 raise ConfigError(
                     "train_dataset has no length, so no step ends an epoch: set "
-                    "per_epoch_training_steps, or use steps instead of the strategy epoch"
+                    "per_epoch_training_steps, or use steps instead of epochs"
                 )
             if self._ends and end <= self._ends[-1]:
                 return False
             self._ends.append(end)
-        return step in self._ends[-2:]
+        number = bisect_left(self._ends, step)
+        start, end = (self._ends[number - 1] if number else 0), self._ends[number]
+        return (step - start) * parts // (end - start) > (step - 1 - start) * parts // (end - start)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """The steps of a run at which a repeated task is due.
+
+    Attributes:
+        steps: number of steps between two times; None: none.
+        parts: number of times in each epoch; None: none.
+        epochs: the ends of the epochs.
+    """
+
+    steps: int | None
+    parts: int | None
+    epochs: Epochs
+
+    @classmethod
+    def from_arguments(
+        cls, task: str, arguments: TrainingArguments, total_steps: int, epochs: Epochs
+    ) -> Cadence:
+        """Return the cadence of a task: `save`, `evaluation` or `log`."""
+        interval, strategy, number = {
+            "save": (arguments.save_steps, arguments.save_strategy, arguments.saves_per_epoch),
+            "evaluation": (
+                arguments.evaluation_steps,
+                arguments.eval_strategy,
+                arguments.evals_per_epoch,
+            ),
+            "log": (arguments.log_steps, arguments.log_strategy, None),
+        }[task]
+        parts = 1 if strategy == "epoch" else number
+        steps = count_interval_steps(interval, total_steps)
+        return cls(None if parts or strategy == "no" else steps, parts, epochs)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the task is due after update `step` (from 1)."""
+        if self.parts is not None:
+            return self.epochs.divides_at(step, self.parts)
+        return self.steps is not None and step % self.steps == 0
 
 
 def evaluation_batches(

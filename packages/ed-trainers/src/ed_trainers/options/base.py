@@ -35,6 +35,7 @@ from pydantic import (
     model_validator,
 )
 
+from ed_trainers.options.cadences import CadenceRules, Interval, Phase
 from ed_trainers.options.optimizers import (
     DECAYING,
     LONGEST,
@@ -66,7 +67,7 @@ from ed_trainers.options.other_names import EQUIVALENT, SAME
 Mixup = Annotated[float, Field(gt=0, le=1)]
 
 
-class TrainingArguments(Options):
+class TrainingArguments(CadenceRules):
     """The options of every method."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
@@ -94,8 +95,9 @@ class TrainingArguments(Options):
     `polynomial`; `num_decay_steps` and `decay_type` (`linear`, `cosine`, `1-sqrt`) of `wsd`."""
     learning_rate_end: NotNegative | None = None
     """Final learning rate of the scheduler's decay; None: 0."""
-    warmup_steps: Annotated[int, Field(ge=0, le=LONGEST)] = 0
-    """Steps in which the learning rate rises linearly to its highest value."""
+    warmup_steps: Phase = 0
+    """Steps in which the learning rate rises linearly to its highest value; below 1: their share of
+    the run, as `warmup_ratio`."""
     warmup_ratio: Fraction = 0.0
     """Share of the steps of the run in which the learning rate rises, rounded up; instead of
     `warmup_steps`."""
@@ -176,8 +178,11 @@ class TrainingArguments(Options):
 
     save_directory: LocalDirectory = "EasyDeL-Checkpoints"
     """Directory of checkpoints, metrics and the trained model."""
-    save_steps: Steps | None = None
-    """Steps between checkpoints; None: only at the end. SIGUSR1 saves a checkpoint at any time."""
+    save_steps: Interval | None = None
+    """Steps between checkpoints, or their share of the run below 1 (`0.1`); None: only at the end.
+    SIGUSR1 saves a checkpoint at any time."""
+    saves_per_epoch: Count | None = None
+    """Number of checkpoints in each epoch, the last one at its end; instead of `save_steps`."""
     save_strategy: Strategy | None = None
     """`epoch`: a checkpoint at the end of each epoch, instead of `save_steps`. `steps`: every
     `save_steps`. `no`: only at the end. None: by `save_steps`."""
@@ -205,8 +210,12 @@ class TrainingArguments(Options):
     memory_save_steps: Steps = 10
     """With `memory_directory`: steps between copies in memory."""
 
-    log_steps: Steps = 10
-    """Steps between rows of the metrics; the first and the last step always have a row."""
+    log_steps: Interval = 10
+    """Steps between rows of the metrics, or their share of the run below 1; the first and the last
+    step always have a row."""
+    log_strategy: Strategy | None = None
+    """`epoch`: a row at the end of each epoch, instead of `log_steps`. `no`: only the first and the
+    last row. `steps` or None: by `log_steps`."""
     log_grad_norms: StrictFlag = False
     """Also log the norm of the gradient of each parameter of each layer, before clipping:
     `grad_norm/<name>`."""
@@ -218,12 +227,17 @@ class TrainingArguments(Options):
     """Regular expression over the names of parameters for `weight_distribution_log_steps`."""
     report_steps: Steps = 5
     """Steps between updates of the progress bar."""
-    evaluation_steps: Steps | None = None
-    """Steps between evaluations; None: only at the end."""
+    evaluation_steps: Interval | None = None
+    """Steps between evaluations, or their share of the run below 1; None: only at the end."""
+    evals_per_epoch: Count | None = None
+    """Number of evaluations in each epoch, the last one at its end; instead of
+    `evaluation_steps`."""
     eval_strategy: Strategy | None = None
     """`epoch`: an evaluation at the end of each epoch, instead of `evaluation_steps`. `steps`:
     every `evaluation_steps`. `no`: none, not even at the end. None: by `evaluation_steps`, and at
     the end."""
+    eval_on_start: StrictFlag = False
+    """Also evaluate before the first step."""
     save_best_k: Steps | None = None
     """Number of best checkpoints to keep, in addition to the newest of `save_total_limit` (one, if
     `save_total_limit` is None)."""
@@ -357,7 +371,8 @@ class TrainingArguments(Options):
 
     def count_warmup_steps(self, total_steps: int) -> int:
         """Return the number of steps of the warm-up in a run of `total_steps` steps."""
-        return self.warmup_steps or math.ceil(total_steps * self.warmup_ratio)
+        share = self.warmup_ratio or (self.warmup_steps if self.warmup_steps < 1 else 0.0)
+        return math.ceil(total_steps * share) or int(self.warmup_steps)
 
     def idle(self) -> list[tuple[str, str]]:
         """Return the options without effect because of other options of the method, each with the
@@ -459,7 +474,7 @@ class TrainingArguments(Options):
         steps = info.data.get("warmup_steps", 0)
         if value and steps:
             raise conflict(
-                f"warmup_ratio {value:g} and warmup_steps {steps} both set the length of the "
+                f"warmup_ratio {value:g} and warmup_steps {steps:g} both set the length of the "
                 "warm-up: keep one"
             )
         return value
@@ -519,32 +534,6 @@ class TrainingArguments(Options):
     def _has_a_start(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("step_start_point") is None:
             raise conflict("force_step_start_point has no effect without step_start_point")
-        return value
-
-    @field_validator("save_strategy", "eval_strategy")
-    @classmethod
-    def _agrees_with_the_steps(cls, value: str | None, info: ValidationInfo) -> str | None:
-        key = "save_steps" if info.field_name == "save_strategy" else "evaluation_steps"
-        steps = info.data.get(key)
-        if value in ("no", "epoch") and steps is not None:
-            raise conflict(f"{info.field_name}: {value} and {key} {steps} exclude each other")
-        if value == "steps" and steps is None:
-            raise conflict(f"{info.field_name}: steps needs {key}, the number of steps")
-        return value
-
-    @field_validator("load_best_model_at_end", "save_best_k")
-    @classmethod
-    def _checkpoints_are_evaluated(
-        cls, value: bool | int | None, info: ValidationInfo
-    ) -> bool | int | None:
-        save, evaluate = info.data.get("save_steps"), info.data.get("evaluation_steps")
-        by_epoch = info.data.get("save_strategy") == info.data.get("eval_strategy") == "epoch"
-        if value and not by_epoch and (save is None or evaluate is None or save % evaluate):
-            raise conflict(
-                f"{info.field_name} compares checkpoints by their evaluations: save_steps "
-                f"({save}) must be a multiple of evaluation_steps ({evaluate}), or save_strategy "
-                "and eval_strategy both epoch"
-            )
         return value
 
     @field_validator("metric_for_best_model", "greater_is_better")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -15,7 +15,7 @@ from ed_infra import freed_memory
 from ed_infra.distributed import barrier, from_main
 from ed_infra.errors import CheckpointError, ConfigError
 
-from ed_trainers.batches import Epochs, Feed
+from ed_trainers.batches import Cadence, Epochs, Feed
 from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.memory import MemoryCopies
@@ -114,6 +114,7 @@ class TrainingLoop:
         self._memory: MemoryCopies | None = None
         if self.arguments.memory_directory is not None:
             self._memory = MemoryCopies(Path(self.arguments.memory_directory), self._say)
+        self._evaluations, self._saves, self._logs = self._build_cadences()
         self._best = Best(self.arguments)
         keep, best = self.arguments.save_total_limit, self.arguments.save_best_k
         self.checkpoints = Checkpoints(
@@ -141,6 +142,19 @@ class TrainingLoop:
         self._save_asked = False
         self._divergence = Divergence(self.arguments.rolling_interval_length)
         self._compiled: set[object] = set()  # shapes of the batches so far
+
+    def _build_cadences(self) -> tuple[Cadence, Cadence, Cadence]:
+        """Return the cadences of evaluations, checkpoints and rows of the metrics."""
+        evaluations, saves, logs = (
+            Cadence.from_arguments(task, self.arguments, self.total, self.job.epochs)
+            for task in ("evaluation", "save", "log")
+        )
+        share, other = self.arguments.evaluation_steps, self.arguments.save_steps
+        compares = self.arguments.save_best_k or self.arguments.load_best_model_at_end
+        if compares and evaluations.steps and share and other and share < 1:
+            # Every saved step is an evaluated step, in spite of the rounding of both shares.
+            saves = replace(saves, steps=evaluations.steps * round(other / share))
+        return evaluations, saves, logs
 
     def run(self) -> dict[str, Any]:
         """Train; return the fields of a `TrainerOutput` other than its directory."""
@@ -303,7 +317,9 @@ class TrainingLoop:
         del state
         self.meter.ready()
         self.job.notify("on_train_begin", self.step)
-        if self.step > (self.arguments.step_start_point or 0) and self._evaluation_is_due():
+        starts = self.step <= (self.arguments.step_start_point or 0)
+        begins = starts and self.arguments.eval_on_start and self.job.evaluator is not None
+        if begins or (not starts and self._evaluation_is_due()):
             self._evaluate()
         while self.step < self.total and self._stopped_by is None:
             self._one_step()
@@ -406,7 +422,7 @@ class TrainingLoop:
             {**figures, **batch_metrics, "tokens_per_second": rate or 0.0} if shows else None
         )
         self.progress.step(step, shown_metrics)
-        if step % self.arguments.log_steps and step not in (1, self.total):
+        if not self._logs.is_due(step) and step not in (1, self.total):
             return
         del figures["weight"]
         row = {"step": step, "loss": figures.pop("loss"), **figures, **batch_metrics}
@@ -442,8 +458,7 @@ class TrainingLoop:
         strategy = self.arguments.eval_strategy
         if self.job.evaluator is None or strategy == "no":
             return False
-        ends_epoch = strategy == "epoch" and self.job.epochs.ends_at(self.step)
-        if not ends_epoch and not self._is_time(self.arguments.evaluation_steps):
+        if self.step != self.total and not self._evaluations.is_due(self.step):
             return False
         last = self.log.last(evaluation=True)
         return last is None or last["step"] != self.step
@@ -463,14 +478,11 @@ class TrainingLoop:
         self.job.notify("on_evaluate", metrics)
 
     def _save_is_due(self) -> bool:
-        every = self.arguments.save_steps
         if self._stopped_by is not None or self._save_asked:
             return True
         if self.step == self.total:
             return self.arguments.do_last_save
-        if self.arguments.save_strategy == "epoch":
-            return self.job.epochs.ends_at(self.step)
-        return every is not None and self.step % every == 0
+        return self._saves.is_due(self.step)
 
     def _save(self) -> None:
         self._save_asked = False

@@ -51,8 +51,9 @@ def find_unused_mixture(options: Mixture, run: RunConfig) -> Unused:
 def find_unused_trainer(options: TrainingArguments, run: RunConfig) -> Unused:
     if run.mixture is not None and not run.has_held_out:
         reason = "no texts are held out: set mixture.eval_fraction or mixture.eval_informs"
-        yield "evaluation_steps eval_batch_size", reason
-    if options.save_steps is None and options.save_best_k is None:
+        yield "evaluation_steps evals_per_epoch eval_on_start eval_batch_size", reason
+    saves = (options.save_steps, options.saves_per_epoch, options.save_best_k)
+    if saves == (None, None, None) and options.save_strategy != "epoch":
         yield "save_total_limit", "save_steps is not set: the run saves one checkpoint, at its end"
     yield from idle_options(options)
 
