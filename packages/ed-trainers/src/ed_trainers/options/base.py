@@ -35,7 +35,14 @@ from pydantic import (
     model_validator,
 )
 
-from ed_trainers.options.cadences import CadenceRules, Interval, Phase
+from ed_trainers.options.cadences import (
+    BestCount,
+    BestFlag,
+    Interval,
+    Phase,
+    TaskStrategy,
+    TimesPerEpoch,
+)
 from ed_trainers.options.optimizers import (
     DECAYING,
     LONGEST,
@@ -67,7 +74,7 @@ from ed_trainers.options.other_names import EQUIVALENT, SAME
 Mixup = Annotated[float, Field(gt=0, le=1)]
 
 
-class TrainingArguments(CadenceRules):
+class TrainingArguments(Options):
     """The options of every method."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
@@ -181,9 +188,9 @@ class TrainingArguments(CadenceRules):
     save_steps: Interval | None = None
     """Steps between checkpoints, or their share of the run below 1 (`0.1`); None: only at the end.
     SIGUSR1 saves a checkpoint at any time."""
-    saves_per_epoch: Count | None = None
+    saves_per_epoch: TimesPerEpoch = None
     """Number of checkpoints in each epoch, the last one at its end; instead of `save_steps`."""
-    save_strategy: Strategy | None = None
+    save_strategy: TaskStrategy = None
     """`epoch`: a checkpoint at the end of each epoch, instead of `save_steps`. `steps`: every
     `save_steps`. `no`: only at the end. None: by `save_steps`."""
     save_interval_minutes: Positive | None = None
@@ -229,19 +236,19 @@ class TrainingArguments(CadenceRules):
     """Steps between updates of the progress bar."""
     evaluation_steps: Interval | None = None
     """Steps between evaluations, or their share of the run below 1; None: only at the end."""
-    evals_per_epoch: Count | None = None
+    evals_per_epoch: TimesPerEpoch = None
     """Number of evaluations in each epoch, the last one at its end; instead of
     `evaluation_steps`."""
-    eval_strategy: Strategy | None = None
+    eval_strategy: TaskStrategy = None
     """`epoch`: an evaluation at the end of each epoch, instead of `evaluation_steps`. `steps`:
     every `evaluation_steps`. `no`: none, not even at the end. None: by `evaluation_steps`, and at
     the end."""
     eval_on_start: StrictFlag = False
     """Also evaluate before the first step."""
-    save_best_k: Steps | None = None
+    save_best_k: BestCount = None
     """Number of best checkpoints to keep, in addition to the newest of `save_total_limit` (one, if
     `save_total_limit` is None)."""
-    load_best_model_at_end: StrictFlag = False
+    load_best_model_at_end: BestFlag = False
     """Use the best checkpoint instead of the last for the final model."""
     metric_for_best_model: str | None = None
     """Metric of an evaluation that selects the best checkpoint; None: the loss."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from ed_infra.options import Options
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from ed_infra.options import Count
+from pydantic import AfterValidator, Field, ValidationInfo
 
-from ed_trainers.options.optimizers import LONGEST, conflict
+from ed_trainers.options.optimizers import LONGEST, Steps, Strategy, StrictFlag, conflict
 
 
 def _check_interval(value: float, info: ValidationInfo) -> float:
@@ -45,44 +45,38 @@ def count_interval_steps(interval: float | None, total_steps: int) -> int | None
     return math.ceil(total_steps * interval)  # as in transformers
 
 
-class CadenceRules(Options):
-    """Validators of options that `TrainingArguments` declares."""
+def _check_strategy(value: str | None, info: ValidationInfo) -> str | None:
+    """Check that a strategy agrees with the numbers of steps and of times in an epoch."""
+    key, times = STRATEGIES[str(info.field_name)]
+    steps, number = info.data.get(key), info.data.get(times)
+    if value in ("no", "epoch") and steps is not None:
+        raise conflict(f"{info.field_name}: {value} and {key} {steps:g} exclude each other")
+    if value in ("no", "epoch") and number is not None:
+        raise conflict(f"{info.field_name}: {value} and {times} {number} exclude each other")
+    if value == "steps" and steps is None and number is None:
+        raise conflict(f"{info.field_name}: steps needs {key}, the number of steps")
+    return value
 
-    @field_validator("save_strategy", "eval_strategy", check_fields=False)
-    @classmethod
-    def _agrees_with_the_steps(cls, value: str | None, info: ValidationInfo) -> str | None:
-        key, times = STRATEGIES[str(info.field_name)]
-        steps, number = info.data.get(key), info.data.get(times)
-        if value in ("no", "epoch") and steps is not None:
-            raise conflict(f"{info.field_name}: {value} and {key} {steps:g} exclude each other")
-        if value in ("no", "epoch") and number is not None:
-            raise conflict(f"{info.field_name}: {value} and {times} {number} exclude each other")
-        if value == "steps" and steps is None and number is None:
-            raise conflict(f"{info.field_name}: steps needs {key}, the number of steps")
-        return value
 
-    @field_validator("saves_per_epoch", "evals_per_epoch", check_fields=False)
-    @classmethod
-    def _are_the_only_steps(cls, value: int | None, info: ValidationInfo) -> int | None:
-        ((key, _),) = (pair for pair in STRATEGIES.values() if pair[1] == info.field_name)
-        steps = info.data.get(key)
-        if value is not None and steps is not None:
-            raise conflict(f"{info.field_name} {value} and {key} {steps:g} exclude each other")
-        return value
+def _check_times(value: int | None, info: ValidationInfo) -> int | None:
+    """Check that a number of times in an epoch is the only cadence."""
+    ((key, _),) = (pair for pair in STRATEGIES.values() if pair[1] == info.field_name)
+    steps = info.data.get(key)
+    if value is not None and steps is not None:
+        raise conflict(f"{info.field_name} {value} and {key} {steps:g} exclude each other")
+    return value
 
-    @field_validator("load_best_model_at_end", "save_best_k", check_fields=False)
-    @classmethod
-    def _checkpoints_are_evaluated(
-        cls, value: bool | int | None, info: ValidationInfo
-    ) -> bool | int | None:
-        if value and not _each_save_is_evaluated(info):
-            save, evaluate = info.data.get("save_steps"), info.data.get("evaluation_steps")
-            raise conflict(
-                f"{info.field_name} compares checkpoints by their evaluations: save_steps "
-                f"({save}) must be a multiple of evaluation_steps ({evaluate}), or save_strategy "
-                "and eval_strategy both epoch, or evals_per_epoch a multiple of saves_per_epoch"
-            )
-        return value
+
+def _check_best(value: int | None, info: ValidationInfo) -> int | None:
+    """Check that every saved step is evaluated, if checkpoints are compared."""
+    if value and not _each_save_is_evaluated(info):
+        save, evaluate = info.data.get("save_steps"), info.data.get("evaluation_steps")
+        raise conflict(
+            f"{info.field_name} compares checkpoints by their evaluations: save_steps "
+            f"({save}) must be a multiple of evaluation_steps ({evaluate}), or save_strategy "
+            "and eval_strategy both epoch, or evals_per_epoch a multiple of saves_per_epoch"
+        )
+    return value
 
 
 def _each_save_is_evaluated(info: ValidationInfo) -> bool:
@@ -100,3 +94,12 @@ def _each_save_is_evaluated(info: ValidationInfo) -> bool:
         return False
     ratio = save / evaluate
     return ratio >= 1 and math.isclose(ratio, round(ratio), rel_tol=1e-9)
+
+
+#: When a task is repeated; see `STRATEGIES`.
+TaskStrategy = Annotated[Strategy | None, AfterValidator(_check_strategy)]
+#: Number of times of a task in each epoch.
+TimesPerEpoch = Annotated[Count | None, AfterValidator(_check_times)]
+#: Number of best checkpoints, and whether the best one is the result.
+BestCount = Annotated[Steps | None, AfterValidator(_check_best)]
+BestFlag = Annotated[StrictFlag, AfterValidator(_check_best)]
