@@ -1,4 +1,4 @@
-"""Claude Code and Codex complete a tool loop against the server: read, edit, run, look at an image.
+"""Released coding agents complete a tool loop against the server: read, edit, run, see an image.
 
 The released programs are installed with npm into `.cache/agents`, or EASYDEL_AGENTS names a folder
 with `node_modules`. Each has a HOME of its own and a dummy key, and reaches only this server. The
@@ -23,7 +23,13 @@ from PIL import Image
 pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("@anthropic-ai/claude-code@2", "@openai/codex@0")
+PACKAGES = (
+    "@anthropic-ai/claude-code@2",
+    "@openai/codex@0",
+    "opencode-ai@1",
+    "@qwen-code/qwen-code@0",
+    "@mariozechner/pi-coding-agent@0",
+)
 TEMPLATE = (
     "{% for t in tools or [] %}[tool {{ t.function.name }}]{% endfor %}{% for m in messages %}"
     "<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -171,13 +177,13 @@ def test_claude_code_completes_a_tool_loop(programs, workspace, tmp_path, vision
     assert "billing-header" not in agent.prompts[-1]
 
 
-def read_codex_config(url: str) -> str:
-    """Return the settings of the page for a server, and for a run without questions."""
+def read_settings(program: str, url: str) -> str:
+    """Return the settings of the page for a program and a server."""
     page = (ROOT / "docs/tasks/coding_agents.md").read_text("utf-8")
-    (settings,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    settings = settings.replace('"coder"', '"scripted"')
-    settings = settings.replace("http://127.0.0.1:11556/v1", url)
-    return f'approval_policy = "never"\nsandbox_mode = "danger-full-access"\n{settings}'
+    section = re.split(rf"^## {program}$", page, flags=re.MULTILINE)[1].split("\n## ")[0]
+    (settings,) = re.findall(r"```(?:toml|json)\n(.*?)```", section, re.DOTALL)
+    settings = settings.replace('"coder"', '"scripted"').replace("/coder", "/scripted")
+    return settings.replace("http://127.0.0.1:11556/v1", url)
 
 
 @pytest.mark.parametrize("vision", [True, False])
@@ -193,7 +199,9 @@ def test_codex_completes_a_tool_loop(programs, workspace, tmp_path, vision):
     home = tmp_path / "home"
     (home / ".codex").mkdir(parents=True)
     with background(agent, api_key="dummy", batch_directory=tmp_path / "batches") as url:
-        (home / ".codex" / "config.toml").write_text(read_codex_config(url))
+        settings = 'approval_policy = "never"\nsandbox_mode = "danger-full-access"\n'
+        settings += read_settings("Codex", url)
+        (home / ".codex" / "config.toml").write_text(settings)
         output = execute(
             [str(programs / "codex"), "exec", "--skip-git-repo-check", "--json", TASK],
             workspace,
@@ -205,3 +213,68 @@ def test_codex_completes_a_tool_loop(programs, workspace, tmp_path, vision):
     said = [event["item"]["text"] for event in events if event.get("item", {}).get("text")]
     assert said[-1] == "The total is 4."
     check_loop(agent, workspace, vision)
+
+
+#: Program, place of its settings below the home, its command, and its calls; `FILE` and `PICTURE`
+#: stand for paths.
+CHAT_PROGRAMS = {
+    "OpenCode": (
+        ".config/opencode/opencode.json",
+        ["opencode", "run", TASK],
+        [
+            ("read", {"filePath": "FILE"}),
+            ("edit", {"filePath": "FILE", "oldString": "1 + 1", "newString": "2 + 2"}),
+            ("bash", {"command": "python3 FILE", "description": "run"}),
+            ("read", {"filePath": "PICTURE"}),
+        ],
+    ),
+    "Qwen Code": (
+        ".qwen/settings.json",
+        ["qwen", "-p", TASK, "--yolo"],
+        [
+            ("read_file", {"file_path": "FILE"}),
+            ("edit", {"file_path": "FILE", "old_string": "1 + 1", "new_string": "2 + 2"}),
+            (
+                "run_shell_command",
+                {"command": "python3 FILE", "is_background": False, "description": "run"},
+            ),
+            ("read_file", {"file_path": "PICTURE"}),
+        ],
+    ),
+    "Pi": (
+        ".pi/agent/models.json",
+        ["pi", "-p", TASK, "--provider", "local", "--model", "scripted"],
+        [
+            ("read", {"path": "FILE"}),
+            ("edit", {"path": "FILE", "edits": [{"oldText": "1 + 1", "newText": "2 + 2"}]}),
+            ("bash", {"command": "python3 FILE"}),
+            ("read", {"path": "PICTURE"}),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAT_PROGRAMS)
+def test_agents_with_chat_completions_complete_a_tool_loop(programs, workspace, tmp_path, name):
+    settings_path, command, calls = CHAT_PROGRAMS[name]
+    binary = programs / command[0]
+    if not binary.exists():
+        pytest.skip(f"{name} is not installed")
+    text = json.dumps(calls).replace("FILE", str(workspace / "sum.py"))
+    text = text.replace("PICTURE", str(workspace / "picture.png"))
+    agent = Agent([(tool, arguments) for tool, arguments in json.loads(text)], vision=True)
+    home = tmp_path / "home"
+    settings = home / settings_path
+    settings.parent.mkdir(parents=True)
+    with background(agent, api_key="dummy", batch_directory=tmp_path / "batches") as url:
+        settings.write_text(read_settings(name, url))
+        output = execute(
+            [str(binary), *command[1:]],
+            workspace,
+            home,
+            OPENAI_BASE_URL=url,
+            OPENAI_API_KEY="dummy",
+            ESURGE_API_KEY="dummy",
+        )
+    assert "The total is 4." in output
+    check_loop(agent, workspace, vision=True)
