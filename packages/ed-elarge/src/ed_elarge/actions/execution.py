@@ -39,11 +39,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """State of one run: the model, the summary, and the signal that stopped the run."""
+    """State of one run.
+
+    Attributes:
+        elm: The model.
+        summary: The results of the actions.
+        stopped: The signal that stopped the run, or None.
+        trains_later: Whether a later action trains the model, so that the results of the present
+            action are those before training.
+    """
 
     elm: eLargeModel
     summary: Summary = field(default_factory=Summary)
     stopped: str | None = None
+    trains_later: bool = False
 
 
 def execute(run: RunConfig, *, verbose: bool = False) -> Result:
@@ -65,6 +74,7 @@ def execute(run: RunConfig, *, verbose: bool = False) -> Result:
         if ACTIONS[action.name].prepare and not prepared:
             _prepare(session.elm)
             prepared = True
+        session.trains_later = any(later.name == "train" for later in run.actions[number + 1 :])
         try:
             with run.blame_at(action.path):
                 pkgutil.resolve_name(ACTIONS[action.name].function)(session, action.options)
@@ -186,22 +196,39 @@ def _with_progress(loader: Loader | StreamLoader, description: str) -> Iterable[
 
 
 def evaluate_session(session: Session, options: EvalOptions) -> None:
-    """Evaluate with lm-evaluation-harness, or on local tasks."""
-    elm = session.elm
-    results = elm.eval(**options.model_dump(exclude_unset=True))
+    """Evaluate with lm-evaluation-harness, or on local tasks.
+
+    An evaluation before training writes its results to a file of its own.
+    """
+    from ed_elarge.evaluation.harness import add_plain_names
+    from ed_elarge.evaluation.local import LocalTasks
+
+    elm, summary, early = session.elm, session.summary, session.trains_later
     tasks = elm.prepare_eval(options)  # cached
-    if tasks.results is not None:
-        provenance.write_beside(elm.config, tasks.results)
-    session.summary.record_evaluation(results, tasks.results)
+    file = tasks.results
+    if file is not None and early:
+        file = file.with_stem(f"{file.stem}_before_training")
+    results = add_plain_names(tasks.run(elm.build_esurge(), file))
+    if file is not None:
+        provenance.write_beside(elm.config, file)
+    summary.record_evaluation(results, file, trains_later=early)
+    if isinstance(tasks, LocalTasks):
+        for sample in tasks.list_shown_samples():
+            summary.record_sample(
+                sample["prompt"],
+                sample["answer"],
+                expected=sample["expected"],
+                trains_later=early,
+            )
     if tasks.options.print_results:
-        session.summary.print_evaluation(results)
+        summary.print_evaluation(results, trains_later=early)
 
 
 def generate_session(session: Session, options: GenerateOptions) -> None:
     """Print completions."""
     completions = session.elm.generate(**options.model_dump(exclude_unset=True))
-    session.summary.samples.extend(completions)
     for prompt, completion in completions:
+        session.summary.record_sample(prompt, completion, trains_later=session.trains_later)
         if isinstance(prompt, str):
             show_result(f"--- {prompt!r} continues:\n{completion}\n---")
         else:

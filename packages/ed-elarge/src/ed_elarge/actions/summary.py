@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from ed_elarge.evaluation.prompts import trains_on_chats
 
 if TYPE_CHECKING:
     from ed_trainers.trainer import TrainerOutput
+    from rich.table import Table
 
     from ed_elarge.config.run_config import RunConfig
     from ed_elarge.evaluation.heldout_metrics import HeldoutMetrics
@@ -38,6 +40,33 @@ _NOT_SERVED = (
 )
 
 
+#: Characters of a text in the table of answers.
+_MOST_SHOWN = 400
+
+
+@dataclass
+class ActionSample:
+    """A prompt, and the completion of the model.
+
+    Attributes:
+        before: The completion before training, or None.
+        expected: The right answer, or None.
+        trains_later: Whether the completion itself is from before training.
+    """
+
+    prompt: Prompt
+    completion: str
+    before: str | None = None
+    expected: str | None = None
+    trains_later: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the texts by name, without those that are missing."""
+        optional = {"before": self.before, "expected": self.expected}
+        texts = {name: text for name, text in optional.items() if text is not None}
+        return {"prompt": self.prompt, "completion": self.completion, **texts}
+
+
 class Summary:
     """Collects the results of the actions and prints them once."""
 
@@ -49,7 +78,9 @@ class Summary:
         self.evaluation: dict[str, dict[str, float]] = {}
         self.results: Path | None = None
         self.local: set[str] = set()
-        self.samples: list[tuple[Prompt, str]] = []
+        #: The evaluation before training, by task.
+        self.early_evaluation: dict[str, dict[str, float]] = {}
+        self.samples: list[ActionSample] = []
         self.chats = False
         self.task = TaskType.CAUSAL_LM
         self.training: list[str] = []
@@ -84,9 +115,29 @@ class Summary:
         names = [f if isinstance(f, str) else ", ".join(map(str, f)) for f in files if f]
         self.training = [f"- Method: `{run.method}`", *(f"- Data: `{name}`" for name in names)]
 
-    def record_evaluation(self, results: dict[str, Any], path: Path | None) -> None:
+    def record_sample(
+        self,
+        prompt: Prompt,
+        completion: str,
+        *,
+        expected: str | None = None,
+        trains_later: bool = False,
+    ) -> None:
+        """Record a completion; a completion before training belongs to the later one."""
+        sample = ActionSample(prompt, completion, None, expected, trains_later)
+        for number, earlier in enumerate(self.samples):
+            if earlier.trains_later and not trains_later and earlier.prompt == prompt:
+                sample.before = earlier.completion
+                self.samples[number] = sample
+                return
+        self.samples.append(sample)
+
+    def record_evaluation(
+        self, results: dict[str, Any], path: Path | None, *, trains_later: bool = False
+    ) -> None:
         """Record the metrics of an evaluation and the file with its results."""
-        self.evaluation.update(harness.list_figures(results))
+        figures = harness.list_figures(results)
+        (self.early_evaluation if trains_later else self.evaluation).update(figures)
         if results.get("evaluator") == EVALUATOR:
             self.local |= set(results["results"])
         self.results = path
@@ -97,11 +148,12 @@ class Summary:
         if model_path is not None:
             print(f"the trained model is kept: {model_path}", file=sys.stderr)
 
-    def print_evaluation(self, results: dict[str, Any]) -> None:
+    def print_evaluation(self, results: dict[str, Any], *, trains_later: bool = False) -> None:
         """Print a line for each metric of an evaluation."""
+        when = " before training" if trains_later else ""
         for task, metrics in harness.list_figures(results).items():
             for name, text in harness.describe_metrics(metrics).items():
-                show_result(f"{task}: {name} {text}")
+                show_result(f"{task}{when}: {name} {text}")
 
     def show(self) -> None:
         """Print the summary and write its figures to the run's directory, in process 0."""
@@ -121,6 +173,8 @@ class Summary:
             table.add_row(name, value, note)
         with console.capture() as printed:
             console.print(table)
+            if any(sample.before is not None for sample in self.samples):
+                console.print(self._compare_answers())
             if self.directory is not None:
                 self._keep(self.directory)
                 console.print(self._places(self.directory), soft_wrap=True, markup=False)
@@ -135,12 +189,16 @@ class Summary:
 
     def _collect_figures(self) -> dict[str, Any]:
         recorded = self._recorded
-        samples = [{"prompt": p, "completion": c} for p, c in self.samples]
+        samples = [sample.to_dict() for sample in self.samples]
         learned = self.heldout.to_dict() if self.heldout is not None else None
         return {
             "metrics": self.metrics,
             "learned": recorded.get("learned") or learned,
             "evaluation": {**recorded.get("evaluation", {}), **self.evaluation},
+            "evaluation_before_training": {
+                **recorded.get("evaluation_before_training", {}),
+                **self.early_evaluation,
+            },
             "samples": samples or recorded.get("samples", []),
         }
 
@@ -173,9 +231,29 @@ class Summary:
             ]
         for task, metrics in self.evaluation.items():
             rows.append((task, "", "on local rows" if task in self.local else "by lm-eval"))
-            texts = harness.describe_metrics(metrics)
-            rows += [(f"  {name}", text, "") for name, text in texts.items()]
+            early = harness.describe_metrics(self.early_evaluation.get(task, {}))
+            rows += [
+                (f"  {name}", text, f"before training {early[name]}" if name in early else "")
+                for name, text in harness.describe_metrics(metrics).items()
+            ]
         return rows
+
+    def _compare_answers(self) -> Table:
+        """Return a table with the completions before and after training, side by side."""
+        from rich.markup import escape
+        from rich.table import Table
+
+        samples = [sample for sample in self.samples if sample.before is not None]
+        columns = ["prompt", "before training", "after training"]
+        has_expected = any(sample.expected is not None for sample in samples)
+        table = Table(title="Answers", title_justify="left", show_lines=True)
+        for name in [*columns, *(["expected"] if has_expected else [])]:
+            table.add_column(name, overflow="fold", ratio=1)
+        for sample in samples:
+            texts = [_last_text(sample.prompt), sample.before or "", sample.completion]
+            texts += [sample.expected or ""] if has_expected else []
+            table.add_row(*(escape(_shorten(text)) for text in texts))
+        return table
 
     def _keep(self, directory: Path) -> None:
         """Write `summary.json`, the report, and a run file that serves the model.
@@ -187,7 +265,8 @@ class Summary:
 
         recorded, figures = self._recorded, self._collect_figures()
         for folder in filter(None, (self.model, self.adapter)):
-            self._complete_card(folder, figures["evaluation"])
+            early = figures["evaluation_before_training"]
+            self._complete_card(folder, figures["evaluation"], early)
         figures = json.loads(json.dumps(figures))
         if figures != recorded:
             text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
@@ -198,7 +277,12 @@ class Summary:
             serve["actions"] = ["serve"]
             (directory / "serve.yaml").write_text(yaml.safe_dump(serve, sort_keys=False), "utf-8")
 
-    def _complete_card(self, folder: Path, evaluation: dict[str, dict[str, float]]) -> None:
+    def _complete_card(
+        self,
+        folder: Path,
+        evaluation: dict[str, dict[str, float]],
+        early: dict[str, dict[str, float]],
+    ) -> None:
         """Add the training, its metrics and the evaluation to the card of a model."""
         from ed_models.checkpoints.model_card import add_section
 
@@ -209,7 +293,7 @@ class Summary:
                 folder,
                 "Evaluation",
                 [
-                    f"- {task}, {name}: {text}"
+                    f"- {task}, {name}: {text}{_describe_early(early.get(task, {}), name)}"
                     for task, metrics in evaluation.items()
                     for name, text in harness.describe_metrics(metrics).items()
                 ],
@@ -268,6 +352,21 @@ def _read_summary(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _describe_early(early: dict[str, float], name: str) -> str:
+    """Return the value of a metric before training as text; empty if there is none."""
+    texts = harness.describe_metrics(early)
+    return f" (before training {texts[name]})" if name in texts else ""
+
+
+def _last_text(prompt: Prompt) -> str:
+    """Return a prompt, or the last message of a conversation."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
 
 
 def _against(baseline: float, model_loss: float) -> tuple[str, str]:

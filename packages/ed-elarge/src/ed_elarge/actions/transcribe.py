@@ -34,5 +34,5 @@ def transcribe(session: Session, options: TranscribeOptions) -> None:
         audio = RowAudio(os.path.realpath(file), file)
         samples = read_samples(audio, transcriber.sampling_rate)
         transcript = transcriber.transcribe(samples, language=options.language, task=options.task)
-        session.summary.samples.append((file, transcript.text))
+        session.summary.record_sample(file, transcript.text)
         show_result(f"{file}: {transcript.text}")

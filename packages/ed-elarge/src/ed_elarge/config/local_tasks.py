@@ -1,4 +1,4 @@
-"""Evaluation tasks in the style of MTEB, whose rows are in local files (`eval.local_tasks`).
+"""Evaluation tasks whose rows are in local files (`eval.local_tasks`).
 
 A new kind of task is one entry of `LOCAL_KINDS`, and the file of its class.
 """
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
-from ed_infra.options import Count, Options, choice
+from ed_infra.options import Count, Options, Whole, choice
 from pydantic import BeforeValidator, Field, model_validator
 
 
@@ -23,33 +23,40 @@ class LocalKind:
         files: The keys of its files.
         evaluates: Address of the class that reads the rows and evaluates a model; see
             `ed_elarge.evaluation.local.LocalTasks`.
-        ranks: Whether its metrics have cutoffs (`k`).
-        scores_pairs: Whether models that score pairs of texts are evaluated, too.
+        models: The tasks of the models that it evaluates.
+        keys: Its keys that only some kinds have.
     """
 
     files: tuple[str, ...]
     evaluates: str
-    ranks: bool = False
-    scores_pairs: bool = False
+    models: tuple[TaskType, ...]
+    keys: tuple[str, ...] = ()
 
 
 _HERE = "ed_elarge.evaluation"
+_OF_VECTORS = (TaskType.EMBEDDING, TaskType.SEQUENCE_CLASSIFICATION, TaskType.AUTO_BIND)
+_OF_TEXT = (TaskType.CAUSAL_LM, TaskType.AUTO_BIND)
 #: `type` of a task -> its kind.
 LOCAL_KINDS: dict[str, LocalKind] = {
     "retrieval": LocalKind(
-        ("queries", "corpus", "qrels"), f"{_HERE}.retrieval:Retrieval", ranks=True
+        ("queries", "corpus", "qrels"), f"{_HERE}.retrieval:Retrieval", _OF_VECTORS, keys=("k",)
     ),
-    "sts": LocalKind(("data_files",), f"{_HERE}.similarity:Similarity"),
+    "sts": LocalKind(("data_files",), f"{_HERE}.similarity:Similarity", _OF_VECTORS),
     "classification": LocalKind(
-        ("train_files", "test_files"), f"{_HERE}.classification:ClassificationTask"
+        ("train_files", "test_files"), f"{_HERE}.classification:ClassificationTask", _OF_VECTORS
     ),
     "reranking": LocalKind(
-        ("data_files",), f"{_HERE}.reranking:Reranking", ranks=True, scores_pairs=True
+        ("data_files",), f"{_HERE}.reranking:Reranking", _OF_VECTORS, keys=("k",)
+    ),
+    "answers": LocalKind(
+        ("data_files",),
+        f"{_HERE}.answers:AnswerTask",
+        _OF_TEXT,
+        keys=("compare", "max_new_tokens", "show"),
     ),
 }
 _FILES = tuple(dict.fromkeys(name for kind in LOCAL_KINDS.values() for name in kind.files))
-#: Tasks of models that `eval.local_tasks` evaluate.
-EVALUATED = (TaskType.EMBEDDING, TaskType.SEQUENCE_CLASSIFICATION, TaskType.AUTO_BIND)
+_KEYS = tuple(dict.fromkeys(name for kind in LOCAL_KINDS.values() for name in kind.keys))
 
 
 def _one_or_more(value: object) -> Any:
@@ -69,11 +76,12 @@ Cutoffs = Annotated[
 
 
 class LocalTask(Options):
-    """A task of embedding models and rerankers on local files (jsonl, csv, tsv, parquet, …)."""
+    """A task on local files (jsonl, csv, tsv, parquet, …)."""
 
     type: Annotated[str, choice("type", tuple(LOCAL_KINDS))]
     """`retrieval`: search in a corpus. `sts`: semantic similarity of two texts. `classification`: a
-    logistic regression on embeddings. `reranking`: the order of the documents of each query."""
+    logistic regression on embeddings. `reranking`: the order of the documents of each query.
+    `answers`: greedy answers of a model that generates text."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """Name of the task in `tasks` and in the results. None: the type."""
     queries: Files | None = None
@@ -84,13 +92,20 @@ class LocalTask(Options):
     """retrieval: rows with `query-id`, `corpus-id` and `score`; above 0 is relevant."""
     data_files: Files | None = None
     """sts: rows with `sentence1`, `sentence2` and `score`. reranking: rows with `query`, and the
-    lists `positive` and `negative`."""
+    lists `positive` and `negative`. answers: rows with `messages`, of which the last is the
+    expected answer, or with `prompt` and `completion`."""
     train_files: Files | None = None
     """classification: rows with `text` and `label`, on which the regression is fitted."""
     test_files: Files | None = None
     """classification: rows with `text` and `label`, which are classified."""
     k: Cutoffs = (10,)
     """Cutoffs of nDCG, MRR and recall: one number or several."""
+    compare: Annotated[str, choice("compare", ("text", "json"))] = "text"
+    """answers: `text` compares whole texts. `json` compares objects, and counts equal fields."""
+    max_new_tokens: Count = 128
+    """answers: maximum length of an answer."""
+    show: Whole = 3
+    """answers: number of answers in the summary of the run and in its report."""
 
     @model_validator(mode="after")
     def _has_files(self) -> LocalTask:
@@ -101,12 +116,13 @@ class LocalTask(Options):
         unused_keys = [
             key for key in _FILES if key not in kind.files and getattr(self, key) is not None
         ]
-        unused_keys += ["k"] if not kind.ranks and "k" in self.model_fields_set else []
+        unused_keys += [
+            key for key in _KEYS if key not in kind.keys and key in self.model_fields_set
+        ]
         if unused_keys:
             raise ValueError(
-                f"{', '.join(unused_keys)}: a {self.type} task reads only {', '.join(kind.files)}"
-                + (" and k" if kind.ranks else "")
-                + ": omit the key"
+                f"{', '.join(unused_keys)}: a {self.type} task reads only "
+                f"{', '.join((*kind.files, *kind.keys))}: omit the key"
             )
         return self
 

@@ -376,7 +376,7 @@ class EvalSection(Options):
     tasks: tuple[Name, ...] = ()
     """Tasks of the action `eval` if the action lists none."""
     local_tasks: tuple[LocalTask, ...] = ()
-    """Tasks of embedding models and rerankers on local files. Without `tasks`, all of them run."""
+    """Tasks on local files. Without `tasks`, all of them run."""
     include_path: tuple[Name, ...] = ()
     """Directories with further task files."""
     num_fewshot: Whole | None = None

@@ -6,7 +6,7 @@ import json
 import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ed_elarge.config.local_tasks import LOCAL_KINDS, LocalTask
 from ed_elarge.config.sections import EvalSection
@@ -14,10 +14,24 @@ from ed_elarge.config.sections import EvalSection
 if TYPE_CHECKING:
     from ed_esurge.engine import eSurge
 
+    from ed_elarge.evaluation.answers import AnswerSample
     from ed_elarge.evaluation.text_model import TextModel
 
 #: The value of `evaluator` in the results.
 EVALUATOR = "ed-elarge"
+
+
+@runtime_checkable
+class Answering(Protocol):
+    """A task whose evaluation has answers.
+
+    Attributes:
+        samples: Each answer of the last evaluation.
+        shown: Number of samples in the summary of a run.
+    """
+
+    samples: list[AnswerSample]
+    shown: int
 
 
 class Evaluated(Protocol):
@@ -57,6 +71,11 @@ class LocalTasks:
             for task in tasks
         }
 
+    def list_shown_samples(self) -> list[AnswerSample]:
+        """Return the answers of the last evaluation that the summary of a run shows."""
+        tasks = (task for task in self._loaded.values() if isinstance(task, Answering))
+        return [sample for task in tasks for sample in task.samples[: task.shown]]
+
     def run(self, engine: eSurge, results_file: Path | None = None) -> dict[str, Any]:
         """Evaluate the model of an engine, and write the results to a file.
 
@@ -81,6 +100,11 @@ class LocalTasks:
                 for name, task in self._tasks.items()
             },
         }
+        samples = {
+            name: task.samples for name, task in self._loaded.items() if isinstance(task, Answering)
+        }
+        if samples:
+            results["samples"] = samples
         file = results_file or self.results
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Embeddings of texts and scores of pairs of texts, computed by the serving engine.
+"""Embeddings, scores of pairs of texts, and answers, computed by the serving engine.
 
-The texts are tokenized as in sentence-transformers: with the prompt of their role, and truncated to
-the maximum length of the checkpoint.
+Embedded texts are tokenized as in sentence-transformers: with the prompt of their role, and
+truncated to the maximum length of the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from ed_infra.chats import Prompt
 from ed_infra.errors import ConfigError, EasyDeLError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _DOCUMENTS = ("document", "passage", "corpus")
 
 
 class TextModel:
-    """An embedding model or a cross-encoder in an engine.
+    """An embedding model, a cross-encoder or a model that generates text in an engine.
 
     Args:
         engine: The engine with a tokenizer.
@@ -67,6 +68,18 @@ class TextModel:
                 "set model.task: embedding, or evaluate a reranking task"
             )
 
+    def check_generates(self, kind: str) -> None:
+        """Raise an error if the model generates no text.
+
+        Raises:
+            ConfigError: The model returns embeddings or scores.
+        """
+        if self.embeds or self._engine.labels is not None:
+            raise ConfigError(
+                f"a task of the type {kind} needs answers, and {self._engine.model_name} "
+                "generates no text: evaluate another type of task"
+            )
+
     def embed(self, texts: Sequence[str], role: TextRole = None) -> np.ndarray:
         """Return the embeddings of texts, float32 [n, d]."""
         parts = [self._embed_batch(part, role) for part in self._parts(texts)]
@@ -76,6 +89,29 @@ class TextModel:
         """Return the score of each pair of texts before its activation, float64 [n]."""
         scores = [self._score_batch(part) for part in self._parts(pairs)]
         return np.concatenate(scores) if scores else np.zeros(0)
+
+    def complete(self, prompts: Sequence[Prompt], most_tokens: int) -> list[str]:
+        """Return the greedy answer to each prompt, a text or a conversation.
+
+        Raises:
+            ConfigError: A prompt does not fit, or a prompt is a conversation and the tokenizer has
+                no chat template.
+        """
+        from ed_esurge.sampling import SamplingParams
+        from ed_esurge.template import ChatTemplate
+
+        params = SamplingParams(max_tokens=most_tokens, temperature=0.0)
+        answers: list[str] = []
+        for part in self._parts(prompts):
+            ready = [
+                prompt
+                if isinstance(prompt, str)
+                else ChatTemplate(self._tokenizer).token_ids(prompt)
+                for prompt in part
+            ]
+            outputs = self._engine.generate(ready, params, use_tqdm=self._bar)
+            answers += [output.outputs[0].text for output in outputs]
+        return answers
 
     def _parts(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
         for start in range(0, len(items), self._size):

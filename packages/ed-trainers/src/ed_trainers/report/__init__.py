@@ -25,6 +25,8 @@ from ed_trainers.figures.metrics import RECORD, MetricRow, read_metrics
 from ed_trainers.options.optimizers import GRAD_NORMS, WEIGHTS
 
 SUMMARY, CONFIG, PAGE = "summary.json", "config.yaml", "report.html"
+#: Key of the summary: the evaluation before training.
+EARLY_EVALUATION = "evaluation_before_training"
 #: Points of a curve; of longer ones each bucket keeps its lowest and its highest.
 POINTS = 1500
 #: Steps whose previews are shown, counted from the last.
@@ -144,19 +146,50 @@ def _figures(rows: Sequence[MetricRow], summary: Mapping[str, Any]) -> str:
 
 
 def _evaluation(summary: Mapping[str, Any]) -> str:
-    tasks = summary.get("evaluation") or {}
-    cells = [
-        (html.escape(task), html.escape(name), _number(name, value))
-        for task, metrics in tasks.items()
-        for name, value in metrics.items()
-    ]
+    """Return the table of the evaluation, with the values before training if there are any."""
+    tasks, early = (summary.get(key) or {} for key in ("evaluation", EARLY_EVALUATION))
+    cells = []
+    for task, metrics in tasks.items():
+        before = early.get(task, {})
+        for name, value in metrics.items():
+            row = [html.escape(task), html.escape(name), _number(name, value)]
+            if early:
+                row.append(_number(name, before[name]) if name in before else "")
+            cells.append(row)
+    head = ["task", "metric", "value", "before training"] if early else []
+    return _table("Evaluation", head, cells)
+
+
+def _table(title: str, head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """Return a heading and a table of cells in HTML; empty without cells."""
+    first = f"<tr><th>{'</th><th>'.join(head)}</th></tr>" if head else ""
     rows = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
-    return f"<h2>Evaluation</h2><div class=scroll><table>{rows}</table></div>" if rows else ""
+    return f"<h2>{title}</h2><div class=scroll><table>{first}{rows}</table></div>" if cells else ""
 
 
 def _samples(summary: Mapping[str, Any]) -> str:
-    samples_html = _texts(summary.get("samples") or ())
-    return f"<h2>Samples</h2>{samples_html}" if samples_html else ""
+    """Return the samples; those with a completion before training are rows of a table."""
+    samples = summary.get("samples") or ()
+    compared = [sample for sample in samples if "before" in sample]
+    names = ["before", "completion"]
+    names += ["expected"] if any("expected" in sample for sample in compared) else []
+    cells = [
+        [html.escape(_last_message(sample.get("prompt", "")))]
+        + [html.escape(str(sample.get(name, ""))) for name in names]
+        for sample in compared
+    ]
+    titles = {"before": "before training", "completion": "after training"}
+    head = ["prompt", *(titles.get(name, name) for name in names)]
+    samples_html = _texts([sample for sample in samples if "before" not in sample])
+    return _table("Answers before and after training", head, cells) + (
+        f"<h2>Samples</h2>{samples_html}" if samples_html else ""
+    )
+
+
+def _last_message(prompt: object) -> str:
+    """Return a prompt, or the text of the last message of a conversation."""
+    last = prompt[-1] if isinstance(prompt, Sequence) and prompt else prompt
+    return str(last.get("content")) if isinstance(last, Mapping) else str(prompt)
 
 
 def _previews(rows: Sequence[MetricRow]) -> str:

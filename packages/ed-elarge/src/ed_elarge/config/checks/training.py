@@ -266,13 +266,17 @@ def evaluates(run: RunConfig, action: Action) -> Iterator[Problem]:
     options = action.options.over(run.eval) if run.eval is not None else EvalSection()
     local_labels = [task.label for task in options.local_tasks]
     if local_labels and (not options.tasks or set(local_labels) & set(options.tasks)):
-        if run.task not in local_tasks.EVALUATED and _has_task(run):
-            task_names = ", ".join(repr(task.value) for task in local_tasks.EVALUATED)
-            message = (
-                f"local_tasks evaluate models for {task_names}, and the model is for "
-                f"{run.task.value!r}: set model.task, or omit the action {action.name}"
-            )
-            yield Problem((), message, True)
+        for task in options.local_tasks:
+            models = local_tasks.LOCAL_KINDS[task.type].models
+            runs = not options.tasks or task.label in options.tasks
+            if runs and run.task not in models and _has_task(run):
+                task_names = ", ".join(repr(model_task.value) for model_task in models)
+                message = (
+                    f"local_tasks evaluate models for {task_names} with the type {task.type}, and "
+                    f"the model is for {run.task.value!r}: set model.task, or omit the action "
+                    f"{action.name}"
+                )
+                yield Problem((), message, True)
     elif run.task not in (TaskType.CAUSAL_LM, TaskType.AUTO_BIND):
         message = (
             f"lm-evaluation-harness needs a causal language model, and the model is for "
