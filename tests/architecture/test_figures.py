@@ -115,7 +115,7 @@ def test_unclear_names_are_participles_adjectives_and_relations() -> None:
     ("walk", "ceiling"),
     [
         *[("row", 31), ("forward", 39), ("chat", 27), ("engine", 28), ("image", 36)],
-        *[("dpo", 11), ("grpo", 14), ("learning_rate", 14)],
+        *[("dpo", 11), ("grpo", 14), ("learning_rate", 10)],
     ],
 )
 def test_walk_executes_no_more_files(walk: str, ceiling: int) -> None:

@@ -21,6 +21,9 @@ from ed_infra.easydel_keys import (
 from ed_infra.easydel_rules import KEY_RULES, Given, Replacement, SectionPath, Values
 from ed_infra.errors import did_you_mean
 
+#: The key with the tasks of benchmarks; in EasyDeL also with their options.
+BENCHMARKS = ("trainer", "benchmarks")
+
 #: Section -> the keys that its option class has, and their aliases.
 KnownKeys = Callable[[str], Collection[str]]
 
@@ -245,7 +248,7 @@ def _drop_second_names(out: Translation, section: str) -> None:
 def _refuse_values(out: Translation, section: str) -> None:
     for (of, key), instead in OTHER_VALUES.items():
         value, present = _value_at(out.sections, (of, key))
-        name = str(value).lower().replace("-", "_")
+        name = _fold(value)
         if of == section and present and name in instead:
             message = f"{value!r} is not supported; use {instead[name]}"
             out.refusals.append(UntranslatedKey((of, key), message, on_key=False))
@@ -258,6 +261,23 @@ def _rename_values(out: Translation, section: str) -> None:
         if of == section and present and isinstance(value, str) and value in names:
             out.sections = _with_value(out.sections, (of, key), names[value])
             out.typed.append((of, key))
+
+
+def _fold(value: object) -> str:
+    return str(value).lower().replace("-", "_")
+
+
+def has_other_spelling(place: SectionPath, value: str) -> bool:
+    """Return whether a value of a key has another name here, or is an error.
+
+    Args:
+        place: The section and the key.
+        value: The value.
+    """
+    section, key = place
+    return value in VALUE_NAMES.get((section, key), ()) or _fold(value) in OTHER_VALUES.get(
+        (section, key), ()
+    )
 
 
 def _is_among(value: object, choices: Collection[object]) -> bool:
@@ -298,7 +318,7 @@ def _without_key(values: Values, path: SectionPath) -> dict[str, object]:
 
 def _benchmarks(out: Translation, known: KnownKeys) -> None:
     """Separate the tasks of benchmarks from their options, which are keys of `eval`."""
-    source = ("trainer", "benchmarks")
+    source = BENCHMARKS
     value, _ = _value_at(out.sections, source)
     entries = [value] if isinstance(value, Mapping) else value
     if not isinstance(entries, list | tuple) or not any(isinstance(e, Mapping) for e in entries):

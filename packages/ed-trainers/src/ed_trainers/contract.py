@@ -185,6 +185,7 @@ class FeaturesOfImages(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class MethodRun(Generic[A]):
     """A method in one run: its options, models and objects, and its functions bound to them.
 
@@ -209,32 +210,21 @@ class MethodRun(Generic[A]):
         frozen: the models that are not trained, as the compiled steps receive them.
     """
 
-    frozen: Frozen
-    following: Following | None = None
-    images: FeaturesOfImages | None = None
-
-    def __init__(
-        self,
-        name: str,
-        record: Method,
-        arguments: A,
-        learner: LanguageModel,
-        *,
-        placement: Placement,
-        weights: Callable[[], Weights],
-        learned: Callable[[], nnx.State],
-        present_reference: Callable[[], nnx.State],
-        tokenizer: object | None = None,
-        rollout: Rollout | None = None,
-        reward_functions: Sequence[RewardFunction] = (),
-        reward_folders: Sequence[str | Path] = (),
-    ):
-        self.name, self.record, self.arguments, self.learner = name, record, arguments, learner
-        self.placement, self.weights, self.learned = placement, weights, learned
-        self.present_reference = present_reference
-        self.tokenizer, self.rollout = tokenizer, rollout
-        self.reward_functions = tuple(reward_functions)
-        self.reward_folders = tuple(reward_folders)
+    name: str
+    record: Method
+    arguments: A
+    learner: LanguageModel
+    placement: Placement = field(kw_only=True)
+    weights: Callable[[], Weights] = field(kw_only=True)
+    learned: Callable[[], nnx.State] = field(kw_only=True)
+    present_reference: Callable[[], nnx.State] = field(kw_only=True)
+    tokenizer: object | None = field(kw_only=True, default=None)
+    rollout: Rollout | None = field(kw_only=True, default=None)
+    reward_functions: Sequence[RewardFunction] = field(kw_only=True, default=())
+    reward_folders: Sequence[str | Path] = field(kw_only=True, default=())
+    frozen: Frozen = field(init=False)
+    following: Following | None = field(init=False, default=None)
+    images: FeaturesOfImages | None = field(init=False, default=None)
 
     def bind(self, models: Mapping[str, LanguageModel]) -> None:
         """Create the method's objects, and place the frozen models on the learner's mesh.

@@ -137,27 +137,30 @@ class Trainer:
         **others: Unpack[OtherNames],
     ):
         name = type(self).__name__
-        given = merge_names(
-            {
-                "arguments": arguments,
-                "model": model,
-                "train_dataset": train_dataset,
-                "eval_dataset": eval_dataset,
-                "processing_class": processing_class,
-                "frozen": frozen,
-                "reward_functions": reward_functions,
-            },
-            others,
-        )
-        arguments, model, frozen = given["arguments"], given["model"], given["frozen"]
-        processing_class, reward_functions = given["processing_class"], given["reward_functions"]
+        if others or callable(reward_functions):
+            given = merge_names(
+                {
+                    "arguments": arguments,
+                    "model": model,
+                    "train_dataset": train_dataset,
+                    "eval_dataset": eval_dataset,
+                    "processing_class": processing_class,
+                    "frozen": frozen,
+                    "reward_functions": reward_functions,
+                },
+                others,
+            )
+            arguments, model, frozen = given["arguments"], given["model"], given["frozen"]
+            train_dataset, eval_dataset = given["train_dataset"], given["eval_dataset"]
+            processing_class = given["processing_class"]
+            reward_functions = given["reward_functions"]
         if not isinstance(arguments, self.entry.arguments):
             raise ConfigError(
                 f"{name} requires {self.entry.arguments.__name__}, not {type(arguments).__name__}"
             )
         if model is None:
             raise ConfigError(f"{name} trains a model: pass it as model")
-        datasets = given["train_dataset"], given["eval_dataset"]
+        datasets = (train_dataset, eval_dataset)
         train_dataset, eval_dataset, row_rollout = prepare_datasets(
             arguments, model, processing_class, datasets, data_collator
         )
@@ -223,8 +226,8 @@ class Trainer:
             present_reference=self._present_reference,
             tokenizer=processing_class,
             rollout=rollout,
-            reward_functions=reward_functions,
-            reward_folders=reward_folders,
+            reward_functions=tuple(reward_functions),
+            reward_folders=tuple(reward_folders),
         )
         self.method.bind(self._checked_roles(frozen or {}))
         if self.method.following is not None:

@@ -40,7 +40,7 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
     problems: list[Problem] = []
     sections, prefix, raw_actions = _unwrap(document, problems)
     built: dict[str, Any] = {}
-    translated = other_programs.translate_document(document, sections, prefix)
+    translated = _translate(document, sections, prefix)
     document, sections = translated.document, translated.sections
     problems.extend(translated.problems)
     filled = _fill_batch_size(sections)
@@ -78,7 +78,7 @@ def normalize(document: Document, *, require_actions: bool = False) -> RunConfig
 
 def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
     """Return the problems of sections. Missing keys are no problem: a later call may set them."""
-    translated = other_programs.translate_document(Document(""), sections, ())
+    translated = _translate(Document(""), sections, ())
     problems = list(translated.problems)
     for name, value in translated.sections.items():
         if name not in SECTIONS:
@@ -86,6 +86,15 @@ def check_sections(sections: Mapping[str, Any]) -> list[Problem]:
         else:
             problems.extend(_validate(SECTIONS[name], value, (name,), partial=True)[1])
     return problems
+
+
+def _translate(
+    document: Document, sections: Mapping[str, Any], prefix: ValuePath
+) -> other_programs.Translated:
+    """Translate the keys of EasyDeL, if the document has any."""
+    if other_programs.has_other_keys(sections):
+        return other_programs.translate_document(document, sections, prefix)
+    return other_programs.Translated(document, sections, {}, [], "")
 
 
 def _validate(

@@ -11,15 +11,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
-from ed_infra.easydel_keys import (
-    OTHER_VALUES,
-    SECTION_NAMES,
-    SERVE_VALUES,
-    VALUE_NAMES,
-    easydel_keys,
-)
+from ed_infra.easydel_keys import SECOND_NAMES, SECTION_NAMES, SERVE_VALUES, easydel_keys
 from ed_infra.easydel_rules import SectionPath
-from ed_infra.easydel_translation import Translation, translate_keys
+from ed_infra.easydel_translation import (
+    BENCHMARKS,
+    Translation,
+    has_other_spelling,
+    translate_keys,
+)
 from ed_trainers.arguments import METHODS
 from ed_trainers.options.other_names import EQUIVALENT
 
@@ -56,15 +55,13 @@ class Translated(NamedTuple):
 def translate_document(
     document: Document, sections: Mapping[str, Any], prefix: ValuePath
 ) -> Translated:
-    """Return a document without keys of EasyDeL.
+    """Return a document without keys of EasyDeL; see `has_other_keys`.
 
     Args:
         document: The document.
         sections: Its sections.
         prefix: Path of the sections.
     """
-    if not _has_other_keys(sections):
-        return Translated(document, sections, {}, [], "")
     out = translate_sections(sections)
     problems = [Problem((*prefix, *one.path), one.message, one.on_key) for one in out.refusals]
     values = out.sections
@@ -136,20 +133,40 @@ def _keys_of(section: Section, kind: str) -> Collection[str]:
 
 
 @cache
-def _other_names() -> frozenset[tuple[str, str]]:
-    """Return the outermost keys that may need a translation."""
-    names = {(section, name.partition(".")[0]) for section, name in easydel_keys()}
-    return frozenset(names | {*VALUE_NAMES} | {*OTHER_VALUES})
+def _parent_keys() -> frozenset[tuple[str, str]]:
+    """Return (section, key) of the mappings that contain keys of EasyDeL."""
+    names = ((section, name.rpartition(".")[0]) for section, name in easydel_keys())
+    return frozenset((section, parent) for section, parent in names if parent)
 
 
-def _has_other_keys(sections: Mapping[str, Any]) -> bool:
-    """Return whether a run file may have keys of EasyDeL."""
-    names = _other_names()
+def has_other_keys(sections: Mapping[str, Any]) -> bool:
+    """Return whether a run file may have keys or values of EasyDeL, which need a translation."""
     return any(
-        name in SECTION_NAMES
-        or (isinstance(value, Mapping) and any((name, k) in names for k in value))
+        name in SECTION_NAMES or (isinstance(value, Mapping) and _needs_translation(name, value))
         for name, value in sections.items()
     )
+
+
+def _needs_translation(section: str, values: Mapping[str, object], prefix: str = "") -> bool:
+    """Return whether a mapping of a section may have keys or values of EasyDeL.
+
+    Args:
+        section: The section.
+        values: The section, or a mapping inside.
+        prefix: The keys that lead to the mapping, each with a dot behind it.
+    """
+    for key, value in values.items():
+        place = (section, f"{prefix}{key}")
+        if place in easydel_keys() or place in SECOND_NAMES or place == BENCHMARKS:
+            return True
+        if isinstance(value, str) and has_other_spelling(place, value):
+            return True
+        if place in _parent_keys():
+            if not prefix and key not in _known_keys(section, values):
+                return True
+            if isinstance(value, Mapping) and _needs_translation(section, value, f"{place[1]}."):
+                return True
+    return False
 
 
 def _move_locations(
