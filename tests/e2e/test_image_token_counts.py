@@ -17,7 +17,7 @@ from ed_data.rows.example import RowImage
 from ed_data.tokens.images import ImageEncoder
 from ed_data.tokens.patches import PatchEncoder, PlacedEncoder, RowEncoder
 from ed_esurge.core.commands import EncoderInput
-from ed_esurge.encoder_items import placed_items
+from ed_esurge.model import placed_items
 from ed_models.body.image_rows import feature_counts, rounded_patches
 from ed_models.body.packed_images import PatchForm, from_positions
 from ed_models.body.unpadded import TileGrids

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ed_trainers.figures.correlation import correlations, cosines
 from ed_trainers.figures.ranking import (
     TopDocuments,
+    correlations,
+    cosines,
     rank_documents,
     reranking_metrics,
     retrieval_metrics,

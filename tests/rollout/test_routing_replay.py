@@ -10,7 +10,7 @@ import pytest
 from ed_elarge.engine.lending import LentEngine, get_records
 from ed_elarge.engine.rollout import EngineRollout
 from ed_esurge import EngineConfig
-from ed_esurge.records import NOTHING, Records
+from ed_esurge.config import NOTHING, Records
 from ed_infra.errors import ConfigError
 from ed_models.families.mixtral import MixtralConfig, MixtralForCausalLM
 from ed_trainers import arguments_class, trainer_class

@@ -13,10 +13,9 @@ import pytest
 from ed_esurge.server.http.errors import MAX_MESSAGE
 from ed_esurge.server.launch import background
 from ed_esurge.speech.audio import decode_audio
-from ed_esurge.speech.channels import LOUDEST
 from ed_esurge.speech.decoder_process import DecoderProcess
 from ed_esurge.speech.engine import SpeechEngine
-from ed_esurge.speech.errors import AudioError
+from ed_esurge.speech.samples import LOUDEST, AudioError
 from ed_esurge.testing import ScriptedTranscriber
 
 RATE = 16000

@@ -185,7 +185,7 @@ class Ours:
 
     def __call__(self, ids: np.ndarray, arrays: Arrays) -> int:
         """Return the first token after a prompt."""
-        from ed_esurge.encoder_items import placed_items
+        from ed_esurge.model import placed_items
 
         items = self.engine.loop.runner.items
         assert items is not None, "the model reads images"

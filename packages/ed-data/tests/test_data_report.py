@@ -6,7 +6,7 @@ import re
 
 import pytest
 from ed_data import data_report
-from ed_data.minhash import near_duplicates
+from ed_data.report import near_duplicates
 from ed_data.storage.prepare import prepare_tokens
 from ed_data.tokens.encoder import Encoder
 from ed_data.tokens.parallel import Encoding

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from ed_esurge.engine.fair_lock import FairLock
+from ed_esurge.engine.transport import FairLock
 
 
 def test_waiting_threads_receive_the_lock_in_order_before_the_owner_has_it_again():

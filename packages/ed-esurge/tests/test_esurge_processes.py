@@ -12,10 +12,10 @@ from ed_esurge.core.prefix_cache import prompt_keys
 from ed_esurge.engine.channel import ForgedMessageError
 from ed_esurge.engine.connection import Connection, ConnectionLost
 from ed_esurge.engine.intake import CheckedPrompt, TokenIdError
+from ed_esurge.processes.connected_replica import SentPrefixes
 from ed_esurge.processes.hub import device_shares
 from ed_esurge.processes.messages import decode_error, encode_error
 from ed_esurge.processes.replica_group import ReplicaLostError
-from ed_esurge.processes.sent_prefixes import SentPrefixes
 from ed_infra.errors import CheckpointError, ConfigError, EasyDeLError
 from local_replicas import OPTIONS, LocalReplica, collect_tokens, serving_replicas
 
@@ -127,7 +127,7 @@ def test_errors_keep_their_kind_between_processes() -> None:
 
 
 def test_sent_prefixes_forget_the_least_recent_pages(monkeypatch) -> None:
-    monkeypatch.setattr("ed_esurge.processes.sent_prefixes.MAX_PAGES", 4)
+    monkeypatch.setattr("ed_esurge.processes.connected_replica.MAX_PAGES", 4)
     sent = SentPrefixes()
     first, second = (prompt_keys([token] * 25, b"", 8) for token in (1, 2))
     sent.add(first)

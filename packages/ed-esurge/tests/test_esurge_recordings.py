@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ed_esurge import eSurge
-from ed_esurge.encoder_items import placed_items
+from ed_esurge.model import placed_items
 from ed_infra.errors import ConfigError
 from image_requests import answers
 

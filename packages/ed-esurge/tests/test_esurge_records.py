@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from ed_esurge import SamplingParams, eSurge
-from ed_esurge.records import Records
+from ed_esurge.config import Records
 from ed_infra.errors import ConfigError
 from ed_models.families.mixtral import MixtralConfig, MixtralForCausalLM
 from ed_models.families.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from ed_esurge import EngineConfig, SamplingParams, StructuredOutputs, eSurge
 from ed_esurge.config import SpeculativeConfig
-from ed_esurge.core.ngram import NgramIndex
-from ed_esurge.core.proposals import PromptLookup
+from ed_esurge.core.proposals import NgramIndex, PromptLookup
 from ed_infra.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st

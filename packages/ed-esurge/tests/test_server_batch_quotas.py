@@ -10,7 +10,7 @@ import httpx
 import pytest
 from ed_esurge.config import ServerLimits
 from ed_esurge.server.batches import lines, worker
-from ed_esurge.server.batches.turns import LineSlots
+from ed_esurge.server.batches.worker import LineSlots
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.launch import background
 from ed_esurge.server.stores import BatchStore

@@ -7,7 +7,7 @@ import json
 import httpx
 import openai
 import pytest
-from ed_esurge.frontends.llama_cpp import generated, props, slots
+from ed_esurge.frontends.llama_cpp import generated, props
 from ed_esurge.server.launch import background
 from ed_esurge.testing import TOOL_TEMPLATE, NamedReplies, byte_tokenizer
 
@@ -36,7 +36,7 @@ def test_props_and_slots_describe_the_model(http, engine):
     assert known["total_slots"] == engine.config.max_num_seqs
     assert known["chat_template"] == engine.tokenizer.chat_template
     assert known["eos_token"] == "</s>"
-    places = slots.Slots.model_validate(http.get("/slots").json()).root
+    places = props.Slots.model_validate(http.get("/slots").json()).root
     assert len(places) == engine.config.max_num_seqs
     assert not any(place.is_processing for place in places)
     assert http.get("/props?model=other").status_code == 404

@@ -9,7 +9,7 @@ import httpx
 import ollama
 import pytest
 from ed_esurge.frontends.ollama import chat, generate
-from ed_esurge.frontends.ollama.keep_alive import parse_duration
+from ed_esurge.frontends.ollama.requests import parse_duration
 from ed_esurge.server.launch import background
 from ed_esurge.testing import (
     TOOL_PARAMETERS,

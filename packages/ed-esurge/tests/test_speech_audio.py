@@ -15,8 +15,7 @@ import pytest
 import soxr
 from ed_esurge.speech import audio
 from ed_esurge.speech.decoder_process import DecoderProcess
-from ed_esurge.speech.errors import AudioError, AudioTooLongError
-from ed_esurge.speech.resampling import resample_blocks
+from ed_esurge.speech.samples import AudioError, AudioTooLongError, resample_blocks
 
 RATE = 16000
 decoded = partial(audio.decode_audio, decoder=DecoderProcess())

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 from ed_esurge.speech.engine import SpeechEngine
-from ed_esurge.speech.errors import QueueFullError
 from ed_esurge.speech.options import TranscriptionOptions
+from ed_esurge.speech.samples import QueueFullError
 from ed_esurge.speech.turns import DeviceTurns, RoundRobin, TurnPlaces
 from ed_esurge.testing import ScriptedTranscriber
 from numpy import zeros

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from ed_infra.garbage import settle
+from ed_infra.host_memory import settle
 
 #: Prints the page faults of a step before `keep`, while memory is kept, and after `give_back`, and
 #: the resident MiB before and after `give_back`. A step has 128 MiB of temporary memory.

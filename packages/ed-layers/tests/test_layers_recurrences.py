@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from ed_layers.cache.spec import RecurrentSpec
 from ed_layers.parts import Parts
+from ed_layers.recurrence.conv import GatedShortConv
 from ed_layers.recurrence.delta import GatedDelta, KimiDelta, delta_rule
 from ed_layers.recurrence.lightning import LightningAttention, linear_attention
 from ed_layers.recurrence.rg_lru import RGLRU, diagonal, root
 from ed_layers.recurrence.rows import Rows
 from ed_layers.recurrence.rwkv import ChannelMixing, TimeMixing, time_mixing
-from ed_layers.recurrence.short_conv import GatedShortConv
 from flax import nnx
 from recurrence_cases import (
     check_bits,

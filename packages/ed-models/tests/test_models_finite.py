@@ -10,8 +10,8 @@ from ed_infra.errors import CheckpointError
 from ed_infra.specs import LoraSpec
 from ed_models.adapters.lora import lora_layers
 from ed_models.adapters.peft import read_adapter, save_adapter
-from ed_models.checkpoints.finite import is_finite
 from ed_models.checkpoints.hub import from_pretrained
+from ed_models.checkpoints.tensor_files import is_finite
 from ed_models.conformance import ONE, TINY
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from flax import nnx

@@ -12,8 +12,7 @@ import pytest
 from ed_infra.errors import ConfigError
 from ed_models.auto import AutoEasyDeLModelForCTC
 from ed_trainers.figures.word_errors import ErrorRates, edit_distance
-from ed_trainers.losses.ctc import ctc_losses
-from ed_trainers.methods.ctc import CTCTrainer
+from ed_trainers.methods.ctc import CTCTrainer, ctc_losses
 from ed_trainers.options.supervised import CTCArguments
 
 from tests.speech_cases import RATE, recording, write_wav2vec2

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_infra.masks import MaskInfo
+from ed_layers.attention.kernels.vanilla import Watched, attention_weights
 from ed_layers.attention.scoring import Scoring
-from ed_layers.attention.weights import Watched, attention_weights
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import SFTArguments, SFTTrainer, arguments_class, trainer_class
 from ed_trainers.losses.attention import attention_divergences

@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
-from ed_trainers.stored import npz
+from ed_trainers.stored import arrays as npz
 
 
 def test_an_npz_file_that_expands_too_much_is_refused(tmp_path, monkeypatch):

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from ed_infra.errors import ConfigError
 from ed_trainers.figures import ranking
-from ed_trainers.figures.correlation import correlations, cosines
 from ed_trainers.figures.linear_probe import classification_metrics, predictions
 from ed_trainers.figures.ranking import (
     Ranking,
     TopDocuments,
     average_precision,
+    correlations,
+    cosines,
     rank_documents,
     reranking_metrics,
     retrieval_metrics,

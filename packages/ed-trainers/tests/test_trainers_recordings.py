@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from ed_models.families.qwen2_audio import Qwen2AudioForConditionalGeneration
 from ed_models.families.whisper import WhisperForConditionalGeneration
-from ed_trainers.losses.speech import reads_sound
+from ed_trainers.losses.next_token import reads_sound
 from ed_trainers.methods.sft import prepare
 
 

@@ -272,7 +272,7 @@ ADVISORIES: dict[str, tuple[Edit, ...]] = {
     f"{ESURGE_TESTS}/test_server_adapters.py"
     "::test_adapter_paths_outside_the_directory_are_rejected": (
         Edit(
-            f"{ESURGE}/server/operations/directories.py",
+            f"{ESURGE}/server/operations/admin.py",
             "    if not within or strays:",
             "    if False:",
         ),

@@ -319,7 +319,7 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     f"{ESURGE_TESTS}/test_server_batch_quotas.py"
     "::test_small_batch_of_another_key_ends_during_a_large_batch": (
         Edit(
-            f"{ESURGE}/server/batches/turns.py",
+            f"{ESURGE}/server/batches/worker.py",
             "place = min(self._waiting, key=lambda entry: self._running[entry[0]])",
             "place = self._waiting[0]",
         ),

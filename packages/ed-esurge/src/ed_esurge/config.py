@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from ed_infra.options import Count, Options, Whole
@@ -418,3 +418,18 @@ class EngineConfig(Options):
                 f"in max_model_len {self.max_model_len}"
             )
         return self
+
+
+class Records(NamedTuple):
+    """Records of the outputs.
+
+    Attributes:
+        experts: the experts that the routers chose for each token.
+        masks: the tokens of the vocabulary from which each token was sampled.
+    """
+
+    experts: bool = False
+    masks: bool = False
+
+
+NOTHING = Records()

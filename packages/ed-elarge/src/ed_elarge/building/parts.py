@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ed_data.batches.loader import Loader, StreamLoader
     from ed_infra.config import EasyDeLBaseConfig
     from ed_infra.specs import EasyDeLQuantizationConfig
-    from ed_models.checkpoints.audio_processor import AudioTextProcessor
+    from ed_models.checkpoints.tokenizers import AudioTextProcessor
     from ed_models.tasks.causal_lm import CausalLM
     from ed_trainers.trainer import Trainer
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin

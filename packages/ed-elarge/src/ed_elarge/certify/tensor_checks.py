@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 from ed_infra.errors import EasyDeLError
-from ed_models.checkpoints.finite import is_finite
-from ed_models.checkpoints.tensor_files import INDEX_NAME, read_header
+from ed_models.checkpoints.tensor_files import INDEX_NAME, is_finite, read_header
 
 from ed_elarge.certify.outcome import ModelCheck, NotApplicable, Outcome, pass_check, require_claim
 from ed_elarge.certify.subject import CertifiedModel, read_json

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ed_esurge import EngineConfig, eSurge
+from ed_esurge.config import NOTHING, Records
 from ed_esurge.core.commands import DropWeights
-from ed_esurge.records import NOTHING, Records
 from ed_esurge.tokenizer import Tokenizer
 from ed_infra.errors import ConfigError
 from ed_models.protocol import LanguageModel

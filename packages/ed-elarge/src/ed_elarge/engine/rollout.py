@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from ed_esurge import EngineConfig, SamplingParams, eSurge
 from ed_esurge.core.commands import EncoderInput
-from ed_esurge.encoder_items import placed_items
+from ed_esurge.model import placed_items
 from ed_esurge.tokenizer import Tokenizer
 from ed_models.tasks.causal_lm import CausalLM
 from ed_trainers.rollout import Sampled, Weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from ed_trainers.figures.correlation import correlations, cosines
+from ed_trainers.figures.ranking import correlations, cosines
 
 from ed_elarge.config.local_tasks import LocalTask
 from ed_elarge.evaluation.local_rows import (

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -233,3 +234,14 @@ def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Pop
         },
         **options,
     )
+
+
+def wait_or_kill(processes: Iterable[subprocess.Popen[Any]], seconds: float) -> None:
+    """Wait until all processes have ended, and kill those that run after a number of seconds."""
+    limit = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(limit - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from ed_infra.errors import ConfigError, EasyDeLError
-from ed_infra.garbage import pause_collection
+from ed_infra.host_memory import pause_collection
 from ed_infra.logging import show_messages
 
 from ed_esurge.command.foreign_flags import NOTES, translate_flags
@@ -41,7 +41,7 @@ COMMANDS = {
     "serve": ("Serve a model behind an OpenAI-compatible API.", "serve:serve"),
     "chat": ("Talk with a model in the terminal.", "chat:chat"),
     "run-batch": ("Answer the requests of a file.", "run_batch:run_batch"),
-    "join": ("Start a replica for a server on another host.", "join:join"),
+    "join": ("Start a replica for a server on another host.", "replicated:join"),
     "bench": ("Put load on a server and measure it.", "bench:bench"),
     "bench-serve": (
         "Load test with arrival times and data sets; also `bench serve`.",

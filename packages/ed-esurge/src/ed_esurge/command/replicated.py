@@ -1,11 +1,13 @@
-"""The replicas of `esurge serve`, whose options have vLLM's names."""
+"""The replicas of `esurge serve`, whose options have vLLM's names, and `esurge join`."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
+import typer
 from ed_infra.errors import ConfigError
 
 from ed_esurge.command.load import (
@@ -15,6 +17,7 @@ from ed_esurge.command.load import (
     get_tokenizer,
     parse_mesh_dims,
     parse_quantization,
+    served_engine,
 )
 from ed_esurge.config import EngineConfig
 from ed_esurge.server.options import ServerOptions
@@ -78,3 +81,27 @@ class ReplicaStarter:
         )
         self.hub.start(engine, size if local is None else local)
         return engine
+
+
+def join(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="The address that the server prints.")
+    ],
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Model of the server; default: the model that lacks the most replicas.",
+        ),
+    ] = None,
+) -> None:
+    """Start a replica for a server on another host (`esurge serve --data-parallel-size`).
+
+    The replica executes requests until the server ends.
+    """
+    from ed_esurge.processes.replica import serve_replica
+
+    def create(arguments: Mapping[str, Any]) -> Any:
+        return served_engine(ModelArguments.model_validate(arguments))
+
+    serve_replica(address, model_name, create)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from ed_infra.errors import ConfigError
-from ed_infra.garbage import pause_collection
+from ed_infra.host_memory import pause_collection
 from ed_infra.logging import get_logger
 
 from ed_esurge.command.flags import Flags

@@ -3,6 +3,9 @@
 Every proposal is verified. The step that computes the proposal also samples the token of its
 position, with the noise of that position (`ed_esurge.runner.sampler`). Only an equal token accepts
 the proposal. The tokens of a request therefore do not depend on the proposals.
+
+`NgramIndex` proposes the tokens that followed an earlier occurrence of an n-gram (prompt lookup,
+https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
 from __future__ import annotations
@@ -13,9 +16,49 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from ed_esurge.config import SpeculativeConfig
-from ed_esurge.core.ngram import NgramIndex
 from ed_esurge.core.plan import StepPlan
 from ed_esurge.core.request import Request
+
+
+class NgramIndex:
+    """Index of the last positions of n-grams in one sequence.
+
+    Args:
+        longest, shortest: range of the n-gram lengths. The longest match is used.
+    """
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the position after it
+        self._indexed = 0  # n-grams that end before this position are in the table
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the sequence."""
+        self._tokens += tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def propose(self, most: int) -> list[int]:
+        """Return at most `most` proposed tokens; [] without a match."""
+        tokens, end = self._tokens, len(self._tokens)
+        for place in range(self._indexed, end):
+            for length in self._lengths:
+                if length <= place:
+                    self._after[tuple(tokens[place - length : place])] = place
+        self._indexed = end
+        for length in self._lengths:
+            if length <= end:
+                place = self._after.get(tuple(tokens[end - length :]))
+                if place is not None:
+                    # The continuation may include the proposals themselves, as in a repetition.
+                    proposed: list[int] = []
+                    for at in range(place, place + most):
+                        proposed.append(tokens[at] if at < end else proposed[at - end])
+                    return proposed
+        return []
+
 
 #: Request id -> number of tokens of the request, and the tokens that may follow them.
 Proposals = dict[str, tuple[int, list[int]]]

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from ed_infra.errors import ConfigError
-from ed_infra.sharding.submesh import split_mesh
+from ed_infra.sharding.mesh import split_mesh
 from ed_models.base.replicas import place_on_mesh
 from ed_models.protocol import LanguageModel
 from flax import nnx
 from jax.sharding import Mesh
 
-from ed_esurge.config import EngineConfig
+from ed_esurge.config import NOTHING, EngineConfig, Records
 from ed_esurge.engine.encoder_setup import EncoderSetup
 from ed_esurge.engine.loop import EngineLoop
 from ed_esurge.engine.remote import RemoteRunner
@@ -29,7 +29,6 @@ from ed_esurge.model import (
     served_model,
     with_places,
 )
-from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner.protocol import Runner
 from ed_esurge.tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ from ed_models.modalities.items import EncoderItems, build_encoder_items
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
-from ed_esurge.config import EngineConfig
+from ed_esurge.config import NOTHING, EngineConfig, Records
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.core.encoder_slots import EncoderSlots
 from ed_esurge.core.page_pool import pages_of_sequence
@@ -34,7 +34,6 @@ from ed_esurge.model import (
     omits_padding,
     reads_ahead,
 )
-from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner.buckets import Buckets
 from ed_esurge.runner.drafts import DRAFT_GROUP, DraftModel
 from ed_esurge.runner.host_pages import COPIES, PAGES_AT_ONCE

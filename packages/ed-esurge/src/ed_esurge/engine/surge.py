@@ -18,7 +18,7 @@ from jaxtyping import Float
 from tqdm import tqdm
 
 from ed_esurge.certificates import certificate_summary
-from ed_esurge.config import EngineConfig
+from ed_esurge.config import NOTHING, EngineConfig, Records
 from ed_esurge.core.commands import Abort, Add, Command, EncoderInput, Pause, StorePages
 from ed_esurge.core.encoder_cache import EncoderCache
 from ed_esurge.embedded_prompts import EmbeddedPrompts
@@ -52,7 +52,6 @@ from ed_esurge.model import (
 )
 from ed_esurge.model import model_name as name_of
 from ed_esurge.outputs import RequestOutput, accumulate_texts
-from ed_esurge.records import NOTHING, Records
 from ed_esurge.sampling import PoolingParams, SamplingParams
 from ed_esurge.template import ChatTemplate
 from ed_esurge.tokenizer import Tokenizer

@@ -6,14 +6,17 @@ the same state, so they plan the same steps and launch the same programs. If all
 same calls, as in a trainer, nothing is broadcast (`together`).
 
 Several engines of one process share the channel to the other processes. Each message names its
-engine, and the engines have one lock, so that all processes launch their programs in one order.
+engine, and the engines have one `FairLock`, so that all processes launch their programs in one
+order.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Protocol
@@ -24,9 +27,41 @@ from ed_infra.errors import ConfigError, EasyDeLError
 
 from ed_esurge.core.commands import Command, UpdateWeights
 from ed_esurge.engine.channel import channel
-from ed_esurge.engine.fair_lock import FairLock
 from ed_esurge.engine.wire import decode_message, encode_message
 from ed_esurge.runner.protocol import Runner
+
+
+class FairLock:
+    """A re-entrant lock. A thread that releases the lock cannot overtake the waiting threads."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+        self._waiting: deque[tuple[int, threading.Event]] = deque()
+
+    def __enter__(self) -> FairLock:
+        mine, turn = threading.get_ident(), threading.Event()
+        with self._guard:
+            if self._owner in (None, mine):
+                self._owner = mine
+                self._depth += 1
+                return self
+            self._waiting.append((mine, turn))
+        turn.wait()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._guard:
+            self._depth -= 1
+            if self._depth:
+                return
+            self._owner = None
+            if self._waiting:
+                self._owner, turn = self._waiting.popleft()
+                self._depth = 1
+                turn.set()
+
 
 ProcessRole = Literal["alone", "leads", "follows"]
 

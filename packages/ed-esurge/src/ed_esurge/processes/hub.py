@@ -15,8 +15,8 @@ from pathlib import Path
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_infra.logging import get_logger
 
+from ed_esurge.children.process import wait_or_kill
 from ed_esurge.engine.channel import SECRET
-from ed_esurge.engine.child_processes import wait_or_kill
 from ed_esurge.engine.connection import GREETING_SECONDS, Connection
 from ed_esurge.engine.listener import Listener
 from ed_esurge.processes.answer_check import is_text, require

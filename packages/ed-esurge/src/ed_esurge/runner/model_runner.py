@@ -14,10 +14,10 @@ from ed_models.protocol import LanguageModel
 from flax import nnx
 from tqdm import tqdm
 
+from ed_esurge.config import NOTHING, Records
 from ed_esurge.core.plan import Moves, StepPlan
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.model import get_platform, get_vocab_size
-from ed_esurge.records import NOTHING, Records
 from ed_esurge.runner.batch import BatchBuilder
 from ed_esurge.runner.buckets import Buckets, StepShape
 from ed_esurge.runner.encoder import AT_ONCE, ItemEncoder, SlotEncoder

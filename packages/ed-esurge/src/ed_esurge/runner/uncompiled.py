@@ -19,7 +19,7 @@ from ed_layers.cache.protocol import Cache
 from ed_models.adapters.slots import slot_values
 from flax import nnx
 
-from ed_esurge.records import NOTHING, Records
+from ed_esurge.config import NOTHING, Records
 from ed_esurge.runner import filters
 from ed_esurge.runner.batch import BatchBuilder, StepInput
 from ed_esurge.runner.buckets import Buckets, StepShape

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError, EasyDeLError
-from ed_infra.sharding.submesh import part_on
+from ed_infra.sharding.mesh import part_on
 from ed_layers import native
 from ed_layers.lora.slots import SlotParam, write_slot
 from ed_layers.native.library import on_whole_arrays

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 from ed_infra.errors import ConfigError, EasyDeLError
-from ed_infra.garbage import settle
+from ed_infra.host_memory import settle
 from ed_infra.logging import show_times
 from starlette.applications import Starlette
 from uvicorn.logging import AccessFormatter, DefaultFormatter

@@ -9,11 +9,9 @@ import numpy as np
 from jaxtyping import Float
 
 from ed_esurge.children.process import JobGroup
-from ed_esurge.speech.channels import check_form, mono
 from ed_esurge.speech.decoder_process import DecoderProcess
-from ed_esurge.speech.errors import AudioError
-from ed_esurge.speech.resampling import resample_blocks
 from ed_esurge.speech.riff import WavFile
+from ed_esurge.speech.samples import AudioError, check_form, mono, resample_blocks
 
 #: Shortest recording in seconds.
 SHORTEST = 0.1

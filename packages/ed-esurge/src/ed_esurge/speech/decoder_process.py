@@ -21,10 +21,9 @@ from ed_esurge.children.process import (
     JobGroup,
     WorkerProcess,
 )
-from ed_esurge.speech.channels import RATES
 from ed_esurge.speech.decoder_worker import RATE, SAMPLES, TOO_LONG
-from ed_esurge.speech.errors import AudioError, AudioTooLongError
 from ed_esurge.speech.library_files import missing
+from ed_esurge.speech.samples import RATES, AudioError, AudioTooLongError
 
 _ENDED = (
     "the audio file could not be read within the limits of this server, or made the decoding "

@@ -7,9 +7,8 @@ from typing import Any
 
 from ed_esurge.children.messages import RefusedError, SendAnswer
 from ed_esurge.children.worker import run_worker
-from ed_esurge.speech.channels import check_form, mono
-from ed_esurge.speech.errors import AudioError, AudioTooLongError
 from ed_esurge.speech.library_files import LibraryFile
+from ed_esurge.speech.samples import AudioError, AudioTooLongError, check_form, mono
 
 # Kinds of messages: rate of the recording, float32 samples, a recording that is too long.
 RATE, SAMPLES, TOO_LONG = b"R", b"S", b"L"

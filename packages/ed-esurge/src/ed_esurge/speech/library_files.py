@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from ed_esurge.speech.errors import AudioError
+from ed_esurge.speech.samples import AudioError
 
 #: Formats of libsndfile that are audio files of other programs, without those of raw numbers.
 AUDIO_FORMATS = ("AIFF", "AU", "CAF", "FLAC", "MP3", "OGG", "RF64", "W64", "WAV", "WAVEX")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from ed_esurge.speech.errors import AudioError
+from ed_esurge.speech.samples import AudioError
 
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 #: A program that cannot seek writes a size near one of these limits for an unknown length.

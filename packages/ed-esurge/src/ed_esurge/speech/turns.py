@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from ed_esurge.speech.errors import QueueFullError
+from ed_esurge.speech.samples import QueueFullError
 
 T = TypeVar("T")
 

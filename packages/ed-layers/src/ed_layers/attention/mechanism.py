@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any, cast
 
 import jax.numpy as jnp
+from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.logging import get_logger, once
+from flax import nnx
 
 from ed_layers import devices
 from ed_layers.attention.kernel import (
@@ -22,9 +25,6 @@ from ed_layers.attention.kernel import (
     Settings,
 )
 from ed_layers.attention.kernels import kernels, kernels_here
-
-if TYPE_CHECKING:
-    from ed_infra.config import EasyDeLBaseConfig
 
 logger = get_logger(__name__)
 
@@ -295,3 +295,27 @@ def follows_context(call: Cached) -> bool:
     if call.q.shape[1] > 1 or not call.stored.ordered or slots <= LONG_ROW:
         return False
     return call.scoring.dropout == 0 and devices.get_platform(call.config) == "cpu"
+
+
+def change_configurations(
+    model: nnx.Module, change: Callable[[EasyDeLBaseConfig], EasyDeLBaseConfig]
+) -> None:
+    """Replace each configuration of a model by a changed copy, also in its attention.
+
+    Args:
+        change: returns a changed copy, which is sealed.
+    """
+    changed: dict[int, EasyDeLBaseConfig] = {}
+
+    def copy(config: EasyDeLBaseConfig) -> EasyDeLBaseConfig:
+        if id(config) not in changed:
+            changed[id(config)] = change(config).seal()
+        return changed[id(config)]
+
+    for _, module in nnx.iter_modules(model):
+        node = cast(Any, module)
+        if isinstance(config := getattr(node, "config", None), EasyDeLBaseConfig):
+            node.config = copy(config)
+        mechanism = getattr(node, "mechanism", None)
+        if isinstance(mechanism, Mechanism) and mechanism.config is not None:
+            node.mechanism = replace(mechanism, config=copy(mechanism.config))

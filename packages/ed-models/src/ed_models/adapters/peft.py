@@ -60,8 +60,8 @@ from ed_models.adapters.values import (
     put_adapter,
 )
 from ed_models.checkpoints.checks import ADAPTER_NAME
-from ed_models.checkpoints.finite import is_finite
 from ed_models.checkpoints.saving import layer_values
+from ed_models.checkpoints.tensor_files import is_finite
 
 CONFIG, TENSORS = ADAPTER_NAME, "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -19,7 +19,7 @@ from ed_infra.distributed import on_host
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger
-from ed_layers.attention.configurations import change_configurations
+from ed_layers.attention.mechanism import change_configurations
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
 from flax import nnx

@@ -186,7 +186,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
 
     def to_layout(self: ModelT, layout: Layout) -> ModelT:
         """Return a copy with the layer layout "stacked" (scanned) or "leaves" (unrolled)."""
-        from ed_layers.attention.configurations import change_configurations
+        from ed_layers.attention.mechanism import change_configurations
 
         graphdef, state = nnx.split(self)
         model = nnx.merge(graphdef, state)

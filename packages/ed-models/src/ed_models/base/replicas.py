@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import jax
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.sharding.submesh import part_on
-from ed_layers.attention.configurations import change_configurations
+from ed_infra.sharding.mesh import part_on
+from ed_layers.attention.mechanism import change_configurations
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ed_infra.errors import ConfigError
 from ed_layers.attention.blocks.self_attention import SelfAttention
-from ed_layers.attention.weights import Watched
+from ed_layers.attention.kernels.vanilla import Watched
 from ed_layers.cache.storage import Layer
 from ed_layers.context import Ctx
 from flax import nnx

@@ -1,7 +1,7 @@
-"""Names and layouts of the checkpoints of Qwen's vision-language models.
+"""Names and layouts of checkpoints with a tower over packed patches: Qwen's and Pixtral's.
 
-A checkpoint has `visual.…` for the tower, `model.…` for the text, and `lm_head`. Models in memory
-and some published checkpoints have `model.visual.…` and `model.language_model.…` instead.
+A checkpoint of Qwen has `visual.…` for the tower, `model.…` for the text, and `lm_head`. Models in
+memory and some published checkpoints have `model.visual.…` and `model.language_model.…` instead.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ed_models.adapters.peft_layout import Modules
-from ed_models.body.vision import under
-from ed_models.weights.rules import STANDARD, Rule, fused, permute, renamed
+from ed_models.body.tiles import TILED_WEIGHTS
+from ed_models.body.vision import tower_rules, under
+from ed_models.weights.rules import STANDARD, Rule, equal, fused, permute, renamed, transpose
 
 #: Name of the vision tower in the model.
 TOWER = "model.visual"
@@ -76,3 +77,30 @@ def patch_weights(
         ),
         *renamed(stored, *text),
     )
+
+
+# The tower of Pixtral, alone and inside vision-language models.
+
+
+_NAMES = {
+    "patch_embed": "patch_conv",
+    "patch_norm": "ln_pre",
+    "blocks": "transformer.layers",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn": "attention",
+    "mlp": "feed_forward",
+}
+_RULES = (
+    Rule("patch_embed.kernel", "patch_embed.weight", permute(1, 2, 3, 0)),
+    Rule("patch_norm.weight", "patch_norm.weight", equal),
+    Rule("blocks.{path}.kernel", "blocks.{path}.weight", transpose),
+    Rule("blocks.{path}.weight", "blocks.{path}.weight", equal),
+)
+#: Rules of the tower alone.
+PIXTRAL = renamed(_NAMES, *_RULES)
+#: Rules of models with this tower, or a tower with the names of CLIP.
+PACKED_WEIGHTS = (
+    *tower_rules("model.vision_tower", "vision_tower", _NAMES, _RULES),
+    *TILED_WEIGHTS,
+)

@@ -8,7 +8,7 @@ from functools import partial
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import QKNorm
 from ed_layers.parts import Parts
-from ed_layers.recurrence.short_conv import GatedShortConv
+from ed_layers.recurrence.conv import GatedShortConv
 from flax import nnx
 
 from ed_models.body.decoder import Decoder

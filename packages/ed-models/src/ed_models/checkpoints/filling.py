@@ -18,6 +18,7 @@ import numpy as np
 from ed_infra import parameter_names
 from ed_layers.quantization.qarray import QArray
 from ed_layers.quantization.simulated import Simulated
+from flax import nnx
 
 from ed_models.checkpoints.quantized_tensors import encoded_as, get_matrix_parts
 from ed_models.checkpoints.weight_map import get_index_ranges
@@ -165,3 +166,10 @@ def _build_array(
         return slices[key]
 
     return jax.make_array_from_callback(shape, placement, read)
+
+
+class SeparateParam(nnx.Param):
+    """A parameter in a weight file of its own, such as `2_Dense/model.safetensors`.
+
+    The weight rules of the model do not apply to the parameter.
+    """

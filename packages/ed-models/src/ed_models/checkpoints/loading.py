@@ -29,7 +29,13 @@ from flax import nnx
 from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
-from ed_models.checkpoints.filling import fill, fill_quantized, fill_simulated, fill_stored
+from ed_models.checkpoints.filling import (
+    SeparateParam,
+    fill,
+    fill_quantized,
+    fill_simulated,
+    fill_stored,
+)
 from ed_models.checkpoints.gguf.kept_codes import kept_codes
 from ed_models.checkpoints.leftovers import find_leftovers, rename_legacy_tensors
 from ed_models.checkpoints.packed_tensors import unpack_tensors
@@ -43,7 +49,6 @@ from ed_models.checkpoints.tensor_files import TensorFiles, compute_arrays
 from ed_models.checkpoints.text_halves import text_tensors, tower_tensors
 from ed_models.checkpoints.weight_map import WeightMap
 from ed_models.weights.rules import TIED, Rule, renamer
-from ed_models.weights.separate import SeparateParam
 
 _ModuleT = TypeVar("_ModuleT")
 

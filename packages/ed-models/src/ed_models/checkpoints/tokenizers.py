@@ -13,9 +13,6 @@ from ed_models.checkpoints.embedding_settings import TRANSFORMER_NAME, Embedding
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
 from ed_models.checkpoints.hub import resolve
 
-#: Part of a processor that needs torchvision.
-_VIDEOS = "video_processor"
-
 if TYPE_CHECKING:
     from transformers import (
         BaseImageProcessor,
@@ -24,7 +21,36 @@ if TYPE_CHECKING:
         ProcessorMixin,
     )
 
-    from ed_models.checkpoints.audio_processor import AudioTextProcessor
+
+class AudioTextProcessor:
+    """A feature extractor and a tokenizer, whose chat template writes a token for a recording.
+
+    `VoxtralProcessor` of transformers requires torch, although both parts do not. The files of a
+    checkpoint are those of the parts.
+    """
+
+    def __init__(
+        self, feature_extractor: FeatureExtractionMixin, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.feature_extractor, self.tokenizer = feature_extractor, tokenizer
+
+    @property
+    def chat_template(self) -> object:
+        """The template of the tokenizer."""
+        return self.tokenizer.chat_template
+
+    @chat_template.setter
+    def chat_template(self, text: str) -> None:
+        self.tokenizer.chat_template = text
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write the files of both parts, as `transformers` reads them."""
+        self.feature_extractor.save_pretrained(save_directory)
+        self.tokenizer.save_pretrained(save_directory)
+
+
+#: Part of a processor that needs torchvision.
+_VIDEOS = "video_processor"
 
 
 def load_tokenizer(
@@ -190,8 +216,6 @@ def load_audio_processor(
     Raises:
         CheckpointError: There is no feature extractor or no tokenizer.
     """
-    from ed_models.checkpoints.audio_processor import AudioTextProcessor
-
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     return AudioTextProcessor(
         load_feature_extractor(name, **options), load_tokenizer(name, **options)

@@ -11,8 +11,7 @@ from itertools import pairwise, takewhile
 import numpy as np
 from ed_infra.errors import CheckpointError, ConfigError
 
-from ed_models.checkpoints.finite import is_finite
-from ed_models.checkpoints.tensor_files import Index
+from ed_models.checkpoints.tensor_files import Index, is_finite
 from ed_models.weights.blocks import ArchitectureFields, Piece, Shape, Shapes, positions_between
 from ed_models.weights.rules import Rule
 

@@ -23,8 +23,8 @@ from ed_infra.registry import register_config, register_module
 from ed_layers.activations import activation
 from ed_layers.attention.blocks.self_attention import SelfAttention
 from ed_layers.attention.blocks.settings import Disentangled, ScoreRule
+from ed_layers.convolution import TokenConv
 from ed_layers.parts import Parts
-from ed_layers.token_conv import TokenConv
 
 from ed_models.body.encoder import BIDIRECTIONAL, EncoderLayer, TextEncoder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames, bert_body

@@ -17,8 +17,8 @@ from ed_infra.enums import TaskType
 from ed_infra.registry import register_config, register_module
 from jaxtyping import Array, Float
 
-from ed_models.body.packed_image_text import PackedImageTextModel
-from ed_models.body.packed_weights import PACKED_WEIGHTS
+from ed_models.body.image_text import PackedImageTextModel
+from ed_models.body.patch_weights import PACKED_WEIGHTS
 from ed_models.body.tiles import TILED_MODULES, TILED_NAMES, TwoLayerProjector
 from ed_models.modalities.images import ROWS
 from ed_models.tasks.conditional import ConditionalLM

@@ -21,8 +21,8 @@ from ed_layers.parts import Parts
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ed_models.body.packed_image_text import PackedImageTextModel
-from ed_models.body.packed_weights import PACKED_WEIGHTS
+from ed_models.body.image_text import PackedImageTextModel
+from ed_models.body.patch_weights import PACKED_WEIGHTS
 from ed_models.body.tiles import TILED_MODULES, TILED_NAMES
 from ed_models.modalities.images import ROWS
 from ed_models.tasks.conditional import ConditionalLM

@@ -34,9 +34,9 @@ from jaxtyping import Array, Float, Int
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.body.context import layer_context
 from ed_models.body.packed_images import packed_on_device
-from ed_models.body.packed_weights import PIXTRAL
 from ed_models.body.patch_grids import PatchPlaces
 from ed_models.body.patch_tower import PatchLayer, PatchProjection
+from ed_models.body.patch_weights import PIXTRAL
 
 
 @register_config("pixtral")

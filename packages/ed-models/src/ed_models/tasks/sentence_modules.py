@@ -22,10 +22,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from ed_models.checkpoints.checks import MODULES_NAME
-from ed_models.checkpoints.finite import is_finite
+from ed_models.checkpoints.filling import SeparateParam
 from ed_models.checkpoints.pickled_files import open_tensors
+from ed_models.checkpoints.tensor_files import is_finite
 from ed_models.tasks.pooling import Pooling, PoolingMode, unit
-from ed_models.weights.separate import SeparateParam
 
 # Mode -> key of the configuration of a pooling module. Modes in this order have one key each;
 # other combinations are written as a list.

@@ -1,7 +1,8 @@
-"""Metrics of rankings of documents, and the search for the best documents of each query.
+"""Metrics of embeddings: rankings of documents, and correlations of cosines with scores.
 
-The names are those of MTEB: `ndcg_at_10`, `mrr_at_10`, `recall_at_10`, `map_at_100`, `map`. The
-values are those of the evaluators of sentence-transformers.
+The names are those of MTEB: `ndcg_at_10`, `mrr_at_10`, `recall_at_10`, `map_at_100`, `map`,
+`cosine_spearman`, `cosine_pearson`. The values of rankings are those of the evaluators of
+sentence-transformers.
 
 Legend: q queries, c documents of a chunk, d features, k kept documents.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from ed_infra.errors import ConfigError
@@ -180,3 +182,36 @@ def _similarities(left: np.ndarray, right: np.ndarray, similarity: str) -> np.nd
         return left @ right.T
     order = {"euclidean": 2, "manhattan": 1}[similarity]
     return np.stack([-np.linalg.norm(row - right, ord=order, axis=1) for row in left])
+
+
+def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return the cosine of each pair of vectors, [n]."""
+    left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
+    lengths = np.linalg.norm(left, axis=-1) * np.linalg.norm(right, axis=-1)
+    return (left * right).sum(axis=-1) / np.maximum(lengths, 1e-24)
+
+
+def correlations(
+    predicted_values: np.ndarray, expected: np.ndarray, prefix: str = ""
+) -> dict[str, float]:
+    """Return the rank correlation of Spearman and the correlation of Pearson.
+
+    A correlation with numbers that are all equal is not defined; the value is 0 then.
+
+    Args:
+        predicted_values: numbers of the model, [n].
+        expected: numbers of the data, [n].
+        prefix: first part of the names.
+    """
+    from scipy.stats import pearsonr, spearmanr
+
+    predicted_values = np.asarray(predicted_values, np.float64)
+    expected = np.asarray(expected, np.float64)
+    names = (f"{prefix}spearman", f"{prefix}pearson")
+    if len(predicted_values) < 2 or np.ptp(predicted_values) == 0 or np.ptp(expected) == 0:
+        return dict.fromkeys(names, 0.0)
+    values: Any = (
+        spearmanr(predicted_values, expected)[0],
+        pearsonr(predicted_values, expected)[0],
+    )
+    return dict(zip(names, map(float, values), strict=True))

@@ -13,7 +13,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from ed_infra.errors import ConfigError
-from ed_layers.attention.weights import Watched, attention_weights
+from ed_layers.attention.kernels.vanilla import Watched, attention_weights
 from jaxtyping import Array, Float
 
 # Weights [b, h, c, s] of both models exist at the same time.

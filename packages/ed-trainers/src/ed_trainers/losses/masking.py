@@ -1,7 +1,8 @@
 """Random masks of tokens and words, drawn on the host (BERT, arXiv:1810.04805).
 
 The mask of a row depends on a seed, a step and the tokens of the row. A resumed run, another mesh
-and another number of processes therefore use the same masks.
+and another number of processes therefore use the same masks. `NumberedFeed` adds the step to a
+batch.
 
 Legend: b rows, s positions, k selected positions of a row at most, v vocabulary.
 """
@@ -11,10 +12,13 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from ed_infra.errors import ConfigError
+
+from ed_trainers.batches import Dataset, Feed, HostBatch, Share
+from ed_trainers.contract import MethodRun
 
 #: Prefixes that mark continued words (WordPiece), or the first token of a word (the others).
 _CONTINUES, _BEGINS = "##", (("Ġ", "Ċ", "ĉ", "č"), ("▁",))
@@ -191,3 +195,27 @@ def row_generator(
     content = np.stack([ids[token_mask], segments[token_mask]]).astype("<i4").tobytes()
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return np.random.default_rng((*seed, int.from_bytes(digest, "little")))
+
+
+#: Name of the number of a training batch: the step, from 1.
+STEP_KEY = "mask_step"
+#: The number of held-out batches, whose random numbers are always the same.
+_HELD_OUT = 0
+
+
+class NumberedFeed(Feed):
+    """The training batches with the number of their step."""
+
+    def batch(self, step: int) -> HostBatch:
+        batch = super().batch(step)
+        return {**batch, STEP_KEY: np.asarray(step + 1)}
+
+
+def feed(run: MethodRun[Any], dataset: Dataset) -> Feed:
+    """Return the training batches of a dataset, by step."""
+    return NumberedFeed(dataset, Share.of(dataset, run.placement, run.rows))
+
+
+def get_batch_number(batch: HostBatch) -> int:
+    """Return the number of a batch: its step, from 1, or 0 for held-out data."""
+    return int(batch.get(STEP_KEY, _HELD_OUT))

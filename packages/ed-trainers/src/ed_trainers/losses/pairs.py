@@ -4,7 +4,9 @@ A loader yields `chosen_*` and `rejected_*`, [b, s] each; the two answers of a p
 segment number in the same row. Stacked arrays [b, 2, s] keep both answers in the same microbatch
 and on the same device. A model reads them as [2 b, s].
 
-Legend: b rows, s positions and slots of pairs.
+`choice_batch` stacks any number of texts of a row in the same manner.
+
+Legend: b rows, n texts of a row, s positions and slots of pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ed_models.protocol import LanguageModel
 
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, MethodRun, Models, Prepared
-from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.losses.next_token import further_arrays, next_token_batch, sequence_arrays
 from ed_trainers.losses.scoring import learner_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.placement import TOKENS
@@ -197,3 +199,34 @@ def pair_metrics(
         "logps/rejected": logps[1],
     }
     return {name: Metric.of(jnp.sum(present * x), pairs) for name, x in figures.items()}
+
+
+#: Arrays of a text that are no inputs of a model here.
+_READ = ("labels", "attention_mask")
+
+
+def choice_batch(batch: HostBatch, names: tuple[str, ...]) -> Inputs[np.ndarray]:
+    """Stack the texts of each row: `input_ids`, `segment_ids`, … int [b, n, s].
+
+    Args:
+        batch: `<name>_input_ids`, … for each name.
+        names: names of the texts.
+
+    Raises:
+        ConfigError: a text is missing.
+    """
+    choices = []
+    for name in names:
+        lead = f"{name}_"
+        text_arrays = {
+            key.removeprefix(lead): v for key, v in batch.items() if key.startswith(lead)
+        }
+        if "input_ids" not in text_arrays:
+            raise ConfigError(
+                f"a batch of {len(names)} texts for each row has {names[0]}_input_ids to "
+                f"{names[-1]}_input_ids, not only {', '.join(sorted(batch))}"
+            )
+        arrays = sequence_arrays(text_arrays)
+        choices.append({**arrays, **further_arrays(text_arrays, {*arrays, *_READ})})
+    stacked = {name: np.stack([part[name] for part in choices], axis=1) for name in choices[0]}
+    return Inputs(stacked, dict.fromkeys(stacked, get_pair_axes()))

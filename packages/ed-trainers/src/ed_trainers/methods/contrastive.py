@@ -20,9 +20,8 @@ from ed_infra.sharding.axes import LogicalAxes
 from ed_models.tasks.image_text_match import ImageTextMatcher
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.batches import HostBatch
+from ed_trainers.batches import IMAGE_AXES, HostBatch, get_pixel_values
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.images import IMAGE_AXES, get_pixel_values
 from ed_trainers.options.supervised import ContrastiveArguments
 from ed_trainers.trainer import Trainer
 

@@ -23,10 +23,9 @@ from jax.nn import log_sigmoid
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.choices import choice_batch
 from ed_trainers.losses.classes import class_losses, outputs_of_texts
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
-from ed_trainers.losses.pairs import as_rows
+from ed_trainers.losses.pairs import as_rows, choice_batch
 from ed_trainers.methods.held_out import HeldOutOutputs, score_metrics
 from ed_trainers.options.supervised import BCE, CONTRASTIVE, CrossEncoderArguments
 from ed_trainers.state import EasyDeLState

@@ -16,12 +16,13 @@ from flax import nnx
 
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, MethodRun, Prepared
-from ed_trainers.figures.correlation import correlations, cosines
 from ed_trainers.figures.ranking import (
     MAP_DEPTH,
     Ranking,
     TopDocuments,
     average_precision,
+    correlations,
+    cosines,
     rank_documents,
     reranking_metrics,
     retrieval_metrics,

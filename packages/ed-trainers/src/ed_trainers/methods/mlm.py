@@ -19,11 +19,17 @@ from ed_models.protocol import LanguageModel
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.masking import MaskTokenizer, Vocabulary, masked_rows
+from ed_trainers.losses.masking import (
+    STEP_KEY,
+    MaskTokenizer,
+    Vocabulary,
+    feed,
+    get_batch_number,
+    masked_rows,
+)
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.losses.scoring import forward
 from ed_trainers.losses.token_loss import token_cross_entropy
-from ed_trainers.numbered import STEP_KEY, feed, get_batch_number
 from ed_trainers.options.supervised import MLMArguments
 from ed_trainers.trainer import Trainer
 

@@ -15,8 +15,8 @@ from ed_infra.sharding.axes import LogicalAxes
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.choices import choice_batch
 from ed_trainers.losses.classes import class_losses, outputs_of_texts
+from ed_trainers.losses.pairs import choice_batch
 from ed_trainers.options.supervised import MultipleChoiceArguments
 from ed_trainers.trainer import Trainer
 

@@ -25,7 +25,7 @@ from ed_trainers.losses.pairs import get_slots
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.placement import TOKENS, Placement, pad_rows
-from ed_trainers.stored.npz import read_npz
+from ed_trainers.stored.arrays import read_npz
 
 #: The file, in the directory of the run.
 REFERENCE_FILE = "reference_log_probs.npz"

@@ -18,9 +18,8 @@ from ed_models.protocol import LanguageModel
 from ed_trainers.arguments import METHODS, SFTArguments
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.next_token import next_token_batch
+from ed_trainers.losses.next_token import next_token_batch, reads_sound, speech_batch
 from ed_trainers.losses.scoring import forward
-from ed_trainers.losses.speech import reads_sound, speech_batch
 from ed_trainers.losses.token_loss import token_cross_entropy
 from ed_trainers.methods.transcripts import Transcripts
 from ed_trainers.options.distillation import SeqKDArguments

@@ -15,10 +15,10 @@ from ed_models.protocol import LanguageModel
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
+from ed_trainers.losses.masking import feed, get_batch_number
 from ed_trainers.losses.next_token import next_token_batch, sequence_arrays
 from ed_trainers.losses.spans import Sentinels, SentinelTokenizer, corrupted_rows, target_width
 from ed_trainers.methods.sft import cross_entropy
-from ed_trainers.numbered import feed, get_batch_number
 from ed_trainers.options.supervised import SpanCorruptionArguments
 from ed_trainers.trainer import Trainer
 

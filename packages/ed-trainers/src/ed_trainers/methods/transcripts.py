@@ -17,7 +17,7 @@ from flax import nnx
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import MethodRun
 from ed_trainers.figures.word_errors import ErrorRates
-from ed_trainers.losses.speech import reads_sound
+from ed_trainers.losses.next_token import reads_sound
 from ed_trainers.options.supervised import SFTArguments
 from ed_trainers.rollout import until_end
 from ed_trainers.state import EasyDeLState

@@ -43,7 +43,7 @@ from ed_trainers.placement import TOKENS, pad_rows
 from ed_trainers.roles.extension import Extension, PolicyWeights
 from ed_trainers.rollout import AheadRollout, Rollout, SampleRequest, Weights
 from ed_trainers.state import EasyDeLState
-from ed_trainers.stored.npz import read_npz
+from ed_trainers.stored.arrays import read_npz
 
 R = TypeVar("R", bound="OnlineRun")
 #: Arrays of a generation, each [n, ...], and figures for the log.

@@ -8,16 +8,18 @@ and vice versa, through the masters of the optimizer.
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
-from ed_infra.errors import CheckpointError
+from ed_infra.errors import CheckpointError, ConfigError
 from ed_infra.parameter_names import canonical, is_stacked, normalize_parameter_name
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
@@ -264,3 +266,32 @@ def _cast(sharding: Sharding | None, dtype: DTypeLike) -> Any:
 @lru_cache(maxsize=256)
 def _stack(sharding: Sharding | None, dtype: DTypeLike) -> Any:
     return jax.jit(lambda xs: jnp.stack(xs).astype(dtype), out_shardings=sharding)
+
+
+#: Maximum size of all arrays of a file after decompression, in bytes.
+MAX_BYTES = 2**34
+
+
+def read_npz(source: Path | IO[bytes], name: str) -> dict[str, np.ndarray]:
+    """Return the arrays of an `.npz` file.
+
+    Args:
+        name: name of the file, for errors.
+
+    Raises:
+        ConfigError: the file is damaged, or its arrays are larger than `MAX_BYTES`.
+    """
+    try:
+        with zipfile.ZipFile(source) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+    except zipfile.BadZipFile as error:
+        raise ConfigError(f"{name} is damaged ({error}): delete it, or restore a copy") from error
+    if size > MAX_BYTES:
+        raise ConfigError(
+            f"{name} expands to {size} bytes, and at most {MAX_BYTES} are read: the file is "
+            "damaged or hostile; delete it, or restore a copy"
+        )
+    if not isinstance(source, Path):
+        source.seek(0)
+    with np.load(source, allow_pickle=False) as arrays:
+        return {key: arrays[key] for key in arrays.files}

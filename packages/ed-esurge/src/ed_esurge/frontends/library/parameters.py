@@ -9,8 +9,7 @@ from pydantic import Field
 
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.errors import APIError
-from ed_esurge.server.http.fields import reject_field
-from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS, LlamaSamplers, Stops
+from ed_esurge.server.http.fields import LLAMA_SAMPLERS, LlamaSamplers, Stops, reject_field
 
 #: Ollama's defaults, which differ from those of OpenAI.
 OLLAMA_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}

@@ -5,22 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ed_esurge.frontends.llama_cpp import (
-    apply_template,
     completion,
+    conversations,
     infill,
-    input_tokens,
     props,
-    slots,
 )
 from ed_esurge.server.endpoints import ENDPOINTS as SERVER_ENDPOINTS
 
 _ENDPOINTS = (
     *props.ENDPOINTS,
-    *slots.ENDPOINTS,
     *completion.ENDPOINTS,
     *infill.ENDPOINTS,
-    *input_tokens.ENDPOINTS,
-    *apply_template.ENDPOINTS,
+    *conversations.ENDPOINTS,
 )
 #: Further paths of llama.cpp's server -> the path of the same endpoint.
 ALIASES = {

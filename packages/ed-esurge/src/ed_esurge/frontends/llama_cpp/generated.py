@@ -20,9 +20,14 @@ from ed_esurge.server.generation.pipeline import ChatGeneration
 from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.requests import MAX_BIASES, MAX_LOGPROBS, ChatRequest
 from ed_esurge.server.http.errors import APIError, InvalidField, rename_fields
-from ed_esurge.server.http.fields import JsonSchema, few, reject_field, validate_body
+from ed_esurge.server.http.fields import (
+    LLAMA_SAMPLERS,
+    JsonSchema,
+    few,
+    reject_field,
+    validate_body,
+)
 from ed_esurge.server.http.json_parts import JsonItems
-from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
 from ed_esurge.server.http.streaming import StreamFormat, encode_json
 
 #: llama.cpp's defaults, which differ from those of OpenAI.

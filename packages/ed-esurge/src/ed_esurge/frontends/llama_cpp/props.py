@@ -1,9 +1,10 @@
-"""`GET /props`: the properties of a model and its defaults."""
+"""`GET /props` and `/slots`: the properties of a model, its defaults, and its running sequences."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from pydantic import RootModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -64,12 +65,54 @@ def _properties(model: ServedModel) -> dict[str, Any]:
     }
 
 
+class Slot(AnswerBody):
+    """A place for a running sequence. Prompts and outputs of clients are omitted."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+
+
+class Slots(RootModel[list[Slot]]):
+    """Answer of `GET /slots`."""
+
+
+async def slots(server: ServedModels, request: Request) -> JSONResponse:
+    """Return one entry for each sequence that can run; query parameter: `model`.
+
+    The number of entries with `is_processing` is the number of running sequences. Sequences have no
+    fixed entries.
+
+    Raises:
+        APIError: 404, the model does not exist.
+    """
+    name = request.query_params.get("model")
+    async with server.using(name, get_owner(request.scope)) as model:
+        stats = model.engine.replica_stats()
+        running = int(sum(one["num_requests_running"] for one in stats))
+        count = model.engine.config.max_num_seqs * len(stats)
+        length = model.prompts.max_model_len
+    return JSONResponse(
+        [
+            {"id": place, "n_ctx": length, "is_processing": place < running}
+            for place in range(max(count, running))
+        ]
+    )
+
+
 ENDPOINTS = (
     Endpoint(
         "/props",
         "Return the properties of a model in the format of llama.cpp's server.",
         props,
         ServerProps,
+        refusals=(*READING, 400, 404, 500, 503),
+    ),
+    Endpoint(
+        "/slots",
+        "Return the places for sequences in the format of llama.cpp's server.",
+        slots,
+        Slots,
         refusals=(*READING, 400, 404, 500, 503),
     ),
 )

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ed_esurge.frontends.library.definitions import add_only_messages
-from ed_esurge.frontends.ollama.keep_alive import keep_model
 from ed_esurge.frontends.ollama.replies import (
     LINES,
     ReplyLine,
@@ -27,6 +26,7 @@ from ed_esurge.frontends.ollama.requests import (
     OllamaMessages,
     OllamaRequest,
     chat_messages,
+    keep_model,
 )
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.answers import AnswerBody

@@ -1,8 +1,12 @@
-"""`POST /api/create`: derive a model from another model."""
+"""`POST /api/create`, `/api/copy` and `DELETE /api/delete`: models that are derived from others.
+
+The server refuses `POST /api/pull`, `/api/push` and `/api/blobs/{digest}`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from typing import Annotated, ClassVar
 
 from ed_infra.errors import ConfigError
@@ -13,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from ed_esurge.frontends.library.definitions import DefinitionStore, ModelDefinition, ModelName
 from ed_esurge.frontends.library.loading import get_library, has_weights
 from ed_esurge.frontends.library.parameters import SamplingOptions, chat_fields
-from ed_esurge.frontends.ollama.replies import LINES, json_line
+from ed_esurge.frontends.ollama.replies import LINES, OllamaError, json_line
 from ed_esurge.frontends.ollama.requests import ModelReference, OllamaMessage, chat_messages
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
@@ -141,6 +145,75 @@ def has_adapter(server: ServedModels, name: str) -> bool:
     return any(one.name == name for engine in engines for one in engine.list_lora_adapters())
 
 
+class CopyRequest(RequestBody):
+    """Body of `POST /api/copy`."""
+
+    source: ModelReference
+    destination: NewModel
+
+
+async def _copy_model(server: ServedModels, body: CopyRequest, request: Request) -> Response:
+    """Store a model that is derived from another model without changes. No weights are copied.
+
+    Raises:
+        APIError: see `create.create`.
+    """
+    definitions = get_definition_store(server)
+    if has_weights(server, body.destination) or has_adapter(server, body.destination):
+        raise APIError(
+            f"{body.destination!r} is the name of a model with weights: choose another name",
+            param="destination",
+        )
+    definition = definitions.known.get(body.source)
+    if definition is None and not has_weights(server, body.source):
+        server.find(body.source, "")  # raises the error
+    add_model(
+        definitions, body.destination, definition or ModelDefinition(source=body.source), server
+    )
+    return Response(status_code=200)
+
+
+class DeleteRequest(RequestBody):
+    """Body of `DELETE /api/delete`."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"name": "model"}
+
+    model: ModelReference
+
+
+async def _delete_model(server: ServedModels, body: DeleteRequest, request: Request) -> Response:
+    """Remove a derived model. Weights are never removed.
+
+    Raises:
+        APIError: 403, the model has weights; 404, the model does not exist.
+    """
+    if has_weights(server, body.model):
+        raise APIError(
+            f"{body.model!r} has weights, which the server does not remove: delete the folder of "
+            "the model",
+            status=403,
+            param="model",
+        )
+    definitions = get_definition_store(server)
+    if body.model not in definitions:
+        server.find(body.model, "")  # raises the error
+    definitions.remove(body.model)
+    return Response(status_code=200)
+
+
+async def _refuse(server: ServedModels, request: Request) -> Response:
+    raise APIError(
+        f"this server neither downloads nor uploads models, so {request.url.path[:160]} is not "
+        "available: put a checkpoint into the directory of --model-dir",
+        code="not_available",
+    )
+
+
+_refused = partial(
+    Endpoint, answer=_refuse, returns=OllamaError, method="POST", refusals=(400, 401, 421)
+)
+
+
 ENDPOINTS = (
     Endpoint(
         "/api/create",
@@ -154,4 +227,29 @@ ENDPOINTS = (
         access="admin",
         refusals=tuple(REFUSALS),
     ),
+    Endpoint(
+        "/api/copy",
+        "Give a model a further name in the format of Ollama's API.",
+        _copy_model,
+        "text/plain",
+        CopyRequest,
+        method="POST",
+        whole_server=True,
+        access="admin",
+        refusals=tuple(REFUSALS),
+    ),
+    Endpoint(
+        "/api/delete",
+        "Remove a derived model in the format of Ollama's API.",
+        _delete_model,
+        "text/plain",
+        DeleteRequest,
+        method="DELETE",
+        whole_server=True,
+        access="admin",
+        refusals=tuple(REFUSALS),
+    ),
+    _refused("/api/pull", "Refuse the download of a model."),
+    _refused("/api/push", "Refuse the upload of a model."),
+    _refused("/api/blobs/{digest}", "Refuse the upload of a file."),
 )

@@ -9,9 +9,8 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ed_esurge.frontends.ollama.keep_alive import KeepAlive, keep_model
 from ed_esurge.frontends.ollama.replies import Stopwatch
-from ed_esurge.frontends.ollama.requests import ModelReference
+from ed_esurge.frontends.ollama.requests import KeepAlive, ModelReference, keep_model
 from ed_esurge.server.generation.abilities import EMBEDS, require_ability
 from ed_esurge.server.generation.answer_size import NUMBER_BYTES
 from ed_esurge.server.generation.answers import AnswerBody

@@ -6,16 +6,11 @@ from dataclasses import replace
 
 from ed_esurge.frontends.ollama import (
     chat,
-    copies,
     create,
-    delete,
     embed,
     generate,
-    ps,
+    listings,
     show,
-    tags,
-    transfers,
-    version,
 )
 from ed_esurge.frontends.ollama.replies import OLLAMA
 
@@ -23,13 +18,8 @@ _ENDPOINTS = (
     *chat.ENDPOINTS,
     *generate.ENDPOINTS,
     *embed.ENDPOINTS,
-    *tags.ENDPOINTS,
     *show.ENDPOINTS,
-    *ps.ENDPOINTS,
-    *version.ENDPOINTS,
+    *listings.ENDPOINTS,
     *create.ENDPOINTS,
-    *copies.ENDPOINTS,
-    *delete.ENDPOINTS,
-    *transfers.ENDPOINTS,
 )
 ENDPOINTS = tuple(replace(endpoint, api=OLLAMA) for endpoint in _ENDPOINTS)

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ed_esurge.frontends.library.definitions import add_only_messages
-from ed_esurge.frontends.ollama.keep_alive import keep_model
 from ed_esurge.frontends.ollama.replies import (
     LINES,
     ReplyLine,
@@ -22,7 +21,13 @@ from ed_esurge.frontends.ollama.replies import (
     reply_lines,
     whole_reply,
 )
-from ed_esurge.frontends.ollama.requests import OLLAMA_NAMES, Images, OllamaRequest, with_images
+from ed_esurge.frontends.ollama.requests import (
+    OLLAMA_NAMES,
+    Images,
+    OllamaRequest,
+    keep_model,
+    with_images,
+)
 from ed_esurge.server.generation.abilities import GENERATES
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.pipeline import ChatGeneration

@@ -1,13 +1,15 @@
-"""Common fields of Ollama's requests, and their conversion to chat requests."""
+"""Common fields of the requests of Ollama such as `keep_alive`, and their conversion to chats."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from starlette.requests import Request
 
 from ed_esurge.frontends.library.definitions import get_definition
 from ed_esurge.frontends.library.parameters import (
@@ -16,18 +18,48 @@ from ed_esurge.frontends.library.parameters import (
     chat_fields,
     get_server_defaults,
 )
-from ed_esurge.frontends.ollama.keep_alive import KeepAlive
+from ed_esurge.server.activity import parse_keep_alive
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.generation.requests import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest
 from ed_esurge.server.generation.structured import MAX_TOOL_CALLS
 from ed_esurge.server.http.errors import InvalidField
 from ed_esurge.server.http.fields import (
+    IGNORED_KEYS,
     History,
     JsonSchema,
     RequestBody,
     few,
     validate_body,
 )
+
+
+def parse_duration(value: object) -> object:
+    """Return a duration in seconds, see `parse_keep_alive`.
+
+    Raises:
+        InvalidField: the text is no duration, or the duration is too long.
+    """
+    try:
+        return parse_keep_alive(value)
+    except ValueError as error:
+        raise InvalidField(str(error)) from None
+
+
+KeepAlive = Annotated[
+    Annotated[float, Field(allow_inf_nan=True)] | None, BeforeValidator(parse_duration)
+]
+
+
+def keep_model(model: ServedModel, seconds: float | None, request: Request) -> None:
+    """Apply the `keep_alive` of a request. Models of the start stay loaded, so the field has no
+    effect on them, which `X-Ignored-Fields` reports."""
+    if seconds is None:
+        return
+    if model.activity is not None:
+        model.activity.keep(seconds)
+    elif (ignored := request.scope.get(IGNORED_KEYS)) is not None and math.isfinite(seconds):
+        ignored.add("keep_alive")
+
 
 #: Fields of the chat request -> fields of this API.
 OLLAMA_NAMES = {

@@ -1,18 +1,24 @@
-"""`/v1/files` and `/v1/batches`, with OpenAI's formats."""
+"""`/v1/files` and `/v1/batches`, with OpenAI's formats.
+
+An uploaded file is written to disk while it arrives.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse
 
-from ed_esurge.server.batches.uploads import check_upload_form, receive_upload
+from ed_esurge.config import ServerLimits
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import get_owner
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import Metadata, RequestBody
+from ed_esurge.server.http.forms import is_form, read_form
 from ed_esurge.server.routing import LISTING, READING, REFUSALS, Endpoint
 from ed_esurge.server.stores import OPEN, BatchStore, JsonFields, public, refused_when_full
 
@@ -286,3 +292,32 @@ ENDPOINTS = (
         method="POST",
     ),
 )
+
+
+@dataclass(frozen=True)
+class Upload:
+    """The fields of a form: the name of the file, and its purpose."""
+
+    filename: str
+    purpose: str
+
+
+async def receive_upload(request: Request, limits: ServerLimits, path: Path) -> Upload:
+    """Write the file of a form to a path, and return the other fields.
+
+    Raises:
+        APIError: 400, the form is invalid; 408, the body is too slow; 413, too long; 503, the
+            server has too many bodies in memory.
+        OSError: the file cannot be written.
+    """
+    with path.open("wb") as file:
+        form = await read_form(request, file, limits.max_file_bytes, limits.body_timeout)
+    if form.filename is None or "purpose" not in form.fields:
+        raise APIError("the form requires the fields purpose and file", param="file")
+    return Upload(form.filename or "file", form.fields["purpose"][-1])
+
+
+def check_upload_form(request: Request) -> None:
+    """Raise APIError if the body is no form."""
+    if not is_form(request):
+        raise APIError("send a file as multipart/form-data with the fields purpose and file")

@@ -45,8 +45,7 @@ from ed_esurge.server.generation.requests import ChatRequest, GenerationRequest
 from ed_esurge.server.http.admission import RESERVATION, Budget, Reservation
 from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
-from ed_esurge.server.http.fields import RequestBody, UnknownFieldsPolicy
-from ed_esurge.server.http.sampling_fields import LLAMA_SAMPLERS
+from ed_esurge.server.http.fields import LLAMA_SAMPLERS, RequestBody, UnknownFieldsPolicy
 from ed_esurge.server.http.streaming import RequestLifetime
 from ed_esurge.server.mcp_servers import McpServers
 from ed_esurge.server.metrics import ModelMetrics, RequestTimer

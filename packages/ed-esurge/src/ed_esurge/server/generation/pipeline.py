@@ -34,7 +34,6 @@ from ed_esurge.server.generation.answer_size import (
     AnswerSize,
     score_count,
 )
-from ed_esurge.server.generation.beam_search import with_beams
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.prompts import EncodedPrompt
 from ed_esurge.server.generation.reply_formats import Parser
@@ -471,3 +470,20 @@ def openai_usage(
         "total_tokens": generation.prompt_tokens + generated,
         "prompt_tokens_details": {"cached_tokens": generation.cached_tokens, **details},
     }
+
+
+def with_beams(params: SamplingParams, length_penalty: float, most_logprobs: int) -> SamplingParams:
+    """Return the options for a search with `n` beams.
+
+    Raises:
+        APIError: 400, there are too many beams, or an option has no effect on beam search.
+    """
+    if 2 * params.n > most_logprobs:
+        raise APIError(
+            f"{params.n} beams need {2 * params.n} log-probabilities for each token, and the "
+            f"engine returns at most {most_logprobs} (max_logprobs): request fewer beams",
+            param="n",
+        )
+    for name in params.without_effect_on_beams():
+        raise APIError(f"{name} has no effect on beam search: omit it", param=name)
+    return params.replace(use_beam_search=True, length_penalty=length_penalty)

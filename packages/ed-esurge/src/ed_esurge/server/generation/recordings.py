@@ -25,8 +25,8 @@ from ed_esurge.server.generation.media import (
 from ed_esurge.server.generation.requests import AudioPart, ChatMessage
 from ed_esurge.speech.audio import decode_audio
 from ed_esurge.speech.decoder_process import DecoderProcess
-from ed_esurge.speech.errors import AudioError, AudioTooLongError
 from ed_esurge.speech.riff import WavFile
+from ed_esurge.speech.samples import AudioError, AudioTooLongError
 from ed_esurge.tokenizer import Tokenizer
 
 #: Limits of one request: number of recordings, and bytes of each recording.

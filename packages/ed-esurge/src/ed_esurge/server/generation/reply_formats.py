@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 from ed_infra.conversation import TOOL_FORMAT, renders_tools
 
-from ed_esurge.replies.forced import LISTED, NamedCall
-from ed_esurge.replies.formats import FormatT, detect, get_format
-from ed_esurge.replies.parser import Calls, ReplyParser
+from ed_esurge.replies.events import CallArguments, CallBegins, CallEnds, Event, ReplyText
+from ed_esurge.replies.formats import FormatT, ToolFormat, detect, get_format
+from ed_esurge.replies.parser import Calls, ReplyParser, new_call_id
 from ed_esurge.replies.reasoning_formats import REASONING_FORMATS
 from ed_esurge.replies.tool_formats import TOOL_FORMATS
 from ed_esurge.server.generation.requests import ChatRequest
@@ -18,6 +18,46 @@ from ed_esurge.server.generation.structured import NamedTool
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.thinking import ThinkingBudget, ThoughtTexts
 from ed_esurge.tokenizer import Tokenizer
+
+# A list of calls without other text: the output for `tool_choice: "required"`.
+LISTED = ToolFormat(starts=("[",))
+
+
+class NamedCall:
+    """Parser of a reply that consists of the arguments of one function: `tool_choice` with a name.
+
+    Args:
+        name: name of the function.
+        parser: parser of the reasoning before the arguments.
+    """
+
+    def __init__(self, name: str, parser: ReplyParser) -> None:
+        self._name, self._parser = name, parser
+        self._begun = False
+
+    def feed(self, text: str) -> list[Event]:
+        """See `ReplyParser.feed`."""
+        return self._convert_events(self._parser.feed(text))
+
+    def close(self, *, cut: bool = False) -> list[Event]:
+        """See `ReplyParser.close`."""
+        events = self._convert_events(self._parser.close(cut=cut))
+        if self._begun and not cut:
+            events.append(CallEnds(0))
+        return events
+
+    def _convert_events(self, events: list[Event]) -> list[Event]:
+        result: list[Event] = []
+        for event in events:
+            if not isinstance(event, ReplyText):
+                result.append(event)
+                continue
+            if not self._begun:
+                self._begun = True
+                result.append(CallBegins(0, new_call_id(), self._name))
+            result.append(CallArguments(0, event.text))
+        return result
+
 
 logger = logging.getLogger(__name__)
 

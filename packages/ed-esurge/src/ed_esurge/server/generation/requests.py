@@ -28,14 +28,15 @@ from ed_esurge.server.http.fields import (
     ClientData,
     ClientText,
     History,
+    LlamaSamplers,
     Metadata,
     RequestBody,
+    Stops,
     TokenIds,
     check_part_types,
     few,
     reject_field,
 )
-from ed_esurge.server.http.sampling_fields import LlamaSamplers, Stops
 
 # Fields for structured output.
 _GUIDES = frozenset(Guided.model_fields)

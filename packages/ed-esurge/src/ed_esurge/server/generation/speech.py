@@ -15,8 +15,8 @@ from ed_esurge.sampling import PoolingParams
 from ed_esurge.server.generation.abilities import TRANSCRIBES, require_ability
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
-from ed_esurge.speech.errors import AudioError, AudioTooLongError, QueueFullError
 from ed_esurge.speech.options import TranscriptionOptions
+from ed_esurge.speech.samples import AudioError, AudioTooLongError, QueueFullError
 
 
 def speech_engine(model: ServedModel) -> Any:

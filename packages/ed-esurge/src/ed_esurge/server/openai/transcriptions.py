@@ -19,9 +19,8 @@ from ed_esurge.server.http.admission import get_client
 from ed_esurge.server.http.errors import APIError, client_gone
 from ed_esurge.server.http.fields import RequestBody, few, reject_field
 from ed_esurge.server.http.streaming import encode_json
-from ed_esurge.server.openai.transcripts import subtitles, verbose
+from ed_esurge.server.openai.transcripts import TextDeltas, subtitles, verbose
 from ed_esurge.server.routing import post
-from ed_esurge.speech.deltas import TextDeltas
 from ed_esurge.speech.options import TranscriptionOptions
 
 TranscriptFormat = Literal["json", "text", "verbose_json", "srt", "vtt"]

@@ -13,7 +13,7 @@ from ed_esurge.server.generation.answers import WeightsUpdate
 from ed_esurge.server.generation.models import ServedModel
 from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
 from ed_esurge.server.http.fields import RequestBody
-from ed_esurge.server.operations.directories import inside
+from ed_esurge.server.operations.admin import inside
 from ed_esurge.server.routing import post
 
 

@@ -6,7 +6,7 @@ d head dim of values.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -165,3 +165,22 @@ KERNELS = (
     Kernel("vanilla", "projected", "plain XLA, all scores", vanilla_attention),
     Kernel("vanilla", "cache", "plain XLA, all scores", vanilla_over_cache),
 )
+
+
+class Watched(NamedTuple):
+    """Queries and keys of a layer, after norms and rotary positions, and the score settings."""
+
+    q: Float[Array, "b s h k"]
+    k: Float[Array, "b t g k"]
+    mask_info: MaskInfo
+    scoring: Scoring
+
+
+def attention_weights(seen: Watched) -> Float[Array, "b h s t"]:
+    """Return the weights of each query over the keys, for losses that compare the weights.
+
+    They sum to 1, or are 0 for padding.
+    """
+    weights = softmax_weights(*seen, "btgk")
+    b, groups, repeat, s, t = weights.shape
+    return weights.reshape(b, groups * repeat, s, t)

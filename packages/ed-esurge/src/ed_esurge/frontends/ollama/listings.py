@@ -1,4 +1,4 @@
-"""`GET /api/ps`: the models in memory."""
+"""`GET /api/tags`, `/api/ps`, `/api/version`: the models, those in memory, and the version."""
 
 from __future__ import annotations
 
@@ -9,12 +9,52 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from ed_esurge.frontends.library.loading import measure_memory, on_accelerator
-from ed_esurge.frontends.ollama.model_facts import ListedModel, ModelDetails
+from ed_esurge.frontends.ollama.model_facts import ListedModel, ModelDetails, list_models
 from ed_esurge.frontends.ollama.replies import timestamp
-from ed_esurge.server.generation.answers import AnswerBody
+from ed_esurge.server.generation.answers import AnswerBody, Version
 from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import get_owner
+from ed_esurge.server.http.body import in_thread
+from ed_esurge.server.operations.health import server_version
 from ed_esurge.server.routing import Endpoint
+
+
+class ModelTag(AnswerBody):
+    """A model."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: ModelDetails
+
+
+class ModelTags(AnswerBody):
+    """Answer of `GET /api/tags`."""
+
+    models: list[ModelTag]
+
+
+async def tags(server: ServedModels, request: Request) -> JSONResponse:
+    """Return the models that the key may use."""
+    owner = get_owner(request.scope)
+
+    def work() -> list[dict[str, object]]:
+        return [
+            {
+                "name": one.name,
+                "model": one.name,
+                "modified_at": timestamp(one.modified),
+                "size": one.size,
+                "digest": one.digest,
+                "details": one.details(),
+            }
+            for one in list_models(server, owner)
+        ]
+
+    return JSONResponse({"models": await in_thread(work)})
+
 
 #: Seconds until the expiry of a model that is never unloaded: Ollama's answers have a time.
 FOREVER = 100 * 365.25 * 86400
@@ -65,8 +105,22 @@ async def ps(server: ServedModels, request: Request) -> JSONResponse:
     return JSONResponse({"models": running})
 
 
+async def _version(server: ServedModels, request: Request) -> JSONResponse:
+    """Return the version of this server."""
+    return JSONResponse({"version": server_version()})
+
+
 ENDPOINTS = (
+    Endpoint("/api/tags", "List the models in the format of Ollama's API.", tags, ModelTags),
     Endpoint(
         "/api/ps", "List the models in memory in the format of Ollama's API.", ps, RunningModels
+    ),
+    Endpoint(
+        "/api/version",
+        "Return the version of the server in the format of Ollama's API.",
+        _version,
+        Version,
+        refusals=(421,),
+        access="open",
     ),
 )
