@@ -27,7 +27,7 @@ from ed_elarge.config.action_options import (
     ServeOptions,
     WriteOptions,
 )
-from ed_elarge.config.description import describe_run_file
+from ed_elarge.config.description import describe_run_file, describe_training
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import ACTIONS, check_machine
 from ed_elarge.exits import INTERRUPTED, stopped_exit_code
@@ -72,6 +72,8 @@ def execute(run: RunConfig, *, verbose: bool = False) -> Result:
     prepared = False
     for number, action in enumerate(run.actions):
         if ACTIONS[action.name].prepare and not prepared:
+            if run.will("train"):
+                print(describe_training(run), flush=True)
             _prepare(session.elm)
             prepared = True
         session.trains_later = any(later.name == "train" for later in run.actions[number + 1 :])

@@ -13,9 +13,15 @@ from ed_elarge.config.run_config import RunConfig
 from ed_elarge.config.table import ACTIONS
 
 
+def describe_training(run: RunConfig) -> str:
+    """Describe the model, the data and the training, one per line, before anything is loaded."""
+    lines = [_model(run), _data(run), _trainer(run), _completions(run)]
+    return "\n".join(line for line in lines if line)
+
+
 def describe_run_file(run: RunConfig) -> str:
     """Describe the model, the data, the training and each action, one per line."""
-    lines = [_model(run), _data(run), _trainer(run), _completions(run)]
+    lines = [describe_training(run)]
     for number, action in enumerate(run.actions, 1):
         options = action.options.model_dump(mode="json", exclude_unset=True)
         parameters = ", ".join(f"{key}={value}" for key, value in options.items())

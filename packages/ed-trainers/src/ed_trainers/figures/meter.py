@@ -32,6 +32,7 @@ class Meter:
         self.utilization: Utilization | None = None
         self._began = time.monotonic()
         self._earlier = 0.0  # seconds of the run before this process
+        self._earlier_steps = 0.0  # and those of them in steps
         self._spent = dict.fromkeys(ACTIVITIES, 0.0)
         self._clock: float | None = None  # end of the last step; None after a compilation
         self._window = [0.0, 0.0]  # tokens and seconds since the last row
@@ -62,6 +63,7 @@ class Meter:
         if saved is None:
             return
         seconds = saved["seconds"]
+        self._earlier_steps = seconds.get("productive", 0.0)
         for kind in ACTIVITIES:
             self._spent[kind] += seconds.get(kind, 0.0)
         self._earlier += sum(seconds.values())
@@ -70,6 +72,10 @@ class Meter:
             lost = max(began - saved["time"], 0.0)
             self._spent["lost"] += lost
             self._earlier += lost
+
+    def get_earlier_step_seconds(self, steps: int) -> float | None:
+        """Return the mean seconds of the `steps` steps before this process; None if unknown."""
+        return self._earlier_steps / steps if steps and self._earlier_steps else None
 
     @contextmanager
     def spending(self, kind: Spent) -> Iterator[None]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +14,14 @@ import jax
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+#: Seconds between two plain lines of a run that has no terminal.
+LINE_SECONDS = 10.0
+
 
 class Progress:
     """A progress bar on standard output; plain lines if standard output is not a terminal.
+
+    Plain lines are those of the first and the last step, and one about every ten seconds.
 
     Messages (`say`) always appear. Only the first process prints.
 
@@ -29,6 +36,9 @@ class Progress:
         self._kind, self._total, self._columns = kind, total, tuple(columns)
         self._bar: Bar | None = None
         self._mute = jax.process_index() != 0
+        # The last plain line: its step, its time; and those of the first line.
+        self._line: tuple[int, float] | None = None
+        self._first_line = (done, time.monotonic())
         if self._mute or kind != "rich":
             return
         if not sys.stdout.isatty():
@@ -50,21 +60,47 @@ class Progress:
         self._bar.start()
 
     def step(self, step: int, figures: Mapping[str, float] | None = None) -> None:
-        """Move the bar to a step; show the columns and `tokens_per_second` of `figures`."""
+        """Move the bar to a step; show the columns and `tokens_per_second` of `figures`.
+
+        Without a terminal, print a line if the last one is older than `LINE_SECONDS`.
+        """
         if self._bar is None:
+            if figures is not None and self._line is not None:
+                self._print_line(step, figures)
             return
         if figures is not None:
             self._figures = self._format_metrics(figures)
         self._bar.update(self._train, completed=step, figures=self._figures)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Print a metrics row, if rows were requested or standard output is not a terminal."""
+        """Print a metrics row, if rows were requested, or as a plain line if one is due."""
         if self._mute:
             return
         if self._kind == "json":
             _print(json.dumps(dict(row)))
         elif self._kind == "plain" and "loss" in row:
-            _print(f"step {row['step']}/{self._total}  {self._format_metrics(row)}")
+            self._print_line(int(row["step"]), row)
+
+    def is_line_due(self) -> bool:
+        """Return whether the next step prints a plain line, if its metrics are passed."""
+        if self._kind != "plain" or self._mute or self._line is None:
+            return False
+        return time.monotonic() - self._line[1] >= LINE_SECONDS
+
+    def _print_line(self, step: int, figures: Mapping[str, Any]) -> None:
+        if self._line is not None and (
+            step == self._line[0] or (step < self._total and not self.is_line_due())
+        ):
+            return
+        now = time.monotonic()
+        (first, began), remaining = self._first_line, ""
+        if self._line is None:
+            self._first_line = (step, now)
+        elif first < step < self._total:
+            left = (now - began) / (step - first) * (self._total - step)
+            remaining = f"  {format_duration(left)} left"
+        self._line = (step, now)
+        _print(f"step {step}/{self._total}  {self._format_metrics(figures)}{remaining}")
 
     def print_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the columns of an evaluation, whose metrics begin with `eval_`."""
@@ -104,3 +140,17 @@ def _print(text: str) -> None:
     # The reader of standard output may have exited; a message must not end a run.
     with contextlib.suppress(BrokenPipeError):
         print(text, flush=True)
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in its largest units: `45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
+    minutes = math.ceil(seconds / 60)
+    if seconds <= 90:
+        return f"{math.ceil(seconds)} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, rest = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {rest} min" if rest else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"

@@ -264,8 +264,8 @@ class TrainingArguments(Options):
     progress_bar_type: Annotated[
         str, choice("progress bar", ("rich", "json", "none"), {"tqdm": "rich"})
     ] = "rich"
-    """`rich` (or `tqdm`) shows a bar, or prints plain lines if standard output is not a terminal;
-    `json` prints each row of metrics."""
+    """`rich` (or `tqdm`) shows a bar, or prints a plain line about every ten seconds if standard
+    output is not a terminal; `json` prints each row of metrics."""
     use_tensorboard: bool = True
     """Also write the metrics for TensorBoard, under `<save_directory>/tensorboard`."""
     report_to: TrackerNames = ()

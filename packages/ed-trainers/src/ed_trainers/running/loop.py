@@ -24,6 +24,7 @@ from ed_trainers.checkpoints.run_lock import RunLock
 from ed_trainers.checkpoints.run_record import compare_runs, describe_run, move_aside
 from ed_trainers.contract import Batch, MethodRun
 from ed_trainers.figures.flops import utilization
+from ed_trainers.figures.header import format_header
 from ed_trainers.figures.meter import Meter
 from ed_trainers.figures.metrics import RECORD, MetricsLog
 from ed_trainers.figures.profile import ProfileWindow
@@ -224,6 +225,8 @@ class TrainingLoop:
         self.log.restart(self.step)
         kind, columns = self.arguments.progress_bar_type, self.job.method.record.progress_columns
         self.progress = Progress(kind, total=self.total, done=self.step, columns=columns)
+        job, seconds = self.job, self.meter.get_earlier_step_seconds(self.step)
+        self._say(format_header(job.method, state, job.feed, self.total, job.settings, seconds))
         if restored is not None:
             self._say(f"resumed from step {self.step} of {self.total}")
         self._train_step: TrainStep = build_train_step(
@@ -418,6 +421,7 @@ class TrainingLoop:
         rate = self.meter.tokens_per_second
         assert self.progress is not None
         shows = step % self.arguments.report_steps == 0 or step in (1, self.total)
+        shows = shows or self.progress.is_line_due()
         shown_metrics = (
             {**figures, **batch_metrics, "tokens_per_second": rate or 0.0} if shows else None
         )
