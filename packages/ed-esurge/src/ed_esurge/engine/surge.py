@@ -304,7 +304,7 @@ class eSurge(EngineControl, EngineWithFacts):
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_name: str | Sequence[str | None] | None = None,
@@ -349,7 +349,7 @@ class eSurge(EngineControl, EngineWithFacts):
 
     def embed(
         self,
-        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         lora_name: str | None = None,
