@@ -57,7 +57,7 @@ def test_verbose_flag_prints_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_invalid_usage_exits_with_code_two(tmp_path: Path) -> None:
-    assert elarge().returncode == 2
+    assert elarge("run").returncode == 2
     assert elarge("a.yaml", "--config", "b.yaml").returncode == 2
     missing = elarge(str(tmp_path / "none.yaml"))
     assert missing.returncode == 2

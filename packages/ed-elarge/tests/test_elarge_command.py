@@ -175,16 +175,20 @@ def test_command_of_an_action_keeps_its_parameters_and_locations() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["schema"], ["explain", "trainer.beta"], ["diff", "a.yaml", "a.yaml"], ["init", "dpo"]],
+    [
+        [["--help"], [], ["schema"], ["explain", "learning_rate"], ["init", "lora"]],
+        [["diff", "a.yaml", "a.yaml"], ["explain", "--port"], ["plan", "--help"], ["init", "dpo"]],
+    ],
+    ids=["about words", "about files"],
 )
-@pytest.mark.daily("words3")
+@pytest.mark.daily("about words")
 def test_commands_about_files_import_neither_jax_nor_transformers(
-    here: Path, words: list[str]
+    here: Path, words: list[list[str]]
 ) -> None:
     Path("a.yaml").write_text(template("sft", "a.yaml"))
     code = (
         "import sys\nfrom ed_elarge.command.main import app\n"
-        f"app({words!r}, standalone_mode=False)\n"
+        f"for one in {words!r}:\n    app(one, standalone_mode=False)\n"
         f"print('HEAVY', sorted({HEAVY!r} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -75,7 +75,7 @@ def test_chat_answers_like_the_engine_until_the_input_ends(
 def test_chat_without_a_model_fails_with_a_usage_message() -> None:
     done = CliRunner().invoke(app, ["chat"])
     assert done.exit_code == 2
-    assert "MODEL" in done.stderr.upper()
+    assert "SOURCE" in done.stderr.upper()
 
 
 # lm_eval_json.

@@ -15,15 +15,18 @@ import jax
 import ollama
 import pytest
 from ed_esurge.command import serve
+from ed_esurge.command.adapter_folders import find_adapter
 from ed_esurge.command.bench import RequestTiming, compute_figures, nearest_percentile
 from ed_esurge.command.chat import Conversation
 from ed_esurge.command.flags import parse_value, read_attribute_docs
 from ed_esurge.command.load import (
     EngineFlags,
     create_engine,
+    get_model_name,
     get_tokenizer,
     parse_mesh_dims,
     parse_model_arguments,
+    served_engine,
 )
 from ed_esurge.command.main import BAD_INPUT, COMMANDS, main
 from ed_esurge.command.program import parse_words
@@ -32,6 +35,7 @@ from ed_esurge.sampling import SamplingParams
 from ed_esurge.server.launch import background
 from ed_infra.errors import ConfigError, EasyDeLError
 from ed_layers.quantization import QArray
+from ed_models.checkpoints import hub
 from flax import nnx
 
 
@@ -445,3 +449,75 @@ def test_errors_with_json_are_objects(capsys: pytest.CaptureFixture[str]) -> Non
         assert main(words) == BAD_INPUT
         printed = capsys.readouterr()
         assert message in json.loads(printed.out)["error"] and not printed.err
+
+
+def test_folder_of_a_run_is_served_by_the_name_of_the_run(directory: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(directory, folder / "model")
+    assert hub.resolve(folder) == folder / "model"
+    for path in (folder, folder / "model", folder / "adapter"):
+        path.mkdir(exist_ok=True)
+        assert get_model_name(str(path)) == "mine"
+    assert get_model_name("org/model") == "org/model"
+    assert get_model_name("package:weights/model/tiny.gguf#sha256=0") == "tiny.gguf"
+    assert find_adapter(hub.resolve(folder)) is None
+
+
+def write_adapter(folder: Path, **settings: object) -> None:
+    folder.mkdir(parents=True)
+    values = {"peft_type": "LORA", "r": 2, **settings}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+
+
+def test_adapter_names_its_base(directory: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "run" / "adapter", base_model_name_or_path=str(directory))
+    for folder in (tmp_path / "run", tmp_path / "run" / "adapter"):
+        adapter = find_adapter(hub.resolve(folder))
+        assert adapter is not None
+        assert (adapter.path.name, adapter.resolve_base()) == ("adapter", directory)
+    write_adapter(tmp_path / "lost", base_model_name_or_path=str(tmp_path / "gone"))
+    with pytest.raises(EasyDeLError, match=r"names the base model .*gone.* elarge merge BASE"):
+        served_engine(parse_model_arguments([str(tmp_path / "lost")]))
+    write_adapter(tmp_path / "none")
+    with pytest.raises(ConfigError, match="names no base model"):
+        find_adapter(tmp_path / "none")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("flags", [(), ("-q", "int8")], ids=str)
+def test_adapter_folder_answers_as_the_adapter_on_its_base(
+    llama, directory: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    base = hub.from_pretrained(str(directory))
+    adapted = base.apply_lora_to_layers(2)
+    values = {
+        path: jax.random.normal(jax.random.key(1), one.get_value().shape)
+        for path, one in nnx.to_flat_state(nnx.state(adapted))
+        if path[-1] == "lora_b"
+    }
+    for path, one in nnx.to_flat_state(nnx.state(adapted)):
+        if path in values:
+            one.set_value(values[path])
+    adapted.save_pretrained(tmp_path / "run" / "adapter")
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    with made(tmp_path / "run", *flags) as engine:
+        tokens = engine.generate("hello", greedy)[0].outputs[0].token_ids
+        assert engine.model_name == "run"
+    with made(directory, *flags) as engine:
+        assert engine.generate("hello", greedy)[0].outputs[0].token_ids != tokens
+    if not flags:
+        adapted.unwrap_lora_to_layers().save_pretrained(tmp_path / "merged")
+        with made(tmp_path / "merged") as engine:
+            assert engine.generate("hello", greedy)[0].outputs[0].token_ids == tokens
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "run-batch", "bench-serve"])
+def test_flags_of_a_file_without_an_effect_are_printed(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text("enforce-eager: true\n")
+    model = ["--url", "http://127.0.0.1:9/v1"] if command == "bench-serve" else ["no model"]
+    files = ["-i", "-", "-o", "-"] if command == "run-batch" else []
+    assert main([command, *model, "--config", str(file), *files]) == BAD_INPUT
+    assert "flags without an effect here: --enforce-eager (has no" in capsys.readouterr().err

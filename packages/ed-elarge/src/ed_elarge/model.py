@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from ed_infra.chats import Chat, Prompt
 from ed_infra.errors import ConfigError
 from ed_infra.options import Options
+from ed_infra.package_files import get_source_name
 from ed_trainers.arguments import TrainingArguments
 
 from ed_elarge.config import nodes
@@ -436,9 +437,9 @@ class eLargeModel(Setters):
             serve(engines, *address, **values)
 
     def _model_names(self, path: Path) -> list[str]:
-        """Return the names of the model in requests: the last part of its path, and the name of
-        the run file. An absolute path is no name: it would tell clients the folders of the host."""
-        names = [path.name or "model"]
+        """Return the names of the model in requests: the name of its source, and the name of the
+        run file. An absolute path is no name: it would tell clients the folders of the host."""
+        names = [get_source_name(str(path.resolve() if path.exists() else path)) or "model"]
         model_name = getattr(self.config.model, "name_or_path", None)
         if (
             model_name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
 from typing import Any, Literal, cast
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from ed_infra.enums import TaskType
 from ed_infra.errors import ConfigError
 from ed_infra.logging import get_logger, once
+from ed_infra.package_files import get_source_name
 from ed_layers import native
 from ed_layers.cache.spec import LayerCacheSpec, group_layers
 from ed_models.adapters.slots import with_slots
@@ -275,9 +275,9 @@ def get_vocab_size(model: LanguageModel) -> int:
 
 
 def model_name(model: LanguageModel) -> str:
-    """Return the name of a model: the last part of its source, or its model type."""
+    """Return the name of a model: that of its source, or its model type."""
     origin = getattr(model.config, "name_or_path", "") or getattr(model.config, "_name_or_path", "")
-    return PurePath(origin).name or str(model.config.model_type)
+    return get_source_name(str(origin)) or str(model.config.model_type)
 
 
 def eos_token_ids(

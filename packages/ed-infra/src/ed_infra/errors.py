@@ -100,15 +100,21 @@ def did_you_mean(name: str, known_names: Iterable[str]) -> str:
     among the words of the known name, or the reverse: `decay_steps` and `num_decay_steps`,
     `packing` and `pack_tokens`. The comparison ignores case.
     """
+    near_names = list_near_names(name, known_names)
+    return f"; did you mean {near_names[0]!r}?" if near_names else ""
+
+
+def list_near_names(name: str, known_names: Iterable[str]) -> list[str]:
+    """Return the known names that are near a name (see `did_you_mean`), the nearest first."""
     if len(name) > MAX_COMPARED:
-        return ""
+        return []
     spelling = {str(k).lower(): str(k) for k in known_names}
     query = str(name).lower()
     similar = difflib.get_close_matches(query, spelling, n=8, cutoff=0.5)
     close_names = [k for k in similar if _is_near(query, k)]
     # The sort is stable: the most similar of equals stays first.
     close_names.sort(key=partial(edits, query))
-    return f"; did you mean {spelling[close_names[0]]!r}?" if close_names else ""
+    return [spelling[one] for one in close_names]
 
 
 def edits(a: str, b: str) -> int:

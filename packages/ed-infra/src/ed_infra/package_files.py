@@ -1,4 +1,4 @@
-"""Files of installed packages, such as the weights of a model, by an address.
+"""Sources of models: files of installed packages by an address, and the name of a source.
 
 `package:NAME/PATH` is a file or a folder of the installed package NAME, and
 `package:NAME/PATH#sha256=HEX` also states the hash of a file. No code of the package is executed:
@@ -17,6 +17,8 @@ from pathlib import Path, PurePosixPath
 from ed_infra.errors import CheckpointError, did_you_mean
 
 PACKAGE = "package:"
+#: Folders of a run with its model, and with its LoRA adapter.
+RUN_FOLDERS = ("model", "adapter")
 #: Algorithms of `RECORD` that are compared, and the length of a block of a file, in bytes.
 _ALGORITHMS, _BLOCK = ("sha256", "sha384", "sha512"), 2**20
 
@@ -24,6 +26,20 @@ _ALGORITHMS, _BLOCK = ("sha256", "sha384", "sha512"), 2**20
 def is_package_address(text: object) -> bool:
     """Return whether a text is an address of this module."""
     return str(text).startswith(PACKAGE)
+
+
+def get_source_name(source: str) -> str:
+    """Return the name of a model: the last part of its source.
+
+    A folder `model` or `adapter` has the name of the run that wrote it.
+
+    Args:
+        source: a directory, a file, a hub id, or an address of this module.
+    """
+    path = PurePosixPath(source.partition("#")[0] if is_package_address(source) else source)
+    if path.name in RUN_FOLDERS and path.parent.name:
+        path = path.parent
+    return path.name
 
 
 @cache

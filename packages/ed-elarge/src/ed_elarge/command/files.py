@@ -1,23 +1,27 @@
-"""Commands about run files: `init`, `explain`, `schema` and `diff`. They do not import jax."""
+"""Commands about run files: `init`, `schema` and `diff`. They do not import jax."""
 
 from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from ed_esurge.command.program import Result, is_quiet, show_result
-from ed_infra.errors import ConfigError, did_you_mean, unknown_name
+from ed_infra.errors import ConfigError
 
 from ed_elarge.command.runs import RunSettings
 
 
 def init(
-    kind: Annotated[str, typer.Argument(help="A method (sft, dpo, grpo, …) or an action (serve).")],
+    kind: Annotated[
+        str,
+        typer.Argument(
+            help="lora, qlora, pretrain, a method (sft, dpo, grpo, …) or an action (serve, eval)."
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file; default: KIND.yaml.")
     ] = None,
@@ -25,11 +29,9 @@ def init(
 ) -> Result:
     """Write a commented run file, and the schema with which an editor checks it."""
     from ed_elarge.config.json_schema import build_schema
-    from ed_elarge.config.templates import SCHEMA_FILE, list_templates, template
+    from ed_elarge.config.templates import SCHEMA_FILE, find_template, template
 
-    name = kind.lower().replace("-", "_")
-    if name not in list_templates():
-        raise unknown_name("method or action", kind, list_templates())
+    name = find_template(kind)
     path = output or Path(f"{name}.yaml")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: choose another --output, or pass --force")
@@ -47,78 +49,6 @@ def schema() -> Result:
     values = build_schema()
     show_result(json.dumps(values))
     return Result(values)
-
-
-def explain(
-    key: Annotated[str, typer.Argument(help="A section or a key, such as trainer.beta.")],
-) -> Result:
-    """Print type, default and meaning of a key, for each method that reads the key."""
-    from ed_elarge.config import reference
-
-    path = [part for part in key.split(".") if part]
-    start = 2 if path and path[0] == "actions" else 1
-    owners = reference.classes(".".join(path[:start])) if path else {}
-    if not owners:
-        from ed_elarge.config.table import ACTIONS, SECTIONS
-
-        section_names = [*SECTIONS, *(f"actions.{name}" for name in ACTIONS)]
-        raise unknown_name("section", ".".join(path[:start]) or key, section_names)
-    if path[:2] == ["base_config", "values"] and len(path) == 3:
-        return _explain_field(path[2])
-    if len(path) == start:
-        doc = next(iter(owners.values())).__doc__ or ""
-        meaning = textwrap.dedent(doc).strip()
-        names = dict.fromkeys(name for model in owners.values() for name in model.model_fields)
-        show_result(meaning)
-        show_result(textwrap.fill(f"keys: {', '.join(names)}", 100))
-        return Result({"meaning": meaning, "keys": [*names]})
-    matching_keys = reference.find_keys(path)
-    if not matching_keys:
-        holder = reference.find_keys(path[:-1]) if len(path) > start + 1 else []
-        models = [reference.find_option_class(one.field.annotation) for one in holder] or [
-            *owners.values()
-        ]
-        names = {
-            n
-            for model in models
-            if model
-            for n in (*model.model_fields, *getattr(model, "ALIASES", ()))
-        }
-        raise ConfigError(f"there is no key {key!r}{did_you_mean(path[-1], names)}")
-    explained_keys = []
-    for one in matching_keys:
-        values = {
-            "key": ".".join([*path[:-1], one.name]),
-            "methods": one.kinds,
-            "type": reference.describe_type(one.field.annotation).replace("\\|", "|"),
-            "default": reference.describe_default(one.field).strip("`"),
-            "one of": reference.list_known_names(one.field),
-            "other names": ", ".join(one.others),
-            "meaning": one.meaning,
-        }
-        explained_keys.append(values)
-        of = f" ({', '.join(one.kinds)})" if one.kinds else ""
-        show_result(f"{values['key']}{of}")
-        for name in ("type", "default", "one of", "other names"):
-            if values[name] or name == "default":
-                show_result(f"  {name}: {values[name]}")
-        if one.meaning:
-            show_result(textwrap.indent(textwrap.fill(one.meaning, 96), "  "))
-    return Result({"keys": explained_keys})
-
-
-def _explain_field(name: str) -> Result:
-    from ed_infra.config.fields import FIELD_ALIASES, FIELDS, canonical_field
-
-    field = FIELDS.get(canonical_field(name))
-    if field is None:
-        hint = did_you_mean(name, [*FIELDS, *FIELD_ALIASES])
-        raise ConfigError(
-            f"{name!r} is no execution field{hint}; it may be a key of an architecture"
-        )
-    key = f"base_config.values.{canonical_field(name)}"
-    show_result(f"{key}\n  default: {field.default}\n  {field.doc}")
-    return Result({"keys": [{"key": key, "default": field.default, "meaning": field.doc}]})
 
 
 def diff(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from ed_esurge.command.program import Result, show_result
 
 from ed_elarge.command.runs import File, RunSettings
 
@@ -71,7 +72,7 @@ def launch(
         bool, typer.Option("--dry-run", help="Print what the launcher starts, and exit.")
     ] = False,
     settings: RunSettings = None,
-) -> int:
+) -> Result:
     """Start FILE on several hosts. They must all see the folder in which this command runs."""
     from ed_infra.errors import ConfigError
 
@@ -118,13 +119,19 @@ def launch(
     if elastic:
         return start_elastic(job, on, dry_run)
     if dry_run:
-        print(LAUNCHERS[on].render(job), end="")
-        return 0
-    return LAUNCHERS[on].start(job)
+        return _show_plan(on, LAUNCHERS[on].render(job))
+    code = LAUNCHERS[on].start(job)
+    return Result({"launcher": on, "code": code}, code)
 
 
-def start_elastic(job: LaunchedRun, on: str, dry_run: bool) -> int:
-    """Run until all processes have trained to the end, and return an exit code.
+def _show_plan(on: str, text: str) -> Result:
+    """Print what a launcher would start."""
+    show_result(text.removesuffix("\n"))
+    return Result({"launcher": on, "starts": text})
+
+
+def start_elastic(job: LaunchedRun, on: str, dry_run: bool) -> Result:
+    """Run until all processes have trained to the end, and return the result with an exit code.
 
     Args:
         job: The run.
@@ -155,9 +162,9 @@ def start_elastic(job: LaunchedRun, on: str, dry_run: bool) -> int:
             "or add hosts or --processes-per-host"
         )
     if dry_run:
-        print("".join(f"{shlex.join(process.words)}\n" for process in planned), end="")
-        return 0
-    return elastic.run_elastic(job, planned)
+        return _show_plan(on, "".join(f"{shlex.join(process.words)}\n" for process in planned))
+    code = elastic.run_elastic(job, planned)
+    return Result({"launcher": on, "code": code}, code)
 
 
 def member(

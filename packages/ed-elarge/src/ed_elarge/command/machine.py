@@ -1,4 +1,4 @@
-"""Commands about this machine and for a terminal: `doctor` and `chat`."""
+"""The command `doctor`: versions, devices and folders of this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 import sys
 from pathlib import Path
 
-import typer
 from ed_esurge.command.program import Result, show_result
 
 from ed_elarge.actions.provenance import versions
@@ -61,10 +60,3 @@ def _writable(folder: Path) -> bool:
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-
-
-def chat(ctx: typer.Context) -> None:
-    """Talk with a model in the terminal: elarge chat MODEL, with the flags of `esurge chat`."""
-    from ed_esurge.command.main import main
-
-    raise typer.Exit(main(["chat", *ctx.args]))

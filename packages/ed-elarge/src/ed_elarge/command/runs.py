@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 from ed_esurge.command.program import Result, show_result
 
 from ed_elarge.exits import run_work
+
+if TYPE_CHECKING:
+    from ed_elarge.errors import Document
 
 File = Annotated[str, typer.Argument(help="The run file (YAML or JSON).")]
 DryRun = Annotated[
@@ -55,13 +58,6 @@ def evaluate(
 ) -> Result:
     """Evaluate the model of FILE on benchmarks, with the parameters of its action `eval`."""
     return _run(file, dry_run, verbose, settings or (), "eval")
-
-
-def serve(
-    file: File, dry_run: DryRun = False, settings: RunSettings = None, verbose: bool = False
-) -> Result:
-    """Serve the model of FILE, with the parameters of its action `serve`."""
-    return _run(file, dry_run, verbose, settings or (), "serve")
 
 
 def generate(
@@ -112,11 +108,17 @@ def run_file(
 def _run(path: str, dry_run: bool, verbose: bool, settings: Sequence[str], only: str) -> Result:
     from ed_elarge.config import nodes
     from ed_elarge.config.layers import with_settings
-    from ed_elarge.config.normalize import normalize
 
     document = with_settings(nodes.read_yaml(path), settings, nodes.parse_yaml)
     if only:
         document = with_one_action(document, only)
+    return execute_document(document, dry_run=dry_run, verbose=verbose)
+
+
+def execute_document(document: Document, *, dry_run: bool, verbose: bool) -> Result:
+    """Execute the actions of a parsed run file, or print them with `dry_run`."""
+    from ed_elarge.config.normalize import normalize
+
     run = normalize(document, require_actions=True)
     for warning in run.warning_texts():
         print(f"warning: {warning}", file=sys.stderr)

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from ed_data.kinds import ROW_KINDS
 from ed_infra.enums import TaskType
+from ed_infra.errors import ConfigError, did_you_mean
 from ed_trainers.arguments import METHODS, TrainingArguments
 from ed_trainers.options.online import RewardedArguments
 
@@ -74,6 +75,40 @@ _MODELS = {
 }
 #: Actions with a template; the other actions need no file of their own.
 ACTION_TEMPLATES = ("eval", "generate", "serve")
+#: Word for a template of a method with other sections: its first comment, and these sections.
+_VARIANTS = {
+    "pretrain": ("Train a new model on texts.", ""),
+    "lora": (
+        "LoRA: train small adapters of an existing model.",
+        "lora:\n  rank: 16\n  alpha: 32\n  dropout: 0.0\n",
+    ),
+    "qlora": (
+        "QLoRA: train small adapters of an existing model, whose weights have 4 bits.",
+        "lora:\n  rank: 16\n  alpha: 32\n  dropout: 0.0\n\n"
+        "quantization:\n  model: {quantization_method: nf4}\n",
+    ),
+}
+#: Method of the variants.
+_VARIED = "sft"
+_BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+#: Other word -> template.
+_WORDS = {
+    **dict.fromkeys(("finetune", "fine_tune", "chat", "adapter", "peft"), "lora"),
+    **dict.fromkeys(("pretraining", "pretrain_lm", "new"), "pretrain"),
+    **dict.fromkeys(("preference", "preferences", "rlaif"), "dpo"),
+    **dict.fromkeys(("rl", "reasoning", "reinforcement"), "grpo"),
+    **dict.fromkeys(("server", "api"), "serve"),
+    **dict.fromkeys(("full", "instruct", "instruction"), "sft"),
+    **dict.fromkeys(("distill", "teacher"), "distillation"),
+    **dict.fromkeys(("classifier", "classification", "classify"), "sequence_classification"),
+    **dict.fromkeys(("embed", "embeddings", "retrieval"), "embedding"),
+    **dict.fromkeys(("rerank", "reranker", "ranking"), "cross_encoder"),
+    **dict.fromkeys(("evaluate", "evaluation", "benchmark"), "eval"),
+    "ner": "token_classification",
+    "qa": "question_answering",
+    "rlhf": "ppo",
+    "reward_model": "reward",
+}
 SCHEMA_FILE = "elarge.schema.json"
 
 _HEAD = """# yaml-language-server: $schema={schema}
@@ -86,12 +121,30 @@ _HEAD = """# yaml-language-server: $schema={schema}
 
 
 def list_templates() -> list[str]:
-    """Return the names of the templates: methods, then actions."""
-    return [*METHODS, *ACTION_TEMPLATES]
+    """Return the names of the templates: variants of methods, methods, then actions."""
+    return [*_VARIANTS, *METHODS, *ACTION_TEMPLATES]
+
+
+def find_template(word: str) -> str:
+    """Return the name of the template for a word, such as `rl` for `grpo`.
+
+    Raises:
+        ConfigError: There is no such template.
+    """
+    name = word.lower().replace("-", "_")
+    name = _WORDS.get(name, name)
+    if name not in list_templates():
+        hint = did_you_mean(name, [*list_templates(), *_WORDS])
+        raise ConfigError(
+            f"there is no template {word!r}{hint} (templates: {', '.join(list_templates())})"
+        )
+    return name
 
 
 def has_data(name: str) -> bool:
-    """Return whether the example data has rows of the method; others name a data set."""
+    """Return whether a template runs on the example data; others name a data set or a model."""
+    if name in _VARIANTS:
+        return name == "pretrain"
     return name not in METHODS or bool(find_rows(METHODS[name].rows)[0])
 
 
@@ -114,19 +167,35 @@ def template(name: str, file: str) -> str:
     """
     if name in METHODS:
         return _render_method(name, file)
+    if name in _VARIANTS:
+        doc, sections = _VARIANTS[name]
+        return _render_method(_VARIED, file, doc=doc, sections=sections, save=name)
     return _render_action(str(canonical_action(name)), file)
 
 
-def _render_method(name: str, file: str) -> str:
+def _render_method(
+    name: str, file: str, *, doc: str = "", sections: str = "", save: str = ""
+) -> str:
+    """Return the template of a method.
+
+    Args:
+        name: The method.
+        file: The name of the file.
+        doc: The first comment; empty: the description of the method.
+        sections: Further sections of an existing model; empty: the model is new.
+        save: Name of the directory of the run; empty: that of the method.
+    """
     entry = METHODS[name]
-    doc = " ".join((entry.arguments.__doc__ or name).split())
+    doc = doc or " ".join((entry.arguments.__doc__ or name).split())
     rows, fields = find_rows(entry.rows)
     source = f'{{type: python, data_files: "ed_elarge.example_data:{rows}"}}'
     if not rows:  # a method of another package
         source = "{type: ORGANIZATION/DATASET}"
     packed = rows and entry.rows not in _UNPACKED
     has_length = entry.rows in _UNPACKED and entry.rows not in _WITHOUT_LENGTH
-    parts = [_HEAD.format(schema=SCHEMA_FILE, doc=doc, file=file), _model(name)]
+    model = _EXISTING.format(base=_BASE) if sections else _model(name)
+    parts = [_HEAD.format(schema=SCHEMA_FILE, doc=doc, file=file), model]
+    parts += [sections] if sections else []
     for role in entry.roles:
         if role.required:
             parts.append(f"{role.section}:\n  name_or_path: models/{role.name}\n")
@@ -140,9 +209,19 @@ def _render_method(name: str, file: str) -> str:
         + ("  pack_tokens: true\n  pack_seq_length: 64\n" if packed else "")
         + ("  tokenization: {max_length: 64}\n" if has_length else "")
     )
-    parts.append(_trainer(name, entry.arguments))
+    parts.append(_trainer(name, entry.arguments, save or name))
     parts.append("actions:\n  - validate\n  - train\n")
     return "\n".join(parts)
+
+
+_EXISTING = """\
+model:
+  # A directory, a hub id, a GGUF file, or package:NAME/FILE of an installed package
+  name_or_path: {base}
+
+loader:
+  dtype: fp32 # bf16 on a GPU or a TPU
+"""
 
 
 def _model(name: str) -> str:
@@ -164,7 +243,7 @@ def _model(name: str) -> str:
     )
 
 
-def _trainer(name: str, arguments: type[TrainingArguments]) -> str:
+def _trainer(name: str, arguments: type[TrainingArguments], save: str) -> str:
     values: dict[str, Any] = {
         "trainer_type": name,
         **_NEEDED.get(name, {}),
@@ -172,7 +251,7 @@ def _trainer(name: str, arguments: type[TrainingArguments]) -> str:
         "max_training_steps": 20,
         "total_batch_size": 8,
         "log_steps": 5,
-        "save_directory": f"runs/{name}",
+        "save_directory": f"runs/{save}",
     }
     if issubclass(arguments, RewardedArguments):
         values["reward_functions"] = [{"regex": {"pattern": "[0-9]"}}]

@@ -48,6 +48,11 @@ def chat(
     /reset clears the conversation, /undo removes the last question, /system TEXT sets the system
     prompt. Without a chat template, the model continues each line as a prompt.
     """
+    return talk(create_engine(loading.replace(model=model, engine=engine)), options)
+
+
+def talk(engine: eSurge, options: ChatOptions) -> int:
+    """Answer the lines of standard input until its end, and return the exit code."""
     from ed_esurge.sampling import SamplingParams
 
     params = SamplingParams(
@@ -56,8 +61,7 @@ def chat(
         max_tokens=options.max_tokens,
         seed=None,
     )
-    arguments = loading.replace(model=model, engine=engine)
-    talk = Conversation(create_engine(arguments), params, options.system)
+    conversation = Conversation(engine, params, options.system)
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -67,7 +71,7 @@ def chat(
             print()
             continue
         try:
-            talk.take(line.strip())
+            conversation.take(line.strip())
         except EasyDeLError as error:
             print(f"error: {error}", file=sys.stderr)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from ed_infra.errors import ConfigError
 from ed_infra.options import Options, choice
-from ed_infra.package_files import is_package_address
+from ed_infra.package_files import get_source_name, is_package_address
 from ed_infra.specs import (
     FORMAT_OF_BITS,
     KV_CACHE_FORMATS,
@@ -19,6 +19,7 @@ from ed_infra.specs import (
 )
 from pydantic import Field
 
+from ed_esurge.command.adapter_folders import find_adapter
 from ed_esurge.command.flags import Flags, format_flag
 from ed_esurge.command.program import parse_words
 from ed_esurge.config import EngineConfig
@@ -95,7 +96,11 @@ ModelFlags = Annotated[
     ),
 ]
 EngineFlags = Annotated[EngineConfig, Flags("engine", has_words=False)]
-ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, or a hub id.")]
+MODEL_HELP = (
+    "A directory (of a model, a LoRA adapter or a run), a GGUF file, a hub id, or "
+    "package:NAME/FILE of an installed package."
+)
+ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
 def parse_model_arguments(words: Sequence[str]) -> ModelArguments:
@@ -157,7 +162,19 @@ def served_engine(arguments: ModelArguments) -> eSurge | SpeechEngine:
     if jax.default_backend() == "cpu":
         # Load in the layout of the engine (`served_model`), which avoids a second copy.
         fields = {"scan_layers": False, **fields}
+    name = get_model_name(arguments.model)
     settings = hub.resolve(arguments.model, weights=False, revision=arguments.revision)
+    adapter = find_adapter(settings)
+    if adapter is not None:
+        hub.resolve(arguments.model, revision=arguments.revision)  # with the weights of the adapter
+        settings = adapter.resolve_base()
+        arguments = arguments.replace(
+            model=adapter.base,
+            revision=adapter.revision,
+            tokenizer=arguments.tokenizer or adapter.tokenizer,
+        )
+    elif settings.parent == Path(arguments.model).expanduser():  # the folder of a run
+        arguments = arguments.replace(model=str(settings))
     _check_packed(arguments, settings)
     if rules is None and arguments.quantization is None and find_gguf_file(settings) is not None:
         rules = {"dtype": "gguf"}
@@ -174,23 +191,31 @@ def served_engine(arguments: ModelArguments) -> eSurge | SpeechEngine:
         "revision": arguments.revision,
     }
     if task in SPEECH_TASKS:
+        if adapter is not None:
+            raise ConfigError(
+                f"{adapter.path} is the adapter of a model that transcribes audio: merge it "
+                "(elarge merge BASE ADAPTER TARGET), and serve the merged model"
+            )
         return _speech_engine(arguments, options, loading)
     # transformers is imported, and the tokenizer loaded, while the weights are read.
     with ThreadPoolExecutor(1) as aside:
         tokenizer = aside.submit(get_tokenizer, arguments)
         model = hub.from_pretrained(arguments.model, task=task, **loading)
+    if adapter is not None:
+        model = adapter.attach(model)
     if arguments.tokenizer:
         check_other_tokenizer(tokenizer.result(), model, arguments)
 
     def read_model(directory: Path) -> Any:
         reload_options: dict[str, Any] = {**loading, "revision": None}
-        return hub.from_pretrained(str(directory), task=task, **reload_options)
+        read_weights = hub.from_pretrained(str(directory), task=task, **reload_options)
+        return read_weights if adapter is None else adapter.attach(read_weights)
 
     return eSurge(
         model,
         tokenizer.result(),
         options,
-        model_name=get_model_name(arguments.model),
+        model_name=name,
         processor=get_processor(arguments, model.input_names),
         certificate=certificate_summary(settings),
         read_model=read_model,
@@ -369,8 +394,9 @@ def get_processor(arguments: ModelArguments, input_names: Sequence[str]) -> Any:
 def get_model_name(model: str) -> str:
     """Return the name of the model for clients: the hub id, or the last part of a path."""
     if is_package_address(model):
-        return Path(model.partition("#")[0]).name
-    return Path(model).resolve().name if Path(model).expanduser().exists() else model
+        return get_source_name(model)
+    path = Path(model).expanduser()
+    return get_source_name(str(path.resolve())) if path.exists() else model
 
 
 def check_model_names(names: Sequence[str]) -> None:

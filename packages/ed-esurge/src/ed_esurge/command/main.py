@@ -11,8 +11,9 @@ from __future__ import annotations
 import inspect
 import logging
 import pkgutil
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from ed_infra.errors import ConfigError, EasyDeLError
@@ -81,8 +82,38 @@ class _LateCommand(ProgramCommand):
             ctx.meta[NOTES] = translation.notes
         return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: Context) -> Any:
+        """Print the flags of other servers without an effect, and execute the command."""
+        notes = ctx.meta.get(NOTES)
+        if notes and not ctx.params.get("quiet"):
+            print(f"flags without an effect here: {'; '.join(notes)}", file=sys.stderr)
+        return super().invoke(ctx)
+
 
 class _Esurge(CommandGroup):
+    tour = """\
+esurge serves language models. Five commands to start with:
+
+  esurge serve MODEL                      serve a directory, a GGUF file, a LoRA adapter or a hub id
+  esurge chat MODEL                       talk with a model in this terminal
+  esurge bench --url http://HOST:PORT/v1  measure a running server
+  esurge run-batch MODEL -i FILE -o FILE  answer the requests of a file
+  esurge COMMAND --help                   all flags of a command, with their defaults
+
+Flags of vLLM and llama.cpp are understood, and `elarge explain FLAG` states what one means.
+To read: docs/serving/start.md, and docs/migrate/ for other servers. `elarge` trains models.
+"""
+    other_words: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("server", "start", "launch", "api", "llm"), "esurge serve MODEL"),
+        **dict.fromkeys(("complete", "generate", "talk", "cli"), "esurge chat MODEL"),
+        **{word: f"elarge {word} FILE" for word in ("train", "eval", "plan", "quantize", "init")},
+        **dict.fromkeys(("benchmark", "perf", "loadtest"), "esurge bench MODEL"),
+        "batch": "esurge run-batch MODEL -i FILE -o FILE",
+        "help": "esurge --help",
+        "version": "esurge --version",
+        "run": "esurge chat MODEL",
+    }
+
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Read `bench serve` as `bench-serve`."""
         if args[:2] == ["bench", "serve"]:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 
 import typer
+from ed_infra.errors import did_you_mean
 from typer.core import TyperCommand, TyperGroup
 
 from ed_esurge.command.flags import SEVERAL, expand_records
@@ -213,6 +214,14 @@ class ProgramCommand(TyperCommand):
     A value that begins like a flag is an error, except numbers. Abbreviations are unknown flags.
     """
 
+    def get_params(self, ctx: Context) -> list[Any]:
+        """Return the arguments and options; the names of arguments are in capital letters."""
+        parameters = super().get_params(ctx)
+        for one in parameters:
+            if one.param_type_name == "argument" and one.metavar is None:
+                one.metavar = str(one.name).upper()
+        return parameters
+
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Keep the words in `ctx.meta`, and repeat the flag before each of several words."""
         ctx.meta[WORDS_KEY] = [str(self.name), *args]
@@ -264,7 +273,42 @@ class ProgramCommand(TyperCommand):
 
 
 class CommandGroup(TyperGroup):
-    """The commands of a program. With `--json`, an error of the words is an object too."""
+    """The commands of a program. With `--json`, an error of the words is an object too.
+
+    Attributes:
+        tour: text that the program prints without words; empty: an error.
+        other_words: word that is no command -> what to write instead.
+    """
+
+    tour: ClassVar[str] = ""
+    other_words: ClassVar[Mapping[str, str]] = {}
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Print the tour if there are no words."""
+        if not args and self.tour and not ctx.resilient_parsing:
+            print(self.tour, end="")
+            ctx.exit()
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Context, args: list[str]) -> Any:
+        """Return the command of the first word, or fail with the nearest command."""
+        if args and not ctx.resilient_parsing and args[0] not in self.commands:
+            ctx.fail(self.describe_unknown(args[0]))
+        return super().resolve_command(ctx, args)
+
+    def describe_unknown(self, word: str, kind: str = "is no command") -> str:
+        """Return the message for a word that is no command.
+
+        Args:
+            word: the word.
+            kind: what is wrong with the word.
+        """
+        instead = self.other_words.get(word.lower())
+        if instead is not None:
+            return f"{word!r} {kind}: use `{instead}`"
+        names = [name for name, command in self.commands.items() if not command.hidden]
+        near, others = did_you_mean(word, names), f"; the commands are {', '.join(names)}"
+        return f"{word!r} {kind}{near or others}"
 
     def main(
         self,

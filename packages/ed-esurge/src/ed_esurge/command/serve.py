@@ -12,11 +12,10 @@ from typing import Annotated, Any
 import typer
 from ed_infra.errors import ConfigError
 from ed_infra.host_memory import pause_collection
-from ed_infra.logging import get_logger
 
 from ed_esurge.command.flags import Flags
-from ed_esurge.command.foreign_flags import NOTES
 from ed_esurge.command.load import (
+    MODEL_HELP,
     ModelArguments,
     ModelFlags,
     check_model_names,
@@ -30,7 +29,6 @@ from ed_esurge.command.replicated import ReplicaStarter, check_replicas
 from ed_esurge.config import EngineConfig
 from ed_esurge.server.options import ServerOptions
 
-logger = get_logger(__name__)
 #: Environment variables with API keys. A command line is readable by every user of the machine.
 KEY, ADMIN_KEY = "ESURGE_API_KEY", "ESURGE_ADMIN_API_KEY"
 #: Field of `ServerOptions` without a generated flag -> what to use instead.
@@ -67,18 +65,13 @@ def serve(
         ),
     ],
     nodes: NodeFlags,
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A directory, or a hub id.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
 ) -> None:
     """Serve a model behind an OpenAI-compatible API, until SIGTERM or Ctrl-C."""
     if model is None and (server.model_directory is None or server.also or server.lora_modules):
         raise ConfigError("name a MODEL, or a directory of models with --model-dir")
     if model is None and server.served_model_name:
         raise ConfigError("--served-model-name requires a MODEL")
-    notes = ctx.meta.get(NOTES)
-    if notes:
-        logger.info("flags without an effect here: %s", "; ".join(notes))
     arguments = loading.replace(model=model or "", engine=engine)
     on_demand = model_directory(arguments, server)
     options = server.with_read_keys()

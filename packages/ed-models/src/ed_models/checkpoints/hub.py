@@ -24,7 +24,7 @@ from ed_infra.errors import (
     did_you_mean,
     refuse_keywords,
 )
-from ed_infra.package_files import find_package_file, is_package_address
+from ed_infra.package_files import RUN_FOLDERS, find_package_file, is_package_address
 from ed_infra.sharding import placement
 from ed_infra.sharding.axes import PartitionAxis
 from ed_infra.specs import EasyDeLQuantizationConfig
@@ -185,9 +185,11 @@ def resolve(
 
 
 def _find_model_folder(folder: Path) -> Path:
-    """Return a folder, or the newest of the runs of EasyDeL's trainer in a folder of runs."""
+    """Return a folder, the model in the folder of a run, or the newest of EasyDeL's runs in it."""
     if (folder / "config.json").is_file():
         return folder
+    if (folder / RUN_FOLDERS[0] / "config.json").is_file():
+        return folder / RUN_FOLDERS[0]
     from ed_models.checkpoints.easydel_folder import find_newest_run
 
     return find_newest_run(folder)
