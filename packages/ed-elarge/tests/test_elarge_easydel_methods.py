@@ -53,6 +53,10 @@ def test_adapters_can_be_taken_out_and_put_back(model: Any) -> None:
     ones = jax.tree.map(jnp.ones_like, adapted.split_lora_params())
     assert _same(adapted.merge_lora_params(ones).split_lora_params(), ones)
     assert _same(adapted.merge_lora_params(ones).params, adapted.merge_params(ones).params)
+    merged = adapted.merge_lora_params(ones).merge_lora_params()
+    assert not merged.lora_is_enabled
+    logits = adapted.merge_lora_params(ones)(IDS).logits
+    np.testing.assert_allclose(merged(IDS).logits, logits, atol=1e-5)
 
 
 def test_dtypes_of_parameters_and_activations_change(model: Any) -> None:
@@ -88,6 +92,18 @@ def test_flops_of_a_token_equal_the_count_of_its_products(model: Any) -> None:
     attention = 2 * config.num_hidden_layers * config.hidden_size * 16
     assert model.flops_per_token(16) == 2 * matrices + attention
     assert model.flops_per_token(16, include_backward=True) == 3 * model.flops_per_token(16)
+    head = config.vocab_size * config.hidden_size
+    without = model.flops_per_token(16, include_loss=False)
+    assert model.flops_per_token(16) - without == 2 * head
+
+
+def test_call_accepts_labels_and_a_cache_accepts_starts_of_zero(model: Any) -> None:
+    output = model(IDS, labels=IDS)
+    np.testing.assert_allclose(output.loss, model.compute_loss(IDS)[0].loss, rtol=1e-6)
+    assert output.logits is not None
+    assert model.init_operations_cache(2, 8, starts=jnp.zeros(2, jnp.int32)).capacity == 8
+    with pytest.raises(ConfigError, match="pass the padding of a prompt as attention_mask"):
+        model.init_operations_cache(2, 8, starts=jnp.array([0, 1]))
 
 
 def test_quantize_accepts_a_configuration_and_its_fields(model: Any) -> None:

@@ -84,16 +84,28 @@ class ParameterConversions:
         """Return the parameters of the adapters; see `merge_lora_params`."""
         return nnx.state(self, nnx.LoRAParam)
 
-    def merge_lora_params(self, params: nnx.State) -> Self:
-        """Return the model with other parameters of its adapters."""
+    def merge_lora_params(self, params: nnx.State | None = None) -> Self:
+        """Return the model with other parameters of its adapters.
+
+        Args:
+            params: a tree of `split_lora_params`; None merges the active adapter into the weights.
+        """
+        if params is None:
+            return cast(Any, self).merge_adapter()
         return self.merge_params(params)
 
     def pure_transform_fn(self) -> Callable[..., object]:
-        """Return a function `(params, **inputs)` that calls the model with these parameters."""
+        """Return a function `(params, inputs, **more)` that calls the model with parameters.
+
+        `inputs` is a mapping of arguments of a call, or None.
+        """
         graphdef, _, others = nnx.split(self, nnx.Param, ...)
 
-        def call(params: nnx.State, **inputs: object) -> object:
-            return cast("Callable[..., object]", nnx.merge(graphdef, params, others))(**inputs)
+        def call(
+            params: nnx.State, inputs: Mapping[str, object] | None = None, **more: object
+        ) -> object:
+            model = cast("Callable[..., object]", nnx.merge(graphdef, params, others))
+            return model(**(inputs or {}), **more)
 
         return call
 
@@ -269,7 +281,10 @@ class ParameterConversions:
     # FLOPs.
 
     def flops_per_token(
-        self, sequence_length: int | None = None, include_backward: bool = False
+        self,
+        sequence_length: int | None = None,
+        include_loss: bool = True,
+        include_backward: bool = False,
     ) -> float:
         """Return the floating-point operations of a token, of matrix products and attention.
 
@@ -278,6 +293,7 @@ class ParameterConversions:
 
         Args:
             sequence_length: tokens of a sequence; None = the largest number of positions.
+            include_loss: whether to count the head.
             include_backward: whether to add the backward pass.
         """
         config = self.config.get_text_config()
@@ -285,6 +301,8 @@ class ParameterConversions:
         embedding = getattr(self.get_embedding(), "embedding", None)
         table = 0 if embedding is None or getattr(self, "is_tied", False) else embedding.size
         matrices = sum(x.size for x in jax.tree.leaves(self.params) if x.ndim >= 2) - table
+        if not include_loss and hasattr(self, "head"):
+            matrices -= config.hidden_size * config.vocab_size
         head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )

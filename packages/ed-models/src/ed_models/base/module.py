@@ -21,7 +21,7 @@ from ed_infra.specs import EasyDeLQuantizationConfig
 from ed_layers import native
 from ed_layers.depth.stack import Layout, Stack, to_layout
 from flax import nnx
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ed_models.base.conversions import ParameterConversions
 from ed_models.base.methods import EasyBridgeMixin, EasyGenerationMixin
@@ -323,6 +323,7 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
         *,
         page_size: int = 128,
         dtype: DTypeLike | None = None,
+        starts: ArrayLike | None = None,
     ) -> Cache:
         """Create the cache that the layers and the attention mechanism need.
 
@@ -331,9 +332,19 @@ class EasyDeLBaseModule(EasyGenerationMixin, EasyBridgeMixin, ParameterConversio
 
         Args:
             page_size: tokens per page.
+            starts: index of the first token of each row, [b]; only 0, because a cache does not
+                store padding.
+
+        Raises:
+            ConfigError: a row starts after 0.
         """
         from ed_models.base import caches
 
+        if starts is not None and jnp.any(jnp.asarray(starts) != 0):
+            raise ConfigError(
+                f"starts {starts}: a cache stores no padding, so each row starts at 0; pass the "
+                "padding of a prompt as attention_mask of the call"
+            )
         return caches.for_operations(cast(Any, self), batch_size, max_length, page_size, dtype)
 
     # Adapters. Each method returns another model, sharded like this one.

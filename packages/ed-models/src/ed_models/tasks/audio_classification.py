@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ed_models.base.new_heads import new_heads, new_training_tensors
-from ed_models.tasks.classification import problem_loss, resolve_problem_type
+from ed_models.tasks.classification import labelled_loss
 from ed_models.tasks.encoders import common
 from ed_models.tasks.head_model import HeadModel
 from ed_models.weights.blocks import Shapes
@@ -59,6 +59,7 @@ class AudioClassifier(HeadModel):
         attention_mask: Int[Array, "b n"] | None = None,
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
+        labels: Array | None = None,
     ) -> SequenceClassifierOutput:
         """Score the labels of each recording.
 
@@ -67,6 +68,7 @@ class AudioClassifier(HeadModel):
             attention_mask: nonzero = a sample, zero = padding at the end of a row.
             key: dropout key; None = deterministic.
             output_hidden_states: also return the input of every layer and the last hidden state.
+            labels: also return the loss of `compute_loss`.
         """
         is_weighted = hasattr(self, "layer_weights")
         body = self.model(
@@ -88,15 +90,15 @@ class AudioClassifier(HeadModel):
         real = real_steps(steps, x.shape[1])[..., None]
         mean = jnp.where(real, x, 0).sum(axis=1) / jnp.maximum(real.sum(axis=1), 1)
         logits = self.classifier(mean).astype(jnp.float32)
-        return SequenceClassifierOutput(logits=logits, **common(body))
+        loss = None if labels is None else labelled_loss(self.config, logits, labels)
+        return SequenceClassifierOutput(logits=logits, loss=loss, **common(body))
 
     def compute_loss(
         self, input_values: Float[Array, "b n"], labels: Array, **inputs: Any
     ) -> tuple[SequenceClassifierOutput, Float[Array, ""]]:
         """Compute the mean loss of the rows; see `SequenceClassifier.compute_loss`."""
-        output, labels = self(input_values, **inputs), jnp.asarray(labels)
-        loss = problem_loss(output.logits, labels, resolve_problem_type(self.config, labels))
-        return output.replace(loss=loss), jnp.asarray(float(labels.shape[0]))
+        output = self(input_values, labels=labels, **inputs)
+        return output, jnp.asarray(float(jnp.asarray(labels).shape[0]))
 
     @classmethod
     def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:

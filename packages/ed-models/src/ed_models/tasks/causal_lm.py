@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.enums import TaskType
 from ed_infra.masks import MaskInfo
-from ed_infra.outputs import BaseModelOutput, CausalLMOutput
+from ed_infra.outputs import BaseModelOutput, CausalLMOutput, MaskedLMOutput
 from ed_layers.context import name_activation
 from ed_layers.parts import Parts
 from ed_layers.projections.dot import Transposed, Weight
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from ed_infra.inputs import Encoded, Features, Inputs
     from ed_layers.cache.protocol import Cache
     from ed_layers.cache.ragged import RaggedBatch
+    from ed_layers.losses import TokenLoss
 
     from ed_models.tasks.classification import SequenceClassifier
     from ed_models.tasks.embedding import Embedder
 
 _ArrayT = TypeVar("_ArrayT", jax.Array, np.ndarray)
+VocabularyOutputT = TypeVar("VocabularyOutputT", CausalLMOutput, MaskedLMOutput)
 LogitsAt = Literal["all", "none"] | Int[Array, " n"]
 
 
@@ -74,6 +76,39 @@ class VocabularyHead(HeadModel[Body]):
     def lm_head_weight(self) -> Weight:
         """Return the matrix of the head, [d, v]."""
         return self.head().weight
+
+    def add_loss(
+        self,
+        output: VocabularyOutputT,
+        targets: Int[Array, "b s"],
+        weights: Float[Array, "b s"],
+        loss_config: TokenLoss | None = None,
+    ) -> tuple[VocabularyOutputT, Float[Array, ""]]:
+        """Return the output with the mean cross-entropy in nats, and the sum of the weights.
+
+        Args:
+            output: an output with the last hidden states.
+            targets: token ids.
+            weights: 1, or 0 for a position without a target.
+            loss_config: additional terms of the loss.
+        """
+        from ed_layers.losses import TokenLoss, cross_entropy_sum
+
+        assert output.last_hidden_state is not None
+        features = self.head_features(output.last_hidden_state)
+        total = cross_entropy_sum(
+            features.reshape(-1, features.shape[-1]),
+            self.head(),
+            targets.reshape(-1),
+            weights.reshape(-1),
+            loss=loss_config or TokenLoss(),
+        )
+        count = jnp.sum(weights)
+        return output.replace(loss=total / jnp.maximum(count, 1)), count
+
+    def head_features(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
+        """Return what the head reads, from the last hidden states."""
+        return hidden
 
     def output(self, body: BaseModelOutput, logits_at: LogitsAt) -> CausalLMOutput:
         """Return the output of the body with the logits at some positions."""
@@ -146,6 +181,7 @@ class CausalLM(VocabularyHead):
         output_hidden_states: bool = False,
         routed_experts: Int[Array, "b s l k"] | None = None,
         output_routed_experts: bool = False,
+        labels: Int[Array, "b s"] | None = None,
     ) -> CausalLMOutput:
         """Run the forward pass of training, generation or serving.
 
@@ -166,6 +202,7 @@ class CausalLM(VocabularyHead):
             routed_experts: experts of each token in each layer, which replace the choice of the
                 routers; -1 = the router chooses. The routers still compute the weights.
             output_routed_experts: also return the experts of each token.
+            labels: also return the loss of `compute_loss`.
         """
         more: dict[str, Any] = {} if ahead is None else {"ahead": ahead}
         if routed_experts is not None:
@@ -186,7 +223,10 @@ class CausalLM(VocabularyHead):
             output_hidden_states=output_hidden_states,
             **more,
         )
-        return self.output(body, logits_at)
+        output = self.output(body, logits_at)
+        if labels is None:
+            return output
+        return self.add_loss(output, *next_token_targets(labels, segment_ids, attention_mask))[0]
 
     def encode(self, inputs: Inputs, *, key: jax.Array | None = None) -> Encoded:
         """Return `inputs_embeds` [b, s, d], which `features` put in the place of tokens."""
@@ -199,35 +239,27 @@ class CausalLM(VocabularyHead):
         self,
         input_ids: Int[Array, "b s"],
         labels: Int[Array, "b s"] | None = None,
+        *,
+        loss_config: TokenLoss | None = None,
         **inputs: Any,
     ) -> tuple[CausalLMOutput, Float[Array, ""]]:
         """Compute the mean next-token cross-entropy in nats, without materializing the logits.
 
         Args:
             labels: unshifted labels, as in Hugging Face; -100 is ignored. Default: `input_ids`.
+            loss_config: additional terms of the loss.
             inputs: further arguments of `__call__`.
 
         Returns:
             The output with `loss`, and the number of tokens in the mean.
         """
-        from ed_layers.losses import cross_entropy_sum
-
         output = self(input_ids, logits_at="none", **inputs)
         targets, weights = next_token_targets(
             input_ids if labels is None else labels,
             inputs.get("segment_ids"),
             inputs.get("attention_mask"),
         )
-        hidden = output.last_hidden_state
-        assert hidden is not None
-        total = cross_entropy_sum(
-            hidden.reshape(-1, hidden.shape[-1]),
-            self.head(),
-            targets.reshape(-1),
-            weights.reshape(-1),
-        )
-        count = jnp.sum(weights)
-        return output.replace(loss=total / jnp.maximum(count, 1)), count
+        return self.add_loss(output, targets, weights, loss_config)
 
 
 def next_token_targets(
@@ -249,3 +281,9 @@ def next_token_targets(
         following = xp.pad(segments[:, 1:], ((0, 0), (0, 1)))
         keep &= (segments == following) & (segments != 0)
     return xp.where(keep, targets, 0), keep.astype(xp.float32)  # type: ignore[return-value]
+
+
+def same_targets(labels: Int[Array, "b s"]) -> tuple[Int[Array, "b s"], Float[Array, "b s"]]:
+    """Return the targets of labels that belong to their own positions, and the weights."""
+    keep = labels != -100
+    return jnp.where(keep, labels, 0), keep.astype(jnp.float32)

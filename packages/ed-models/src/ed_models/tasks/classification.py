@@ -63,6 +63,7 @@ class SequenceClassifier(HeadModel[BodyT]):
         logits_at: Literal["last", "all"] = "last",
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
+        labels: Array | None = None,
     ) -> SequenceClassifierOutput:
         """Score each row at its last token, or every token.
 
@@ -79,6 +80,7 @@ class SequenceClassifier(HeadModel[BodyT]):
             logits_at: "last" [b, c]; or "all" [b, s, c], for packed rows.
             key: dropout key; None = deterministic.
             output_hidden_states: also return the input of every layer and the last hidden state.
+            labels: also return the loss of `compute_loss`.
 
         Raises:
             ConfigError: several rows of tokens without a mask and without a padding token; or
@@ -103,7 +105,7 @@ class SequenceClassifier(HeadModel[BodyT]):
         else:
             hidden_at = hidden
         scores = self.score(hidden_at)
-        return SequenceClassifierOutput(
+        output = SequenceClassifierOutput(
             logits=scores.astype(jnp.float32),
             last_hidden_state=hidden,
             past_key_values=body.past_key_values,
@@ -112,6 +114,7 @@ class SequenceClassifier(HeadModel[BodyT]):
             aux=body.aux,
             updates={f"model/{path}": value for path, value in body.updates.items()},
         )
+        return self.add_loss(output, labels)
 
     def _last_token(
         self, shape: tuple[int, ...], input_ids: jax.Array | None, mask: jax.Array | None
@@ -148,9 +151,16 @@ class SequenceClassifier(HeadModel[BodyT]):
         Raises:
             ConfigError: `problem_type` is unknown.
         """
-        output, labels = self(input_ids, **inputs), jnp.asarray(labels)
-        loss = problem_loss(output.logits, labels, resolve_problem_type(self.config, labels))
-        return output.replace(loss=loss), jnp.asarray(float(labels.shape[0]))
+        output = self(input_ids, labels=labels, **inputs)
+        return output, jnp.asarray(float(jnp.asarray(labels).shape[0]))
+
+    def add_loss(
+        self, output: SequenceClassifierOutput, labels: Array | None
+    ) -> SequenceClassifierOutput:
+        """Return the output with the mean loss of its logits, or without labels the output."""
+        if labels is None:
+            return output
+        return output.replace(loss=labelled_loss(self.config, output.logits, labels))
 
     @classmethod
     def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
@@ -166,6 +176,14 @@ class SequenceClassifier(HeadModel[BodyT]):
         std = getattr(config, "initializer_range", 0.02)
         values = np.random.default_rng(0).normal(0.0, std, missing[SCORE.hf])
         return {SCORE.hf: values.astype(np.float32)}
+
+
+def labelled_loss(
+    config: EasyDeLBaseConfig, logits: Float[Array, "b c"], labels: Array
+) -> Float[Array, ""]:
+    """Return the mean loss of the rows of a classifier; see `SequenceClassifier.compute_loss`."""
+    labels = jnp.asarray(labels)
+    return problem_loss(logits, labels, resolve_problem_type(config, labels))
 
 
 def resolve_problem_type(config: EasyDeLBaseConfig, labels: jax.Array) -> str:

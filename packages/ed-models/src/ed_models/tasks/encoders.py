@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,16 @@ from jaxtyping import Array, Float, Int
 
 from ed_models.body.encoder import TextEncoder, first_tokens
 from ed_models.checkpoints.task_rules import body_rules
-from ed_models.tasks.causal_lm import LogitsAt, VocabularyHead
+from ed_models.tasks.causal_lm import LogitsAt, VocabularyHead, same_targets
 from ed_models.tasks.classification import SequenceClassifier
 from ed_models.tasks.embedding import Embedder
 from ed_models.tasks.encoder_names import EncoderNames, HeadNames, HeadTransform
 from ed_models.tasks.head_model import HeadModel, task_class
 from ed_models.tasks.pooling import Pooling
 from ed_models.weights.blocks import Shapes
+
+if TYPE_CHECKING:
+    from ed_layers.losses import TokenLoss
 
 #: Label of positions without a loss.
 _IGNORED = -100
@@ -125,6 +128,7 @@ class EncoderClassifier(EncoderTask, SequenceClassifier[TextEncoder]):
         segment_ids: Int[Array, "b s"] | None = None,
         logits_at: Literal["last", "all"] = "last",
         key: jax.Array | None = None,
+        labels: Array | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutput:
         """Score each row, or every token.
@@ -136,6 +140,7 @@ class EncoderClassifier(EncoderTask, SequenceClassifier[TextEncoder]):
             logits_at: "last": one score per row [b, c]; "all" [b, s, c], of which a packed document
                 uses its first token.
             key: dropout key; None = deterministic.
+            labels: also return the loss of `compute_loss`.
             inputs: further arguments of `TextEncoder`.
 
         Raises:
@@ -153,7 +158,8 @@ class EncoderClassifier(EncoderTask, SequenceClassifier[TextEncoder]):
         )
         hidden = body.last_hidden_state
         features = self.pool_features(hidden, attention_mask) if logits_at == "last" else hidden
-        return SequenceClassifierOutput(logits=self.scores(features, key), **common(body))
+        output = SequenceClassifierOutput(logits=self.scores(features, key), **common(body))
+        return self.add_loss(output, labels)
 
 
 class TokenClassifier(EncoderTask):
@@ -166,6 +172,7 @@ class TokenClassifier(EncoderTask):
         input_ids: Int[Array, "b s"] | None = None,
         *,
         key: jax.Array | None = None,
+        labels: Int[Array, "b s"] | None = None,
         **inputs: Any,
     ) -> TokenClassifierOutput:
         """Score every token.
@@ -173,12 +180,13 @@ class TokenClassifier(EncoderTask):
         Args:
             input_ids: token ids [b, s].
             key: dropout key; None = deterministic.
+            labels: also return the loss of `compute_loss`.
             inputs: further arguments of `TextEncoder`.
         """
         body = self.model(input_ids, key=key, **inputs)
-        return TokenClassifierOutput(
-            logits=self.scores(body.last_hidden_state, key), **common(body)
-        )
+        scores = self.scores(body.last_hidden_state, key)
+        loss = None if labels is None else mean_cross_entropy(scores, labels)[0]
+        return TokenClassifierOutput(logits=scores, loss=loss, **common(body))
 
     def compute_loss(
         self, input_ids: Int[Array, "b s"], labels: Int[Array, "b s"], **inputs: Any
@@ -250,6 +258,7 @@ class MultipleChoice(EncoderTask):
         *,
         attention_mask: Int[Array, "b n s"] | None = None,
         key: jax.Array | None = None,
+        labels: Int[Array, " b"] | None = None,
         **inputs: Array | None,
     ) -> SequenceClassifierOutput:
         """Score the choices of each row, [b, n].
@@ -258,6 +267,7 @@ class MultipleChoice(EncoderTask):
             input_ids: token ids [b, n, s].
             attention_mask: nonzero = a token.
             key: dropout key; None = deterministic.
+            labels: also return the loss of `compute_loss`.
             inputs: further arrays of `TextEncoder`, each [b, n, s].
         """
         b, n, s = input_ids.shape
@@ -266,7 +276,8 @@ class MultipleChoice(EncoderTask):
         body = self.model(**arrays, key=key)
         features = self.pool_features(body.last_hidden_state, arrays.get("attention_mask"))
         scores = self.scores(features, key).reshape(b, n)
-        return SequenceClassifierOutput(logits=scores, **common(body))
+        loss = None if labels is None else mean_cross_entropy(scores, labels)[0]
+        return SequenceClassifierOutput(logits=scores, loss=loss, **common(body))
 
     def compute_loss(
         self, input_ids: Int[Array, "b n s"], labels: Int[Array, " b"], **inputs: Any
@@ -331,6 +342,7 @@ class MaskedLM(VocabularyHead):
         input_ids: Int[Array, "b s"] | None = None,
         *,
         logits_at: LogitsAt = "all",
+        labels: Int[Array, "b s"] | None = None,
         **inputs: Any,
     ) -> MaskedLMOutput:
         """Predict tokens.
@@ -338,6 +350,7 @@ class MaskedLM(VocabularyHead):
         Args:
             input_ids: token ids [b, s].
             logits_at: positions of the logits; see `CausalLM.__call__`.
+            labels: also return the loss of `compute_loss`.
             inputs: further arguments of `TextEncoder`.
         """
         body = self.model(input_ids, **inputs)
@@ -346,34 +359,34 @@ class MaskedLM(VocabularyHead):
             hidden = hidden.reshape(-1, hidden.shape[-1])[logits_at]
         if not isinstance(logits_at, str) or logits_at == "all":
             logits = self.logits(self.transform(hidden))
-        return MaskedLMOutput(logits=logits, **common(body))
+        output = MaskedLMOutput(logits=logits, **common(body))
+        return output if labels is None else self.add_loss(output, *same_targets(labels))[0]
 
     def compute_loss(
-        self, input_ids: Int[Array, "b s"], labels: Int[Array, "b s"], **inputs: Any
+        self,
+        input_ids: Int[Array, "b s"],
+        labels: Int[Array, "b s"],
+        *,
+        loss_config: TokenLoss | None = None,
+        **inputs: Any,
     ) -> tuple[MaskedLMOutput, Float[Array, ""]]:
         """Compute the mean cross-entropy of the labels in nats, without materializing the logits.
 
         Args:
             input_ids: token ids [b, s], in which some tokens are masked.
             labels: the original tokens of masked positions; -100 elsewhere.
+            loss_config: additional terms of the loss.
             inputs: further arguments of `__call__`.
 
         Returns:
             The output with `loss`, and the number of tokens in the mean.
         """
-        from ed_layers.losses import cross_entropy_sum
-
         output = self(input_ids, logits_at="none", **inputs)
-        features = self.transform(cast(jax.Array, output.last_hidden_state))
-        weights = (labels != _IGNORED).astype(jnp.float32)
-        total = cross_entropy_sum(
-            features.reshape(-1, features.shape[-1]),
-            self.head(),
-            jnp.where(labels == _IGNORED, 0, labels).reshape(-1),
-            weights.reshape(-1),
-        )
-        count = jnp.sum(weights)
-        return output.replace(loss=total / jnp.maximum(count, 1)), count
+        return self.add_loss(output, *same_targets(labels), loss_config)
+
+    def head_features(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
+        """Return the transformed hidden states."""
+        return self.transform(hidden)
 
     @classmethod
     def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.base.new_heads import new_heads, new_training_tensors
 from ed_models.body.vision import VisionTower, tower_rules
-from ed_models.tasks.classification import problem_loss, resolve_problem_type
+from ed_models.tasks.classification import labelled_loss
 from ed_models.tasks.encoders import common
 from ed_models.weights.blocks import Shapes
 from ed_models.weights.rules import STANDARD, ignore, renamed
@@ -90,17 +90,24 @@ class ImageClassifier(EasyDeLBaseModule):
         return self.score(self.model.get_classifier_features(x, **inputs))
 
     def __call__(
-        self, pixel_values: Float[Array, "b c h w"], **inputs: Any
+        self,
+        pixel_values: Float[Array, "b c h w"],
+        *,
+        labels: Array | None = None,
+        **inputs: Any,
     ) -> ImageClassifierOutput:
         """Score the labels of each image.
 
         Args:
             pixel_values: images [b, c, h, w].
+            labels: also return the loss of `compute_loss`.
             inputs: further arguments of `VisionTower`, such as `interpolate_pos_encoding`.
         """
         body = self.model(pixel_values, **inputs)
         logits = self.scores(body.last_hidden_state, **inputs)
-        return ImageClassifierOutput(logits=logits.astype(jnp.float32), **common(body))
+        logits = logits.astype(jnp.float32)
+        loss = None if labels is None else labelled_loss(self.config, logits, labels)
+        return ImageClassifierOutput(logits=logits, loss=loss, **common(body))
 
     def compute_loss(
         self, pixel_values: Float[Array, "b c h w"], labels: Array, **inputs: Any
@@ -110,9 +117,8 @@ class ImageClassifier(EasyDeLBaseModule):
         Returns:
             The output with `loss`, and the number of images.
         """
-        output, labels = self(pixel_values, **inputs), jnp.asarray(labels)
-        loss = problem_loss(output.logits, labels, resolve_problem_type(self.config, labels))
-        return output.replace(loss=loss), jnp.asarray(float(labels.shape[0]))
+        output = self(pixel_values, labels=labels, **inputs)
+        return output, jnp.asarray(float(jnp.asarray(labels).shape[0]))
 
     @classmethod
     def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:

@@ -6,7 +6,7 @@ Legend: b batch, t encoder positions, s decoder positions, d hidden, v vocabular
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,10 @@ from ed_layers.updated import Updated
 from jaxtyping import Array, Float, Int
 
 from ed_models.body.encoder_decoder import EncoderDecoder
-from ed_models.tasks.causal_lm import LogitsAt, VocabularyHead
+from ed_models.tasks.causal_lm import LogitsAt, VocabularyHead, same_targets
+
+if TYPE_CHECKING:
+    from ed_layers.losses import TokenLoss
 
 DECODER_INPUTS = (
     "decoder_input_ids",
@@ -108,6 +111,7 @@ class Seq2SeqLM(VocabularyHead):
         logits_at: LogitsAt = "all",
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
+        labels: Int[Array, "b s"] | None = None,
         **encoder_inputs: Array | None,
     ) -> CausalLMOutput:
         """Run the encoder, unless `encoded` or the cache contains its output, and the decoder.
@@ -122,6 +126,7 @@ class Seq2SeqLM(VocabularyHead):
             past_key_values: a cache; None in training.
             ragged: the flat batch of a serving step (then b = 1).
             logits_at, key, output_hidden_states: see `CausalLM.__call__`.
+            labels: also return the loss of `compute_loss`.
             encoder_inputs: further arrays of the encoder, which `input_names` lists:
                 `attention_mask` (nonzero = a token) and `segment_ids` (packed documents 1, 2, ...;
                 0 = padding), [b, t]. A model for speech reads `input_features` or `input_values`
@@ -141,7 +146,9 @@ class Seq2SeqLM(VocabularyHead):
             )
         if encoded is None and encoder_arrays:
             encoded = self.encode(Inputs(encoder_arrays), key=key)
-        return self.decode(
+        if labels is not None and decoder_input_ids is None:
+            decoder_input_ids = self.shift_labels(labels)
+        output = self.decode(
             decoder_input_ids,
             encoded=encoded,
             attention_mask=decoder_attention_mask,
@@ -153,12 +160,14 @@ class Seq2SeqLM(VocabularyHead):
             key=key,
             output_hidden_states=output_hidden_states,
         )
+        return output if labels is None else self.add_loss(output, *same_targets(labels))[0]
 
     def compute_loss(
         self,
         input_ids: Int[Array, "b t"] | None = None,
         *,
         labels: Int[Array, "b s"],
+        loss_config: TokenLoss | None = None,
         **inputs: Any,
     ) -> tuple[CausalLMOutput, Float[Array, ""]]:
         """Compute the mean cross-entropy of the labels in nats, without materializing the logits.
@@ -168,29 +177,21 @@ class Seq2SeqLM(VocabularyHead):
             labels: the label of each decoder position; -100 is ignored. Without
                 `decoder_input_ids`, the decoder reads `decoder_start_token_id` and the labels
                 shifted right.
+            loss_config: additional terms of the loss.
             inputs: further arguments of `__call__`.
 
         Returns:
             The output with `loss`, and the number of tokens in the mean.
         """
-        from ed_layers.losses import cross_entropy_sum
-
         if "decoder_input_ids" not in inputs:
-            tokens = jnp.where(labels == -100, self.config.pad_token_id, labels)
-            start = self.first_tokens(tokens)
-            inputs["decoder_input_ids"] = jnp.concatenate([start, tokens[:, :-1]], axis=1)
+            inputs["decoder_input_ids"] = self.shift_labels(labels)
         output = self(input_ids, logits_at="none", **inputs)
-        hidden = output.last_hidden_state
-        assert hidden is not None
-        weights = (labels != -100).astype(jnp.float32)
-        total = cross_entropy_sum(
-            hidden.reshape(-1, hidden.shape[-1]),
-            self.head(),
-            jnp.where(labels == -100, 0, labels).reshape(-1),
-            weights.reshape(-1),
-        )
-        count = jnp.sum(weights)
-        return output.replace(loss=total / jnp.maximum(count, 1)), count
+        return self.add_loss(output, *same_targets(labels), loss_config)
+
+    def shift_labels(self, labels: Int[Array, "b s"]) -> Int[Array, "b s"]:
+        """Return the tokens of the decoder: a first token, and the labels but the last."""
+        tokens = jnp.where(labels == -100, self.config.pad_token_id, labels)
+        return jnp.concatenate([self.first_tokens(tokens), tokens[:, :-1]], axis=1)
 
     def first_tokens(self, tokens: Int[Array, "b s"]) -> Int[Array, "b 1"]:
         """Return the first token that the decoder reads; `tokens` are the labels, padded.

@@ -82,6 +82,7 @@ class Seq2SeqClassifier(SequenceClassifier[Any]):
         attention_mask: Int[Array, "b s"] | None = None,
         key: jax.Array | None = None,
         output_hidden_states: bool = False,
+        labels: Array | None = None,
         **inputs: object,
     ) -> SequenceClassifierOutput:
         """Score each row at its last end-of-text token, or at its last token without one.
@@ -91,6 +92,7 @@ class Seq2SeqClassifier(SequenceClassifier[Any]):
             attention_mask: nonzero = a token of the encoder, [b, s].
             key: dropout key; None = deterministic.
             output_hidden_states: also return the input of every layer and the last hidden state.
+            labels: also return the loss of `compute_loss`.
             inputs: none; the decoder reads the shifted tokens.
 
         Raises:
@@ -115,7 +117,8 @@ class Seq2SeqClassifier(SequenceClassifier[Any]):
         last_token = self._last_token((b, s), tokens, attention_mask)
         at = jnp.where(is_end.any(axis=-1), last_end, last_token)
         scores = self.score(jnp.tanh(self.dense(hidden[jnp.arange(b), at])))
-        return SequenceClassifierOutput(logits=scores.astype(jnp.float32), **common(body))
+        output = SequenceClassifierOutput(logits=scores.astype(jnp.float32), **common(body))
+        return self.add_loss(output, labels)
 
     @classmethod
     def new_tensors(cls, config: EasyDeLBaseConfig, missing: Shapes) -> Mapping[str, np.ndarray]:
