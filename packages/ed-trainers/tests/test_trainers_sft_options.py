@@ -115,3 +115,18 @@ def test_neftune_is_uniform_noise_of_the_papers_size(llama):
 def test_neftune_requires_an_embedding_table(toy):
     with pytest.raises(ConfigError, match="ToyModel lacks: omit neftune_noise_alpha"):
         loss_of(toy.model(), toy.loader(rows=4).batch_at(0), KEY, neftune_noise_alpha=5.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.proves("disable_dropout")
+def test_disabled_dropout_keeps_the_other_terms_of_training(llama):
+    config = llama.config.replace(attention_dropout=0.5)
+    model = LlamaForCausalLM.create(config).apply_lora_to_layers(2, ".*q_proj.*")
+    batch, smooth = packed(), {"label_smoothing_factor": 0.2}
+    plain = loss_of(model, batch, None)
+    assert loss_of(model, batch, KEY) != plain
+    assert loss_of(model, batch, KEY, disable_dropout=True) == pytest.approx(plain, rel=1e-6)
+    without = LlamaForCausalLM.create(llama.config).apply_lora_to_layers(2, ".*q_proj.*")
+    assert loss_of(model, batch, KEY, disable_dropout=True, **smooth) == pytest.approx(
+        loss_of(without, batch, KEY, **smooth), rel=1e-6
+    )

@@ -197,14 +197,6 @@ def _trainer() -> Iterator[OtherKey]:
         },
         True,
     )
-    yield from _refused(
-        "trainer",
-        {
-            "base_config: {values: {attention_dropout: 0.0}}, and the other rates of the model": ""
-            "disable_dropout"
-        },
-        False,
-    )
     yield from _refused("trainer", {_SAMPLES: "presence_penalty frequency_penalty"}, 0)
     yield from _refused("trainer", {_SAMPLES: "repetition_penalty"}, 1)
     yield from _refused("trainer", {"omit it: all tokens are learned": "top_entropy_quantile"}, 1)

@@ -7,14 +7,36 @@ is sufficient for dropout. A number is dropped or kept whatever the sharding of 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt
 
+_IS_DISABLED: ContextVar[bool] = ContextVar("is_disabled", default=False)
+
+
+@contextmanager
+def disable_dropout(is_disabled: bool) -> Iterator[None]:
+    """Trace functions without dropout, although they get a key; False changes nothing."""
+    token = _IS_DISABLED.set(is_disabled or _IS_DISABLED.get())
+    try:
+        yield
+    finally:
+        _IS_DISABLED.reset(token)
+
+
+def select_dropout_key(key: jax.Array | None) -> jax.Array | None:
+    """Return the key, or None while dropout is disabled."""
+    return None if _IS_DISABLED.get() else key
+
 
 def apply_dropout(x: Float[Array, "*dims"], rate: float, key: jax.Array) -> Float[Array, "*dims"]:
     """Replace numbers by 0 with probability `rate`, and divide the others by `1 - rate`."""
+    if _IS_DISABLED.get():
+        return x
     if rate >= 1:
         return jnp.zeros_like(x)
     return jnp.where(kept_places(key, rate, x.shape), x / (1 - rate), 0)

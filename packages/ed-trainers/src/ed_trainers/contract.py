@@ -16,6 +16,7 @@ import numpy as np
 from ed_infra.errors import ConfigError, unknown_name
 from ed_infra.inputs import Inputs
 from ed_infra.outputs import Metric
+from ed_layers.dropout import disable_dropout
 from ed_models.adapters.lora import has_lora, remove_lora
 from ed_models.protocol import LanguageModel
 from flax import nnx
@@ -280,13 +281,15 @@ class MethodRun(Generic[A]):
 
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return the sums over a batch; see `Method.loss`."""
-        return self.record.loss(self, models, batch, key)
+        with disable_dropout(self.arguments.disable_dropout):
+            return self.record.loss(self, models, batch, key)
 
     def statistics(self, models: Models, batch: Batch, key: jax.Array | None) -> dict[str, Metric]:
         """Return the statistics of a batch; empty for a method without statistics."""
         if self.record.statistics is None:
             return {}
-        return self.record.statistics(self, models, batch, key)
+        with disable_dropout(self.arguments.disable_dropout):
+            return self.record.statistics(self, models, batch, key)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ed_infra.compilation.cache import compiled_afresh, programs_folder
 from ed_infra.compilation.programs import Programs
 from ed_infra.outputs import Metric
 from ed_infra.sharding.placement import ShardedConfig
+from ed_layers.dropout import disable_dropout
 from ed_layers.programs import open_programs
 
 from ed_trainers.checkpoints.run_record import LOOP_OPTIONS
@@ -48,12 +49,16 @@ class ObservedRun:
 
     def loss(self, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
         """Return the sums over a batch; see `Method.loss`."""
-        return self._run.record.loss(self, models, batch, key)
+        with disable_dropout(self._run.arguments.disable_dropout):
+            return self._run.record.loss(self, models, batch, key)
 
     def statistics(self, models: Models, batch: Batch, key: jax.Array | None) -> dict[str, Metric]:
         """Return the statistics of a batch; see `Method.statistics`."""
         function = self._run.record.statistics
-        return {} if function is None else function(self, models, batch, key)
+        if function is None:
+            return {}
+        with disable_dropout(self._run.arguments.disable_dropout):
+            return function(self, models, batch, key)
 
 
 class StoredStep:

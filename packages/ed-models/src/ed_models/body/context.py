@@ -21,6 +21,7 @@ from ed_infra.rope.rotation import get_section_axes, select_axis
 from ed_infra.sharding.placement import constrain
 from ed_layers.cache.protocol import ContiguousCache
 from ed_layers.context import ALL_LAYERS, Ctx, Mode, Rope
+from ed_layers.dropout import select_dropout_key
 from ed_layers.rotary import rope_tables
 from jaxtyping import Array, Float, Int
 
@@ -113,7 +114,7 @@ def layer_context(
         mask_info=mask_info,
         ragged=ragged,
         adapter_ids=None if ragged is None else ragged.adapter_of_token(),
-        key=key,
+        key=select_dropout_key(key),
         routed_experts=routed_experts,
         returns_experts=output_routed_experts,
         mode=mode,

@@ -140,6 +140,8 @@ class TrainingArguments(Options):
     weight_decay_rules: Amounts = ()
     """Pairs `[pattern, decay]`: weight decay of the matching parameters instead of `weight_decay`,
     including norms and biases."""
+    disable_dropout: StrictFlag = False
+    """Train without the dropout of the model and of its adapters."""
     quantization_mode: QuantizationMode | None = None
     """Quantization-aware training: the model computes with matrices that are rounded to this
     format, and the gradient ignores the rounding. The trained and the saved weights are not
@@ -389,21 +391,13 @@ class TrainingArguments(Options):
     # Each validator belongs to the later of the two fields that it compares, so that the error has
     # the position of that field in the YAML file.
 
-    @field_validator("optimizer_kwargs")
+    @field_validator("optimizer_kwargs", "scheduler_kwargs")
     @classmethod
     def _known_settings(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        optimizer = info.data.get("optimizer")
-        if optimizer is None:  # an invalid optimizer is already reported
-            return value
-        return checked_settings(optimizer, value, OPTIMIZERS)
-
-    @field_validator("scheduler_kwargs")
-    @classmethod
-    def _known_scheduler_settings(
-        cls, value: dict[str, Any], info: ValidationInfo
-    ) -> dict[str, Any]:
-        scheduler = info.data.get("scheduler")
-        return value if scheduler is None else checked_settings(scheduler, value, SCHEDULERS)
+        owner = str(info.field_name).removesuffix("_kwargs")
+        name = info.data.get(owner)  # None: an invalid name is already reported
+        table = OPTIMIZERS if owner == "optimizer" else SCHEDULERS
+        return value if name is None else checked_settings(name, value, table)
 
     _data_keys: dict[str, object] = PrivateAttr(default_factory=dict)
 

@@ -161,7 +161,6 @@ TRL: dict[str, str] = {
     "shuffle_dataset": "mixture.shuffle_buffer_size",
     "model_init_kwargs": "the sections model and loader",
     "trust_remote_code": "loader.trust_remote_code",
-    "disable_dropout": "base_config: {values: {attention_dropout: 0.0}}, and the other rates",
     "use_vllm": _ENGINE,
     "vllm_mode": _ENGINE,
     "vllm_gpu_memory_utilization": "esurge.hbm_utilization",
