@@ -1,10 +1,25 @@
-"""Try what a person brings from EasyDeL: its run files and the configurations of its examples.
+"""Try what a person brings from EasyDeL, and print the table of what works.
 
     uv run python -m tools.easydel_beside CHECKOUT
+    EASYDEL_PYTHON=PYTHON uv run python -m tools.easydel_beside CHECKOUT [--folders FOLDER]
 
-CHECKOUT is a work tree or a git directory of EasyDeL's repository. Only paths and names of the hub
-are replaced, by tiny models and rows that the tool writes. Each configuration passes `elarge FILE
---dry-run`, or its first error is printed.
+CHECKOUT is a work tree or a git directory of EasyDeL's repository. `EASYDEL_PYTHON` is the Python
+of an environment with EasyDeL and torch; without it, the names are not counted. FOLDER contains
+what `tools/easydel/save_folders.py` writes; without FOLDER, `EASYDEL_PYTHON` writes the folders.
+`--rows` selects rows of the table by a part of their titles.
+
+Only paths and names of the hub are replaced, by tiny models and rows that the tool writes. Each
+configuration passes `elarge FILE --dry-run`. Each block and script runs without an error. The first
+error of each failure is printed below the table.
+
+How the rows are counted:
+
+- Blocks of documents: run files with a model and actions, and Python blocks that import `easydel`
+  and define every name that they use. The pages of `docs/easydata` are about another library.
+- Blocks of the README: every Python block with the word `easydel`, also those that only show a
+  form with `...` in the place of arguments.
+- Statements about base modules: those of `docs/infra/base_module.md` and of the overview in the
+  same folder, with the statements in the bodies of classes and functions.
 """
 
 from __future__ import annotations
@@ -15,6 +30,7 @@ import dataclasses
 import enum
 import io
 import json
+import os
 import pkgutil
 import re
 import runpy
@@ -24,15 +40,18 @@ import sys
 import tarfile
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import yaml
 
+from tools import easydel_folders, easydel_python
+
 #: Parts of the repository that the tool reads.
-PARTS = ("tests/elarge_configs", "examples", "docs")
+PARTS = ("tests/elarge_configs", "examples", "docs", "README.md")
 _RUN_FILE = re.compile(r"^( *)```yaml\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 #: Sections of models, and the folder that replaces each.
 MODELS = {
@@ -65,8 +84,10 @@ class _Captured(BaseException):
 def materialize(checkout: Path, folder: Path) -> Path:
     """Write the parts of a repository to a folder, from a work tree or a git directory."""
     for part in PARTS:
-        if (checkout / part).exists():
+        if (checkout / part).is_dir():
             shutil.copytree(checkout / part, folder / part)
+        elif (checkout / part).exists():
+            shutil.copyfile(checkout / part, folder / part)
     if any(folder.iterdir()):
         return folder
     command = ["git", "-C", str(checkout), "archive", "HEAD", *PARTS]
@@ -245,7 +266,7 @@ def try_dry_run(trial: Trial, folder: Path) -> str:
     return "; ".join((failures or lines)[:3])
 
 
-#: Row of the table -> its configurations.
+#: Name of the trial of the documents -> its configurations.
 ROWS: dict[str, Callable[[Path], Iterator[Trial]]] = {
     "run files of tests/elarge_configs": run_files,
     "configurations of examples": examples,
@@ -253,27 +274,157 @@ ROWS: dict[str, Callable[[Path], Iterator[Trial]]] = {
 }
 
 
+class Count(NamedTuple):
+    """The results of a row of the table.
+
+    Attributes:
+        good: The number of things that work.
+        total: The number of things.
+        errors: A line for each failure.
+        unknown: Why the row is not counted; empty otherwise.
+    """
+
+    good: int = 0
+    total: int = 0
+    errors: Sequence[str] = ()
+    unknown: str = ""
+
+    def __str__(self) -> str:
+        return self.unknown or f"{self.good} of {self.total}"
+
+
+def count_results(results: Mapping[str, str]) -> Count:
+    """Count results, each with an error or an empty text."""
+    failed = [f"{name}: {error[:300]}" for name, error in results.items() if error]
+    return Count(len(results) - len(failed), len(results), failed)
+
+
+class Trials:
+    """The rows of the table.
+
+    Args:
+        root: The parts of the repository.
+        folder: An empty folder to work in.
+        folders: A folder with the folders of the original, or None.
+        python: The interpreter of the original, or an empty text.
+    """
+
+    def __init__(self, root: Path, folder: Path, folders: Path | None, python: str) -> None:
+        self.root, self.folder, self.folders, self.python = root, folder, folders, python
+        self.rows: dict[str, Callable[[], Count]] = {
+            "run files of `tests/elarge_configs`": lambda: self.count_dry_runs(run_files),
+            "configurations of `examples`": lambda: self.count_dry_runs(examples),
+            "complete blocks of its documents": self.count_documents,
+            "scripts in the style of its README and tutorials": self.count_scripts,
+            "folders that it saved": self.count_folders,
+            "names of `import easydel as ed`": self.count_names,
+            "blocks of its README": self.count_readme,
+            "statements of its pages about base modules": self.count_statements,
+        }
+
+    def make_place(self, name: str) -> Path:
+        """Return an empty folder."""
+        place = self.folder / name
+        place.mkdir()
+        return place
+
+    @cached_property
+    def stand_ins(self) -> Path:
+        """A folder with the models and rows of configurations."""
+        place = self.make_place("stand_ins")
+        write_stand_ins(place)
+        return place
+
+    @cached_property
+    def models(self) -> Path:
+        """A folder with the models of blocks and scripts."""
+        place = self.make_place("models")
+        easydel_python.write_models(place)
+        return place
+
+    def count_dry_runs(self, find: Callable[[Path], Iterator[Trial]]) -> Count:
+        """Count configurations that pass a dry run."""
+        return count_results(
+            {one.name: try_dry_run(one, self.stand_ins) for one in find(self.root)}
+        )
+
+    def count_documents(self) -> Count:
+        """Count the run files and the Python blocks of the documents."""
+        files = {one.name: try_dry_run(one, self.stand_ins) for one in documents(self.root)}
+        blocks = easydel_python.list_document_blocks(self.root)
+        return count_results(
+            files | easydel_python.try_blocks(blocks, self.models, "document", together=False)
+        )
+
+    def count_scripts(self) -> Count:
+        """Count the scripts of `tests/guides/easydel_scripts`."""
+        return count_results(easydel_python.try_scripts(self.models))
+
+    def count_folders(self) -> Count:
+        """Count the folders with the weights of their source."""
+        folders = self.folders
+        if folders is None and not self.python:
+            return Count(unknown="not counted: set EASYDEL_PYTHON, or pass --folders")
+        if folders is None:
+            folders = self.make_place("folders")
+            easydel_folders.write_folders(folders, self.python)
+        return count_results(easydel_folders.try_folders(folders))
+
+    def count_names(self) -> Count:
+        """Count the names of the original that exist here."""
+        if not self.python:
+            return Count(unknown="not counted: set EASYDEL_PYTHON")
+        total, missing = easydel_python.count_names(self.python)
+        lines = [f"{name}: {error}" for name, error in missing.items()]
+        return Count(total - len(missing), total, lines)
+
+    def count_readme(self) -> Count:
+        """Count the blocks of the README that name `easydel`."""
+        blocks = easydel_python.list_readme_blocks((self.root / "README.md").read_text("utf-8"))
+        return count_results(
+            easydel_python.try_blocks(blocks, self.models, "readme", together=True)
+        )
+
+    def count_statements(self) -> Count:
+        """Count the statements, with those in the bodies of classes and functions."""
+        statements = [
+            statement
+            for page in easydel_python.PAGES
+            for statement in easydel_python.list_statements(
+                (self.root / page).read_text("utf-8"), page
+            )
+        ]
+        results = easydel_python.try_statements(statements, self.make_place("statements"))
+        failed = [f"{one.name}: {error[:300]}" for one, error in results.items() if error]
+        good = sum(one.count for one, error in results.items() if not error)
+        return Count(good, sum(one.count for one in results), failed)
+
+
 def main() -> int:
-    """Print the table, and the first errors of each configuration that fails."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print the table, and the first error of each failure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkout", type=Path)
-    checkout = parser.parse_args().checkout
-    failed = False
+    parser.add_argument("--folders", type=Path, help="folders that the original has saved")
+    parser.add_argument("--rows", nargs="*", default=[], help="parts of titles of rows")
+    arguments = parser.parse_args()
+    details: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder, root = Path(name), Path(name) / "easydel"
         root.mkdir()
-        materialize(checkout, root)
-        write_stand_ins(folder)
-        print("| what a person brings | works |\n| --- | --- |")
-        details = []
-        for title, find in ROWS.items():
-            results = [(trial.name, try_dry_run(trial, folder)) for trial in find(root)]
-            good = sum(not error for _, error in results)
-            print(f"| {title} | {good} of {len(results)} |", flush=True)
-            details += [f"{title}: {one}: {error}" for one, error in results if error]
-        failed = bool(details)
+        materialize(arguments.checkout, root)
+        python = os.environ.get("EASYDEL_PYTHON", "")
+        trials = Trials(root, folder, arguments.folders, python)
+        print("| what a person brings | works |\n| --- | --- |", flush=True)
+        for title, run in trials.rows.items():
+            if arguments.rows and not any(part in title for part in arguments.rows):
+                continue
+            count = run()
+            print(f"| {title} | {count} |", flush=True)
+            details += [f"{title}: {line}" for line in count.errors]
         print("\n".join(["", *details]))
-    return int(failed)
+    return int(bool(details))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,40 @@
-"""Try what a person brings from EasyDeL in Python: names, blocks of its README, statements.
+"""Try what a person brings from EasyDeL in Python: names, blocks, statements, scripts.
 
-    uv run python -m tools.easydel_python CHECKOUT [--original PYTHON]
-
-CHECKOUT is a work tree or a git directory of EasyDeL's repository. `--original` is the Python of an
-environment with EasyDeL, whose names are counted. Only names of the hub and of local files are
-replaced, by a tiny model and rows. A statement or block passes if it raises no error.
+`tools.easydel_beside` prints the table. Only names of the hub and of local files are replaced, by
+tiny models, rows, an image and a recording. A statement or block passes if it raises no error.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
+import builtins
 import contextlib
 import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
-import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
-PAGE, README = "docs/infra/base_module.md", "README.md"
-_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+from tools.workspace import ROOT
+
+#: The page about base modules, and the overview of the same folder.
+PAGES = ("docs/infra/base_module.md", "docs/infra/overview.md")
+#: The section of the page that manages adapters, which the model then has.
+LORA_SECTION = "Managing LoRA Parameters"
+#: Names of the prelude that each statement finds unchanged.
+_RESET = ("model", "MyModel", "config", "labels")
+STAND_INS = ("model", "whisper", "vision", "image.jpg", "audio.wav")
+_BLOCK = re.compile(r"^( *)```(?:python|py)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+_IMPORT = re.compile(r"^\s*(?:import|from) easydel", re.MULTILINE)
 _HUB = re.compile(r'"(?:[\w.-]+/)+[\w.-]*(?:[Ll]lama|Qwen|gpt-oss|gemma|model)[\w.-]*"')
 #: What the page about base modules presupposes.
 PRELUDE = """
@@ -51,15 +58,19 @@ mesh = config.mesh
 partition_rules = config.get_partition_rules()
 optimizer = optax.adamw(1e-4)
 batch_size, sequence_length = 1, 8
-tree = model.split_params()
+tree = params = model.split_params()
+loss_config = ed.LossConfig()
+from easydel import EasyBridgeMixin, EasyDeLBaseModule, EasyGenerationMixin
 """
 #: What the README presupposes: data and functions of the user.
-README_PRELUDE = """
+README_ROWS = """
 from datasets import Dataset
 rows = Dataset.from_list([
     {"text": f"a question {i}", "prompt": f"{i}? ", "chosen": f"{i}!", "rejected": "no"}
     for i in range(16)
 ])
+"""
+README_PRELUDE = f"""{README_ROWS}
 your_dataset = preference_dataset = rows.remove_columns(["prompt", "chosen", "rejected"])
 your_prompts_dataset = prompts_dataset = rows.select_columns(["prompt"])
 def your_custom_reward_fn(completions, **columns):
@@ -70,14 +81,19 @@ nn = nnx
 """
 #: Pattern -> value for a machine without accelerators: models, meshes, kernels, sizes.
 SMALLER = {
+    r'"openai/whisper[\w.-]*"': '"whisper"',
+    r'"(?:https://|path/)[^"]*\.(?:wav|mp3)"': '"audio.wav"',
+    r'"[\w.-]+/[\w.-]*Vision[\w.-]*"': '"vision"',
+    r"max_model_len=\d+": "max_model_len=1024",
     r'"(?:[\w.-]+/)+[\w.-]*(?:[Ll]lama|Qwen|gpt-oss|gemma)[\w.-]*"': '"model"',
     r"EasyDeLBackends\.GPU": "EasyDeLBackends.CPU",
     r"EasyDeLPlatforms\.TRITON": "EasyDeLPlatforms.JAX",
     r"AttentionMechanisms\.FLASH_ATTN2": "AttentionMechanisms.AUTO",
     r"\((?:-?\d, ){4}-?\d\)": "(1, 1, 1, 1, 1)",
-    r"\b(?:2\*\*15|8192|4096|2048|1024|512|256|128)\b": "64",
+    r"(?<!max_model_len=)\b(?:2\*\*15|8192|4096|2048|1024|512|256|128)\b": "64",
     r"(total|eval)_batch_size=\d+": r"\1_batch_size=4",
     r"num_train_epochs=\d+": "num_train_epochs=1",
+    r"use_wandb=True": "use_wandb=False",
     r"gradient_accumulation_steps=\d+": "gradient_accumulation_steps=1",
 }
 
@@ -92,14 +108,74 @@ def read_page(checkout: Path, path: str) -> str:
 
 def list_blocks(text: str) -> list[str]:
     """Return the Python blocks of a page."""
-    return [textwrap.dedent(block) for block in _BLOCK.findall(text)]
+    return [textwrap.dedent(block) for _, block in _BLOCK.findall(text)]
 
 
-def list_statements(blocks: list[str]) -> Iterator[str]:
-    """Yield the statements of blocks in order, without classes that only show a structure."""
-    for block in blocks:
-        for node in ast.parse(block).body:
-            yield ast.unparse(node)
+def list_readme_blocks(text: str) -> dict[str, str]:
+    """Return the blocks of the README that name `easydel`, also those that only show a form."""
+    blocks = enumerate(list_blocks(text))
+    return {f"README block {number}": block for number, block in blocks if "easydel" in block}
+
+
+def list_document_blocks(root: Path) -> dict[str, str]:
+    """Return the complete Python blocks of the documents.
+
+    A complete block imports `easydel`, defines every name that it uses, and imports no module that
+    the reader writes. The pages of `easydata` describe another library and do not count.
+    """
+    blocks = {}
+    for path in sorted((root / "docs").rglob("*.md")):
+        if "easydata" in path.parts:
+            continue
+        for number, block in enumerate(list_blocks(path.read_text("utf-8"))):
+            if _IMPORT.search(block) and "easydel.modules.my_" not in block and _is_closed(block):
+                blocks[f"{path.relative_to(root)}: block {number}"] = block
+    return blocks
+
+
+def _is_closed(block: str) -> bool:
+    """Return whether a block parses and defines every name that it reads."""
+    try:
+        nodes = list(ast.walk(ast.parse(block)))
+    except SyntaxError:
+        return False
+    defined, read = set(dir(builtins)), set()
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+    return read <= defined
+
+
+class Statement(NamedTuple):
+    """A statement at the top level of a block.
+
+    Attributes:
+        name: Its place.
+        source: Its text.
+        count: The number of statements, with those in its body.
+        section: The headline of the page above it.
+    """
+
+    name: str
+    source: str
+    count: int
+    section: str
+
+
+def list_statements(page: str, path: str) -> Iterator[Statement]:
+    """Yield the statements of a page in order."""
+    for match in _BLOCK.finditer(page):
+        section = page[: match.start()].rpartition("\n### ")[2].partition("\n")[0]
+        for node in ast.parse(textwrap.dedent(match.group(2))).body:
+            count = sum(isinstance(one, ast.stmt) for one in ast.walk(node))
+            source = ast.unparse(node)
+            yield Statement(f"{path}: {source.splitlines()[0]}", source, count, section)
 
 
 def count_names(original: str) -> tuple[int, dict[str, str]]:
@@ -121,66 +197,179 @@ def count_names(original: str) -> tuple[int, dict[str, str]]:
     return len(names), missing
 
 
-def try_statements(statements: Iterator[str], folder: Path) -> dict[str, str]:
+def try_statements(statements: Iterable[Statement], folder: Path) -> dict[Statement, str]:
     """Return each statement with its error, or an empty text; all share one namespace.
 
     A failed statement does not end the trial. The model is that of the prelude for each statement,
-    so that an earlier statement does not decide a later one.
+    so that an earlier statement does not decide a later one. A function is also called, with the
+    values that its parameters have as names.
     """
-    out: dict[str, str] = {}
-    upload = mock.patch("ed_models.base.export.push_to_hub")
-    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()), upload:
-        start: dict[str, object] = {}
+    out: dict[Statement, str] = {}
+    with _stand_ins(folder):
+        start: dict[str, Any] = {}
         exec(PRELUDE, start)
-        start["model"].save_pretrained("model")  # type: ignore[attr-defined]
+        start["model"].save_pretrained("model")
+        adapted = {"model": start["model"].apply_lora_to_layers(4, ".*q_proj.*")}
         namespace = dict(start)
-        for number, statement in enumerate(statements):
-            source = _HUB.sub('"model"', statement).replace("'organization/model-name'", "'model'")
-            source = source.replace("'model-name'", "'model'")
-            namespace |= {name: start[name] for name in ("model", "MyModel", "config", "labels")}
+        for statement in statements:
+            source = _HUB.sub('"model"', statement.source.replace("'", '"'))
+            source = source.replace('"model-name"', '"model"')
+            namespace |= {name: start[name] for name in _RESET}
+            namespace |= adapted if statement.section == LORA_SECTION else {}
             try:
                 exec(source, namespace)
+                _call_functions(source, namespace)
             except Exception as error:  # each statement may fail in its own way
-                out[f"{number}: {statement}"] = f"{type(error).__name__}: {error}"
+                out[statement] = f"{type(error).__name__}: {error}"
             else:
-                out[f"{number}: {statement}"] = ""
+                out[statement] = ""
     return out
 
 
-def list_errors(results: Mapping[str, str]) -> list[str]:
-    """Return a line for each failed statement or block."""
-    return [f"{name.splitlines()[0]} -> {error[:200]}" for name, error in results.items() if error]
+def _call_functions(source: str, namespace: dict[str, Any]) -> None:
+    """Call the functions that a statement defines, and create models of its classes."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            namespace[node.name](*(namespace[one.arg] for one in node.args.args))
+        elif isinstance(node, ast.ClassDef) and "__init__" in source:
+            namespace[node.name](namespace["config"], rngs=namespace["nnx"].Rngs(0))
 
 
-def try_blocks(blocks: list[str], folder: Path) -> dict[str, str]:
-    """Return each complete block with its error, or an empty text; all share one namespace.
+def try_blocks(
+    blocks: Mapping[str, str], models: Path, kind: str, *, together: bool
+) -> dict[str, str]:
+    """Return each block with its error, or an empty text.
 
-    A complete block imports `easydel` and has no `...` in place of a value.
+    Each block runs in its own folder with the models, because runs of several blocks would have one
+    save directory.
+
+    Args:
+        blocks: The blocks.
+        models: A folder with the models of `write_models`.
+        kind: First part of the names of the blocks' folders.
+        together: Whether the blocks share the names of the README.
     """
     out: dict[str, str] = {}
-    write_model(folder / "model")
-    namespace: dict[str, object] = {}
-    exec(PRELUDE, namespace)
-    exec(README_PRELUDE, namespace)
+    namespace: dict[str, Any] = {}
+    if together:
+        exec(PRELUDE, namespace)
+        exec(README_PRELUDE, namespace)
+    for number, (name, block) in enumerate(blocks.items()):
+        place = _make_place(models, f"{kind}{number}")
+        for pattern, value in SMALLER.items():
+            block = re.sub(pattern, value, block)
+        try:
+            with _stand_ins(place):
+                exec(block, namespace if together else {"__name__": "block"})
+        except (Exception, SystemExit) as error:  # each block may fail in its own way
+            out[name] = f"{type(error).__name__}: {error}"
+        else:
+            out[name] = ""
+    return out
+
+
+@contextlib.contextmanager
+def _stand_ins(folder: Path) -> Iterator[None]:
+    """Work in a folder, without the hub, a server and the output of a program."""
+    rows: dict[str, Any] = {}
+    exec(README_ROWS, rows)
+    librosa = types.ModuleType("librosa")
+    vars(librosa)["load"] = _load_recording
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.chdir(folder))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(mock.patch("datasets.load_dataset", return_value=namespace["rows"]))
+        stack.enter_context(mock.patch.dict(sys.modules, {"librosa": librosa}))
+        stack.enter_context(mock.patch("datasets.load_dataset", return_value=rows["rows"]))
         stack.enter_context(mock.patch("ed_esurge.server.launch.serve"))
         stack.enter_context(mock.patch("ed_models.base.methods.EasyBridgeMixin.push_to_hub"))
-        for number, block in enumerate(blocks):
-            if "easydel" not in block or "(...)" in block or ", ...)" in block:
-                continue
-            source = block
-            for pattern, value in SMALLER.items():
-                source = re.sub(pattern, value, source)
-            try:
-                exec(source, namespace)
-            except Exception as error:  # each block may fail in its own way
-                out[f"block {number}"] = f"{type(error).__name__}: {error}"
-            else:
-                out[f"block {number}"] = ""
+        yield
+
+
+def _load_recording(name: str, sr: int) -> tuple[Any, int]:
+    """Return samples and rate, as `librosa.load` does."""
+    import soundfile
+
+    samples, rate = soundfile.read(name, dtype="float32")
+    if rate != sr:
+        raise ValueError(f"{name} has the rate {rate}, not {sr}")
+    return samples, rate
+
+
+def _make_place(models: Path, name: str) -> Path:
+    """Return a folder beside the models, with links to them."""
+    place = models / name
+    place.mkdir()
+    for entry in STAND_INS:
+        (place / entry).symlink_to(models / entry)
+    return place
+
+
+def try_scripts(models: Path) -> dict[str, str]:
+    """Return each script of `tests/guides/easydel_scripts` with its error, or an empty text."""
+    out = {}
+    for path in sorted((ROOT / "tests/guides/easydel_scripts").glob("*.py")):
+        place = _make_place(models, path.stem)
+        cache = {"ED_DATA_CACHE": str(place / "cache")}
+        try:
+            with (
+                contextlib.chdir(place),
+                contextlib.redirect_stdout(io.StringIO()),
+                mock.patch.dict(os.environ, cache),
+            ):
+                runpy.run_path(str(path), run_name="__main__")
+        except (Exception, SystemExit) as error:  # each script may fail in its own way
+            out[path.name] = f"{type(error).__name__}: {error}"
+        else:
+            out[path.name] = ""
     return out
+
+
+def write_models(folder: Path) -> None:
+    """Write the models, the image and the recording that replace those of the hub."""
+    import soundfile
+    from PIL import Image
+
+    from tests.speech_cases import RATE, recording, write_whisper
+
+    write_model(folder / "model")
+    (folder / "whisper").mkdir()
+    write_whisper(folder / "whisper")
+    write_vision_model(folder / "vision")
+    Image.new("RGB", (30, 40), (200, 30, 9)).save(folder / "image.jpg")
+    soundfile.write(folder / "audio.wav", recording(1.0), RATE)
+
+
+def write_vision_model(folder: Path) -> None:
+    """Save a random LLaVA with its processor."""
+    from ed_data.tokens.bpe import train_bpe
+    from ed_models.families.llava import LlavaConfig, LlavaForConditionalGeneration
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    tokenizer = train_bpe(["describe this image in detail user"] * 9, vocab_size=290)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    layers = {"num_hidden_layers": 2}
+    config = LlavaConfig(
+        text_config={"model_type": "llama", "vocab_size": len(tokenizer), **sizes, **layers},
+        vision_config={"image_size": 28, "patch_size": 14, **sizes, **layers},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+    )
+    LlavaForConditionalGeneration.create(config, seed=5).save_pretrained(folder)
+    square = {"height": 28, "width": 28}
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+        "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endfor %}"
+    )
+    LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=square),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template,
+    ).save_pretrained(folder)
 
 
 def write_model(folder: Path) -> None:
@@ -197,41 +386,8 @@ def write_model(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=2048,
         eos_token_id=cast(int, tokenizer.eos_token_id),
         sharding_axis_dims=(1, 1, 1, 1, 1),
     )
     LlamaForCausalLM.create(config, seed=0).save_pretrained(folder, tokenizer=tokenizer)
-
-
-def main() -> int:
-    """Print the table, and the errors."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkout", type=Path)
-    parser.add_argument("--original", help="Python of an environment with EasyDeL")
-    arguments = parser.parse_args()
-    details = []
-    print("| what a person brings | works |\n| --- | --- |")
-    if arguments.original:
-        total, missing = count_names(arguments.original)
-        print(
-            f"| names of `import easydel as ed` | {total - len(missing)} of {total} |", flush=True
-        )
-        details += [f"{name}: {error}" for name, error in missing.items()]
-    with tempfile.TemporaryDirectory() as name:
-        blocks = list_blocks(read_page(arguments.checkout, PAGE))
-        results = try_statements(list_statements(blocks), Path(name))
-        good = sum(not error for error in results.values())
-        print(f"| statements about base modules | {good} of {len(results)} |", flush=True)
-        details += list_errors(results)
-    with tempfile.TemporaryDirectory() as name:
-        results = try_blocks(list_blocks(read_page(arguments.checkout, README)), Path(name))
-        good = sum(not error for error in results.values())
-        print(f"| complete blocks of README.md | {good} of {len(results)} |", flush=True)
-        details += list_errors(results)
-    print("\n".join(["", *details]))
-    return int(bool(details))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ed_infra.testing import require_torch
 from ed_models.checkpoints import hub
 from ed_models.checkpoints.checks import detect_task
 from ed_models.checkpoints.easydel_folder import EasyDeLFiles, read_easydel_moments
-from ed_models.checkpoints.easydel_layout import HEAD_MODULES, WRITTEN_FAMILIES
+from ed_models.checkpoints.easydel_layout import WRITTEN_FAMILIES
 from ed_models.checkpoints.easydel_writer import save_easydel_folder
 from ed_models.checkpoints.pickled_files import open_tensors
 from ed_models.checkpoints.tensor_files import TensorFiles
@@ -32,17 +31,14 @@ from ed_trainers.checkpoints.easydel_state import continue_easydel_run
 from flax import nnx
 from safetensors.numpy import save_file
 
+from tools import easydel_folders
 from tools.easydel.save_training import STATES
+from tools.easydel_folders import assert_equal_tensors, compare_family
 from tools.workspace import ROOT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torch, pytest.mark.timeout(3600)]
 ONE: dict[str, Any] = {"sharding_axis_dims": (1, 1, 1, 1, 1)}
 TEXT_FAMILIES = [name for name in WRITTEN_FAMILIES if name not in ("whisper", "llava")]
-#: Names of LLaVA's language model in EasyDeL -> names in the folder of transformers.
-LLAVA = {
-    "model.language_model.": "model.language_model.model.",
-    "lm_head.": "language_model.lm_head.",
-}
 RATE, DECAY = 1e-2, 1e-4
 
 
@@ -51,13 +47,7 @@ def run_original(*arguments: str | Path, devices: int = 1) -> str:
     python = os.environ.get("EASYDEL_PYTHON")
     if not python:
         pytest.skip("EASYDEL_PYTHON names no interpreter with easydel")
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env |= {"JAX_PLATFORMS": "cpu"}
-    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    command = [python, *map(str, arguments)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd="/", check=False)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    return easydel_folders.run_original(*arguments, python=python, devices=devices)
 
 
 @pytest.fixture(scope="module")
@@ -68,28 +58,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def rename_llava(name: str) -> str:
-    prefix = next((prefix for prefix in LLAVA if name.startswith(prefix)), "")
-    return LLAVA.get(prefix, prefix) + name.removeprefix(prefix)
-
-
-def assert_equal_tensors(source: TensorFiles, saved: TensorFiles) -> None:
-    """Compare tensors bit for bit; a copy of a tied head and a lost bias of zeros may differ."""
-    extra = [name for name in saved if name not in source]
-    assert all(name.partition(".")[0] in HEAD_MODULES for name in extra)
-    for name in source:
-        if name == "lm_head.bias" and name not in saved:
-            assert not source.read(name).any()
-        else:
-            np.testing.assert_array_equal(saved.read(name), source.read(name))
-
-
 @pytest.mark.parametrize("family", WRITTEN_FAMILIES)
 def test_folder_has_the_weights_of_its_source(folders: Path, family: str) -> None:
-    saved = open_tensors(folders / family / "saved")
-    if family == "llava":
-        saved = saved.rename_tensors({name: rename_llava(name) for name in saved})
-    assert_equal_tensors(open_tensors(folders / family / "source"), saved)
+    compare_family(folders / family)
 
 
 def test_folder_with_experts_on_the_wrong_axis_is_refused(folders: Path) -> None:
