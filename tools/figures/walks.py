@@ -197,13 +197,12 @@ def walk_row() -> Walk:
     row = json.dumps({"prompt": "hi", "chosen": "good", "rejected": "bad"})
     (folder / "pairs.jsonl").write_text(f"{row}\n" * 8)
     informs = [{"type": "json", "data_files": str(folder / "pairs.jsonl")}]
+    tokenizer = byte_tokenizer()
 
     def walk() -> None:
         cache = tempfile.mkdtemp(dir=folder)
         mixture = Mixture.model_validate({"informs": informs, "cache_dir": cache})
-        loader = build_loader(
-            mixture, byte_tokenizer(), batch_size=2, seq_length=32, schema=PREFERENCE
-        )
+        loader = build_loader(mixture, tokenizer, batch_size=2, seq_length=32, schema=PREFERENCE)
         assert isinstance(loader, Loader)
         loader.batch_at(0)
         loader.close()

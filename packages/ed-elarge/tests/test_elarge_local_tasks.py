@@ -12,10 +12,9 @@ from ed_data import DataError
 from ed_elarge import eLargeModel
 from ed_elarge.config.local_tasks import LocalTask
 from ed_elarge.errors import InputError
-from ed_elarge.evaluation.classification import ClassificationTask
+from ed_elarge.evaluation.embedding_tasks import ClassificationTask, Similarity
 from ed_elarge.evaluation.reranking import Reranking
 from ed_elarge.evaluation.retrieval import Retrieval
-from ed_elarge.evaluation.similarity import Similarity
 from run_files import run
 
 COLOURS = ("red", "blue", "green", "white", "black", "brown", "pink", "grey")

@@ -10,8 +10,8 @@ import httpx
 import numpy as np
 import pytest
 from ed_esurge import SamplingParams, eSurge
+from ed_esurge.core.commands import TokenRules
 from ed_esurge.core.request import Request
-from ed_esurge.core.token_rules import TokenRules
 from ed_esurge.server import background
 from ed_esurge.testing import byte_tokenizer
 from ed_infra.enums import TaskType

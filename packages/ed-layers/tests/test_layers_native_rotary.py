@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.rope.rotation import rotate
-from ed_layers.native.rotary import rotate_native as native_rotate
 from ed_layers.rotary import apply_rotary, rope_tables
+from ed_layers.rotary import rotate_native as native_rotate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import DTYPES, anywhere, built, drawn, exact  # noqa: F401

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ed_infra.testing import english_topics
-from ed_trainers.stored import processor
+from ed_models.checkpoints import tokenizers as processor
 from tokenizers import Tokenizer, models, trainers
 from transformers import PreTrainedTokenizerFast
 

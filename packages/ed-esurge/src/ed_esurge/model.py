@@ -26,8 +26,7 @@ from jax.sharding import Mesh
 from pydantic import ValidationError
 
 from ed_esurge.config import EngineConfig, SamplingDefaults
-from ed_esurge.core.commands import EncoderInput
-from ed_esurge.core.token_rules import DecoderStart, TokenRules
+from ed_esurge.core.commands import DecoderStart, EncoderInput, TokenRules
 from ed_esurge.outputs import LabelSet
 from ed_esurge.tokenizer import Tokenizer
 

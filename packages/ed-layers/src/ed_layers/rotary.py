@@ -1,17 +1,23 @@
 """Rotary position embedding (Su et al. 2021); `ed_infra.rope.frequencies` has the frequencies.
 
-Legend: b batch, s sequence, h heads, k head dim, r rotary dimension (r <= k).
+XLA's CPU backend computes cosines and sines at every use, so again for every head of every layer.
+The native library rotates by tables instead.
+
+Legend: b batch, s sequence, h heads, k head dim, r rotary dimension (r <= k), r2 half of r.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from ed_infra.rope.rotation import angles, rotate
 from jaxtyping import Array, Float, Int
 
-from ed_layers import native
+from ed_layers import fixed_order
 from ed_layers.context import Rope
+from ed_layers.native.library import TARGETS, in_use
 
 
 def rope_tables(
@@ -44,8 +50,56 @@ def apply_rotary(
     Returns:
         An array with the shape and dtype of `x`; computed in float32.
     """
-    if native.rotary.takes(x):
+    if rotates_natively(x):
         tables = (jnp.broadcast_to(t, (*x.shape[:2], t.shape[-1])) for t in rope)
-        return native.rotary.rotate_native(interleaved, x, *(t.astype(jnp.float32) for t in tables))
+        return rotate_native(interleaved, x, *(t.astype(jnp.float32) for t in tables))
     cos, sin = (table[:, :, None, :] for table in rope)
     return rotate(x, cos, sin, interleaved)
+
+
+def rotates_natively(x: jax.Array) -> bool:
+    """Return whether `rotate_native` is available for this array."""
+    return x.dtype in (jnp.float32, jnp.bfloat16) and in_use()
+
+
+def rotate_native(
+    interleaved: bool,
+    x: Float[Array, "b s h k"],
+    cos: Float[Array, "b s r2"],
+    sin: Float[Array, "b s r2"],
+) -> Float[Array, "b s h k"]:
+    """Return `ed_infra.rope.rotation.rotate`; the gradient treats the tables as constants."""
+    return _rotate((interleaved, fixed_order.KernelChoice.get_current()), x, cos, sin)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotate(static: tuple[bool, fixed_order.KernelChoice], x, cos, sin):
+    return _turn(static, x, cos, sin, back=False)
+
+
+def _turn(static: tuple[bool, fixed_order.KernelChoice], x, cos, sin, *, back: bool):
+    interleaved, choice = static
+    x_axes, table_axes = ("batch", None, "heads", None), ("batch", None, None)
+    turn = partial(_turn_part, interleaved, back)
+    with choice.restore():
+        return fixed_order.run_on_shards(
+            turn, (x, cos, sin), (x_axes, table_axes, table_axes), [(x_axes, x.shape)]
+        )[0]
+
+
+def _turn_part(interleaved: bool, back: bool, x, cos, sin):
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    call = jax.ffi.ffi_call(TARGETS["ed_rotary"], result, vmap_method="sequential")
+    return [call(x, cos, sin, neighbours=interleaved, back=back)]
+
+
+def _forward(static, x, cos, sin):
+    return _rotate(static, x, cos, sin), (cos, sin)
+
+
+def _backward(static, saved, cotangent):
+    # The transpose of a rotation times a factor rotates back, with the same factor.
+    return _turn(static, cotangent, *saved, back=True), None, None
+
+
+_rotate.defvjp(_forward, _backward)

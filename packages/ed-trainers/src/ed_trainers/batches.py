@@ -7,6 +7,7 @@ of other modalities.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from ed_infra.sharding.axes import LogicalAxes
 from jaxtyping import Float
 
 from ed_trainers.options.base import TrainingArguments
-from ed_trainers.options.cadences import count_interval_steps
 from ed_trainers.placement import Placement
 
 HostBatch = Mapping[str, np.ndarray]
@@ -238,6 +238,13 @@ class Epochs:
         number = bisect_left(self._ends, step)
         start, end = (self._ends[number - 1] if number else 0), self._ends[number]
         return (step - start) * parts // (end - start) > (step - 1 - start) * parts // (end - start)
+
+
+def count_interval_steps(interval: float | None, total_steps: int) -> int | None:
+    """Return the whole number of steps of an interval, in a run of `total_steps` steps."""
+    if interval is None or interval >= 1:
+        return None if interval is None else int(interval)
+    return math.ceil(total_steps * interval)  # as in transformers
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 from ed_layers.quantization.model import dequantize, is_quantized, simulate_in_place
 from ed_models.adapters.lora import has_lora, merge_lora
 from ed_models.checkpoints.model_card import write_card
+from ed_models.checkpoints.tokenizers import Saveable, with_length
 from ed_models.protocol import LanguageModel
 from flax import nnx
 
@@ -36,7 +37,6 @@ from ed_trainers.running.image_features import ImageFeatures
 from ed_trainers.running.loop import Job, TrainingLoop
 from ed_trainers.state import EasyDeLState
 from ed_trainers.stored import disk
-from ed_trainers.stored.processor import Saveable, with_length
 
 #: Folder of a run with the adapters of its model, in PEFT's layout.
 ADAPTER = "adapter"

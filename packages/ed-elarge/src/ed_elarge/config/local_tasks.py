@@ -41,9 +41,9 @@ LOCAL_KINDS: dict[str, LocalKind] = {
     "retrieval": LocalKind(
         ("queries", "corpus", "qrels"), f"{_HERE}.retrieval:Retrieval", _OF_VECTORS, keys=("k",)
     ),
-    "sts": LocalKind(("data_files",), f"{_HERE}.similarity:Similarity", _OF_VECTORS),
+    "sts": LocalKind(("data_files",), f"{_HERE}.embedding_tasks:Similarity", _OF_VECTORS),
     "classification": LocalKind(
-        ("train_files", "test_files"), f"{_HERE}.classification:ClassificationTask", _OF_VECTORS
+        ("train_files", "test_files"), f"{_HERE}.embedding_tasks:ClassificationTask", _OF_VECTORS
     ),
     "reranking": LocalKind(
         ("data_files",), f"{_HERE}.reranking:Reranking", _OF_VECTORS, keys=("k",)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ed_esurge.core.token_rules import TokenRules
+from ed_esurge.core.commands import TokenRules
 from ed_esurge.sampling import PoolingParams, SamplingParams
 
 #: Group -> `(saves, loads)`: host page -> device page, and device page -> host page.

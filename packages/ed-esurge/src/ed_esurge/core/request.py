@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ed_esurge.core.commands import EncoderInput
+from ed_esurge.core.commands import EncoderInput, TokenRules
 from ed_esurge.core.plan import NewSequence, PlanRow
-from ed_esurge.core.token_rules import TokenRules
 from ed_esurge.outputs import FinishReason
 from ed_esurge.sampling import PoolingParams, SamplingParams
 

@@ -19,8 +19,7 @@ from ed_models.modalities.items import EncoderItems
 
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import AdapterTable
-from ed_esurge.core.commands import Add, EncoderInput, find_runs
-from ed_esurge.core.token_rules import DecoderStart
+from ed_esurge.core.commands import Add, DecoderStart, EncoderInput, find_runs
 from ed_esurge.embedded_prompts import EmbeddedPrompts, check_params_of_embeds
 from ed_esurge.grammars.store import Grammar, Grammars
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs

@@ -26,8 +26,7 @@ from ed_models.adapters.values import LayerAdapter
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 
 from ed_esurge.core.adapters import LoadedAdapter
-from ed_esurge.core.commands import Command, EncoderInput
-from ed_esurge.core.token_rules import TokenRules
+from ed_esurge.core.commands import Command, EncoderInput, TokenRules
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.outputs import (
     CompletionOutput,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ed_infra.chats import read_chat_template
 from ed_infra.errors import CheckpointError, ConfigError
@@ -12,6 +13,8 @@ from ed_infra.package_files import find_package_file, is_package_address
 from ed_models.checkpoints.embedding_settings import TRANSFORMER_NAME, EmbeddingSettings
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
 from ed_models.checkpoints.hub import resolve
+from ed_models.generation.prompts import longest_sequence
+from ed_models.protocol import LanguageModel
 
 if TYPE_CHECKING:
     from transformers import (
@@ -278,3 +281,30 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) ->
     except Exception as error:  # jinja2 is no dependency of this package
         raise ConfigError(f"chat_template is not a Jinja template: {error}") from error
     tokenizer.chat_template = text
+
+
+class Saveable(Protocol):
+    """A tokenizer, or a processor."""
+
+    def save_pretrained(self, save_directory: str | Path) -> object:
+        """Write the files that `from_pretrained` reads."""
+        ...
+
+
+def with_length(tokenizer: Saveable, model: LanguageModel) -> Saveable:
+    """Return a tokenizer whose `model_max_length` is at most the length of the model.
+
+    A tokenizer without a length has the value 1e30, and truncation to that length does nothing. The
+    tokenizer of a teacher may have more positions than the student. Truncation and padding of an
+    earlier call are removed, because other programs apply those of tokenizer.json to every text.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    longest = longest_sequence(model.config)
+    if longest is None or getattr(tokenizer, "model_max_length", 0) <= longest:
+        return tokenizer
+    limited_tokenizer = copy.copy(tokenizer)
+    limited_tokenizer.model_max_length = longest  # type: ignore[attr-defined]
+    return limited_tokenizer

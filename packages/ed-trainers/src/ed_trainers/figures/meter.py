@@ -1,4 +1,7 @@
-"""Speed and time of a run: tokens, MFU, waiting, memory, goodput."""
+"""Speed and time of a run: tokens, MFU, waiting, memory, goodput, and a trace of some steps.
+
+jax's profiler writes the trace; Perfetto, XProf and TensorBoard show it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
 from ed_trainers.figures.flops import Utilization
+from ed_trainers.options.base import TrainingArguments
 
 #: Activities of a run other than steps. `restart` is the time before the first step: creating the
 #: state, or reading it from a checkpoint. `lost` is the time between a checkpoint and the start of
@@ -176,3 +181,40 @@ def peak_memory() -> float | None:
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(largest if sys.platform == "darwin" else largest * 1024)
+
+
+#: Folder of a run with its trace.
+PROFILE = "profile"
+
+
+class ProfileWindow:
+    """Traces a few steps, once in a run.
+
+    Args:
+        arguments: `profile_start_step`, `profile_steps`, `save_directory`.
+        say: prints a message.
+    """
+
+    def __init__(self, arguments: TrainingArguments, say: Callable[[str], None]):
+        self._first, self._count = arguments.profile_start_step, arguments.profile_steps
+        self._directory = Path(arguments.save_directory) / PROFILE
+        self._say = say
+        self._last: int | None = None  # while tracing
+
+    def before(self, step: int) -> None:
+        """Start the trace if this step (from 1) is the first of the window."""
+        if step == self._first:
+            jax.profiler.start_trace(self._directory)
+            self._last = step + self._count - 1
+
+    def ends_with(self, step: int) -> bool:
+        """Return whether this step is the last of the window; the caller then waits and calls
+        `stop`."""
+        return self._last is not None and step >= self._last
+
+    def stop(self) -> None:
+        """Write the trace, if one was started."""
+        if self._last is not None:
+            self._last = None
+            jax.profiler.stop_trace()
+            self._say(f"the trace of steps from {self._first} is in {self._directory}")

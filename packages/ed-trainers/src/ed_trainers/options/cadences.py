@@ -38,13 +38,6 @@ STRATEGIES: dict[str, tuple[str, str]] = {
 }
 
 
-def count_interval_steps(interval: float | None, total_steps: int) -> int | None:
-    """Return the whole number of steps of an interval, in a run of `total_steps` steps."""
-    if interval is None or interval >= 1:
-        return None if interval is None else int(interval)
-    return math.ceil(total_steps * interval)  # as in transformers
-
-
 def _check_strategy(value: str | None, info: ValidationInfo) -> str | None:
     """Check that a strategy agrees with the numbers of steps and of times in an epoch."""
     key, times = STRATEGIES[str(info.field_name)]

@@ -25,9 +25,8 @@ from ed_trainers.checkpoints.run_record import compare_runs, describe_run, move_
 from ed_trainers.contract import Batch, MethodRun
 from ed_trainers.figures.flops import utilization
 from ed_trainers.figures.header import format_header
-from ed_trainers.figures.meter import Meter
+from ed_trainers.figures.meter import Meter, ProfileWindow
 from ed_trainers.figures.metrics import RECORD, MetricsLog
-from ed_trainers.figures.profile import ProfileWindow
 from ed_trainers.figures.progress import Progress
 from ed_trainers.figures.sinks import build_sinks
 from ed_trainers.optimizers import Schedule
