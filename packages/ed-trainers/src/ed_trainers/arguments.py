@@ -384,25 +384,12 @@ ARGUMENTS: Mapping[str, type[TrainingArguments]] = _Arguments()
 #: another meaning. A run file may contain both; a method with the first name ignores the second.
 OWN_NAMES: dict[str, str] = {"kl_coef": "beta", "lambda_orpo": "beta"}
 
+#: Options of the previews of a run.
+PREVIEW_OPTIONS = tuple(n for n in TrainingArguments.model_fields if n.startswith("generation_"))
+
 # Option -> options without effect unless the option is set.
 _NEEDED = {
-    "generation_interval": (
-        "generation_prompts",
-        "generation_num_prompts",
-        "generation_max_new_tokens",
-        "generation_temperature",
-        "generation_top_p",
-        "generation_do_sample",
-        "generation_top_k",
-        "generation_repetition_penalty",
-        "generation_presence_penalty",
-        "generation_frequency_penalty",
-        "generation_num_return_sequences",
-        "generation_seed",
-        "generation_use_train_prompts",
-        "generation_preview_print",
-        "generation_log_to_wandb",
-    ),
+    "generation_interval": tuple(n for n in PREVIEW_OPTIONS if n != "generation_interval"),
     "weight_distribution_log_steps": ("weight_distribution_pattern",),
     "benchmark_interval": ("benchmarks", "benchmark_options"),
     "benchmarks": ("benchmark_interval",),

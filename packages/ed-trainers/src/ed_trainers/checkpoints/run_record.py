@@ -11,6 +11,7 @@ from typing import Any
 from ed_infra.config.fields import FIELDS, SECTION
 from ed_infra.errors import CheckpointError
 
+from ed_trainers.arguments import PREVIEW_OPTIONS
 from ed_trainers.options.base import TrainingArguments
 
 #: Arguments whose change makes a different run, or a different structure of the optimizer state.
@@ -70,22 +71,7 @@ LOOP_OPTIONS = frozenset(
         "run_name",
         "tracker_entity",
         "peak_flops_per_device",
-        "generation_interval",
-        "generation_prompts",
-        "generation_num_prompts",
-        "generation_max_new_tokens",
-        "generation_temperature",
-        "generation_top_p",
-        "generation_do_sample",
-        "generation_top_k",
-        "generation_repetition_penalty",
-        "generation_presence_penalty",
-        "generation_frequency_penalty",
-        "generation_num_return_sequences",
-        "generation_seed",
-        "generation_use_train_prompts",
-        "generation_preview_print",
-        "generation_log_to_wandb",
+        *PREVIEW_OPTIONS,
         "benchmark_interval",
         "benchmarks",
         "benchmark_options",

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
-from ed_infra.outputs import Metric
+from ed_infra.outputs import Metric, SequenceClassifierOutput
 from ed_models.protocol import LanguageModel
 from jaxtyping import Array, Float, Int
 
 from ed_trainers.batches import HostBatch
+from ed_trainers.contract import Batch, Loss, MethodRun, Models
 
 
 def class_targets(batch: HostBatch, model: LanguageModel) -> dict[str, np.ndarray]:
@@ -62,3 +63,13 @@ def outputs_of_texts(model: LanguageModel, rows: Inputs, key: jax.Array | None) 
     names = {*model.input_names} - {"segment_ids", "attention_mask"}
     call = cast(Callable[..., Any], model)
     return call(**rows.select(names), attention_mask=rows["segment_ids"], key=key)
+
+
+def compute_class_loss(
+    run: MethodRun[Any], models: Models, batch: Batch, key: jax.Array | None
+) -> Loss:
+    """Return the cross-entropy of the class of each row of texts, summed over the rows."""
+    del run
+    output: SequenceClassifierOutput = outputs_of_texts(models.learner, batch, key)
+    total, rows, accuracy = class_losses(output.logits, batch["targets"], batch["weights"])
+    return Loss.of(output, total, rows, accuracy=accuracy)

@@ -5,17 +5,15 @@ Legend: b rows, n choices, s positions.
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 from ed_infra.errors import ConfigError
 from ed_infra.inputs import Inputs
-from ed_infra.outputs import SequenceClassifierOutput
 from ed_infra.sharding.axes import LogicalAxes
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
-from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.classes import class_losses, outputs_of_texts
+from ed_trainers.contract import Method, MethodRun, Prepared
+from ed_trainers.losses.classes import compute_class_loss
 from ed_trainers.losses.pairs import choice_batch
 from ed_trainers.options.supervised import MultipleChoiceArguments
 from ed_trainers.trainer import Trainer
@@ -47,21 +45,8 @@ def prepare(run: MethodRun[MultipleChoiceArguments], batch: HostBatch) -> Prepar
     return Inputs({**choices, **targets}, {**choices.declared, **axes})
 
 
-def loss(
-    run: MethodRun[MultipleChoiceArguments],
-    models: Models,
-    batch: Batch,
-    key: jax.Array | None,
-) -> Loss:
-    """Return the cross-entropy, summed over the rows."""
-    del run
-    output: SequenceClassifierOutput = outputs_of_texts(models.learner, batch, key)
-    total, rows, accuracy = class_losses(output.logits, batch["targets"], batch["weights"])
-    return Loss.of(output, total, rows, accuracy=accuracy)
-
-
 MULTIPLE_CHOICE = Method[MethodRun[MultipleChoiceArguments]](
-    prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "accuracy")
+    prepare=prepare, loss=compute_class_loss, per_token=False, progress_columns=("loss", "accuracy")
 )
 
 

@@ -5,15 +5,13 @@ Legend: b rows, s positions.
 
 from __future__ import annotations
 
-import jax
 from ed_infra.inputs import Inputs
-from ed_infra.outputs import SequenceClassifierOutput
 from ed_infra.sharding.axes import LogicalAxes
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.batches import HostBatch
-from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
-from ed_trainers.losses.classes import class_losses, class_targets, outputs_of_texts
+from ed_trainers.contract import Method, MethodRun, Prepared
+from ed_trainers.losses.classes import class_targets, compute_class_loss
 from ed_trainers.losses.next_token import further_arrays, sequence_arrays
 from ed_trainers.options.supervised import SequenceClassificationArguments
 from ed_trainers.trainer import Trainer
@@ -33,21 +31,8 @@ def prepare(run: MethodRun[SequenceClassificationArguments], batch: HostBatch) -
     return Inputs({**arrays, **further_arrays(batch, read)}, axes)
 
 
-def loss(
-    run: MethodRun[SequenceClassificationArguments],
-    models: Models,
-    batch: Batch,
-    key: jax.Array | None,
-) -> Loss:
-    """Return the cross-entropy, summed over the rows."""
-    del run
-    output: SequenceClassifierOutput = outputs_of_texts(models.learner, batch, key)
-    total, rows, accuracy = class_losses(output.logits, batch["targets"], batch["weights"])
-    return Loss.of(output, total, rows, accuracy=accuracy)
-
-
 SEQUENCE_CLASSIFICATION = Method[MethodRun[SequenceClassificationArguments]](
-    prepare=prepare, loss=loss, per_token=False, progress_columns=("loss", "accuracy")
+    prepare=prepare, loss=compute_class_loss, per_token=False, progress_columns=("loss", "accuracy")
 )
 
 
