@@ -39,7 +39,7 @@ from ed_trainers.options.cadences import (
     BestCount,
     BestFlag,
     Interval,
-    Phase,
+    StepPhase,
     TaskStrategy,
     TimesPerEpoch,
 )
@@ -102,7 +102,7 @@ class TrainingArguments(Options):
     `polynomial`; `num_decay_steps` and `decay_type` (`linear`, `cosine`, `1-sqrt`) of `wsd`."""
     learning_rate_end: NotNegative | None = None
     """Final learning rate of the scheduler's decay; None: 0."""
-    warmup_steps: Phase = 0
+    warmup_steps: StepPhase = 0
     """Steps in which the learning rate rises linearly to its highest value; below 1: their share of
     the run, as `warmup_ratio`."""
     warmup_ratio: Fraction = 0.0

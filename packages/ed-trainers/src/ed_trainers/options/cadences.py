@@ -29,7 +29,7 @@ def _check_interval(value: float, info: ValidationInfo) -> float:
 #: Steps between two times of a task, or their share of the run.
 Interval = Annotated[float, Field(gt=0, le=LONGEST), AfterValidator(_check_interval)]
 #: Steps of a phase, or their share of the run; 0: none.
-Phase = Annotated[float, Field(ge=0, le=LONGEST), AfterValidator(_check_interval)]
+StepPhase = Annotated[float, Field(ge=0, le=LONGEST), AfterValidator(_check_interval)]
 
 #: Strategy -> the options that it may contradict: the steps, and the number of times in an epoch.
 STRATEGIES: dict[str, tuple[str, str]] = {
