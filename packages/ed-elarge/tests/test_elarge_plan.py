@@ -187,7 +187,8 @@ def test_run_that_does_not_fit_has_a_change_that_makes_it_fit():
     )
     made = plan_run(run_of(values), devices.parse_hardware("v5e:2x4", None))
     assert not made.fits
-    best = list_changes(made, rank_meshes(made)[0])[0]
+    assert made.training is not None
+    best = list_changes(made, made.training, rank_meshes(made))[0]
     assert best.fits
     key, _, value = best.text.split()[0].partition("=")
     changed = json.loads(json.dumps(values))
@@ -274,6 +275,8 @@ def test_plan_of_grpo_has_a_reference_and_the_pages_of_its_engine():
         ("h100:8", None, "has no torus"),
         (None, "8xH900", "H900"),
         (None, "0xH100", "is invalid"),
+        (None, "v5p-7", "counts cores, 2 for each chip"),
+        ("v6e-12", None, "the number of chips is one of 1, 4, 8"),
     ],
 )
 def test_invalid_hardware_is_an_error(topology: str | None, named: str | None, words: str):
@@ -343,3 +346,130 @@ def _arrays(model: Any) -> list[tuple[Any, Any]]:
     from flax import nnx
 
     return [(path, v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("v5litepod-16", "v5e-16", "tpu-v5litepod-16", "16xv5e"), "v5e:4x4"),
+        (("v5litepod-1",), "v5e:1x1"),
+        (("v6e-8", "tpu-v6e-8"), "v6e:2x4"),
+        (("v5p-8", "v5-8"), "v5p:2x2x1"),
+        (("v4-32",), "v4:2x2x4"),
+        (("v5p-128",), "v5p:4x4x4"),
+        (("v5p-6144",), "v5p:12x16x16"),
+        (("4090", "RTX 4090", "geforce-rtx-4090", "1xrtx4090"), "1xrtx4090"),
+        (("2x3090", "2 x RTX3090"), "2xrtx3090"),
+        (("5090",), "1xrtx5090"),
+        (("a6000", "RTX A6000", "NVIDIA RTX A6000"), "1xa6000"),
+        (("RTX 6000 Ada", "rtx6000-ada"), "1xrtx6000-ada"),
+        (("A10",), "1xa10"),
+        (("4xL40S",), "4xl40s"),
+        (("Tesla T4", "t4"), "1xt4"),
+    ],
+)
+def test_hardware_has_the_names_of_its_vendors(names: tuple[str, ...], text: str):
+    assert {devices.parse_hardware(None, name).text for name in names} == {text}
+    if ":" in text and "-" in names[0]:
+        assert devices.parse_hardware(names[0], None).text == text
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "nf4": {},
+    "nf4 of groups of 16": {"group_size": 16},
+    "nf4 double": {"double_quantization": True},
+    "int8": {},
+    "int4": {},
+    "fp8": {},
+    "mxfp8": {},
+    "mxfp4": {},
+    "w8a8": {},
+    "w4a8": {},
+    "int8 of all matrices": {"pattern": ".*"},
+    "int4 of all matrices": {"pattern": ".*"},
+}
+
+
+def store_model(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Write config.json of the model of a run, and return the run with the stored model."""
+    (folder / "config.json").write_text(json.dumps(values["model"]["config"]))
+    return {**values, "model": {"name_or_path": str(folder), "tokenizer": "tokenizer"}}
+
+
+@pytest.mark.daily("nf4 double", "int8 of all matrices")
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_weights_have_the_predicted_bytes(name: str, tmp_path: Path):
+    import jax
+    from ed_elarge.plan.abstract import abstract_model
+    from ed_infra.sharding import placement
+    from ed_layers.quantization.model import quantize
+    from flax import nnx
+
+    section = {"quantization_method": name.partition(" ")[0], **FORMATS[name]}
+    values = store_model(tmp_path, run_file("qwen3_moe"))
+    run = run_of({**values, "quantization": {"model": section}})
+    base = abstract_model(run, None, is_base=True)
+    model: Any = nnx.eval_shape(
+        lambda state: quantize(
+            nnx.merge(nnx.graphdef(base), state),
+            {key.replace("quantization_method", "dtype"): one for key, one in section.items()},
+        ),
+        nnx.state(base),
+    )
+    state = nnx.state(model)
+    places = jax.tree.leaves(placement.shardings(state, base.config))
+    leaves = jax.tree.leaves(state)
+    exact = sum(
+        leaf.dtype.itemsize * int(jax.numpy.prod(jax.numpy.array(place.shard_shape(leaf.shape))))
+        for leaf, place in zip(leaves, places, strict=True)
+    )
+    found, mesh = shapes.get_shapes(run), build_mesh(run, 8)
+    planned = settings.training(run)
+    step = training.step(planned, found, mesh)
+    assert step.parts["parameters"] == pytest.approx(exact, rel=0.002)
+    # Adapters alone have an optimizer.
+    assert step.parts["masters"] == 0
+    assert 0 < step.parts["moments"] <= 2 * step.parts["adapters"]
+
+
+@pytest.mark.parametrize("length", [1024, 16384])
+def test_two_changes_are_searched_if_one_is_not_enough(length: int):
+    from ed_elarge.plan.changes import list_changes
+    from ed_elarge.plan.estimate import plan_run
+    from ed_elarge.plan.meshes import rank_meshes
+
+    values = run_file(sharding={"axis_dims": [1, 1, 1, -1, 1]}, loader={"dtype": "bfloat16"})
+    values["model"]["config"] |= {"num_hidden_layers": 16, "max_position_embeddings": length}
+    values["mixture"] |= {"pack_seq_length": length}
+    made = plan_run(run_of(values), devices.parse_hardware("v5e-4", None))
+    assert made.training is not None
+    singles = list_changes(made, made.training, rank_meshes(made))
+    least = min(one.total for one in singles)
+    device = replace(made.hardware.device, memory_gib=(least - 1) / devices.GIB)
+    short = plan_run(run_of(values), replace(made.hardware, device=device))
+    assert short.training is not None and not short.fits
+    changes = list_changes(short, short.training, rank_meshes(short))
+    assert changes[0].fits
+    assert changes[0].total <= device.usable
+    assert changes[0].text.count("=") > 1
+    text = "\n".join(report.lines(report.to_dict(short)))
+    assert changes[0].text in text
+
+
+def test_served_model_that_does_not_fit_has_changes(tmp_path: Path):
+    from ed_elarge.plan.changes import list_changes
+    from ed_elarge.plan.estimate import plan_run
+    from ed_elarge.plan.meshes import rank_meshes
+
+    values = run_file(actions=["serve"], sharding={"axis_dims": [1, 1, 1, -1, 1]})
+    del values["trainer"], values["mixture"]
+    values["model"]["config"] |= {"hidden_size": 4096, "intermediate_size": 14336}
+    values["model"]["config"] |= {"num_hidden_layers": 32, "num_attention_heads": 32}
+    values["model"]["config"] |= {"num_key_value_heads": 8, "vocab_size": 128256}
+    made = plan_run(run_of(values), devices.parse_hardware(None, "4090"))
+    assert made.serving is not None and not made.fits
+    changes = list_changes(made, made.serving, rank_meshes(made))
+    assert changes[0].fits and "quantization.model.quantization_method=" in changes[0].text
+    values = store_model(tmp_path, values)
+    quantized = {**values, "quantization": {"model": {"quantization_method": "nf4"}}}
+    assert plan_run(run_of(quantized), made.hardware).fits

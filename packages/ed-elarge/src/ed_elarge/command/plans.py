@@ -16,10 +16,14 @@ from ed_elarge.command.runs import File, RunSettings
 def plan(
     file: File,
     topology: Annotated[
-        str | None, typer.Option(metavar="TPU:SIZES", help="A TPU slice: --topology v5e:4x4.")
+        str | None,
+        typer.Option(metavar="TPU:SIZES", help="A TPU slice: --topology v5e:4x4 or v5litepod-16."),
     ] = None,
     devices: Annotated[
-        str | None, typer.Option(metavar="NxDEVICE", help="Devices: --devices 8xH200.")
+        str | None,
+        typer.Option(
+            metavar="NxDEVICE", help="Devices: --devices 8xH200, 4090, or a TPU slice, v6e-8."
+        ),
     ] = None,
     compiler: Annotated[
         str | None,

@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from ed_trainers.state import EasyDeLState
 
 
-def abstract_model(run: RunConfig, vocab_size: int | None, topology: str | None = None) -> Any:
+def abstract_model(
+    run: RunConfig, vocab_size: int | None, topology: str | None = None, *, is_base: bool = False
+) -> Any:
     """Return the model of a run; its variables hold shapes, dtypes and shardings.
 
     Args:
         run: the run.
         vocab_size: rows of the embedding of a new model; None = the configuration's.
         topology: a TPU slice that libtpu knows, such as `v5e:4x4`; None = the devices of jax.
+        is_base: whether the model has no adapters, and no quantized weights.
     """
     config = _model_config(run, vocab_size)
     if topology is not None:
@@ -43,7 +46,7 @@ def abstract_model(run: RunConfig, vocab_size: int | None, topology: str | None 
     def build() -> Any:
         model = module(config, loader.dtype, loader.param_dtype, precision, rngs=nnx.Rngs(0))
         section = run.adapters
-        if section is None:
+        if section is None or is_base:
             return model
         from ed_infra.specs import LoraSpec
 

@@ -26,7 +26,7 @@ def shapes(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
 
     from ed_elarge.plan.abstract import abstract_model, tensors
 
-    model = abstract_model(run, request["vocab"])
+    model = abstract_model(run, request["vocab"], is_base=True)
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in tensors(model):
         names = one["names"]

@@ -22,7 +22,20 @@ _ALIASES = {
     "v5": "v5p",
     "a100-80": "a100",
     "h100-80": "h100",
+    "3090": "rtx3090",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+    "rtxa6000": "a6000",
+    "rtx6000": "rtx6000-ada",
+    "6000-ada": "rtx6000-ada",
+    "rtx6000ada": "rtx6000-ada",
 }
+#: Prefixes of vendors and product lines, which names may omit.
+_PREFIXES = ("google-", "tpu-", "cloud-", "nvidia-", "geforce-", "tesla-")
+#: TPU -> cores of a chip, which Google's names of its slices count (`v5p-8` has four chips).
+_CORES = {"v4": 2, "v5p": 2}
+#: Chips of a slice of a two-dimensional torus, by Google's names.
+_SLICES = (1, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -104,7 +117,10 @@ def find_device(name: str) -> DeviceKind:
     Raises:
         ConfigError: the table has no such device.
     """
-    kinds, key = _table(), name.lower().removeprefix("tpu-").removeprefix("nvidia-")
+    kinds, key = _table(), re.sub(r"[\s_]+", "-", name.strip().lower())
+    for prefix in _PREFIXES:
+        key = key.removeprefix(prefix)
+    key = re.sub(r"^rtx-", "rtx", key)
     key = _ALIASES.get(key, key)
     if key not in kinds:
         raise unknown_name("device", name, kinds)
@@ -115,14 +131,18 @@ def parse_hardware(topology: str | None, devices: str | None) -> Hardware:
     """Return the hardware of the options `--topology` and `--devices`.
 
     Args:
-        topology: a TPU and the sizes of its torus: `v5e:4x4`.
-        devices: a number and a device: `8xH200`, or a device alone.
+        topology: a TPU and the sizes of its torus: `v5e:4x4`, or Google's name of a slice.
+        devices: a number and a device: `8xH200`, a device alone, or Google's name of a slice:
+            `v5litepod-16`.
 
     Raises:
         ConfigError: both or neither of the options are given, or one is invalid.
     """
     if (topology is None) == (devices is None):
         raise ConfigError("name the hardware once: --topology v5e:4x4, or --devices 8xH200")
+    named_slice = _parse_slice(str(topology or devices))
+    if named_slice is not None:
+        return named_slice
     if topology is not None:
         name, colon, sizes = topology.partition(":")
         device = find_device(name)
@@ -140,7 +160,7 @@ def parse_hardware(topology: str | None, devices: str | None) -> Hardware:
             )
         return Hardware(device, shape)
     text = str(devices)
-    match = re.fullmatch(r"(?:([1-9]\d*)x)?([A-Za-z][\w-]*)", text)
+    match = re.fullmatch(r"(?:([1-9]\d*)\s*x\s*)?(?!\d+x)(\w[\w -]*)", text.strip())
     if match is None:
         raise ConfigError(f"--devices {text!r} is invalid: write a number and a device, 8xH200")
     device, count = find_device(match[2]), int(match[1] or 1)
@@ -149,3 +169,42 @@ def parse_hardware(topology: str | None, devices: str | None) -> Hardware:
         shape = (side, count // side) if count % side == 0 else (count,)
         return Hardware(device, shape)
     return Hardware(device, (count,))
+
+
+def _parse_slice(text: str) -> Hardware | None:
+    """Return the slice of Google's name (`v5litepod-16`, `v6e-8`, `v5p-8`); None for other names.
+
+    Raises:
+        ConfigError: the TPU has no slice of this size.
+    """
+    match = re.fullmatch(r"(?:google-|cloud-|tpu-)*(v\d\w*)-(\d{1,6})", text.strip().lower())
+    name = "" if match is None else _ALIASES.get(match[1], match[1])
+    device = _table().get(name)
+    if match is None or device is None:
+        return None
+    cores, count = _CORES.get(name, 1), int(match[2])
+    chips = count // cores
+    if device.torus == 2 and chips not in _SLICES:
+        raise ConfigError(
+            f"{device.title} has no slice {text!r}: the number of chips is one of "
+            f"{', '.join(map(str, _SLICES))}"
+        )
+    if device.torus == 3 and (count % cores or chips < 4 or chips % 4):
+        raise ConfigError(
+            f"{device.title} has no slice {text!r}: the name counts cores, {cores} for each chip, "
+            f"and a slice has a multiple of 4 chips, such as {match[1]}-8 with 4 chips"
+        )
+    return Hardware(device, _split_evenly(chips, device.torus))
+
+
+def _split_evenly(chips: int, dimensions: int) -> tuple[int, ...]:
+    """Return the sizes of a torus that differ the least, in Google's order: 2x2x1, 2x4x4."""
+    if dimensions == 1:
+        return (chips,)
+    shapes = [
+        (*_split_evenly(chips // size, dimensions - 1), size)
+        for size in range(1, chips + 1)
+        if chips % size == 0
+    ]
+    best = min(shapes, key=lambda shape: (max(shape), -min(shape)))
+    return tuple(sorted(best, key=lambda size: (size == 1, size)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ed_elarge.plan.devices import GIB
 from ed_elarge.plan.estimate import RunPlan, ServingPlan, TrainingPlan, plan_serving, plan_training
 from ed_elarge.plan.mesh import PlanMesh, build_mesh
+from ed_elarge.plan.settings import Serving, Training
 from ed_elarge.plan.tensors import ModelShapes
 
 
@@ -43,7 +44,9 @@ def rank_meshes(plan: RunPlan) -> list[Candidate]:
         else:
             mesh_plan = plan_serving(part.settings, plan.shapes, mesh, plan.hardware)
         ranking.append(Candidate(tuple(mesh.sizes.values()), mesh_plan))
-    ranking.sort(key=lambda one: (not one.plan.fits, _cost(one.plan), one.plan.memory.total))
+    ranking.sort(
+        key=lambda one: (not one.plan.fits, get_token_seconds(one.plan), one.plan.memory.total)
+    )
     best = ranking[0]
     return [best, *(Candidate(c.dims, c.plan, _why(c.plan, best.plan)) for c in ranking[1:])]
 
@@ -57,7 +60,7 @@ def candidates(plan: RunPlan, part: TrainingPlan | ServingPlan) -> Iterator[Plan
     run, shapes = plan.run, plan.shapes
     for sizes in _factor_count(plan.hardware.count, len(part.mesh.sizes)):
         mesh = build_mesh(run, plan.hardware.count, sizes)
-        if _divides(mesh, shapes, part):
+        if can_use_mesh(mesh, shapes, part.settings):
             yield mesh
 
 
@@ -73,20 +76,21 @@ def _factor_count(count: int, axes: int) -> Iterator[tuple[int, ...]]:
             yield (sizes[0], quotient, *sizes[1:])
 
 
-def _divides(mesh: PlanMesh, shapes: ModelShapes, part: TrainingPlan | ServingPlan) -> bool:
+def can_use_mesh(mesh: PlanMesh, shapes: ModelShapes, settings: Training | Serving) -> bool:
+    """Return whether the axes of a mesh divide what they split; see `candidates`."""
     axis = mesh.axis
     tp, ep = mesh.ways(axis.tensor_parallel_axis), mesh.ways(axis.expert_parallel_axis)
     sp = mesh.ways(axis.sequence_parallel_axis)
     experts = next((t.shape[0] for t in shapes.tensors if t.axes[:1] == ("expert",)), 1)
     if shapes.heads % tp or shapes.kv_heads % tp or experts % ep:
         return False
-    if isinstance(part, TrainingPlan):
+    if isinstance(settings, Training):
         batch = mesh.ways(axis.batch_axis)
-        return part.settings.microbatch % batch == 0 and part.settings.length % sp == 0
+        return settings.microbatch % batch == 0 and settings.length % sp == 0
     return sp == 1 and mesh.ways(axis.fully_sharded_data_parallel_axis) == 1
 
 
-def _cost(plan: TrainingPlan | ServingPlan) -> float:
+def get_token_seconds(plan: TrainingPlan | ServingPlan) -> float:
     """Return the seconds of a token over all devices."""
     if isinstance(plan, TrainingPlan):
         return plan.time.step / plan.time.tokens
@@ -96,7 +100,7 @@ def _cost(plan: TrainingPlan | ServingPlan) -> float:
 def _why(plan: TrainingPlan | ServingPlan, best: TrainingPlan | ServingPlan) -> str:
     if not plan.fits and best.fits:
         return f"does not fit: {-plan.memory.free / GIB:.1f} GiB too much"
-    slower = _cost(plan) / _cost(best)
+    slower = get_token_seconds(plan) / get_token_seconds(best)
     if slower > 1.005:
         bound = plan.time.bound
         part = {"compute": "repeated work", "memory": "memory traffic"}.get(

@@ -67,7 +67,7 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
             "close": is_close(plan.training.memory),
             "largest_microbatch": most.rows,
             "longest_sequence": most.length,
-            "changes": [vars(change) for change in list_changes(plan, candidates[0])],
+            "changes": [*map(vars, list_changes(plan, plan.training, candidates))],
         }
     if plan.serving is not None:
         engine = plan.serving.engine
@@ -80,6 +80,9 @@ def to_dict(plan: RunPlan, compiled: Mapping[str, Any] | None = None) -> dict[st
             "concurrent_requests": engine.concurrent,
             "cached_tokens": engine.cached_tokens,
             "replicas": engine.replicas,
+            "changes": [*map(vars, list_changes(plan, plan.serving, candidates))]
+            if plan.training is None
+            else [],
         }
     out["meshes"] = [_mesh(candidate, names) for candidate in candidates]
     if compiled is not None:
@@ -180,7 +183,10 @@ def _format_part(name: str, part: Mapping[str, Any]) -> list[str]:
     out.append(_verdict(memory) + (_margin(part) if name == "training" else ""))
     if part.get("close"):
         out.append(f"  {CLOSE_TEXT}")
-    for change in part.get("changes", ())[:3] if not memory["fits"] else ():
+    changes = part.get("changes", ()) if not memory["fits"] else ()
+    if changes and not any(change["fits"] for change in changes):
+        out.append("  no change fits, also not three together; those that save memory:")
+    for change in changes[:SHOWN]:
         out.append("  " + change_text(change))
     if name == "training":
         out.append(

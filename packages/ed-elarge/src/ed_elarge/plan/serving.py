@@ -15,6 +15,7 @@ from ed_infra.errors import ConfigError
 from ed_elarge.plan.devices import DeviceKind
 from ed_elarge.plan.memory import MemoryParts
 from ed_elarge.plan.mesh import PlanMesh
+from ed_elarge.plan.quantized import count_dequantized_values, count_weight_bytes
 from ed_elarge.plan.settings import Serving
 from ed_elarge.plan.tensors import DTYPE_SIZES, CacheShape, ModelShapes, PlanTensor
 
@@ -92,11 +93,14 @@ def plan_engine(
         for name, members in groups.items()
     }
     weights = sum(
-        DTYPE_SIZES[t.dtype or settings.param_dtype] * mesh.shard(t) for t in shapes.tensors
+        count_weight_bytes(tensor, settings.param_dtype, settings.codes, mesh)
+        for tensor in shapes.tensors
     )
     v, d = shapes.vocabulary, shapes.hidden
     state = seqs * (8 * v + 4 + 4 * d)
     work = workspace(settings, shapes, mesh, tokens=tokens, rows=seqs)
+    dequantized_values = count_dequantized_values(shapes.tensors, settings.codes, mesh)
+    work += DTYPE_SIZES[settings.dtype] * dequantized_values
     most = {
         name: min(pages * seqs, (2**31 - 1) // options.page_size) for name, pages in needed.items()
     }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ed_esurge.config import EngineConfig
 from ed_infra.errors import ConfigError
+from ed_infra.specs import KEPT_CODES, EasyDeLQuantizationConfig
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.groups import GRPOArguments
 
@@ -13,6 +15,7 @@ from ed_elarge.building.dtypes import plan_param_dtype
 from ed_elarge.config.adaptation import LoraSection
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.engine.options import add_rollout_defaults
+from ed_elarge.plan.quantized import PlannedCodes
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Serving:
         dtype, param_dtype: dtypes of the computation and of the stored parameters.
         kv_dtype: dtype of keys and values.
         kv_group: numbers of a head that share a scale, for 8-bit keys and values; None = all.
+        codes: format of quantized weights; None = they have the parameter dtype.
     """
 
     options: EngineConfig
@@ -61,6 +65,7 @@ class Serving:
     param_dtype: str
     kv_dtype: str
     kv_group: int | None
+    codes: PlannedCodes | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class Training:
         token_arrays: arrays of a batch with one value for each token.
         forwards: forward passes without gradient for each row, in the step or before it.
         engine: settings of the engine that samples; None = no samples.
+        codes: format of the quantized base of adapters; None = it has the parameter dtype.
     """
 
     arguments: TrainingArguments
@@ -99,6 +105,7 @@ class Training:
     token_arrays: tuple[str, ...] = _TOKEN_ARRAYS
     forwards: float = 0.0
     engine: Serving | None = None
+    codes: PlannedCodes | None = None
 
     @property
     def microbatch(self) -> int:
@@ -135,8 +142,6 @@ def training(run: RunConfig) -> Training:
             f"elarge plan knows the train step of {', '.join(STEP_FORMS)}, and trainer_type is "
             f"{run.method!r}"
         )
-    if run.weight_format is not None:
-        raise ConfigError("elarge plan does not know quantized weights: omit quantization.model")
     if arguments.quantization_mode is not None:
         raise ConfigError("elarge plan does not know quantization_mode: omit it")
     if run.lora is not None and run.lora.name_or_path is not None:
@@ -173,6 +178,7 @@ def training(run: RunConfig) -> Training:
         token_arrays=token_arrays(arguments),
         forwards=_forwards(arguments, reads and not ahead),
         engine=_sampling(run, arguments) if isinstance(arguments, GRPOArguments) else None,
+        codes=plan_codes(run),
     )
 
 
@@ -212,8 +218,6 @@ def serving(run: RunConfig) -> Serving:
     Raises:
         ConfigError: the weights are quantized, or a draft model or adapters are served.
     """
-    if run.weight_format is not None:
-        raise ConfigError("elarge plan does not know quantized weights: omit quantization.model")
     options = run.esurge
     for name in ("max_loras", "speculative_config"):
         if getattr(options, name):
@@ -224,4 +228,33 @@ def serving(run: RunConfig) -> Serving:
     group = None
     if cache is not None:
         dtype, group = str(cache.dtype), cache.group_size
-    return Serving(options, loader.dtype, loader.param_dtype, dtype, group)
+    codes = plan_codes(run)
+    return Serving(options, loader.dtype, loader.param_dtype, dtype, group, codes)
+
+
+def plan_codes(run: RunConfig) -> PlannedCodes | None:
+    """Return the format of the weights that a run quantizes, or None.
+
+    Raises:
+        ConfigError: the format keeps the codes of a file, or weights are trained in a format.
+    """
+    section = run.weight_format
+    if section is None:
+        return None
+    if section.simulate:
+        raise ConfigError(
+            "elarge plan does not know training in a format (simulate): omit quantization.model"
+        )
+    keys: dict[str, Any] = {
+        "group_size": section.group_size,
+        "double_quantization": section.double_quantization,
+    }
+    if section.pattern is not None:
+        keys["pattern"] = section.pattern
+    spec = EasyDeLQuantizationConfig(section.quantization_method, **keys)
+    if spec.dtype in KEPT_CODES:
+        raise ConfigError(
+            f"elarge plan does not read the codes of a GGUF file, and quantization_method is "
+            f"{spec.dtype}: plan with nf4, int4 or int8 instead, whose codes have 4 or 8 bits"
+        )
+    return PlannedCodes(spec.dtype, spec.group_size, spec.double_quantization, spec.pattern)

@@ -15,6 +15,7 @@ from ed_infra.sharding.axes import split_mesh_axes
 
 from ed_elarge.plan.devices import Hardware
 from ed_elarge.plan.mesh import PlanMesh
+from ed_elarge.plan.quantized import compute_mean_size
 from ed_elarge.plan.settings import Serving, Training
 from ed_elarge.plan.tensors import DTYPE_SIZES, ModelShapes
 from ed_elarge.plan.training import PlannedStep
@@ -87,7 +88,7 @@ def estimate_training(
     ways = _ways_of_work(settings, mesh)
     flops = (model + redone) / ways
     peak = device.bf16 if DTYPE_SIZES[settings.dtype] == 2 else device.bf16 / 2
-    size = DTYPE_SIZES[settings.param_dtype]
+    size = compute_mean_size(shapes.tensors, settings.param_dtype, settings.codes, mesh)
     shard = sum(mesh.shard(t) for t in shapes.tensors)
     moved = (
         2 * memory.arguments
@@ -132,14 +133,15 @@ def estimate_decoding(
         mesh.count_gathered_values(t) * t.layers for t in shapes.tensors if not t.is_table
     )
     used = min(1.0, _experts_read(shapes, seqs))
-    moved = gathered * used * DTYPE_SIZES[settings.param_dtype] + seqs * context * token_bytes
+    stored = compute_mean_size(shapes.tensors, settings.param_dtype, settings.codes, mesh)
+    moved = gathered * used * stored + seqs * context * token_bytes
     tp = mesh.axis.tensor_parallel_axis
     traffic = {}
     if (n := mesh.ways(tp)) > 1:
         traffic[tp] = 2 * shapes.layers * seqs * shapes.hidden * size * 2 * (n - 1) / n
     fsdp = mesh.axis.fully_sharded_data_parallel_axis
     if (n := mesh.ways(fsdp)) > 1:
-        traffic[fsdp] = gathered * DTYPE_SIZES[settings.param_dtype] * (n - 1) / n
+        traffic[fsdp] = gathered * stored * (n - 1) / n
     seconds = {"compute": flops / device.bf16, "memory": moved / device.bandwidth}
     seconds |= {
         axis: sent_bytes / rate(axis, mesh, hardware) for axis, sent_bytes in traffic.items()
@@ -178,7 +180,8 @@ def _ways_of_work(settings: Training, mesh: PlanMesh) -> int:
 def _training_traffic(settings: Training, shapes: ModelShapes, mesh: PlanMesh) -> dict[str, float]:
     """Return the bytes that a device sends along each mesh axis in an optimizer step."""
     axis, parts = mesh.axis, settings.accumulation
-    size, stored = DTYPE_SIZES[settings.dtype], DTYPE_SIZES[settings.param_dtype]
+    size = DTYPE_SIZES[settings.dtype]
+    stored = compute_mean_size(shapes.tensors, settings.param_dtype, settings.codes, mesh)
     tokens = mesh.activation(("batch", "sequence"), (settings.sequences, settings.length))
     traffic: dict[str, float] = {}
 

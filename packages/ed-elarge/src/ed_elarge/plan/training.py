@@ -15,6 +15,7 @@ from ed_elarge.plan.activations import LayerValues
 from ed_elarge.plan.buffers import ACCELERATOR, Buffers
 from ed_elarge.plan.mesh import PlanMesh
 from ed_elarge.plan.optimizer import Moments
+from ed_elarge.plan.quantized import count_dequantized_values, count_weight_bytes
 from ed_elarge.plan.settings import ROW_ARRAYS, Training
 from ed_elarge.plan.tensors import DTYPE_SIZES, ModelShapes, PlanTensor
 
@@ -69,7 +70,10 @@ def step(
     moments = Moments(settings.arguments, settings.param_dtype, mesh)
     adapter_moments = Moments(settings.arguments, "float32", mesh)
     parts: dict[str, int] = dict.fromkeys(_ARGUMENTS, 0)
-    parts["parameters"] = sum(_bytes(t, settings.param_dtype) * mesh.shard(t) for t in base)
+    codes = settings.codes
+    parts["parameters"] = sum(
+        count_weight_bytes(t, settings.param_dtype, codes, mesh) for t in base
+    )
     parts["reference"] = parts["parameters"] if settings.has_copy and settings.refers else 0
     parts["adapters"] = sum(4 * mesh.shard(t) for t in added)
     for tensor in trained:
@@ -111,6 +115,7 @@ def step(
     weights = 4 * _largest_layer(shapes.tensors, mesh)
     scattered = buffers.scattered * (settings.lora is None)
     layer = max(inner + buffers.weights * weights, scattered * weights + 4 * stream) + copies
+    layer += size * count_dequantized_values(shapes.tensors, codes, mesh)
     layer += buffers.experts * size * _experts(shapes.tensors, mesh)
     # The activations no longer exist when the gradients of the tables are added.
     outside = sum(4 * mesh.shard(t) for t in trained if ".layers." not in t.name)
