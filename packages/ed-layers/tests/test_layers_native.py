@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from ed_infra.logging import forget_said
 from ed_layers.cache.sharded import scatter
-from ed_layers.native import argmax, library, products, split
+from ed_layers.native import library, products, rows, split
 from ed_layers.native.build import LEVELS, CannotBuild, build
 from ed_layers.projections.dot import Transposed, combine_products, dot
 from ed_layers.quantization import encode
@@ -304,9 +304,9 @@ def test_first_largest_of_rows_is_exact(n, v, levels, seed) -> None:
     x = np.random.default_rng(seed).integers(-levels, levels, (n, v)).astype(np.float32)
     x[x == levels - 1] = np.inf
     x[0, : v // 2] = -np.inf
-    np.testing.assert_array_equal(argmax.find_argmax(jnp.asarray(x)), x.argmax(axis=1))
+    np.testing.assert_array_equal(rows.find_argmax(jnp.asarray(x)), x.argmax(axis=1))
     x[-1] = np.nan
-    *found, with_nan = argmax.find_argmax(jnp.asarray(x)).tolist()
+    *found, with_nan = rows.find_argmax(jnp.asarray(x)).tolist()
     assert found == x[:-1].argmax(axis=1).tolist() and 0 <= with_nan < v
 
 

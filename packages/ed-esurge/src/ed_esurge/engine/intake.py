@@ -237,12 +237,13 @@ def check_request_keywords(options: Mapping[str, object]) -> None:
     Raises:
         KeywordError: an option is unknown; the message names `SamplingParams` for its options.
     """
-    if options:
+    known_options = RequestOptions.__annotations__
+    if not known_options.keys() >= options.keys():
         sampling = {
             name: f"it is an option of the sampling: use SamplingParams({name}=...)"
             for name in SamplingParams.model_fields
         }
-        refuse_keywords("a request", options, RequestOptions.__annotations__, sampling)
+        refuse_keywords("a request", options, known_options, sampling)
 
 
 def list_prompts(prompts: Any) -> list[PromptInput]:

@@ -139,11 +139,11 @@ class PagedCache:
 
         def put(pages: Numbers, at: At) -> Numbers:
             def scatter(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
-                if native.row_writes.takes(array):
+                if native.rows.puts_natively(array):
                     # A token is a row of its page.
                     first = (at[0] if at else 0) * tokens_of_layer
                     rows = jnp.where(real, first + slots, -1)
-                    return native.row_writes.put(array, rows, tokens, axes=len(at) + 2)
+                    return native.rows.put_native_rows(array, rows, tokens, axes=len(at) + 2)
                 between = (slice(None),) * 3 if slot_axis == array.ndim - 1 else ()  # of scales
                 return array.at[(*at, page, *between, offset)].set(tokens, mode="drop")
 

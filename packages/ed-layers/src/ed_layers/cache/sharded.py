@@ -86,7 +86,7 @@ def scatter(numbers: Numbers, new: jax.Array, slots: jax.Array, *at: Layer) -> N
     indices = jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in at), slots], axis=-1)
 
     def put(array: jax.Array, tokens: jax.Array, slot_axis: int) -> jax.Array:
-        if native.row_writes.takes(array):
+        if native.rows.puts_natively(array):
             return put_rows(array, tokens, slots, at)
         indexed = (*range(lead), slot_axis)
         # Rows are a batching dimension, so that rows on several devices are written in place.
@@ -110,4 +110,6 @@ def put_rows(array: jax.Array, tokens: jax.Array, slots: Int[Array, "b s"], at: 
     rows = (layer * b + jnp.arange(b))[:, None, None] * g + jnp.arange(g)
     index = jnp.where((slots >= 0) & (slots < t), slots, -1)[..., None]
     index = jnp.where(index < 0, -1, rows * t + index)
-    return native.row_writes.put(array, index.reshape(-1), tokens.reshape(-1, k), axes=len(at) + 3)
+    return native.rows.put_native_rows(
+        array, index.reshape(-1), tokens.reshape(-1, k), axes=len(at) + 3
+    )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ed_layers.fixed_order import KernelChoice as KernelChoice
     from ed_layers.fixed_order import chosen_by as chosen_by
     from ed_layers.native import products as products
-    from ed_layers.native import row_writes as row_writes
+    from ed_layers.native import rows as rows
     from ed_layers.native.library import describe as describe
     from ed_layers.native.library import require_fixed_order as require_fixed_order
     from ed_layers.native.products import product as product
@@ -29,6 +29,6 @@ __getattr__, __dir__, __all__ = attach(
         "product": "ed_layers.native.products",
         "product_of_codes": "ed_layers.native.products",
         "products": "ed_layers.native.products:*",
-        "row_writes": "ed_layers.native.row_writes:*",
+        "rows": "ed_layers.native.rows:*",
     },
 )

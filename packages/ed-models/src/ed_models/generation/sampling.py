@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from ed_layers.native import argmax
+from ed_layers.native import rows
 from jaxtyping import Array, Bool, Float, Int, Key
 
 
@@ -31,8 +31,8 @@ def first_argmax(logits: Float[Array, "b v"]) -> Int[Array, " b"]:
 
     The index of a row with NaN is arbitrary.
     """
-    if argmax.takes(logits):
-        return argmax.find_argmax(logits)
+    if rows.finds_argmax(logits):
+        return rows.find_argmax(logits)
     b, v = logits.shape
     if v % _BLOCK == 0 and v >= _BLOCK**2:
         # A large vocabulary is read once, for the maxima of its blocks.
