@@ -8,9 +8,11 @@ the sum of the gradients of devices with different tokens.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ed_elarge.plan import adapters
+from ed_elarge.config.adaptation import LoraSection
 from ed_elarge.plan.activations import LayerValues
 from ed_elarge.plan.buffers import ACCELERATOR, Buffers
 from ed_elarge.plan.mesh import PlanMesh
@@ -65,7 +67,7 @@ def step(
         buffers: temporary values of the backend that compiles the step.
     """
     base = list(shapes.tensors)
-    added = [*adapters.of(settings.lora, base)] if settings.lora is not None else []
+    added = [*iterate_adapter_tensors(settings.lora, base)] if settings.lora is not None else []
     trained = added or base
     moments = Moments(settings.arguments, settings.param_dtype, mesh)
     adapter_moments = Moments(settings.arguments, "float32", mesh)
@@ -169,3 +171,44 @@ def _largest_layer(tensors: tuple[PlanTensor, ...], mesh: PlanMesh) -> int:
 def _experts(tensors: tuple[PlanTensor, ...], mesh: PlanMesh) -> int:
     """Return the values of one layer's experts on a device."""
     return sum(mesh.shard(t) // t.layers for t in tensors if t.axes[:1] == ("expert",))
+
+
+#: Layers of a specification without targets.
+_ALL_LINEAR = r"^(?!lm_head$|score$)"
+
+
+def iterate_adapter_tensors(
+    section: LoraSection, tensors: Sequence[PlanTensor]
+) -> Iterator[PlanTensor]:
+    """Yield the matrices A and B of every adapted layer, and the lengths of DoRA."""
+    patterns = [re.compile(pattern) for pattern in section.targets or (_ALL_LINEAR,)]
+    for tensor in tensors:
+        layer, _, last = tensor.name.rpartition(".")
+        if last not in ("kernel", "embedding") or layer.endswith(".gate") or len(tensor.shape) < 2:
+            continue
+        if section.targets is None and (last != "kernel" or len(tensor.shape) > 2):
+            continue  # without targets: linear layers alone
+        if any(_matches(pattern, layer, tensor.layers) for pattern in patterns):
+            yield from _adapter(section, tensor, layer)
+
+
+def _matches(pattern: re.Pattern[str], layer: str, count: int) -> bool:
+    """Return whether a pattern matches the name of a layer, with the number of its first layer."""
+    name = layer.replace("*", "0")
+    return bool(pattern.search(name) or pattern.search(name.replace(".", "/"))) and count > 0
+
+
+def _adapter(section: LoraSection, tensor: PlanTensor, layer: str) -> Iterator[PlanTensor]:
+    *lead, inputs, outputs = tensor.shape
+    *lead_axes, input_axis, output_axis = tensor.axes
+    shared = {"layers": tensor.layers, "dtype": "float32", "adapter": True}
+    rank = section.rank
+    yield PlanTensor(
+        f"{layer}.lora_a", (*lead, inputs, rank), (*lead_axes, input_axis, None), **shared
+    )
+    yield PlanTensor(
+        f"{layer}.lora_b", (*lead, rank, outputs), (*lead_axes, None, output_axis), **shared
+    )
+    if section.dora:
+        name = f"{layer}.lora_magnitude"
+        yield PlanTensor(name, (*lead, outputs), (*lead_axes, output_axis), **shared)
