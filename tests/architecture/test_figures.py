@@ -66,7 +66,7 @@ def test_figures_of_the_packages_do_not_grow() -> None:
     assert sum(map(figures.count_any, files)) <= 290, "annotations `: Any`"
     assert sum(text.count(figures.IGNORED) for text in files) <= 30, "comments `type: ignore`"
     assert len(figures.list_repeated_names(texts())) <= 48, "public names in several modules"
-    assert sum(text.count("\n") < 60 for text in files) <= 155, "files below 60 lines"
+    assert sum(text.count("\n") < 60 for text in files) <= 153, "files below 60 lines"
 
 
 def test_one_place_declares_an_option_of_the_server() -> None:
@@ -114,7 +114,7 @@ def test_unclear_names_are_participles_adjectives_and_relations() -> None:
 @pytest.mark.parametrize(
     ("walk", "ceiling"),
     [
-        *[("row", 30), ("forward", 38), ("chat", 27), ("engine", 28), ("image", 36)],
+        *[("row", 30), ("forward", 38), ("chat", 27), ("engine", 26), ("image", 35)],
         *[("dpo", 11), ("grpo", 14), ("learning_rate", 10)],
     ],
 )

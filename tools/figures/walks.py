@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType, MappingProxyType, SimpleNamespace
@@ -114,11 +114,18 @@ def trace_rate(walk: Walk) -> dict[str, list[str]]:
 
     A function carries the rate if it returns the rate, stores the rate in its object, or passes the
     rate to a function that carries it or is one of `RATE_READERS`. The rate may be a number, part
-    of a text or of nested values, or a field of options.
+    of a text or of nested values, or a field of options. After options have the rate, a text only
+    describes the run, so that functions of such texts do not count.
     """
     files: dict[str, dict[str, None]] = defaultdict(dict)
     calls: list[tuple[FrameType, bool]] = []  # and whether the function receives the rate
     passing: set[FrameType] = set()
+    forms: set[type] = {float, str}  # the types of values that have the rate
+
+    def has_value(value: object) -> bool:
+        if BaseModel not in forms and has_rate(value, {BaseModel}):
+            forms.symmetric_difference_update({str, BaseModel})
+        return has_rate(value, forms)
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         file, code = get_file(frame), frame.f_code
@@ -126,14 +133,14 @@ def trace_rate(walk: Walk) -> dict[str, list[str]]:
             return
         if event == "call":
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            calls.append((frame, any(has_rate(frame.f_locals.get(name)) for name in names)))
+            calls.append((frame, any(has_value(frame.f_locals.get(name)) for name in names)))
             return
         while calls and calls[-1][0] is not frame:
             calls.pop()
         receives = bool(calls) and calls.pop()[1]
         reads = code.co_name in RATE_READERS and file.startswith("ed_trainers/optimizers/")
-        stores = receives and has_rate(list(get_attributes(frame.f_locals.get("self")).values()))
-        if not (reads or stores or frame in passing or has_rate(argument)):
+        stores = receives and has_value(list(get_attributes(frame.f_locals.get("self")).values()))
+        if not (reads or stores or frame in passing or has_value(argument)):
             return
         files[file].setdefault(code.co_qualname)
         if receives and calls:
@@ -151,18 +158,25 @@ def trace_rate(walk: Walk) -> dict[str, list[str]]:
     return {file: list(functions) for file, functions in files.items()}
 
 
-def has_rate(value: object, depth: int = 3) -> bool:
-    """Return whether a value is or contains `RATE`."""
+def has_rate(value: object, forms: Collection[type], depth: int = 3) -> bool:
+    """Return whether a value is or contains `RATE`.
+
+    Args:
+        value: any value.
+        forms: `float` if a number may be the rate, `str` if a text may contain the rate,
+            `BaseModel` if options may.
+        depth: number of nested lists.
+    """
     if isinstance(value, float):
-        return value == RATE
+        return float in forms and value == RATE
     if isinstance(value, str):
-        return str(RATE) in value
+        return str in forms and str(RATE) in value
     if isinstance(value, BaseModel):
-        return getattr(value, "learning_rate", None) == RATE
+        return BaseModel in forms and getattr(value, "learning_rate", None) == RATE
     values = list(value.values()) if type(value) is dict else value
     if not isinstance(values, list | tuple) or not depth:
         return False
-    return any(has_rate(item, depth - 1) for item in values)
+    return any(has_rate(item, forms, depth - 1) for item in values)
 
 
 def get_attributes(value: object) -> dict[str, object]:
