@@ -39,6 +39,15 @@ def accept(**fields):
             )
         ),
         ({"attn_mechanism": "vanilla", "decode_attn_mechanism": None}, {}),
+        ({"model_type": "cohere", "sliding_window_pattern": 4}, {"model_type": "cohere2"}),
+        ({"model_type": "cohere", "layer_types": ["full_attention"]}, {"model_type": "cohere2"}),
+        ({"model_type": "cohere", "layer_types": None}, {}),
+        ({"image_token_index": 9, "image_token_id": 262144}, {"image_token_id": None}),
+        ({"image_token_id": 9}, {}),
+        (
+            {"text_config": {"model_type": "cohere", "sliding_window_pattern": 4}},
+            {"text_config": {"model_type": "cohere2", "sliding_window_pattern": 4}},
+        ),
         (
             {"quantization_config": {"dtype": "int8", "bits": None, "jax_native": False}},
             {"quantization_config": {"dtype": "int8"}},

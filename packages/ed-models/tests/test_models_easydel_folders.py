@@ -59,6 +59,19 @@ GATE, UP, DOWN = values(2, 4, 3), values(2, 4, 3), values(2, 3, 4)
         ("gpt2", "transformer.wte.embedding", EMBEDDING, {"transformer.wte.weight": EMBEDDING}),
         ("mamba", "b.conv1d.kernel", CONVOLUTION, {"b.conv1d.weight": CONVOLUTION.T}),
         ("mamba", "b.mixer.A_log", EMBEDDING, {"b.mixer.A_log": EMBEDDING}),
+        (
+            "clip",
+            "m.mm_input_projection_weight",
+            KERNEL,
+            {"m.mm_input_projection_weight": KERNEL.T},
+        ),
+        (
+            "aya_vision",
+            "h.attention.in_proj_weight",
+            KERNEL,
+            {"h.attention.in_proj_weight": KERNEL.T},
+        ),
+        ("llama", "m.scale_weight", NORM, {"m.scale_weight": NORM}),
         ("clip", "e.p.kernel", PATCHES, {"e.p.weight": PATCHES.transpose(3, 2, 0, 1)}),
         (
             "mixtral",

@@ -33,6 +33,8 @@ _BLOCKS = {"q_blocksize": "block_q", "kv_blocksize": "block_k"}
 #: Fields of a quantization that only select a kernel.
 _KERNEL_FIELDS = ("jax_native", "runtime_dtype")
 _AFFINE = {4: "int4", 8: "int8"}
+#: Fields of Cohere 2 that Cohere lacks.
+_COHERE2_FIELDS = ("layer_types", "sliding_window_pattern")
 _SIZES = {"mxfp4": 32, "mxfp8": 32}
 
 
@@ -55,6 +57,10 @@ def convert_easydel_values(stored: Mapping[str, Any], location: str) -> dict[str
 
 def _convert(stored: Mapping[str, Any], remarks: dict[str, None]) -> dict[str, Any]:
     fields = dict(stored)
+    if fields.get("model_type") == "cohere" and any(fields.get(name) for name in _COHERE2_FIELDS):
+        fields["model_type"] = "cohere2"  # EasyDeL writes the type of Cohere for Cohere 2
+    if fields.get("image_token_index") is not None:
+        fields.pop("image_token_id", None)  # of Gemma 3: a default, which EasyDeL does not read
     reset = [name for name in MACHINE_FIELDS if _is_changed(name, fields.pop(name, None))]
     if "sharding_axis_names" in reset:
         fields.pop("partition_axis", None)  # it names axes of this mesh

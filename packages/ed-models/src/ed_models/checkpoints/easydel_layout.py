@@ -40,6 +40,9 @@ _COMMON: tuple[Rule, ...] = (
     Rule("{path}.kernel", "{path}.weight", _kernel),
     Rule("{path}.scale", "{path}.weight", equal),
     Rule("{path}.embedding", "{path}.weight", equal),
+    # EasyDeL transposes each tensor with "weight" in its name, also those that no layer contains,
+    # such as `in_proj_weight` and `mm_input_projection_weight`. Their names stay.
+    Rule("{path}_weight", "{path}_weight", _kernel),
     Rule("{path}", "{path}", equal),
 )
 _GATE_UP = ("{path}.experts.gate_proj", "{path}.experts.up_proj")

@@ -67,9 +67,10 @@ class Qwen3VLTextModel(Decoder):
     layer_class = Qwen3VLTextDecoderLayer
 
     def rope_settings(self):
-        alternating = {"mrope_interleaved": True}
+        # The sections of a configuration without them, as in transformers.
+        sections, alternating = {"mrope_section": [24, 20, 20]}, {"mrope_interleaved": True}
         return {
-            kind: replace(settings, parameters={**settings.parameters, **alternating})
+            kind: replace(settings, parameters={**sections, **settings.parameters, **alternating})
             for kind, settings in super().rope_settings().items()
         }
 
