@@ -89,7 +89,7 @@ def test_flops_of_a_token_equal_the_count_of_its_products(model: Any) -> None:
     config = model.config
     arrays = [x for x in jax.tree.leaves(model.params) if x.ndim == 2]
     matrices = sum(x.size for x in arrays) - config.vocab_size * config.hidden_size
-    attention = 2 * config.num_hidden_layers * config.hidden_size * 16
+    attention = 4 * config.num_hidden_layers * config.hidden_size * 16
     assert model.flops_per_token(16) == 2 * matrices + attention
     assert model.flops_per_token(16, include_backward=True) == 3 * model.flops_per_token(16)
     head = config.vocab_size * config.hidden_size

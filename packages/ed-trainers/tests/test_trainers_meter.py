@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 from ed_infra.errors import ConfigError
 from ed_layers.quantization import quantize
+from ed_models.base.flops import count_token_flops
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_models.families.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from ed_trainers import EasyDeLState, SFTArguments, SFTTrainer
 from ed_trainers.figures import progress
-from ed_trainers.figures.flops import PEAKS, known_peak, matrix_parameters, utilization
+from ed_trainers.figures.flops import PEAKS, known_peak, utilization
 from ed_trainers.figures.meter import ACTIVITIES, Meter, peak_memory
 from ed_trainers.figures.metrics import read_metrics
 from ed_trainers.figures.sinks import Buffered
@@ -94,6 +95,11 @@ def llama(**given):
     return LlamaForCausalLM.create(LlamaConfig(**{**sizes, **given}))
 
 
+def matrix_parameters(state, config):
+    flops = count_token_flops(state.graphstate, state.graphother, config)
+    return flops.trained, flops.frozen
+
+
 @pytest.mark.nightly
 @pytest.mark.proves("peak_flops_per_device")
 def test_utilization_follows_palm_flops_formula():
@@ -103,6 +109,7 @@ def test_utilization_follows_palm_flops_formula():
     assert matrix_parameters(EasyDeLState.create(model=model), model.config) == (matrices, 0)
     counted = utilization(EasyDeLState.create(model=model), model.config, length=10, peak=1e6)
     assert counted.per_token == 6 * matrices + 12 * 3 * 16 * 10
+    assert counted.per_token == model.flops_per_token(10, include_backward=True)
     assert counted.of(100.0) == pytest.approx(100 * counted.per_token / 1e6)
     assert f"6 x {matrices:,} parameters that learn + 12 x 48 features" in counted.formula
     frozen = EasyDeLState.create(model=model, trainable=[("o_proj", True)])

@@ -286,25 +286,19 @@ class ParameterConversions:
         include_loss: bool = True,
         include_backward: bool = False,
     ) -> float:
-        """Return the floating-point operations of a token, of matrix products and attention.
-
-        A parameter of a matrix needs two operations of a token, a position of attention four
-        operations of each value of the heads. A backward pass needs twice as many.
+        """Return the floating-point operations of a token; see `ed_models.base.flops`.
 
         Args:
             sequence_length: tokens of a sequence; None = the largest number of positions.
             include_loss: whether to count the head.
-            include_backward: whether to add the backward pass.
+            include_backward: whether to add the backward pass, in which all parameters are trained.
         """
+        from ed_models.base.flops import count_token_flops  # read by this method only
+
         config = self.config.get_text_config()
         length = sequence_length or getattr(config, "max_position_embeddings", 0)
-        embedding = getattr(self.get_embedding(), "embedding", None)
-        table = 0 if embedding is None or getattr(self, "is_tied", False) else embedding.size
-        matrices = sum(x.size for x in jax.tree.leaves(self.params) if x.ndim >= 2) - table
+        flops = count_token_flops(self.params, None, self.config)
         if not include_loss and hasattr(self, "head"):
-            matrices -= config.hidden_size * config.vocab_size
-        head_dim = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
-        width = config.num_hidden_layers * config.num_attention_heads * head_dim
-        return (2.0 * matrices + 4.0 * width * length / 2) * (3 if include_backward else 1)
+            head = config.hidden_size * config.vocab_size
+            flops = flops._replace(trained=flops.trained - head)
+        return flops.count_training(length) if include_backward else flops.count_forward(length)

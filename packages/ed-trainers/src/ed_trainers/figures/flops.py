@@ -1,22 +1,14 @@
 """Model FLOPs utilization: the share of the devices' peak that the arithmetic of a run uses.
 
-The formula is that of PaLM (Chowdhery et al. 2022, appendix B). Each parameter of a matrix and each
-token count two FLOPs forward, two for the gradient of the input, and two for the gradient of the
-parameter if it is trained. Attention counts 12 FLOPs per layer, feature of the heads and token of
-the row. Recomputation in the backward pass does not count.
+`ed_models.base.flops` has the formula for the FLOPs of a token.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 from ed_infra.config import EasyDeLBaseConfig
-from ed_infra.parameter_names import canonical, normalize_parameter_name, parse_run
-from ed_layers.quantization import QuantParam
-from flax import nnx
 
-from ed_trainers.optimizers.per_array import EXPERT, logical_axes
 from ed_trainers.state import EasyDeLState
 
 #: Peak of one device in dense bfloat16, FLOP/s, by the beginning of jax's `device_kind`; the
@@ -72,13 +64,15 @@ def utilization(
     peak = known_peak(device.device_kind) if peak is None else peak
     if peak is None:
         return None
+    from ed_models.base.flops import count_token_flops  # not read without a peak
+
     count = config.mesh.size
-    learning, frozen = matrix_parameters(state, config)
-    width = attention_width(config)
-    per_token = 6.0 * learning + 4.0 * frozen + 12.0 * width * length
-    parts = [f"6 x {learning:,.0f} parameters that learn"]
-    parts += [f"4 x {frozen:,.0f} frozen ones"] if frozen else []
-    parts += [f"12 x {width:,} features of heads x {length:,} tokens"] if width else []
+    flops = count_token_flops(state.graphstate, state.graphother, config)
+    per_token = flops.count_training(length)
+    parts = [f"6 x {flops.trained:,.0f} parameters that learn"]
+    parts += [f"4 x {flops.frozen:,.0f} frozen ones"] if flops.frozen else []
+    if flops.width:
+        parts += [f"12 x {flops.width:,} features of heads x {length:,} tokens"]
     formula = (
         f"mfu = ({' + '.join(parts)}) FLOP/token x tokens_per_second / "
         f"({count} x {peak:.3g} FLOP/s of {device.device_kind})"
@@ -90,56 +84,3 @@ def known_peak(device_kind: str) -> float | None:
     """Return the peak of a device, FLOP/s; None for an unknown kind."""
     fits = [name for name in PEAKS if device_kind.startswith(name)]
     return PEAKS[max(fits, key=len)] if fits else None
-
-
-def matrix_parameters(state: EasyDeLState, config: EasyDeLBaseConfig) -> tuple[float, float]:
-    """Return the number of matrix parameters per token: trained parameters, and frozen parameters.
-
-    A token uses `num_experts_per_tok` experts. An embedding table does not count as a matrix,
-    unless it is also the head.
-    """
-    trees = (state.graphstate, state.graphother)
-    counts = [_count_parameters(tree, config) for tree in trees]
-    has_head = any(heads for _, _, heads in counts)
-    sums = [matrices + (0.0 if has_head else tables) for matrices, tables, _ in counts]
-    return sums[0], sums[1]
-
-
-def _count_parameters(tree: nnx.State, config: EasyDeLBaseConfig) -> tuple[float, float, int]:
-    """Return the parameters of matrices, of embedding tables, and the number of heads."""
-    matrices, tables, heads = 0.0, 0.0, 0
-    flat = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )[0]
-    for path, variable in flat:
-        shape = getattr(variable.get_value(), "shape", ())
-        axes = logical_axes(variable)
-        layers = sum(parse_run(key) is not None for key in normalize_parameter_name(path))
-        experts = axes[:1] == (EXPERT,)
-        if not isinstance(variable, nnx.Param | QuantParam) or len(shape) - layers - experts < 2:
-            continue
-        size = 1.0
-        for n in shape:
-            size *= n
-        if experts:
-            size *= min(
-                getattr(config, "num_experts_per_tok", None) or shape[layers], shape[layers]
-            )
-            size /= shape[layers]
-        name = canonical(path)[0]
-        if axes[:1] == ("vocab",) or name.endswith("embedding"):
-            tables += size
-            continue
-        heads += axes[-1:] == ("vocab",)
-        matrices += size
-    return matrices, tables, heads
-
-
-def attention_width(config: EasyDeLBaseConfig) -> int:
-    """Return the number of features of all heads of all layers; 0 if the configuration lacks it."""
-    layers = getattr(config, "num_hidden_layers", None)
-    heads = getattr(config, "num_attention_heads", None)
-    if not layers or not heads:
-        return 0
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(layers * heads * size)
