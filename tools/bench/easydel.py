@@ -165,7 +165,9 @@ def run_there(run_file: Path, interpreter: str) -> ProgramRun:
     others = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as directory:
         metrics = Path(directory) / "metrics.jsonl"
-        command = [interpreter, str(CHILD), str(run_file), str(metrics)]
+        # Without -P, the folder of the program is searched first, and this file has the same name
+        # as EasyDeL.
+        command = [interpreter, "-P", str(CHILD), str(run_file), str(metrics)]
         environment = {**others, "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
         began, peak, error = _run_process(command, directory, environment)
         lines = _read_lines(metrics)
