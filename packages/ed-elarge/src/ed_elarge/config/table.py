@@ -30,7 +30,7 @@ from ed_elarge.config.action_options import (
     WriteOptions,
 )
 from ed_elarge.config.adaptation import LoraSection, QuantizationSection
-from ed_elarge.config.checks import machine, model_fields, training, unused
+from ed_elarge.config.checks import machine, model_fields, requirements, training, unused
 from ed_elarge.config.other_files import place
 from ed_elarge.config.run_config import Action, RunConfig
 from ed_elarge.config.sections import (
@@ -179,6 +179,7 @@ SECTIONS: dict[str, Section] = {
             training.data_of_trainer,
             training.fixed_reference,
             training.rewards,
+            requirements.check_requirements,
         ),
         machine_checks=(machine.save_directory, machine.reward_functions, machine.trackers),
         unused=unused.find_unused_trainer,

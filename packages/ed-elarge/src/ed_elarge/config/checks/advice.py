@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ed_elarge.config.checks.requirements import read_data_completions
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.errors import Problem
 
@@ -17,6 +18,7 @@ def list_advice(run: RunConfig) -> Iterator[Problem]:
     yield from _unpacked_rows(run)
     yield from _pages(run)
     yield from _nameless_functions(run)
+    yield from read_data_completions(run)
 
 
 def _nameless_functions(run: RunConfig) -> Iterator[Problem]:
