@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ed_infra.errors import CheckpointError, ConfigError
@@ -11,8 +12,10 @@ from ed_models.adapters.lora import has_lora
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import Models
 from ed_trainers.arguments import arguments_class
+from ed_trainers.losses.policy import select_uncertain_tokens
 from ed_trainers.methods import nash_md
-from ed_trainers.methods.gkd import is_on_policy
+from ed_trainers.methods.cpo import shape_rewards
+from ed_trainers.methods.gkd import is_on_policy, separate_conversations
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.online.phase import Phase
 from ed_trainers.roles.value_head import NAME, VALUE_HEAD_FILE, value_head
@@ -253,6 +256,42 @@ def test_gkd_options_select_source_of_completions(toy, tmp_path):
     odd = Batch([[5]] * 8, {"completion": ["7", None] * 4})
     with pytest.raises(ConfigError, match="row 1 has the completion None"):
         phase_of(data).generate(odd, data.weights(), 0)
+
+
+def test_last_answer_of_a_conversation_completes_its_prompt_in_gkd():
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "7 8"}]
+
+    class Chats(Batch):
+        prompts = (chat, "text", chat[:1])
+
+        def with_prompt(self, number, prompt):
+            return [number, len(prompt)]
+
+    rows = separate_conversations(Chats([[5, 6]] * 3, {"name": [1, 2, 3]}))
+    assert rows.prompts == [chat[:1], "text", chat[:1]]
+    assert rows.input_ids == [[0, 1], [5, 6], [5, 6]]
+    assert rows.fields == {"name": [1, 2, 3], "completion": ["7 8", None, None]}
+    for unchanged in (Batch([[5, 6]], {}), Chats([[5, 6]] * 3, {"completion": ["1", "2", "3"]})):
+        assert separate_conversations(unchanged) is unchanged
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.99])
+def test_uncertain_tokens_are_those_above_the_quantile_of_numpy(share):
+    random = np.random.default_rng(3)
+    entropy, weights = random.random((4, 7), np.float32), random.integers(0, 2, (4, 7))
+    bound = np.quantile(entropy[weights > 0], 1 - share)
+    chosen = select_uncertain_tokens(jnp.asarray(entropy), jnp.asarray(weights, jnp.float32), share)
+    np.testing.assert_array_equal(chosen, (entropy >= bound - 1e-7) & (weights > 0))
+    nothing = select_uncertain_tokens(jnp.asarray(entropy), jnp.zeros((4, 7)), share)
+    assert not nothing.any()
+
+
+def test_shape_of_rewards_of_cpo_is_that_of_alphapo():
+    logps = jnp.asarray([-3.0, -0.5, 0.0])
+    for alpha in (0.25, -0.5):
+        expected = (1 - np.exp(logps) ** -alpha) / alpha
+        np.testing.assert_allclose(shape_rewards(logps, alpha), expected, rtol=1e-6)
+    assert shape_rewards(logps, 0.0) is logps
 
 
 # XPO and Nash-MD.

@@ -316,6 +316,16 @@ CASES: dict[str, Case] = {
     "grpo divergence without ratio": Case(
         GRPO, partial(grpo, "dapo", use_bias_correction_kl=False, beta=0.5)
     ),
+    "grpo with a bonus for entropy": Case(
+        GRPO, partial(grpo, "dr_grpo", entropy_coef=0.1, temperature=0.7)
+    ),
+    "grpo on uncertain tokens": Case(
+        GRPO, partial(grpo, "dapo", top_entropy_quantile=0.3, entropy_coef=-0.05)
+    ),
+    "grpo on the most uncertain token": Case(
+        GRPO,
+        partial(grpo, "grpo", importance_sampling_level="sequence", top_entropy_quantile=0.0),
+    ),
     "gspo": Case(GRPO, gspo),
     "gfpo": Case("`trl.GRPOTrainer` on the completions that 2508.09726 selects", partial(gfpo, 2)),
     "gfpo by efficiency": Case(

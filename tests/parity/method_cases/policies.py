@@ -199,7 +199,8 @@ def ppo(**options: Any) -> dict[str, float]:
         "reward": np.mean(SCORES),
         "val/ratio": mean(ratio),
     }
-    theirs = harness.their_outcome(model, policy_loss + vf_coef * value_loss, metrics)
+    loss = policy_loss + vf_coef * value_loss - options.get("entropy_coef", 0.0) * mean(entropy)
+    theirs = harness.their_outcome(model, loss, metrics)
     return harness.errors(harness.our_outcome(trainer, rows), theirs)
 
 
@@ -358,6 +359,7 @@ CASES = {
             ppo, kl_estimator="k3", temperature=0.7, whiten_rewards=True, missing_eos_penalty=1.0
         ),
     ),
+    "ppo with a bonus for entropy": harness.Case(_PPO, partial(ppo, entropy_coef=0.2)),
     "gkd": harness.Case("`trl.experimental.gkd.GKDTrainer`, in float64", partial(gkd, 0.5)),
     "gkd forward": harness.Case("`trl.experimental.gkd.GKDTrainer`, in float64", partial(gkd, 0.0)),
     "on_policy_distillation": harness.Case(

@@ -129,5 +129,7 @@ CASES = {
     "cpo hinge": harness.Case(_CPO, partial(cpo, loss_type="hinge", cpo_alpha=0.5)),
     "cpo ipo": harness.Case(_CPO, partial(cpo, loss_type="ipo")),
     "cpo simpo": harness.Case(_CPO, partial(cpo, loss_type="simpo", simpo_gamma=0.4)),
+    "cpo with shaped rewards": harness.Case(_CPO, partial(cpo, loss_type="sigmoid", alpha=0.02)),
     "simpo": harness.Case(_CPO, partial(simpo, beta=2.0, simpo_gamma=0.5)),
+    "simpo with shaped rewards": harness.Case(_CPO, partial(simpo, beta=2.0, alpha=-0.25)),
 }

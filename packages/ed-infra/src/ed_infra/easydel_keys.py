@@ -61,7 +61,6 @@ def _refused(
             yield OtherKey(section, name, "refused", text, (), methods, harmless)
 
 
-_NOT_YET = "omit it: this option does not exist yet"
 _FUNCTION = "omit it: a run file contains no functions"
 _ENGINE = (
     *("hbm_utilization", "max_num_seqs", "max_num_seq_buckets", "min_input_pad", "page_size"),
@@ -146,6 +145,8 @@ def _trainer() -> Iterator[OtherKey]:
             "tasks name their metrics": "benchmarks.name",
             "progress is one bar for each run": "esurge_use_tqdm esurge_runner_verbose",
             "pruning is off": "sparse_module_type",
+            "EasyDeL reads no difficulty of a row either, so its loss has no weights": ""
+            "difficulty_key difficulty_loss_weight",
             "bco has no classifier of prompts": "prompt_sample_size min_density_ratio "
             "max_density_ratio",
         },
@@ -183,7 +184,6 @@ def _trainer() -> Iterator[OtherKey]:
             "omit it: attention weights have the sum 1": "attention_normalize",
             "trainer_type: seq_kd, in which the teacher answers": "generate_with_teacher",
             "omit it: prompts of messages always get the chat template": "skip_apply_chat_template",
-            _NOT_YET: "difficulty_loss_weight",
         },
         False,
     )
@@ -199,21 +199,18 @@ def _trainer() -> Iterator[OtherKey]:
     )
     yield from _refused("trainer", {_SAMPLES: "presence_penalty frequency_penalty"}, 0)
     yield from _refused("trainer", {_SAMPLES: "repetition_penalty"}, 1)
-    yield from _refused("trainer", {"omit it: all tokens are learned": "top_entropy_quantile"}, 1)
     yield from _refused(
         "trainer",
         {
             "trainer.max_completion_length": "max_loss_completion_tokens",
-            "omit it: the loss has no bonus for entropy": "entropy_coef",
         },
         0,
     )
-    yield from _refused(
-        "trainer",
-        {
-            "a function in trainer.reward_functions": "difficulty_key",
-        },
-    )
+    one = "omit it: ppo samples one completion of each prompt, and num_iterations repeats its steps"
+    ppo = ("ppo",)
+    yield from _refused("trainer", {one: "num_return_sequences num_generations"}, 1, methods=ppo)
+    whole = "omit it: ppo trains on all completions, and missing_eos_penalty marks the others"
+    yield from _refused("trainer", {whole: "mask_truncated_completions"}, False, methods=ppo)
     yield from _refused(
         "trainer",
         {"a function in trainer.reward_functions that runs the tests": "test_key"},

@@ -76,7 +76,7 @@ class Policy(NamedTuple):
 
     Attributes:
         logps: log-probability of the token at the sampling's temperature, in nats.
-        entropy: entropy of that distribution, in nats; without gradient.
+        entropy: entropy of that distribution, in nats; without gradient, unless asked for.
         sampled_logps: log-probability of the token after the filters of the sampling, without
             gradient; None without filters.
     """
@@ -95,6 +95,7 @@ def token_policy(
     temperature: float,
     chunk: int | None,
     truncation: Truncation | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[CausalLMOutput, Policy]:
     """Return the output of a forward pass and the figures of each target.
 
@@ -107,6 +108,7 @@ def token_policy(
         chunk: number of tokens whose logits exist at the same time on a device; None uses the
             default.
         truncation: compute `sampled_logps` with these filters.
+        entropy_gradient: whether the loss reads the entropy.
 
     With `sampling_masks` int32 [b, s, w] in the rows (`Completions.token_masks`), all figures are
     those of the distribution over the tokens of the mask.
@@ -130,7 +132,8 @@ def token_policy(
             with head.kernels():
                 logp = logits - logsumexp(logits)[:, None]
             fixed = jax.lax.stop_gradient(logp)
-            entropy = -jnp.sum(jnp.exp(fixed) * jnp.maximum(fixed, _LEAST), axis=-1)
+            measured = logp if entropy_gradient else fixed
+            entropy = -jnp.sum(jnp.exp(measured) * jnp.maximum(measured, _LEAST), axis=-1)
             target_logp = target_logit(logp, part[1])
             if truncation is None:
                 return carry, (target_logp, entropy)
@@ -169,6 +172,29 @@ def unpack_mask(
 def old_logps(batch: Batch, policy: Policy) -> jax.Array:
     """Return the log-probabilities before the steps; by default the present ones."""
     return batch.get("old_logps", jax.lax.stop_gradient(policy.logps))
+
+
+def select_uncertain_tokens(
+    entropy: Float[Array, "b s"], weights: Float[Array, "b s"], share: float
+) -> Float[Array, "b s"]:
+    """Return 1 for the tokens with the highest entropy, 0 for the others (arXiv:2506.01939).
+
+    The bound is the quantile `1 - share` of the entropies of all tokens of a microbatch, with
+    linear interpolation, as in TRL.
+
+    Args:
+        entropy: entropy of each token.
+        weights: above 0 for the tokens of completions.
+        share: share of the tokens, 0 to 1. With 0, the token with the highest entropy remains.
+    """
+    entropy, token_mask = jax.lax.stop_gradient(entropy), weights > 0
+    ordered = jnp.sort(jnp.where(token_mask, entropy, jnp.inf).reshape(-1))
+    last = jnp.maximum(jnp.sum(token_mask) - 1, 0)
+    place = (1 - share) * last.astype(jnp.float32)
+    below = jnp.floor(place).astype(jnp.int32)
+    low, high = ordered[below], ordered[jnp.minimum(below + 1, last)]
+    bound = low + (high - low) * (place - below)
+    return (token_mask & (entropy >= bound)).astype(weights.dtype)
 
 
 def row_metrics(batch: Batch, policy: Policy) -> dict[str, Metric]:

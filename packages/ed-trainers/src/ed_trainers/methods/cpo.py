@@ -2,7 +2,7 @@
 
 CPO: Xu et al., arXiv:2401.08417; `hinge` (SLiC, 2305.10425), `ipo` (2310.12036) and `simpo`
 (2405.14734) as in TRL's trainer. SimPO (Meng et al., arXiv:2405.14734) is CPO with
-`loss_type: simpo` and `cpo_alpha: 0`.
+`loss_type: simpo` and `cpo_alpha: 0`. `alpha` shapes the rewards as in AlphaPO (2501.03884).
 
 Legend: b rows, s slots of pairs.
 """
@@ -45,9 +45,10 @@ def loss(
     chosen, rejected, present = pairs.chosen, pairs.rejected, pairs.present
     per_token = loss_type in ("ipo", "simpo")
     logps = [side.mean_logps if per_token else side.logps for side in (chosen, rejected)]
-    total = jnp.sum(present * _pair_losses(arguments, loss_type, logps[0] - logps[1]))
+    rewards = [shape_rewards(values, arguments.alpha) for values in logps]
+    total = jnp.sum(present * _pair_losses(arguments, loss_type, rewards[0] - rewards[1]))
     beta = arguments.beta
-    metrics = pair_metrics(present, (beta * logps[0], beta * logps[1]), (logps[0], logps[1]))
+    metrics = pair_metrics(present, (beta * rewards[0], beta * rewards[1]), (logps[0], logps[1]))
     tokens = jnp.sum(chosen.tokens)
     cross_entropy = -jnp.sum(chosen.logps)
     pair_loss = Loss.of(pairs.output, total, jnp.sum(present), **metrics)
@@ -57,10 +58,15 @@ def loss(
     return pair_loss
 
 
+def shape_rewards(logps: jax.Array, alpha: float) -> jax.Array:
+    """Return the rewards of answers from their log-probabilities; see `ContrastArguments.alpha`."""
+    return -jnp.expm1(-alpha * logps) / alpha if alpha else logps
+
+
 def _pair_losses(
     arguments: CPOArguments | SimPOArguments, loss_type: str, difference: jax.Array
 ) -> jax.Array:
-    """Return the loss of each pair [b, s] from the difference of its log-probabilities."""
+    """Return the loss of each pair [b, s] from the difference of its rewards."""
     beta = arguments.beta
     match loss_type:
         case "simpo":

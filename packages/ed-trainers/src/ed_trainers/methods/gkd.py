@@ -1,7 +1,8 @@
 """Generalized knowledge distillation: a teacher's distributions on the student's own completions.
 
 Agarwal et al., arXiv:2306.13649, algorithm 1: the student completes a share `lmbda` of the
-generations, the teacher or the data complete the others. The loss is the divergence of the two
+generations, the teacher or the data complete the others. The data are a field of the rows, or
+conversations that end with an answer. The loss is the divergence of the two
 distributions of each token of the completions. `losses.divergence` has the divergences.
 
 `on_policy_distillation` is the same method with completions of the student only, and
@@ -13,7 +14,9 @@ Legend: n completions, b rows, s positions.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,13 +55,52 @@ def _complete(
     run: OnlineRun[GKDArguments], batch: HostBatch, weights: Weights, number: int
 ) -> Completions:
     """Return completions by the student, the teacher or the data."""
-    phase = run.phase
+    phase, batch = run.phase, separate_conversations(batch)
     if is_on_policy(run, number):
         return phase.sample(batch, weights, number=number)
     if run.arguments.seq_kd:
         teacher = phase.build_rollout(lambda models: models["teacher"])
         return phase.sample(batch, weights, number=number, rollout=teacher)
     return _read_completions(run, batch)
+
+
+@dataclass(frozen=True)
+class AnsweredPrompts:
+    """Prompts of conversations, without the answers at their ends; see `PromptRows`."""
+
+    prompts: list[PromptContent]
+    input_ids: Sequence[Sequence[int]]
+    fields: Mapping[str, Sequence[object]]
+    images: Mapping[str, np.ndarray]
+    with_prompt: Callable[[int, PromptContent], list[int]]
+
+
+def separate_conversations(batch: HostBatch) -> HostBatch:
+    """Return prompts without the last answers of conversations, which become their completions.
+
+    A batch with completions in the data, and a batch without such conversations, are unchanged.
+    """
+    prompts, fields = getattr(batch, "prompts", ()), getattr(batch, "fields", {})
+    encode = getattr(batch, "with_prompt", None)
+    places = [place for place, prompt in enumerate(prompts) if _ends_with_answer(prompt)]
+    if not isinstance(batch, PromptRows) or _FIELD in fields or not places or encode is None:
+        return batch
+    prompts, ids = list(prompts), [list(row) for row in batch.input_ids]
+    answers: list[object] = [None] * len(prompts)
+    for place in places:
+        *context, message = prompts[place]
+        prompts[place], answers[place] = context, message["content"]
+        ids[place] = encode(place, context)
+    images = getattr(batch, "images", {})
+    rows = AnsweredPrompts(prompts, ids, {**fields, _FIELD: answers}, images, encode)
+    return cast(HostBatch, rows)  # rows of prompts are no mapping; see `PromptRows`
+
+
+def _ends_with_answer(prompt: object) -> bool:
+    """Return whether a prompt is a conversation of several messages that ends with an answer."""
+    if not isinstance(prompt, list) or len(prompt) < 2 or not isinstance(prompt[-1], dict):
+        return False
+    return prompt[-1].get("role") == "assistant" and isinstance(prompt[-1].get("content"), str)
 
 
 def _read_completions(run: OnlineRun[GKDArguments], batch: HostBatch) -> Completions:
@@ -68,8 +110,9 @@ def _read_completions(run: OnlineRun[GKDArguments], batch: HostBatch) -> Complet
     if not isinstance(batch, PromptRows) or _FIELD not in fields:
         raise ConfigError(
             f"with lmbda {arguments.lmbda} some generations need the field {_FIELD!r} of the data, "
-            f"and the rows do not have it: write additional_fields: [{_FIELD}] in the inform, set "
-            "seq_kd for completions of the teacher, or lmbda 1 for the student's only"
+            f"and the rows do not have it: write additional_fields: [{_FIELD}] in the inform, use "
+            "conversations that end with an answer, set seq_kd for completions of the teacher, or "
+            "lmbda 1 for the student's only"
         )
     prompts = [list(ids)[-arguments.max_prompt_length :] for ids in batch.input_ids]
     completion_ids = [_tokens(run, answer, row) for row, answer in enumerate(fields[_FIELD])]
@@ -125,7 +168,8 @@ def loss(run: OnlineRun[GKDArguments], models: Models, batch: Batch, key: jax.Ar
     weights = batch["weights"]
     count = jnp.sum(weights)
     nll = Metric.of(-jnp.sum(weights * logp), count)
-    return Loss.of(output, jnp.sum(weights * divergence), count, nll_loss=nll)
+    total = run.arguments.divergence_weight * jnp.sum(weights * divergence)
+    return Loss.of(output, total, count, nll_loss=nll)
 
 
 GKD = online_method(

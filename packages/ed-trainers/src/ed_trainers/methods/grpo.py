@@ -26,7 +26,14 @@ from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS
 from ed_trainers.contract import A, Batch, Loss, Models
-from ed_trainers.losses.policy import Policy, Truncation, clip_metrics, old_logps, row_metrics
+from ed_trainers.losses.policy import (
+    Policy,
+    Truncation,
+    clip_metrics,
+    old_logps,
+    row_metrics,
+    select_uncertain_tokens,
+)
 from ed_trainers.methods.reference import Reference
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.phase import (
@@ -47,6 +54,8 @@ from ed_trainers.trainer import Trainer
 EQUAL_STEPS = 10
 #: Figures in the terminal and the summary.
 GROUP_COLUMNS = ("reward", "kl", "completions/mean_length", "loss")
+#: Name of the term of `entropy_coef` in the loss.
+ENTROPY = "entropy_loss"
 # TRL's constant: keeps advantages finite if all rewards of a group are equal.
 _SMALL = 1e-4
 
@@ -240,7 +249,15 @@ def _equal_rewards(rewards: np.ndarray, steps: int) -> str:
 
 def loss(run: GroupRun[GRPOArguments], models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the loss summed over tokens or completions; see `GRPOArguments.loss_type`."""
-    return policy_loss(run.arguments, batch, *compute_policy(run, models.learner, batch, key))
+    return policy_loss(run.arguments, batch, *compute_learner_policy(run, models, batch, key))
+
+
+def compute_learner_policy(
+    run: GroupRun[GRPOArguments], models: Models, batch: Batch, key: jax.Array | None
+) -> tuple[CausalLMOutput, Policy]:
+    """Return the learner's output and figures of its tokens, with the gradients of the loss."""
+    has_bonus = run.arguments.entropy_coef != 0
+    return compute_policy(run, models.learner, batch, key, entropy_gradient=has_bonus)
 
 
 def policy_loss(
@@ -280,11 +297,21 @@ def policy_loss(
         losses = -jnp.minimum(bounded * advantages, clipped * advantages)
         spread = jnp.broadcast_to(bounded, weights.shape)
         metrics |= clip_metrics(spread, advantages, counted, lower, upper)
+    uncertain = weights
+    if arguments.top_entropy_quantile < 1:
+        share = arguments.top_entropy_quantile
+        uncertain = select_uncertain_tokens(policy.entropy, weights, share)
+        losses = losses * uncertain
     losses = losses * batch.get("correction", 1.0)
     if kl is not None:
         losses = losses + arguments.beta * kl
     sums = jnp.sum(losses * weights, axis=-1)
-    return Loss.of(output, *_reduce_loss(arguments, sums, tokens, batch), **metrics)
+    total_loss = Loss.of(output, *_reduce_loss(arguments, sums, tokens, batch), **metrics)
+    if arguments.entropy_coef:
+        # The mean over the tokens, whatever the loss divides by.
+        bonus = arguments.entropy_coef * jnp.sum(policy.entropy * uncertain)
+        total_loss.sums[ENTROPY] = Metric.of(-bonus, jnp.sum(uncertain))
+    return total_loss
 
 
 def _reduce_loss(

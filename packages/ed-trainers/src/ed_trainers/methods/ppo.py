@@ -121,6 +121,8 @@ def loss(run: PPORun, models: Models, batch: Batch, key: jax.Array | None) -> Lo
     metrics = {name: Metric.of(jnp.sum(weights * x), tokens) for name, x in figures.items()}
     metrics |= row_metrics(batch, now)
     losses = policy.losses + arguments.vf_coef * value.losses
+    if arguments.entropy_coef:
+        losses = losses - arguments.entropy_coef * now.entropy
     return Loss.of(output, jnp.sum(weights * losses), tokens, **metrics)
 
 
@@ -128,7 +130,8 @@ def _policy(
     run: PPORun, learner: LanguageModel, batch: Batch, key: jax.Array | None
 ) -> tuple[CausalLMOutput, Policy, jax.Array]:
     """Return the output, the figures of each token, and the value before it."""
-    output, policy = compute_policy(run, learner, batch, key)
+    has_bonus = bool(run.arguments.entropy_coef)
+    output, policy = compute_policy(run, learner, batch, key, entropy_gradient=has_bonus)
     assert output.last_hidden_state is not None
     return output, policy, value_head(learner)(output.last_hidden_state)
 

@@ -116,7 +116,7 @@ def rows(run: SDPORun, completions: Completions, weights: Weights, number: int) 
 def loss(run: SDPORun, models: Models, batch: Batch, key: jax.Array | None) -> Loss:
     """Return the weighted sum of the distillation and the policy loss; see `SDPOArguments`."""
     options = run.arguments
-    output, policy = compute_policy(run, models.learner, batch, key)
+    output, policy = grpo.compute_learner_policy(run, models, batch, key)
     if not options.distills:
         return grpo.policy_loss(options, batch, output, policy)
     weight = options.distillation_weight
@@ -137,7 +137,11 @@ def loss(run: SDPORun, models: Models, batch: Batch, key: jax.Array | None) -> L
     main = grpo_loss.sums[MAIN]
     sums = {
         **grpo_loss.sums,
-        MAIN: Metric.of((1 - weight) * main.sum, main.weight),
+        **{
+            name: Metric.of((1 - weight) * term.sum, term.weight)
+            for name, term in grpo_loss.sums.items()
+            if name in (MAIN, grpo.ENTROPY)
+        },
         "distillation": Metric.of(weight * total, count),
     }
     metrics["self_distillation/policy_loss"] = main

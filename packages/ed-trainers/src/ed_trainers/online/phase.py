@@ -379,6 +379,7 @@ def compute_policy(
     key: jax.Array | None = None,
     *,
     truncated: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[CausalLMOutput, Policy]:
     """Return the figures of the tokens of rows [n, s] at the temperature of the sampling.
 
@@ -388,6 +389,7 @@ def compute_policy(
         rows: `input_ids`, `targets` [n, s] and the other inputs of the model.
         key: dropout key.
         truncated: also compute `sampled_logps`, if the sampling has filters.
+        entropy_gradient: whether the loss reads the entropy.
     """
     phase = run.phase
     options = phase.options
@@ -400,6 +402,7 @@ def compute_policy(
         temperature=options.temperature,
         chunk=phase.chunk,
         truncation=truncation if truncated and truncation.active else None,
+        entropy_gradient=entropy_gradient,
     )
 
 

@@ -293,7 +293,7 @@ class TrainingArguments(Options):
     """Number of held-out documents of a preview, without `generation_prompts`."""
     generation_max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Maximum number of tokens of a completion in a preview."""
-    generation_temperature: NotNegative | None = None
+    generation_temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """Temperature of the previews; 0 selects the most probable token. None: 0, or 1 with
     `generation_do_sample`."""
     generation_do_sample: StrictFlag | None = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from ed_infra.options import Count, Fraction, NotNegative, Options, Positive
-from pydantic import ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from ed_trainers.options.base import NoiseArguments, StrictFlag, TrainingArguments, conflict
-from ed_trainers.options.online import OnlineArguments
+from ed_trainers.options.online import OnlineArguments, SamplingTemperature
 from ed_trainers.options.supervised import NextTokenArguments
 
 
@@ -82,7 +82,7 @@ class GKDArguments(NoiseArguments, OnlineArguments):
     """Generalized knowledge distillation (Agarwal et al., arXiv:2306.13649), on-policy or not."""
 
     trainer_type: Literal["gkd"] = "gkd"
-    temperature: Positive = 0.9
+    temperature: SamplingTemperature = 0.9
     """Sampling temperature of learner and teacher; their distributions are compared at temperature
     1."""
     lmbda: Fraction = 0.5
@@ -107,6 +107,11 @@ class GKDArguments(NoiseArguments, OnlineArguments):
         return 1.0
 
     @property
+    def divergence_weight(self) -> float:
+        """Factor of the divergence in the loss."""
+        return 1.0
+
+    @property
     def support(self) -> Support | None:
         """The tokens that are compared; None: the vocabulary."""
         return None
@@ -115,9 +120,12 @@ class GKDArguments(NoiseArguments, OnlineArguments):
 class OnPolicyArguments(Options):
     """Options of the methods that distill the learner's completions only."""
 
-    temperature: Positive = 1.0
+    temperature: SamplingTemperature = 1.0
     """Sampling temperature of the learner. The distributions of learner and teacher are compared at
     the same temperature."""
+    alpha: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Weight of the divergence, which is the whole loss: completions have no labels. The weight
+    therefore scales the loss and its gradient."""
     lmbda: Fraction = 1.0
     """Always 1: the learner completes every prompt. `gkd` also reads other completions."""
 
@@ -132,6 +140,11 @@ class OnPolicyArguments(Options):
     def loss_temperature(self) -> float:
         """See `GKDArguments`."""
         return self.temperature
+
+    @property
+    def divergence_weight(self) -> float:
+        """See `GKDArguments`."""
+        return self.alpha
 
 
 class OnPolicyDistillationArguments(OnPolicyArguments, GKDArguments):

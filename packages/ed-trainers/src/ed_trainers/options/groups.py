@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from ed_trainers.options.base import Mixup, StrictFlag, conflict
 from ed_trainers.options.distillation import Support
 from ed_trainers.options.online import (
+    EntropyWeight,
     OnlineArguments,
     RewardedArguments,
     RewardNames,
@@ -86,6 +87,12 @@ class GRPOArguments(GroupArguments, OnlineArguments):
     use_bias_correction_kl: StrictFlag = True
     """Weight the divergence from the reference with the ratio, for an unbiased gradient
     (arXiv:2512.02556)."""
+    top_entropy_quantile: Fraction = 1.0
+    """Share of the tokens whose policy loss counts: those with the highest entropy of a microbatch
+    (arXiv:2506.01939). The divergence from the reference counts for all tokens. 1: all tokens."""
+    entropy_coef: EntropyWeight = 0.0
+    """Weight of the mean entropy of the tokens, which is subtracted from the loss; 0: none. With
+    `top_entropy_quantile`, the mean is over the same tokens."""
     importance_sampling_correction: Annotated[
         str, choice("importance_sampling_correction", CORRECTIONS)
     ] = "token_truncate"
@@ -300,7 +307,7 @@ class RLOOArguments(GroupArguments, OnlineArguments):
 _OF_POLICY = (
     *("beta", "epsilon", "epsilon_high", "delta", "loss_type", "importance_sampling_level"),
     *("scale_rewards", "use_bias_correction_kl", "importance_sampling_correction"),
-    "importance_sampling_cap",
+    *("importance_sampling_cap", "top_entropy_quantile", "entropy_coef"),
 )
 
 

@@ -16,6 +16,11 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from ed_trainers.options.base import Mixup, StrictFlag, TrainingArguments, conflict
 from ed_trainers.options.optimizers import Steps
 
+#: The bounds of the engine: it takes the most probable token below 1e-5.
+SamplingTemperature = Annotated[float, Field(ge=1e-5, le=1e6)]
+#: A positive weight rewards policies that keep several continuations probable.
+EntropyWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
+
 
 class OnlineArguments(TrainingArguments):
     """Options of sampling, and of the training steps per generation."""
@@ -31,7 +36,7 @@ class OnlineArguments(TrainingArguments):
     """Maximum number of prompt tokens; longer prompts keep their last tokens."""
     max_completion_length: Count = 256
     """Maximum number of tokens of a completion."""
-    temperature: Positive = 1.0
+    temperature: SamplingTemperature = 1.0
     """Sampling temperature. The loss divides the logits by the same value, so it trains the
     distribution that is sampled from."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -209,6 +214,8 @@ class PPOArguments(ScoredArguments, OnlineArguments):
     """Clipping range of the probability ratio around 1."""
     vf_coef: NotNegative = 0.1
     """Weight of the loss of the values."""
+    entropy_coef: EntropyWeight | None = None
+    """Weight of the mean entropy of the tokens, which is subtracted from the loss. None: 0."""
     cliprange_value: Positive = 0.2
     """Clipping range of a value around its value at the time of sampling."""
     gamma: Fraction = 1.0

@@ -163,6 +163,9 @@ class ContrastArguments(AnswerArguments):
     """Target margin, for losses with a margin."""
     label_smoothing: Smoothing = 0.0
     """Assumed share of pairs with wrong labels."""
+    alpha: Annotated[float, Field(ge=-100, le=100)] = 0.0
+    """Shape of the reward of an answer with the probability p (AlphaPO, arXiv:2501.03884): the
+    reward is (1 - p^-`alpha`) / `alpha`. 0: the log-probability."""
 
 
 class CPOArguments(ContrastArguments):
