@@ -1,11 +1,13 @@
 """Run the same run files here and in EasyDeL: losses beside torch in float64, speed and memory.
 
     EASYDEL_PYTHON=PATH python -m tools.bench.easydel losses [--methods sft dpo] [--steps 4]
+    EASYDEL_PYTHON=PATH python -m tools.bench.easydel losses --write
     EASYDEL_PYTHON=PATH python -m tools.bench.easydel times [--rounds 3] [--steps 40]
 
 `EASYDEL_PYTHON` is an interpreter with `easydel`. Without it, its column is empty. Both programs
 read the same file, which has only keys that both accept, with the same tiny checkpoint and rows.
-The weights are rounded to float16, because EasyDeL reads checkpoints through float16.
+The weights are rounded to float16, because EasyDeL reads checkpoints through float16. `--write`
+writes the table of losses into docs/migrate/easydel.md.
 
 The third column computes each loss from its definition with torch in float64, one row after
 another, without packing: the batches in the order of the file, and `torch.optim.AdamW`.
@@ -27,10 +29,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from tools import pages
 from tools.bench import measure
 from tools.bench.float64_losses import LEARNING_RATE, compute_losses
+from tools.workspace import ROOT
 
 CHILD = Path(__file__).with_name("easydel_child.py")
+PAGE = ROOT / "docs/migrate/easydel.md"
+BEGIN, END = "<!-- tools/bench/easydel.py -->\n", "<!-- end of losses -->\n"
 METHODS = ("sft", "dpo", "orpo", "cpo", "reward", "distillation")
 ROWS = 4  # sequences, or pairs, of a step
 #: Methods that read texts; the others read pairs.
@@ -220,6 +226,13 @@ def compare_losses(folder: Path, methods: Sequence[str], steps: int, other: str 
     return measure.table(["method", "program", *numbers, "distance"], rows)
 
 
+def write_losses(table: str) -> None:
+    """Write a table of losses into the page about EasyDeL, with the name of this machine."""
+    part = f"{table.rstrip()}\n\nMeasured on {measure.machine()}.\n"
+    text = pages.with_part(PAGE.read_text(encoding="utf-8"), BEGIN, END, part)
+    PAGE.write_text(text, encoding="utf-8")
+
+
 def compare_times(folder: Path, steps: int, rounds: int, other: str) -> str:
     """Return a table of speed, start, memory and import of `sft`; the programs take turns."""
     run_file = write_run_file(folder, "sft", steps)
@@ -264,13 +277,17 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="write the losses into the page")
     options = parser.parse_args()
     other = os.environ.get("EASYDEL_PYTHON")
     folder = Path(tempfile.mkdtemp(prefix="easydel-"))
     try:
         write_case(folder)
         if options.what == "losses":
-            print(compare_losses(folder, options.methods, options.steps, other))
+            table = compare_losses(folder, options.methods, options.steps, other)
+            print(table)
+            if options.write:
+                write_losses(table)
         elif other is None:
             parser.error("set EASYDEL_PYTHON to an interpreter with easydel")
         else:
