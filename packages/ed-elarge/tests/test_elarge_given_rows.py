@@ -94,6 +94,42 @@ def test_rows_of_python_and_of_a_run_file_give_equal_batches(
                 np.testing.assert_array_equal(array, other[name])
 
 
+def test_a_dataset_object_adds_a_source_that_equals_a_file(
+    quickstart_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pandas as pd
+    from datasets import Dataset
+
+    monkeypatch.setenv("ED_DATA_CACHE", str(tmp_path / "cache"))
+    rows = [{**row, "note": "x" if i else None} for i, row in enumerate(TEXTS)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    dataset = Dataset.from_list(rows)
+    expected = None
+    sources = (str(tmp_path / "rows.json"), rows, dataset, pd.DataFrame(rows), dataset.data.table)
+    sections = build_run(quickstart_model, "sft", {}, tmp_path).to_sections()
+    del sections["mixture"]
+    for source in sources:
+        run = ed.eLargeModel(sections).add_dataset(source, content_field="text", max_length=24)
+        run.add_dataset([{"text": "a further row"}])
+        other = run.with_engine_options({"max_num_seqs": 2})
+        del run
+        batches = read_batches(other.build_dataset())
+        expected = expected or batches
+        for batch, wanted in zip(batches, expected, strict=True):
+            np.testing.assert_array_equal(batch["input_ids"], wanted["input_ids"])
+    stream = ed.eLargeModel(sections).add_dataset(dataset.to_iterable_dataset())
+    assert stream.config.mixture is not None and stream.config.mixture.streaming
+
+
+def test_rows_of_a_wrong_type_are_shortened_in_the_error() -> None:
+    with pytest.raises(ValueError, match="must be a path, a list of paths") as caught:
+        ed.eLargeModel().add_dataset({"a": {"b": ["text"] * 10_000}})
+    assert len(str(caught.value)) < 400
+    with pytest.raises(ValueError, match="characters are left out") as caught:
+        ed.eLargeModel({"trainer": {"trainer_type": "x" * 100_000}})
+    assert len(str(caught.value)) < 5000
+
+
 def test_iterable_datasets_are_streamed_and_read_again(
     quickstart_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

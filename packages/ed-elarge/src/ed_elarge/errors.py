@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, shorten_message
 
 #: Keys and list positions, from the top of a file inwards.
 ValuePath = tuple[Any, ...]
@@ -66,7 +66,8 @@ class Document:
         if owner is not self:
             return owner.show(problem)
         path_text = format_path(problem.path)
-        message = f"{path_text}: {problem.message}" if path_text else problem.message
+        message = shorten_message(problem.message, _MAX_PROBLEM)
+        message = f"{path_text}: {message}" if path_text else message
         span = self.span(problem.path, on_key=problem.on_key) if self.text else None
         if span is None:
             return f"{self.name}: {message}"
@@ -108,6 +109,8 @@ class Problem(NamedTuple):
 
 #: Maximum number of problems in the message of an error.
 MAX_SHOWN = 64
+#: Maximum characters of a problem, which may quote a value of any length.
+_MAX_PROBLEM = 2048
 #: Maximum characters of a line of a file in a message.
 _MAX_LINE = 400
 

@@ -207,7 +207,7 @@ class eLargeModel(Setters):
         document = Document(run.document.name, value={**run.written, "esurge": engine})
         other = type(self).from_run(normalize(document))
         self._built.pop("engine", None)
-        other._built = dict(self._built)
+        other._built, other.given_rows = dict(self._built), self.given_rows
         return other
 
     def build_tokenizer(self) -> PreTrainedTokenizerBase:

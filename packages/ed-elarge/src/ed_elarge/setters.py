@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Self, TypeVar
 
 from ed_infra.config.fields import FIELDS, canonical_field
@@ -11,6 +13,15 @@ from ed_infra.config.fields import FIELDS, canonical_field
 from ed_elarge.errors import Document
 
 SettersT = TypeVar("SettersT", bound="Setters")
+
+
+def _are_rows(value: object) -> bool:
+    """Whether data are rows, and not paths, texts of paths, or paths of splits."""
+    if isinstance(value, Mapping):
+        return False
+    if isinstance(value, list | tuple):
+        return any(not isinstance(item, str | os.PathLike) for item in value)
+    return value is not None and not isinstance(value, str | os.PathLike)
 
 
 def _setter(section: str, leading: str = "") -> Callable[Concatenate[SettersT, ...], SettersT]:
@@ -28,6 +39,8 @@ class Setters:
     """A method for each section, based on `update_config`."""
 
     _document: Document
+    #: Keeps rows that Python code gave as long as this object is used.
+    given_rows: tuple[object, ...] = ()
 
     @abstractmethod
     def update_config(self, config: Mapping[str, Any]) -> Self:
@@ -72,7 +85,7 @@ class Setters:
 
     def add_dataset(
         self,
-        data_files: str | Sequence[str] | Mapping[str, Any] | None = None,
+        data_files: object = None,
         dataset_type: str | None = None,
         content_field: str | None = None,
         split: str | None = None,
@@ -85,7 +98,9 @@ class Setters:
         """Add a source of texts to the mixture.
 
         Args:
-            data_files: Files, globs, or another address that `dataset_type` reads.
+            data_files: Files, globs, or another address that `dataset_type` reads. Or rows of this
+                process: a list of mappings, a `datasets.Dataset` or `IterableDataset`, a frame of
+                pandas or polars, or an arrow table.
             dataset_type: `json`, `parquet`, `csv`, `txt`, `huggingface`, `python`, …
             content_field: The field with the text.
             split: The split of the dataset.
@@ -94,19 +109,28 @@ class Setters:
             held_out: Whether the source is used only for evaluation.
             inform: Further keys of an inform.
         """
+        name = "eval_informs" if held_out else "informs"
+        old_mixture = (self._document.value or {}).get("mixture") or {}
+        old_informs = old_mixture.get(name) or ()
+        mixture: dict[str, Any] = {}
         if dataset_name is not None:
             data_files, dataset_type = dataset_name, "huggingface"
+        elif dataset_type is None and _are_rows(data_files):
+            describe_rows = pkgutil.resolve_name("ed_elarge.building.given_rows:describe_rows")
+            described, rows = describe_rows(data_files, f"{name}_{len(old_informs)}")
+            self.given_rows = (*self.given_rows, rows)
+            if not hasattr(data_files, "__len__") and "streaming" not in old_mixture:
+                mixture["streaming"] = True
+            data_files, dataset_type = described.pop("data_files"), described.pop("type")
+            inform = {**described, **inform}
         keys = {
             "type": dataset_type,
             "data_files": data_files,
             "content_field": content_field,
             "dataset_split_name" if dataset_name is not None else "split": split,
-            **inform,
         }
-        new = {key: value for key, value in keys.items() if value is not None}
-        name = "eval_informs" if held_out else "informs"
-        old_informs = ((self._document.value or {}).get("mixture") or {}).get(name) or ()
-        mixture: dict[str, Any] = {name: [*old_informs, new]}
+        new = {**inform, **{key: value for key, value in keys.items() if value is not None}}
+        mixture[name] = [*old_informs, new]
         if max_length is not None:
             mixture["tokenization"] = {"max_length": max_length}
         return self.update_config({"mixture": mixture})

@@ -11,12 +11,12 @@ from functools import partial
 MAX_MESSAGE = 2**15
 
 
-def shorten_message(text: str) -> str:
-    """Return a text, or the beginning and the end of a text longer than `MAX_MESSAGE`."""
-    if len(text) <= MAX_MESSAGE:
+def shorten_message(text: str, most: int = MAX_MESSAGE) -> str:
+    """Return a text, or the beginning and the end of a text longer than `most` characters."""
+    if len(text) <= most:
         return text
-    end = MAX_MESSAGE // 4
-    begin = MAX_MESSAGE - end
+    end = most // 4
+    begin = most - end
     return f"{text[:begin]} [{len(text) - begin - end} characters are left out] {text[-end:]}"
 
 

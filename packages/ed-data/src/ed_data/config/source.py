@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -73,7 +74,8 @@ def _data_files(value: object) -> object:
     elif value is None or isinstance(value, str | os.PathLike):
         return path_text(value)
     raise ValueError(
-        f"data_files must be a path, a list of paths, or a mapping from splits, got {value!r}"
+        "data_files must be a path, a list of paths, or a mapping from splits, got "
+        f"{reprlib.repr(value)}"
     )
 
 

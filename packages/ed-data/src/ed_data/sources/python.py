@@ -21,22 +21,42 @@ from ed_data.errors import DataError, did_you_mean
 from ed_data.schema import Row
 from ed_data.sources.lines import START, LineRecord, Spot
 
-#: Rows that a program gives, by name; `give_rows` returns their address.
+#: Rows that a program gives, by name.
 GIVEN = SimpleNamespace()
 _NUMBERS = itertools.count()
 
 
-def give_rows(rows: object) -> str:
-    """Keep rows of this process, and return the address from which `PythonSource` reads them."""
-    name = f"rows_{next(_NUMBERS)}"
-    setattr(GIVEN, name, rows)
-    return f"{__name__}:GIVEN.{name}"
+def list_frame_rows(value: object) -> object:
+    """Return the rows of a pandas or polars frame or of an arrow table, and other values unchanged.
+
+    A missing value of a frame is None.
+    """
+    if hasattr(value, "iloc"):  # pandas
+        is_given = getattr(value, "notna")()  # noqa: B009 - the type is not known
+        return getattr(value, "astype")(object).where(is_given, None).to_dict("records")  # noqa: B009
+    for method in ("to_dicts", "to_pylist"):  # polars, arrow
+        if hasattr(value, method):
+            return getattr(value, method)()
+    return value
 
 
-def keep_while(owner: object, addresses: Iterable[str]) -> None:
-    """Release given rows when an object is no longer used."""
-    for address in addresses:
-        weakref.finalize(owner, vars(GIVEN).pop, address.rpartition(".")[2], None)
+class GivenRows:
+    """Rows of this process, which are released with this object.
+
+    Attributes:
+        address: the address from which `PythonSource` reads them.
+    """
+
+    def __init__(self, rows: object) -> None:
+        name = f"rows_{next(_NUMBERS)}"
+        self.address = f"{__name__}:GIVEN.{name}"
+        setattr(GIVEN, name, rows)
+        weakref.finalize(self, vars(GIVEN).pop, name, None)
+
+
+def keep_while(owner: object, rows: Iterable[GivenRows]) -> None:
+    """Keep given rows as long as an object is used."""
+    weakref.finalize(owner, len, tuple(rows))
 
 
 class PythonSource:

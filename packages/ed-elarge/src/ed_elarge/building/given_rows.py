@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ed_data.sources.python import give_rows, keep_while
+from ed_data.sources.python import GivenRows, keep_while, list_frame_rows
 from ed_infra.errors import ConfigError
 from ed_trainers.arguments import METHODS, TrainingArguments
 
@@ -26,44 +26,50 @@ if TYPE_CHECKING:
 GIVEN_MODEL = "the given model"
 
 
-def describe_rows(rows: object, name: str) -> tuple[dict[str, object], str]:
-    """Return the inform of rows, and the address of the rows.
+def describe_rows(rows: object, name: str) -> tuple[dict[str, object], GivenRows]:
+    """Return the inform of rows, and the rows, which are released with the second object.
 
     The field of plain texts is `content`, or `text` if the first row has no `content`.
+
+    Args:
+        rows: A list of texts or rows, a `datasets.Dataset` or `IterableDataset`, a frame of pandas
+            or polars, or an arrow table.
+        name: Name of the inform.
     """
-    address = give_rows(rows)
-    inform: dict[str, object] = {"type": "python", "data_files": address, "name": name}
+    rows = list_frame_rows(rows)
+    given = GivenRows(rows)
+    inform: dict[str, object] = {"type": "python", "data_files": given.address, "name": name}
     first = next(iter(rows), None) if isinstance(rows, Iterable) else None
     if isinstance(first, Mapping) and "content" not in first:
         for field in ("text", "prompt"):
             if field in first:
                 inform["content_field"] = field
                 break
-    return inform, address
+    return inform, given
 
 
 def build_mixture(
     train: object, evaluation: object, written: Mapping[str, object]
-) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Return the section `mixture` with rows as its sources, and the addresses of the rows.
+) -> tuple[dict[str, object], tuple[GivenRows, ...]]:
+    """Return the section `mixture` with rows as its sources, and the rows.
 
     Args:
         train: rows for training.
         evaluation: rows for evaluation, or None.
         written: further keys of the section.
     """
-    informs, addresses = {}, []
+    informs, all_rows = {}, []
     for key, name, rows in (
         ("informs", "train_dataset", train),
         ("eval_informs", "eval_dataset", evaluation),
     ):
         if rows is not None:
-            inform, address = describe_rows(rows, name)
+            inform, given = describe_rows(rows, name)
             informs[key] = [inform]
-            addresses.append(address)
+            all_rows.append(given)
     streams = not all(hasattr(rows, "__len__") for rows in (train, evaluation) if rows is not None)
     more = {"streaming": True} if streams and "streaming" not in written else {}
-    return {**written, **more, **informs}, tuple(addresses)
+    return {**written, **more, **informs}, tuple(all_rows)
 
 
 def prepare_rows(
@@ -89,7 +95,7 @@ def prepare_rows(
     if not methods:
         raise ConfigError(f"no method has the options {type(arguments).__name__}: pass batches")
     values = {name: getattr(arguments, name) for name in arguments.model_fields_set}
-    mixture, addresses = build_mixture(
+    mixture, given = build_mixture(
         evaluation if train is None else train, None if train is None else evaluation, {}
     )
     task = getattr(model, "model_task", None)
@@ -116,7 +122,7 @@ def prepare_rows(
         rollout = elm.part("rollout") if run.method_entry.samples else None
     for built in (loader, held_out):
         if built is not None:
-            keep_while(built, addresses)
+            keep_while(built, given)
     return (None, loader, rollout) if train is None else (loader, held_out, rollout)
 
 
@@ -129,10 +135,9 @@ def give_data(elm: eLargeModel, train: object, evaluation: object) -> eLargeMode
         evaluation: Rows that replace `eval_informs`, or None.
     """
     written = elm.to_sections()
-    mixture, addresses = build_mixture(train, evaluation, written.get("mixture") or {})
+    mixture, given = build_mixture(train, evaluation, written.get("mixture") or {})
     other = eLargeModel({**written, "mixture": mixture})
     shared = ("model", "tokenizer", "processor", "reference", "teacher", "reward")
     other.give(**{name: elm.part(name) for name in shared if elm.has_built(name)})
-    other.watchers = elm.watchers
-    keep_while(other, addresses)
+    other.watchers, other.given_rows = elm.watchers, (*elm.given_rows, *given)
     return other
