@@ -69,7 +69,7 @@ def count_token_flops(
     return TokenFlops(sums[0], sums[1], _get_attention_width(text))
 
 
-def _count_tree(tree: nnx.State, config: EasyDeLBaseConfig) -> _Count:
+def _count_tree(tree: nnx.State, config: object) -> _Count:
     matrices, tables, heads = 0.0, 0.0, 0
     flat = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
@@ -97,11 +97,11 @@ def _count_tree(tree: nnx.State, config: EasyDeLBaseConfig) -> _Count:
     return _Count(matrices, tables, heads)
 
 
-def _get_attention_width(config: EasyDeLBaseConfig) -> int:
+def _get_attention_width(config: object) -> int:
     """Return the number of features of all heads of all layers; 0 if the configuration lacks it."""
     layers = getattr(config, "num_hidden_layers", None)
     heads = getattr(config, "num_attention_heads", None)
     if not layers or not heads:
         return 0
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
     return int(layers * heads * size)

@@ -80,15 +80,16 @@ def separate_conversations(batch: HostBatch) -> HostBatch:
 
     A batch with completions in the data, and a batch without such conversations, are unchanged.
     """
-    prompts, fields = getattr(batch, "prompts", ()), getattr(batch, "fields", {})
+    written: Sequence[PromptContent] = getattr(batch, "prompts", ())
+    fields: Mapping[str, Sequence[object]] = getattr(batch, "fields", {})
     encode = getattr(batch, "with_prompt", None)
-    places = [place for place, prompt in enumerate(prompts) if _ends_with_answer(prompt)]
+    places = [place for place, prompt in enumerate(written) if _ends_with_answer(prompt)]
     if not isinstance(batch, PromptRows) or _FIELD in fields or not places or encode is None:
         return batch
-    prompts, ids = list(prompts), [list(row) for row in batch.input_ids]
+    prompts, ids = list(written), [list(row) for row in batch.input_ids]
     answers: list[object] = [None] * len(prompts)
     for place in places:
-        *context, message = prompts[place]
+        *context, message = cast(list[dict[str, Any]], written[place])
         prompts[place], answers[place] = context, message["content"]
         ids[place] = encode(place, context)
     images = getattr(batch, "images", {})
