@@ -31,8 +31,8 @@ from tests.playground import browser, download, until
 from tools.bench.measure import command_line
 from tools.workspace import ROOT
 
-QUESTION = "What is an expression statement?"
-OTHER_QUESTIONS = ("What is a generator?", "Describe the assert statement.", "What is a list?")
+QUESTION = "What is the capital of France?"
+OTHER_QUESTIONS = ("What is a rainbow?", "Describe the sea.", "What is a list in Python?")
 MAX_TOKENS = 120
 TEMPERATURE, OTHER_TEMPERATURE = 0.3, 1.2
 SECONDS_OF_CURVES = 30

@@ -9,7 +9,14 @@ from ed_layers.attention.kernels.vanilla import vanilla_attention
 
 from tests.conformance import results as conformance_results
 from tests.conformance.cases import subjects
-from tools import attention_table, bits_table, flag_table, gguf_table, model_table
+from tools import (
+    attention_table,
+    bits_table,
+    flag_table,
+    gguf_table,
+    model_table,
+    quickstart_table,
+)
 
 
 def test_attention_page_is_up_to_date() -> None:
@@ -25,6 +32,12 @@ def test_table_of_equal_bits_matches_the_results() -> None:
 def test_gguf_table_matches_the_architectures() -> None:
     text = gguf_table.PAGE.read_text(encoding="utf-8")
     assert text == gguf_table.page(text), "run: uv run python -m tools.gguf_table"
+
+
+def test_scores_and_answers_of_the_quickstart_are_those_of_its_run() -> None:
+    for path in quickstart_table.PAGES:
+        text = path.read_text(encoding="utf-8")
+        assert text == quickstart_table.page(text), "run: uv run python -m tools.quickstart_table"
 
 
 def test_added_kernel_is_listed_in_attention_table() -> None:

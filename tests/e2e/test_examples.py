@@ -19,8 +19,8 @@ from ed_trainers.arguments import METHODS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-#: Examples with separate tests: the quickstart and its server.
-ELSEWHERE = {"quickstart", "serve"}
+#: Examples with separate tests: see test_main_job.py.
+ELSEWHERE = {"quickstart", "pretrain", "serve"}
 #: Name -> a metric of the last evaluation, and its bounds.
 LEARNED = {
     "sft": ("eval_loss", 0, 1.4),
@@ -66,7 +66,7 @@ LEARNED = {
 MORE = {"chat_lora", "seq2seq_sft", "seq2seq_dpo", "whisper"}
 #: Examples that run by default.
 DAILY = ("dpo",)
-#: Examples that start with the model of the quickstart.
+#: Examples that start with the model of examples/pretrain.yaml.
 TEACHES = (
     "distillation",
     "seq_kd",
@@ -84,9 +84,9 @@ def test_every_method_has_an_example() -> None:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a small version of the quickstart, and return the folder of its model."""
+    """Train a small version of examples/pretrain.yaml, and return the folder of its model."""
     folder = tmp_path_factory.mktemp("teacher")
-    run: dict[str, Any] = yaml.safe_load((EXAMPLES / "quickstart.yaml").read_text())
+    run: dict[str, Any] = yaml.safe_load((EXAMPLES / "pretrain.yaml").read_text())
     run["model"]["config"] |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     run["model"]["tokenizer"]["train"]["vocab_size"] = 400
     run["mixture"] |= {"pack_seq_length": 64}
@@ -97,13 +97,14 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.chdir(folder)
     try:
         text = yaml.safe_dump(run)
-        assert execute(normalize(nodes.parse_yaml(text, "teacher.yaml"), require_actions=True)) == 0
+        run_file = normalize(nodes.parse_yaml(text, "teacher.yaml"), require_actions=True)
+        assert execute(run_file).code == 0
     finally:
         os.chdir(before)
-    return folder / "runs" / "quickstart" / "model"
+    return folder / "runs" / "pretrain" / "model"
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", [*LEARNED, *sorted(ELSEWHERE)])
 def test_example_is_valid_without_warnings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     run = normalize(nodes.read_yaml(EXAMPLES / f"{name}.yaml"), require_actions=True)
@@ -119,7 +120,7 @@ def test_online_example_trains_for_two_steps(
     run: dict[str, Any] = yaml.safe_load((EXAMPLES / "grpo.yaml").read_text())
     run["trainer"] |= {"max_training_steps": 2, "total_batch_size": 16}
     text = yaml.safe_dump(run)
-    assert execute(normalize(nodes.parse_yaml(text, "grpo.yaml"), require_actions=True)) == 0
+    assert execute(normalize(nodes.parse_yaml(text, "grpo.yaml"), require_actions=True)).code == 0
     assert Path("runs/grpo/model/config.json").is_file()
 
 
@@ -131,13 +132,14 @@ def test_output_of_an_example_fails_no_check_of_its_certificate(
     shutil.copytree(EXAMPLES / "data", tmp_path / "examples" / "data")
     if name in TEACHES:
         model = request.getfixturevalue("teacher")
-        shutil.copytree(model, tmp_path / "runs" / "quickstart" / "model")
+        shutil.copytree(model, tmp_path / "runs" / "pretrain" / "model")
     monkeypatch.chdir(tmp_path)
     run: dict[str, Any] = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     run["trainer"] |= {"max_training_steps": 2, "warmup_steps": 0, "evaluation_steps": 2}
     run["actions"] = ["train"]
     text = yaml.safe_dump(run)
-    assert execute(normalize(nodes.parse_yaml(text, f"{name}.yaml"), require_actions=True)) == 0
+    run_file = normalize(nodes.parse_yaml(text, f"{name}.yaml"), require_actions=True)
+    assert execute(run_file).code == 0
     found = list(findings(CertifiedModel(Path("runs", name))))
     assert not [f for f in found if f.status == "failed" and f.name != "kernels"]
     assert sum(f.status == "passed" for f in found) >= 6
@@ -155,11 +157,11 @@ def test_example_runs_and_reaches_expected_metric(
     shutil.copytree(EXAMPLES / "data", tmp_path / "examples" / "data")
     if name in TEACHES:
         model = request.getfixturevalue("teacher")
-        shutil.copytree(model, tmp_path / "runs" / "quickstart" / "model")
+        shutil.copytree(model, tmp_path / "runs" / "pretrain" / "model")
     monkeypatch.chdir(tmp_path)
     run = normalize(nodes.read_yaml(EXAMPLES / f"{name}.yaml"), require_actions=True)
     assert not run.warnings, run.warning_texts()
-    assert execute(run) == 0
+    assert execute(run).code == 0
     summary = json.loads(Path("runs", name, "summary.json").read_text())
     figure, least, most = LEARNED[name]
     value = summary["metrics"][figure]

@@ -18,7 +18,7 @@ the same way here, to show that models with GELU differ only by this table.
 
 `perplexities` compares one model with a tokenizer in several formats:
 
-    elarge examples/quickstart.yaml --set model.config.intermediate_size=768 \\
+    elarge examples/pretrain.yaml --set model.config.intermediate_size=768 \\
         --set trainer.max_training_steps=80 --set 'actions=[train]'
 
 The text is the help topics of Python's standard library, as tokens of the model's tokenizer, in

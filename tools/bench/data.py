@@ -3,7 +3,7 @@
     python -m tools.bench.data                        tokenizing and loading, against others
     python -m tools.bench.data --documents 4000 --rounds 1
     python -m tools.bench.data --chats --num-proc 2   chats through a template, also in processes
-    python -m tools.bench.data --wait                 the quickstart: share of a step spent waiting
+    python -m tools.bench.data --wait                 pretrain.yaml: share of a step spent waiting
 
 The text is `pydoc_data.topics`, split into paragraphs. A number before each paragraph makes every
 document unique. All contenders use the same tokenizer; their runs are interleaved. `datasets` is
@@ -210,13 +210,13 @@ def _grain_batches(ids: list[np.ndarray]) -> Iterator[Any]:
 
 
 def waiting(steps: int) -> tuple[float, float]:
-    """Return the medians of a quickstart step's wait for data and of its duration, in seconds."""
+    """Return the medians of a step's wait for data and of its duration, in seconds."""
     import statistics
 
     from ed_elarge import eLargeModel
 
     with tempfile.TemporaryDirectory() as folder:
-        elm = eLargeModel.from_yaml(str(ROOT / "examples/quickstart.yaml"))
+        elm = eLargeModel.from_yaml(str(ROOT / "examples/pretrain.yaml"))
         elm.update_config(
             {
                 "mixture": {"cache_dir": f"{folder}/cache"},
@@ -255,7 +255,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.wait:
         wait, step = waiting(options.steps)
-        print(f"quickstart: {1e3 * wait:.3f} ms of {1e3 * step:.1f} ms a step: {wait / step:.2%}")
+        print(
+            f"pretrain.yaml: {1e3 * wait:.3f} ms of {1e3 * step:.1f} ms a step: {wait / step:.2%}"
+        )
         return
     with tempfile.TemporaryDirectory() as folder:
         for package in ("grain", "trl"):

@@ -85,7 +85,7 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
 
 def own_python(options: argparse.Namespace) -> list[list[str]]:
     """Return the milliseconds of scheduler, batch and text, for each number of sequences."""
-    model, pieces = build("quickstart's", 1)
+    model, pieces = build("pretrain.yaml's", 1)
     rows = []
     for seqs in options.python:
         made = engine(model, pieces, seqs, max_num_seq_buckets=(seqs,), num_scheduler_steps=1)
@@ -139,7 +139,7 @@ def against_generate(options: argparse.Namespace) -> list[list[str]]:
     """Return tokens per second of the engine and of `generate`, prompts included."""
     rows = []
     for name in options.models:
-        layers = None if name == "quickstart's" else options.layers
+        layers = None if name == "pretrain.yaml's" else options.layers
         model, pieces = build(name, layers, options.dtype)
         for seqs in options.sequences:
             made, asked = engine(model, pieces, seqs), prompts(seqs, PROMPT)
@@ -299,7 +299,7 @@ def overlap(options: argparse.Namespace) -> list[list[str]]:
     """Compare starting the next step before the text of the current step with starting it after."""
     rows = []
     for name in options.models:
-        layers = None if name == "quickstart's" else options.layers
+        layers = None if name == "pretrain.yaml's" else options.layers
         model, pieces = build(name, layers, options.dtype)
         for seqs in options.sequences:
             engines = {each: engine(model, pieces, seqs, **o) for each, o in OVERLAPS.items()}
@@ -340,7 +340,7 @@ def create_parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=64)
     add("--models", nargs="+", choices=[*MODELS], default=[*STREAMED])
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--layers", type=int, help="layers of the models except the quickstart's; default: all")
+    add("--layers", type=int, help="layers of the models, except of pretrain.yaml; default: all")
     add("--rounds", type=int, default=5)
     return parser
 

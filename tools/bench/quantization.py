@@ -1,6 +1,6 @@
 """Measure quantized weights: memory, files, errors, held-out loss, and the time of a step.
 
-    python -m tools.bench.quantization              the quickstart's model, and a wider one
+    python -m tools.bench.quantization              the model of pretrain.yaml, and a wider one
     python -m tools.bench.quantization --methods nf4 int8 --layers 8 --rounds 9
 
 Bytes per weight include the scales of the quantized matrices, in live arrays and in files. The loss
@@ -129,10 +129,8 @@ def times(methods: Iterable[str], layers: int, rounds: int, batch: list[int]) ->
 def main() -> None:
     parser = command_line("quantization", __doc__)
     add = parser.add_argument
-    add("--model", type=Path, default=Path("runs/quickstart/model"))
-    add(
-        "--run", type=Path, default=Path("examples/quickstart.yaml"), help="run with held-out texts"
-    )
+    add("--model", type=Path, default=Path("runs/pretrain/model"))
+    add("--run", type=Path, default=Path("examples/pretrain.yaml"), help="run with held-out texts")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     add("--layers", type=int, default=8, help="layers of the timed model; 0 = no timing")
     add("--batch", type=int, nargs="+", default=[1, 8])

@@ -20,7 +20,7 @@ gives it all cores, like the other servers. The variables `VLLM_CPU_OMP_THREADS_
 cores. With `--heads N`, three quarters of each prompt are one of N beginnings.
 
 `--streams` compares the time of streamed answers with that of `eSurge.generate` on the same
-prompts, for this shape and for the quickstart's. The quickstart's steps have a duration of about
+prompts, for this shape and for that of pretrain.yaml. A step of the latter has a duration of about
 one millisecond, so its ratio shows the cost of the server more clearly.
 """
 
@@ -47,8 +47,8 @@ from tools.bench.measure import command_line, machine, table, torch_device
 from tools.bench.sse import Load, load
 
 MODEL_LEN = 512
-#: The model of examples/quickstart.yaml.
-QUICKSTART: dict[str, Any] = {
+#: The model of examples/pretrain.yaml.
+PRETRAIN: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_hidden_layers": 4,
@@ -58,7 +58,7 @@ QUICKSTART: dict[str, Any] = {
     "tie_word_embeddings": True,
     "initializer_range": 0.05,
 }
-STREAMED = {"135M": ({**SHAPES["llama"]}, VOCAB), "quickstart's": (QUICKSTART, 2048)}
+STREAMED = {"135M": ({**SHAPES["llama"]}, VOCAB), "pretrain.yaml's": (PRETRAIN, 2048)}
 # Seconds for a server to load the model; our server also compiles it in this time.
 PATIENCE = 600
 # Seconds between loads: OpenMP's threads wait actively for 0.2 s after their last work.

@@ -43,7 +43,7 @@ import numpy as np
 from tools.bench import decode
 from tools.bench.measure import command_line, machine, resident, status, table, torch_device
 
-#: Fields of Llama by the name of a shape. The first is the quickstart's size, the second
+#: Fields of Llama by the name of a shape. The first is the size of pretrain.yaml, the second
 #: SmolLM2-135M's, the third Llama 3.2 1B's with fewer words.
 SHAPES: dict[str, dict[str, Any]] = {
     "15m": {

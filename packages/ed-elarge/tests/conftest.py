@@ -30,13 +30,14 @@ def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def example_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a folder with the data of the examples, and a model of the quickstart."""
+    """Work in a folder with the data of the examples, and the models that they train."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text('{"text": "some text"}\n')
     (tmp_path / "texts.txt").write_text("some text\n")
     shutil.copytree(Path(__file__).parents[3] / "examples" / "data", tmp_path / "examples" / "data")
-    model = tmp_path / "runs" / "quickstart" / "model"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text('{"model_type": "llama"}')
-    (model / "tokenizer.json").write_text("{}")
+    for name in ("quickstart", "pretrain"):
+        model = tmp_path / "runs" / name / "model"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text('{"model_type": "llama"}')
+        (model / "tokenizer.json").write_text("{}")
     return tmp_path

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
+PRETRAIN = Path(__file__).parents[3] / "examples" / "pretrain.yaml"
 
 
 def elarge(*arguments: str, module: str = "ed_elarge") -> subprocess.CompletedProcess[str]:
@@ -22,7 +22,7 @@ def test_dry_run_imports_neither_jax_nor_transformers() -> None:
     code = (
         "import sys\n"
         "from ed_elarge.__main__ import app\n"
-        f"app([{str(QUICKSTART)!r}, '--dry-run'], standalone_mode=False)\n"
+        f"app([{str(PRETRAIN)!r}, '--dry-run'], standalone_mode=False)\n"
         "heavy = {'jax', 'jaxlib', 'flax', 'transformers', 'datasets', 'torch', 'lm_eval'}\n"
         "heavy.add('numpy')\n"
         "print('HEAVY', sorted(heavy & set(sys.modules)))\n"
@@ -71,7 +71,7 @@ def test_invalid_usage_exits_with_code_two(tmp_path: Path) -> None:
 def test_light_actions_run_without_jax(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     saved = tmp_path / "deep" / "saved.yaml"
-    text = QUICKSTART.read_text().split("actions:")[0]
+    text = PRETRAIN.read_text().split("actions:")[0]
     actions = f"actions: [validate, show, print_config, {{save_yaml: {saved}}}]\n"
     path.write_text(text + actions)
     done = elarge(str(path))

@@ -154,7 +154,8 @@ VALID: dict[str, str] = {
         "base_config.values.decode_attn_mechanism base_config.values.kvdtype esurge "
         "esurge.long_prefill_token_threshold esurge.max_num_batched_tokens "
         "esurge.max_num_seq_buckets esurge.reserve_tokens eval eval.limit eval.num_fewshot "
-        "eval.output_path eval.system_instruction eval.temperature eval.top_p loader "
+        "eval.local_tasks.name eval.output_path eval.system_instruction eval.temperature "
+        "eval.top_p loader "
         "loader.precision mixture.batch_size mixture.cache_dir mixture.eval_fraction "
         "mixture.eval_informs.type mixture.informs.format_callback "
         "mixture.informs.format_fields mixture.informs.name mixture.informs.num_rows "
@@ -170,6 +171,7 @@ VALID: dict[str, str] = {
         "trainer.training_time_limit trainer.tx_mu_dtype"
     ),
     "text": (
+        "eval.local_tasks.name "
         "trainer.label_names "
         "trainer.reward_functions.regex.pattern trainer.reward_functions.number.field "
         "mixture.informs.additional_fields trainer.generation_prompts "
@@ -251,6 +253,10 @@ KNOWN: dict[str, str] = {
 
 FILES = {path.name: path.read_text() for path in sorted(EXAMPLES.glob("*.yaml"))}
 FILES["maximal"] = MAXIMAL
+# The base is a file of a package, which a machine without `uv sync` lacks.
+FILES["quickstart.yaml"] = re.sub(
+    '"package:[^"]*"', "runs/quickstart/model", FILES["quickstart.yaml"]
+)
 DOCUMENTS = {name: yaml.safe_load(text) for name, text in FILES.items()}
 ALL = [case for name, document in DOCUMENTS.items() for case in cases(name, document)]
 

@@ -165,7 +165,7 @@ class RunFiles(Target):
         yield None
 
     def load_seeds(self) -> list[Any]:
-        names = ("sft", "grpo", "serve", "dpo", "quickstart")
+        names = ("sft", "grpo", "serve", "dpo", "quickstart", "pretrain")
         return [*read_seeds(self.name), *((EXAMPLES / f"{n}.yaml").read_bytes() for n in names)]
 
     def mutate(self, rng: random.Random, corpus: Sequence[Any]) -> Any:
