@@ -157,7 +157,7 @@ def test_training_continues_as_in_torch(folders: Path, family: str, tmp_path: Pa
     folder, source = folders / "state" / family, folders / family / "source"
     ids = np.load(folders / family / "logits.npz")["input_ids"]
     stored = read_easydel_moments(folder)
-    assert (stored.step, stored.count) == (2, 2)
+    assert (stored.step, stored.updates) == (2, 2)
     files = [EasyDeLFiles.relate(arrays, folder) for arrays in (stored.mu, stored.nu)]
     model, *moments = [
         load_torch(read_tensors(tensors), source, tmp_path / str(number))

@@ -12,6 +12,7 @@ _ABILITY = "ed_layers.attention.kernel:Ability"
 _PHIMOE = "ed_models.families.phimoe"
 _GEMMA3, _GEMMA3_TEXT = "ed_models.families.gemma3", "ed_models.families.gemma3_text"
 _GEMMA4, _LLAMA4 = "ed_models.families.gemma4", "ed_models.families.llama4"
+_GLM4V = "ed_models.families.glm4v"
 _STATUS = "ed_esurge.core.request"
 
 #: EasyDeL's class of a mechanism -> field of `Mechanism` and its value. The name is an object for
@@ -27,6 +28,18 @@ MECHANISM_NAMES: dict[str, tuple[str, str]] = {
     "ScaledDotProductAttn": ("name", "sdpa"),
     "VanillaAttn": ("name", "vanilla"),
 }
+
+#: EasyDeL's transforms of rows.
+TRANSFORM_NAMES = tuple(
+    f"{method}PreprocessTransform"
+    for method in ("BCO", "CPO", "DPO", "GRPO", "KTO", "ORPO", "PPO", "Reward", "SFT")
+)
+_TRANSFORMS = "ed_elarge.building.row_transforms"
+#: Objects whose form differs here.
+OBJECT_NAMES = (
+    "AutoShardAndGatherFunctions EasyQuantizer Mistral3Tokenizer ModelConverter Registry "
+    "StateDictConverter pack_sequences"
+)
 
 #: Name of EasyDeL -> module and name here.
 COUNTERPARTS: dict[str, str] = {
@@ -51,6 +64,7 @@ COUNTERPARTS: dict[str, str] = {
     "FlexibleAttentionModule": "ed_layers.attention.mechanism:Mechanism",
     "OperationRegistry": "ed_layers.attention.kernels:kernels",
     "OperationImpl": "ed_layers.attention.kernel:Kernel",
+    "AttentionOutput": "ed_layers.attention.dispatch",
     "OperationMetadata": "ed_layers.attention.kernel:Settings",
     "AttentionConfig": _SPECS,
     "BlockSparseAttentionConfig": _SPECS,
@@ -83,11 +97,18 @@ COUNTERPARTS: dict[str, str] = {
     "Llama4ForCausalLM": f"{_LLAMA4}:Llama4TextForCausalLM",
     "Llama4ForSequenceClassification": "easydel._found:Llama4TextForSequenceClassification",
     "Glm4vVisionModel": "ed_models.body.patch_tower:PatchTower",
+    # In transformers, Glm46V has the layers of Glm4v, and Glm4vMoe has its tower.
+    "Glm46VConfig": f"{_GLM4V}:Glm4vConfig",
+    "Glm46VModel": f"{_GLM4V}:Glm4vModel",
+    "Glm46VForConditionalGeneration": f"{_GLM4V}:Glm4vForConditionalGeneration",
+    "Glm4vMoeVisionConfig": f"{_GLM4V}:Glm4vVisionConfig",
+    "Glm4vMoeVisionModel": "ed_models.body.patch_tower:PatchTower",
     "Qwen3VisionTransformerPretrainedModel": "ed_models.body.patch_tower:PatchTower",
     "Qwen3VLMoeVisionTransformerPretrainedModel": "ed_models.body.patch_tower:PatchTower",
     # Engine.
     "EngineRequest": f"{_STATUS}:Request",
     "EngineRequestStatus": f"{_STATUS}:Status",
+    "JitableSamplingParams": "ed_esurge.runner.sampler:SamplerRows",
     "eSurgeRunner": "ed_esurge.runner.model_runner:ModelRunner",
     "eSurgeApiServer": "ed_esurge.server.launch",
     "eSurgeLMEvalAdapter": "ed_esurge.lm_eval:eSurgeLM",
@@ -101,6 +122,12 @@ COUNTERPARTS: dict[str, str] = {
     "LossConfig": "ed_layers.losses:TokenLoss",
     "BaseTrainer": "ed_trainers.trainer:Trainer",
     "BenchmarkConfig": "ed_elarge.config.action_options",
+    **dict.fromkeys(TRANSFORM_NAMES, _TRANSFORMS),
+    "prompt_transforms": f"{_TRANSFORMS}:*",
+    **dict.fromkeys(OBJECT_NAMES.split(), "ed_elarge.building.easydel_objects"),
+    "EasyDeLTimerError": "ed_infra.errors:EasyDeLError",
+    "is_inference_mode": "ed_layers.dropout:is_dropout_disabled",
+    "set_inference_mode": "ed_layers.dropout:disable_dropout",
     # Further names of submodules.
     "TextDatasetInform": "ed_data:Inform",
     "VisualDatasetInform": "ed_data:Inform",
@@ -114,19 +141,11 @@ COUNTERPARTS: dict[str, str] = {
     "EngineConfig": "ed_esurge.config",
 }
 
-_PREPARED = (
-    "a trainer prepares rows itself: pass raw rows (text, messages, preferences, prompts) as "
-    "train_dataset, or use ed_data.build_loader"
-)
-_CONVERTER = (
-    "from_pretrained reads the weights of Hugging Face, and save_pretrained and to_torch write them"
-)
-_GLM = "its vision model is not implemented; Glm4vForConditionalGeneration and the text models are"
+_GLM = "GLM-4.5V is not implemented; Glm4vForConditionalGeneration and Glm4MoeForCausalLM are"
 _QWEN3_5 = "the model with images is not implemented; the text model is {text}"
 _OMNI = "Qwen3-Omni is not implemented; for sound and text use Qwen2AudioForConditionalGeneration"
 _XERXES = "a model of EasyDeL's author without published weights; no other library has the family"
 _DIFFUSION = "language models that denoise text are not implemented"
-_MODE = "a model drops nothing unless it is called with key=...; no mode is needed"
 _MOSHPIT = "use online methods with `environments` (docs/tasks/asynchronous_rl.md)"
 
 
@@ -136,35 +155,18 @@ def _same(names: str, reason: str) -> dict[str, str]:
 
 #: Name of EasyDeL without a counterpart -> what to use instead.
 ABSENT: dict[str, str] = {
-    "AttentionOutput": "ed.attend returns the array of outputs and the cache",
-    "EasyQuantizer": "use model.quantize(ed.EasyDeLQuantizationConfig(...))",
+    "TensorConverter": "use torch.from_numpy(numpy.array(x)) and jax.numpy.asarray(x)",
     "TurboQuantConfig": "TurboQuant is not implemented; kv_cache_quantization_config has 8 bits",
-    "AutoShardAndGatherFunctions": "use model.shard_model() and model.gather_model()",
-    "EasyDeLTimerError": "no timer raises errors; the metrics of a run contain its times",
-    "Registry": "families register with ed.register_config and ed.register_module",
-    **_same("ModelConverter StateDictConverter TensorConverter", _CONVERTER),
-    **_same("is_inference_mode set_inference_mode", _MODE),
-    **_same(
-        "BCOPreprocessTransform CPOPreprocessTransform DPOPreprocessTransform "
-        "GRPOPreprocessTransform KTOPreprocessTransform ORPOPreprocessTransform "
-        "PPOPreprocessTransform RewardPreprocessTransform SFTPreprocessTransform "
-        "prompt_transforms",
-        _PREPARED,
-    ),
-    "pack_sequences": "set packing=True in the arguments; ed.pack plans the rows",
     "RayDistributedTrainer": "use `elarge launch` (docs/tasks/several_hosts.md)",
     **_same("AgenticMoshPitConfig AgenticMoshPitTrainer", _MOSHPIT),
     "InferenceApiRouter": "ed.serve accepts a mapping of names to engines",
-    "JitableSamplingParams": "the engine converts ed.SamplingParams to arrays itself",
     "CLIPTextModelWithProjection": "use CLIPModel, which embeds texts and images",
     "Gemma4MultimodalEmbedder": "its two layers are part of Gemma4Model",
-    "Mistral3Tokenizer": "transformers.AutoTokenizer reads the tokenizer of Mistral 3",
     "RobertaForCausalLM": "roberta is an encoder here; use a decoder for causal language models",
     "WhisperForAudioClassification": "use AutoEasyDeLModelForAudioClassification with wav2vec2",
-    **_same("Glm46VConfig Glm46VForConditionalGeneration Glm46VModel modules.glm46v", _GLM),
     **_same(
         "Glm4vMoeConfig Glm4vMoeForConditionalGeneration Glm4vMoeModel Glm4vMoeTextConfig "
-        "Glm4vMoeTextModel Glm4vMoeVisionConfig Glm4vMoeVisionModel modules.glm4v_moe",
+        "Glm4vMoeTextModel modules.glm4v_moe",
         _GLM,
     ),
     **_same(
@@ -209,8 +211,8 @@ ABSENT: dict[str, str] = {
 #: The modules of families, `easydel.modules.<name>`.
 FAMILY_MODULES = (
     "arctic aya_vision clip cohere cohere2 dbrx deepseek_v2 deepseek_v3 exaone exaone4 falcon "
-    "falcon_h1 falcon_mamba gemma gemma2 gemma3 gemma4 glm glm4 glm4_moe glm4_moe_lite glm4v "
-    "glm_moe_dsa gpt2 gpt_j gpt_neox gpt_oss grok_1 internlm2 kimi_linear llama llama4 llava "
+    "falcon_h1 falcon_mamba gemma gemma2 gemma3 gemma4 glm glm46v glm4 glm4_moe glm4_moe_lite "
+    "glm4v glm_moe_dsa gpt2 gpt_j gpt_neox gpt_oss grok_1 internlm2 kimi_linear llama llama4 llava "
     "mamba mamba2 minimax mistral mistral3 mixtral mosaic_mpt olmo olmo2 olmo3 openelm opt phi "
     "phi3 phimoe pixtral qwen2 qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next "
     "qwen3_vl qwen3_vl_moe roberta rwkv seed_oss siglip smollm3 stablelm whisper"
@@ -219,6 +221,7 @@ FAMILY_MODULES = (
 FAMILY_FILES: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3", "gemma3_text"),
     "gemma4": ("gemma4", "gemma4_text"),
+    "glm46v": ("glm4v",),
     "gpt_j": ("gptj",),
     "mosaic_mpt": ("mpt",),
     "qwen3_5": ("qwen3_5_text",),

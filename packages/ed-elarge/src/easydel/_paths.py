@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from easydel._other_names import TRANSFORM_NAMES
+
 #: Folder of a trainer, the word in the names of its two files, and the stem of its classes.
 _METHODS: tuple[tuple[str, str, str], ...] = (
     ("binary_classifier_optimization_trainer", "bco", "BCO"),
@@ -106,7 +108,8 @@ PATHS: dict[str, str] = {
         "EasyMethod TaskType EasyDeLOptimizers EasyDeLSchedulers"
     ),
     "easydel.infra.factory": (
-        "get_config get_module register_config register_module TaskType registry ConfigType"
+        "get_config get_module register_config register_module TaskType registry ConfigType "
+        "Registry"
     ),
     "easydel.infra.loss_utils": "LossConfig cross_entropy_sum token_logprobs",
     "easydel.infra.mixins": "EasyBridgeMixin EasyGenerationMixin GenerateOutput BaseModuleProtocol",
@@ -131,11 +134,11 @@ PATHS: dict[str, str] = {
     "easydel.layers.moe": "MoEMethods",
     "easydel.layers.norms": "RMSNorm",
     "easydel.layers.quantization": (
-        "AttnMaskDetail BaseOperationConfig EasyDeLQuantizationConfig LoraSpec QArray quantize "
-        "dequantize is_quantized QuantizationType"
+        "AttnMaskDetail BaseOperationConfig EasyDeLQuantizationConfig EasyQuantizer LoraSpec "
+        "QArray quantize dequantize is_quantized QuantizationType"
     ),
     "easydel.layers.quantization.quantizers": (
-        "EasyDeLQuantizationConfig QArray quantize dequantize is_quantized"
+        "EasyDeLQuantizationConfig EasyQuantizer QArray quantize dequantize is_quantized"
     ),
     "easydel.modules.auto": f"AutoEasyDeLConfig {_AUTO} get_modules_by_type",
     "easydel.modules.auto.auto_configuration": "AutoEasyDeLConfig get_modules_by_type",
@@ -160,11 +163,15 @@ PATHS: dict[str, str] = {
     "easydel.operations.kernels.scaled_dot_product_attention": "ScaledDotProductAttn",
     "easydel.operations.kernels.vanilla_attention": "VanillaAttn",
     "easydel.trainers.base_trainer": "BaseTrainer",
+    "easydel.trainers.packer": "pack_sequences",
+    "easydel.trainers.prompt_transforms": " ".join(TRANSFORM_NAMES),
     "easydel.trainers.trainer": "Trainer",
     "easydel.trainers.trainer.modeling_output": "TrainerOutput",
     "easydel.trainers.trainer.trainer": "Trainer",
     "easydel.trainers.trainer_protocol": "TrainerOutput",
     "easydel.trainers.training_configurations": "TrainingArguments",
+    "easydel.utils.inference_mode": "is_inference_mode set_inference_mode",
+    "easydel.utils.parameters_transformation": "ModelConverter StateDictConverter",
     "easydel.utils": "ePath ePathLike ejit traversals",
     "easydel.utils.compiling_utils": "ejit",
     **{

@@ -19,13 +19,18 @@ _IS_DISABLED: ContextVar[bool] = ContextVar("is_disabled", default=False)
 
 
 @contextmanager
-def disable_dropout(is_disabled: bool) -> Iterator[None]:
+def disable_dropout(is_disabled: bool = True) -> Iterator[bool]:
     """Trace functions without dropout, although they get a key; False changes nothing."""
     token = _IS_DISABLED.set(is_disabled or _IS_DISABLED.get())
     try:
-        yield
+        yield is_disabled
     finally:
         _IS_DISABLED.reset(token)
+
+
+def is_dropout_disabled() -> bool:
+    """Return whether the caller is inside of `disable_dropout`."""
+    return _IS_DISABLED.get()
 
 
 def select_dropout_key(key: jax.Array | None) -> jax.Array | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,19 @@ from ed_layers.cache.protocol import Cache, Layer, Pages, StoredLayer
 from ed_layers.cache.ragged import RaggedBatch
 
 CacheT = TypeVar("CacheT", bound=Cache | None)
+
+
+class AttentionOutput(NamedTuple, Generic[CacheT]):
+    """The result of `attend`.
+
+    Attributes:
+        attention_outputs: [b, s, h, d], in the dtype of the queries; zero for a query without
+            visible keys.
+        cache_view: the cache with the keys and values of the step, or None.
+    """
+
+    attention_outputs: Float[Array, "b s h d"]
+    cache_view: CacheT
 
 
 def attend(
@@ -49,7 +62,7 @@ def attend(
     relative: RelativeBias | None = None,
     dropout_key: jax.Array | None = None,
     mechanism: Mechanism,
-) -> tuple[Float[Array, "b s h d"], CacheT]:
+) -> AttentionOutput[CacheT]:
     """Compute scaled dot-product attention with grouped key/value heads.
 
     Args:
@@ -75,8 +88,7 @@ def attend(
         mechanism: the mechanism, resolved when the model was built.
 
     Returns:
-        The output [b, s, h, d] in the dtype of `q`, and the cache. The output of a query without
-        visible keys is zero.
+        The output and the cache, as a pair with names.
 
     Raises:
         ConfigError: shapes are inconsistent, or the mechanism lacks a feature of the call.
@@ -93,7 +105,7 @@ def attend(
         relative=relative,
         dropout_key=dropout_key,
     )
-    return attend_with_scoring(
+    pair = attend_with_scoring(
         *(q, k, v, mask_info, scoring),
         cache=cache,
         layer=layer,
@@ -101,6 +113,7 @@ def attend(
         group=group,
         mechanism=mechanism,
     )
+    return AttentionOutput(*pair)
 
 
 def attend_with_scoring(
