@@ -396,8 +396,8 @@ class Trials:
         ]
         results = easydel_python.try_statements(statements, self.make_place("statements"))
         failed = [f"{one.name}: {error[:300]}" for one, error in results.items() if error]
-        good = sum(one.count for one, error in results.items() if not error)
-        return Count(good, sum(one.count for one in results), failed)
+        good = sum(one.size for one, error in results.items() if not error)
+        return Count(good, sum(one.size for one in results), failed)
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ PAGES = ("docs/infra/base_module.md", "docs/infra/overview.md")
 LORA_SECTION = "Managing LoRA Parameters"
 #: Names of the prelude that each statement finds unchanged.
 _RESET = ("model", "MyModel", "config", "labels")
-STAND_INS = ("model", "whisper", "vision", "image.jpg", "audio.wav")
+STAND_INS = ("model", "whisper", "vision", "image.jpg", "audio.wav", "your-dataset")
 _BLOCK = re.compile(r"^( *)```(?:python|py)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _IMPORT = re.compile(r"^\s*(?:import|from) easydel", re.MULTILINE)
 _HUB = re.compile(r'"(?:[\w.-]+/)+[\w.-]*(?:[Ll]lama|Qwen|gpt-oss|gemma|model)[\w.-]*"')
@@ -78,6 +78,7 @@ def your_custom_reward_fn(completions, **columns):
 your_reward_fn = your_custom_reward_fn
 rngs = nnx.Rngs(0)
 nn = nnx
+config = config.replace(scan_layers=False)
 """
 #: Pattern -> value for a machine without accelerators: models, meshes, kernels, sizes.
 SMALLER = {
@@ -85,6 +86,13 @@ SMALLER = {
     r'"(?:https://|path/)[^"]*\.(?:wav|mp3)"': '"audio.wav"',
     r'"[\w.-]+/[\w.-]*Vision[\w.-]*"': '"vision"',
     r"max_model_len=\d+": "max_model_len=1024",
+    r'"flash_attn2"': '"auto"',
+    r"= LlamaConfig\(\n(?=\s+attn_mechanism)": "= LlamaConfig(\n"
+    "    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,\n"
+    "    num_attention_heads=4, num_key_value_heads=2,\n",
+    r'"triton"': '"jax"',
+    r"\(\.\.\.\)": "()",
+    r"generate\(\*\*inputs\)": "generate(**inputs, max_new_tokens=32)",
     r'"(?:[\w.-]+/)+[\w.-]*(?:[Ll]lama|Qwen|gpt-oss|gemma)[\w.-]*"': '"model"',
     r"EasyDeLBackends\.GPU": "EasyDeLBackends.CPU",
     r"EasyDeLPlatforms\.TRITON": "EasyDeLPlatforms.JAX",
@@ -158,13 +166,13 @@ class Statement(NamedTuple):
     Attributes:
         name: Its place.
         source: Its text.
-        count: The number of statements, with those in its body.
+        size: The number of statements, with those in its body.
         section: The headline of the page above it.
     """
 
     name: str
     source: str
-    count: int
+    size: int
     section: str
 
 
@@ -173,9 +181,9 @@ def list_statements(page: str, path: str) -> Iterator[Statement]:
     for match in _BLOCK.finditer(page):
         section = page[: match.start()].rpartition("\n### ")[2].partition("\n")[0]
         for node in ast.parse(textwrap.dedent(match.group(2))).body:
-            count = sum(isinstance(one, ast.stmt) for one in ast.walk(node))
+            size = sum(isinstance(one, ast.stmt) for one in ast.walk(node))
             source = ast.unparse(node)
-            yield Statement(f"{path}: {source.splitlines()[0]}", source, count, section)
+            yield Statement(f"{path}: {source.splitlines()[0]}", source, size, section)
 
 
 def count_names(original: str) -> tuple[int, dict[str, str]]:
@@ -336,6 +344,9 @@ def write_models(folder: Path) -> None:
     write_whisper(folder / "whisper")
     write_vision_model(folder / "vision")
     Image.new("RGB", (30, 40), (200, 30, 9)).save(folder / "image.jpg")
+    (folder / "your-dataset").mkdir()
+    rows = [json.dumps({"content": f"a question {number}"}) for number in range(16)]
+    (folder / "your-dataset/train.jsonl").write_text("\n".join(rows))
     soundfile.write(folder / "audio.wav", recording(1.0), RATE)
 
 
@@ -348,13 +359,13 @@ def write_vision_model(folder: Path) -> None:
     tokenizer = train_bpe(["describe this image in detail user"] * 9, vocab_size=290)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    layers = {"num_hidden_layers": 2}
-    config = LlavaConfig(
-        text_config={"model_type": "llama", "vocab_size": len(tokenizer), **sizes, **layers},
-        vision_config={"image_size": 28, "patch_size": 14, **sizes, **layers},
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        sharding_axis_dims=(1, 1, 1, 1, 1),
-    )
+    sizes |= {"num_hidden_layers": 2}
+    fields: dict[str, Any] = {
+        "text_config": {"model_type": "llama", "vocab_size": len(tokenizer), **sizes},
+        "vision_config": {"image_size": 28, "patch_size": 14, **sizes},
+        "image_token_index": tokenizer.convert_tokens_to_ids("<image>"),
+    }
+    config = LlavaConfig(**fields, sharding_axis_dims=(1, 1, 1, 1, 1))
     LlavaForConditionalGeneration.create(config, seed=5).save_pretrained(folder)
     square = {"height": 28, "width": 28}
     template = (

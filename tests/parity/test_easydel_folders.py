@@ -175,11 +175,11 @@ def test_run_of_the_trainer_continues(folders: Path) -> None:
     model: Any = hub.from_pretrained(folders / "llama" / "source", config_kwargs=unrolled, **ONE)
     state = EasyDeLState.create(model=model, tx=optax.adamw(RATE), init_opt_state=True)
     messages: list[str] = []
-    state = continue_easydel_run(state, folders / "run", messages.append)
-    assert (int(state.step), int(state.opt_state[0].count)) == (2, 2)
+    continued: Any = continue_easydel_run(state, folders / "run", messages.append)
+    assert (int(continued.step), int(continued.opt_state[0].count)) == (2, 2)
     assert "run-2" in messages[0]
     saved: Any = hub.from_pretrained(folders / "run" / "tiny", **ONE)
-    pairs = zip(*map(jax.tree.leaves, (state.graphstate, nnx.state(saved))), strict=True)
+    pairs = zip(*map(jax.tree.leaves, (continued.graphstate, nnx.state(saved))), strict=True)
     assert all(np.array_equal(*pair) for pair in pairs)
 
 
