@@ -106,6 +106,22 @@ def test_call_accepts_labels_and_a_cache_accepts_starts_of_zero(model: Any) -> N
         model.init_operations_cache(2, 8, starts=jnp.array([0, 1]))
 
 
+def test_configuration_and_layers_of_a_model_can_be_replaced(model: Any) -> None:
+    other = model.update_module(attn_mechanism="vanilla")
+    assert other.config.attn_mechanism == "vanilla" != model.config.attn_mechanism
+    assert _same(other.params, model.params)
+    assert other.model.layers[1].self_attn.mechanism.config.attn_mechanism == "vanilla"
+    other.model.layers[-1].self_attn = model.model.layers[0].self_attn
+    assert not _same(other.params, model.params)
+    with pytest.raises(ConfigError, match="changes the arrays of the model"):
+        model.update_module(vocab_size=65)
+    with pytest.raises(IndexError):
+        model.model.layers[2]
+    stacked = ed.LlamaForCausalLM.lazy_init(model.config.replace(scan_layers=True))
+    with pytest.raises(ConfigError, match="use scan_layers=False"):
+        stacked.model.layers[0]
+
+
 def test_quantize_accepts_a_configuration_and_its_fields(model: Any) -> None:
     config = ed.EasyDeLQuantizationConfig(dtype=ed.QuantizationType.NF4, group_size=32)
     by_config = model.quantize(quantization_config=config, apply_quantization=True)

@@ -181,6 +181,22 @@ class Stack(nnx.Module):
                     return nnx.merge(graphdef, jax.tree.map(lambda leaf, at=at: leaf[at], state))
         raise ConfigError(f"there is no layer {index}: the stack has {self.num_layers}")
 
+    def __getitem__(self, index: int) -> Any:
+        """Return a stored layer, whose parts may be replaced.
+
+        Raises:
+            ConfigError: the layers are stacked.
+            IndexError: there is no such layer.
+        """
+        if not -self.num_layers <= index < self.num_layers:
+            raise IndexError(f"layer {index} of {self.num_layers} layers")
+        if self.layout == "stacked":
+            raise ConfigError(
+                "the layers are stacked in one array, so a layer cannot be replaced: use "
+                "scan_layers=False, or layer() for a copy"
+            )
+        return self.layer(index % self.num_layers)
+
     def cache_specs(self) -> list[LayerSpecs]:
         """Return the `cache_specs()` of every layer."""
         if self.layout == "leaves":

@@ -7,6 +7,7 @@ model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, Self, cast
 
 import jax
@@ -123,6 +124,31 @@ class ParameterConversions:
             return cast("Callable[..., Self]", cls)(config, rngs=nnx.Rngs(0), **options)
 
         return nnx.eval_shape(build)
+
+    def update_module(self, **fields: object) -> Self:
+        """Return the model with other fields of its configuration and the same arrays.
+
+        Args:
+            fields: fields that change no shape, such as `attn_mechanism`.
+
+        Raises:
+            ConfigError: a shape changes, or the model has adapters or is quantized.
+        """
+        config = self.config.replace(**fields)
+        build = partial(cast("Callable[..., Self]", type(self)), config)
+        numbers = self.dtype, self.param_dtype, cast(Any, self).precision
+        graphdef, shapes = nnx.split(nnx.eval_shape(lambda: build(*numbers, rngs=nnx.Rngs(0))))
+        state = nnx.state(self)
+        before, after = (
+            {path: jnp.shape(variable.get_raw_value()) for path, variable in nnx.to_flat_state(one)}
+            for one in (state, shapes)
+        )
+        if before != after:
+            raise ConfigError(
+                f"update_module({', '.join(fields)}) changes the arrays of the model: create "
+                "another model, or merge its adapters and dequantize it first"
+            )
+        return nnx.merge(graphdef, state)
 
     # Dtypes.
 

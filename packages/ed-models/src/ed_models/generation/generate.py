@@ -85,6 +85,10 @@ class GenerateOutput:
     beam_indices: np.ndarray | None = None
     steps: int = 0
 
+    def __getitem__(self, row: int) -> np.ndarray:
+        """Return a row of the sequences."""
+        return self.sequences[row]
+
 
 def generate(
     model: LanguageModel,
