@@ -12,11 +12,11 @@ import optax
 import pytest
 from ed_infra.errors import ConfigError
 from ed_trainers import Callback, SFTArguments, SFTTrainer
-from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.figures.metrics import CLOCKED, read_metrics
 from ed_trainers.optimizers import build_optimizer, build_schedule, get_ema_params
 from ed_trainers.optimizers.ema import EmaState
+from ed_trainers.running.evaluation import Best
 from pydantic import ValidationError
 
 SETTINGS = {

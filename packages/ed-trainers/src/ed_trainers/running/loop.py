@@ -16,7 +16,6 @@ from ed_infra.distributed import barrier, from_main
 from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_trainers.batches import Cadence, Epochs, Feed
-from ed_trainers.checkpoints.best import Best
 from ed_trainers.checkpoints.checkpoint import Checkpoints
 from ed_trainers.checkpoints.memory import MemoryCopies
 from ed_trainers.checkpoints.mirror import Mirror
@@ -33,7 +32,7 @@ from ed_trainers.optimizers import Schedule
 from ed_trainers.placement import microbatches, pad_rows
 from ed_trainers.probes import Probe
 from ed_trainers.rollout import Weights
-from ed_trainers.running.evaluation import Evaluator
+from ed_trainers.running.evaluation import Best, Evaluator
 from ed_trainers.running.stopping import Divergence, StopRequest
 from ed_trainers.state import EasyDeLState
 from ed_trainers.step import TrainStep, build_train_step
