@@ -114,7 +114,7 @@ def layer_context(
         mask_info=mask_info,
         ragged=ragged,
         adapter_ids=None if ragged is None else ragged.adapter_of_token(),
-        key=select_dropout_key(key),
+        key=None if key is None else select_dropout_key(key),
         routed_experts=routed_experts,
         returns_experts=output_routed_experts,
         mode=mode,
