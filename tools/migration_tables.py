@@ -3,9 +3,9 @@
     uv run python -m tools.migration_tables            rewrite the tables
     uv run python -m tools.migration_tables --check    exit 1 if a table is outdated
 
-The places come from the tables that decide about these names: `ed_trainers.options.other_names`,
-`ed_elarge.config.other_files`, the aliases of the option classes, `easydel._table` and the modules
-of `EasyLM`. A documented name without a place is an error.
+The places come from the tables that decide about these names: the rules of `ed_elarge.migration`,
+`ed_trainers.options.other_names`, the aliases of the option classes, `easydel._table` and the
+modules of `EasyLM`. A documented name without a place is an error.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ import ast
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from EasyLM import SOURCES
 from ed_elarge.config import other_files
+from ed_elarge.migration.axolotl import AXOLOTL_RULES
+from ed_elarge.migration.conversion import KeyRule
+from ed_elarge.migration.llama_factory import LLAMA_FACTORY_RULES
+from ed_elarge.migration.trl_files import TRL_RULES
+from ed_elarge.migration.unsloth import UNSLOTH_RULES
 from ed_trainers.arguments import ARGUMENTS
 from ed_trainers.options import other_names
 
@@ -29,24 +34,6 @@ from tools.workspace import ROOT
 
 FOLDER = ROOT / "docs/migrate"
 BEGIN, END = "<!-- tools/migration_tables.py -->\n", "<!-- end -->\n"
-
-#: Keys of Axolotl's example files that `ed_elarge.config.other_files` does not list itself.
-AXOLOTL_KEYS = """
-    output_dir sequence_len micro_batch_size gradient_accumulation_steps batch_size eval_batch_size
-    num_epochs max_steps learning_rate optimizer optim_args adam_beta1 adam_beta2 adam_epsilon
-    lr_scheduler lr_scheduler_kwargs cosine_min_lr_ratio warmup_steps warmup_ratio weight_decay
-    max_grad_norm seed bf16 fp16 tf32 gradient_checkpointing gradient_checkpointing_kwargs
-    activation_offloading sample_packing pad_to_sequence_len pad_to_multiple_of group_by_length
-    train_on_inputs val_set_size remove_unused_columns dataset_num_proc dataloader_num_workers
-    dataloader_prefetch_factor dataloader_pin_memory special_tokens trust_remote_code
-    attn_implementation flash_attention load_in_8bit load_in_4bit lora_r lora_alpha lora_dropout
-    lora_target_modules lora_target_linear neftune_noise_alpha deepspeed fsdp fsdp_config local_rank
-    ddp_find_unused_parameters torch_compile eval_steps evals_per_epoch eval_strategy save_steps
-    saves_per_epoch save_strategy save_total_limit save_only_model save_safetensors logging_steps
-    early_stopping_patience load_best_model_at_end metric_for_best_model greater_is_better
-    resume_from_checkpoint use_tensorboard wandb_project wandb_name wandb_run_id hub_model_id
-    hub_strategy center_rewards_coefficient precompute_ref_log_probs simpo_gamma cpo_alpha
-"""
 
 
 def names_table(program: str, names: Iterable[str], *, of_trainer: bool = True) -> list[str]:
@@ -110,14 +97,37 @@ def trl() -> str:
     lines += ["## Configurations of TRL", ""]
     lines += names_table("`SFTConfig`, `DPOConfig`, …", (*other_names.TRL, *trl_aliases()))
     lines += ["", "## The model and the data of TRL's command line", ""]
-    lines += names_table("`ModelConfig`, `ScriptArguments`", other_files.TRL_KEYS, of_trainer=False)
+    listed = {*theirs, *older, *other_names.TRL, *trl_aliases()}
+    more = [
+        name
+        for name, rule in TRL_RULES.items()
+        if name not in listed and not rule.place.startswith("trainer.")
+    ]
+    lines += names_table("`trl METHOD --config FILE`", more, of_trainer=False)
     return "\n".join(lines) + "\n"
 
 
 def axolotl() -> str:
     """Return the table of docs/migrate/axolotl.md."""
-    names = (*other_files.AXOLOTL_KEYS, *AXOLOTL_KEYS.split(), *other_names.AXOLOTL)
+    names = {*AXOLOTL_RULES, *other_names.AXOLOTL}
     return "\n".join(names_table("Axolotl", sorted(names), of_trainer=False)) + "\n"
+
+
+def rules_table(program: str, rules: Mapping[str, KeyRule]) -> str:
+    """Return the table of the rules of one program."""
+    lines = heading(program, "here")
+    lines += [row(f"`{key}`", instead(marked(rules[key].place))[0]) for key in sorted(rules)]
+    return "\n".join(lines) + "\n"
+
+
+def llama_factory() -> str:
+    """Return the table of docs/migrate/llamafactory.md."""
+    return rules_table("LLaMA-Factory", LLAMA_FACTORY_RULES)
+
+
+def unsloth() -> str:
+    """Return the table of docs/migrate/unsloth.md."""
+    return rules_table("Unsloth", UNSLOTH_RULES)
 
 
 def easylm() -> str:
@@ -151,6 +161,8 @@ PAGES = {
     FOLDER / "easydel.md": easydel_names.tables,
     FOLDER / "easylm.md": easylm,
     FOLDER / "axolotl.md": axolotl,
+    FOLDER / "llamafactory.md": llama_factory,
+    FOLDER / "unsloth.md": unsloth,
     FOLDER / "trl.md": trl,
 }
 

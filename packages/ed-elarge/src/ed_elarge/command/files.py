@@ -17,29 +17,73 @@ from ed_elarge.command.runs import RunSettings
 
 def init(
     kind: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="lora, qlora, pretrain, a method (sft, dpo, grpo, …) or an action (serve, eval)."
         ),
-    ],
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file; default: KIND.yaml.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    origin: Annotated[
+        Path | None,
+        typer.Option("--from", help="A file of Axolotl, TRL, LLaMA-Factory or Unsloth to convert."),
+    ] = None,
+    tool: Annotated[
+        str | None,
+        typer.Option(help="With --from: axolotl, trl, llamafactory or unsloth; default: by keys."),
+    ] = None,
+    devices: Annotated[
+        int,
+        typer.Option(min=1, max=2**20, help="With --from: devices that share a batch."),
+    ] = 1,
 ) -> Result:
-    """Write a commented run file, and the schema with which an editor checks it."""
+    """Write a commented run file, and the schema with which an editor checks it.
+
+    With --from, the file has the values of a file of another program. The exit code is 1 if keys
+    that change the result have no place in the new file.
+    """
     from ed_elarge.config.json_schema import build_schema
     from ed_elarge.config.templates import SCHEMA_FILE, find_template, template
 
-    name = find_template(kind)
-    path = output or Path(f"{name}.yaml")
+    if kind is None and origin is None:
+        raise ConfigError("name a method or an action, or a file of another program with --from")
+    if origin is None and (tool is not None or devices != 1):
+        raise ConfigError("--tool and --devices belong to --from")
+    name = "" if kind is None else find_template(kind)
+    path = output or Path(f"{name or _get_stem(origin)}.yaml")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: choose another --output, or pass --force")
+    text, result, remark = template(name, str(path)) if origin is None else "", Result({}), ""
+    if origin is not None:
+        text, result, remark = _convert_file(origin, tool, name or None, devices, path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(template(name, str(path)), "utf-8")
+    path.write_text(text, "utf-8")
     (path.parent / SCHEMA_FILE).write_text(json.dumps(build_schema()) + "\n", "utf-8")
-    show_result(f"wrote {path}; check the file: elarge {path} --dry-run")
-    return Result({"path": str(path)})
+    show_result(f"wrote {path}; {remark}check the file: elarge {path} --dry-run")
+    return Result({"path": str(path), **result.values}, result.code)
+
+
+def _get_stem(origin: Path | None) -> str:
+    stem = "run" if origin is None else origin.stem
+    return f"{stem}-elarge"
+
+
+def _convert_file(
+    origin: Path, tool: str | None, method: str | None, devices: int, path: Path
+) -> tuple[str, Result, str]:
+    """Return the text of the run file, the result of the command, and a remark."""
+    from ed_elarge.migration.run_files import convert_foreign_file, format_run_file
+
+    conversion = convert_foreign_file(origin, tool=tool, method=method, devices=devices)
+    changes, omitted = conversion.changes, conversion.omitted
+    for key, reason in changes.items():
+        print(f"{key} changes the result and is missing: {reason}", file=sys.stderr)
+    values = {"program": conversion.program, "changes": changes, "omitted": omitted}
+    remark = f"{len(omitted)} keys are not needed, {len(changes)} that matter are missing; "
+    text = format_run_file(conversion, origin.name, str(path))
+    return text, Result(values, int(bool(changes))), remark
 
 
 def schema() -> Result:

@@ -32,7 +32,7 @@ Interval = Annotated[float, Field(gt=0, le=LONGEST), AfterValidator(_check_inter
 StepPhase = Annotated[float, Field(ge=0, le=LONGEST), AfterValidator(_check_interval)]
 
 #: Strategy -> the options that it may contradict: the steps, and the number of times in an epoch.
-STRATEGIES: dict[str, tuple[str, str]] = {
+STRATEGY_NUMBERS: dict[str, tuple[str, str]] = {
     "save_strategy": ("save_steps", "saves_per_epoch"),
     "eval_strategy": ("evaluation_steps", "evals_per_epoch"),
 }
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, tuple[str, str]] = {
 
 def _check_strategy(value: str | None, info: ValidationInfo) -> str | None:
     """Check that a strategy agrees with the numbers of steps and of times in an epoch."""
-    key, times = STRATEGIES[str(info.field_name)]
+    key, times = STRATEGY_NUMBERS[str(info.field_name)]
     steps, number = info.data.get(key), info.data.get(times)
     if value in ("no", "epoch") and steps is not None:
         raise conflict(f"{info.field_name}: {value} and {key} {steps:g} exclude each other")
@@ -53,7 +53,7 @@ def _check_strategy(value: str | None, info: ValidationInfo) -> str | None:
 
 def _check_times(value: int | None, info: ValidationInfo) -> int | None:
     """Check that a number of times in an epoch is the only cadence."""
-    ((key, _),) = (pair for pair in STRATEGIES.values() if pair[1] == info.field_name)
+    ((key, _),) = (pair for pair in STRATEGY_NUMBERS.values() if pair[1] == info.field_name)
     steps = info.data.get(key)
     if value is not None and steps is not None:
         raise conflict(f"{info.field_name} {value} and {key} {steps:g} exclude each other")
@@ -89,7 +89,7 @@ def _each_save_is_evaluated(info: ValidationInfo) -> bool:
     return ratio >= 1 and math.isclose(ratio, round(ratio), rel_tol=1e-9)
 
 
-#: When a task is repeated; see `STRATEGIES`.
+#: When a task is repeated; see `STRATEGY_NUMBERS`.
 TaskStrategy = Annotated[Strategy | None, AfterValidator(_check_strategy)]
 #: Number of times of a task in each epoch.
 TimesPerEpoch = Annotated[Count | None, AfterValidator(_check_times)]

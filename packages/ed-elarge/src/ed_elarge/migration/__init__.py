@@ -1,0 +1,1 @@
+"""Files of other programs as run files: a table of keys for each program."""

@@ -1,0 +1,268 @@
+"""Files of LLaMA-Factory: a rule for each key, and the defaults that differ from this project's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ed_elarge.migration.conversion import (
+    Conversion,
+    KeyRule,
+    copy_to,
+    lose,
+    omit,
+    parse_yaml_number,
+    read_later,
+)
+from ed_elarge.migration.shared_rules import (
+    ADAPTER_RULES,
+    TRAINING_RULES,
+    put_adam,
+    put_batch,
+    put_cadence,
+    put_quantization,
+    put_targets,
+    put_warmup,
+    remove_adapters,
+)
+from ed_elarge.migration.sources import convert_llama_factory_sources
+
+#: Value of `stage` -> method.
+_STAGES = {"sft": "sft", "pt": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto", "ppo": "ppo"}
+#: Value of `pref_loss` -> method, and its loss.
+_LOSSES = {
+    "sigmoid": ("dpo", None),
+    "hinge": ("dpo", "hinge"),
+    "ipo": ("dpo", "ipo"),
+    "kto_pair": ("dpo", "bco_pair"),
+    "orpo": ("orpo", None),
+    "simpo": ("simpo", None),
+}
+#: Templates that are no copies of the chat template of a model.
+_OWN_TEMPLATES = ("default", "alpaca", "vicuna", "empty", "fewshot")
+
+
+def find_stage(source: Mapping[str, object]) -> tuple[str, str | None]:
+    """Return the method of a file, and its loss."""
+    method = _STAGES.get(str(source.get("stage") or "sft"), "sft")
+    if method == "dpo":
+        return _LOSSES.get(str(source.get("pref_loss") or "sigmoid"), ("dpo", None))
+    return method, None
+
+
+def _put_stage(conversion: Conversion, key: str, value: object) -> None:
+    _, loss = find_stage(conversion.source)
+    if key == "stage" and value not in _STAGES:
+        conversion.changes[key] = f"{value} has no counterpart: see docs/methods.md"
+    if key == "pref_loss" and value not in _LOSSES:
+        conversion.changes[key] = f"{value} has no counterpart: see trainer.loss_type of dpo"
+    if loss is not None:
+        conversion.put("trainer.loss_type", loss, f"pref_loss {conversion.source['pref_loss']}")
+
+
+def _put_template(conversion: Conversion, key: str, value: object) -> None:
+    if value in _OWN_TEMPLATES and conversion.source.get("stage") != "pt":
+        conversion.changes[key] = f"{value}: set model.tokenizer.chat_template to a Jinja template"
+    else:
+        conversion.omitted[key] = (
+            f"the chat template of the model is used, not a copy named {value}; a base model "
+            "without one needs model.tokenizer.chat_template"
+        )
+
+
+def _put_kind(conversion: Conversion, key: str, value: object) -> None:
+    if value not in ("lora", "full"):
+        conversion.changes[key] = f"{value}: trainer.trainable_rules select parameters to train"
+
+
+def _put_data(conversion: Conversion, key: str, value: object) -> None:
+    path = "mixture.eval_informs" if key == "eval_dataset" else "mixture.informs"
+    conversion.put(path, convert_llama_factory_sources(conversion, key, value), key)
+
+
+def _put_hold_out(conversion: Conversion, key: str, value: object) -> None:
+    share = parse_yaml_number(value)
+    if isinstance(share, int | float) and 0 < share < 1:
+        conversion.put("mixture.eval_fraction", share, key)
+    elif share:
+        conversion.changes[key] = f"{value} rows: set mixture.eval_fraction to their share"
+
+
+def _put_adapter(conversion: Conversion, key: str, value: object) -> None:
+    if "," in str(value):
+        conversion.changes[key] = "several adapters: merge all but the last with `elarge merge`"
+    else:
+        conversion.put("lora.name_or_path", value, key)
+
+
+def _put_mix(conversion: Conversion, key: str, value: object) -> None:
+    stops = {"interleave_under": "first_exhausted", "interleave_over": "all_exhausted"}
+    if value in stops:
+        conversion.put("mixture.stop_strategy", stops[str(value)], key)
+    elif value != "concat":
+        conversion.changes[key] = f"{value} has no counterpart: see mixture.stop_strategy"
+
+
+def _put_beta(conversion: Conversion, key: str, value: object) -> None:
+    conversion.put("trainer.beta", parse_yaml_number(value), key)
+
+
+def _put_swanlab(conversion: Conversion, key: str, value: object) -> None:
+    if value:
+        conversion.omitted[key] = "trainer.report_to selects wandb, trackio or mlflow"
+
+
+#: Key of a file of LLaMA-Factory -> its rule.
+LLAMA_FACTORY_RULES: dict[str, KeyRule] = {
+    **TRAINING_RULES,
+    **ADAPTER_RULES,
+    "model_name_or_path": copy_to("model.name_or_path"),
+    "model_revision": read_later("model.extra_kwargs.revision"),
+    "adapter_name_or_path": KeyRule("lora.name_or_path", _put_adapter),
+    "stage": KeyRule("trainer.trainer_type", _put_stage),
+    "pref_loss": KeyRule("trainer.trainer_type (orpo, simpo), or trainer.loss_type", _put_stage),
+    "pref_beta": KeyRule("trainer.beta", _put_beta),
+    "pref_ftx": lose("no counterpart", 0, 0.0),
+    "pref_bco_weight": lose("no counterpart", 0, 0.0),
+    "simpo_gamma": copy_to("trainer.simpo_gamma"),
+    "dpo_label_smoothing": copy_to("trainer.label_smoothing"),
+    "kto_chosen_weight": copy_to("trainer.desirable_weight"),
+    "kto_rejected_weight": copy_to("trainer.undesirable_weight"),
+    "ld_alpha": lose("no counterpart"),
+    "ref_model": copy_to("reference_model.name_or_path"),
+    "reward_model": copy_to("reward_model.name_or_path"),
+    "reward_model_type": read_later("reward_model: the folder of a whole model"),
+    "ppo_epochs": copy_to("trainer.num_iterations"),
+    "ppo_buffer_size": copy_to("trainer.steps_per_generation"),
+    "ppo_whiten_rewards": copy_to("trainer.whiten_rewards"),
+    "ppo_score_norm": lose("no counterpart"),
+    "ppo_target": omit("the weight trainer.beta of the divergence is constant"),
+    "finetuning_type": KeyRule("lora: {...}, or no such section for full", _put_kind),
+    "lora_target": KeyRule("lora.targets", put_targets),
+    "additional_target": copy_to("lora.modules_to_save"),
+    "loraplus_lr_ratio": lose("trainer.learning_rate_rules: [[lora_b, RATIO]]", 1, 1.0),
+    "create_new_adapter": lose("merge the old adapter with `elarge merge` first"),
+    "pissa_init": lose("adapters begin with zero change"),
+    "quantization_bit": KeyRule("quantization.model.quantization_method", put_quantization),
+    "quantization_method": lose("quantization.model.quantization_method", "bnb", "bitsandbytes"),
+    "quantization_type": lose("quantization.model.quantization_method", "nf4"),
+    "double_quantization": read_later("quantization.model.double_quantization"),
+    "freeze_trainable_layers": lose("trainer.trainable_rules: [[PATTERN, true]]"),
+    "freeze_trainable_modules": lose("trainer.trainable_rules: [[PATTERN, true]]"),
+    "freeze_vision_tower": lose("trainer.frozen_parameters: vision", True),
+    "freeze_multi_modal_projector": lose("trainer.frozen_parameters: projector", True),
+    "dataset": KeyRule("mixture.informs, from dataset_info.json", _put_data),
+    "eval_dataset": KeyRule("mixture.eval_informs, from dataset_info.json", _put_data),
+    "dataset_dir": read_later("mixture.informs: the paths of data_files"),
+    "media_dir": omit("paths in rows are relative to the file of the rows"),
+    "template": KeyRule("model.tokenizer.chat_template; default: the model's", _put_template),
+    "cutoff_len": copy_to("trainer.max_length"),
+    "max_samples": read_later("mixture.informs: [{num_rows: ...}]"),
+    "packing": read_later("mixture.pack_tokens"),
+    "neat_packing": read_later("mixture.pack_tokens, which never mixes documents"),
+    "train_on_prompt": lose("rows with a prompt and a completion have no loss on the prompt"),
+    "mask_history": lose("the loss covers every answer of a chat"),
+    "default_system": lose("write the system message into the rows or the template"),
+    "tool_format": omit("tools have the format of the chat template"),
+    "enable_thinking": lose("the field chat_template_kwargs of a row", True),
+    "streaming": copy_to("mixture.streaming"),
+    "buffer_size": copy_to("mixture.shuffle_buffer_size"),
+    "mix_strategy": KeyRule("mixture.stop_strategy", _put_mix),
+    "interleave_probs": read_later("mixture.mixture_weights"),
+    "val_size": KeyRule("mixture.eval_fraction", _put_hold_out),
+    "disable_shuffling": lose("mixture.shuffle_buffer_size: 1"),
+    "pure_bf16": KeyRule("loader.param_dtype: bfloat16", copy_to("pure_bf16").convert),
+    "use_dft_loss": lose("sft has one loss"),
+    "use_muon": lose("trainer.optimizer: muon"),
+    "use_galore": lose("no counterpart: trainer.optimizer: adamw_8bit saves memory"),
+    "use_apollo": lose("no counterpart: trainer.optimizer: adamw_8bit saves memory"),
+    "use_badam": lose("no counterpart: trainer.trainable_rules select parameters"),
+    "use_adam_mini": lose("no counterpart: trainer.optimizer: adamw_8bit saves memory"),
+    "early_stopping_steps": lose("trainer.save_best_k keeps the best checkpoint"),
+    "resize_vocab": copy_to("model.resize_token_embeddings"),
+    "add_tokens": lose("model.tokenizer: a folder with a tokenizer that has these tokens"),
+    "rope_scaling": lose("base_config.values.rope_scaling"),
+    "use_llama_pro": lose("trainer.trainable_rules select parameters"),
+    "fp8": lose("no counterpart: loader.dtype is bfloat16 or float32"),
+    "shift_attn": lose("no counterpart"),
+    "moe_aux_loss_coef": copy_to("base_config.values.router_aux_loss_coef"),
+    "use_swanlab": KeyRule("omit it: trainer.report_to selects a tracker", _put_swanlab),
+    "upcast_layernorm": omit("norms compute in float32"),
+    **{
+        key: omit("the best attention and the compiled kernels are always used")
+        for key in ("flash_attn", "enable_liger_kernel", "use_unsloth", "use_unsloth_gc")
+    },
+    **{
+        key: omit("no effect on the result")
+        for key in (
+            *("infer_dtype", "ms_hub_token", "do_sample", "num_beams", "length_penalty"),
+            *("swanlab_run_name", "swanlab_workspace", "compute_dtype", "pissa_iter"),
+            *("skip_special_tokens", "split_special_tokens", "loraplus_lr_embedding"),
+            *("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size"),
+            *("plot_loss", "cache_dir", "low_cpu_mem_usage", "use_fast_tokenizer", "hf_hub_token"),
+            *("use_reentrant_gc", "include_num_input_tokens_seen", "logging_first_step"),
+            *("compute_accuracy", "predict_with_generate", "infer_backend", "use_kv_cache"),
+            *("ray_run_name", "ray_num_workers", "ray_storage_path", "resources_per_worker"),
+            *("placement_strategy", "tokenized_path", "data_shared_file_system", "do_predict"),
+            *("include_effective_tokens_per_second", "swanlab_project", "swanlab_mode"),
+            *("image_max_pixels", "image_min_pixels", "video_max_pixels", "print_param_status"),
+            *("ref_model_quantization_bit", "reward_model_quantization_bit", "save_safetensors"),
+        )
+    },
+    "disable_gradient_checkpointing": read_later("base_config.values.gradient_checkpointing"),
+    "max_new_tokens": copy_to("trainer.max_completion_length"),
+    "top_k": copy_to("trainer.top_k"),
+    "top_p": copy_to("trainer.top_p"),
+    "temperature": copy_to("trainer.temperature"),
+}
+_DEFAULTS: dict[str, object] = {
+    "trainer.learning_rate": 5e-5,
+    "trainer.max_length": 2048,
+    "trainer.scheduler": "linear",
+    "trainer.weight_decay": 0.0,
+    "trainer.clip_grad": 1.0,
+}
+
+
+def finish_llama_factory(conversion: Conversion) -> None:
+    """Set the values that depend on several keys, and the defaults of LLaMA-Factory."""
+    source, values = conversion.source, conversion.values
+    put_batch(conversion, "per_device_train_batch_size", 8)
+    put_adam(conversion)
+    put_warmup(conversion)
+    put_cadence(conversion)
+    if source.get("finetuning_type", "lora") == "lora":
+        conversion.put_default("lora.rank", 8)
+        conversion.put_default("lora.alpha", 2 * float(str(values["lora.rank"])))
+    else:
+        remove_adapters(conversion)
+    if values.get("quantization.model.quantization_method") == "nf4":
+        nested = source.get("double_quantization") is not False
+        conversion.put("quantization.model.double_quantization", nested, "double_quantization")
+    packs = conversion.read_flag("packing") or conversion.read_flag("neat_packing")
+    if packs or (source.get("stage") == "pt" and source.get("packing") is None):
+        conversion.put("mixture.pack_tokens", True, "packing")
+    if source.get("stage") == "pt" and packs is False and "mixture.pack_tokens" in values:
+        conversion.put("mixture.pack_strategy", "wrapped", "stage pt")
+    if values.pop("pure_bf16", False):
+        conversion.origins.pop("pure_bf16", None)
+        conversion.put("loader.dtype", "bfloat16", "pure_bf16")
+        conversion.put("loader.param_dtype", "bfloat16", "pure_bf16")
+    revision = source.get("model_revision")
+    if revision not in (None, "main"):
+        conversion.put("model.extra_kwargs.revision", revision, "model_revision")
+    if source.get("reward_model_type") not in (None, "full"):
+        conversion.changes["reward_model_type"] = "merge its adapter with `elarge merge` first"
+    if source.get("interleave_probs"):
+        conversion.changes["interleave_probs"] = "mixture.mixture_weights: {NAME: SHARE}"
+    if not conversion.read_flag("disable_gradient_checkpointing"):
+        conversion.put_default("base_config.values.gradient_checkpointing", "nothing_saveable")
+    for path, value in _DEFAULTS.items():
+        conversion.put_default(path, value)
+    if "trainer.max_training_steps" not in values:
+        conversion.put_default("trainer.num_train_epochs", 3)
+    if conversion.method == "sft" and source.get("stage") != "pt":
+        conversion.put("mixture.tokenization.assistant_only_loss", True, "train_on_prompt: false")
+    held_out = {"mixture.eval_fraction", "mixture.eval_informs"} & values.keys()
+    for path in ("trainer.evaluation_steps", "trainer.eval_strategy"):
+        if not held_out:
+            values.pop(path, None)

@@ -1,0 +1,361 @@
+"""Files of TRL's command line: a rule for each key, and the defaults of its configurations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from ed_elarge.migration.conversion import (
+    Conversion,
+    KeyRule,
+    copy_to,
+    lose,
+    omit,
+    read_later,
+    split_names,
+    translate_to,
+)
+from ed_elarge.migration.shared_rules import (
+    ADAPTER_RULES,
+    TRAINING_RULES,
+    put_adam,
+    put_batch,
+    put_cadence,
+    put_warmup,
+    remove_adapters,
+)
+from ed_elarge.migration.sources import build_source
+
+#: Method -> keys that only its configuration has.
+METHOD_KEYS: dict[str, frozenset[str]] = {
+    "grpo": frozenset(
+        ("num_generations", "reward_funcs", "reward_model_name_or_path", "scale_rewards")
+    ),
+    "kto": frozenset(("desirable_weight", "undesirable_weight")),
+    "reward": frozenset(("center_rewards_coefficient",)),
+    "distillation": frozenset(("teacher_model_name_or_path",)),
+    "dpo": frozenset(("precompute_ref_log_probs", "f_divergence_type", "discopop_tau")),
+    "sft": frozenset(
+        ("packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field")
+    ),
+}
+#: Method -> path -> the default of its configuration.
+_METHOD_DEFAULTS: dict[str, dict[str, object]] = {
+    "sft": {"trainer.learning_rate": 2e-5, "trainer.max_length": 1024},
+    "dpo": {"trainer.learning_rate": 1e-6, "trainer.max_length": 1024, "trainer.beta": 0.1},
+    "kto": {"trainer.learning_rate": 1e-6, "trainer.max_length": 1024, "trainer.beta": 0.1},
+    "reward": {"trainer.learning_rate": 1e-4, "trainer.max_length": 1024},
+    "distillation": {"trainer.learning_rate": 1e-6},
+    "grpo": {
+        "trainer.learning_rate": 1e-6,
+        "trainer.beta": 0.0,
+        "trainer.num_return_sequences": 8,
+        "trainer.max_completion_length": 512,
+    },
+    "rloo": {
+        "trainer.learning_rate": 1e-6,
+        "trainer.beta": 0.05,
+        "trainer.num_return_sequences": 2,
+        "trainer.max_completion_length": 512,
+    },
+}
+_DEFAULTS: dict[str, object] = {
+    "trainer.scheduler": "linear",
+    "trainer.weight_decay": 0.0,
+    "trainer.clip_grad": 1.0,
+    "loader.dtype": "bfloat16",
+}
+
+
+def find_trl_method(source: Mapping[str, object]) -> str | None:
+    """Return the method whose keys a file has; None: the keys name no method."""
+    return next((name for name, keys in METHOD_KEYS.items() if keys & source.keys()), None)
+
+
+def _put_loss(conversion: Conversion, key: str, value: object) -> None:
+    losses = split_names(value)
+    if len(losses) > 1:
+        conversion.changes[key] = f"{', '.join(losses)}: a run has one loss, trainer.loss_type"
+    elif conversion.method in ("sft", "reward", "kto"):
+        if losses[0] not in ("nll", "chunked_nll", "kto", "sigmoid"):
+            conversion.changes[key] = f"{losses[0]}: {conversion.method} has one loss"
+    else:
+        conversion.put("trainer.loss_type", losses[0], key)
+
+
+def _put_peft(conversion: Conversion, key: str, value: object) -> None:
+    if conversion.read_flag(key):
+        for path, default in (("lora.rank", 16), ("lora.alpha", 32), ("lora.dropout", 0.05)):
+            conversion.put_default(path, default)
+
+
+def _put_revision(conversion: Conversion, key: str, value: object) -> None:
+    if value != "main":
+        conversion.put("model.extra_kwargs.revision", value, key)
+
+
+def _put_dtype(conversion: Conversion, key: str, value: object) -> None:
+    if str(value) in ("float32", "bfloat16", "float16"):
+        conversion.put("loader.param_dtype", str(value), key)
+
+
+def _put_packing(conversion: Conversion, key: str, value: object) -> None:
+    if conversion.read_flag(key):
+        conversion.put("mixture.pack_tokens", True, key)
+
+
+def _put_strategy(conversion: Conversion, key: str, value: object) -> None:
+    if conversion.read_flag("packing"):
+        conversion.put("mixture.pack_strategy", str(value).replace("bfd_split", "bfd"), key)
+
+
+def _put_completion_loss(conversion: Conversion, key: str, value: object) -> None:
+    if value is False:
+        conversion.changes[key] = "rows with a prompt and a completion have no loss on the prompt"
+
+
+def _put_text_field(conversion: Conversion, key: str, value: object) -> None:
+    if conversion.method == "sft":
+        conversion.put("content_field", str(value), key)
+
+
+def _put_rewards(conversion: Conversion, key: str, value: object) -> None:
+    names = {
+        "accuracy_reward": "math_answer",
+        "think_format_reward": {"format": {}},
+    }
+    rewards: list[object] = []
+    for name in split_names(value):
+        if name in names:
+            rewards.append(names[name])
+        elif "." in name:
+            module, _, function = name.rpartition(".")
+            rewards.append(f"{module}:{function}")
+        else:
+            rewards.append(name)
+            conversion.changes[f"{key} {name}"] = "write module:function"
+    conversion.put("trainer.reward_functions", rewards, key)
+
+
+#: Key of a file of TRL's command line -> its rule.
+TRL_RULES: dict[str, KeyRule] = {
+    **TRAINING_RULES,
+    **ADAPTER_RULES,
+    "model_name_or_path": copy_to("model.name_or_path"),
+    "model_revision": KeyRule("model.extra_kwargs.revision", _put_revision),
+    "dtype": KeyRule("loader.param_dtype", _put_dtype),
+    "torch_dtype": KeyRule("loader.param_dtype", _put_dtype),
+    "use_peft": KeyRule("lora: {rank: 16, alpha: 32, dropout: 0.05}", _put_peft),
+    "lora_task_type": omit("the task of the model is used"),
+    "lora_target_parameters": lose("lora.targets, patterns over the names of layers"),
+    "bnb_4bit_quant_type": translate_to(
+        "quantization.model.quantization_method", {"nf4": None, "fp4": "mxfp4"}
+    ),
+    "bnb_4bit_quant_storage": omit("codes are stored in their own dtype"),
+    "use_bnb_nested_quant": copy_to("quantization.model.double_quantization"),
+    **{
+        key: read_later("mixture: {informs: [{type: ORG/NAME}]}")
+        for key in ("dataset_name", "datasets")
+    },
+    "dataset_config": read_later("mixture: {informs: [{dataset_split_name: NAME}]}"),
+    "dataset_train_split": read_later("mixture: {informs: [{split: train}]}"),
+    "dataset_test_split": read_later("mixture: {eval_informs: [{type: ORG/NAME, split: test}]}"),
+    "dataset_streaming": copy_to("mixture.streaming"),
+    "streaming": copy_to("mixture.streaming"),
+    "test_split_size": copy_to("mixture.eval_fraction"),
+    "dataset_text_field": KeyRule("mixture.informs: [{content_field: text}]", _put_text_field),
+    "dataset_num_proc": copy_to("mixture.tokenization.num_proc"),
+    "dataset_kwargs": lose("the keys of the section mixture"),
+    "max_length": copy_to("trainer.max_length"),
+    "max_seq_length": copy_to("trainer.max_length"),
+    "max_prompt_length": copy_to("trainer.max_prompt_length"),
+    "max_completion_length": copy_to("trainer.max_completion_length"),
+    "packing": KeyRule("mixture.pack_tokens", _put_packing),
+    "packing_strategy": KeyRule("mixture.pack_strategy", _put_strategy),
+    "padding_free": omit("mixture.pack_tokens leaves no padding"),
+    "eval_packing": omit("held-out texts are packed as the others"),
+    "pad_to_multiple_of": omit("rows have one length, so that one program computes them"),
+    "assistant_only_loss": copy_to("mixture.tokenization.assistant_only_loss"),
+    "completion_only_loss": KeyRule(
+        "omit it: rows with a prompt and a completion have loss on the completion only",
+        _put_completion_loss,
+    ),
+    "chat_template_path": copy_to("model.tokenizer.name_or_path"),
+    "eos_token": lose("model.tokenizer: a folder with a tokenizer with this token"),
+    "pad_token": omit("padding has no token of its own in the loss"),
+    "truncation_mode": translate_to(
+        "mixture.tokenization.truncation", {"keep_start": None, "keep_end": "left"}
+    ),
+    "shuffle_dataset": omit("the rows are always shuffled"),
+    "model_init_kwargs": lose("the sections model and loader"),
+    "disable_dropout": omit("dropout is that of the model's configuration"),
+    "activation_offloading": omit("no effect on the result"),
+    "router_aux_loss_coef": copy_to("base_config.values.router_aux_loss_coef"),
+    "loss_type": KeyRule("trainer.loss_type", _put_loss),
+    "loss_weights": lose("trainer.loss_type: one loss"),
+    "beta": copy_to("trainer.beta"),
+    "label_smoothing": copy_to("trainer.label_smoothing"),
+    "discopop_tau": copy_to("trainer.discopop_tau"),
+    "precompute_ref_log_probs": copy_to("trainer.precompute_ref_log_probs"),
+    "precompute_ref_batch_size": omit("trainer.eval_batch_size"),
+    "f_divergence_type": lose("the divergence is reverse_kl", "reverse_kl"),
+    "f_alpha_divergence_coef": omit("only for f_divergence_type: alpha_divergence"),
+    "ld_alpha": lose("no counterpart"),
+    "use_weighting": lose("no counterpart"),
+    "sync_ref_model": copy_to("trainer.sync_ref_model"),
+    "ref_model_mixup_alpha": copy_to("trainer.ref_model_mixup_alpha"),
+    "ref_model_sync_steps": copy_to("trainer.ref_model_sync_steps"),
+    "desirable_weight": copy_to("trainer.desirable_weight"),
+    "undesirable_weight": copy_to("trainer.undesirable_weight"),
+    "center_rewards_coefficient": copy_to("trainer.center_rewards_coefficient"),
+    "teacher_model_name_or_path": copy_to("teacher_model.name_or_path"),
+    "teacher_model_revision": copy_to("teacher_model.revision"),
+    "reward_funcs": KeyRule("trainer.reward_functions", _put_rewards),
+    "reward_model_name_or_path": copy_to("reward_model.name_or_path"),
+    "reward_weights": copy_to("trainer.reward_weights"),
+    "num_generations": copy_to("trainer.num_return_sequences"),
+    "num_generations_eval": omit("an evaluation samples num_generations completions"),
+    "steps_per_generation": read_later("trainer.steps_per_generation, in optimizer steps"),
+    "generation_batch_size": read_later("trainer.steps_per_generation, in optimizer steps"),
+    "num_iterations": copy_to("trainer.num_iterations"),
+    "temperature": copy_to("trainer.temperature"),
+    "top_p": copy_to("trainer.top_p"),
+    "top_k": copy_to("trainer.top_k"),
+    "min_p": copy_to("trainer.min_p"),
+    "repetition_penalty": lose("completions are samples of the model's distribution", 1, 1.0),
+    "generation_kwargs": lose("trainer.temperature, top_p, top_k and min_p"),
+    "chat_template_kwargs": lose("the field chat_template_kwargs of a row"),
+    "epsilon": copy_to("trainer.epsilon"),
+    "epsilon_high": copy_to("trainer.epsilon_high"),
+    "delta": copy_to("trainer.delta"),
+    "scale_rewards": copy_to("trainer.scale_rewards"),
+    "importance_sampling_level": copy_to("trainer.importance_sampling_level"),
+    "mask_truncated_completions": copy_to("trainer.mask_truncated_completions"),
+    "normalize_advantages": copy_to("trainer.normalize_advantages"),
+    "use_bias_correction_kl": omit("only for completions of other weights"),
+    "vllm_gpu_memory_utilization": copy_to("esurge.hbm_utilization"),
+    "vllm_max_model_length": copy_to("esurge.max_model_len"),
+    **{
+        key: omit("the engine of this project samples completions with the trained weights")
+        for key in (
+            *("use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode"),
+            *("vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
+            *("vllm_server_timeout", "vllm_group_port", "vllm_tensor_parallel_size"),
+            *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+            *("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
+            *("vllm_importance_sampling_clip_min", "use_transformers_paged"),
+            *("cache_implementation", "ds3_gather_for_generation", "log_completions"),
+            *("num_completions_to_print", "log_unique_prompts", "log_multimodal"),
+            *("use_transformers_continuous_batching", "cast_lm_head_to_fp32"),
+        )
+    },
+    "top_entropy_quantile": lose("the loss reads the tokens of all entropies", 1),
+    "multi_objective_aggregation": lose("trainer.reward_weights", "sum_then_normalize"),
+    "use_adaptive_entropy": lose("no counterpart"),
+    **{
+        key: omit("only for a loss_type with the beginning of this name, which is not here")
+        for key in (
+            *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_neg", "vespo_k_pos"),
+            *("vespo_lambda_neg", "vespo_lambda_pos"),
+        )
+    },
+    **{
+        key: omit("only with use_adaptive_entropy, which has no counterpart")
+        for key in ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
+    },
+    "ignore_bias_buffers": omit("no effect on the result"),
+    "logging_first_step": omit("the first step always has a row of metrics"),
+    "remove_unused_columns": omit("only the named fields of a row are read"),
+    "ddp_find_unused_parameters": omit("one process for each host runs all of its devices"),
+}
+
+
+def _find_text_field(conversion: Conversion, inform: Mapping[str, object]) -> str | None:
+    """Return TRL's default field of texts, if the first row of a file of JSON lines has it."""
+    path = conversion.folder / str(inform.get("data_files"))
+    if path.suffix != ".jsonl" or not path.is_file():
+        conversion.omitted["dataset_text_field"] = (
+            "for rows with a text, set content_field: text; chats and completions need no key"
+        )
+        return None
+    with path.open(encoding="utf-8") as file:
+        line = file.readline(10_000_000)
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None  # the dry run names the line
+    return "text" if isinstance(row, dict) and "text" in row else None
+
+
+def _put_datasets(conversion: Conversion) -> None:
+    source = conversion.source
+    entries = source.get("datasets")
+    if not isinstance(entries, list):
+        entries = [
+            {
+                "path": source.get("dataset_name"),
+                "name": source.get("dataset_config"),
+                "split": source.get("dataset_train_split"),
+            }
+        ]
+        if source.get("dataset_name") is None:
+            conversion.changes["dataset_name"] = "the file names no data set"
+            entries = [{"path": "ROWS.jsonl"}]
+    field = conversion.values.pop("content_field", None)
+    conversion.origins.pop("content_field", None)
+    informs = []
+    for number, entry in enumerate(entries):
+        given = dict(entry) if isinstance(entry, Mapping) else {"path": str(entry)}
+        inform = build_source(conversion, f"datasets[{number}]", given)
+        if given.get("columns"):
+            conversion.omitted[f"datasets[{number}].columns"] = "only the needed fields are read"
+        if conversion.method == "sft" and field is None:
+            field = _find_text_field(conversion, inform)
+        informs.append(inform | ({"content_field": field} if field else {}))
+    conversion.put("mixture.informs", informs, "datasets, dataset_name")
+    evaluates = source.get("eval_strategy") not in (None, "no", False)
+    if (
+        evaluates
+        and source.get("dataset_name")
+        and "mixture.eval_fraction" not in conversion.values
+    ):
+        split = str(source.get("dataset_test_split") or "test")
+        entry = {"path": source["dataset_name"], "name": source.get("dataset_config")}
+        inform = build_source(conversion, "dataset_test_split", {**entry, "split": split})
+        if "split" in inform:
+            inform |= {"content_field": field} if field else {}
+            conversion.put("mixture.eval_informs", [inform], "dataset_test_split")
+        else:
+            conversion.changes["dataset_test_split"] = (
+                "a file has one split: set mixture.eval_informs or mixture.eval_fraction"
+            )
+
+
+def finish_trl(conversion: Conversion) -> None:
+    """Set the values that depend on several keys, and the defaults of TRL."""
+    source, values = conversion.source, conversion.values
+    _put_datasets(conversion)
+    put_batch(conversion, "per_device_train_batch_size", 8)
+    put_adam(conversion)
+    put_warmup(conversion)
+    put_cadence(conversion)
+    if not conversion.read_flag("use_peft"):
+        remove_adapters(conversion)
+    accumulation = conversion.read_count("gradient_accumulation_steps", 1)
+    if "steps_per_generation" in source:
+        steps = conversion.read_number("steps_per_generation", 1) / accumulation
+        if steps >= 1 and steps == int(steps):
+            conversion.put("trainer.steps_per_generation", int(steps), "steps_per_generation")
+    if "generation_batch_size" in source:
+        total = values["trainer.total_batch_size"]
+        steps = conversion.read_number("generation_batch_size", 1) / float(str(total))
+        if steps >= 1 and steps == int(steps):
+            conversion.put("trainer.steps_per_generation", int(steps), "generation_batch_size")
+        else:
+            conversion.changes["generation_batch_size"] = "a multiple of total_batch_size"
+    for path, value in (_DEFAULTS | _METHOD_DEFAULTS.get(conversion.method, {})).items():
+        conversion.put_default(path, value)
+    if "trainer.max_training_steps" not in values:
+        conversion.put_default("trainer.num_train_epochs", 3)
+    if source.get("gradient_checkpointing") is None:
+        conversion.put_default("base_config.values.gradient_checkpointing", "nothing_saveable")
