@@ -192,7 +192,7 @@ trl:
   use_vllm: true
   num_generations: 4
   max_completion_length: 256
-  reward_funcs: ["math:sqrt"]
+  reward_funcs: [think_format_reward]
   reward_weights: [1.0]
   temperature: 0.7
 datasets: [{path: rows/questions.jsonl}]
@@ -203,7 +203,7 @@ learning_rate: 1e-6
         {
             "trainer.trainer_type": "grpo",
             "trainer.num_return_sequences": 4,
-            "trainer.reward_functions": ["math:sqrt"],
+            "trainer.reward_functions": ["format"],
             "trainer.temperature": 0.7,
             "esurge.hbm_utilization": 0.8,
             "trainer.total_batch_size": 8,
@@ -361,7 +361,7 @@ f_divergence_type: reverse_kl
         """
 model_name_or_path: org/model
 dataset_name: org/questions
-reward_funcs: [accuracy_reward, math.sqrt]
+reward_funcs: [accuracy_reward, think_format_reward]
 num_generations: 4
 max_completion_length: 128
 per_device_train_batch_size: 4
@@ -371,17 +371,24 @@ use_vllm: true
 vllm_mode: colocate
 vllm_gpu_memory_utilization: 0.3
 log_completions: true
-entropy_coef: 0.01
+use_adaptive_entropy: true
 """,
         {
             "trainer.trainer_type": "grpo",
             "trainer.beta": 0.0,
-            "trainer.reward_functions": ["math_answer", "math:sqrt"],
+            "trainer.reward_functions": ["math_answer", "format"],
+            "mixture.informs": [
+                {
+                    "type": "org/questions",
+                    "format_fields": {"solution": "answer"},
+                    "additional_fields": ["answer"],
+                }
+            ],
             "trainer.steps_per_generation": 2,
             "trainer.total_batch_size": 8,
             "esurge.hbm_utilization": 0.3,
         },
-        ("entropy_coef",),
+        ("use_adaptive_entropy",),
     ),
     "kto": ForeignCase(
         """

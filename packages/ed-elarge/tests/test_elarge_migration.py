@@ -99,6 +99,20 @@ def test_values_that_a_run_file_refuses_or_ignores_are_named_and_removed(tmp_pat
     assert "trainer.max_length: -3 is refused" in conversion.changes["max_length"]
 
 
+def test_reward_functions_of_modules_are_kept_for_the_dry_run(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(
+        "{base_model: a/b, rl: grpo, datasets: [{path: a/c}],"
+        " trl: {reward_funcs: [rewards.short, absent], num_generations: 1.5}}"
+    )
+    conversion = convert_foreign_file(path)
+    assert conversion.values["trainer.reward_functions"] == ["rewards:short", "absent"]
+    assert "trl.reward_funcs absent" in conversion.changes
+    assert "trainer.num_return_sequences" not in conversion.values
+    with pytest.raises(ConfigError, match="unknown method 'sftt'; did you mean 'sft'"):
+        convert_foreign_file(path, method="sftt")
+
+
 def test_init_writes_the_file_and_its_exit_code_tells_of_missing_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

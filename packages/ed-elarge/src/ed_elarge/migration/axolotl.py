@@ -24,6 +24,7 @@ from ed_elarge.migration.shared_rules import (
     put_batch,
     put_cadence,
     put_project,
+    put_rewards,
     put_warmup,
     remove_adapters,
 )
@@ -148,7 +149,7 @@ REINFORCEMENT_RULES: dict[str, KeyRule] = {
     "num_generations": copy_to("trainer.num_return_sequences"),
     "num_iterations": copy_to("trainer.num_iterations"),
     "reward_weights": copy_to("trainer.reward_weights"),
-    "reward_funcs": copy_to("trainer.reward_functions"),
+    "reward_funcs": KeyRule("trainer.reward_functions", put_rewards),
     "temperature": copy_to("trainer.temperature"),
     "top_p": copy_to("trainer.top_p"),
     "top_k": copy_to("trainer.top_k"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import yaml
 from ed_infra.errors import ConfigError, unknown_name
+from ed_trainers.arguments import METHODS
 
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.other_files import place
 from ed_elarge.errors import Document, InputError, Problem
 from ed_elarge.migration.axolotl import AXOLOTL_RULES, find_method, finish_axolotl
-from ed_elarge.migration.conversion import Conversion, KeyRule
+from ed_elarge.migration.conversion import Conversion, KeyRule, parse_yaml_number
 from ed_elarge.migration.llama_factory import (
     LLAMA_FACTORY_RULES,
     find_stage,
@@ -83,7 +85,7 @@ PROGRAMS: dict[str, ForeignProgram] = {
 _ORDER = ("model", "reference_model", "teacher_model", "reward_model", "quantization", "lora")
 _ORDER += ("loader", "sharding", "base_config", "mixture", "esurge", "trainer")
 #: Values that a user has to replace; they are never removed.
-_KEPT = ("model.name_or_path", "mixture.informs")
+_KEPT = ("model.name_or_path", "mixture.informs", "trainer.reward_functions")
 #: Sections of Unsloth's files, whose keys have their section as a prefix.
 _NESTED = ("data", "training", "lora", "logging")
 
@@ -151,6 +153,8 @@ def convert_foreign_file(
     program = PROGRAMS[tool or find_program(source, path)]
     found_method = program.find_method(source)
     conversion = Conversion(source, program.name, path.parent, devices)
+    if method is not None and method not in METHODS:
+        raise unknown_name("method", method, METHODS)
     conversion.method = method or found_method or "sft"
     if method is None and found_method is None:
         conversion.omitted["trainer_type"] = (
@@ -229,6 +233,8 @@ def _describe_unmapped(conversion: Conversion, key: str, value: object) -> None:
         conversion.omitted[key] = f"{value!r} changes nothing"
     elif sentence is None:
         conversion.changes[key] = "an unknown key: see docs/yaml.md"
+    elif re.fullmatch(r"trainer\.\w+", sentence):  # an option with the same meaning
+        conversion.put(sentence, parse_yaml_number(value), key)
     elif sentence.startswith("omit it") and "no counterpart" not in sentence:
         conversion.omitted[key] = sentence.removeprefix("omit it: ")
     else:

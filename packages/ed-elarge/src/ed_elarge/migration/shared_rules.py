@@ -196,6 +196,25 @@ def put_quantization(conversion: Conversion, key: str, value: object) -> None:
         conversion.put("quantization.model.quantization_method", name, key)
 
 
+def put_rewards(conversion: Conversion, key: str, value: object) -> None:
+    """Set the reward functions: rules of TRL, or functions of modules."""
+    names = {
+        "accuracy_reward": "math_answer",
+        "think_format_reward": "format",
+    }
+    rewards: list[object] = []
+    for name in split_names(value):
+        if name in names:
+            rewards.append(names[name])
+        elif "." in name:
+            module, _, function = name.rpartition(".")
+            rewards.append(f"{module}:{function}")
+        else:
+            rewards.append(name)
+            conversion.changes[f"{key} {name}"] = "write module:function"
+    conversion.put("trainer.reward_functions", rewards, key)
+
+
 #: Key of `TrainingArguments` -> its rule. The steps at the end of a conversion read further keys.
 TRAINING_RULES: dict[str, KeyRule] = {
     "output_dir": copy_to("trainer.save_directory"),

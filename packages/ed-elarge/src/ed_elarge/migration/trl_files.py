@@ -21,6 +21,7 @@ from ed_elarge.migration.shared_rules import (
     put_adam,
     put_batch,
     put_cadence,
+    put_rewards,
     put_warmup,
     remove_adapters,
 )
@@ -119,24 +120,6 @@ def _put_text_field(conversion: Conversion, key: str, value: object) -> None:
         conversion.put("content_field", str(value), key)
 
 
-def _put_rewards(conversion: Conversion, key: str, value: object) -> None:
-    names = {
-        "accuracy_reward": "math_answer",
-        "think_format_reward": {"format": {}},
-    }
-    rewards: list[object] = []
-    for name in split_names(value):
-        if name in names:
-            rewards.append(names[name])
-        elif "." in name:
-            module, _, function = name.rpartition(".")
-            rewards.append(f"{module}:{function}")
-        else:
-            rewards.append(name)
-            conversion.changes[f"{key} {name}"] = "write module:function"
-    conversion.put("trainer.reward_functions", rewards, key)
-
-
 #: Key of a file of TRL's command line -> its rule.
 TRL_RULES: dict[str, KeyRule] = {
     **TRAINING_RULES,
@@ -210,7 +193,7 @@ TRL_RULES: dict[str, KeyRule] = {
     "center_rewards_coefficient": copy_to("trainer.center_rewards_coefficient"),
     "teacher_model_name_or_path": copy_to("teacher_model.name_or_path"),
     "teacher_model_revision": copy_to("teacher_model.revision"),
-    "reward_funcs": KeyRule("trainer.reward_functions", _put_rewards),
+    "reward_funcs": KeyRule("trainer.reward_functions", put_rewards),
     "reward_model_name_or_path": copy_to("reward_model.name_or_path"),
     "reward_weights": copy_to("trainer.reward_weights"),
     "num_generations": copy_to("trainer.num_return_sequences"),
@@ -249,7 +232,6 @@ TRL_RULES: dict[str, KeyRule] = {
             *("use_transformers_continuous_batching", "cast_lm_head_to_fp32"),
         )
     },
-    "top_entropy_quantile": lose("the loss reads the tokens of all entropies", 1),
     "multi_objective_aggregation": lose("trainer.reward_weights", "sum_then_normalize"),
     "use_adaptive_entropy": lose("no counterpart"),
     **{
@@ -311,6 +293,9 @@ def _put_datasets(conversion: Conversion) -> None:
             conversion.omitted[f"datasets[{number}].columns"] = "only the needed fields are read"
         if conversion.method == "sft" and field is None:
             field = _find_text_field(conversion, inform)
+        if "math_answer" in split_names(conversion.values.get("trainer.reward_functions", [])):
+            # `accuracy_reward` of TRL reads the column `solution`.
+            inform |= {"format_fields": {"solution": "answer"}, "additional_fields": ["answer"]}
         informs.append(inform | ({"content_field": field} if field else {}))
     conversion.put("mixture.informs", informs, "datasets, dataset_name")
     evaluates = source.get("eval_strategy") not in (None, "no", False)
