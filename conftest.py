@@ -17,7 +17,7 @@ import re
 import ssl
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import hypothesis
 import pytest
@@ -120,8 +120,10 @@ def share_compiler_contexts() -> None:
     mlir.make_ir_context = shared
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
     """Keep the tests of a file on one worker, so that each model is compiled once.
 
     Tests with an `xdist_group` mark keep it. Tests of several packages start first, because
@@ -132,6 +134,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT).as_posix()))
     items.sort(key=lambda item: item.path.is_relative_to(ROOT / "packages"))
+    yield
+    if getattr(config.option, "loadgroup", False):  # in a worker of xdist
+        for item in items:
+            add_group(item)
+
+
+def add_group(item: pytest.Item) -> None:
+    """Append the group of a test to its id, where xdist reads it.
+
+    xdist 3.8 sets an attribute that pytest 9.2 does not read; without the group, it would send
+    the tests of a file to all workers, and each worker would build the same fixtures.
+    """
+    names = {str(mark.args[0]) for mark in item.iter_markers("xdist_group")}
+    suffix = "@" + "_".join(sorted(names))
+    if not item.nodeid.endswith(suffix):
+        item._id = type(item._id).parse(item.nodeid + suffix)
 
 
 def mark_nightly_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

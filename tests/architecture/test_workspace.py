@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from xdist.scheduler import LoadGroupScheduling
 
 from tools import check_workspace, release
 from tools.workspace import ROOT, packages
@@ -188,3 +189,16 @@ def test_readme_contains_quickstart_and_test_commands() -> None:
     assert "pip install uv && uv run elarge examples/quickstart.yaml" in commands
     assert "uv run pytest" in commands
     assert "uv run pytest" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+
+
+def test_tests_of_a_file_have_one_group_in_xdist(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise both workers build the fixtures of a file, and the run takes longer by a third."""
+    item = request.node
+    monkeypatch.setattr(item, "_id", item._id)
+    root = request.config.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
+    assert root is not None
+    root.add_group(item)
+    scheduler = object.__new__(LoadGroupScheduling)  # a run without processes has no scheduler
+    assert scheduler._split_scope(item.nodeid) == "tests/architecture/test_workspace.py"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ed_elarge.command.runs import run_file
 from ed_elarge.engine.rollout import EngineRollout
 from ed_esurge import EngineConfig, SamplingParams, eSurge
 from ed_infra.specs import (
@@ -27,6 +28,7 @@ from ed_trainers.figures.metrics import read_metrics
 from flax import nnx
 
 from tests.rollout.asynchronous_runs import RUN, check_ledger, finish, write
+from tests.rollout.asynchronous_runs import steps as list_steps
 
 LENGTH, STEPS = 12, 2
 needs_library = pytest.mark.skipif(
@@ -141,11 +143,15 @@ def test_engine_and_training_of_adapters_over_codes_have_equal_bits(tmp_path) ->
 
 
 @needs_library
-def test_asynchronous_run_without_staleness_equals_one_process(tmp_path) -> None:
+def test_asynchronous_run_without_staleness_equals_one_process(tmp_path, monkeypatch) -> None:
+    """The run of one process is in the process of the test."""
     text = RUN.replace("{model_type:", "{batch_invariant: true, model_type:")
     text = text.replace("num_hidden_layers: 2", "num_hidden_layers: 1")
     text = text.replace("max_training_steps: 8", f"max_training_steps: {STEPS}")
-    alone = finish(write(tmp_path / "alone", text=text))
+    text = text.replace("max_completion_length: 24", "max_completion_length: 8")
+    monkeypatch.chdir(write(tmp_path / "alone", text=text))
+    assert run_file("run.yaml") == 0
+    alone = list_steps(tmp_path / "alone")
     apart = finish(write(tmp_path / "apart", "asynchronous: {max_staleness: 0}\n", text))
     assert len(apart) == STEPS and apart == alone
     check_ledger(tmp_path / "apart", generations=STEPS)

@@ -90,6 +90,7 @@ def killed(monkeypatch, owner: object, name: str, call: int, work) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
+@pytest.mark.daily("*encode-3", "*rename-1", "os:-replace-1")
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [

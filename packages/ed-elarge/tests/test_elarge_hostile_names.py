@@ -46,6 +46,16 @@ NAMES = [
     "null.yaml",
     "x" * 200 + ".yaml",
 ]
+
+
+def list_names(part: int) -> list[Any]:
+    """Return all names; the default run has a quarter of them for each of four launchers."""
+    return [
+        pytest.param(name, marks=[] if i % 4 == part else pytest.mark.nightly)
+        for i, name in enumerate(NAMES)
+    ]
+
+
 VALUES = ("trainer.name=$(touch pwned)", "trainer.text=a\ntouch pwned\n'\"", "a.b=;touch pwned;")
 
 
@@ -95,7 +105,7 @@ def assert_nothing_else_ran(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("pwned")]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", list_names(0))
 def test_slurm_script_runs_only_elarge(tmp_path: Path, recorded: Path, name: str) -> None:
     job = launched(tmp_path, name)
     script = slurm.render(job)
@@ -109,7 +119,7 @@ def test_slurm_script_runs_only_elarge(tmp_path: Path, recorded: Path, name: str
     assert_nothing_else_ran(tmp_path)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", list_names(1))
 def test_ssh_commands_run_only_elarge(tmp_path: Path, recorded: Path, name: str) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("host-a\n")
@@ -121,8 +131,14 @@ def test_ssh_commands_run_only_elarge(tmp_path: Path, recorded: Path, name: str)
     assert_nothing_else_ran(tmp_path)
 
 
-@pytest.mark.parametrize("ray", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "ray"),
+    [
+        pytest.param(*one.values, ray, marks=one.marks)
+        for ray in (False, True)
+        for one in list_names(2 + ray)
+    ],
+)
 def test_kubernetes_pods_run_only_elarge(
     tmp_path: Path, recorded: Path, name: str, ray: bool
 ) -> None:

@@ -233,7 +233,8 @@ def test_prompt_logprobs_equal_the_loss_of_the_trainer(surge, llama, prompts):
     np.testing.assert_allclose(found, exact, atol=1e-5)
 
 
-def test_nothing_is_compiled_after_ready(surge, prompts):
+def test_nothing_is_compiled_after_ready(surge, llama, tokenizer, prompts):
+    surge = eSurge(llama, tokenizer, surge.config.replace(compile_runner=True))
     before = surge.stats()["num_compiled"]
     compiled = []
     listener = lambda event, *_, **__: compiled.append(event)  # noqa: E731

@@ -102,8 +102,14 @@ def chat_request(**fields):
     return ChatRequest.model_validate({"model": "m", "messages": USER, **fields})
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
-@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize(
+    ("special", "name"),
+    [  # the default run has every fourth format as a text, and others as tokens
+        pytest.param(special, name, marks=[] if i % 4 == special else pytest.mark.nightly)
+        for special in (False, True)
+        for i, name in enumerate(TOOL_FORMATS)
+    ],
+)
 def test_grammar_of_a_format_allows_the_calls_of_every_tool_format(name, special):
     tokenizer = byte_tokenizer(TOOL_TEMPLATE)
     form = TOOL_FORMATS[name]

@@ -1,6 +1,6 @@
 """A training run in a separate process, which test_trainers_kill.py kills.
 
-Usage: python kill_target.py DIRECTORY STEPS [--lora] [--dpo [--sync]]
+Usage: python kill_target.py DIRECTORY STEPS [--lora] [--dpo [--sync]] [--one-device]
                              [--die-while-saving STEP [--phase PHASE]]
 
 With `--die-while-saving`, the process kills itself (SIGKILL) as soon as the checkpoint of that step
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--dpo", action="store_true", help="pairs, and the first weights beside")
     parser.add_argument("--sync", action="store_true", help="these follow the learner")
+    parser.add_argument("--one-device", action="store_true")
     given = parser.parse_args()
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -101,7 +102,7 @@ def main() -> None:
         num_key_value_heads=2,
         max_position_embeddings=LENGTH,
         attention_dropout=0.1,
-        sharding_axis_dims=(1, -1, 1, 1, 1),
+        sharding_axis_dims=(1, 1 if given.one_device else -1, 1, 1, 1),
     )
     method, loader = ("dpo", PairLoader) if given.dpo else ("sft", Loader)
     arguments = arguments_class(method)(

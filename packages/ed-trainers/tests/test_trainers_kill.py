@@ -23,9 +23,9 @@ TARGET = Path(__file__).parent / "kill_target.py"
 STEPS = 24
 
 
-def start(directory: Path, *extra: str) -> subprocess.Popen:
+def start(directory: Path, *extra: str, steps: int = STEPS) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, str(TARGET), str(directory), str(STEPS), *extra],
+        [sys.executable, str(TARGET), str(directory), str(steps), *extra],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -98,10 +98,12 @@ def killed_and_resumed(directory: Path, kills: list[int], *extra: str) -> list[d
 
 def test_run_killed_while_saving_continues_bit_for_bit(tmp_path, monkeypatch):
     """Only the killed run is a process; its continuation and the whole run are in this one."""
-    killed = start(tmp_path / "killed", "--die-while-saving", "8", "--phase", "written")
+    steps, options = 10, ("--one-device",)
+    dying = ("--die-while-saving", "8", "--phase", "written")
+    killed = start(tmp_path / "killed", *dying, *options, steps=steps)
 
     def run(directory: Path) -> list[dict]:
-        monkeypatch.setattr(sys, "argv", [str(TARGET), str(directory), str(STEPS)])
+        monkeypatch.setattr(sys, "argv", [str(TARGET), str(directory), str(steps), *options])
         kill_target.main()
         return exact(directory)
 
@@ -109,7 +111,7 @@ def test_run_killed_while_saving_continues_bit_for_bit(tmp_path, monkeypatch):
     assert killed.communicate()[0] is not None and killed.returncode == -signal.SIGKILL
     assert newest(tmp_path / "killed") == 4
     assert run(tmp_path / "killed") == uninterrupted
-    assert [r["step"] for r in uninterrupted if "loss" in r] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in uninterrupted if "loss" in r] == list(range(1, steps + 1))
 
 
 @pytest.mark.nightly
