@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import io
 import json
 import os
@@ -16,7 +15,7 @@ import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -108,48 +107,57 @@ def bitmap_runs() -> bytes:
     return b"BM" + head + bytes(1024) + b"\0\2\0\xff" * 1000
 
 
-@functools.cache
-def costly() -> dict[str, bytes]:
-    """Return pictures of few bytes that need much time or memory, or claim to."""
-    color = picture()
-    jpeg = encoded(color, "JPEG")
-    inflated = zlib.compress(b"a" * 2**27)
-    frames = [Image.new("P", (4000, 4000), number) for number in range(8)]
-    return {
-        "JPEG of many scans": scanned(20_000),
-        "JPEG of the most scans": scanned(MAX_SCANS),
-        "JPEG of many profiles": jpeg[:2] + segment(0xE2, b"ICC_PROFILE\0\1\1") * 50_000 + jpeg[2:],
-        "JPEG of a long profile": jpeg[:2] + segment(0xE2, b"a" * 65_000) * 60 + jpeg[2:],
-        "JPEG of many comments": jpeg[:2] + segment(0xFE, b"") * 500_000 + jpeg[2:],
-        "PNG with an inflated profile": png(
-            9, 9, chunk(b"iCCP", b"a\0\0" + inflated), chunk(b"IDAT", zlib.compress(b"\0" * 9 * 28))
-        ),
-        "PNG with an inflated text": png(
-            9, 9, chunk(b"zTXt", b"a\0\0" + inflated), chunk(b"IDAT", zlib.compress(b"\0" * 9 * 28))
-        ),
-        "PNG of pieces": small_chunks(30_000),
-        "PNG of many texts": empty_chunks(b"tEXt", 300_000),
-        "PNG of many animation controls": empty_chunks(b"fcTL", 300_000),
-        "PNG of more data": png(9, 9, chunk(b"IDAT", zlib.compress(b"\0" * 2**28))),
-        "interlaced PNG": encoded(Image.new("1", (4096, 4096)), "PNG"),
-        "GIF of many frames": encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
-        "WebP of many frames": encoded(
+def jpeg_segments(data: bytes) -> bytes:
+    """Return a JPEG with segments after its first marker."""
+    jpeg = encoded(picture(), "JPEG")
+    return jpeg[:2] + data + jpeg[2:]
+
+
+def inflated(kind: bytes) -> bytes:
+    """Return a PNG with a chunk of few bytes that expands to 128 MiB."""
+    data = chunk(kind, b"a\0\0" + zlib.compress(b"a" * 2**27))
+    return png(9, 9, data, chunk(b"IDAT", zlib.compress(b"\0" * 9 * 28)))
+
+
+def animation(format: str, frames: list[Image.Image]) -> bytes:
+    return encoded(frames[0], format, save_all=True, append_images=frames[1:])
+
+
+#: Pictures of few bytes that need much time or memory, or claim to; each is made for its test.
+COSTLY: dict[str, Callable[[], bytes]] = {
+    "JPEG of many scans": lambda: scanned(20_000),
+    "JPEG of the most scans": lambda: scanned(MAX_SCANS),
+    "JPEG of many profiles": lambda: jpeg_segments(segment(0xE2, b"ICC_PROFILE\0\1\1") * 50_000),
+    "JPEG of a long profile": lambda: jpeg_segments(segment(0xE2, b"a" * 65_000) * 60),
+    "JPEG of many comments": lambda: jpeg_segments(segment(0xFE, b"") * 500_000),
+    "PNG with an inflated profile": lambda: inflated(b"iCCP"),
+    "PNG with an inflated text": lambda: inflated(b"zTXt"),
+    "PNG of pieces": lambda: small_chunks(30_000),
+    "PNG of many texts": lambda: empty_chunks(b"tEXt", 300_000),
+    "PNG of many animation controls": lambda: empty_chunks(b"fcTL", 300_000),
+    "PNG of more data": lambda: png(9, 9, chunk(b"IDAT", zlib.compress(b"\0" * 2**28))),
+    "interlaced PNG": lambda: encoded(Image.new("1", (4096, 4096)), "PNG"),
+    "GIF of many frames": lambda: animation(
+        "GIF", [Image.new("P", (4000, 4000), number) for number in range(8)]
+    ),
+    "WebP of many frames": lambda: animation(
+        "WEBP",
+        [
             Image.new("RGB", (64, 64)),
-            "WEBP",
-            save_all=True,
-            append_images=[Image.new("RGB", (64, 64), (n % 256, n // 256, 0)) for n in range(400)],
-        ),
-        "lossless WebP": encoded(Image.new("RGB", (4096, 4096)), "WEBP", lossless=True),
-        "bitmap of runs": bitmap_runs(),
-    }
+            *(Image.new("RGB", (64, 64), (n % 256, n // 256, 0)) for n in range(400)),
+        ],
+    ),
+    "lossless WebP": lambda: encoded(Image.new("RGB", (4096, 4096)), "WEBP", lossless=True),
+    "bitmap of runs": bitmap_runs,
+}
 
 
 OTHER_FORMATS = ("TIFF", "JPEG2000", "ICO", "TGA", "PCX", "PPM", "SGI", "DDS", "ICNS", "AVIF")
 
 
-@pytest.mark.parametrize("name", costly())
+@pytest.mark.parametrize("name", COSTLY)
 def test_costly_pictures_end_within_their_limits(url, name):
-    data = costly()[name]
+    data = COSTLY[name]()
     assert len(data) < 2**23
     answer = ask(url, data)
     assert answer.status_code in (200, 400), answer.text
