@@ -105,7 +105,12 @@ def chat_request(**fields):
 @pytest.mark.parametrize(
     ("special", "name"),
     [  # the default run has every fourth format as a text, and others as tokens
-        pytest.param(special, name, marks=[] if i % 4 == special else pytest.mark.nightly)
+        pytest.param(
+            special,
+            name,
+            id=f"{'tokens' if special else 'text'}-{name}",
+            marks=[] if i % 4 == special else pytest.mark.nightly,
+        )
         for special in (False, True)
         for i, name in enumerate(TOOL_FORMATS)
     ],
