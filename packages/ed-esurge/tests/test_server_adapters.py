@@ -11,6 +11,7 @@ from ed_esurge.config import EngineConfig
 from ed_esurge.frontends.library.loading import ModelLoading
 from ed_esurge.server.app import create_app
 from ed_esurge.server.generation import answers
+from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.auth import ApiKey
 from ed_esurge.server.launch import background
 from ed_esurge.testing import ScriptedEngine
@@ -173,9 +174,10 @@ class SlowLoads(ScriptedEngine):
 
     def __init__(self, *seconds: float) -> None:
         super().__init__(config=EngineConfig(max_loras=4))
-        self.seconds = list(seconds)
+        self.seconds, self.begun = list(seconds), asyncio.Event()
 
     async def load_lora_adapter(self, name, source):
+        self.begun.set()
         await asyncio.sleep(self.seconds.pop(0) if self.seconds else 0)
         await super().load_lora_adapter(name, source)
 
@@ -227,14 +229,36 @@ def test_adapter_belongs_to_the_owner_whose_load_succeeded(folder, seconds, path
 
 def test_load_of_a_client_that_left_keeps_its_owner(folder):
     async def work():
-        ann, bob, root = clients(SlowLoads(0.05), folder)
+        engine = SlowLoads(0.5)
+        ann, bob, root = clients(engine, folder)
         body = place("x", "one", "ann")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(root.post("load_lora_adapter", json=body), 0.02)
+        load = asyncio.create_task(root.post("load_lora_adapter", json=body))
+        await asyncio.wait_for(engine.begun.wait(), 60)
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
         while (await root.get("models/x")).status_code != 200:
             await asyncio.sleep(0.01)
         assert (await bob.get("models/x")).status_code == 404
         assert (await ann.get("models/x")).status_code == 200
+
+    asyncio.run(work())
+
+
+def test_adapter_that_is_loaded_while_the_names_are_listed_is_described(folder, monkeypatch):
+    async def work():
+        *_, root = clients(SlowLoads(), folder)
+        loop, list_cards = asyncio.get_running_loop(), ServedModels.cards
+
+        def list_before_load(server, owner):
+            cards = list_cards(server, owner)
+            monkeypatch.setattr(ServedModels, "cards", list_cards)
+            load = root.post("load_lora_adapter", json=place("x", "one", "ann"))
+            assert asyncio.run_coroutine_threadsafe(load, loop).result(60).status_code == 200
+            return cards
+
+        monkeypatch.setattr(ServedModels, "cards", list_before_load)
+        assert (await root.get("models/x")).json()["id"] == "x"
 
     asyncio.run(work())
 

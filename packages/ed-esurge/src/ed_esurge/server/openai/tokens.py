@@ -127,10 +127,12 @@ async def one(server: ServedModels, request: Request) -> JSONResponse:
         APIError: 404.
     """
     name, owner = request.path_params["model"], get_owner(request.scope)
-    cards = {card["id"]: card for card in await in_thread(lambda: server.cards(owner))}
-    if name not in cards:
-        server.find(name, owner)  # raises the error
-    return JSONResponse(_for_both_apis(cards[name]))
+    cards = await in_thread(lambda: server.cards(owner))
+    if all(card["id"] != name for card in cards):
+        server.find(name, owner)  # raises the error, unless the name was added meanwhile
+        cards = await in_thread(lambda: server.cards(owner))
+    card = next(card for card in cards if card["id"] == name)
+    return JSONResponse(_for_both_apis(card))
 
 
 ENDPOINTS = (
