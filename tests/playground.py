@@ -41,7 +41,7 @@ def browser() -> Iterator[Callable[..., Page]]:
             chromium.close()
 
 
-def until(tab: Page, expression: str, seconds: float = 15) -> Any:
+def until(tab: Page, expression: str, seconds: float = 60) -> Any:
     """Wait until an expression is true, and return its value.
 
     `Page.wait_for_function` evaluates text in the page, which the page's policy does not permit.

@@ -75,7 +75,7 @@ def test_chat_can_be_streamed_and_stopped(open_tab) -> None:
         stopped = said(tab)
         assert 0 < len(stopped) < 60 * 5
         (request,) = engine.requests
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while engine.aborted != [request]:
             assert time.monotonic() < end
             time.sleep(0.01)

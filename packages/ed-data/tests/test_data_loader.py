@@ -388,7 +388,7 @@ def test_prefetcher_makes_batches_before_request():
 
     ahead = Prefetcher(make, workers=1, depth=3)
     assert ahead.get(0) == 0
-    assert reached.wait(10)
+    assert reached.wait(60)
     assert sorted(made) == [0, 1, 2, 3]
     ahead.close()
     assert Prefetcher(make, workers=0, depth=3).get(9) == 9

@@ -326,12 +326,12 @@ def test_requests_after_drain_timeout_receive_server_stopping():
         time.sleep(0.7)
         process.send_signal(signal.SIGTERM)
         for thread in threads:
-            thread.join(15)
+            thread.join(60)
         assert refused(got[False], 503).code == "server_stopping"
         lines = got[True].text.split("\n\n")
         assert '"code":"server_stopping"' in lines[-3]
         assert lines[-2] == "data: [DONE]"
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         assert process.stdout.read() == "stopped\n"
     finally:
         process.kill()

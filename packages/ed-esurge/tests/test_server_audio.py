@@ -291,7 +291,7 @@ def test_transcription_of_a_client_that_left_is_aborted_and_counted(scripted):
             headers={"Authorization": "Bearer k"},
             timeout=httpx.Timeout(10, read=0.02),
         )
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while numbers()[aborted] == before.get(aborted, 0) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert numbers()[aborted] == before.get(aborted, 0) + 1

@@ -17,7 +17,7 @@ from ed_esurge.server.stores import BatchStore
 from ed_esurge.testing import ScriptedEngine
 
 
-def until(condition, seconds=30.0):
+def until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -26,7 +26,7 @@ def line(name, body=CHAT, url="/v1/chat/completions", **more):
     return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body, **more})
 
 
-def until(condition, seconds=20.0):
+def until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -141,7 +141,7 @@ def test_disconnected_client_frees_its_slot(client, engine):
     )
     next(iter(stream))
     stream.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while engine.stats()["num_requests_running"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -177,7 +177,7 @@ def test_metrics_count_the_tokens_of_each_step(client, engine, url):
         model="tiny", prompt=prompt, max_tokens=6, extra_body={"ignore_eos": True}
     )
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (37, 6)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while engine.stats()["num_requests_running"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -209,7 +209,7 @@ def test_stuck_and_failed_steps_make_the_server_unhealthy(model, monkeypatch):
     release = threading.Event()
 
     def step():
-        release.wait(10)
+        release.wait(120)
         raise RuntimeError("the device is gone")
 
     inner = build(model)

@@ -51,7 +51,7 @@ def disk(monkeypatch):
     return Disk(monkeypatch)
 
 
-def until(condition, seconds=20.0):
+def until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import struct
-import time
 import zipfile
 from contextlib import suppress
 
@@ -15,7 +14,7 @@ import pytest
 from ed_infra.errors import CheckpointError, ConfigError, RegistryError
 from ed_infra.logging import forget_said
 from ed_models import AutoEasyDeLModelForCausalLM
-from ed_models.checkpoints import filling, hub
+from ed_models.checkpoints import filling, hub, loading
 from ed_models.checkpoints.pickled_files import open_tensors, read_pickled
 from ed_models.checkpoints.tokenizers import load_tokenizer
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
@@ -221,12 +220,13 @@ class TestConfigurations:
             load(copy)
         assert str(copy / "config.json") in str(error.value)
 
-    def test_more_layers_than_tensors_are_refused_before_the_model_is_built(self, copy):
+    def test_more_layers_than_tensors_are_refused_before_the_model_is_built(
+        self, copy, monkeypatch
+    ):
         edit(copy / "config.json", num_hidden_layers=9_000)
-        began = time.perf_counter()
+        monkeypatch.setattr(loading, "_structure", lambda *_: pytest.fail("the model is built"))
         with pytest.raises(CheckpointError, match=r"num_hidden_layers is 9000, .* only 21 tensors"):
             load(copy)
-        assert time.perf_counter() - began < 2
 
     def test_values_that_differ_by_layer_are_no_contradiction(self, tmp_path):
         subject = subjects("gemma4_text")[0]

@@ -199,6 +199,8 @@ class Slow:
 
     def __init__(self, fails=False):
         self.rows, self.threads, self.fails, self.closed = [], set(), fails, False
+        self.may_write = threading.Event()
+        self.may_write.set()
 
     def restart(self, rows):
         self.rows += rows
@@ -207,7 +209,7 @@ class Slow:
         self.threads.add(threading.get_ident())
         if self.fails:
             raise OSError("no route to host")
-        time.sleep(0.01)
+        assert self.may_write.wait(60)
         self.rows.append(row)
 
     def flush(self):
@@ -222,11 +224,13 @@ def test_slow_sink_does_not_delay_training(monkeypatch):
     slow = Slow()
     sink = Buffered(slow, print)
     sink.restart([{"step": 0}])
-    began = time.perf_counter()
+    slow.may_write.clear()
     for step in range(1, 31):
         sink.write({"step": step})
-    assert time.perf_counter() - began < 0.1
-    while len(slow.rows) < 31 and time.perf_counter() - began < 60:
+    assert slow.rows == [{"step": 0}], "no call waited for the sink"
+    slow.may_write.set()
+    deadline = time.monotonic() + 60
+    while len(slow.rows) < 31 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert slow.threads and threading.get_ident() not in slow.threads
     sink.close()
