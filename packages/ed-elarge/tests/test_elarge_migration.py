@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from ed_elarge.command.foreign_files import PROGRAMS, convert_foreign_file, format_run_file
 from ed_elarge.command.main import app
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
-from ed_elarge.migration.run_files import PROGRAMS, convert_foreign_file, format_run_file
 from ed_infra.errors import ConfigError
 from foreign_files import CASES, DATASET_INFO
 from typer.testing import CliRunner

@@ -74,7 +74,7 @@ def _convert_file(
     origin: Path, tool: str | None, method: str | None, devices: int, path: Path
 ) -> tuple[str, Result, str]:
     """Return the text of the run file, the result of the command, and a remark."""
-    from ed_elarge.migration.run_files import convert_foreign_file, format_run_file
+    from ed_elarge.command.foreign_files import convert_foreign_file, format_run_file
 
     conversion = convert_foreign_file(origin, tool=tool, method=method, devices=devices)
     changes, omitted = conversion.changes, conversion.omitted
