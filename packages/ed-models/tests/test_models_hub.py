@@ -546,11 +546,28 @@ class TestSaving:
 
             def upload_folder(self, repo_id, folder_path, revision, commit_message):
                 seen["files"] = sorted(p.name for p in folder_path.iterdir())
+                seen["card"] = (folder_path / "README.md").read_text()
                 return f"https://hub/{repo_id}"
 
         monkeypatch.setattr(huggingface_hub, "HfApi", Api)
         assert model.push_to_hub("me/tiny", token="t") == "https://hub/me/tiny"
-        assert seen["files"] == ["config.json", "generation_config.json", "model.safetensors"]
+        names = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+        assert seen["files"] == names
+        assert "library_name: transformers\n" in seen["card"]
+        adapted = model.apply_lora_to_layers(2)
+        assert adapted.push_to_hub("me/tiny", token="t")
+        assert "adapter_model.safetensors" in seen["files"]
+        assert "library_name: peft\n" in seen["card"]
+
+    def test_section_of_a_card_names_data_sets_of_the_hub(self, model, tmp_path):
+        from ed_models.checkpoints.model_card import add_section, write_card
+
+        write_card(tmp_path, model)
+        add_section(tmp_path, "Training", ["- Method: `sft`"], datasets=["org/rows"])
+        add_section(tmp_path, "Certificate", ["- 9 passed"])
+        card = (tmp_path / "README.md").read_text()
+        assert "datasets:\n- org/rows\n" in card
+        assert card.index("## Training\n\n- Method: `sft`") < card.index("## Certificate")
 
 
 def test_registered_family_provides_its_task_class():

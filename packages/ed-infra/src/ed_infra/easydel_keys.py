@@ -38,21 +38,21 @@ class OtherKey(NamedTuple):
     harmless: tuple[object, ...] = ()
 
 
-def _works(section: str, pairs: dict[str, str], *methods: str) -> Iterator[OtherKey]:
+def _list_moved(section: str, pairs: dict[str, str], *methods: str) -> Iterator[OtherKey]:
     """Yield keys with another place: key -> its dotted path, or a text if a rule translates it."""
     for name, place in pairs.items():
         target = () if " " in place else tuple(place.split("."))
         yield OtherKey(section, name, "works", place, target, methods)
 
 
-def _unneeded(section: str, reasons: dict[str, str]) -> Iterator[OtherKey]:
+def _list_unneeded(section: str, reasons: dict[str, str]) -> Iterator[OtherKey]:
     """Yield keys that are not needed: reason -> keys."""
     for reason, names in reasons.items():
         for name in names.split():
             yield OtherKey(section, name, "unneeded", reason)
 
 
-def _refused(
+def _list_refused(
     section: str, instead: dict[str, str], *harmless: object, methods: tuple[str, ...] = ()
 ) -> Iterator[OtherKey]:
     """Yield keys that would change the result: what to write instead -> keys."""
@@ -74,7 +74,7 @@ _PREVIEWS = "previews are printed, and written to the metrics, the report and th
 
 
 def _trainer() -> Iterator[OtherKey]:
-    yield from _works(
+    yield from _list_moved(
         "trainer",
         {
             **{f"esurge_{name}": f"training_engine.{name}" for name in _ENGINE},
@@ -99,12 +99,14 @@ def _trainer() -> Iterator[OtherKey]:
             "wandb_name": "trainer.run_name",
         },
     )
-    yield from _works("trainer", {"max_len_mask": "trainer.mask_truncated_completions"}, "rlvr")
+    yield from _list_moved(
+        "trainer", {"max_len_mask": "trainer.mask_truncated_completions"}, "rlvr"
+    )
     distilled = ("distillation", "on_policy_distillation", "sparse_distillation")
-    yield from _works(
+    yield from _list_moved(
         "trainer", {"completion_only_loss": "mixture.tokenization.assistant_only_loss"}, *distilled
     )
-    yield from _works(
+    yield from _list_moved(
         "trainer",
         {"temperature_sampling": "trainer.temperature, if both temperatures are equal"},
         *distilled[1:],
@@ -113,7 +115,7 @@ def _trainer() -> Iterator[OtherKey]:
         text = "max_length limits a prompt with its answer"
         pairs = ("dpo", "orpo", "cpo", "kto", "bco", "reward")
         yield OtherKey("trainer", name, "unneeded", text, (), pairs)
-    yield from _unneeded(
+    yield from _list_unneeded(
         "trainer",
         {
             "states are always sharded over the mesh": "auto_shard_states low_mem_usage",
@@ -151,7 +153,7 @@ def _trainer() -> Iterator[OtherKey]:
             "max_density_ratio",
         },
     )
-    yield from _refused(
+    yield from _list_refused(
         "trainer",
         {
             "trainer.scheduler and trainer.scheduler_kwargs": "custom_scheduler",
@@ -169,12 +171,12 @@ def _trainer() -> Iterator[OtherKey]:
             "generation_config_overrides",
         },
     )
-    yield from _refused(
+    yield from _list_refused(
         "trainer", {"the argument watchers of a trainer in Python, with LogWatcher": "watchers"}, []
     )
     text = "format_fields of an entry of mixture.informs: {FIELD: prompt}"
-    yield from _refused("trainer", {text: "generation_dataset_prompt_field"}, "prompt")
-    yield from _refused(
+    yield from _list_refused("trainer", {text: "generation_dataset_prompt_field"}, "prompt")
+    yield from _list_refused(
         "trainer",
         {
             "base_config: {values: {output_router_logits: true}}": "aux_loss_enabled",
@@ -187,7 +189,7 @@ def _trainer() -> Iterator[OtherKey]:
         },
         False,
     )
-    yield from _refused(
+    yield from _list_refused(
         "trainer",
         {
             "the list of actions without train": "do_train",
@@ -197,9 +199,9 @@ def _trainer() -> Iterator[OtherKey]:
         },
         True,
     )
-    yield from _refused("trainer", {_SAMPLES: "presence_penalty frequency_penalty"}, 0)
-    yield from _refused("trainer", {_SAMPLES: "repetition_penalty"}, 1)
-    yield from _refused(
+    yield from _list_refused("trainer", {_SAMPLES: "presence_penalty frequency_penalty"}, 0)
+    yield from _list_refused("trainer", {_SAMPLES: "repetition_penalty"}, 1)
+    yield from _list_refused(
         "trainer",
         {
             "trainer.max_completion_length": "max_loss_completion_tokens",
@@ -208,50 +210,54 @@ def _trainer() -> Iterator[OtherKey]:
     )
     one = "omit it: ppo samples one completion of each prompt, and num_iterations repeats its steps"
     ppo = ("ppo",)
-    yield from _refused("trainer", {one: "num_return_sequences num_generations"}, 1, methods=ppo)
+    yield from _list_refused(
+        "trainer", {one: "num_return_sequences num_generations"}, 1, methods=ppo
+    )
     whole = "omit it: ppo trains on all completions, and missing_eos_penalty marks the others"
-    yield from _refused("trainer", {whole: "mask_truncated_completions"}, False, methods=ppo)
-    yield from _refused(
+    yield from _list_refused("trainer", {whole: "mask_truncated_completions"}, False, methods=ppo)
+    yield from _list_refused(
         "trainer",
         {"a function in trainer.reward_functions that runs the tests": "test_key"},
         "tests",
     )
-    yield from _refused(
+    yield from _list_refused(
         "trainer", {"omit it: prompts keep their last tokens": "truncation_mode"}, "keep_end"
     )
-    yield from _refused("trainer", {"omit it: the distance is squared": "hidden_state_loss"}, "mse")
-    yield from _refused(
+    yield from _list_refused(
+        "trainer", {"omit it: the distance is squared": "hidden_state_loss"}, "mse"
+    )
+    yield from _list_refused(
         "trainer",
         {"omit it: each prompt has one completion": "num_generations_per_prompt"},
         1,
     )
-    yield from _refused(
+    yield from _list_refused(
         "trainer",
         {"omit it: the teacher answers with its most probable tokens": "temperature_sampling"},
         0,
         methods=("seq_kd",),
     )
-    yield from _refused(
+    yield from _list_refused(
         "trainer",
         {"omit it: the loss of embeddings has no margin": "margin"},
         0.2,
     )
     for name in ("query", "positive", "negative"):
         text = f"format_fields of an entry of mixture.informs: {{FIELD: {name}}}"
-        yield from _refused("trainer", {text: f"{name}_field"}, name)
-    yield from _refused("trainer", {"the pooling of the model's folder": "pooling_strategy"})
-    yield from _works(
+        yield from _list_refused("trainer", {text: f"{name}_field"}, name)
+    yield from _list_refused("trainer", {"the pooling of the model's folder": "pooling_strategy"})
+    yield from _list_moved(
         "trainer",
         {"max_feedback_length": "trainer.max_reprompt_len, with max_prompt_length added"},
         "sdpo",
     )
-    yield from _works(
+    yield from _list_moved(
         "trainer",
         {"distillation_type": "trainer.distillation_mode and trainer.distillation_alpha"},
         "sdpo",
     )
     verified = "an entry of trainer.reward_functions with its trainer.reward_weights"
-    yield from _works(
+    yield from _list_moved(
         "trainer",
         {
             "answer_key": verified,
@@ -267,7 +273,7 @@ def _trainer() -> Iterator[OtherKey]:
 
 def _losses() -> Iterator[OtherKey]:
     """Yield the keys of `trainer.loss_config` that are no options of a trainer."""
-    yield from _unneeded(
+    yield from _list_unneeded(
         "trainer",
         {
             _CHUNKS: "loss_config.chunk_vocab_size loss_config.chunk_token_size "
@@ -276,7 +282,7 @@ def _losses() -> Iterator[OtherKey]:
         },
     )
     labels = "the number of labels in config.json, and trainer_type: sequence_classification"
-    yield from _refused(
+    yield from _list_refused(
         "trainer",
         {
             labels: "loss_config.num_labels loss_config.problem_type "
@@ -284,29 +290,29 @@ def _losses() -> Iterator[OtherKey]:
         },
     )
     mean = "omit it: the loss is the mean over the learned tokens"
-    yield from _refused("trainer", {mean: "loss_config.reduction"}, "mean")
-    yield from _refused("trainer", {mean: "loss_config.divide_weight_sum"}, False)
-    yield from _refused(
+    yield from _list_refused("trainer", {mean: "loss_config.reduction"}, "mean")
+    yield from _list_refused("trainer", {mean: "loss_config.divide_weight_sum"}, False)
+    yield from _list_refused(
         "trainer",
         {mean: "loss_config.loss_normalizing_factor"},
         "NO_WEIGHT_NUM_REAL_TARGET_TOKENS",
     )
-    yield from _refused(
+    yield from _list_refused(
         "trainer", {"omit it: the label -100 is ignored": "loss_config.ignore_index"}, -100
     )
-    yield from _refused(
+    yield from _list_refused(
         "trainer",
         {"omit it: causal models predict the next token": "loss_config.shift_tokens"},
         True,
     )
-    yield from _refused(
+    yield from _list_refused(
         "trainer", {"trainer.skip_bad_steps: true": "loss_config.break_on_nan"}, True
     )
 
 
 def _sections() -> Iterator[OtherKey]:
     for role in ("reference_model", "reward_model", "teacher_model"):
-        yield from _works(
+        yield from _list_moved(
             role,
             {
                 "extra_kwargs.revision": f"{role}.revision",
@@ -314,19 +320,21 @@ def _sections() -> Iterator[OtherKey]:
                 "tokenizer": "omit it, if it is the tokenizer of the folder",
             },
         )
-        yield from _unneeded(role, {"tokenizers never run code": "extra_kwargs.trust_remote_code"})
-        yield from _refused(
+        yield from _list_unneeded(
+            role, {"tokenizers never run code": "extra_kwargs.trust_remote_code"}
+        )
+        yield from _list_refused(
             role, {"a model whose config.json has one label": "extra_kwargs.num_labels"}, 1
         )
     labels = "base_config.values.num_labels, or 1 for reward"
-    yield from _works("model", {"num_labels": labels, "extra_kwargs.num_labels": labels})
-    yield from _works("loader", {"device": "platform.backend, without a number of a device"})
-    yield from _refused("sharding", {"sharding.partition_rules": "shard_fns"})
-    yield from _works(
+    yield from _list_moved("model", {"num_labels": labels, "extra_kwargs.num_labels": labels})
+    yield from _list_moved("loader", {"device": "platform.backend, without a number of a device"})
+    yield from _list_refused("sharding", {"sharding.partition_rules": "shard_fns"})
+    yield from _list_moved(
         "quantization",
         {"model.bits": "quantization.model.quantization_method, with this number of bits"},
     )
-    yield from _unneeded(
+    yield from _list_unneeded(
         "quantization",
         {
             "XLA computes the products of quantized weights": "use_qmm_best_config "
@@ -335,13 +343,15 @@ def _sections() -> Iterator[OtherKey]:
         },
     )
     cache = "quantization.kv_cache.quantization_method: int8 or fp8, which has 8 bits"
-    yield from _refused("quantization", {cache: "kv_cache.bits"}, 8)
+    yield from _list_refused("quantization", {cache: "kv_cache.bits"}, 8)
     everywhere = "omit it: the cache of every layer is quantized"
-    yield from _refused("quantization", {everywhere: "kv_cache.pattern kv_cache.simulate"}, False)
+    yield from _list_refused(
+        "quantization", {everywhere: "kv_cache.pattern kv_cache.simulate"}, False
+    )
 
 
 def _mixture() -> Iterator[OtherKey]:
-    yield from _works(
+    yield from _list_moved(
         "mixture",
         {
             "num_workers": "mixture.prefetch_workers, at least 1",
@@ -349,7 +359,7 @@ def _mixture() -> Iterator[OtherKey]:
             "tokenization.text_field": "content_field of each entry of mixture.informs without one",
         },
     )
-    yield from _unneeded(
+    yield from _list_unneeded(
         "mixture",
         {
             _LOADER: "use_fast_loader use_sharded_source tokenization.batched "
@@ -358,7 +368,7 @@ def _mixture() -> Iterator[OtherKey]:
             "the field of tokens is mixture.tokenization.output_field": "tokens_field_name",
         },
     )
-    yield from _refused(
+    yield from _list_refused(
         "mixture",
         {
             "the environment variables of the store": "dask_storage_options",
@@ -372,8 +382,8 @@ def _esurge() -> Iterator[OtherKey]:
     for name, place in (("tool_parser", "tool_parser_name"), ("reasoning_parser",) * 2):
         text = f"{place} of the action serve"
         yield OtherKey("esurge", name, "works", text, ("serve", place))
-    yield from _works("esurge", {"verbose": "esurge.silent_mode: false, if it is true"})
-    yield from _unneeded(
+    yield from _list_moved("esurge", {"verbose": "esurge.silent_mode: false, if it is true"})
+    yield from _list_unneeded(
         "esurge",
         {
             "the engine runs on the mesh of the section sharding": "auto_shard_model "
@@ -390,7 +400,7 @@ def _esurge() -> Iterator[OtherKey]:
     )
     options = "role service_name world_size rank control_port control_bind_host advertise_addr"
     options += " auth_token step_timeout_s connect_timeout_s verify_sampling_digest"
-    yield from _unneeded(
+    yield from _list_unneeded(
         "esurge",
         {
             "`elarge launch` starts an engine on several hosts": " ".join(
@@ -398,7 +408,7 @@ def _esurge() -> Iterator[OtherKey]:
             )
         },
     )
-    yield from _refused(
+    yield from _list_refused(
         "esurge",
         {
             "`elarge launch` with the same file on each host": "distributed_mode",
@@ -406,14 +416,14 @@ def _esurge() -> Iterator[OtherKey]:
         },
         False,
     )
-    yield from _refused("esurge", {_FUNCTION: "sampling_params_callback"})
+    yield from _list_refused("esurge", {_FUNCTION: "sampling_params_callback"})
 
 
 def _eval() -> Iterator[OtherKey]:
-    yield from _works(
+    yield from _list_moved(
         "eval", {"hard_max_new_tokens": "eval.gen_kwargs: {max_gen_toks: ...}, if it is true"}
     )
-    yield from _unneeded(
+    yield from _list_unneeded(
         "eval",
         {
             "requests are batched by the engine": "max_batch_size",
@@ -426,7 +436,7 @@ def _eval() -> Iterator[OtherKey]:
         },
     )
     thinking = "a chat template that sets the values"
-    yield from _refused(
+    yield from _list_refused(
         "eval",
         {
             thinking: "chat_template_args enable_thinking",
@@ -440,7 +450,7 @@ def _eval() -> Iterator[OtherKey]:
             "omit it: the time of lm-evaluation-harness is used": "code_eval_timeout",
         },
     )
-    yield from _refused(
+    yield from _list_refused(
         "eval",
         {
             "omit it: a task defines its filters": "normalize_math_answers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ _NOT_SERVED = (
 )
 
 
+#: A data set of the hub.
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 #: Characters of a text in the table of answers.
 _MOST_SHOWN = 400
 
@@ -84,6 +87,7 @@ class Summary:
         self.chats = False
         self.task = TaskType.CAUSAL_LM
         self.training: list[str] = []
+        self.datasets: list[str] = []
         #: The stored summary of a run that had finished before.
         self._recorded: dict[str, Any] = {}
         self._shown = False
@@ -113,6 +117,8 @@ class Summary:
         sources = run.mixture.informs if run.mixture is not None else ()
         files = [source.data_files or source.type for source in sources]
         names = [f if isinstance(f, str) else ", ".join(map(str, f)) for f in files if f]
+        types = [source.type for source in sources]
+        self.datasets = [name for name in map(str, types) if _HUB_ID.fullmatch(name)]
         self.training = [f"- Method: `{run.method}`", *(f"- Data: `{name}`" for name in names)]
 
     def record_sample(
@@ -287,7 +293,7 @@ class Summary:
         from ed_models.checkpoints.model_card import add_section
 
         rows = [f"- {name}: {value:g}" for name, value in self.metrics.items()]
-        add_section(folder, "Training", [*self.training, *rows])
+        add_section(folder, "Training", [*self.training, *rows], datasets=self.datasets)
         if evaluation:
             add_section(
                 folder,

@@ -130,6 +130,7 @@ def push_to_hub(
         model.save_pretrained(target, **saving)
         if jax.process_index() != 0:
             return f"{repo_id} (uploaded by process 0)"
+        write_card(target, model, is_adapter=has_lora(model))
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         commit = api.upload_folder(
             repo_id=repo, folder_path=target, revision=revision, commit_message=commit_message

@@ -71,17 +71,22 @@ def write_card(directory: Path, model: Saved, *, is_adapter: bool = False) -> No
     _write(directory, data, text)
 
 
-def add_section(directory: Path, title: str, lines: Sequence[str]) -> None:
+def add_section(
+    directory: Path, title: str, lines: Sequence[str], *, datasets: Sequence[str] = ()
+) -> None:
     """Add a section to the card of a directory, or replace the section of this title.
 
     Args:
         directory: a directory with a card; without a card of this project nothing is written.
         title: title of the section.
         lines: lines of Markdown.
+        datasets: data sets of the hub that the metadata names.
     """
     card = _read(directory)
     if card is None or _MARK not in card.text:
         return
+    if datasets:
+        vars(card.data)["datasets"] = [*datasets]
     sections = card.text.replace(_MARK, "").strip().split("\n## ")
     sections = [section.strip() for section in sections if not section.startswith(f"{title}\n")]
     body = "\n".join(lines)

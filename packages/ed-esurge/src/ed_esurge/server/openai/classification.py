@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -15,10 +14,9 @@ from ed_esurge.sampling import PoolingParams
 from ed_esurge.server.generation.abilities import CLASSIFIES, unsupported_task
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
-from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.generation.pooled_requests import TextRequest
-from ed_esurge.server.http.json_parts import JsonItems, answer_json
-from ed_esurge.server.openai.embeddings import EmbeddingUsage, EncodedTexts, token_counts
+from ed_esurge.server.http.json_parts import JsonItems
+from ed_esurge.server.openai.embeddings import EmbeddingUsage, EncodedTexts, answer_list
 from ed_esurge.server.routing import post
 
 
@@ -79,16 +77,8 @@ async def classify(model: ServedModel, body: ClassificationRequest, request: Req
                 "num_classes": len(row),
             }
 
-    response = {
-        "id": request_id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": model.name,
-        "data": JsonItems(data, group=4),
-        "usage": token_counts(texts.prompts, texts.truncated),
-    }
-    headers = answer_headers(request_id, texts.truncated)
-    return await answer_json(response, size.bytes, headers)
+    items = JsonItems(data, group=4)
+    return await answer_list(request_id, model, items, texts.prompts, texts.truncated, size)
 
 
 def require_labels(model: ServedModel, reason: str) -> LabelSet:

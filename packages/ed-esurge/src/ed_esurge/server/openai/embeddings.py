@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ed_esurge.engine.intake import CheckedPrompt
 from ed_esurge.sampling import PoolingParams
 from ed_esurge.server.generation.abilities import EMBEDS, require_ability
-from ed_esurge.server.generation.answer_size import NUMBER_BYTES
+from ed_esurge.server.generation.answer_size import NUMBER_BYTES, AnswerSize
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
 from ed_esurge.server.generation.pipeline import answer_headers, truncation
@@ -95,26 +95,18 @@ async def _embed(model: ServedModel, body: EmbeddingRequest, request: Request) -
     size.raise_to(vectors.size * NUMBER_BYTES)
     if body.dimensions is not None:
         vectors = truncate_vectors(vectors, body.dimensions, normalize=body.normalize)
-    response = {
-        "id": request_id,
-        "object": "list",
-        "created": int(time.time()),
-        "data": JsonItems(
-            lambda: (
-                {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": body.encode_vectors(vector),
-                }
-                for index, vector in enumerate(vectors)
-            ),
-            group=0,
+    data = JsonItems(
+        lambda: (
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": body.encode_vectors(vector),
+            }
+            for index, vector in enumerate(vectors)
         ),
-        "model": model.name,
-        "usage": token_counts(texts.prompts, texts.truncated),
-    }
-    headers = answer_headers(request_id, texts.truncated)
-    return await answer_json(response, size.bytes, headers)
+        group=0,
+    )
+    return await answer_list(request_id, model, data, texts.prompts, texts.truncated, size)
 
 
 @dataclass(frozen=True)
@@ -217,6 +209,35 @@ async def prompt_lengths(
         max(0, count - encoded.removed * truncates_left) if starts else 0
         for encoded, starts in pairs
     ]
+
+
+async def answer_list(
+    request_id: str,
+    model: ServedModel,
+    items: JsonItems,
+    prompts: list[CheckedPrompt],
+    truncated: int,
+    size: AnswerSize,
+) -> Response:
+    """Return the answer with one item for each text: vectors, classes or scores.
+
+    Args:
+        request_id: the id of the request.
+        model: the model that read the texts.
+        items: the items of the answer.
+        prompts: the texts.
+        truncated: number of tokens that were removed.
+        size: the memory of the answer.
+    """
+    response = {
+        "id": request_id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": model.name,
+        "data": items,
+        "usage": token_counts(prompts, truncated),
+    }
+    return await answer_json(response, size.bytes, answer_headers(request_id, truncated))
 
 
 def token_counts(prompts: list[CheckedPrompt], truncated: int) -> dict[str, int]:

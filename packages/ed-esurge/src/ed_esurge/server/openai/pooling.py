@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Literal
 
 import numpy as np
@@ -14,16 +13,15 @@ from ed_esurge.server.generation.abilities import EMBEDS, EMBEDS_TOKENS, POOLS, 
 from ed_esurge.server.generation.answer_size import NUMBER_BYTES
 from ed_esurge.server.generation.answers import AnswerBody
 from ed_esurge.server.generation.models import ServedModel, new_id
-from ed_esurge.server.generation.pipeline import answer_headers
 from ed_esurge.server.http.errors import APIError, InvalidField
 from ed_esurge.server.http.fields import reject_field
-from ed_esurge.server.http.json_parts import JsonItems, answer_json
+from ed_esurge.server.http.json_parts import JsonItems
 from ed_esurge.server.openai.classification import apply_activation, require_labels
 from ed_esurge.server.openai.embeddings import (
     EmbeddingUsage,
     EncodedTexts,
     VectorRequest,
-    token_counts,
+    answer_list,
     truncate_vectors,
 )
 from ed_esurge.server.routing import post
@@ -105,22 +103,14 @@ async def _pool(model: ServedModel, body: PoolingRequest, request: Request) -> R
         vectors = apply_activation(labels, np.stack(rows), body.normalize)
     elif body.dimensions is not None:
         vectors = truncate_vectors(np.stack(rows), body.dimensions, normalize=body.normalize)
-    response = {
-        "id": request_id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": model.name,
-        "data": JsonItems(
-            lambda: (
-                {"index": index, "object": "pooling", "data": body.encode_vectors(vector)}
-                for index, vector in enumerate(vectors)
-            ),
-            group=0,
+    data = JsonItems(
+        lambda: (
+            {"index": index, "object": "pooling", "data": body.encode_vectors(vector)}
+            for index, vector in enumerate(vectors)
         ),
-        "usage": token_counts(texts.prompts, texts.truncated),
-    }
-    headers = answer_headers(request_id, texts.truncated)
-    return await answer_json(response, size.bytes, headers)
+        group=0,
+    )
+    return await answer_list(request_id, model, data, texts.prompts, texts.truncated, size)
 
 
 def _check_options(body: PoolingRequest, task: PoolingTask) -> None:

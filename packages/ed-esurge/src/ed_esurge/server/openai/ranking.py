@@ -6,7 +6,6 @@ the similarity of two vectors.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
@@ -36,7 +35,12 @@ from ed_esurge.server.generation.requests import MAX_PROMPTS
 from ed_esurge.server.http.errors import APIError, InvalidField
 from ed_esurge.server.http.fields import few, reject_field
 from ed_esurge.server.http.json_parts import JsonItems, answer_json
-from ed_esurge.server.openai.embeddings import EmbeddingUsage, prompt_lengths, token_counts
+from ed_esurge.server.openai.embeddings import (
+    EmbeddingUsage,
+    answer_list,
+    prompt_lengths,
+    token_counts,
+)
 from ed_esurge.server.routing import post
 
 
@@ -212,21 +216,13 @@ async def _score(model: ServedModel, body: ScoreRequest, request: Request) -> Re
     size = model.pooled_size(request, scorer.prompts)
 
     scores = await scorer.scores()
-    response = {
-        "id": request_id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": model.name,
-        "data": JsonItems(
-            lambda: (
-                {"index": index, "object": "score", "score": float(value)}
-                for index, value in enumerate(scores)
-            )
-        ),
-        "usage": token_counts(scorer.prompts, scorer.truncated),
-    }
-    headers = answer_headers(request_id, scorer.truncated)
-    return await answer_json(response, size.bytes, headers)
+    data = JsonItems(
+        lambda: (
+            {"index": index, "object": "score", "score": float(value)}
+            for index, value in enumerate(scores)
+        )
+    )
+    return await answer_list(request_id, model, data, scorer.prompts, scorer.truncated, size)
 
 
 async def rerank(model: ServedModel, body: RerankRequest, request: Request) -> Response:
