@@ -109,7 +109,7 @@ METHODS: dict[str, dict[str, object]] = {
     "bco": {"prompt_sample_size": 1024},
     "reward": {"generation_interval": 1},
     "distillation": {"alpha": 0.5, "temperature": 2.0, "logits_chunk_size": 8},
-    "gkd": {"lmbda": 1.0},
+    "gkd": {"lmbda": 0.0},  # the last answers of the conversations complete the prompts
     "on_policy_distillation": {"num_generations_per_prompt": 1},
     "sparse_distillation": {"top_k_teacher": 20, "num_generations_per_prompt": 1},
     "seq_kd": {"num_generations_per_prompt": 1},

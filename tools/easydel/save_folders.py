@@ -7,8 +7,9 @@ project:
     $EASYDEL_PYTHON tools/easydel/save_folders.py OUT llama gpt2
 
 Each family has a folder `OUT/FAMILY` with three entries: `source` is the folder that transformers
-saved, `saved` is the folder that EasyDeL saved, `logits.npz` contains token ids and the logits of
-torch. With `XLA_FLAGS=--xla_force_host_platform_device_count=8` the arrays have several chunks.
+saved, `saved` is the folder that EasyDeL saved, `logits.npz` contains token ids, images and the
+logits of torch. With `XLA_FLAGS=--xla_force_host_platform_device_count=8` the arrays have several
+chunks.
 """
 
 from __future__ import annotations
@@ -38,6 +39,17 @@ _EXPERTS = {
 }
 _TIED = {"tie_word_embeddings": True}
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_SIGLIP = {"model_type": "siglip_vision_model", **_TOWER}
+#: Token of each of the four features of an image.
+IMAGE_TOKEN = 95
 
 #: Family -> fields of its tiny configuration.
 FAMILIES: dict[str, dict[str, object]] = {
@@ -152,15 +164,50 @@ FAMILIES: dict[str, dict[str, object]] = {
             "patch_size": 8,
             "projection_dim": 32,
         },
-        "image_token_index": 95,
+        "image_token_index": IMAGE_TOKEN,
         "vision_feature_layer": -1,
     },
+    "gemma3": {
+        "text_config": {**_TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8},
+        "vision_config": _SIGLIP,
+        "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE_TOKEN,
+        "boi_token_index": 94,
+        "eoi_token_index": 93,
+    },
+    "aya_vision": {
+        "text_config": {"model_type": "cohere2", **_TEXT, "sliding_window": 8, **_IDS},
+        "vision_config": _SIGLIP,
+        "image_token_index": IMAGE_TOKEN,
+        "downsample_factor": 2,
+        "alignment_intermediate_size": 64,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8, "sliding_window": None},
+        "vision_config": {"model_type": "pixtral", **_TOWER, "head_dim": 8},
+        "image_token_index": IMAGE_TOKEN,
+        "spatial_merge_size": 2,
+    },
+    "clip": {
+        "text_config": {**_TEXT, "num_key_value_heads": 4, **_IDS},
+        "vision_config": _TOWER,
+        "projection_dim": 32,
+    },
 }
+#: Families whose logits are those of texts with images.
+IMAGE_FAMILIES = ("gemma3", "aya_vision", "mistral3", "clip")
 
 #: Auto classes of families that are no causal language models: of transformers and of EasyDeL.
 _CLASSES = {
     "whisper": ("AutoModelForSpeechSeq2Seq", "AutoEasyDeLModelForSpeechSeq2Seq"),
-    "llava": ("AutoModelForImageTextToText", "AutoEasyDeLModelForImageTextToText"),
+    **dict.fromkeys(
+        ("llava", "gemma3", "aya_vision", "mistral3"),
+        ("AutoModelForImageTextToText", "AutoEasyDeLModelForImageTextToText"),
+    ),
+    "clip": (
+        "AutoModelForZeroShotImageClassification",
+        "AutoEasyDeLModelForZeroShotImageClassification",
+    ),
 }
 _CAUSAL = ("AutoModelForCausalLM", "AutoEasyDeLModelForCausalLM")
 
@@ -195,9 +242,28 @@ def create_source(family: str, folder: Path) -> None:
         features = np.random.default_rng(1).normal(size=(2, 16, 64)).astype(np.float32)
         inputs = {"input_features": torch.tensor(features), "decoder_input_ids": torch.tensor(ids)}
         np.save(folder / "features.npy", features)
+    images = create_images(family) if family in IMAGE_FAMILIES else {}
+    if images and family != "clip":
+        ids[:, 4:8] = IMAGE_TOKEN
+        inputs = {"input_ids": torch.tensor(ids)}
+    if family == "gemma3":  # the tokens of an image attend to each other
+        inputs["token_type_ids"] = torch.tensor(ids == IMAGE_TOKEN).long()
+    inputs |= {name: torch.tensor(array) for name, array in images.items()}
     with torch.no_grad():
-        logits = model(**inputs, use_cache=False).logits.numpy()
-    np.savez(folder / "logits.npz", input_ids=ids, logits=logits)
+        if family == "clip":
+            logits = model(**inputs).logits_per_image.numpy()
+        else:
+            logits = model(**inputs, use_cache=False).logits.numpy()
+    np.savez(folder / "logits.npz", input_ids=ids, logits=logits, **images)
+
+
+def create_images(family: str) -> dict[str, Any]:
+    """Return the arrays of two images."""
+    import numpy as np
+
+    pixels = np.random.default_rng(1).normal(size=(2, 3, 16, 16)).astype(np.float32)
+    sizes = {"image_sizes": np.array([[16, 16], [16, 16]])} if family == "mistral3" else {}
+    return {"pixel_values": pixels, **sizes}
 
 
 def save_model(family: str, folder: Path) -> None:
