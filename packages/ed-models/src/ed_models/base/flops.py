@@ -62,7 +62,8 @@ def count_token_flops(
         frozen: other parameters.
         config: configuration of the model, with layers, heads and experts.
     """
-    text = config.get_text_config()
+    # A configuration of a program of the user may lack the method of transformers.
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     counts = [_count_tree(tree, text) for tree in (trained, frozen or nnx.State({}))]
     has_head = any(count.heads for count in counts)
     sums = [count.matrices + (0.0 if has_head else count.tables) for count in counts]
