@@ -78,6 +78,7 @@ class Recorder:
         return "a"
 
 
+@pytest.mark.daily("any order", "parts")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_shapes_of_conversations_have_equal_tokens_everywhere(name, tmp_path):
     import httpx

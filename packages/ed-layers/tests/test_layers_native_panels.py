@@ -48,13 +48,8 @@ def test_products_of_code_panels_are_exact_and_equal_those_of_plain_codes(
 
 
 @pytest.mark.daily(
-    "float32-float32-130-320",
     "float32-bfloat16-130-320",
     "bfloat16-float32-576-192",
-    "bfloat16-float32-130-320",
-    "bfloat16-float32-4100-64",
-    "bfloat16-bfloat16-576-192",
-    "bfloat16-bfloat16-130-320",
     "bfloat16-bfloat16-4100-64",
 )
 @built

@@ -214,7 +214,7 @@ def test_every_execution_mode_matches_separate_sequences(name: str) -> None:
 
 
 @with_library
-@pytest.mark.daily("delta")
+@pytest.mark.daily("lightning")
 @pytest.mark.parametrize("name", MIXERS)
 def test_one_order_of_sums_gives_every_execution_mode_the_same_bits(name: str) -> None:
     check_bits(made(name), np.random.default_rng(4).normal(size=(4, 24, D)).astype(np.float32))

@@ -66,12 +66,11 @@ def test_rows_are_rounded_up_and_removed_at_the_end():
     np.testing.assert_allclose(around_zero.std(), model.config.initializer_range, rtol=0.05)
 
 
-@pytest.mark.parametrize(
-    ("size", "multiple"), [(0, None), (-3, None), (True, None), (70, 0), (2**40, None)]
-)
-def test_impossible_numbers_of_rows_are_refused(size, multiple):
-    with pytest.raises(ConfigError, match="must be 1 to"):
-        build().resize_token_embeddings(size, multiple)
+def test_impossible_numbers_of_rows_are_refused():
+    model = build()
+    for size, multiple in ((0, None), (-3, None), (True, None), (70, 0), (2**40, None)):
+        with pytest.raises(ConfigError, match="must be 1 to"):
+            model.resize_token_embeddings(size, multiple)
 
 
 def test_new_rows_have_the_mean_and_a_small_part_of_the_covariance():
