@@ -89,12 +89,12 @@ def test_every_headline_has_a_claim_with_a_test_of_the_default_run() -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"Serving": {}}, "'Serving' has no claim"),
+        ({"Measured": {}}, "'Measured' has no claim"),
         ({"Gone": {"x": "tests/claims/test_small_cases.py::test_x"}}, "no headline 'Gone'"),
-        ({"Serving": {"x": "tests/claims/test_gone.py::test_x"}}, "names no file"),
-        ({"Serving": {"x": "tests/claims/test_small_cases.py::test_x"}}, "does not exist"),
+        ({"Measured": {"x": "tests/claims/test_gone.py::test_x"}}, "names no file"),
+        ({"Measured": {"x": "tests/claims/test_small_cases.py::test_x"}}, "does not exist"),
         (
-            {"Serving": {"x": "tests/rollout/test_asynchronous.py::"
+            {"Measured": {"x": "tests/rollout/test_asynchronous.py::"
              "test_run_without_staleness_equals_run_in_one_process"}},
             "is nightly",
         ),

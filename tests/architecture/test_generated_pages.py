@@ -15,6 +15,7 @@ from tools import (
     flag_table,
     gguf_table,
     model_table,
+    overview_table,
     quickstart_table,
 )
 
@@ -32,6 +33,14 @@ def test_table_of_equal_bits_matches_the_results() -> None:
 def test_gguf_table_matches_the_architectures() -> None:
     text = gguf_table.PAGE.read_text(encoding="utf-8")
     assert text == gguf_table.page(text), "run: uv run python -m tools.gguf_table"
+
+
+def test_ratios_of_the_readme_are_those_of_the_benchmarks() -> None:
+    text = overview_table.PAGE.read_text(encoding="utf-8")
+    assert text == overview_table.page(), "run: uv run python -m tools.overview_table"
+    page = overview_table.SOURCE.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="has 0 numbers"):
+        overview_table.build_table(page.replace("| ours, bfloat16 |", "| other |"))
 
 
 def test_scores_and_answers_of_the_quickstart_are_those_of_its_run() -> None:
