@@ -24,7 +24,7 @@ from ed_trainers.options.other_names import AXOLOTL, HUGGING_FACE, SAME, TRL
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ed_elarge.config.other_files import AXOLOTL_KEYS, TRL_KEYS
+from ed_elarge.config.other_files import list_rule_places
 from ed_elarge.config.reference import Key, classes, find_option_class
 from ed_elarge.config.table import ACTIONS, SECTIONS
 
@@ -44,11 +44,18 @@ _BOUNDS = {
     "min_length": "at least {} items",
     "max_length": "at most {} items",
 }
+_HUGGING_FACE = {**HUGGING_FACE, **SAME}
+# The other programs also have the options of Hugging Face.
+_AXOLOTL_PLACES, _TRL_PLACES, _LLAMA_FACTORY_PLACES = (
+    {name: place for name, place in places.items() if name not in _HUGGING_FACE}
+    for places in list_rule_places()
+)
 #: Program -> its names of options and their places here.
 _FOREIGN_KEYS: Mapping[str, Mapping[str, str]] = {
-    "Hugging Face": {**HUGGING_FACE, **SAME},
-    "TRL": {**TRL, **TRL_KEYS},
-    "Axolotl": {**AXOLOTL, **AXOLOTL_KEYS},
+    "Hugging Face": _HUGGING_FACE,
+    "TRL": {**TRL, **_TRL_PLACES},
+    "Axolotl": {**AXOLOTL, **_AXOLOTL_PLACES},
+    "LLaMA-Factory": _LLAMA_FACTORY_PLACES,
 }
 
 
