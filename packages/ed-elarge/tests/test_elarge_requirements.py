@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ed_elarge import eLargeModel
+from ed_elarge.building.parts import look_ahead
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
 from ed_elarge.errors import InputError
+from ed_esurge.testing import byte_tokenizer
+from ed_trainers.rewards import list_fields
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "config": {
         "model_type": "llama",
         "vocab_size": 64,
@@ -55,24 +62,6 @@ def read(
             {},
             "max_completion_length",
             "max_position_embeddings 64",
-        ),
-        (
-            {"trainer_type": "rlvr", **ONLINE},
-            {},
-            "trainer_type",
-            "math_answer reads the field 'answer'",
-        ),
-        (
-            {"trainer_type": "grpo", **ONLINE, "reward_functions": [{"exact": {"field": "gold"}}]},
-            {},
-            "reward_functions",
-            "additional_fields: [gold]",
-        ),
-        (
-            {"trainer_type": "sdpo", **ONLINE, **RULE, "include_environment_feedback": True},
-            {},
-            "include_environment_feedback",
-            "privileged_context",
         ),
         (
             {"trainer_type": "grpo", **ONLINE, **RULE, "reward_weights": [1, 2]},
@@ -160,3 +149,55 @@ def test_dry_run_says_that_the_data_complete_prompts_of_gkd() -> None:
         )
         assert errors == ""
         assert any("conversation that ends with an answer" in text for text in warnings) == warned
+
+
+REWARDS = """
+def close(completions, target, *, tolerance=1.0, **more):
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "fields"),
+    [
+        ({"trainer_type": "rlvr"}, {"answer"}),
+        (
+            {"trainer_type": "grpo", "reward_functions": [{"exact": {"field": "gold"}}]},
+            {"gold"},
+        ),
+        (
+            {"trainer_type": "sdpo", **RULE, "include_environment_feedback": True},
+            {"privileged_context"},
+        ),
+        (
+            {"trainer_type": "ppo", "reward_functions": ["number", "rewards.py:close"]},
+            {"answer", "target"},
+        ),
+    ],
+    ids=["rlvr", "grpo", "sdpo", "ppo"],
+)
+def test_fields_that_rewards_read_are_fields_of_the_prompts(
+    trainer: dict[str, Any], fields: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ED_DATA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"p {i}", "more": 1, **dict.fromkeys(fields, str(i))} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "model": {"config": {**MODEL["config"], "vocab_size": 384}, "tokenizer": "given"},
+        "mixture": {"informs": [{"type": "json", "data_files": str(tmp_path / "rows.jsonl")}]},
+        "trainer": {**trainer, **ONLINE, "save_directory": str(tmp_path / "out")},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    elm = eLargeModel(file).give(tokenizer=byte_tokenizer())
+    batch = elm.build_dataset().batch_at(0)
+    assert set(batch.fields) == fields
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p"}\n')
+    with pytest.raises(InputError, match=f"no field '({'|'.join(fields)})'"):
+        look_ahead(eLargeModel(file).config)
+
+
+def test_fields_of_functions_in_python_are_fields_of_the_prompts() -> None:
+    assert list_fields(lambda completions, prompts, answer, level=1, **more: []) == ("answer",)
+    assert list_fields(partial(lambda completions, answer, pattern: [], pattern="x")) == ("answer",)

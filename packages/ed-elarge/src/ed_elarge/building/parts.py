@@ -7,7 +7,7 @@ first use of the part and caches the result. Each function imports the packages 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ed_trainers.options.supervised import ClassifierArguments
 from ed_elarge.building import images, speech
 from ed_elarge.building.dtypes import list_dtypes, trains_adapters_only
 from ed_elarge.building.engines import served_task
+from ed_elarge.building.read_fields import add_read_fields
 from ed_elarge.building.stored_config import (
     count_embedding_rows,
     get_sequence_length,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ed_infra.specs import EasyDeLQuantizationConfig
     from ed_models.checkpoints.tokenizers import AudioTextProcessor
     from ed_models.tasks.causal_lm import CausalLM
+    from ed_trainers.rewards import RewardFunction
     from ed_trainers.trainer import Trainer
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -419,7 +421,7 @@ def look_ahead(run: RunConfig) -> None:
         config = new_config(run)
         with run.blame("model", "config"):
             config.mesh  # noqa: B018 - creates the mesh
-    remarks = check_names(run.mixture, run.schema) if run.mixture is not None else []
+    remarks = check_names(_mixture(run), run.schema) if run.mixture is not None else []
     if remarks:
         raise run.error(
             [run.place(Problem(("mixture", *path), reason)) for path, reason in remarks]
@@ -431,7 +433,7 @@ def loaders(elm: eLargeModel) -> tuple[Loader | StreamLoader, Loader | StreamLoa
     from ed_data import build_loader, build_prompts
 
     run, tokens = elm.config, elm.build_tokenizer()
-    mixture, trainer = _mixture(run), run.trainer
+    mixture, trainer = _mixture(run, elm.reward_functions), run.trainer
     options: dict[str, Any] = {"seed": mixture.seed or 0, "schema": run.schema}
     if run.takes_prompts:
         build: Any = build_prompts
@@ -494,10 +496,10 @@ def held_out_texts(elm: eLargeModel) -> list[str]:
     )
 
 
-def _mixture(run: RunConfig) -> Mixture:
+def _mixture(run: RunConfig, functions: Sequence[RewardFunction] = ()) -> Mixture:
     if run.mixture is None:
         raise run.missing("mixture")
-    return run.mixture
+    return add_read_fields(run, run.mixture, functions)
 
 
 def build_trainer(elm: eLargeModel) -> Trainer:

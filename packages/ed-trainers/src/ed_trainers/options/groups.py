@@ -389,8 +389,7 @@ class SDPOArguments(GRPOArguments):
     )
     """The part of the teacher's prompt with the feedback."""
     include_environment_feedback: StrictFlag = False
-    """Show the teacher the field `privileged_context` of the data, which `additional_fields` of the
-    inform names."""
+    """Show the teacher the field `privileged_context` of the rows."""
     environment_feedback_only_without_solution: StrictFlag = False
     """Show the feedback only if there is no successful completion."""
     remove_thinking_from_demonstration: StrictFlag = False

@@ -92,6 +92,31 @@ def reward_function(
     return short, functools.partial(function, **settings) if settings else function
 
 
+def list_fields(
+    entry: RewardName | RewardFunction, folders: Sequence[str | Path] = ()
+) -> tuple[str, ...]:
+    """Return the fields of the rows without which a function of `reward_functions` stops.
+
+    Args:
+        entry: a name, a name with settings, or a function.
+        folders: where files and modules are searched, before the working directory.
+
+    Raises:
+        ConfigError: the function does not exist.
+    """
+    if isinstance(entry, str | dict):
+        name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
+        if name in RULES:
+            field = inspect.signature(RULES[name]).parameters.get("field")
+            return () if field is None else (str((settings or {}).get("field", field.default)),)
+    parameters = inspect.signature(reward_function(entry, folders)[1]).parameters.values()
+    return tuple(
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind in _NAMED and p.name not in _ASKED
+    )
+
+
 def _by_name(name: str, folders: Sequence[str | Path]) -> RewardFunction:
     if name in RULES:
         return RULES[name]

@@ -1,4 +1,4 @@
-"""Checks of what options of the trainer require: fields of the rows, sizes of the models, steps.
+"""Checks of what options of the trainer require: sizes of the models, steps, rewards.
 
 Each check repeats, for a run file, a condition that a trainer checks when it starts. As in
 `ed_elarge.config.checks.training`, functions yield problems whose paths start at the sections. A
@@ -7,12 +7,11 @@ value that is unknown without a download is not checked.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ed_trainers.options.distillation import DistillationArguments, GKDArguments
-from ed_trainers.options.groups import GRPOArguments, SDPOArguments
+from ed_trainers.options.groups import GRPOArguments
 from ed_trainers.options.online import OnlineArguments, RewardedArguments
 from ed_trainers.options.supervised import MSE, EmbeddingArguments, SFTArguments
 
@@ -20,8 +19,6 @@ from ed_elarge.config.checkpoint_tasks import read_task_config
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.errors import Problem, ValuePath
 
-#: Field of the rows that `include_environment_feedback` of `sdpo` shows to the teacher.
-_FEEDBACK = "privileged_context"
 #: Field of the rows with the completions of `gkd`.
 _COMPLETION = "completion"
 
@@ -32,7 +29,6 @@ def check_requirements(run: RunConfig) -> Iterator[Problem]:
         return
     yield from _steps(run)
     yield from _lengths(run)
-    yield from _fields(run)
     yield from _reward_weights(run)
     yield from _sampling(run)
     yield from _teacher(run)
@@ -66,40 +62,6 @@ def _lengths(run: RunConfig) -> Iterator[Problem]:
     names = ("max_completion_length", "max_prompt_length")
     name = next((name for name in names if name in given), "trainer_type")
     yield Problem(("trainer", name), message)
-
-
-def _fields(run: RunConfig) -> Iterator[Problem]:
-    """Check that the batches contain the fields that options read."""
-    trainer, mixture = run.trainer, run.mixture
-    if mixture is None or run.is_broken("mixture"):
-        return
-    present = {name for inform in mixture.informs for name in inform.additional_fields}
-    for path, field, reader in _read_fields(trainer):
-        if field not in present:
-            message = (
-                f"{reader} reads the field {field!r} of the rows: write additional_fields: "
-                f"[{field}] in the entries of mixture.informs"
-            )
-            yield Problem(path, message)
-
-
-def _read_fields(trainer: object) -> Iterator[tuple[ValuePath, str, str]]:
-    """Yield the path of an option, the field that it reads, and a subject for the message."""
-    if isinstance(trainer, SDPOArguments) and trainer.include_environment_feedback:
-        path: ValuePath = ("trainer", "include_environment_feedback")
-        yield path, _FEEDBACK, "include_environment_feedback"
-    if not isinstance(trainer, RewardedArguments):
-        return
-    from ed_trainers.rewards.rules import RULES  # read by methods with rewards only
-
-    is_default = "reward_functions" not in trainer.model_fields_set
-    for number, entry in enumerate(trainer.reward_functions):
-        name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
-        field = inspect.signature(RULES[name]).parameters.get("field") if name in RULES else None
-        if field is not None:
-            path = ("trainer", "trainer_type" if is_default else "reward_functions")
-            path = path if is_default else (*path, number)
-            yield path, str((settings or {}).get("field", field.default)), f"the reward {name}"
 
 
 def read_data_completions(run: RunConfig) -> Iterator[Problem]:
