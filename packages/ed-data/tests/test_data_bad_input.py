@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
+import lzma
 import os
 import re
+import zipfile
 
 import numpy as np
 import pyarrow as pa
@@ -54,6 +58,29 @@ def error_of(path, **options) -> str:
 def test_broken_file_error_contains_location(tmp_path, name, data, says):
     (tmp_path / name).write_bytes(data)
     assert re.search(says, error_of(tmp_path / name))
+
+
+def compress_rows(suffix: str) -> bytes:
+    """Return two rows in an archive."""
+    if suffix == "zip":
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("ä.jsonl", GOOD)
+        return buffer.getvalue()
+    return {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix](GOOD)
+
+
+@pytest.mark.parametrize("suffix", ["zip", "gz", "bz2", "xz"])
+def test_each_damaged_byte_of_an_archive_is_an_error_with_its_name(tmp_path, suffix):
+    path, data = tmp_path / f"a.jsonl.{suffix}", compress_rows(suffix)
+    messages = []
+    for position in range(0, len(data), 1 if suffix == "zip" else 8):
+        path.write_bytes(data[:position] + b"\xff" + data[position + 1 :])
+        try:
+            list(read_rows(Inform(data_files=path, type="json")))
+        except DataError as error:
+            messages.append(str(error))
+    assert messages and all(path.name in message for message in messages)
 
 
 def test_truncated_or_damaged_parquet_file_raises_error_with_file_name(tmp_path):

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import math
+import struct
 import sys
 import threading
 import zipfile
@@ -74,7 +75,8 @@ class SourceFile:
         compressed = cast("IO[bytes]", self.fs.open(self.path, "rb"))
         try:
             stream = _DECOMPRESSORS[compression](compressed, mode="r")
-        except (IndexError, RuntimeError) as error:  # no member; encrypted, or another method
+        except (ArithmeticError, LookupError, RuntimeError, ValueError, struct.error) as error:
+            # No member, an encrypted one, another method, or damaged names and positions.
             compressed.close()
             raise OSError(f"the archive has no file that can be read: {error}") from error
         except BaseException:

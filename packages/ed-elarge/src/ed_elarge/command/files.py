@@ -81,7 +81,7 @@ def _convert_file(
     for key, reason in changes.items():
         print(f"{key} changes the result and is missing: {reason}", file=sys.stderr)
     values = {"program": conversion.program, "changes": changes, "omitted": omitted}
-    remark = f"{len(omitted)} keys are not needed, {len(changes)} that matter are missing; "
+    remark = f"not needed: {len(omitted)} keys; missing keys that matter: {len(changes)}; "
     text = format_run_file(conversion, origin.name, str(path))
     return text, Result(values, int(bool(changes))), remark
 
