@@ -13,7 +13,7 @@ from tools.workspace import Package, packages
 #: The line that begins a section of a docstring, with its indentation.
 SECTION = re.compile(r"^( *)(Args|Attributes):$")
 #: The names before a description: `name: …` or `one, other: …`.
-NAMES = re.compile(r"^ *((?:\*{0,2}\w+(?:, )?)+): ")
+NAMES = re.compile(r"^ *(\*{0,2}\w+(?:, \*{0,2}\w+)*): ")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 #: Bases that add no attribute to a class.
 PLAIN_BASES = {"NamedTuple", "Protocol", "ABC", "Options"}
