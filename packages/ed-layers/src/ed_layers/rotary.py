@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 
 from ed_layers import fixed_order
 from ed_layers.context import Rope
-from ed_layers.native.library import TARGETS, in_use
 
 
 def rope_tables(
@@ -59,6 +58,8 @@ def apply_rotary(
 
 def rotates_natively(x: jax.Array) -> bool:
     """Return whether `rotate_native` is available for this array."""
+    from ed_layers.native.library import in_use  # not loaded with a family
+
     return x.dtype in (jnp.float32, jnp.bfloat16) and in_use()
 
 
@@ -88,6 +89,8 @@ def _turn(static: tuple[bool, fixed_order.KernelChoice], x, cos, sin, *, back: b
 
 
 def _turn_part(interleaved: bool, back: bool, x, cos, sin):
+    from ed_layers.native.library import TARGETS
+
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     call = jax.ffi.ffi_call(TARGETS["ed_rotary"], result, vmap_method="sequential")
     return [call(x, cos, sin, neighbours=interleaved, back=back)]
