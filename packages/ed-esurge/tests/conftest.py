@@ -71,7 +71,6 @@ def surge(llama, tokenizer):
         page_size=8,
         max_num_batched_tokens=16,
         max_model_len=128,
-        compile_runner=False,  # each shape is compiled at its first use
         silent_mode=True,
     )
 

@@ -132,7 +132,7 @@ def test_wrong_flags_of_vllm_are_explained(
         (["serve", "m", "--max-model", "hunter2"], "--max-model-len"),
         (["serve", "m", "--max-model-lem=hunter2"], "--max-model-len"),
         (["chat", "m", "--temprature", "hunter2"], "--temperature"),
-        (["serv", "m"], "Did you mean 'serve'"),
+        (["serv", "m"], "did you mean 'serve'"),
         (["bench", "--client", "hunter2"], "--clients"),
         (["serve", "m", "--host", "--port", "80"], "'--host' requires an argument"),
         (["serve", "m", "--host"], "'--host' requires an argument"),

@@ -71,7 +71,7 @@ def compiled_step(cache: Any, batch: int, layout: str, mechanism: Mechanism, **c
 
         def one(carry: Any, layer: Any) -> Any:
             q, cache = carry
-            return attend(q, k, v, info, cache=cache, layer=layer, **inputs), None
+            return tuple(attend(q, k, v, info, cache=cache, layer=layer, **inputs)), None
 
         if layout == "stacked":
             (q, cache), _ = jax.lax.scan(one, (q, cache), jnp.arange(LAYERS))
