@@ -61,26 +61,53 @@ def test_broken_file_error_contains_location(tmp_path, name, data, says):
 
 
 def compress_rows(suffix: str) -> bytes:
-    """Return two rows in an archive."""
+    """Return rows in an archive, or in a file of columns."""
     if suffix == "zip":
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("ä.jsonl", GOOD)
         return buffer.getvalue()
+    if suffix in ("parquet", "arrow"):
+        table = pa.table({"content": ["good"] * 3, "more": [[1], [2, 3], []]})
+        sink = pa.BufferOutputStream()
+        if suffix == "parquet":
+            pq.write_table(table, sink, compression="none")
+        else:
+            with pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write(table)
+        return sink.getvalue().to_pybytes()
     return {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix](GOOD)
 
 
-@pytest.mark.parametrize("suffix", ["zip", "gz", "bz2", "xz"])
-def test_each_damaged_byte_of_an_archive_is_an_error_with_its_name(tmp_path, suffix):
-    path, data = tmp_path / f"a.jsonl.{suffix}", compress_rows(suffix)
+SUFFIXES = ("zip", "gz", "bz2", "xz", "parquet", "arrow")
+
+
+def read_damaged(folder, suffix: str, step: int, values: tuple[int, ...]) -> None:
+    """Replace every byte at a multiple of `step` by each value, and read the rows."""
+    path, data = folder / f"a.jsonl.{suffix}", compress_rows(suffix)
+    kind = suffix if suffix in ("parquet", "arrow") else "json"
     messages = []
-    for position in range(0, len(data), 1 if suffix == "zip" else 8):
-        path.write_bytes(data[:position] + b"\xff" + data[position + 1 :])
-        try:
-            list(read_rows(Inform(data_files=path, type="json")))
-        except DataError as error:
-            messages.append(str(error))
+    for position in range(0, len(data), step):
+        for value in values:
+            path.write_bytes(data[:position] + bytes([value]) + data[position + 1 :])
+            try:
+                list(read_rows(Inform(data_files=path, type=kind)))
+            except DataError as error:
+                messages.append(str(error))
     assert messages and all(path.name in message for message in messages)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_damaged_bytes_of_an_archive_are_an_error_with_its_name(tmp_path, suffix):
+    read_damaged(tmp_path, suffix, 1 if suffix == "zip" else 16, (0xFF,))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_each_damaged_byte_of_an_archive_is_an_error_with_its_name(tmp_path, suffix):
+    # pyarrow 25 ends the process for some other values in the footer of a parquet file.
+    values = (0xFF,) if suffix == "parquet" else (0, 1, 0x7F, 0x80, 0xFF)
+    read_damaged(tmp_path, suffix, 1, values)
 
 
 def test_truncated_or_damaged_parquet_file_raises_error_with_file_name(tmp_path):

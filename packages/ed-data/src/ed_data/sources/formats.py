@@ -304,46 +304,47 @@ def _txt(file: SourceFile, inform: Inform, columns: Sequence[str] | None, start:
 def _parquet(
     file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
 ) -> RowReader:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with file.open(decompress=False) as stream:
-        try:
-            table = pq.ParquetFile(stream)
-            if large := check_parquet(table.metadata):
-                table = pq.ParquetFile(stream, read_dictionary=large)
-            decode = row_decoder(read_features(table.schema_arrow.metadata))
-            sizes = [
-                table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)
-            ]
-            first, first_row = 0, 0
-            while first < len(sizes) and first_row + sizes[first] <= start.row:
-                first_row += sizes[first]
-                first += 1
-            groups = range(first, len(sizes))
-            names = choose_columns(columns, table.schema_arrow.names)
-            batches = table.iter_batches(_ARROW_ROWS, row_groups=groups, columns=names)
-            yield from _iterate_rows(file, batches, first_row, start.row, decode)
-        except pa.ArrowException as error:
-            raise DataError(
-                f"{file.address} is not a parquet file, or is truncated: {error}"
-            ) from error
+    with file.open(decompress=False) as stream, _damage_named(file, "a parquet file"):
+        table = pq.ParquetFile(stream)
+        if large := check_parquet(table.metadata):
+            table = pq.ParquetFile(stream, read_dictionary=large)
+        decode = row_decoder(read_features(table.schema_arrow.metadata))
+        sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
+        first, first_row = 0, 0
+        while first < len(sizes) and first_row + sizes[first] <= start.row:
+            first_row += sizes[first]
+            first += 1
+        groups = range(first, len(sizes))
+        names = choose_columns(columns, table.schema_arrow.names)
+        batches = table.iter_batches(_ARROW_ROWS, row_groups=groups, columns=names)
+        yield from _iterate_rows(file, batches, first_row, start.row, decode)
 
 
 def _arrow(
     file: SourceFile, inform: Inform, columns: Sequence[str] | None, start: Spot
 ) -> RowReader:
+    with file.open() as stream, _damage_named(file, "an arrow file"):
+        batches, metadata = _arrow_batches(stream, columns)
+        decode = row_decoder(read_features(metadata))
+        yield from _iterate_rows(file, batches, 0, start.row, decode)
+
+
+@contextlib.contextmanager
+def _damage_named(file: SourceFile, kind: str) -> Iterator[None]:
+    """Raise the errors of pyarrow about a damaged file as errors with the name of the file.
+
+    Names and values that are not UTF-8, and times beyond the calendar, raise errors of Python.
+    """
     import pyarrow as pa
 
-    with file.open() as stream:
-        try:
-            batches, metadata = _arrow_batches(stream, columns)
-            decode = row_decoder(read_features(metadata))
-            yield from _iterate_rows(file, batches, 0, start.row, decode)
-        except pa.ArrowException as error:
-            raise DataError(
-                f"{file.address} is not an arrow file, or is truncated: {error}"
-            ) from error
+    try:
+        yield
+    except (DataError, ExpansionError, OSError):
+        raise
+    except (pa.ArrowException, ArithmeticError, LookupError, ValueError) as error:
+        raise DataError(f"{file.address} is not {kind}, or is truncated: {error}") from error
 
 
 def _arrow_batches(
@@ -367,6 +368,8 @@ def _arrow_batches(
         for batch in batches:
             names = choose_columns(columns, batch.schema.names)
             selected_batch = batch.select(names) if names else batch
+            # Without a check, a damaged offset reads memory outside of the file.
+            selected_batch.validate(full=True)
             for start in range(0, selected_batch.num_rows, _ARROW_ROWS):
                 yield selected_batch.slice(start, _ARROW_ROWS)
 
