@@ -112,7 +112,7 @@ def serve_model(folder: Path) -> str:
 
 def main(words: list[str] | None = None) -> int:
     """Build and try the images, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--jax", default="", choices=["", "cuda12", "cuda13", "tpu"])
     options = parser.parse_args(words)
     try:

@@ -263,8 +263,6 @@ def pack_sequences(
         reset_position_ids: whether positions start at 0 in each sequence, otherwise in each row.
         num_proc: without effect: rows are planned in one pass.
     """
-    from datasets import Dataset
-
     ids, masks = list(dataset["input_ids"]), list(dataset["attention_mask"])
     plan = pack(np.asarray([len(one) + 1 for one in ids]), max_length, "greedy", truncate=True)
     rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "position_ids": []}
@@ -280,4 +278,4 @@ def pack_sequences(
         missing = max_length - len(row[0])
         for name, values, value in zip(rows, row, (pad_token_id, 0, 0), strict=True):
             rows[name].append(values + [value] * missing)
-    return Dataset.from_dict(rows)
+    return type(dataset).from_dict(rows)
