@@ -408,6 +408,7 @@ def test_missing_native_library_falls_back_to_xla(state, monkeypatch, tmp_path, 
 
 @built
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_sanitizers_report_no_errors(tmp_path) -> None:
     program = compile_kernels(tmp_path / "run_kernels")
     for _, name, _ in LEVELS.get(platform.machine(), ()):
@@ -418,6 +419,7 @@ def test_sanitizers_report_no_errors(tmp_path) -> None:
 
 @built
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)  # beside other work, the compiler needs 15 minutes
 @pytest.mark.parametrize("sanitizer", sorted(SANITIZERS))
 def test_no_sanitizer_finds_anything_in_calls_of_handlers(sanitizer, tmp_path) -> None:
     """Every handler, called as XLA does on several threads, with valid and with damaged buffers."""
