@@ -13,8 +13,21 @@ from ed_elarge.command.main import app
 from ed_elarge.config import nodes
 from ed_elarge.config.normalize import normalize
 from ed_infra.errors import ConfigError
-from foreign_files import CASES, DATASET_INFO
+from foreign_files import AXOLOTL, TRL, UNSLOTH
+from llama_factory_files import DATASET_INFO, LLAMA_FACTORY
 from typer.testing import CliRunner
+
+#: Tool and name of a file -> the tool, and the file.
+CASES = {
+    f"{tool}: {name}": (tool, case)
+    for tool, cases in (
+        ("axolotl", AXOLOTL),
+        ("trl", TRL),
+        ("llamafactory", LLAMA_FACTORY),
+        ("unsloth", UNSLOTH),
+    )
+    for name, case in cases.items()
+}
 
 
 def write_case(name: str, folder: Path) -> Path:

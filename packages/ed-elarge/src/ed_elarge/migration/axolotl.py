@@ -20,9 +20,11 @@ from ed_elarge.migration.shared_rules import (
     OPTIMIZER_NAMES,
     SCHEDULER_NAMES,
     TRAINING_RULES,
+    omit_template,
     put_adam,
     put_batch,
     put_cadence,
+    put_hold_out,
     put_project,
     put_rewards,
     put_warmup,
@@ -80,10 +82,7 @@ def _put_template(conversion: Conversion, key: str, value: object) -> None:
     elif name == "alpaca":
         conversion.changes[key] = f"{name}: set model.tokenizer.chat_template to a Jinja template"
     elif name.startswith("tokenizer_default_fallback") or name not in ("jinja",):
-        conversion.omitted[key] = (
-            f"the chat template of the model is used, not a copy named {name}; a base model "
-            "without one needs model.tokenizer.chat_template"
-        )
+        omit_template(conversion, key, value)
 
 
 def _put_adapter(conversion: Conversion, key: str, value: object) -> None:
@@ -105,14 +104,6 @@ def _put_wandb(conversion: Conversion, key: str, value: object) -> None:
 def _put_entity(conversion: Conversion, key: str, value: object) -> None:
     if value and conversion.source.get("wandb_project"):
         conversion.put("trainer.tracker_entity", str(value), key)
-
-
-def _put_hold_out(conversion: Conversion, key: str, value: object) -> None:
-    share = parse_yaml_number(value)
-    if isinstance(share, int | float) and 0 < share < 1:
-        conversion.put("mixture.eval_fraction", share, key)
-    elif share:
-        conversion.changes[key] = f"{value} rows: set mixture.eval_fraction to their share"
 
 
 def _put_mesh_axis(conversion: Conversion, key: str, value: object) -> None:
@@ -210,7 +201,7 @@ AXOLOTL_RULES: dict[str, KeyRule] = {
     "pretraining_dataset": KeyRule("mixture: {informs: [...], streaming: true}", _put_sources),
     "streaming": copy_to("mixture.streaming"),
     "dataset_prepared_path": omit("mixture.cache_dir; the default is shared by all runs"),
-    "val_set_size": KeyRule("mixture.eval_fraction", _put_hold_out),
+    "val_set_size": KeyRule("mixture.eval_fraction", put_hold_out),
     "sequence_len": copy_to("trainer.max_length"),
     "sample_packing": read_later("mixture.pack_tokens"),
     "eval_sample_packing": omit("held-out texts are packed as the others"),

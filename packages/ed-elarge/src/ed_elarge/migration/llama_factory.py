@@ -16,9 +16,11 @@ from ed_elarge.migration.conversion import (
 from ed_elarge.migration.shared_rules import (
     ADAPTER_RULES,
     TRAINING_RULES,
+    omit_template,
     put_adam,
     put_batch,
     put_cadence,
+    put_hold_out,
     put_quantization,
     put_targets,
     put_warmup,
@@ -63,10 +65,7 @@ def _put_template(conversion: Conversion, key: str, value: object) -> None:
     if value in _OWN_TEMPLATES and conversion.source.get("stage") != "pt":
         conversion.changes[key] = f"{value}: set model.tokenizer.chat_template to a Jinja template"
     else:
-        conversion.omitted[key] = (
-            f"the chat template of the model is used, not a copy named {value}; a base model "
-            "without one needs model.tokenizer.chat_template"
-        )
+        omit_template(conversion, key, value)
 
 
 def _put_kind(conversion: Conversion, key: str, value: object) -> None:
@@ -77,14 +76,6 @@ def _put_kind(conversion: Conversion, key: str, value: object) -> None:
 def _put_data(conversion: Conversion, key: str, value: object) -> None:
     path = "mixture.eval_informs" if key == "eval_dataset" else "mixture.informs"
     conversion.put(path, convert_llama_factory_sources(conversion, key, value), key)
-
-
-def _put_hold_out(conversion: Conversion, key: str, value: object) -> None:
-    share = parse_yaml_number(value)
-    if isinstance(share, int | float) and 0 < share < 1:
-        conversion.put("mixture.eval_fraction", share, key)
-    elif share:
-        conversion.changes[key] = f"{value} rows: set mixture.eval_fraction to their share"
 
 
 def _put_adapter(conversion: Conversion, key: str, value: object) -> None:
@@ -168,7 +159,7 @@ LLAMA_FACTORY_RULES: dict[str, KeyRule] = {
     "buffer_size": copy_to("mixture.shuffle_buffer_size"),
     "mix_strategy": KeyRule("mixture.stop_strategy", _put_mix),
     "interleave_probs": read_later("mixture.mixture_weights"),
-    "val_size": KeyRule("mixture.eval_fraction", _put_hold_out),
+    "val_size": KeyRule("mixture.eval_fraction", put_hold_out),
     "disable_shuffling": lose("mixture.shuffle_buffer_size: 1"),
     "pure_bf16": KeyRule("loader.param_dtype: bfloat16", copy_to("pure_bf16").convert),
     "use_dft_loss": lose("sft has one loss"),

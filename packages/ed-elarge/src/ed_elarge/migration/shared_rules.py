@@ -167,6 +167,23 @@ def put_batch(conversion: Conversion, size_key: str, default: int) -> None:
             conversion.put("trainer.eval_batch_size", total, f"{key} x {devices} devices")
 
 
+def put_hold_out(conversion: Conversion, key: str, value: object) -> None:
+    """Set the share of the rows that is held out."""
+    share = parse_yaml_number(value)
+    if isinstance(share, int | float) and 0 < share < 1:
+        conversion.put("mixture.eval_fraction", share, key)
+    elif share:
+        conversion.changes[key] = f"{value} rows: set mixture.eval_fraction to their share"
+
+
+def omit_template(conversion: Conversion, key: str, value: object) -> None:
+    """Say that a named copy of the model's chat template is not needed."""
+    conversion.omitted[key] = (
+        f"the chat template of the model is used, not a copy named {value}; a base model "
+        "without one needs model.tokenizer.chat_template"
+    )
+
+
 def put_targets(conversion: Conversion, key: str, value: object) -> None:
     """Set the layers with adapters."""
     names = split_names(value)
