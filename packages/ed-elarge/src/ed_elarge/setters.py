@@ -13,6 +13,8 @@ from ed_infra.config.fields import FIELDS, canonical_field
 from ed_elarge.errors import Document
 
 SettersT = TypeVar("SettersT", bound="Setters")
+#: The module that describes rows of Python; only calls with rows import it.
+_GIVEN_ROWS = "ed_elarge.building.given_rows"
 
 
 def _are_rows(value: object) -> bool:
@@ -116,11 +118,11 @@ class Setters:
         if dataset_name is not None:
             data_files, dataset_type = dataset_name, "huggingface"
         elif dataset_type is None and _are_rows(data_files):
-            describe_rows = pkgutil.resolve_name("ed_elarge.building.given_rows:describe_rows")
+            describe_rows = pkgutil.resolve_name(f"{_GIVEN_ROWS}:describe_rows")
             described, rows = describe_rows(data_files, f"{name}_{len(old_informs)}")
             self.given_rows = (*self.given_rows, rows)
-            if not hasattr(data_files, "__len__") and "streaming" not in old_mixture:
-                mixture["streaming"] = True
+            choose_streaming = pkgutil.resolve_name(f"{_GIVEN_ROWS}:choose_streaming")
+            mixture |= choose_streaming([data_files], old_mixture)
             data_files, dataset_type = described.pop("data_files"), described.pop("type")
             inform = {**described, **inform}
         keys = {

@@ -48,6 +48,19 @@ def describe_rows(rows: object, name: str) -> tuple[dict[str, object], GivenRows
     return inform, given
 
 
+def choose_streaming(
+    datasets: Iterable[object], written: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the key `streaming` for a mixture with rows of unknown number.
+
+    Args:
+        datasets: rows of Python; None is no data set.
+        written: the keys of the mixture; a written `streaming` is not changed.
+    """
+    streams = not all(hasattr(rows, "__len__") for rows in datasets if rows is not None)
+    return {"streaming": True} if streams and "streaming" not in written else {}
+
+
 def build_mixture(
     train: object, evaluation: object, written: Mapping[str, object]
 ) -> tuple[dict[str, object], tuple[GivenRows, ...]]:
@@ -67,8 +80,7 @@ def build_mixture(
             inform, given = describe_rows(rows, name)
             informs[key] = [inform]
             all_rows.append(given)
-    streams = not all(hasattr(rows, "__len__") for rows in (train, evaluation) if rows is not None)
-    more = {"streaming": True} if streams and "streaming" not in written else {}
+    more = choose_streaming((train, evaluation), written)
     return {**written, **more, **informs}, tuple(all_rows)
 
 
