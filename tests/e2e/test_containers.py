@@ -16,7 +16,7 @@ from ed_elarge.launch.host_process import free_port
 from tools import containers
 
 DOCKER = """#!{python}
-import os, re, signal, subprocess, sys
+import json, os, signal, subprocess, sys
 from pathlib import Path
 words, state = sys.argv[1:], Path(__file__).with_name("state")
 if words[0] == "build":
@@ -30,7 +30,7 @@ elif words[:2] == ["run", "-d"]:
     image = words.index("easydel-serve")
     folder, inside, _ = words[words.index("-v") + 1].split(":")
     text = Path("docker/serve.Dockerfile").read_text().split("ENTRYPOINT ")[1]
-    command = [*eval(text), *words[image + 1 :]]
+    command = [*json.loads(text), *words[image + 1 :]]
     command = [folder if word == inside else word for word in command]
     command = [{port!r} if word == "8000" else word for word in command]
     with open(os.devnull, "w") as nothing:

@@ -144,6 +144,7 @@ def test_quantizer_placement_and_registry_act_on_a_model() -> None:
     matrix = jax.random.normal(jax.random.key(0), (32, 8))
     assert quantizer(matrix, "model.norm") is matrix
     rounded = quantizer.quantize_array(matrix, simulate=True)
+    # Half of the widest gap between two values of nf4 is 0.15 of the largest number, about 3.
     np.testing.assert_allclose(rounded, matrix, atol=0.5)
     shard, gather = ed.AutoShardAndGatherFunctions.from_config(config)
     paths = {path for path, _ in nnx.to_flat_state(model.params)}

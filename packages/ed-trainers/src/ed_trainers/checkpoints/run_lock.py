@@ -335,8 +335,7 @@ class RunLock:
         while (has_lock := place.hold()) is False:
             other_owner = Owner.parse(place.read() or b"")
             # A child of an ended process has the lock until it runs its first instructions.
-            is_ending = other_owner is None or other_owner.has_ended()
-            is_ending = is_ending or self._follows(other_owner)
+            is_ending = other_owner is None or other_owner.has_ended() or self._follows(other_owner)
             if not is_ending or time.monotonic() > deadline:
                 raise self._busy(place, other_owner)
             time.sleep(0.1)
