@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from ed_data import DataError, Inform, Mixture, build_loader, check_names, documents, read_rows
 from ed_data.rows.documents import Documents
+from ed_data.sources.parquet_footers import ColumnChunk, read_column_chunks
 from pydantic import ValidationError
 
 GOOD = b'{"content": "good"}\n'
@@ -105,9 +106,58 @@ def test_damaged_bytes_of_an_archive_are_an_error_with_its_name(tmp_path, suffix
 @pytest.mark.nightly
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_each_damaged_byte_of_an_archive_is_an_error_with_its_name(tmp_path, suffix):
-    # pyarrow 25 ends the process for some other values in the footer of a parquet file.
-    values = (0xFF,) if suffix == "parquet" else (0, 1, 0x7F, 0x80, 0xFF)
-    read_damaged(tmp_path, suffix, 1, values)
+    read_damaged(tmp_path, suffix, 1, (0, 1, 0x7F, 0x80, 0xFF))
+
+
+def get_column_chunks(data: bytes) -> list[ColumnChunk]:
+    """Return what pyarrow says about the columns of an undamaged file."""
+    metadata = pq.ParquetFile(io.BytesIO(data)).metadata
+    groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
+    columns = [group.column(place) for group in groups for place in range(group.num_columns)]
+    kinds = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY")
+    return [
+        ColumnChunk(
+            column.path_in_schema,
+            kinds.index(column.physical_type),
+            column.total_uncompressed_size,
+            column.total_compressed_size,
+            column.data_page_offset,
+            column.dictionary_page_offset,
+        )
+        for column in columns
+    ]
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_columns_of_a_footer_equal_those_of_pyarrow(compression, use_dictionary):
+    rows = [{"text": "ä" * i, "n": i, "turns": [{"role": "user", "x": 0.5}] * i} for i in range(50)]
+    sink = io.BytesIO()
+    table = pa.Table.from_pylist(rows).replace_schema_metadata({"note": "more"})
+    options = {"compression": compression, "use_dictionary": use_dictionary, "row_group_size": 20}
+    pq.write_table(table, sink, **options)
+    chunks = read_column_chunks(sink)
+    assert len(chunks) == 3 * 4
+    assert chunks == get_column_chunks(sink.getvalue())
+
+
+def test_each_damaged_byte_of_a_footer_ends_no_process():
+    """pyarrow 25 ends the process for some of them in `RowGroupMetaData.column`."""
+    data, failures = compress_rows("parquet"), 0
+    for position in range(len(data) - 8 - int.from_bytes(data[-8:-4], "little"), len(data)):
+        for value in (0, data[position] ^ 1, 0xFF):
+            damaged = data[:position] + bytes([value]) + data[position + 1 :]
+            try:
+                read_column_chunks(io.BytesIO(damaged))
+            except ValueError:
+                failures += 1
+    assert failures > 100
+
+
+@pytest.mark.parametrize("content", [b"\x1c" * 99, b"\x19\xfc\xff\xff\xff\xff\x0f", b"\x19" * 9])
+def test_footer_of_nested_or_endless_values_is_an_error(content):
+    with pytest.raises(ValueError, match="the footer"):
+        read_column_chunks(io.BytesIO(content + len(content).to_bytes(4, "little") + b"PAR1"))
 
 
 def test_truncated_or_damaged_parquet_file_raises_error_with_file_name(tmp_path):

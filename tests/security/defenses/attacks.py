@@ -213,8 +213,8 @@ ATTACKS: dict[str, tuple[Edit, ...]] = {
     "::test_expanding_page_is_an_error_with_its_column": (
         Edit(
             f"{DATA}/sources/expansion.py",
-            "            if size > FREE_BYTES and size > MAX_RATIO * stored:",
-            "            if False:",
+            "        if size > FREE_BYTES and size > MAX_RATIO * stored:",
+            "        if False:",
         ),
     ),
     "packages/ed-data/tests/test_data_long_lines.py"

@@ -7,12 +7,13 @@ is exhausted, and the error names the file.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
+
+from ed_data.sources.parquet_footers import BYTE_ARRAY, ColumnChunk
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
     from _typeshed import WriteableBuffer
 
 #: Bytes after decompression that every file may have, and the limit of larger files: the ratio to
@@ -77,7 +78,7 @@ class ExpandedStream(io.RawIOBase):
             )
 
 
-def check_parquet(metadata: pq.FileMetaData) -> list[str]:
+def check_column_chunks(chunks: Iterable[ColumnChunk]) -> list[str]:
     """Check the sizes of a parquet file before its pages are decompressed.
 
     Returns:
@@ -87,21 +88,18 @@ def check_parquet(metadata: pq.FileMetaData) -> list[str]:
         ExpansionError: the pages of a column expand beyond the limit.
     """
     large: dict[str, None] = {}
-    for group in range(metadata.num_row_groups):
-        rows = metadata.row_group(group)
-        for index in range(rows.num_columns):
-            column = rows.column(index)
-            size, stored = column.total_uncompressed_size, column.total_compressed_size
-            if size > FREE_BYTES and size > MAX_RATIO * stored:
-                raise ExpansionError(
-                    f"{stored} compressed bytes of the column {column.path_in_schema!r} expand to "
-                    f"{size} bytes, and the limit is a ratio of {MAX_RATIO}: write the file again "
-                    "without compression if you trust it"
-                )
-            if column.has_dictionary_page and column.physical_type == "BYTE_ARRAY":
-                pages = stored - max(column.data_page_offset - column.dictionary_page_offset, 0)
-                if size - pages > _LARGE_DICTIONARY:
-                    large[column.path_in_schema] = None
+    for chunk in chunks:
+        size, stored = chunk.expanded_bytes, chunk.stored_bytes
+        if size > FREE_BYTES and size > MAX_RATIO * stored:
+            raise ExpansionError(
+                f"{stored} compressed bytes of the column {chunk.path!r} expand to "
+                f"{size} bytes, and the limit is a ratio of {MAX_RATIO}: write the file again "
+                "without compression if you trust it"
+            )
+        if chunk.dictionary_page is not None and chunk.physical_type == BYTE_ARRAY:
+            pages = stored - max((chunk.data_page or 0) - chunk.dictionary_page, 0)
+            if size - pages > _LARGE_DICTIONARY:
+                large[chunk.path] = None
     return [*large]
 
 

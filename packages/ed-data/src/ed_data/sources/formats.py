@@ -27,11 +27,12 @@ from ed_data.schema import OPTIONAL_FIELDS, Cell, Row
 from ed_data.sources.expansion import (
     ExpandedStream,
     ExpansionError,
-    check_parquet,
+    check_column_chunks,
     split_rows,
 )
 from ed_data.sources.features import read_features, row_decoder
 from ed_data.sources.lines import START, LineRecord, Lines, Spot, decode_text
+from ed_data.sources.parquet_footers import read_column_chunks
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -308,7 +309,7 @@ def _parquet(
 
     with file.open(decompress=False) as stream, _damage_named(file, "a parquet file"):
         table = pq.ParquetFile(stream)
-        if large := check_parquet(table.metadata):
+        if large := check_column_chunks(read_column_chunks(stream)):
             table = pq.ParquetFile(stream, read_dictionary=large)
         decode = row_decoder(read_features(table.schema_arrow.metadata))
         sizes = [table.metadata.row_group(i).num_rows for i in range(table.metadata.num_row_groups)]
