@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from ed_trainers.figures.metrics import MetricsLog, read_metrics
+from ed_trainers.figures.metrics import COMPLETIONS, MetricsLog, read_metrics
 from ed_trainers.figures.sinks import TensorBoard
 
 
@@ -82,3 +82,21 @@ def test_inactive_log_writes_no_files(tmp_path):
     log.close()
     assert list(tmp_path.iterdir()) == []
     assert log.last(evaluation=False)["step"] == 1
+
+
+def test_resumed_run_has_each_completion_once_in_the_file(tmp_path):
+    def write(log, step, generation):
+        return log.write_samples(step, [{"generation": generation, "prompt": "a"}] * 2)
+
+    log = MetricsLog(tmp_path / "metrics.jsonl", active=True)
+    log.restart(0)
+    assert not (tmp_path / COMPLETIONS).exists()  # a method without samples has no file
+    assert not log.write_samples(1, [])
+    assert [write(log, *pair) for pair in ((1, 0), (2, 0), (3, 1))] == [True, False, True]
+    log.close()
+    again = MetricsLog(tmp_path / "metrics.jsonl", active=True)
+    again.restart(2)
+    assert [write(again, *pair) for pair in ((2, 0), (3, 1))] == [False, True]
+    again.close()
+    rows = read_metrics(tmp_path / COMPLETIONS)
+    assert [(row["step"], row["generation"]) for row in rows] == [(1, 0)] * 2 + [(3, 1)] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import jax
 import numpy as np
@@ -60,6 +61,8 @@ def test_stopped_in_a_generation_and_resumed(toy_of_module, whole, tmp_path, ste
     second = reused(toy_of_module, tmp_path)
     resumed = second.train()
     assert rows_of(tmp_path) == rows
+    logged = [(row["step"], row["generation"]) for row in read_completions(tmp_path)]
+    assert logged == [(1, 0)] * 16 + [(5, 1)] * 16
     assert second.method.rollout.versions == [4]
     left, right = (jax.tree.leaves(out.state.graphstate) for out in (resumed, output))
     for a, b in zip(left, right, strict=True):
@@ -296,3 +299,30 @@ def test_options_that_contradict_each_other():
     assert arguments_class("Nash-MD") is arguments_class("nash_md")
     assert arguments_class("grpo")(kl_coef=0.3, group_size=8).beta == 0.3
     assert arguments_class("rlvr")(reward_funcs="exact").reward_functions == ("exact",)
+
+
+def read_completions(directory):
+    lines = (directory / "completions.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.nightly
+@pytest.mark.proves("num_completions_to_log")
+def test_completions_with_rewards_are_logged_once_per_generation(toy_of_module, tmp_path, capsys):
+    def second(completion_ids):
+        return [None if ids[0] % 2 else 2.0 for ids in completion_ids]
+
+    given = {"rewards": [even, second], "num_completions_to_log": 3, "progress_bar_type": "rich"}
+    run = reused(toy_of_module, tmp_path, **given, max_training_steps=2)
+    run.train()
+    rows = read_completions(tmp_path)
+    assert [(row["step"], row["generation"]) for row in rows] == [(1, 0)] * 3
+    for row in rows:
+        values = row["rewards"]
+        assert list(values) == ["even", "second"] and values["second"] in (None, 2.0)
+        assert row["reward"] == values["even"] + (values["second"] or 0)
+        assert len(row["completion"]) == row["tokens"]
+    printed = [line for line in capsys.readouterr().out.splitlines() if " continues " in line]
+    highest, lowest = max(row["reward"] for row in rows), min(row["reward"] for row in rows)
+    texts = [f"step 1: reward {value:.4g}: " for value in (highest, lowest)]
+    assert [line[: len(text)] for line, text in zip(printed, texts, strict=True)] == texts

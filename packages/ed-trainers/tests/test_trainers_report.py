@@ -65,6 +65,30 @@ def test_report_without_metrics_raises_config_error(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
+def test_report_of_a_run_with_rewards_begins_with_them(tmp_path: Path) -> None:
+    rows = [{"step": n, "loss": 1.0, "reward": n / 2, "rewards/exact/mean": 0.5} for n in (1, 2)]
+    facts = {"model": "a/<b>", "data": "sums.jsonl", "hardware": "1 x cpu, 2 cores"}
+    run = a_run(tmp_path / "run", rows, metrics={"steps": 2, "eval_reward": 1.0}, run=facts)
+    first = {"step": 1, "generation": 0, "prompt": "1 + 1 =", "completion": " 3", "reward": 0.0}
+    chat = [{"role": "user", "content": "2 & 2"}]
+    scores = {"exact": 1.0, "length": None}
+    later = {**first, "step": 2, "prompt": chat, "completion": chat, "reward": 1, "rewards": scores}
+    lines = "".join(json.dumps(row) + "\n" for row in (first, later))
+    (run / "completions.jsonl").write_text(lines + '{"step": 3')
+    page = write_report(run).read_text()
+    assert [chart["name"] for chart in charts(rows)] == ["reward", "rewards/exact/mean", "loss"]
+    parts = ["a/&lt;b&gt;", "sums.jsonl", "1 x cpu", "eval reward", "steps</span>"]
+    parts += [
+        "rewards of step 2",
+        "<th>exact</th><th>length</th>",
+        "2 &amp; 2",
+        "step 1",
+        "1 + 1 =",
+    ]
+    places = [page.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places)
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 @pytest.mark.nightly
 def test_browser_renders_report_charts(tmp_path: Path) -> None:

@@ -111,6 +111,8 @@ class Feed:
         self.fingerprint: str | None = getattr(dataset, "fingerprint", None)
         #: Figures of the newest batch, for the log.
         self.figures: Mapping[str, float] = {}
+        #: Completions of which the newest batch has rows, see `MetricsLog.write_samples`.
+        self.samples: Sequence[Mapping[str, object]] = ()
         self._iterator: Iterator[HostBatch] | None = None
         if not isinstance(dataset, BatchLoader | Iterable):
             raise ConfigError(

@@ -87,6 +87,8 @@ class Summary:
         self.chats = False
         self.task = TaskType.CAUSAL_LM
         self.training: list[str] = []
+        #: What was trained, on which data and hardware.
+        self.facts: dict[str, str] = {}
         self.datasets: list[str] = []
         #: The stored summary of a run that had finished before.
         self._recorded: dict[str, Any] = {}
@@ -120,6 +122,7 @@ class Summary:
         types = [source.type for source in sources]
         self.datasets = [name for name in map(str, types) if _HUB_ID.fullmatch(name)]
         self.training = [f"- Method: `{run.method}`", *(f"- Data: `{name}`" for name in names)]
+        self.facts = self._recorded.get("run") or _describe_run(run, names)
 
     def record_sample(
         self,
@@ -198,6 +201,7 @@ class Summary:
         samples = [sample.to_dict() for sample in self.samples]
         learned = self.heldout.to_dict() if self.heldout is not None else None
         return {
+            "run": self.facts,
             "metrics": self.metrics,
             "learned": recorded.get("learned") or learned,
             "evaluation": {**recorded.get("evaluation", {}), **self.evaluation},
@@ -322,6 +326,7 @@ class Summary:
         for label, name in (
             ("report", "report.html"),
             ("metrics", "metrics.jsonl"),
+            ("completions and rewards", "completions.jsonl"),
             ("TensorBoard", "tensorboard"),
             ("checkpoints", "checkpoints"),
             ("configuration and versions", "config.yaml"),
@@ -349,6 +354,22 @@ class Summary:
             messages = [{"role": "user", "content": "Hello"}]
             return "chat/completions", {"messages": messages, "max_tokens": 32}
         return "completions", {"prompt": "The", "max_tokens": 32}
+
+
+def _describe_run(run: RunConfig, data: list[str]) -> dict[str, str]:
+    """Return the model, the data, the method and the hardware of a run as texts."""
+    import jax
+
+    section = run.written.get("model") or {}
+    name = section.get("name_or_path") or (section.get("config") or {}).get("model_type")
+    device, count = jax.devices()[0], jax.device_count()
+    cores = f", {os.cpu_count()} cores" if device.platform == "cpu" else ""
+    return {
+        "model": str(name).partition("#")[0],
+        "data": ", ".join(data),
+        "method": f"{run.method} with LoRA" if run.adapters is not None else str(run.method),
+        "hardware": f"{count} x {device.device_kind}{cores}",
+    }
 
 
 def _read_summary(path: Path) -> dict[str, Any]:

@@ -55,6 +55,7 @@ LOOP_OPTIONS = frozenset(
         "weight_distribution_log_steps",
         "weight_distribution_pattern",
         "report_steps",
+        "num_completions_to_log",
         "evaluation_steps",
         "evals_per_epoch",
         "eval_strategy",
@@ -94,7 +95,7 @@ _OTHER_FIELDS = FIELDS.keys() | {
 RUN_FILES = (
     *("checkpoints", "metrics.jsonl", "samples.ledger", "tensorboard", "model", "adapter"),
     *("config.yaml", "environment.json", "summary.json", "report.html", "serve.yaml"),
-    *("eval", "benchmarks"),
+    *("completions.jsonl", "eval", "benchmarks"),
 )
 
 

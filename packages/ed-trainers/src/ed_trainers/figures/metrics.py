@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ Say = Callable[[str], None]
 
 #: Name of the record in the directory of a run.
 RECORD = "metrics.jsonl"
+#: Name of the file with completions and their rewards, for methods that sample.
+COMPLETIONS = "completions.jsonl"
 
 # Keys of a row that are not curves.
 _NOT_CURVES = ("step", "time")
@@ -124,6 +126,11 @@ class JsonLines:
         self._waiting = b""
         self._full = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether rows can be written."""
+        return self._file is not None
+
     def restart(self, rows: list[MetricRow]) -> None:
         """Replace the file atomically by a file with exactly these rows."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,6 +200,8 @@ class MetricsLog:
         self._evaluations: dict[int, MetricRow] = {}
         self._path = path
         self._sinks: list[Sink] = []
+        self._samples = JsonLines(path.with_name(COMPLETIONS), say)
+        self._generation: object = None  # the newest of the file
         if active:
             self._sinks = [JsonLines(path, say), *other_sinks]
 
@@ -206,9 +215,13 @@ class MetricsLog:
         self._last, self._evaluations = {}, {}
         for row in rows:
             self._note(row)
+        samples = [row for row in read_metrics(self._samples.path) if row["step"] <= step]
+        self._generation = samples[-1]["generation"] if samples else None
         try:
             for sink in self._sinks:
                 sink.restart(list(rows))
+            if self._sinks and self._samples.path.exists():
+                self._samples.restart(list(samples))
         except OSError as error:
             if not disk.is_full(error):
                 raise
@@ -220,6 +233,26 @@ class MetricsLog:
         self._note(row)
         for sink in self._sinks:
             sink.write(row)
+
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, object]]) -> bool:
+        """Add completions of a generation to `completions.jsonl`, unless the file has them.
+
+        Args:
+            step: the step that trains on the generation.
+            samples: see `Completions.to_samples`.
+
+        Returns:
+            Whether they are new.
+        """
+        if not samples or samples[0]["generation"] == self._generation:
+            return False
+        self._generation = samples[0]["generation"]
+        if self._sinks:
+            if not self._samples.is_open:
+                self._samples.restart([])
+            for sample in samples:
+                self._samples.write({"step": step, **sample})
+        return True
 
     def _note(self, row: MetricRow) -> None:
         """Store the newest rows of steps and of evaluations."""
@@ -238,12 +271,12 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Make every row survive a crash; called before each checkpoint."""
-        for sink in self._sinks:
+        for sink in (*self._sinks, self._samples):
             sink.flush()
 
     def close(self) -> None:
         """Close every destination."""
-        for sink in self._sinks:
+        for sink in (*self._sinks, self._samples):
             sink.close()
 
 

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -16,6 +16,10 @@ from rich.progress import Progress as Bar
 
 #: Seconds between two plain lines of a run that has no terminal.
 LINE_SECONDS = 10.0
+#: Seconds between two prints of completions with their rewards.
+SAMPLE_SECONDS = 60.0
+# Characters of a text in a line.
+_LONGEST_TEXT = 100
 
 
 class Progress:
@@ -35,6 +39,7 @@ class Progress:
     def __init__(self, kind: str, *, total: int, done: int = 0, columns: Sequence[str] = ("loss",)):
         self._kind, self._total, self._columns = kind, total, tuple(columns)
         self._bar: Bar | None = None
+        self._samples_time = -math.inf
         self._mute = jax.process_index() != 0
         # The last plain line: its step, its time; and those of the first line.
         self._line: tuple[int, float] | None = None
@@ -109,6 +114,19 @@ class Progress:
         parts = [f"eval_{name} {value:.4f}" for name, value in named_values if value is not None]
         self.say(f"step {step}: {'  '.join(parts)}")
 
+    def print_samples(self, step: int, samples: Sequence[Mapping[str, object]]) -> None:
+        """Print the completions with the highest and the lowest reward, about once a minute."""
+        now = time.monotonic()
+        is_due = step == self._total or now - self._samples_time >= SAMPLE_SECONDS
+        rewarded = [one for one in samples if isinstance(one.get("reward"), float)]
+        if not rewarded or not is_due or self._kind not in ("rich", "plain"):
+            return
+        self._samples_time = now
+        rewarded.sort(key=lambda one: cast(float, one["reward"]), reverse=True)
+        for one in rewarded[:1] + rewarded[1:][-1:]:
+            texts = [_shorten_text(one[name]) for name in ("prompt", "completion")]
+            self.say(f"step {step}: reward {one['reward']:.4g}: {' continues '.join(texts)}")
+
     def evaluating(self, done: int, total: int | None) -> None:
         """Show the progress of an evaluation."""
         if self._bar is not None:
@@ -134,6 +152,13 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _shorten_text(content: object) -> str:
+    """Return a text, or the text of the last message of a conversation, in quotation marks."""
+    last = content[-1] if isinstance(content, list) and content else content
+    text = str(last.get("content")) if isinstance(last, Mapping) else str(content)
+    return repr(text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…")
 
 
 def _print(text: str) -> None:

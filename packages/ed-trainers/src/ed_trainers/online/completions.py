@@ -5,6 +5,7 @@ Legend: n completions, s positions of a row.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -18,6 +19,8 @@ from ed_trainers.rollout import Sampled
 
 #: Step by which the rows of a reward model grow, in tokens.
 _LONGER = 64
+#: Key of `Completions.scores`: the weighted sum of the rewards.
+TOTAL = "reward"
 #: A text, chat messages, or token ids.
 PromptContent = str | list[dict[str, Any]] | list[int]
 
@@ -61,6 +64,8 @@ class Completions:
         given: the tokens of an environment, see `Sampled.given`; empty: none.
         experts: the experts of the tokens of each row, see `Sampled.experts`; empty: none.
         masks: see `Sampled.masks`; empty: none.
+        scores: reward -> value of each completion, [n], NaN for None. A scorer adds the rewards and
+            their weighted sum, `reward`.
     """
 
     prompts: list[PromptContent]
@@ -77,6 +82,7 @@ class Completions:
     given: list[Sequence[tuple[int, int]]] = field(default_factory=list)
     experts: list[np.ndarray] = field(default_factory=list)
     masks: list[Sequence[np.ndarray]] = field(default_factory=list)
+    scores: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -204,6 +210,24 @@ class Completions:
             placed[row, begin : begin + len(row_values)] = row_values
         return placed
 
+    def to_samples(self, generation: int, count: int) -> list[dict[str, object]]:
+        """Return the first completions with their rewards, for `completions.jsonl`.
+
+        Args:
+            generation: number of the generation.
+            count: maximum number of completions.
+        """
+        samples: list[dict[str, object]] = []
+        for row in range(min(count, len(self))):
+            values = {name: _to_number(column[row]) for name, column in self.scores.items()}
+            sample: dict[str, object] = {"generation": generation}
+            sample |= {"prompt": _to_plain(self.prompts[row])}
+            sample |= {"completion": _to_plain(self.completions[row])}
+            sample |= {"reward": values.pop(TOTAL)} if TOTAL in values else {}
+            sample |= {"rewards": values} if values else {}
+            samples.append(sample | {"tokens": len(self.completion_ids[row])})
+        return samples
+
     def figures(self) -> dict[str, float]:
         """Return means and extremes of the lengths for the log, with TRL's names."""
         lengths = np.asarray([len(ids) for ids in self.completion_ids], np.float64)
@@ -314,6 +338,15 @@ def as_written(
         return ids
     text = str(decode(ids, skip_special_tokens=True))
     return [{"role": "assistant", "content": text}] if _is_chat(prompt) else text
+
+
+def _to_plain(content: PromptContent) -> object:
+    """Return a prompt or a completion for JSON; an image is the name of its type."""
+    return json.loads(json.dumps(content, default=lambda value: f"<{type(value).__name__}>"))
+
+
+def _to_number(value: np.floating) -> float | None:
+    return float(value) if np.isfinite(value) else None
 
 
 def _is_chat(content: PromptContent) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import io
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -127,11 +127,13 @@ class Generation(NamedTuple):
         number: number of the generation, from 0.
         rows: arrays of the loss, each [n, ...].
         figures: figures for the log.
+        samples: some completions with their rewards, see `Completions.to_samples`.
     """
 
     number: int
     rows: dict[str, np.ndarray]
     figures: dict[str, float]
+    samples: Sequence[Mapping[str, object]] = ()
 
 
 class Phase:
@@ -174,7 +176,10 @@ class Phase:
             "rollout_tokens_per_second": tokens / max(seconds, 1e-9),
             **self._figures,
         }
-        return Generation(number, rows, {**completions.figures(), **figures, **rollout_metrics})
+        count = 0 if number == HELD_OUT else self.options.num_completions_to_log
+        samples = completions.to_samples(number, count)
+        log_figures = {**completions.figures(), **figures, **rollout_metrics}
+        return Generation(number, rows, log_figures, samples)
 
     def get_rows(self, completions: Completions, weights: Weights, number: int) -> PhaseRows:
         """Return the arrays of the loss, and figures for the log; see `online_method`."""
@@ -459,7 +464,7 @@ class RolloutFeed(Feed):
             generation = self._phase.generate(super().batch(number), weights, number)
             self._now = self.shuffle_rows(generation)
         self._continues = within + 1 < options.updates_per_generation
-        self.figures = self._now.figures
+        self.figures, self.samples = self._now.figures, self._now.samples
         begin = within % options.steps_per_generation * size
         return {name: array[begin : begin + size] for name, array in self._now.rows.items()}
 
@@ -505,6 +510,7 @@ class RolloutFeed(Feed):
                 "number": self._now.number,
                 "rows": base64.b64encode(file.getvalue()).decode("ascii"),
                 "figures": self._now.figures,
+                "samples": self._now.samples,
             }
         return state
 
@@ -516,7 +522,8 @@ class RolloutFeed(Feed):
         if saved is not None:
             rows = io.BytesIO(base64.b64decode(saved["rows"]))
             arrays = read_npz(rows, "the generation of the checkpoint")
-            self._now = Generation(int(saved["number"]), arrays, dict(saved["figures"]))
+            samples = saved.get("samples", ())
+            self._now = Generation(int(saved["number"]), arrays, dict(saved["figures"]), samples)
         super().load_state_dict(_select_prompt_state(state))
 
     def difference(self, state: Mapping[str, Any]) -> str:

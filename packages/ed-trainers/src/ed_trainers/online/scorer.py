@@ -19,7 +19,7 @@ from ed_trainers.arguments import REWARD_ROLE
 from ed_trainers.contract import Batch, MethodRun, Models
 from ed_trainers.losses.scoring import token_scores
 from ed_trainers.losses.segments import last_tokens
-from ed_trainers.online.completions import Completions
+from ed_trainers.online.completions import TOTAL, Completions
 from ed_trainers.online.phase import OnlineRun
 from ed_trainers.options.base import TrainingArguments
 from ed_trainers.options.online import RewardedArguments
@@ -127,6 +127,8 @@ class Scorer:
         rewards = np.concatenate(parts, axis=1)
         total = np.nansum(rewards * self._weights, axis=1)
         total = np.where(np.isnan(rewards).all(axis=1), np.nan, total).astype(np.float32)
+        completions.scores.update(zip(self._names, rewards.T, strict=True))
+        completions.scores[TOTAL] = total
         return Scores(rewards, total, self._names)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.contract import Models
-from ed_trainers.online.completions import Completions
+from ed_trainers.online.completions import TOTAL, Completions
 from ed_trainers.online.phase import OnlineRun
 from ed_trainers.online.scorer import Scorer, call_once
 from ed_trainers.options.online import OnlineArguments, SelfPlayArguments
@@ -95,6 +95,7 @@ class Referee:
                 fields={**completions.fields, "others": opponent_completions.completions},
             )
             wins = call_once(self._judge, compared)[:, 0]
+            completions.scores[TOTAL] = wins
             return Contest(*rows, {}, wins.astype(np.float32), {})
         first, second = (
             self._scores(side, side_rows, weights)

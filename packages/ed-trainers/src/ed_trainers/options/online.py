@@ -25,7 +25,10 @@ EntropyWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 class OnlineArguments(TrainingArguments):
     """Options of sampling, and of the training steps per generation."""
 
-    ALIASES: ClassVar[Mapping[str, str]] = {"max_new_tokens": "max_completion_length"}
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "max_new_tokens": "max_completion_length",
+        "num_completions_to_print": "num_completions_to_log",
+    }
     #: Option that sets `rows_per_prompt`, for messages.
     ROWS_OPTION: ClassVar[str] = "num_return_sequences"
     DEFAULT_LENGTH = 1024
@@ -51,6 +54,9 @@ class OnlineArguments(TrainingArguments):
     """Number of times that the completions of a generation are used for training."""
     lmhead_chunksize: Count | None = None
     """Number of tokens whose logits exist at the same time; None: chosen by the loss."""
+    num_completions_to_log: Annotated[int, Field(ge=0, le=1 << 20)] = 16
+    """Number of completions of a generation that are written to `completions.jsonl` with their
+    rewards at a logged step; 0: none."""
 
     @property
     def completions_per_row(self) -> int:

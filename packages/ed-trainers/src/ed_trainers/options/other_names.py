@@ -39,6 +39,7 @@ _COMPILED = "omit it: every step is one compiled program"
 _ONE_PROCESS = "omit it: one process for each host runs all of its devices"
 _TORCH = "omit it: a setting of torch and its libraries"
 _NONE = "omit it: this project has no counterpart"
+_COMPLETIONS = "num_completions_to_log: completions.jsonl has completions with their rewards"
 _SHARED = "omit it: all hosts write to one save_directory"
 _SUMS = "omit it: an evaluation sums losses and metrics batch by batch"
 _WEIGHTS = "omit it: the engine reads the weights of the trainer on its mesh"
@@ -201,11 +202,10 @@ TRL: dict[str, str] = {
     "vllm_importance_sampling_clip_min": "importance_sampling_cap",
     "generation_kwargs": "temperature, top_p, top_k and min_p",
     "repetition_penalty": "omit it: completions are samples of the model's distribution",
-    "log_completions": "generation_prompts and generation_interval, which log samples",
-    "log_completions_hub_repo": "generation_prompts and generation_interval, which log samples",
-    "log_multimodal": "generation_prompts and generation_interval, which log samples",
-    "log_unique_prompts": "generation_prompts and generation_interval, which log samples",
-    "num_completions_to_print": "generation_num_prompts",
+    "log_completions": _COMPLETIONS,
+    "log_completions_hub_repo": _COMPLETIONS,
+    "log_multimodal": _COMPLETIONS,
+    "log_unique_prompts": _COMPLETIONS,
     "max_tool_calling_iterations": _NONE,
     "multi_objective_aggregation": "reward_weights",
     "off_policy_mask_threshold": "importance_sampling_correction: sequence_mask",

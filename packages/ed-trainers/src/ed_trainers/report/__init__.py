@@ -3,8 +3,9 @@
     python -m ed_trainers.report runs/quickstart
 
 The page is built from the files in the directory of the run: `metrics.jsonl` and, if they exist,
-`summary.json` (figures, samples, evaluation) and `config.yaml`. Every number of a row is a point of
-a curve, in the same chart as the evaluation with the prefix `eval_`.
+`summary.json` (figures, samples, evaluation), `completions.jsonl` and `config.yaml`. Every number
+of a row is a point of a curve, in the same chart as the evaluation with the prefix `eval_`. A run
+with rewards begins with them.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ed_infra.errors import ConfigError
 
-from ed_trainers.figures.metrics import RECORD, MetricRow, read_metrics
+from ed_trainers.figures.metrics import COMPLETIONS, RECORD, MetricRow, read_metrics
 from ed_trainers.options.optimizers import GRAD_NORMS, WEIGHTS
 
 SUMMARY, CONFIG, PAGE = "summary.json", "config.yaml", "report.html"
 #: Key of the summary: the evaluation before training.
 EARLY_EVALUATION = "evaluation_before_training"
+#: Key of the summary: what was trained, on which data and hardware, as texts by name.
+RUN = "run"
 #: Points of a curve; of longer ones each bucket keeps its lowest and its highest.
 POINTS = 1500
 #: Steps whose previews are shown, counted from the last.
@@ -35,8 +40,13 @@ PREVIEWS = 50
 _AXES = ("step", "time")
 #: Prefixes of metrics of single parameters.
 _OF_PARAMETERS = (f"{GRAD_NORMS}/", f"{WEIGHTS}/")
-#: Metrics that are shown first, in this order.
-_FIRST = ("loss", "perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
+#: Metrics that are shown first, in this order; a name with `/` is the prefix of several.
+_FIRST = (
+    *("reward", "reward_std", "rewards/", "completions/"),
+    *("loss", "perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu"),
+)
+#: Completions that are shown, of the first and of the last step.
+_SHOWN_COMPLETIONS = 16
 _TIME = "%Y-%m-%d %H:%M"
 _UNITS = (("h", 3600), ("min", 60), ("s", 1))
 
@@ -61,7 +71,11 @@ def write_report(directory: str | Path) -> Path:
         "TITLE": html.escape(directory.resolve().name),
         "SUBTITLE": html.escape(_subtitle(rows)),
         "FIGURES": _figures(rows, summary),
-        "SECTIONS": _evaluation(summary) + _samples(summary) + _previews(rows) + _config(config),
+        "SECTIONS": _completions(directory / COMPLETIONS)
+        + _evaluation(summary)
+        + _samples(summary)
+        + _previews(rows)
+        + _config(config),
         # A script ends at the first "</", even inside a string.
         "DATA": json.dumps({"charts": charts(rows)}, separators=(",", ":")).replace("</", "<\\/"),
     }
@@ -90,7 +104,7 @@ def charts(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
                 point = (row["step"], round(row.get("time", begin) - begin, 3), value)
                 metric_curves = curves.setdefault(key.removeprefix("eval_"), {})
                 metric_curves.setdefault(label, []).append(point)
-    names = sorted(curves, key=lambda n: (_FIRST.index(n) if n in _FIRST else len(_FIRST), n))
+    names = sorted(curves, key=lambda name: (_rank(name), name))
     return [
         {
             "name": name,
@@ -101,6 +115,16 @@ def charts(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
         }
         for name in names
     ]
+
+
+def _rank(name: str) -> int:
+    """Return the place of a metric among the charts and the tiles."""
+    places = (n for n, first in enumerate(_FIRST) if name == first or _begins_with(name, first))
+    return next(places, len(_FIRST))
+
+
+def _begins_with(name: str, prefix: str) -> bool:
+    return prefix.endswith("/") and name.startswith(prefix)
 
 
 def _is_hidden(name: str) -> bool:
@@ -130,7 +154,10 @@ def _subtitle(rows: Sequence[MetricRow]) -> str:
 
 
 def _figures(rows: Sequence[MetricRow], summary: Mapping[str, Any]) -> str:
-    """Tiles with the figures of the summary; without one, with the last of each curve."""
+    """Tiles with the facts and the figures of the summary, rewards first.
+
+    Without a summary, the figures are the last of each curve.
+    """
     figures = dict(summary.get("metrics") or {})
     if not figures:
         for row in rows:
@@ -138,11 +165,61 @@ def _figures(rows: Sequence[MetricRow], summary: Mapping[str, Any]) -> str:
     bits = (summary.get("learned") or {}).get("bits_per_byte")
     if bits is not None:
         figures["bits_per_byte"] = bits
-    return "".join(
-        f'<div class="tile"><b>{_number(name, value)}</b><span>{_words(name)}</span></div>'
-        for name, value in figures.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    )
+    facts = summary.get(RUN) or {}
+    tiles = [('<div class="tile fact">', html.escape(str(facts[name])), name) for name in facts]
+    tiles += [
+        ('<div class="tile">', _number(name, figures[name]), name)
+        for name in sorted(figures, key=lambda name: "reward" not in name)
+        if isinstance(figures[name], int | float) and not isinstance(figures[name], bool)
+    ]
+    return "".join(f"{tag}<b>{x}</b><span>{_words(name)}</span></div>" for tag, x, name in tiles)
+
+
+def _completions(path: Path) -> str:
+    """Return a table of completions and rewards of the last step, and a folded one of the first."""
+    if not path.is_file():
+        return ""
+    first: list[str] = []
+    last: deque[str] = deque(maxlen=_SHOWN_COMPLETIONS)
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if len(first) < _SHOWN_COMPLETIONS:
+                first.append(line)
+            last.append(line)
+    early, late = _parse_rows(first), _parse_rows(last)
+    early = [row for row in early if row["step"] == early[0]["step"]]
+    late = [row for row in late if row["step"] == late[-1]["step"]]
+    if not late:
+        return ""
+    page = f"<h2>Completions and rewards of step {late[0]['step']:,}</h2>{_rewarded(late)}"
+    if early[0]["step"] != late[0]["step"]:
+        title = f"step {early[0]['step']:,}"
+        page += f"<details><summary>{title}</summary>{_rewarded(early)}</details>"
+    return page
+
+
+def _parse_rows(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the rows of lines; the last line of a killed run may be incomplete."""
+    rows = []
+    for line in lines:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _rewarded(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of completions with their rewards, those of functions if several."""
+    names = list(dict.fromkeys(name for row in rows for name in row.get("rewards", ())))
+    names = names if len(names) > 1 else []
+    cells = []
+    for row in rows:
+        values = [row.get("reward"), *(row.get("rewards", {}).get(name) for name in names)]
+        texts = [row["prompt"], row["completion"]]
+        cells.append(
+            ["" if value is None else _number("reward", value) for value in values]
+            + [html.escape(_last_message(text)) for text in texts]
+        )
+    return _table("", ["reward", *map(_words, names), "prompt", "completion"], cells)
 
 
 def _evaluation(summary: Mapping[str, Any]) -> str:
@@ -161,10 +238,11 @@ def _evaluation(summary: Mapping[str, Any]) -> str:
 
 
 def _table(title: str, head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """Return a heading and a table of cells in HTML; empty without cells."""
+    """Return a heading, if there is a title, and a table of cells in HTML; empty without cells."""
     first = f"<tr><th>{'</th><th>'.join(head)}</th></tr>" if head else ""
     rows = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
-    return f"<h2>{title}</h2><div class=scroll><table>{first}{rows}</table></div>" if cells else ""
+    heading = f"<h2>{title}</h2>" if title else ""
+    return f"{heading}<div class=scroll><table>{first}{rows}</table></div>" if cells else ""
 
 
 def _samples(summary: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from ed_trainers.stored.arrays import count_bytes
 from ed_trainers.stored.saved import model_facts
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
+Samples = Sequence[Mapping[str, object]]
 
 
 class Notify(Protocol):
@@ -132,8 +133,8 @@ class TrainingLoop:
         self.log = MetricsLog(directory / RECORD, sinks, active=first, say=self._say)
         self.meter = Meter()
         self._profile = ProfileWindow(self.arguments, self._say)
-        # Results that are still on the device: (step, report, figures of its batch).
-        self._pending: tuple[int, dict[str, jax.Array], Mapping[str, float]] | None = None
+        # Results that are still on the device, and what the feed returns of the batch.
+        self._pending: tuple[int, dict[str, jax.Array], Mapping[str, float], Samples] | None = None
         self._leaves: tuple[jax.Array, ...] = ()
         self._unflatten: Callable[[tuple[jax.Array, ...]], EasyDeLState] | None = None
         self._lent: list[Weights] = []
@@ -373,7 +374,7 @@ class TrainingLoop:
         self._leaves, report = self._call(placed)
         self.step += 1
         figures = {**feed.figures, **self.job.method.figures}
-        previous, self._pending = self._pending, (self.step, report, figures)
+        previous, self._pending = self._pending, (self.step, report, figures, feed.samples)
         if previous is not None:
             self._finish(*previous)
         if freed_memory.computes_in_calling_thread():
@@ -409,7 +410,11 @@ class TrainingLoop:
             self._finish(*pending)
 
     def _finish(
-        self, step: int, report: Mapping[str, jax.Array], batch_metrics: Mapping[str, float]
+        self,
+        step: int,
+        report: Mapping[str, jax.Array],
+        batch_metrics: Mapping[str, float],
+        samples: Samples,
     ) -> None:
         """Wait for a step's report, and show and log it."""
         figures = {name: float(value) for name, value in jax.device_get(dict(report)).items()}
@@ -429,6 +434,8 @@ class TrainingLoop:
         del figures["weight"]
         row = {"step": step, "loss": figures.pop("loss"), **figures, **batch_metrics}
         self._write(row | {"tokens": tokens, "time": time.time()} | self.meter.row())
+        if self.log.write_samples(step, samples):
+            self.progress.print_samples(step, samples)
 
     def _write(self, row: Mapping[str, Any]) -> None:
         assert self.progress is not None
