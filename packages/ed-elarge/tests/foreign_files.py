@@ -371,7 +371,10 @@ use_vllm: true
 vllm_mode: colocate
 vllm_gpu_memory_utilization: 0.3
 log_completions: true
+loss_type: sapo
+sapo_temperature_neg: 2
 use_adaptive_entropy: true
+repetition_penalty: 1.2
 """,
         {
             "trainer.trainer_type": "grpo",
@@ -386,9 +389,12 @@ use_adaptive_entropy: true
             ],
             "trainer.steps_per_generation": 2,
             "trainer.total_batch_size": 8,
+            "trainer.loss_type": "sapo",
+            "trainer.sapo_temperature_neg": 2,
+            "trainer.use_adaptive_entropy": True,
             "esurge.hbm_utilization": 0.3,
         },
-        ("use_adaptive_entropy",),
+        ("repetition_penalty",),
     ),
     "kto": ForeignCase(
         """

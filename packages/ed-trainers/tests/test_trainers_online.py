@@ -201,7 +201,34 @@ def test_every_mesh_and_accumulation_equals_one_device(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "bnpo", "gspo", "cispo"])
+def test_adaptive_entropy_continues_at_a_checkpoint(toy_of_module, tmp_path):
+    given = {
+        "use_adaptive_entropy": True,
+        "entropy_target": 9.0,
+        "entropy_coef": 0.1,
+        "num_iterations": 2,
+        "num_train_epochs": 1,
+    }
+
+    def begin(path, **more):
+        return online("grpo", toy_of_module(), path, generations=2, **given, **more)
+
+    begin(tmp_path / "whole").train()
+    whole = rows_of(tmp_path / "whole")
+    assert [row["entropy_coef"] for row in whole] == pytest.approx([0.1, 0.105, 0.11, 0.115])
+    assert [row["entropy_loss"] == 0 for row in whole] == [True, False, False, False]
+    first = begin(tmp_path / "halves", callbacks=[StopAt(2)])
+    assert first.train().stopped_by == "the test"
+    begin(tmp_path / "halves").train()
+    rows = rows_of(tmp_path / "halves")
+    for name in ("loss", "entropy_coef", "entropy_loss"):
+        assert [row[name] for row in rows] == [row[name] for row in whole], name
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "loss_type", ["grpo", "dr_grpo", "bnpo", "gspo", "cispo", "luspo", "sapo", "vespo"]
+)
 def test_microbatches_equal_one_batch_for_every_loss(toy_of_module, loss_type):
     moved, report = one_step("grpo", toy_of_module(), loss_type=loss_type)
     other, other_report = one_step("grpo", toy_of_module(), 4, loss_type=loss_type)
@@ -274,6 +301,11 @@ def test_options_that_contradict_each_other():
         ({"loss_type": "gspo", "importance_sampling_level": "token"}, "a ratio for each"),
         ({"delta": 1.1}, "not above"),
         ({"loss_type": "cispo", "delta": 9.0}, "omit delta"),
+        ({"loss_type": "sapo", "delta": 9.0}, "omit delta"),
+        (
+            {"loss_type": "vespo", "importance_sampling_correction": "sequence_mask"},
+            "use token_truncate",
+        ),
         ({"reward_functions": ["exact"], "reward_weights": [1, 2, 3]}, "one more for a reward"),
         ({"reward_functions": [{"exact": {}, "number": {}}]}, "is not a reward function"),
         ({"loss_type": "grpoo"}, "did you mean 'grpo'"),

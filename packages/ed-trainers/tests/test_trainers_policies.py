@@ -12,10 +12,16 @@ from ed_models.adapters.lora import has_lora
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import Models
 from ed_trainers.arguments import arguments_class
-from ed_trainers.losses.policy import select_uncertain_tokens
+from ed_trainers.losses.policy import (
+    BONUS_ENTROPY,
+    gamma_weights,
+    select_near_completions,
+    select_uncertain_tokens,
+)
 from ed_trainers.methods import nash_md
 from ed_trainers.methods.cpo import shape_rewards
 from ed_trainers.methods.gkd import is_on_policy, separate_conversations
+from ed_trainers.online.entropy_control import EntropyControl
 from ed_trainers.online.model_rollout import ModelRollout
 from ed_trainers.online.phase import Phase
 from ed_trainers.roles.value_head import NAME, VALUE_HEAD_FILE, value_head
@@ -284,6 +290,56 @@ def test_uncertain_tokens_are_those_above_the_quantile_of_numpy(share):
     np.testing.assert_array_equal(chosen, (entropy >= bound - 1e-7) & (weights > 0))
     nothing = select_uncertain_tokens(jnp.asarray(entropy), jnp.zeros((4, 7)), share)
     assert not nothing.any()
+
+
+def test_gamma_weights_are_those_of_the_formula_in_float64():
+    random = np.random.default_rng(4)
+    ratios, corrections = random.normal(0, 0.3, (4, 5)), random.uniform(0.5, 1.5, (4, 5))
+    mask = (np.arange(5) < [[5], [3], [1], [4]]).astype(np.float64)
+    gains = np.array([[1.0], [0.0], [-1.0], [-0.1]])
+    ratio = np.exp((ratios * mask).sum(-1) + (np.log(corrections) * mask).sum(-1))[:, None]
+    power, decay = np.where(gains >= 0, 2.0, 3.0), np.where(gains >= 0, 3.0, 1.5)
+    computed = gamma_weights(
+        *(
+            jnp.asarray(x, jnp.float32)
+            for x in (ratios, np.where(mask, corrections, 1), gains, mask)
+        ),
+        positive=(2.0, 3.0),
+        negative=(3.0, 1.5),
+    )
+    expected = np.exp(decay) * ratio**power * np.exp(-decay * ratio)
+    np.testing.assert_allclose(computed, expected, rtol=2e-5)
+
+
+def test_only_bad_completions_that_the_policy_left_do_not_count():
+    drift = jnp.asarray([[0.9, 0.3, 0.0], [0.9, 0.3, 0.0], [0.1, 0.1, 0.0]])
+    gains = jnp.asarray([[-1.0], [0.5], [-1.0]])
+    counted = select_near_completions(drift, gains, jnp.asarray([2.0, 2.0, 2.0]), 0.5)
+    np.testing.assert_array_equal(counted, [[0], [1], [1]])
+
+
+def test_weight_of_entropy_follows_the_entropy_of_the_step_before():
+    options = arguments_class("grpo")(
+        use_adaptive_entropy=True,
+        entropy_coef=0.1,
+        entropy_target=1.0,
+        entropy_coef_delta=0.04,
+        entropy_coef_min=0.05,
+        entropy_coef_max=0.15,
+    )
+    control = EntropyControl(options)
+    assert control.weight == 0.0, "there is no entropy before the first step"
+    weights = []
+    for entropy in (0.9, 0.9, 1.1, 1.1, 1.1, 0.5):
+        control.observe({BONUS_ENTROPY: jnp.asarray(entropy)})
+        weights.append((control.weight, control.coefficient))
+    expected = [(0.14, 0.14), (0.15, 0.15), (0, 0.11), (0, 0.07), (0, 0.05), (0.09, 0.09)]
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    later = EntropyControl(options)
+    later.load_state_dict(control.state_dict())
+    assert (later.weight, later.coefficient) == (control.weight, control.coefficient)
+    with pytest.raises(ValidationError, match="below entropy_coef_min"):
+        arguments_class("grpo")(entropy_coef_min=0.5, entropy_coef_max=0.4)
 
 
 def test_shape_of_rewards_of_cpo_is_that_of_alphapo():

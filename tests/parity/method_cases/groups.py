@@ -131,6 +131,9 @@ def ours(
         made_by(arguments, our_model(path), frozen=frozen, reward_functions=functions)
         for path in (folder(0), moved())
     )
+    control = later.method.entropy_control
+    if control is not None:  # as after a step below the target
+        control.load_state_dict({"coefficient": arguments.entropy_coef, "entropy": 0.0})
     phase = first.method.phase
     rows, figures = phase.get_rows(given, first.weights(), 0)
     outcome = our_outcome(later, rows)
@@ -170,6 +173,7 @@ def theirs(
             train_dataset=Dataset.from_list([{"prompt": "t3"}] * count),
             processing_class=tokenizer(),
         )
+        trainer._last_world_entropy = 0.0
         trainer.ref_model = hf_model(folder(1)).eval()
         _same_forward(trainer.ref_model, options.get("temperature", 1.0))
         trainer._tokenize_prompts = lambda prompts: (given.prompt_ids, None, {})
@@ -325,6 +329,23 @@ CASES: dict[str, Case] = {
     "grpo on the most uncertain token": Case(
         GRPO,
         partial(grpo, "grpo", importance_sampling_level="sequence", top_entropy_quantile=0.0),
+    ),
+    "grpo luspo": Case(
+        GRPO, partial(grpo, "luspo", importance_sampling_level="sequence", epsilon=0.003)
+    ),
+    "grpo sapo": Case(
+        GRPO, partial(grpo, "sapo", sapo_temperature_pos=3.0, sapo_temperature_neg=4.0)
+    ),
+    "grpo vespo": Case(GRPO, partial(grpo, "vespo")),
+    "grpo vespo corrected": Case(
+        GRPO, partial(grpo, "vespo", "token_truncate", vespo_k_neg=1.5, vespo_lambda_pos=1.0)
+    ),
+    "grpo without completions that the policy left": Case(
+        GRPO, partial(grpo, "dapo", "token_truncate", off_policy_mask_threshold=0.1)
+    ),
+    "grpo with adaptive entropy": Case(
+        GRPO,
+        partial(grpo, "dapo", entropy_coef=0.1, use_adaptive_entropy=True, entropy_target=9.0),
     ),
     "gspo": Case(GRPO, gspo),
     "gfpo": Case("`trl.GRPOTrainer` on the completions that 2508.09726 selects", partial(gfpo, 2)),

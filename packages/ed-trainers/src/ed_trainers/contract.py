@@ -273,6 +273,16 @@ class MethodRun(Generic[A]):
         """Figures of the prepared batches, for the log."""
         return {} if self.images is None else {"encoded_images": self.images.encoded}
 
+    def observe(self, report: Mapping[str, jax.Array]) -> None:
+        """Receive the figures of a step, which are still on the devices, before the next step."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the values of the method that change from step to step, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue with the values of a checkpoint; empty for a checkpoint without them."""
+
     def held_out(self, batches: Iterable[HostBatch], state: EasyDeLState) -> Iterator[Prepared]:
         """Yield the prepared batches of one pass over held-out data."""
         if self.record.held_out is None:

@@ -233,17 +233,14 @@ TRL_RULES: dict[str, KeyRule] = {
         )
     },
     "multi_objective_aggregation": lose("trainer.reward_weights", "sum_then_normalize"),
-    "use_adaptive_entropy": lose("no counterpart"),
     **{
-        key: omit("only for a loss_type with the beginning of this name, which is not here")
+        key: copy_to(f"trainer.{key}")
         for key in (
             *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_neg", "vespo_k_pos"),
-            *("vespo_lambda_neg", "vespo_lambda_pos"),
+            *("vespo_lambda_neg", "vespo_lambda_pos", "off_policy_mask_threshold"),
+            *("entropy_coef", "use_adaptive_entropy", "entropy_target", "entropy_coef_delta"),
+            *("entropy_coef_min", "entropy_coef_max", "top_entropy_quantile"),
         )
-    },
-    **{
-        key: omit("only with use_adaptive_entropy, which has no counterpart")
-        for key in ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
     },
     "ignore_bias_buffers": omit("no effect on the result"),
     "logging_first_step": omit("the first step always has a row of metrics"),

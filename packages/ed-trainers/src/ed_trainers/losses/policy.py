@@ -8,6 +8,7 @@ Legend: b rows, s positions, c tokens of a chunk, v vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -28,8 +29,12 @@ from ed_trainers.placement import Placement
 
 # Logits and their softmax exist at the same time, [c, v] each.
 POLICY_CHUNK = 256
+#: Name of the entropy over the tokens of the bonus, which decides about the next bonus.
+BONUS_ENTROPY = "bonus_entropy"
 # Replaces the logarithm of a probability of 0 in a product with this probability.
 _LEAST = -1e30
+# TRL's bounds of the logarithm of a ratio, and of the decay, in `gamma_weights`.
+_LARGEST_LOG_RATIO, _LEAST_LOG_RATIO, _LEAST_DECAY = 20.0, math.log(1e-8), 1e-4
 
 
 class Truncation(NamedTuple):
@@ -195,6 +200,57 @@ def select_uncertain_tokens(
     low, high = ordered[below], ordered[jnp.minimum(below + 1, last)]
     bound = low + (high - low) * (place - below)
     return (token_mask & (entropy >= bound)).astype(weights.dtype)
+
+
+def gamma_weights(
+    log_ratios: Float[Array, "b s"],
+    corrections: Float[Array, "b s"],
+    advantages: Float[Array, "b 1"],
+    weights: Float[Array, "b s"],
+    *,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> Float[Array, "b 1"]:
+    """Return the weight `exp(l) * r^k * exp(-l * r)` of each completion (VESPO, arXiv:2602.10693).
+
+    r is the ratio of the probabilities of the completion, the product over its tokens. At r = 1
+    the weight is 1. No gradient flows through it. The bounds of the logarithms are TRL's.
+
+    Args:
+        log_ratios: log-ratio of each token, present to old policy.
+        corrections: ratio of each token, old policy to the policy that sampled it; 1 elsewhere.
+        advantages: of each completion.
+        weights: above 0 for the tokens of completions.
+        positive: k and l for advantages of at least 0.
+        negative: k and l for the other advantages.
+    """
+    bounded = jnp.clip(log_ratios, -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO) * weights
+    sampled = jnp.clip(jnp.log(corrections), _LEAST_LOG_RATIO, _LARGEST_LOG_RATIO)
+    log_ratio = jnp.sum(bounded + sampled, axis=-1, keepdims=True)
+    log_ratio = jnp.clip(log_ratio, _LEAST_LOG_RATIO, _LARGEST_LOG_RATIO)
+    power = jnp.where(advantages >= 0, positive[0], negative[0])
+    decay = jnp.maximum(jnp.where(advantages >= 0, positive[1], negative[1]), _LEAST_DECAY)
+    gamma = jnp.exp(decay + power * log_ratio - decay * jnp.exp(log_ratio))
+    return jax.lax.stop_gradient(jnp.where(jnp.isfinite(gamma), gamma, 0.0))
+
+
+def select_near_completions(
+    drift: Float[Array, "b s"],
+    advantages: Float[Array, "b 1"],
+    tokens: Float[Array, " b"],
+    threshold: float,
+) -> Float[Array, "b 1"]:
+    """Return 0 for completions with a negative advantage that the policy left, 1 for the others.
+
+    Args:
+        drift: loss of log-probability of each token since it was sampled; 0 elsewhere.
+        advantages: of each completion.
+        tokens: number of tokens of each completion.
+        threshold: largest mean drift of a token, in nats.
+    """
+    drift = jax.lax.stop_gradient(drift)
+    mean = jnp.sum(drift, axis=-1, keepdims=True) / jnp.maximum(tokens[:, None], 1)
+    return ((advantages >= 0) | (mean <= threshold)).astype(jnp.float32)
 
 
 def row_metrics(batch: Batch, policy: Policy) -> dict[str, Metric]:

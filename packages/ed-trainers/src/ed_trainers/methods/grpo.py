@@ -13,8 +13,9 @@ Legend: n completions, s positions, p prompts, g completions of a prompt (n = p 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +26,17 @@ from ed_infra.outputs import CausalLMOutput, Metric
 from ed_models.protocol import LanguageModel
 
 from ed_trainers.arguments import METHODS
-from ed_trainers.contract import A, Batch, Loss, Models
+from ed_trainers.batches import HostBatch
+from ed_trainers.contract import A, Batch, Loss, Models, Prepared
 from ed_trainers.losses.policy import (
+    BONUS_ENTROPY,
     Policy,
     Truncation,
     clip_metrics,
+    gamma_weights,
     old_logps,
     row_metrics,
+    select_near_completions,
     select_uncertain_tokens,
 )
 from ed_trainers.methods.reference import Reference
@@ -50,12 +55,17 @@ from ed_trainers.options.online import OnlineArguments
 from ed_trainers.rollout import AheadRollout, Weights
 from ed_trainers.trainer import Trainer
 
+if TYPE_CHECKING:
+    from ed_trainers.online.entropy_control import EntropyControl
+
 #: Number of consecutive steps with equal rewards in every group after which a warning is printed.
 EQUAL_STEPS = 10
 #: Figures in the terminal and the summary.
 GROUP_COLUMNS = ("reward", "kl", "completions/mean_length", "loss")
 #: Name of the term of `entropy_coef` in the loss.
 ENTROPY = "entropy_loss"
+# Names of arrays of rows.
+_ENTROPY_WEIGHTS, _ENGINE_LOGPS = "entropy_weights", "engine_logps"
 # TRL's constant: keeps advantages finite if all rewards of a group are equal.
 _SMALL = 1e-4
 
@@ -66,6 +76,7 @@ class GroupRun(OnlineRun[A]):
     scorer: Scorer
     reference: Reference
     equal_rewards: EqualRewards
+    entropy_control: EntropyControl | None = None
 
     def create_parts(self, models: dict[str, LanguageModel]) -> None:
         """See `MethodRun`."""
@@ -73,6 +84,41 @@ class GroupRun(OnlineRun[A]):
         self.reference = Reference(self, models)
         super().create_parts(models)
         self.equal_rewards = EqualRewards(self.phase.options.updates_per_generation)
+        options = self.arguments
+        if isinstance(options, GRPOArguments) and options.use_adaptive_entropy:
+            from ed_trainers.online.entropy_control import EntropyControl
+
+            self.entropy_control = EntropyControl(options)
+
+    def prepare(self, batch: HostBatch) -> Prepared:
+        """See `MethodRun`; with a control of the entropy, the rows have its weight."""
+        prepared = super().prepare(batch)
+        if self.entropy_control is None:
+            return prepared
+        count = len(next(iter(prepared.values())))
+        weights = np.full(count, self.entropy_control.weight, np.float32)
+        return prepared.replace(**{_ENTROPY_WEIGHTS: weights})
+
+    def observe(self, report: Mapping[str, jax.Array]) -> None:
+        """See `MethodRun`."""
+        if self.entropy_control is not None:
+            self.entropy_control.observe(report)
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """See `MethodRun`."""
+        if self.entropy_control is None:
+            return super().figures
+        return {**super().figures, "entropy_coef": self.entropy_control.coefficient}
+
+    def state_dict(self) -> dict[str, object]:
+        """See `MethodRun`."""
+        return {} if self.entropy_control is None else self.entropy_control.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """See `MethodRun`."""
+        if self.entropy_control is not None and state:
+            self.entropy_control.load_state_dict(state)
 
 
 # --- a generation ---
@@ -117,6 +163,9 @@ def rows(
         run.arguments, trainer_logps, sampled, row_arrays["weights"]
     )
     require_equal_bits(run, more)
+    if run.arguments.off_policy_mask_threshold is not None:
+        # Without the filters of the sampling, which the loss does not apply.
+        row_arrays[_ENGINE_LOGPS] = sampled - trainer_logps + row_arrays["old_logps"]
     return row_arrays, {**figures, **more}
 
 
@@ -256,7 +305,7 @@ def compute_learner_policy(
     run: GroupRun[GRPOArguments], models: Models, batch: Batch, key: jax.Array | None
 ) -> tuple[CausalLMOutput, Policy]:
     """Return the learner's output and figures of its tokens, with the gradients of the loss."""
-    has_bonus = run.arguments.entropy_coef != 0
+    has_bonus = run.arguments.has_entropy_bonus
     return compute_policy(run, models.learner, batch, key, entropy_gradient=has_bonus)
 
 
@@ -285,32 +334,64 @@ def policy_loss(
     spread, counted = jnp.broadcast_arrays(ratios, weights)
     if arguments.by_sequence:
         counted = jnp.where(jnp.arange(weights.shape[-1]) == 0, batch["present"][:, None], 0)
-    if arguments.loss_type == "cispo":
-        fixed = jax.lax.stop_gradient(jnp.minimum(ratios, arguments.upper))
-        losses = -fixed * advantages * policy.logps
-        clipped = ((spread > arguments.upper) & (advantages > 0)).astype(jnp.float32)
-        share = Metric.of(jnp.sum(clipped * counted), jnp.sum(counted))
-        metrics["cispo_clip_ratio"] = share
-    else:
-        bounded = ratios if arguments.delta is None else jnp.minimum(ratios, arguments.delta)
-        clipped = jnp.clip(ratios, lower, upper)
-        losses = -jnp.minimum(bounded * advantages, clipped * advantages)
-        spread = jnp.broadcast_to(bounded, weights.shape)
-        metrics |= clip_metrics(spread, advantages, counted, lower, upper)
+    factors = batch.get("correction", 1.0)
+    match arguments.loss_type:
+        case "cispo":
+            fixed = jax.lax.stop_gradient(jnp.minimum(ratios, arguments.upper))
+            losses = -fixed * advantages * policy.logps
+            clipped = ((spread > arguments.upper) & (advantages > 0)).astype(jnp.float32)
+            share = Metric.of(jnp.sum(clipped * counted), jnp.sum(counted))
+            metrics["cispo_clip_ratio"] = share
+        case "sapo":
+            slopes = jnp.where(
+                advantages > 0, arguments.sapo_temperature_pos, arguments.sapo_temperature_neg
+            )
+            losses = -jax.nn.sigmoid(slopes * (ratios - 1)) * 4 / slopes * advantages
+        case "vespo":
+            token_log_ratios = policy.logps - old_logps(batch, policy)
+            phi = gamma_weights(
+                token_log_ratios,
+                batch.get("correction", jnp.ones_like(weights)),
+                advantages,
+                weights,
+                positive=(arguments.vespo_k_pos, arguments.vespo_lambda_pos),
+                negative=(arguments.vespo_k_neg, arguments.vespo_lambda_neg),
+            )
+            losses, factors = -phi * advantages * policy.logps, 1.0
+            present = batch["present"]
+            mean = Metric.of(jnp.sum(phi[:, 0] * present), jnp.sum(present))
+            metrics["vespo/phi_seq_mean"] = mean
+        case _:
+            bounded = ratios if arguments.delta is None else jnp.minimum(ratios, arguments.delta)
+            clipped = jnp.clip(ratios, lower, upper)
+            losses = -jnp.minimum(bounded * advantages, clipped * advantages)
+            spread = jnp.broadcast_to(bounded, weights.shape)
+            metrics |= clip_metrics(spread, advantages, counted, lower, upper)
+    if arguments.off_policy_mask_threshold is not None:
+        sampled_logps = batch.get(_ENGINE_LOGPS, old_logps(batch, policy))
+        threshold = arguments.off_policy_mask_threshold
+        drift = (sampled_logps - policy.logps) * weights
+        losses = losses * select_near_completions(drift, advantages, tokens, threshold)
     uncertain = weights
     if arguments.top_entropy_quantile < 1:
         share = arguments.top_entropy_quantile
         uncertain = select_uncertain_tokens(policy.entropy, weights, share)
         losses = losses * uncertain
-    losses = losses * batch.get("correction", 1.0)
+    losses = losses * factors
     if kl is not None:
         losses = losses + arguments.beta * kl
     sums = jnp.sum(losses * weights, axis=-1)
+    count = jnp.sum(uncertain)
+    if arguments.use_adaptive_entropy:
+        metrics[BONUS_ENTROPY] = Metric.of(jnp.sum(policy.entropy * uncertain), count)
     total_loss = Loss.of(output, *_reduce_loss(arguments, sums, tokens, batch), **metrics)
-    if arguments.entropy_coef:
+    coefficient = arguments.entropy_coef
+    if arguments.use_adaptive_entropy:
+        coefficient = batch[_ENTROPY_WEIGHTS][:, None] if _ENTROPY_WEIGHTS in batch else 0
+    if not isinstance(coefficient, float | int) or coefficient != 0:
         # The mean over the tokens, whatever the loss divides by.
-        bonus = arguments.entropy_coef * jnp.sum(policy.entropy * uncertain)
-        total_loss.sums[ENTROPY] = Metric.of(-bonus, jnp.sum(uncertain))
+        bonus = jnp.sum(coefficient * policy.entropy * uncertain)
+        total_loss.sums[ENTROPY] = Metric.of(-bonus, count)
     return total_loss
 
 
@@ -320,13 +401,15 @@ def _reduce_loss(
     """Return the loss and its weight from the sum of each completion's losses and its tokens."""
     present = jnp.sum(batch["present"])
     match arguments.loss_type:
-        case "grpo" | "gspo":
+        case "grpo" | "gspo" | "sapo":
             return jnp.sum(sums / jnp.maximum(tokens, 1)), present
         case "dr_grpo":
             return jnp.sum(sums) / arguments.max_completion_length, present
+        case "luspo":
+            return jnp.sum(sums), present
         case "bnpo":
             return jnp.sum(sums), jnp.sum(tokens)
-        case "dapo" | "cispo":
+        case "dapo" | "cispo" | "vespo":
             return jnp.sum(sums), jnp.sum(batch["tokens"] * batch["present"])
     raise AssertionError(arguments.loss_type)
 
@@ -407,7 +490,7 @@ def nanstd(values: np.ndarray) -> np.ndarray:
 
 
 #: Arrays of rows with one value per token.
-TOKEN_ARRAYS = ("old_logps", "reference_logps", "correction")
+TOKEN_ARRAYS = ("old_logps", "reference_logps", "correction", _ENGINE_LOGPS)
 GRPO = online_method(
     run=GroupRun[GRPOArguments],
     rows=rows,

@@ -54,7 +54,7 @@ Question = Callable[..., dict[str, jax.Array]]
 
 #: Number of the generations of held-out prompts; the seeds of their samples depend on it.
 HELD_OUT = 2**31
-_ROLLOUT, _LEDGER = "rollout", "ledger"
+_ROLLOUT, _LEDGER, _METHOD = "rollout", "ledger", "method"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -501,6 +501,8 @@ class RolloutFeed(Feed):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the prompts and, within a generation, its rows."""
         state = super().state_dict()
+        if values := self._run.state_dict():
+            state[_METHOD] = values
         if self._ahead is not None:
             state[_LEDGER] = self._ahead.state_dict()
         if self._continues and self._now is not None:
@@ -517,6 +519,7 @@ class RolloutFeed(Feed):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a saved position; see `Feed.load_state_dict`."""
         saved, self._now = state.get(_ROLLOUT), None
+        self._run.load_state_dict(state.get(_METHOD, {}))
         if self._ahead is not None:
             self._ahead.load_state_dict(state.get(_LEDGER, {}))
         if saved is not None:
@@ -532,4 +535,4 @@ class RolloutFeed(Feed):
 
 
 def _select_prompt_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in state.items() if name not in (_ROLLOUT, _LEDGER)}
+    return {name: x for name, x in state.items() if name not in (_ROLLOUT, _LEDGER, _METHOD)}

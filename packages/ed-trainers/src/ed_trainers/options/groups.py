@@ -23,8 +23,14 @@ from ed_trainers.options.online import (
 )
 from ed_trainers.options.optimizers import Steps
 
-GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
+#: The losses of `grpo` without hard clipping of the ratio come last.
+GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "cispo", "sapo", "vespo")
+_UNCLIPPED = ("cispo", "sapo", "vespo")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+_OF_VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+_OF_ADAPTIVE_ENTROPY = (
+    *("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"),
+)
 # The largest ratio of MiniMax, arXiv:2506.13585.
 _CISPO_CAP = 5.0
 
@@ -74,13 +80,32 @@ class GRPOArguments(GroupArguments, OnlineArguments):
     """Aggregation of token losses: `grpo`, the mean over each completion and then over the
     completions; `dr_grpo` (arXiv:2503.20783), a sum over `max_completion_length`; `dapo`
     (2503.14476), the mean over the tokens of a generation; `bnpo`, over the tokens of a step;
-    `gspo` (2507.18071), `grpo` with `importance_sampling_level: sequence`; `cispo` (2506.13585),
-    clipped weights instead of clipped ratios."""
+    `gspo` (2507.18071), `grpo` with `importance_sampling_level: sequence`; `luspo` (2602.05261), a
+    sum over each completion and a mean over the completions, which the paper combines with
+    `importance_sampling_level: sequence`; `cispo` (2506.13585), clipped weights instead of clipped
+    ratios; `sapo` (2511.20347), `grpo` with a sigmoid of the ratio instead of clipping; `vespo`
+    (2602.10693), `dapo` with a smooth weight of the ratio of each completion."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Whether each token or each completion has a ratio."""
     delta: Positive | None = None
     """Upper bound of the unclipped ratio of completions with negative advantages; above 1 +
     `epsilon_high`."""
+    sapo_temperature_pos: Positive = 1.0
+    """Slope of the sigmoid of `sapo` for tokens with positive advantages."""
+    sapo_temperature_neg: Positive = 1.05
+    """Slope of the sigmoid of `sapo` for the other tokens, whose gradients become small earlier."""
+    vespo_k_pos: NotNegative = 2.0
+    """Power of the ratio in the weight of `vespo`, for advantages of at least 0."""
+    vespo_lambda_pos: NotNegative = 3.0
+    """Decay of the weight of `vespo` with the ratio, for advantages of at least 0."""
+    vespo_k_neg: NotNegative = 3.0
+    """Power of the ratio in the weight of `vespo`, for negative advantages."""
+    vespo_lambda_neg: NotNegative = 2.0
+    """Decay of the weight of `vespo` with the ratio, for negative advantages."""
+    off_policy_mask_threshold: Positive | None = None
+    """Completions with a negative advantage count nowhere in the policy loss if their sampled
+    tokens became less probable by more than this number of nats per token (DeepSeek-V3.2,
+    arXiv:2512.02556). None: all completions count."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the rewards of the group, of the batch, or
     not."""
@@ -93,6 +118,19 @@ class GRPOArguments(GroupArguments, OnlineArguments):
     entropy_coef: EntropyWeight = 0.0
     """Weight of the mean entropy of the tokens, which is subtracted from the loss; 0: none. With
     `top_entropy_quantile`, the mean is over the same tokens."""
+    use_adaptive_entropy: StrictFlag = False
+    """Change the weight of the entropy after each step (Skywork-OR1, arXiv:2505.22312): up by
+    `entropy_coef_delta` if the entropy of the step is at most `entropy_target`, otherwise down. A
+    step has the bonus if the entropy of the step before is at most the target. The first weight is
+    `entropy_coef`. An evaluation has no bonus."""
+    entropy_target: NotNegative = 0.2
+    """With `use_adaptive_entropy`: the entropy, in nats per token, below which the bonus counts."""
+    entropy_coef_delta: NotNegative = 0.005
+    """With `use_adaptive_entropy`: the change of the weight after a step."""
+    entropy_coef_min: EntropyWeight = 0.0
+    """With `use_adaptive_entropy`: the smallest weight."""
+    entropy_coef_max: EntropyWeight = 1.0
+    """With `use_adaptive_entropy`: the largest weight."""
     importance_sampling_correction: Annotated[
         str, choice("importance_sampling_correction", CORRECTIONS)
     ] = "token_truncate"
@@ -125,11 +163,31 @@ class GRPOArguments(GroupArguments, OnlineArguments):
     def _is_above_the_clip(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is None:
             return value
-        if info.data.get("loss_type") == "cispo":
-            raise conflict("cispo clips weights, not ratios: omit delta")
+        if (loss := info.data.get("loss_type")) in _UNCLIPPED:
+            raise conflict(f"{loss} does not clip ratios: omit delta")
         upper = 1 + (info.data.get("epsilon_high") or info.data.get("epsilon", 0.2))
         if value <= upper:
             raise conflict(f"delta {value} is not above 1 + epsilon_high, {upper}: raise it")
+        return value
+
+    @field_validator("entropy_coef_max")
+    @classmethod
+    def _is_a_range_of_weights(cls, value: float, info: ValidationInfo) -> float:
+        lowest = info.data.get("entropy_coef_min", 0.0)
+        if value < lowest:
+            raise conflict(
+                f"entropy_coef_max {value:g} is below entropy_coef_min {lowest:g}: raise it"
+            )
+        return value
+
+    @field_validator("importance_sampling_correction")
+    @classmethod
+    def _weighs_tokens(cls, value: str, info: ValidationInfo) -> str:
+        if value.startswith("sequence") and info.data.get("loss_type") == "vespo":
+            raise conflict(
+                "vespo multiplies the corrections of the tokens of a completion: use "
+                "token_truncate, token_mask or none"
+            )
         return value
 
     @field_validator("sampling_mask_replay")
@@ -161,6 +219,11 @@ class GRPOArguments(GroupArguments, OnlineArguments):
         return self.loss_type == "gspo" or self.importance_sampling_level == "sequence"
 
     @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss reads the entropy."""
+        return self.entropy_coef != 0 or self.use_adaptive_entropy
+
+    @property
     def corrects(self) -> bool:
         """Whether the log-probabilities of engine and trainer are compared."""
         return self.importance_sampling_correction != "none"
@@ -177,8 +240,19 @@ class GRPOArguments(GroupArguments, OnlineArguments):
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
         out = super().idle()
-        if self.loss_type == "cispo":
-            out.append(("epsilon", "cispo has no lower bound"))
+        unread = {
+            "epsilon": self.loss_type in _UNCLIPPED,
+            "epsilon_high": self.loss_type in ("sapo", "vespo"),
+            "importance_sampling_level": self.loss_type == "vespo",
+        }
+        if self.loss_type != "sapo":
+            unread |= dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), True)
+        if self.loss_type != "vespo":
+            unread |= dict.fromkeys(_OF_VESPO, True)
+        reason = f"loss_type is {self.loss_type}"
+        out += [(name, reason) for name, idle in unread.items() if idle]
+        if not self.use_adaptive_entropy:
+            out += [(name, "use_adaptive_entropy is false") for name in _OF_ADAPTIVE_ENTROPY]
         if not self.has_reference:
             out.append(("use_bias_correction_kl", "beta is 0: there is no divergence"))
         if not self.corrects:
@@ -307,7 +381,10 @@ class RLOOArguments(GroupArguments, OnlineArguments):
 _OF_POLICY = (
     *("beta", "epsilon", "epsilon_high", "delta", "loss_type", "importance_sampling_level"),
     *("scale_rewards", "use_bias_correction_kl", "importance_sampling_correction"),
-    *("importance_sampling_cap", "top_entropy_quantile", "entropy_coef"),
+    *("importance_sampling_cap", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"),
+    *("sapo_temperature_pos", "sapo_temperature_neg", "off_policy_mask_threshold"),
+    *_OF_VESPO,
+    *_OF_ADAPTIVE_ENTROPY,
 )
 
 

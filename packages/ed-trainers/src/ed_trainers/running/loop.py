@@ -374,6 +374,7 @@ class TrainingLoop:
         self._leaves, report = self._call(placed)
         self.step += 1
         figures = {**feed.figures, **self.job.method.figures}
+        self.job.method.observe(report)
         previous, self._pending = self._pending, (self.step, report, figures, feed.samples)
         if previous is not None:
             self._finish(*previous)
