@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from ed_elarge import exits
 from ed_elarge.actions.provenance import versions
@@ -22,6 +24,7 @@ from ed_elarge.config.normalize import normalize
 from ed_elarge.config.templates import has_data, list_templates, template
 from ed_elarge.errors import InputError
 from ed_esurge.command import main as esurge
+from ed_esurge.command.main import app as esurge_app
 from ed_esurge.command.program import Result, finish, open_output
 from run_files import run, small, with_texts
 from typer.testing import CliRunner
@@ -228,6 +231,71 @@ def test_every_command_has_help_and_the_common_options(words: tuple[str, ...]) -
     assert "--verbose" in out
     has_result = words[0] not in ENDLESS
     assert [flag in out for flag in ("--quiet", "--json")] == [has_result, has_result]
+
+
+#: Flags and arguments with several meanings; each command states its own.
+_SEVERAL_MEANINGS = {
+    *("--config", "--devices", "--dry-run", "--dtype", "--output", "--seed"),
+    *("--served-model-name", "--tokenizer", "FIRST", "MODEL", "SOURCE", "TARGET"),
+}
+
+
+def list_parameters(program: str, command: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield command, name and help of each option and argument of a program."""
+    commands = getattr(command, "commands", None)
+    for name, inner in (commands or {}).items():
+        if not inner.hidden:
+            yield from list_parameters(f"{program} {name}", inner)
+    if commands is None:
+        yield program, "", command.help
+        for one in command.get_params(typer.Context(command)):
+            if not getattr(one, "hidden", False):
+                is_option = one.param_type_name == "option"
+                yield program, one.opts[0] if is_option else str(one.metavar), one.help or ""
+
+
+def test_options_of_both_programs_have_one_sentence_per_name() -> None:
+    sentences: dict[str, set[str]] = {}
+    for program, application in (("elarge", app), ("esurge", esurge_app)):
+        group = typer.main.get_command(application)
+        for command, name, text in list_parameters(program, group):
+            sentence = text.partition("  [")[0].strip()
+            assert re.match("[A-Z`(]", sentence), f"{command} {name}: {sentence!r}"
+            assert sentence.partition("\n\n")[0].rstrip(")").endswith("."), (command, name)
+            sentences.setdefault(name, set()).add(sentence)
+    del sentences[""]
+    different = {name: texts for name, texts in sentences.items() if len(texts) > 1}
+    assert set(different) == _SEVERAL_MEANINGS, different
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["trian", "run.yaml"], "did you mean 'train'?"),
+        (["init", "loar"], "did you mean 'lora'?"),
+        (
+            ["init", "--from", "axolotl.yml"],
+            "axolotl.yml: no such file; did you mean 'axolotl.yaml'?",
+        ),
+        (["launch", "run.yaml", "--on", "slrum"], "did you mean 'slurm'?"),
+        pytest.param(
+            ["join", "host:1", "--as", "engin"],
+            "did you mean 'engine'?",
+            marks=pytest.mark.nightly,  # imports jax
+        ),
+        (["plan", "run.yaml", "--device", "4090"], "(Possible options: --devices)"),
+        (["bench", "atention"], "did you mean 'attention'?"),
+        (["explain", "learningrate"], "near names: learning_rate"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_mistyped_words_have_a_suggestion(here: Path, words: list[str], error: str) -> None:
+    Path("runs/grpo").mkdir(parents=True)
+    Path("axolotl.yaml").touch()
+    Path("run.yaml").write_text("trainer: {trainer_type: sft}\n")
+    code, out, err = elarge(*words)
+    assert (code, out) == (2, "")
+    assert error in " ".join(err.split())
 
 
 def test_json_is_one_object_for_results_and_errors(here: Path) -> None:

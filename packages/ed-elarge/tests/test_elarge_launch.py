@@ -74,7 +74,10 @@ def test_sweep_is_an_array_whose_runs_have_their_own_folders(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--on", "lsf"], "--on 'lsf' must be one of kubernetes, local, ray, slurm, ssh"),
+        (
+            ["--on", "lsf"],
+            r"unknown launcher of --on 'lsf' \(known: kubernetes, local, ray, slurm, ssh\)",
+        ),
         (["--on", "slurm", "--sweep", "trainer.seed="], "must be KEY=VALUE,VALUE"),
         (["--on", "slurm", "--sweep", "trainer.sed=1,2"], "did you mean 'seed'"),
         (["--on", "slurm", "--option", "=3"], "must be NAME=VALUE"),

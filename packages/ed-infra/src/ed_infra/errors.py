@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 
 #: Maximum characters of a message. Messages quote files, which may contain names of any length.
 MAX_MESSAGE = 2**15
@@ -160,3 +161,23 @@ def unknown_name(kind: str, name: object, known_names: Iterable[str]) -> ConfigE
     return ConfigError(
         f"unknown {kind} {name!r}{did_you_mean(str(name), known_names)} (known: {listing})"
     )
+
+
+def describe_missing_path(path: str) -> str:
+    """Return where a path leaves the existing folders, as the end of a sentence.
+
+    The result is `"; there is no 'gpro' in runs; did you mean 'grpo'?"`. It is empty for a path
+    that exists, and for a name such as `ORGANIZATION/MODEL` whose first part is no folder here.
+    """
+    place = Path()
+    parts = Path(path).expanduser().parts
+    for depth, part in enumerate(parts):
+        if (place / part).exists():
+            place /= part
+            continue
+        if depth == 0 and len(parts) < 3:
+            return ""
+        names = [entry.name for entry in place.iterdir()] if place.is_dir() else []
+        folder = "the working directory" if place == Path() else str(place)
+        return f"; there is no {part!r} in {folder}{did_you_mean(part, names)}"
+    return ""

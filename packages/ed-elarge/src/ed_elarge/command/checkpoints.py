@@ -79,7 +79,9 @@ def merge(
 def quantize(
     model: Annotated[str, typer.Argument(help="A directory or a hub id.")],
     target: Annotated[Path, typer.Argument(help="Directory to write.")],
-    method: Annotated[str, typer.Option(help="Format of the weights: nf4, int8, fp8, …")] = "nf4",
+    method: Annotated[
+        str, typer.Option(help="Format of the weights: nf4, int8, int4, fp8 or another one.")
+    ] = "nf4",
     group_size: Annotated[int | None, typer.Option(help="Weights that share a scale.")] = None,
     pattern: Annotated[
         str | None, typer.Option(help="Regular expression of the modules to quantize.")

@@ -19,7 +19,8 @@ def init(
     kind: Annotated[
         str | None,
         typer.Argument(
-            help="lora, qlora, pretrain, a method (sft, dpo, grpo, …) or an action (serve, eval)."
+            help="Kind of the file: lora, qlora, pretrain, a method (sft, dpo, grpo, …) or an "
+            "action (serve, eval)."
         ),
     ] = None,
     output: Annotated[

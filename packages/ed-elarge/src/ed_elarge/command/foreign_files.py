@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from ed_infra.errors import ConfigError, unknown_name
+from ed_infra.errors import ConfigError, did_you_mean, unknown_name
 from ed_trainers.arguments import METHODS
 
 from ed_elarge.config.normalize import normalize
@@ -98,6 +98,9 @@ def read_foreign_file(path: Path) -> dict[str, object]:
     """
     try:
         text = path.read_text("utf-8")
+    except FileNotFoundError:
+        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.*")])
+        raise ConfigError(f"{path}: no such file{near}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not readable: {error}") from None
     if len(text) > 1_000_000:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from ed_esurge.command.program import Result, show_result
+from ed_infra.errors import ConfigError, unknown_name
 
 from ed_elarge.command.runs import File, RunSettings
 
@@ -74,7 +75,6 @@ def launch(
     settings: RunSettings = None,
 ) -> Result:
     """Start FILE on several hosts. They must all see the folder in which this command runs."""
-    from ed_infra.errors import ConfigError
 
     from ed_elarge.config import nodes
     from ed_elarge.config.action_options import ServeOptions
@@ -84,7 +84,7 @@ def launch(
     from ed_elarge.launch.launchers import LAUNCHERS
 
     if on not in LAUNCHERS:
-        raise ConfigError(f"--on {on!r} must be one of {', '.join(LAUNCHERS)}")
+        raise unknown_name("launcher of --on", on, LAUNCHERS)
     fixed = tuple(settings or ())
     run = normalize(
         with_settings(nodes.read_yaml(file), fixed, nodes.parse_yaml), require_actions=True
@@ -144,8 +144,6 @@ def start_elastic(job: LaunchedRun, on: str, dry_run: bool) -> Result:
     """
     import shlex
 
-    from ed_infra.errors import ConfigError
-
     from ed_elarge.launch import elastic
     from ed_elarge.launch.launchers import LAUNCHERS
 
@@ -187,9 +185,16 @@ def member(
 
 def join(
     address: Annotated[str, typer.Argument(help="HOST:PORT of the trainer or server.")],
-    role: Annotated[str, typer.Option("--as", help="engine, environment or replica.")] = "engine",
+    role: Annotated[
+        str, typer.Option("--as", help="What this host becomes: engine, environment or replica.")
+    ] = "engine",
     name: Annotated[
-        str | None, typer.Option("--model-name", help="With --as replica: model of the server.")
+        str | None,
+        typer.Option(
+            "--model-name",
+            metavar="NAME",
+            help="Model of the server; default: the model that lacks the most replicas.",
+        ),
     ] = None,
 ) -> int:
     """Join an asynchronous run as an engine or as a process of environments, or a server.
@@ -202,5 +207,5 @@ def join(
     if role == REPLICA:
         return join_as_replica(address, name)
     if role not in (ENGINE, ENVIRONMENT):
-        raise typer.BadParameter(f"--as {role}: use {ENGINE}, {ENVIRONMENT} or {REPLICA}")
+        raise unknown_name("role of --as", role, (ENGINE, ENVIRONMENT, REPLICA))
     return join_run(address, role)

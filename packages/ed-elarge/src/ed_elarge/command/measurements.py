@@ -22,13 +22,15 @@ def attention(
     mechanisms: Annotated[
         list[str] | None, typer.Option("--mechanism", help="A mechanism. Repeatable.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that are computed at once.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 1024,
-    heads: Annotated[int, typer.Option(min=1)] = 8,
-    kv_heads: Annotated[int, typer.Option(min=1)] = 8,
-    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of the queries.")] = 8,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of the keys and values.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Numbers of a head.")] = 64,
     window: Annotated[int | None, typer.Option(min=1, help="Sliding window, in tokens.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the arrays: float32 or bfloat16.")
+    ] = "float32",
     forward: Annotated[bool, typer.Option("--forward", help="Without gradients.")] = False,
     rounds: Rounds = 5,
 ) -> Result:
@@ -94,7 +96,7 @@ def _measure_seconds(work: Callable[[], Any], rounds: int) -> tuple[float, Any]:
 
 def decode(
     file: File,
-    batch: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that are computed at once.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each completion.")] = 64,
     rounds: Rounds = 3,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ed_infra.enums import TaskType
-from ed_infra.errors import ConfigError
+from ed_infra.errors import ConfigError, describe_missing_path
 
 from ed_elarge.config.run_config import RunConfig
 from ed_elarge.plan import child
@@ -54,9 +54,10 @@ def read_config_values(run: RunConfig) -> dict[str, Any]:
         raise run.missing("model")
     known_config = run.known_model
     if known_config is None:
+        name = str(run.model.name_or_path)
         raise ConfigError(
-            f"model.name_or_path {str(run.model.name_or_path)!r} has no config.json on this "
-            "machine: download the model, or name its directory"
+            f"model.name_or_path {name!r} has no config.json on this machine: download the model, "
+            f"or name its directory{describe_missing_path(name)}"
         )
     values = {**known_config, **(run.base_config.values if run.base_config else {})}
     if values.get("vocab_size") is None and run.model.config is not None:

@@ -61,9 +61,9 @@ class ClientOptions(Options):
     prompt_words: int = 128
     """Words of a prompt."""
     max_tokens: int = 64
-    """Tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     temperature: float = 0.0
-    """Temperature of the answers."""
+    """Sampling temperature; 0: the most probable tokens."""
     seed: int = 0
     """Seed of the prompts."""
 

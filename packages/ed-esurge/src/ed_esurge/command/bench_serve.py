@@ -48,9 +48,9 @@ class ArrivalOptions(Options):
     max_concurrency: int | None = None
     """Limit of concurrent requests."""
     temperature: float = 0.0
-    """Temperature of the answers."""
+    """Sampling temperature; 0: the most probable tokens."""
     seed: int = 0
-    """Seed of the requests and their arrivals."""
+    """Seed of the prompts and their arrivals."""
     num_warmups: int = 1
     """Number of requests before the test."""
     served_model_name: str | None = None

@@ -24,7 +24,7 @@ class ChatOptions(Options):
     system: str | None = None
     """The system prompt."""
     temperature: float = 0.7
-    """Temperature of the samples."""
+    """Sampling temperature; 0: the most probable tokens."""
     top_p: float = 1.0
     """Share of the probability from which tokens are sampled."""
     max_tokens: int = 512

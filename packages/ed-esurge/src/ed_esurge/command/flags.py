@@ -159,7 +159,7 @@ _ConfigFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="YAML file of flags; the command line has precedence",
+        help="A YAML file of flags; the command line has precedence.",
         is_eager=True,
         callback=_use_config,
     ),

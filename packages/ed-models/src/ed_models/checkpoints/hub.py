@@ -21,6 +21,7 @@ from ed_infra.errors import (
     CheckpointError,
     ConfigError,
     RegistryError,
+    describe_missing_path,
     did_you_mean,
     refuse_keywords,
 )
@@ -140,7 +141,10 @@ def resolve(
         name = f"{owner}/{repository}"
     if path.is_file() or path.is_absolute() or name.startswith((".", "~")):
         kind = "a file" if path.is_file() else "not there"
-        raise CheckpointError(f"{name} is {kind}; give the directory that holds config.json")
+        raise CheckpointError(
+            f"{name} is {kind}; give the directory that holds config.json"
+            f"{describe_missing_path(name)}"
+        )
     under = f"{subfolder.strip('/')}/" if subfolder else ""
 
     def fetch(patterns: Sequence[str], never: Sequence[str]) -> Path:
@@ -172,7 +176,7 @@ def resolve(
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise CheckpointError(
             f"{name!r} is neither a directory here nor a repository on the hub that this token may "
-            "read; check the spelling, or pass token="
+            f"read; check the spelling, or pass token={describe_missing_path(name)}"
         ) from error
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{name!r} has no revision {revision!r} on the hub") from error
@@ -180,6 +184,7 @@ def resolve(
         raise CheckpointError(
             f"{name!r} is no directory here and not in the hub's local cache, and the hub cannot "
             "be reached (offline, or local_files_only); download it first, or pass a directory"
+            f"{describe_missing_path(name)}"
         ) from error
     return folder
 

@@ -20,7 +20,13 @@ from pathlib import Path
 from ed_data.checks import check_names
 from ed_data.config import FILE_TYPES, Inform
 from ed_infra.chats import read_chat_template
-from ed_infra.errors import CheckpointError, ConfigError, did_you_mean, unknown_name
+from ed_infra.errors import (
+    CheckpointError,
+    ConfigError,
+    describe_missing_path,
+    did_you_mean,
+    unknown_name,
+)
 from ed_infra.package_files import find_package_file, is_package_address
 from ed_infra.specs import KEPT_CODES
 from ed_trainers.options.online import RewardedArguments, RewardName, SelfPlayArguments
@@ -335,7 +341,8 @@ def _model_directory(path: ValuePath, value: str, needed: tuple[str, ...]) -> It
         if not any((directory / name).exists() for name in needed):
             yield Problem(path, f"the directory contains no {' or '.join(needed)}")
     elif not _HUB_ID.fullmatch(value):
-        yield Problem(path, "no such directory, and a hub id has the form organization/name")
+        missing = describe_missing_path(value)
+        yield Problem(path, f"no such directory, and a hub id is ORGANIZATION/NAME{missing}")
 
 
 def _inform(inform: Inform) -> Iterator[tuple[str, str]]:
