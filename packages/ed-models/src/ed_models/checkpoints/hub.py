@@ -51,7 +51,12 @@ from ed_models.checkpoints.checks import (
     read_cross_encoder,
 )
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
-from ed_models.checkpoints.gguf.directory import as_directory, file_in, parts_pattern
+from ed_models.checkpoints.gguf.directory import (
+    as_directory,
+    file_in,
+    find_weights_file,
+    parts_pattern,
+)
 from ed_models.checkpoints.loading import CheckedFiles, load_module, prepare_module
 from ed_models.checkpoints.pickled_files import PICKLED, open_tensors
 from ed_models.checkpoints.tensor_files import EASYDEL_INDEX
@@ -62,6 +67,8 @@ _SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "README.md")
 _WEIGHTS = ("*.safetensors",)
 #: Settings of the modules of sentence-transformers.
 _MODULES = ("*_Pooling/config.json", "*_Dense/config.json")
+#: The vocabulary of a model of CTranslate2, whose settings are those of its weights.
+_VOCABULARIES = "vocabulary.*"
 _NEVER = ("*/*", "consolidated*", "*.bin", "*.pth")
 
 
@@ -109,8 +116,8 @@ def resolve(
 ) -> Path:
     """Return a local directory with the files of a model, downloading them if need be.
 
-    For a GGUF file, the directory contains its settings and its tokenizer in Hugging Face layout
-    (`ed_models.checkpoints.gguf.directory`).
+    For a GGUF file, and a Whisper of CTranslate2, the directory contains the settings and the
+    tokenizer in Hugging Face layout (`ed_models.checkpoints.gguf.directory`).
 
     Args:
         name_or_path: a directory, a hub repository (`"org/name"`), a GGUF file, or a GGUF file in
@@ -173,6 +180,8 @@ def resolve(
             fetch([f"{Path(PICKLED).stem}*.bin"], ["*/*"])
         if weights and (folder / EASYDEL_INDEX).is_file():
             fetch(["model/*"], [])
+        if any(folder.glob(_VOCABULARIES)):
+            fetch(["model.bin"], ["*/*"])
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise CheckpointError(
             f"{name!r} is neither a directory here nor a repository on the hub that this token may "
@@ -186,18 +195,30 @@ def resolve(
             "be reached (offline, or local_files_only); download it first, or pass a directory"
             f"{describe_missing_path(name)}"
         ) from error
-    return folder
+    return _as_hugging_face(folder)
 
 
 def _find_model_folder(folder: Path) -> Path:
     """Return a folder, the model in the folder of a run, or the newest of EasyDeL's runs in it."""
     if (folder / "config.json").is_file():
-        return folder
+        return _as_hugging_face(folder)
     if (folder / RUN_FOLDERS[0] / "config.json").is_file():
         return folder / RUN_FOLDERS[0]
     from ed_models.checkpoints.easydel_folder import find_newest_run
 
     return find_newest_run(folder)
+
+
+def _as_hugging_face(folder: Path) -> Path:
+    """Return a folder; of a folder of CTranslate2, a directory with its settings."""
+    if not any(folder.glob(_VOCABULARIES)):
+        return folder
+    from ed_models.checkpoints.ctranslate2_folder import (
+        is_ctranslate2_folder,
+        write_ctranslate2_settings,
+    )
+
+    return write_ctranslate2_settings(folder) if is_ctranslate2_folder(folder) else folder
 
 
 def _within(folder: Path, subfolder: str | None) -> Path:
@@ -333,8 +354,12 @@ def from_pretrained(
     config = read_config(directory, model_task, **changes)
     config = _for_task(config, module_class, task, directory)
     # Adapters and model cards state their base.
-    is_local = Path(name_or_path).expanduser().exists()
-    config.name_or_path = str(directory.resolve() if is_local else name_or_path)
+    local = Path(name_or_path).expanduser()
+    if local.exists():
+        folder = directory if find_weights_file(directory) is None else local
+        config.name_or_path = str(folder.resolve())
+    else:
+        config.name_or_path = str(name_or_path)
     check_tokenizer(directory, getattr(config, "vocab_size", None))
     cls = _class_for(module_class, task, config, directory)
     if truncate_dim is not None and not hasattr(cls, "truncate_embeddings"):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ed_infra.errors import CheckpointError
 
-from ed_models.checkpoints.gguf.directory import find_gguf_file
+from ed_models.checkpoints.gguf.directory import ENDING, find_weights_file
 from ed_models.checkpoints.gguf.files import GgufFiles
 from ed_models.checkpoints.tensor_files import (
     DTYPES,
@@ -69,7 +69,7 @@ def open_tensors(
     directory: Path, *, variant: str | None = None, allow_pickle: bool = False
 ) -> TensorFiles:
     """Open the weights of a directory: safetensors, torch's pickles where these are allowed, the
-    GGUF file that the directory was made for, or the arrays that EasyDeL saved.
+    file that the directory was made for (GGUF, CTranslate2), or the arrays that EasyDeL saved.
 
     Args:
         directory: a local directory.
@@ -80,9 +80,13 @@ def open_tensors(
         CheckpointError: there are no weights, a file is damaged or missing, or a pickle refers to
             anything else than tensors.
     """
-    gguf = find_gguf_file(directory)
-    if gguf is not None:
-        return GgufFiles.open(gguf, variant)
+    file = find_weights_file(directory)
+    if file is not None and file.suffix == ENDING:
+        return GgufFiles.open(file, variant)
+    if file is not None:
+        from ed_models.checkpoints.ctranslate2_files import CTranslate2Files
+
+        return CTranslate2Files.open(file, variant)
     if (directory / EASYDEL_INDEX).is_file() and not any(directory.glob("*.safetensors")):
         from ed_models.checkpoints.easydel_folder import EasyDeLFiles
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ed_infra.chats import read_chat_template
 from ed_infra.errors import CheckpointError, ConfigError
-from ed_infra.package_files import find_package_file, is_package_address
+from ed_infra.package_files import is_package_address
 
 from ed_models.checkpoints.embedding_settings import TRANSFORMER_NAME, EmbeddingSettings
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
@@ -254,8 +254,8 @@ def load_feature_extractor(
 
 def _load(kind: Any, label: str, name: str, revision: str | None, trust_remote_code: bool) -> Any:
     options: dict[str, Any] = {"revision": revision} if revision else {}
-    if is_package_address(name):
-        name = str(find_package_file(name))
+    if is_package_address(name) or Path(name).is_dir():
+        name = str(resolve(name, weights=False, revision=revision))
     try:
         return kind.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     except (OSError, ValueError, RecursionError) as error:

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from ed_infra.errors import CheckpointError
@@ -26,7 +27,13 @@ _weights: dict[Path, Path] = {}
 
 
 def find_gguf_file(directory: Path) -> Path | None:
-    """Return the GGUF file with the weights of a directory; None if it is an ordinary one."""
+    """Return the GGUF file with the weights of a directory; None if it is another one."""
+    file = find_weights_file(directory)
+    return file if file is not None and file.suffix == ENDING else None
+
+
+def find_weights_file(directory: Path) -> Path | None:
+    """Return the file that `write_settings_folder` wrote a directory for; None for others."""
     return _weights.get(directory)
 
 
@@ -38,19 +45,36 @@ def as_directory(file: Path) -> Path:
     Raises:
         CheckpointError: the file is damaged, or its architecture is not supported.
     """
+
+    def write_files(directory: Path) -> None:
+        header = read_parts(file)
+        settings = build_settings(header)
+        write_settings_json(directory / "config.json", settings)
+        ends = {name: settings[name] for name in TOKEN_ID_KEYS if name in settings}
+        write_settings_json(directory / "generation_config.json", ends)
+        write_tokenizer(directory, header.metadata)
+
+    return write_settings_folder(file, write_files)
+
+
+def write_settings_folder(file: Path, write_files: Callable[[Path], None]) -> Path:
+    """Return a temporary directory in Hugging Face layout for a file with weights.
+
+    Args:
+        file: the file; `find_weights_file` returns it for the directory.
+        write_files: writes the settings and the tokenizer into the directory.
+
+    Raises:
+        CheckpointError: the settings in the file are damaged.
+    """
     file = file.absolute()
     status = file.stat()
     key = file, status.st_mtime_ns, status.st_size
     if key not in _directories:
-        header = read_parts(file)
         directory = Path(tempfile.mkdtemp(prefix=f"{file.stem[:64]}-"))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
         try:
-            settings = build_settings(header)
-            _write(directory / "config.json", settings)
-            ends = {name: settings[name] for name in TOKEN_ID_KEYS if name in settings}
-            _write(directory / "generation_config.json", ends)
-            write_tokenizer(directory, header.metadata)
+            write_files(directory)
         except (ArithmeticError, TypeError, ValueError, LookupError, AttributeError) as error:
             shutil.rmtree(directory, ignore_errors=True)
             if isinstance(error, CheckpointError):
@@ -96,5 +120,6 @@ def parts_pattern(name: str) -> str:
     return re.sub(r"-\d{5}-of-", "-?????-of-", name)
 
 
-def _write(path: Path, content: object) -> None:
+def write_settings_json(path: Path, content: object) -> None:
+    """Write a file of settings; numbers may be infinite."""
     path.write_text(json.dumps(content, indent=2, allow_nan=True), encoding="utf-8")
