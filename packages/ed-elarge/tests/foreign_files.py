@@ -336,7 +336,8 @@ save_strategy: "no"
 model_name_or_path: org/model
 dataset_name: org/pairs
 precompute_ref_log_probs: true
-loss_type: [ipo]
+loss_type: [sigmoid, sft]
+loss_weights: [0.8, 1.0]
 beta: 0.05
 max_length: 2048
 per_device_train_batch_size: 4
@@ -349,7 +350,8 @@ f_divergence_type: reverse_kl
 """,
         {
             "trainer.trainer_type": "dpo",
-            "trainer.loss_type": "ipo",
+            "trainer.loss_type": ["sigmoid", "sft"],
+            "trainer.loss_weights": [0.8, 1.0],
             "trainer.beta": 0.05,
             "mixture.eval_informs": [{"type": "org/pairs", "split": "test"}],
             "trainer.eval_strategy": "epoch",

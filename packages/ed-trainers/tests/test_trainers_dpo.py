@@ -11,7 +11,7 @@ from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import DPOArguments, trainer_class
 from ed_trainers.arguments import idle_options
 from ed_trainers.figures.metrics import read_metrics
-from ed_trainers.losses.pairs import pair_batch
+from ed_trainers.losses.pairs import discount_tails, pair_batch
 from ed_trainers.methods.reference_cache import REFERENCE_FILE
 from flax import nnx
 from method_runs import Pairs, apart, near, near_reports, one_step
@@ -188,17 +188,67 @@ def test_the_held_out_margin_rises(toy, tmp_path):
     assert output.metrics["eval_rewards/margins"] > start["eval_rewards/margins"] + 0.5
 
 
+def test_tokens_beyond_the_shorter_answer_are_discounted():
+    pairs = pair_batch(Pairs(rows=2).batch_at(0))
+    shares = discount_tails(pairs, 0.25)["token_shares"]
+    segments, counted = pairs["segment_ids"], pairs["weights"] > 0
+    for row in range(2):
+        for segment in range(1, segments.max() + 1):
+            of_pair = [
+                shares[row, side][(segments[row, side] == segment) & counted[row, side]]
+                for side in (0, 1)
+            ]
+            shared = min(map(len, of_pair))
+            for own in of_pair:
+                assert own.tolist() == [1.0] * shared + [0.25] * (len(own) - shared)
+    assert (shares == 0.25).any(), "or no answer is longer than the other"
+    assert (shares[~counted] == 1).all()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loss_type": "aot"},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.5, 2.0]},
+        {"ld_alpha": 0.3, "use_weighting": True},
+    ],
+    ids=str,
+)
+def test_packed_pairs_and_meshes_equal_separate_rows_for_every_term(step, batch, given):
+    moved, report = step(batch, **given)
+    for other, dims in ((apart(batch), (1, 1, 1, 1, 1)), (batch, (2, 2, 1, 2, 1))):
+        alone, alone_report = step(other, 1, dims, **given)
+        near(alone, moved)
+        near_reports(alone_report, report)
+    if given["loss_type" if "loss_type" in given else "ld_alpha"] != "aot":
+        small, small_report = step(batch, 4, **given)
+        near(small, moved)
+        near_reports(small_report, report)
+
+
 def test_invalid_dpo_options_raise_error(toy):
     for given, words in [
         ({"loss_type": "sigmod"}, "did you mean 'sigmoid'"),
-        ({"loss_type": "hinge", "label_smoothing": 0.1}, "no effect with loss_type 'hinge'"),
+        ({"loss_type": "hinge", "label_smoothing": 0.1}, "no effect with loss_type hinge"),
         ({"loss_type": "exo", "label_smoothing": 0}, "above 0"),
         ({"label_smoothing": 0.5}, "less than 0.5"),
         ({"precompute_ref_log_probs": True, "reference_free": True}, "keep one"),
         ({"beta": 0}, "greater than 0"),
+        ({"loss_type": ["sigmoid", "sigmod"]}, "did you mean 'sigmoid'"),
+        ({"loss_type": ["sft", "sft"]}, "each loss once"),
+        ({"loss_type": []}, "at least 1"),
+        ({"loss_type": ["sft", "ipo"], "loss_weights": [1.0]}, "1 loss_weights for 2 losses"),
+        ({"loss_type": "aot", "gradient_accumulation_steps": 2}, "in the whole step"),
+        ({"loss_type": "aot", "use_weighting": True}, "no loss of each pair"),
+        ({"loss_type": "nca", "f_divergence_type": "forward_kl"}, "use reverse_kl"),
+        ({"ld_alpha": 0.5, "precompute_ref_log_probs": True}, "set one of the two"),
     ]:
         with pytest.raises(ValidationError, match=words):
             DPOArguments(**given)
+    several = DPOArguments(loss_type=["exo", "sft"], loss_weights=[0.5, 2])
+    assert several.losses == {"exo_pair": 0.5, "sft": 2.0}
+    assert several.get_smoothing("exo_pair") == 1e-3 and several.get_smoothing("sft") == 0
     assert idle_options(DPOArguments(discopop_tau=0.1)) == [
         ("discopop_tau", "loss_type is sigmoid")
     ]

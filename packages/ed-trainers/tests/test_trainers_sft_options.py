@@ -10,6 +10,7 @@ from ed_infra.errors import ConfigError
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
 from ed_trainers import Models, SFTArguments, SFTTrainer
 from ed_trainers.losses.neftune import noisy_embeddings, segment_lengths
+from pydantic import ValidationError
 
 KEY = jax.random.key(3)
 
@@ -45,6 +46,21 @@ def full(model, batch):
     )
     hidden = output.last_hidden_state
     return np.asarray(model.head()(hidden), np.float64), prepared["targets"], prepared["weights"]
+
+
+@pytest.mark.nightly
+@pytest.mark.proves("loss_type")
+def test_dynamic_fine_tuning_weights_each_token_with_its_probability(toy):
+    model, batch = toy.model(), toy.loader(rows=4).batch_at(0)
+    logits, targets, weights = full(model, batch)
+    logps = jax.nn.log_softmax(jnp.asarray(logits), axis=-1)
+    chosen = np.take_along_axis(np.asarray(logps), np.asarray(targets)[..., None], -1)[..., 0]
+    expected = -(np.exp(chosen) * chosen * weights).sum() / weights.sum()
+    assert loss_of(model, batch, KEY, loss_type="dft") == pytest.approx(expected, rel=1e-5)
+    evaluated = loss_of(model, batch, None, loss_type="dft")
+    assert evaluated == loss_of(model, batch, None), "an evaluation has the cross-entropy"
+    with pytest.raises(ValidationError, match="omit label_smoothing_factor"):
+        SFTArguments(loss_type="dft", label_smoothing_factor=0.1)
 
 
 @pytest.mark.nightly

@@ -149,8 +149,14 @@ def our_model(path: Path, task: str = "causal-language-model") -> Any:
     )
 
 
-def our_outcome(trainer: Any, batch: Any) -> Outcome:
-    """Return loss, metrics and gradients of a trainer's method for one batch."""
+def our_outcome(trainer: Any, batch: Any, *, trains: bool = False) -> Outcome:
+    """Return loss, metrics and gradients of a trainer's method for one batch.
+
+    Args:
+        trainer: The trainer.
+        batch: The batch of a loader.
+        trains: Whether the loss has the key of a training step; otherwise it is an evaluation.
+    """
     from ed_trainers import Models
     from ed_trainers.contract import build_log_metrics
     from ed_trainers.roles import value_head
@@ -165,7 +171,8 @@ def our_outcome(trainer: Any, batch: Any) -> Outcome:
     def gradient(params: Any, leaves: Any, prepared: Any) -> Any:
         def objective(params: Any) -> Any:
             models = Models(nnx.merge(graphdef, params, other), frozen.merge(leaves))
-            loss = trainer.loss(models, prepared, None).validate_terms()
+            key = jax.random.key(0) if trains else None
+            loss = trainer.loss(models, prepared, key).validate_terms()
             return sum(metric.value for metric in loss.sums.values()), loss
 
         return jax.value_and_grad(objective, has_aux=True)(params)

@@ -9,7 +9,7 @@ from typing import Any
 from tests.parity.method_cases import harness
 
 
-def dpo(loss_type: str, **options: Any) -> dict[str, float]:
+def dpo(loss_type: str | tuple[str, ...], **options: Any) -> dict[str, float]:
     """Compare `dpo` with `trl.DPOTrainer`."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -28,7 +28,7 @@ def dpo(loss_type: str, **options: Any) -> dict[str, float]:
         arguments = harness.config_of(
             DPOConfig,
             directory,
-            loss_type=[loss_type],
+            loss_type=[loss_type] if isinstance(loss_type, str) else list(loss_type),
             **{**options, "label_smoothing": smoothing},
         )
         model = harness.hf_model(path)
@@ -117,12 +117,39 @@ DPO: list[tuple[str, dict[str, Any]]] = [
     ("discopop", {}),
     ("apo_zero", {}),
     ("apo_down", {}),
+    ("aot", {"label_smoothing": 0.1}),
+    ("aot_unpaired", {}),
+    ("sft", {}),
 ]
+#: Name of a case -> the loss or the losses, and the options.
+DPO_OPTIONS: dict[str, tuple[str | tuple[str, ...], dict[str, Any]]] = {
+    "dpo forward divergence": ("sigmoid", {"f_divergence_type": "forward_kl"}),
+    "dpo Jensen-Shannon divergence": ("ipo", {"f_divergence_type": "js_divergence"}),
+    "dpo alpha divergence": (
+        "sigmoid_norm",
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+    ),
+    "dpo long answers discounted": ("sigmoid", {"ld_alpha": 0.3}),
+    "dpo long answers cut": ("ipo", {"ld_alpha": 0.0}),
+    "dpo weighted pairs": ("sigmoid", {"use_weighting": True, "beta": 0.5}),
+    "dpo several losses": (
+        ("sigmoid", "bco_pair", "sft"),
+        {"loss_weights": [0.8, 0.2, 1.0]},
+    ),
+    "dpo several weighted losses": (
+        ("sigmoid_norm", "apo_zero"),
+        {"use_weighting": True, "loss_weights": [0.5, 2.0], "ld_alpha": 0.5},
+    ),
+}
 _CPO = "`trl.experimental.cpo.CPOTrainer`"
 CASES = {
     **{
         f"dpo {loss}": harness.Case("`trl.DPOTrainer`", partial(dpo, loss, **options))
         for loss, options in DPO
+    },
+    **{
+        name: harness.Case("`trl.DPOTrainer`", partial(dpo, loss, **options))
+        for name, (loss, options) in DPO_OPTIONS.items()
     },
     "orpo": harness.Case("`trl.experimental.orpo.ORPOTrainer`", partial(orpo, 0.3)),
     "cpo sigmoid": harness.Case(_CPO, partial(cpo, loss_type="sigmoid", label_smoothing=0.1)),

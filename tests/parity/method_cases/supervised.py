@@ -40,6 +40,31 @@ def sft() -> dict[str, float]:
     return against_cross_entropy(documents, trainer, harness.packed(documents, 2))
 
 
+def dft() -> dict[str, float]:
+    """Compare `sft` with dynamic fine-tuning of `trl.SFTTrainer`."""
+    import tempfile
+
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    documents = [chosen for chosen, _ in harness.pairs()]
+    trainer = harness.trainer_of("sft", harness.our_model(harness.folder(0)), loss_type="dft")
+    tensors = harness.answer_tensors(documents)
+    labels = tensors["input_ids"].masked_fill(tensors.pop("completion_mask") == 0, -100)
+    with tempfile.TemporaryDirectory() as directory:
+        model = harness.hf_model(harness.folder(0))
+        reference = SFTTrainer(
+            model=model,
+            args=harness.config_of(SFTConfig, directory, loss_type="dft"),
+            train_dataset=Dataset.from_list([{"text": "t3"}]),
+            processing_class=harness.tokenizer(),
+        )
+        loss = reference.compute_loss(model.train(), {**tensors, "labels": labels})
+        theirs = harness.their_outcome(model, loss, {})
+    ours = harness.our_outcome(trainer, harness.packed(documents, 2), trains=True)
+    return harness.errors(ours, theirs)
+
+
 def seq_kd() -> dict[str, float]:
     """Compare `seq_kd` with the cross-entropy on answers that transformers' `generate` returns."""
     import torch
@@ -177,6 +202,7 @@ _GKD = "`trl.experimental.gkd.GKDTrainer`'s divergence, torch in float64"
 _FORWARD = {"alpha": 0.9, "beta": 0.0, "temperature": 2.0, "hidden": 0.0}
 CASES = {
     "sft": harness.Case("`torch`'s cross-entropy in float64", sft),
+    "sft dft": harness.Case("`trl.SFTTrainer`", dft),
     "seq_kd": harness.Case(
         "greedy answers of `transformers`, `torch`'s cross-entropy in float64", seq_kd
     ),

@@ -182,7 +182,6 @@ def _trainer() -> Iterator[OtherKey]:
             "base_config: {values: {output_router_logits: true}}": "aux_loss_enabled",
             "omit it: training keeps all weights": "sparsify_module",
             "omit it: reference_free reads no reference": "force_use_ref_model",
-            "omit it: dpo has no weights of rows": "use_weighting",
             "omit it: attention weights have the sum 1": "attention_normalize",
             "trainer_type: seq_kd, in which the teacher answers": "generate_with_teacher",
             "omit it: prompts of messages always get the chat template": "skip_apply_chat_template",

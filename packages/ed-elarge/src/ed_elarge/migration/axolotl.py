@@ -324,7 +324,7 @@ AXOLOTL_RULES: dict[str, KeyRule] = {
     "freeze_mm_modules": lose("trainer.frozen_parameters: vision|projector"),
     "float32": omit("loader.dtype is float32 by default"),
     "dpo_loss_type": read_later("trainer.loss_type"),
-    "dpo_loss_weights": lose("trainer.loss_type: one loss"),
+    "dpo_loss_weights": copy_to("trainer.loss_weights"),
     "trackio_project_name": omit("trainer.project, with report_to: trackio"),
     "trackio_run_name": omit("trainer.run_name, with report_to: trackio"),
     "gptq": omit("the format of a quantized checkpoint is read from its config.json"),
@@ -391,10 +391,8 @@ def finish_axolotl(conversion: Conversion) -> None:
             )
     losses = source.get("dpo_loss_type")
     losses = losses if isinstance(losses, list) else [losses]
-    if losses[1:]:
-        conversion.changes["dpo_loss_type"] = "a run has one loss, trainer.loss_type"
-    elif losses[0] and conversion.method == "dpo":
-        conversion.put("trainer.loss_type", losses[0], "dpo_loss_type")
+    if losses[0] and conversion.method == "dpo":
+        conversion.put("trainer.loss_type", losses if losses[1:] else losses[0], "dpo_loss_type")
     tokens = source.get("special_tokens")
     if isinstance(tokens, Mapping) and any(key != "pad_token" for key in tokens):
         conversion.changes["special_tokens"] = _TOKENS

@@ -118,7 +118,7 @@ LLAMA_FACTORY_RULES: dict[str, KeyRule] = {
     "dpo_label_smoothing": copy_to("trainer.label_smoothing"),
     "kto_chosen_weight": copy_to("trainer.desirable_weight"),
     "kto_rejected_weight": copy_to("trainer.undesirable_weight"),
-    "ld_alpha": lose("no counterpart"),
+    "ld_alpha": copy_to("trainer.ld_alpha"),
     "ref_model": copy_to("reference_model.name_or_path"),
     "reward_model": copy_to("reward_model.name_or_path"),
     "reward_model_type": read_later("reward_model: the folder of a whole model"),

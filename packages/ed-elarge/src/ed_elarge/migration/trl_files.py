@@ -75,13 +75,21 @@ def find_trl_method(source: Mapping[str, object]) -> str | None:
 
 def _put_loss(conversion: Conversion, key: str, value: object) -> None:
     losses = split_names(value)
-    if len(losses) > 1:
-        conversion.changes[key] = f"{', '.join(losses)}: a run has one loss, trainer.loss_type"
-    elif conversion.method in ("sft", "reward", "kto"):
-        if losses[0] not in ("nll", "chunked_nll", "kto", "sigmoid"):
-            conversion.changes[key] = f"{losses[0]}: {conversion.method} has one loss"
-    else:
+    if conversion.method == "dpo" and len(losses) > 1:
+        conversion.put("trainer.loss_type", losses, key)
+    elif len(losses) > 1:
+        conversion.changes[key] = f"{', '.join(losses)}: a run of this method has one loss"
+    elif conversion.method == "reward" and losses[0] != "sigmoid":
+        conversion.changes[key] = f"{losses[0]}: {conversion.method} has one loss"
+    elif losses[0] not in ("nll", "chunked_nll", "kto", "sigmoid"):
         conversion.put("trainer.loss_type", losses[0], key)
+
+
+def _put_loss_weights(conversion: Conversion, key: str, value: object) -> None:
+    if conversion.method == "dpo":
+        conversion.put("trainer.loss_weights", value, key)
+    else:
+        conversion.changes[key] = "a run of this method has one loss"
 
 
 def _put_peft(conversion: Conversion, key: str, value: object) -> None:
@@ -175,16 +183,16 @@ TRL_RULES: dict[str, KeyRule] = {
     "activation_offloading": omit("no effect on the result"),
     "router_aux_loss_coef": copy_to("base_config.values.router_aux_loss_coef"),
     "loss_type": KeyRule("trainer.loss_type", _put_loss),
-    "loss_weights": lose("trainer.loss_type: one loss"),
+    "loss_weights": KeyRule("trainer.loss_weights", _put_loss_weights),
     "beta": copy_to("trainer.beta"),
     "label_smoothing": copy_to("trainer.label_smoothing"),
     "discopop_tau": copy_to("trainer.discopop_tau"),
     "precompute_ref_log_probs": copy_to("trainer.precompute_ref_log_probs"),
     "precompute_ref_batch_size": omit("trainer.eval_batch_size"),
-    "f_divergence_type": lose("the divergence is reverse_kl", "reverse_kl"),
-    "f_alpha_divergence_coef": omit("only for f_divergence_type: alpha_divergence"),
-    "ld_alpha": lose("no counterpart"),
-    "use_weighting": lose("no counterpart"),
+    "f_divergence_type": copy_to("trainer.f_divergence_type"),
+    "f_alpha_divergence_coef": copy_to("trainer.f_alpha_divergence_coef"),
+    "ld_alpha": copy_to("trainer.ld_alpha"),
+    "use_weighting": copy_to("trainer.use_weighting"),
     "sync_ref_model": copy_to("trainer.sync_ref_model"),
     "ref_model_mixup_alpha": copy_to("trainer.ref_model_mixup_alpha"),
     "ref_model_sync_steps": copy_to("trainer.ref_model_sync_steps"),

@@ -28,11 +28,13 @@ from ed_trainers.contract import Batch, MethodRun, Models, Prepared
 from ed_trainers.losses.next_token import further_arrays, next_token_batch, sequence_arrays
 from ed_trainers.losses.scoring import learner_logps
 from ed_trainers.losses.segments import Answers
-from ed_trainers.placement import TOKENS
+from ed_trainers.placement import TOKENS, with_arrays
 
 SIDES = ("chosen", "rejected")
 #: Figures in the terminal and the summary.
 PAIR_COLUMNS = ("loss", "rewards/accuracies", "rewards/margins")
+#: Name of the factors of log-probabilities of tokens, see `discount_tails`.
+TOKEN_SHARES = "token_shares"
 #: Arrays of the encoder, which reads the prompts.
 _PROMPTS = ("input_ids", "segment_ids", "position_ids", "attention_mask")
 
@@ -134,6 +136,29 @@ def _build_decoder_side(side: dict[str, np.ndarray], batch: HostBatch) -> dict[s
     return {**prompts, **answer}
 
 
+def discount_tails(pairs: Prepared, share: float) -> Prepared:
+    """Add the factors of log-probabilities of tokens, [b, 2, s]: 1, or a share for tokens beyond
+    the length of the shorter answer of their pair.
+
+    Args:
+        pairs: a batch of `pair_batch`.
+        share: 0 to 1.
+    """
+    segments = pairs["decoder_segment_ids" if "decoder_segment_ids" in pairs else "segment_ids"]
+    counted = (pairs["weights"] > 0).astype(np.int32)
+    totals = np.cumsum(counted, axis=-1)
+    begins = np.diff(segments, axis=-1, prepend=0) != 0
+    earlier = np.maximum.accumulate(np.where(begins, totals - counted, 0), axis=-1)
+    lengths = np.zeros((*segments.shape[:2], segments.shape[-1] + 1), np.int32)
+    rows, sides, places = np.nonzero(counted)
+    np.add.at(lengths, (rows, sides, segments[rows, sides, places]), 1)
+    shared_lengths = np.broadcast_to(lengths.min(axis=1, keepdims=True), lengths.shape)
+    places_in_answers = np.where(counted, totals - earlier, 0)
+    beyond = places_in_answers > np.take_along_axis(shared_lengths, segments, axis=-1)
+    shares = np.where(beyond, np.float32(share), np.float32(1))
+    return with_arrays(pairs, pairs.get_logical_axes("weights"), **{TOKEN_SHARES: shares})
+
+
 def get_slots(rows: Mapping[str, jax.Array]) -> jax.Array:
     """Return the segment of each target of rows: those of the decoder, if there is one."""
     return rows["decoder_segment_ids" if "decoder_segment_ids" in rows else "segment_ids"]
@@ -165,7 +190,8 @@ def score_pairs(run: MethodRun, models: Models, batch: Batch, key: jax.Array | N
     """Return the log-probabilities of both answers of each pair under the learner."""
     rows = as_rows(batch)
     output, token_logps = learner_logps(run, models, rows, key)
-    chosen, rejected = by_side(Answers.of(token_logps, rows["weights"], get_slots(rows)))
+    counted_logps = token_logps * rows.get(TOKEN_SHARES, 1.0)
+    chosen, rejected = by_side(Answers.of(counted_logps, rows["weights"], get_slots(rows)))
     present = chosen.present * rejected.present
     return ScoredPairs(rows, output, token_logps, chosen, rejected, present)
 

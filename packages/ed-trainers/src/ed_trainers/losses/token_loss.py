@@ -58,6 +58,37 @@ def token_logprobs(
     return run(hidden, Head.of(head), targets)
 
 
+def token_square_logprobs(
+    hidden: Float[Array, "b s d"],
+    head: Head | Weight,
+    *,
+    sharding: NamedSharding,
+    chunk: int | None = None,
+) -> Float[Array, "b s"]:
+    """Log-probability that two samples at a position are the same token, in nats.
+
+    Args:
+        hidden: after the last norm.
+        head: `model.head()`, or a matrix [d, v].
+        sharding: of the positions; its mesh axes are those that tokens are split over.
+        chunk: tokens whose logits exist at the same time on a device; None = the default of the
+            loss.
+    """
+
+    def local(hidden: jax.Array, head: Head) -> jax.Array:
+        def compute_chunk(carry: None, part: jax.Array) -> tuple[None, jax.Array]:
+            logps = jax.nn.log_softmax(head(part), axis=-1)
+            return carry, jax.nn.logsumexp(2 * logps, axis=-1)
+
+        parts = losses.split_chunks(_flat(hidden), chunk or losses.DEFAULT_CHUNK)
+        _, squares = jax.lax.scan(compute_chunk, None, parts)
+        return squares.reshape(-1)[: hidden[..., 0].size].reshape(hidden.shape[:-1])
+
+    spec = sharding.spec
+    run = by_device(local, sharding, (spec, PartitionSpec()), spec)
+    return run(hidden, Head.of(head))
+
+
 def token_cross_entropy(
     hidden: Float[Array, "b s d"],
     head: Head | Weight,

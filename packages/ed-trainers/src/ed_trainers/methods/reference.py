@@ -21,7 +21,7 @@ from flax import nnx
 
 from ed_trainers.batches import BatchLoader, Dataset
 from ed_trainers.contract import A, Batch, MethodRun, Models, Prepared, RunData
-from ed_trainers.losses.pairs import get_slots
+from ed_trainers.losses.pairs import TOKEN_SHARES, get_slots
 from ed_trainers.losses.scoring import target_logps
 from ed_trainers.losses.segments import Answers
 from ed_trainers.methods.reference_cache import INPUTS, REFERENCE_FILE, ReferenceLogps
@@ -159,7 +159,8 @@ class Reference:
             placement=self._run.placement,
             chunk=arguments.lmhead_chunksize,
         )
-        answers = Answers.of(logps, rows["weights"], get_slots(rows))
+        counted_logps = logps * rows.get(TOKEN_SHARES, 1.0)
+        answers = Answers.of(counted_logps, rows["weights"], get_slots(rows))
         return jax.lax.stop_gradient(answers.logps)
 
 

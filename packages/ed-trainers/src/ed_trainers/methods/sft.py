@@ -19,7 +19,7 @@ from ed_trainers.arguments import METHODS, SFTArguments
 from ed_trainers.batches import HostBatch
 from ed_trainers.contract import Batch, Loss, Method, MethodRun, Models, Prepared
 from ed_trainers.losses.next_token import next_token_batch, reads_sound, speech_batch
-from ed_trainers.losses.scoring import forward
+from ed_trainers.losses.scoring import forward, target_logps
 from ed_trainers.losses.token_loss import token_cross_entropy
 from ed_trainers.methods.transcripts import Transcripts
 from ed_trainers.options.distillation import SeqKDArguments
@@ -51,7 +51,15 @@ def loss(
     key: jax.Array | None,
 ) -> Loss:
     """Return the cross-entropy of the targets; see `cross_entropy`."""
-    return cross_entropy(run, models, batch, key, noise=run.arguments.neftune_noise_alpha)
+    arguments = run.arguments
+    noise = arguments.neftune_noise_alpha
+    if key is None or not isinstance(arguments, SFTArguments) or arguments.loss_type != "dft":
+        return cross_entropy(run, models, batch, key, noise=noise)
+    options = {"placement": run.placement, "chunk": arguments.lmhead_chunksize, "noise": noise}
+    output, logps = target_logps(models.learner, batch, key, **options)
+    weights = batch["weights"]
+    losses = -jax.lax.stop_gradient(jnp.exp(logps)) * logps
+    return Loss.of(output, jnp.sum(weights * losses), jnp.sum(weights))
 
 
 def cross_entropy(

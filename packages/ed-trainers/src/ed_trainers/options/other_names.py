@@ -174,11 +174,6 @@ TRL: dict[str, str] = {
     "load_in_4bit": "quantization: {model: {quantization_method: nf4}}",
     "load_in_8bit": "quantization: {model: {quantization_method: 8bit}}",
     "precompute_ref_batch_size": "eval_batch_size",
-    "f_divergence_type": "omit it: the divergence is the reverse Kullback-Leibler divergence",
-    "f_alpha_divergence_coef": "omit it: the divergence is the reverse Kullback-Leibler divergence",
-    "ld_alpha": _NONE,
-    "loss_weights": "loss_type: one loss",
-    "use_weighting": _NONE,
     "router_aux_loss_coef": "base_config: {values: {output_router_logits: true, "
     "router_aux_loss_coef: 0.001}}",
     "cache_implementation": _ENGINE,

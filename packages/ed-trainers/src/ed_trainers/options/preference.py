@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from ed_infra.options import Count, NotNegative, Positive, choice
-from pydantic import Field, ValidationInfo, field_validator
+from ed_infra.options import Count, Fraction, NotNegative, Positive, choice
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from ed_trainers.options.base import (
     Mixup,
@@ -35,10 +35,31 @@ DPO_LOSSES = (
     "discopop",
     "apo_zero",
     "apo_down",
+    "aot",
+    "aot_unpaired",
+    "sft",
 )
 DPO_ALIASES = {"exo": "exo_pair", "nca": "nca_pair", "sppo": "sppo_hard", "kto_pair": "bco_pair"}
 #: The losses of `dpo` with `label_smoothing`.
-SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
+#: The losses of `dpo` that compare the log-ratios of all pairs of a step, in their order.
+TRANSPORTED = ("aot", "aot_unpaired")
+#: The losses of `dpo` of the difference of two scores, which a divergence may define.
+_OF_DIFFERENCES = (
+    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"),
+)
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+_CHECK_LOSS = choice("loss_type", DPO_LOSSES, DPO_ALIASES)
+
+
+def _check_losses(value: object) -> object:
+    """Return the names of one or several losses."""
+    if isinstance(value, list | tuple):
+        names = tuple(_CHECK_LOSS.func(name) for name in value)
+        return names[0] if len(names) == 1 else names
+    return _CHECK_LOSS.func(value)
+
+
 CPO_LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
 
 #: With half of the labels wrong, the labels would contain no information.
@@ -90,11 +111,29 @@ class DPOArguments(ReferenceArguments, AnswerArguments):
 
     DEFAULT_LENGTH = 512
     trainer_type: Literal["dpo"] = "dpo"
-    loss_type: Annotated[str, choice("loss_type", DPO_LOSSES, DPO_ALIASES)] = "sigmoid"
-    """The loss of a pair. `sigmoid_norm` is `sigmoid` with log-ratios per token."""
+    loss_type: Annotated[
+        str | Annotated[tuple[str, ...], Field(min_length=1)],
+        BeforeValidator(_check_losses, json_schema_input_type=str | list[str]),
+    ] = "sigmoid"
+    """The loss of a pair, or a list of losses whose sum is minimized (MPO, arXiv:2411.10442).
+    `sigmoid_norm` is `sigmoid` with log-ratios per token. `aot` and `aot_unpaired` (2406.05882)
+    compare the sorted log-ratios of a step. `sft` is the cross-entropy of the chosen answers."""
+    loss_weights: tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...] | None = None
+    """Weight of each loss of `loss_type`; None: 1 each."""
     label_smoothing: Smoothing | None = None
-    """Assumed share of pairs with wrong labels, for sigmoid, sigmoid_norm, robust and exo_pair.
-    None: 0, and 1e-3 for exo_pair."""
+    """Assumed share of pairs with wrong labels, for sigmoid, sigmoid_norm, robust, exo_pair, aot
+    and aot_unpaired. None: 0, and 1e-3 for exo_pair."""
+    f_divergence_type: Annotated[str, choice("f_divergence_type", DIVERGENCES)] = "reverse_kl"
+    """The divergence from the reference (f-DPO, arXiv:2309.16240). A loss of the difference of two
+    log-ratios then reads the derivative of the divergence at the ratios."""
+    f_alpha_divergence_coef: Annotated[float, Field(ge=-100, le=100)] = 0.5
+    """Alpha of `alpha_divergence`; 1 is `reverse_kl`."""
+    ld_alpha: Fraction | None = None
+    """Weight of the log-probabilities of tokens beyond the length of the shorter answer of a pair
+    (LD-DPO, arXiv:2409.06411): 0 omits these tokens. None: 1."""
+    use_weighting: StrictFlag = False
+    """Weight each pair with the probability of its answers under the model, per token (WPO,
+    arXiv:2406.11827)."""
     discopop_tau: Positive = 0.05
     """Temperature of the mixture in `discopop`."""
     reference_free: StrictFlag = False
@@ -105,14 +144,72 @@ class DPOArguments(ReferenceArguments, AnswerArguments):
     @field_validator("label_smoothing")
     @classmethod
     def _is_read(cls, value: float | None, info: ValidationInfo) -> float | None:
-        loss = info.data.get("loss_type", "sigmoid")
-        if value and loss not in SMOOTHED:
+        losses = _list_names(info)
+        if value and not {*losses} & {*SMOOTHED}:
             raise conflict(
-                f"label_smoothing has no effect with loss_type {loss!r}: omit it, or use "
-                f"one of {', '.join(SMOOTHED)}"
+                f"label_smoothing has no effect with loss_type {', '.join(losses)}: omit it, or "
+                f"use one of {', '.join(SMOOTHED)}"
             )
-        if value == 0 and loss == "exo_pair":
+        if value == 0 and "exo_pair" in losses:
             raise conflict("exo_pair computes the logarithm of label_smoothing: set it above 0")
+        return value
+
+    @field_validator("loss_type")
+    @classmethod
+    def _compares_a_whole_step(
+        cls, value: str | tuple[str, ...], info: ValidationInfo
+    ) -> str | tuple[str, ...]:
+        losses = (value,) if isinstance(value, str) else value
+        if len({*losses}) < len(losses):
+            raise conflict(f"{', '.join(losses)}: write each loss once, with its weight")
+        transported = [name for name in losses if name in TRANSPORTED]
+        if transported and info.data.get("gradient_accumulation_steps") not in (None, 1):
+            raise conflict(
+                f"{transported[0]} would compare log-ratios only within a microbatch, not in the "
+                "whole step: set gradient_accumulation_steps to 1"
+            )
+        return value
+
+    @field_validator("loss_weights")
+    @classmethod
+    def _one_each(
+        cls, value: tuple[float, ...] | None, info: ValidationInfo
+    ) -> tuple[float, ...] | None:
+        count = len(_list_names(info))
+        if value is not None and len(value) != count:
+            raise conflict(f"{len(value)} loss_weights for {count} losses of loss_type")
+        return value
+
+    @field_validator("f_divergence_type")
+    @classmethod
+    def _is_of_differences(cls, value: str, info: ValidationInfo) -> str:
+        other_losses = [name for name in _list_names(info) if name not in _OF_DIFFERENCES]
+        if value != "reverse_kl" and other_losses:
+            raise conflict(
+                f"loss_type {other_losses[0]} is no loss of the difference of two scores: use "
+                f"reverse_kl, or one of {', '.join(_OF_DIFFERENCES)}"
+            )
+        return value
+
+    @field_validator("ld_alpha")
+    @classmethod
+    def _is_of_pairs(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("precompute_ref_log_probs"):
+            raise conflict(
+                "ld_alpha depends on both answers of a pair, and precompute_ref_log_probs stores "
+                "the log-probability of each answer: set one of the two"
+            )
+        return value
+
+    @field_validator("use_weighting")
+    @classmethod
+    def _weighs_pairs(cls, value: bool, info: ValidationInfo) -> bool:
+        without_pairs = {*_list_names(info)} & {*TRANSPORTED, "sft"}
+        if value and without_pairs:
+            raise conflict(
+                f"loss_type {min(without_pairs)} has no loss of each pair to weight: omit "
+                "use_weighting"
+            )
         return value
 
     @field_validator("reference_free")
@@ -131,16 +228,32 @@ class DPOArguments(ReferenceArguments, AnswerArguments):
 
     def idle(self) -> list[tuple[str, str]]:
         """See `TrainingArguments.idle`."""
-        if self.loss_type == "discopop":
-            return super().idle()
-        return [*super().idle(), ("discopop_tau", f"loss_type is {self.loss_type}")]
+        out = super().idle()
+        if "discopop" not in self.losses:
+            out.append(("discopop_tau", f"loss_type is {', '.join(self.losses)}"))
+        name = "f_alpha_divergence_coef"
+        if name in self.model_fields_set and self.f_divergence_type != "alpha_divergence":
+            reason = f"f_divergence_type is {self.f_divergence_type}"
+            out.append((name, reason))
+        return out
 
     @property
-    def smoothing(self) -> float:
-        """Assumed share of pairs with wrong labels."""
+    def losses(self) -> dict[str, float]:
+        """The weight of each loss, by name."""
+        names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+        return dict(zip(names, self.loss_weights or (1.0,) * len(names), strict=True))
+
+    def get_smoothing(self, loss: str) -> float:
+        """Return the assumed share of pairs with wrong labels of a loss."""
         if self.label_smoothing is None:
-            return 1e-3 if self.loss_type == "exo_pair" else 0.0
+            return 1e-3 if loss == "exo_pair" else 0.0
         return self.label_smoothing
+
+
+def _list_names(info: ValidationInfo) -> tuple[str, ...]:
+    """Return the losses of valid options."""
+    losses = info.data.get("loss_type", "sigmoid")
+    return (losses,) if isinstance(losses, str) else losses
 
 
 class ORPOArguments(AnswerArguments):

@@ -49,6 +49,17 @@ class SFTArguments(NoiseArguments, NextTokenArguments):
     task. None: the positions of the decoder."""
     trainer_type: Literal["sft"] = "sft"
     learning_rate: Positive = 2e-5
+    loss_type: Annotated[str, choice("loss_type", ("nll", "dft"), {"chunked_nll": "nll"})] = "nll"
+    """`nll`: the cross-entropy. `dft` (dynamic fine-tuning, arXiv:2508.05629): the cross-entropy of
+    each token times its probability, without gradient through the probability, in training only."""
+
+    @field_validator("loss_type")
+    @classmethod
+    def _has_no_further_terms(cls, value: str, info: ValidationInfo) -> str:
+        for name in ("label_smoothing_factor", "z_loss_coefficient"):
+            if value == "dft" and info.data.get(name):
+                raise conflict(f"dft weights the cross-entropy of the targets alone: omit {name}")
+        return value
 
     @field_validator("generation_max_length")
     @classmethod
