@@ -23,7 +23,7 @@ from uvicorn.logging import AccessFormatter, DefaultFormatter
 
 from ed_esurge.engine.transport import follow_all
 from ed_esurge.server.app import Engines, create_app
-from ed_esurge.server.http.admission import LOOPBACK
+from ed_esurge.server.http.admission import LOOPBACK, limit_arenas
 from ed_esurge.server.http.connections import (
     SEND_BUFFER,
     ConnectionSlots,
@@ -258,6 +258,7 @@ def serve(
         keywords = {"log_level": "warning", **keywords}
     keywords |= {"host": host, "port": port}
     options = ListenOptions.merge("serve", options, keywords)
+    limit_arenas()
     with leading(engine) as leads:
         if leads:
             server, listener, url = _prepare(engine, options, lambda: _announce(url))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
+import platform
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -103,6 +106,15 @@ class Reservation:
             self._bytes = 0
 
 
+def limit_arenas() -> None:
+    """Let all threads share two heaps of glibc, unless the user sets options of glibc.
+
+    Otherwise each thread gets a heap, and each heap keeps memory between the bytes that are in use.
+    """
+    if platform.libc_ver()[0] == "glibc" and not any(map(_GLIBC_OPTIONS.match, os.environ)):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 2)
+
+
 def return_free_memory() -> None:
     """Let the C library return its free memory to the system, if it can.
 
@@ -120,8 +132,13 @@ def get_client(scope: Scope) -> str:
     return get_owner(scope) or str(address[0])
 
 
+#: The parameter of glibc's `mallopt` for the number of heaps.
+_ARENA_MAX = -8
+_GLIBC_OPTIONS = re.compile("MALLOC_|GLIBC_TUNABLES")
 #: Bytes of ended requests after which the C library returns its free memory to the system.
 RETURNED_BYTES = 2**26
+#: Seconds after which it returns the free memory of fewer bytes.
+RETURN_SECONDS = 4.0
 #: Length in bytes from which an answer is in the budget while its client reads.
 COUNTED_ANSWER = 2**16
 
@@ -234,6 +251,7 @@ class Admission:
         self.hosts = None if hosts is None else frozenset(name.lower() for name in hosts)
         self.origins = frozenset(origin.lower().rstrip("/") for origin in origins)
         self.running = {True: 0, False: 0}  # by whether the method is safe
+        self._return: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -282,9 +300,21 @@ class Admission:
             finally:
                 self.running[safe] -= 1
                 reservation.close()
-                if self.budget.released >= RETURNED_BYTES:
-                    self.budget.released = 0
-                    asyncio.get_running_loop().run_in_executor(None, return_free_memory)
+                self._return_memory_later()
+
+    def _return_memory_later(self) -> None:
+        """Return free memory now if requests have freed much of it, and otherwise soon."""
+        if self.budget.released >= RETURNED_BYTES:
+            self._return_memory()
+        elif self.budget.released and self._return is None:
+            loop = asyncio.get_running_loop()
+            self._return = loop.call_later(RETURN_SECONDS, self._return_memory)
+
+    def _return_memory(self) -> None:
+        if self._return is not None:
+            self._return.cancel()
+        self._return, self.budget.released = None, 0
+        asyncio.get_running_loop().run_in_executor(None, return_free_memory)
 
     def _is_foreign(self, headers: Mapping[bytes, str]) -> bool:
         """Return whether a page of an unlisted site sent the request.
