@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from ed_esurge.config import EngineConfig, ServerLimits
-from ed_esurge.server.http import forms
+from ed_esurge.server.http import admission, forms
 from ed_esurge.server.http.admission import Budget, Reservation
 from ed_esurge.server.http.body import MAX_ITEMS, MAX_KEYS, parsed_json
 from ed_esurge.server.http.errors import MAX_MESSAGE, MAX_PARAM, MAX_PROBLEMS, APIError
+from ed_esurge.server.http.streaming import run_in_turns
 from ed_esurge.server.launch import background
 from ed_esurge.template import ChatTemplate
 from ed_esurge.testing import ScriptedEngine, byte_tokenizer
@@ -230,6 +233,74 @@ def test_bodies_beyond_the_byte_budget_are_rejected_until_others_end():
             assert httpx.get(f"{url}/models").status_code == 200
             assert [*lines][-2] == "data: [DONE]"
         assert httpx.post(f"{url}/completions", json={**long, "n": 1}).status_code == 200
+
+
+def test_free_memory_is_returned_soon_after_the_last_request(monkeypatch):
+    """It is returned once after several short requests, and at once after a long one."""
+    returns = []
+    monkeypatch.setattr(admission, "RETURN_SECONDS", 0.02)
+    monkeypatch.setattr(admission, "return_free_memory", lambda: returns.append(1))
+    budget = Budget(2**30)
+
+    async def app(scope, receive, send):
+        scope[admission.RESERVATION].grow(scope, scope["size"])
+
+    def scope(size):
+        head = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+        return {**head, "size": size}
+
+    async def send_requests():
+        gate = admission.Admission(app, None, (), 8, budget)
+        for size in (10, 20, 30):
+            await gate(scope(size), None, None)
+        counts = [len(returns)]
+        await asyncio.sleep(0.1)
+        counts.append(len(returns))
+        await gate(scope(admission.RETURNED_BYTES), None, None)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
+        return [*counts, len(returns)]
+
+    assert asyncio.run(send_requests()) == [0, 1, 2]
+    assert budget.used == budget.released == 0
+
+
+@pytest.mark.parametrize(("variable", "calls"), [("OTHER", 1), ("MALLOC_ARENA_MAX", 0)])
+def test_threads_share_two_heaps_unless_the_user_sets_options(monkeypatch, variable, calls):
+    values = []
+    library = SimpleNamespace(mallopt=lambda *value: values.append(value))
+    monkeypatch.setattr(admission.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr(admission.platform, "libc_ver", lambda: ("glibc", "2.40"))
+    monkeypatch.setattr(admission.os, "environ", {variable: "4"})
+    admission.limit_arenas()
+    assert values == [(-8, 2)] * calls
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 100])
+def test_other_requests_run_between_the_prompts_of_one(count):
+    """Results have the order of the prompts, and the first error cancels the others."""
+    turns = 0
+
+    async def count_turns():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def square(number):
+        if number < 0:
+            raise ValueError("negative")
+        return number**2
+
+    async def work():
+        other = asyncio.ensure_future(count_turns())
+        assert await run_in_turns(map(square, range(count))) == [n**2 for n in range(count)]
+        other.cancel()
+        with pytest.raises(ValueError, match="negative"):
+            await run_in_turns(map(square, range(count - 1, -2, -1)))
+
+    asyncio.run(work())
+    assert turns >= count // 32
 
 
 def test_byte_budget_below_the_body_limit_raises_error():

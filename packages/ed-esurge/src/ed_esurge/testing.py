@@ -10,7 +10,8 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,7 @@ class ScriptedEngine:
         self.is_sleeping = False
         self._adapters = AdapterTable(self.config.max_loras)
         self._grammars: Grammars | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scripted-engine")
 
     def compile_structured(self, structured_outputs: StructuredOutputs) -> Future[Any]:
         """Compile a grammar. The scripted answer does not follow the grammar."""
@@ -151,12 +153,14 @@ class ScriptedEngine:
         self._running += 1
         done = False
         try:
-            # The real engine creates them in its thread as well.
-            scores = await asyncio.to_thread(_prompt_logprobs, prompt_token_ids, sampling_params)
+            # The real engine creates both in its thread as well.
+            run = partial(asyncio.get_running_loop().run_in_executor, self._thread)
+            scores = await run(_prompt_logprobs, prompt_token_ids, sampling_params)
             num_sent = 0
             for choice in range(sampling_params.n):
                 reply = self._reply(prompt_token_ids, choice)
-                for out in _completion(self.tokenizer, reply, choice, sampling_params):
+                completion = _completion(self.tokenizer, reply, choice, sampling_params)
+                for out in await run(list, completion):
                     await asyncio.sleep(self._delay)
                     if num_sent == self._fail_after:
                         self.is_healthy = False

@@ -7,7 +7,6 @@ continuation are encoded together, and rolling scores use disjoint windows.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar
@@ -26,6 +25,7 @@ from ed_esurge.server.generation.served_models import ServedModels
 from ed_esurge.server.http.errors import APIError
 from ed_esurge.server.http.fields import RequestBody
 from ed_esurge.server.http.json_parts import answer_json
+from ed_esurge.server.http.streaming import run_in_turns
 from ed_esurge.server.routing import Endpoint, post
 
 #: EasyLMTexts of one request.
@@ -283,7 +283,7 @@ async def _outputs(
         assert output is not None
         return output
 
-    return list(await asyncio.gather(*map(one, range(len(prompts)))))
+    return await run_in_turns(map(one, range(len(prompts))))
 
 
 _ANSWERS: tuple[tuple[str, str, Any, type[RequestBody], type[AnswerBody]], ...] = (

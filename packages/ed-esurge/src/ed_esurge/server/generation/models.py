@@ -46,7 +46,7 @@ from ed_esurge.server.http.admission import RESERVATION, Budget, Reservation
 from ed_esurge.server.http.body import aside
 from ed_esurge.server.http.errors import APIError, engine_unavailable, hide_paths
 from ed_esurge.server.http.fields import LLAMA_SAMPLERS, RequestBody, UnknownFieldsPolicy
-from ed_esurge.server.http.streaming import RequestLifetime
+from ed_esurge.server.http.streaming import RequestLifetime, run_in_turns
 from ed_esurge.server.mcp_servers import McpServers
 from ed_esurge.server.metrics import ModelMetrics, RequestTimer
 from ed_esurge.server.options import AppOptions
@@ -478,13 +478,8 @@ class ServedModel:
             return output.pooled
 
         self.check_running()
-        try:
-            async with asyncio.TaskGroup() as group:
-                items = zip(range(len(prompts)), prompts, prompt_params, strict=True)
-                jobs = [group.create_task(one(*item)) for item in items]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [job.result() for job in jobs]
+        items = zip(range(len(prompts)), prompts, prompt_params, strict=True)
+        return await run_in_turns(one(*item) for item in items)
 
 
 def new_id(kind: str, label: str | None) -> str:

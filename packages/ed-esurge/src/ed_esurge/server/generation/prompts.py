@@ -45,6 +45,8 @@ T = TypeVar("T")
 # Length in characters above which a text is tokenized in a thread, because tokenization would block
 # the streams of other clients for about 5 ms. Few threads, because a tokenizer uses much memory.
 LONG_TEXT = 10_000
+# Characters that take as long as the call of the tokenizer for each text.
+_CALL_CHARACTERS = 200
 _THREADS = 2
 # Threads that decode images and recordings. They mostly wait for a child process, and never delay
 # the prompts of text.
@@ -157,7 +159,7 @@ class PromptEncoder:
                 for text in texts
             ]
 
-        return await self._aside(work, sum(map(len, texts)) + len(texts))
+        return await self._aside(work, _measure(texts))
 
     async def encode_prompts(
         self,
@@ -195,7 +197,7 @@ class PromptEncoder:
                 options = {"add_special_tokens": add_special_tokens}
                 return [encode_text(self.tokenizer, text, limit, side, **options) for text in texts]
 
-            encoded = iter(await self._aside(work, sum(map(len, texts)) + len(texts)))
+            encoded = iter(await self._aside(work, _measure(texts)))
         result, truncated = [], 0
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -246,8 +248,7 @@ class PromptEncoder:
         def work() -> list[tuple[list[int], int | None, int]]:
             return [encode_pair(self.tokenizer, *pair, limit, most) for pair in pairs]
 
-        size = sum(len(first) + len(second) for first, second in pairs)
-        encoded = await self._aside(work, size + len(pairs))
+        encoded = await self._aside(work, _measure([text for pair in pairs for text in pair]))
         return [
             EncodedPair(replace(self.check(tokens, 0, param=param), removed=removed), start)
             for tokens, start, removed in encoded
@@ -282,7 +283,7 @@ class PromptEncoder:
         self._check_texts(texts, param)
         self._check_length(sum(map(len, texts)), param)
         build = partial(self.gaps.build, prefix, suffix, files)
-        return await self._aside(build, sum(map(len, texts)))
+        return await self._aside(build, _measure(texts))
 
     async def first_tokens(self, texts: Sequence[str], count: int) -> list[str]:
         """Return the beginning of each text, up to a number of tokens."""
@@ -290,7 +291,7 @@ class PromptEncoder:
         def work() -> list[str]:
             return [first_pair_tokens(self.tokenizer, text, count) for text in texts]
 
-        return await self._aside(work, sum(map(len, texts)) + len(texts))
+        return await self._aside(work, _measure(texts))
 
     async def prefix_length(self, prompt: str) -> int:
         """Return the number of tokens of a prompt in front of a text, with special tokens."""
@@ -503,6 +504,11 @@ class PromptEncoder:
         render = partial(self.renderer.render, template, messages, options)
         text, marks = await self._render(render, options.chat_template is not None, LONG_TEXT)
         return await self._aside(partial(template.remove_marks, text, marks), len(text))
+
+
+def _measure(texts: Sequence[str]) -> int:
+    """Return the work of tokenizing texts, in characters."""
+    return sum(map(len, texts)) + len(texts) * _CALL_CHARACTERS
 
 
 def invalid_token(error: TokenIdError, param: str) -> APIError:

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,6 +38,8 @@ WRITER = "ed_esurge.write_chunk"
 DONE = "data: [DONE]\n\n"
 # Seconds to send the last event of a stream.
 LAST_EVENT_SECONDS = 5.0
+#: Prompts of one request that are started before other requests take turns.
+_ITEMS_OF_A_TURN = 32
 
 ErrorEvent = Callable[[APIError], str]
 """Writes the last event of a stream that fails."""
@@ -206,6 +216,24 @@ class EventStream(Response):
             await body(end, more=False)
 
 
+async def take_turns(items: Iterable[T]) -> AsyncGenerator[T]:
+    """Yield items, and let other requests run after every few items."""
+    for count, item in enumerate(items, 1):
+        yield item
+        if count % _ITEMS_OF_A_TURN == 0:
+            await asyncio.sleep(0)
+
+
+async def run_in_turns(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of coroutines that run at once. The first error cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) async for one in take_turns(work)]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 async def merge_streams(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
     """Yield the items of several streams as they arrive, each with the index of its stream.
 
@@ -227,8 +255,10 @@ async def merge_streams(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[
         except Exception as error:
             queue.put_nowait((index, None, error))
 
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        async for index, stream in take_turns(enumerate(streams)):
+            tasks.append(asyncio.create_task(pump(index, stream)))
         running = len(tasks)
         while running:
             index, item, error = await queue.get()
