@@ -251,7 +251,7 @@ def _new_model(elm: eLargeModel) -> CausalLM:
     if run.weight_format is None:
         return new_model
     with run.blame("quantization", "model"):
-        return new_model.quantize(_weight_format(run.weight_format))
+        return new_model.quantize(build_weight_format(run.weight_format))
 
 
 def _get_tokenizer_fields(run: RunConfig, tokens: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -300,7 +300,7 @@ def _load(run: RunConfig) -> CausalLM:
         if run.weight_format is None:
             return module.from_pretrained(local, **options)
     with run.blame("quantization", "model"):
-        rules = _weight_format(run.weight_format)
+        rules = build_weight_format(run.weight_format)
         return module.from_pretrained(
             local, quantization_config=rules, apply_quantization=True, **options
         )
@@ -370,7 +370,7 @@ def show_parameters(elm: eLargeModel, model: CausalLM) -> CausalLM:
     return model
 
 
-def _weight_format(section: WeightFormat) -> EasyDeLQuantizationConfig:
+def build_weight_format(section: WeightFormat) -> EasyDeLQuantizationConfig:
     from ed_infra.specs import EasyDeLQuantizationConfig
 
     keys = section.model_dump(exclude={"quantization_method"}, exclude_none=True)

@@ -29,10 +29,14 @@ def plan(
         str | None,
         typer.Option(
             "--compile",
-            metavar="cpu|tpu",
-            help="Also compile the train step and compare: for simulated CPUs, or by libtpu.",
+            metavar="cpu|tpu|gpu[:NAME]",
+            help="Also compile: the train step for simulated CPUs, or all steps for a TPU or GPUs.",
         ),
     ] = None,
+    context: Annotated[
+        int,
+        typer.Option(min=1, help="Tokens of each sequence in the cache, with --compile gpu|tpu."),
+    ] = 1024,
     time_limit: Annotated[
         float, typer.Option(min=1, help="Seconds for the compiler, with --compile.")
     ] = 600.0,
@@ -53,6 +57,8 @@ def plan(
     from ed_elarge.plan.estimate import plan_run as estimate
     from ed_elarge.plan.report import lines, to_dict
 
+    if topology is None and devices is None and compiler is not None:
+        devices = compiler.partition(":")[2] or None  # --compile gpu:H100 names one GPU
     named = hardware.parse_hardware(topology, devices)
     run = normalize(with_settings(nodes.read_yaml(file), settings or (), nodes.parse_yaml))
     for warning in run.warning_texts():
@@ -62,7 +68,7 @@ def plan(
     if compiler is not None:
         from ed_elarge.plan.compiled import compare_with_compiler
 
-        compiled = compare_with_compiler(estimated_plan, compiler, time_limit)
+        compiled = compare_with_compiler(estimated_plan, compiler, time_limit, context)
     values = to_dict(estimated_plan, compiled)
     show_result("\n".join(lines(values)))
     if output is not None:

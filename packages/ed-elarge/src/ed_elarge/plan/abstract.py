@@ -5,6 +5,7 @@ This module imports jax, so only the child process of `ed_elarge.plan.compiled` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from ed_infra import registry
 from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.sharding import placement
+from ed_infra.sharding.mesh import Device, create_mesh, split_mesh
 from ed_layers.depth.stack import Stack
 from ed_models.checkpoints import hub
 from flax import nnx
@@ -26,27 +28,37 @@ if TYPE_CHECKING:
 
 
 def abstract_model(
-    run: RunConfig, vocab_size: int | None, topology: str | None = None, *, is_base: bool = False
+    run: RunConfig,
+    vocab_size: int | None,
+    devices: Sequence[Device] | None = None,
+    *,
+    is_base: bool = False,
+    serves: bool = False,
 ) -> Any:
     """Return the model of a run; its variables hold shapes, dtypes and shardings.
 
     Args:
         run: the run.
         vocab_size: rows of the embedding of a new model; None = the configuration's.
-        topology: a TPU slice that libtpu knows, such as `v5e:4x4`; None = the devices of jax.
+        devices: devices, which may be described only; None = the devices of jax.
         is_base: whether the model has no adapters, and no quantized weights.
+        serves: whether the model is one replica of the engine, without adapters.
     """
     config = _model_config(run, vocab_size)
-    if topology is not None:
-        config.set_model_mesh(_mesh_of_topology(config, topology))
+    if devices is not None or serves:
+        config.set_model_mesh(_create_mesh(config, devices, run if serves else None))
     module = registry.get_module(run.task, config.model_type)
     loader = run.loader
     precision = None if loader.precision in (None, "default") else loader.precision
 
     def build() -> Any:
         model = module(config, loader.dtype, loader.param_dtype, precision, rngs=nnx.Rngs(0))
-        section = run.adapters
-        if section is None or is_base:
+        section, weights = run.adapters, run.weight_format
+        if weights is not None and not weights.simulate and not is_base:
+            from ed_elarge.building.parts import build_weight_format
+
+            model = model.quantize(build_weight_format(weights))
+        if section is None or is_base or serves:
             return model
         from ed_infra.specs import LoraSpec
 
@@ -77,18 +89,18 @@ def _model_config(run: RunConfig, vocab_size: int | None) -> Any:
     return hub.read_config(hub.resolve(str(section.name_or_path)), run.task, **changes)
 
 
-def _mesh_of_topology(config: EasyDeLBaseConfig, topology: str) -> Any:
-    """Return the mesh of a configuration over the devices of a TPU slice, without the slice."""
-    from ed_infra.sharding.mesh import create_mesh
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    return create_mesh(
+def _create_mesh(
+    config: EasyDeLBaseConfig, devices: Sequence[Device] | None, served: RunConfig | None
+) -> Any:
+    """Return the mesh of a configuration over devices; of a served run, that of one replica."""
+    mesh = create_mesh(
         config.sharding_axis_dims,
         config.sharding_axis_names,
         config.sharding_dcn_axis_dims,
         devices=devices,
     )
+    axis = None if served is None else served.esurge.data_parallelism_axis
+    return mesh if axis is None or mesh.shape.get(axis, 1) == 1 else split_mesh(mesh, axis)[0]
 
 
 def _add_sharding(value: object, sharding: object) -> Any:

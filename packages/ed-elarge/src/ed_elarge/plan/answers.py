@@ -62,30 +62,24 @@ def shapes(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
 def answer_train(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
     """Compile the train step, and return the bytes of its arguments and temporary buffers."""
     from ed_elarge.plan.abstract import abstract_model, lowered_train_step
+    from ed_elarge.plan.programs import describe_devices, read_memory
 
-    model = abstract_model(run, request["vocab"], request.get("topology"))
+    model = abstract_model(run, request["vocab"], describe_devices(request))
     compiled = lowered_train_step(run, model, request["length"]).compile()
-    return _memory(compiled.memory_analysis(), tpu=bool(request.get("topology")))
+    return read_memory(compiled.memory_analysis(), tpu=bool(request.get("topology")))
 
 
-def _memory(analysis: Any, *, tpu: bool) -> dict[str, Any]:
-    """Return bytes by kind.
+def answer_programs(run: RunConfig, request: ShapeRequest) -> dict[str, Any]:
+    """Compile steps for described devices; see `ed_elarge.plan.programs.compile_steps`."""
+    from ed_elarge.plan.programs import compile_steps
 
-    libtpu reports the largest number of bytes at the same time. The sizes of its temporary buffers
-    add buffers that never exist at the same time. The CPU's compiler reports the latter only.
-    """
-    arguments, peak = analysis.argument_size_in_bytes, analysis.peak_memory_in_bytes
-    return {
-        "arguments": arguments,
-        "outputs": analysis.output_size_in_bytes,
-        "aliased": analysis.alias_size_in_bytes,
-        "temporary": peak - arguments if tpu else analysis.temp_size_in_bytes,
-    }
+    return {"programs": compile_steps(run, request)}
 
 
 SHAPE_ANSWERS: dict[str, Callable[[RunConfig, ShapeRequest], dict[str, Any]]] = {
     "shapes": shapes,
     "train": answer_train,
+    "programs": answer_programs,
 }
 
 
@@ -93,6 +87,7 @@ def _main() -> None:
     """Answer the request on the standard input."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     request = json.load(sys.stdin)
+    sys.path += request.get("packages", ())  # a plugin of jax in another environment
     run = normalize(Document(request["name"], value=request["run"]))
     answer = SHAPE_ANSWERS[request["question"]](run, request)
     print(json.dumps(answer))

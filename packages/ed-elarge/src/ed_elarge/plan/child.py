@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ed_infra.errors import ConfigError
@@ -24,6 +24,7 @@ def ask_child(
     devices: int,
     time_limit: float,
     sections: Mapping[str, Any] | None = None,
+    accelerator_flags: Sequence[str] | None = None,
     **details: object,
 ) -> dict[str, Any]:
     """Return the answer of a child process.
@@ -34,6 +35,7 @@ def ask_child(
         devices: number of simulated devices.
         time_limit: seconds, after which the child is killed.
         sections: sections that replace those of the run.
+        accelerator_flags: flags of XLA for described devices; None = simulated CPU devices.
         details: further values of the request.
 
     Raises:
@@ -46,15 +48,19 @@ def ask_child(
     )
     flags = os.environ.get("XLA_FLAGS", "").split()
     xla_flags = [f for f in flags if not f.startswith("--xla_force_host_platform_device_count")]
-    # This pass fails on reductions in bfloat16, and only the execution of a program needs it.
-    xla_flags.append("--xla_disable_hlo_passes=all-reduce-promotion")
-    xla_flags = [f for f in xla_flags if not f.startswith("--xla_backend_optimization_level")]
-    xla_flags.append("--xla_backend_optimization_level=0")  # the program is never executed
+    if accelerator_flags is None:
+        # This pass fails on reductions in bfloat16, and only the execution of a program needs it.
+        xla_flags.append("--xla_disable_hlo_passes=all-reduce-promotion")
+        xla_flags = [f for f in xla_flags if not f.startswith("--xla_backend_optimization_level")]
+        xla_flags.append("--xla_backend_optimization_level=0")  # the program is never executed
+    xla_flags += accelerator_flags or ()
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "ED_LAYERS_NATIVE": "0",
         "TPU_SKIP_MDS_QUERY": "1",  # libtpu requests no metadata server
+        # A program for described devices cannot be read back from the cache.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
         "XLA_FLAGS": " ".join([*xla_flags, f"--xla_force_host_platform_device_count={devices}"]),
     }
     command = [sys.executable, "-m", "ed_elarge.plan.answers"]

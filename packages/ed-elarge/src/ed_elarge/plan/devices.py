@@ -6,8 +6,10 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import Any
 
 from ed_infra.errors import ConfigError, unknown_name
 
@@ -52,6 +54,8 @@ class DeviceKind:
         links: "torus" (with `torus` dimensions) or "node" (of `node` devices).
         network: bytes/s of one device between slices or nodes.
         source: where the figures come from.
+        target: what XLA's compiler must know of a GPU, by the names of `get_target_config`; empty
+            for TPUs, which libtpu knows.
         reached: share of the bound of a training step that MaxText's published runs reach, the
             median (`tools/bench/plan.py`); 0 = unknown.
     """
@@ -70,6 +74,7 @@ class DeviceKind:
     torus: int = 0
     node: int = 0
     reached: float = 0.0
+    target: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def usable(self) -> int:
@@ -78,6 +83,45 @@ class DeviceKind:
         if self.kind == "gpu":
             share = float(os.environ.get(FRACTION_VARIABLE) or GPU_FRACTION)
         return int(self.memory_gib * GIB * share)
+
+    def get_target_config(self) -> str:
+        """Return the text of XLA's message `GpuTargetConfigProto`, for compilation without the GPU.
+
+        Raises:
+            ConfigError: the device is no GPU.
+        """
+        if not self.target:
+            raise ConfigError(f"{self.title} is no GPU: use --compile tpu")
+        major, minor = self.target["capability"]
+        shared_core, shared_block = self.target["shared"]
+        fields = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 49152,
+            "shared_memory_per_core": shared_core,
+            "threads_per_core_limit": self.target["threads"],
+            "core_count": self.target["cores"],
+            "fpus_per_core": self.target["units"],
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 65535,
+            "block_dim_limit_z": 65535,
+            "memory_bandwidth": int(self.bandwidth),
+            "l2_cache_size": self.target["l2"],
+            "clock_rate_ghz": self.target["clock"],
+            "device_memory_size": int(self.memory_gib * GIB),
+            "shared_memory_per_block_optin": shared_block,
+            "registers_per_core_limit": 65536,
+            "registers_per_block_limit": 65536,
+        }
+        # The compiler uses instructions that exist in this generation only: sm_90a, sm_100a.
+        extension = " feature_extension: ACCELERATED_FEATURES" if major in (9, 10) else ""
+        numbers = " ".join(f"{name}: {value}" for name, value in fields.items())
+        capability = f"cuda_compute_capability {{ major: {major} minor: {minor}{extension} }}"
+        return (
+            f'gpu_device_info {{ {numbers} {capability} name: "{self.title}" }} '
+            'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } '
+            f'device_description_str: "{self.title}"'
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +149,7 @@ class Hardware:
         return f"{self.count}x{self.device.name}"
 
 
-def _table() -> dict[str, DeviceKind]:
+def read_devices() -> dict[str, DeviceKind]:
     """Return all devices by name."""
     rows = json.loads(files("ed_elarge.plan").joinpath("devices.json").read_text("utf-8"))
     return {name: DeviceKind(name=name, **row) for name, row in rows.items()}
@@ -117,7 +161,7 @@ def find_device(name: str) -> DeviceKind:
     Raises:
         ConfigError: the table has no such device.
     """
-    kinds, key = _table(), re.sub(r"[\s_]+", "-", name.strip().lower())
+    kinds, key = read_devices(), re.sub(r"[\s_]+", "-", name.strip().lower())
     for prefix in _PREFIXES:
         key = key.removeprefix(prefix)
     key = re.sub(r"^rtx-", "rtx", key)
@@ -179,7 +223,7 @@ def _parse_slice(text: str) -> Hardware | None:
     """
     match = re.fullmatch(r"(?:google-|cloud-|tpu-)*(v\d\w*)-(\d{1,6})", text.strip().lower())
     name = "" if match is None else _ALIASES.get(match[1], match[1])
-    device = _table().get(name)
+    device = read_devices().get(name)
     if match is None or device is None:
         return None
     cores, count = _CORES.get(name, 1), int(match[2])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ed_elarge.plan.devices import GIB
-from ed_elarge.plan.report import CLOSE_TEXT, change_text
+from ed_elarge.plan.report import CLOSE_TEXT, COMPILER_TITLES, change_text
 
 _COLORS = (
     "#4269d0",
@@ -129,13 +129,24 @@ def _meshes(meshes: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 
 
 def _render_compiled(compiled: Mapping[str, Any]) -> Iterable[str]:
-    on = "simulated CPU devices" if compiled["backend"] == "cpu" else "the TPU slice, by libtpu"
-    yield f"<h2>Compiled for {on}</h2>"
+    yield f"<h2>Compiled for {_text(compiled['device'])}</h2>"
+    yield f"<p>Compiler: {_text(COMPILER_TITLES[compiled['backend']])}</p>"
     rows = [
         (_text(r["name"]), _gib(r["predicted"]), _gib(r["compiled"]), f"{r['error']:+.1%}")
         for r in compiled["rows"]
     ]
-    yield _table(("buffers", "GiB predicted", "GiB compiled", "error"), rows)
+    if rows:
+        yield _table(("buffers of the train step", "GiB predicted", "GiB compiled", "error"), rows)
+    for step in compiled.get("steps", ()):
+        yield f"<h3>{_text(step['name'])}: {step['seconds'] * 1e3:,.3f} ms</h3>"
+        operations = [
+            (
+                *(_text(row["operation"]), f"{row['launches']:,.0f}", _gib(row["bytes"])),
+                *(f"{row['flops'] / 1e12:.3f}", f"{row['seconds'] * 1e3:,.3f}"),
+            )
+            for row in step["operations"]
+        ]
+        yield _table(("operation", "launches", "GiB", "TFLOP", "ms at least"), operations)
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -247,12 +247,59 @@ def change_text(change: Mapping[str, Any] | PlanChange) -> str:
     )
 
 
+#: Name of a compiler in texts.
+COMPILER_TITLES = {
+    "cpu": "simulated CPU devices",
+    "tpu": "the TPU slice, by libtpu",
+    "gpu": "described GPUs",
+}
+
+
 def _format_compiled(compiled: Mapping[str, Any]) -> list[str]:
-    on = "simulated CPU devices" if compiled["backend"] == "cpu" else "the TPU slice, by libtpu"
-    out = [f"compiled for {on} (predicted, compiled, error)"]
+    on = f"{compiled['device']} ({COMPILER_TITLES[compiled['backend']]})"
+    out = [f"compiled for {on}"]
+    if compiled["rows"]:
+        out.append("  train step                predicted       compiled    error")
     for row in compiled["rows"]:
         out.append(
             f"  {row['name']:<20}{row['predicted'] / GIB:>10.3f} GiB "
             f"{row['compiled'] / GIB:>10.3f} GiB {row['error']:>+8.1%}"
         )
+    for step in compiled.get("steps", ()):
+        out += ["", *_format_step(step, compiled["context"])]
+    return out
+
+
+def _format_step(step: Mapping[str, Any], context: int) -> list[str]:
+    memory = step["memory"]
+    total = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporary"]
+    cached = "" if step["mfu"] is not None else f", {context:,} tokens of each in the cache"
+    sent = {row["operation"]: row for row in step["operations"] if row["sent_bytes"]}
+    collectives = ", ".join(
+        f"{row['launches']:,.0f} {name} ({row['sent_bytes'] / GIB:.3f} GiB)"
+        for name, row in sent.items()
+    )
+    out = [
+        f"{step['name']}: {step['tokens']:,} tokens of {step['seqs']:,} sequences{cached}",
+        f"  memory: {memory['arguments'] / GIB:.3f} GiB of arguments, "
+        f"{memory['temporary'] / GIB:.3f} GiB temporary, {total / GIB:.3f} GiB together",
+        f"  launches: {step['launches']:,.0f} ({step['launches_per_layer']:.1f} per layer), "
+        f"{step['launches_at_most']:,.0f} with the longest branches",
+        f"  waits for the host: {step['host_loops']:,.0f} loops, {step['host_branches']:,.0f} "
+        f"branches; copies of the page pool: {step['pool_copies']:,.0f} "
+        f"({step['pool_copied_bytes'] / GIB:.3f} GiB)",
+        f"  collectives: {collectives or 'none'}",
+        f"  {'operation':<28}{'launches':>10}{'GiB':>10}{'TFLOP':>10}{'ms':>10}{'share':>8}",
+    ]
+    for row in step["operations"]:
+        out.append(
+            f"  {row['operation']:<28}{row['launches']:>10,.0f}{row['bytes'] / GIB:>10.3f}"
+            f"{row['flops'] / 1e12:>10.3f}{row['seconds'] * 1e3:>10.3f}"
+            f"{row['seconds'] / step['seconds']:>8.1%}"
+        )
+    mfu = "" if step["mfu"] is None else f", MFU {step['mfu']:.0%}"
+    out.append(
+        f"  at least {step['seconds'] * 1e3:,.3f} ms, at most "
+        f"{step['tokens_per_second']:,.0f} tokens/s{mfu} (each launch alone, without overlap)"
+    )
     return out

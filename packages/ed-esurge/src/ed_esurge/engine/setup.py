@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import jax
 from ed_infra.errors import ConfigError
@@ -289,23 +289,31 @@ class Setup:
         model: LanguageModel | None = None,
         host_places: int = 0,
     ) -> ModelRunner:
-        items = self.items if model is None else None
-        rows = 0 if items is None or self.encoder is None else self.encoder[0]
         return ModelRunner(
             model or self.model,
             self.buckets,
-            page_size=self.config.page_size,
-            num_pages=num_pages,
-            max_num_seqs=self.limits.max_num_seqs,
-            max_logprobs=self.config.max_logprobs,
-            ahead_of_time=self.config.use_aot_forward,
             grammars=grammars,
             host_places=host_places,
-            encoder_rows=rows,
-            items=items,
-            encoder_length=self.encoder_length if model is None else None,
-            records=self.records,
+            **self.get_runner_options(num_pages, is_draft=model is not None),
         )
+
+    def get_runner_options(
+        self, num_pages: dict[str, int], *, is_draft: bool = False
+    ) -> dict[str, Any]:
+        """Return the keyword arguments of a runner that follow from the sizes."""
+        items = None if is_draft else self.items
+        rows = 0 if items is None or self.encoder is None else self.encoder[0]
+        return {
+            "page_size": self.config.page_size,
+            "num_pages": num_pages,
+            "max_num_seqs": self.limits.max_num_seqs,
+            "max_logprobs": self.config.max_logprobs,
+            "ahead_of_time": self.config.use_aot_forward,
+            "encoder_rows": rows,
+            "items": items,
+            "encoder_length": None if is_draft else self.encoder_length,
+            "records": self.records,
+        }
 
     def pool_sizes(self) -> dict[str, int]:
         """Return the number of pages of each group's pool.

@@ -63,6 +63,10 @@ class Functions:
                 self._made[name] = coming or self._load_function(name) or self._make(name)
         return self._made[name]
 
+    def lower(self, name: ProgramKey) -> Any:
+        """Trace a function and return it, ready to compile."""
+        return self._uncompiled.lower(name)
+
     @property
     def num_traces(self) -> int:
         """Number of traces outside the background thread, which is constant after the engine is

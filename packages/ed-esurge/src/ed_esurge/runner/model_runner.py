@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NoReturn, cast
+from typing import ClassVar, NoReturn, cast
 
 import jax
 import numpy as np
@@ -53,6 +53,9 @@ class ModelRunner:
         records: what results contain in addition.
     """
 
+    #: Arrays that persist between steps.
+    memory_type: ClassVar[type[Memory]] = Memory
+
     def __init__(
         self,
         model: LanguageModel,
@@ -75,7 +78,7 @@ class ModelRunner:
         self.vocab_size = get_vocab_size(model)
         self.weights = ServedWeights(model)
         self.model = self.weights.model
-        self.memory = Memory(
+        self.memory = self.memory_type(
             self.model,
             page_size=page_size,
             num_pages=num_pages,
