@@ -87,7 +87,7 @@ def site() -> Iterator[Site]:
         def log_message(self, *args: object) -> None: ...
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield Site(f"http://127.0.0.1:{server.server_port}", requests)
     server.shutdown()

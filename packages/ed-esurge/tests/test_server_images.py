@@ -280,7 +280,7 @@ class Files(BaseHTTPRequestHandler):
 
 def test_images_are_downloaded_from_allowed_hosts_only(client, engine):
     with ThreadingHTTPServer(("127.0.0.1", 0), Files) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         root = f"http://127.0.0.1:{server.server_port}"
         client.chat.completions.create(
             model="scripted", messages=conversation(part(f"{root}/red.png"))

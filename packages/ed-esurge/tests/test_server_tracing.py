@@ -157,7 +157,7 @@ def test_collector_receives_the_trace_spans():
 
     Collector.bodies.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
-        Thread(target=collector.serve_forever, daemon=True).start()
+        Thread(target=collector.serve_forever, args=(0.01,), daemon=True).start()
         endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
         engine = ScriptedEngine(lambda prompt, choice: "abc")
         with background(engine, otlp_traces_endpoint=endpoint) as url:

@@ -272,6 +272,7 @@ def test_full_disk_does_not_release_the_lock(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", fail)
+    monkeypatch.setattr(run_lock, "ENDING_SECONDS", 0.2)
     lock = acquire(tmp_path)
     with pytest.raises(CheckpointError, match="another process"):
         acquire(tmp_path)
