@@ -1,17 +1,21 @@
 """Pages of the site that are not in docs/, and links that leave docs/: hooks of mkdocs.
 
 `tools/mkdocs.yml` states the command. The site has the README as its first page, CONTRIBUTING, and
-a page for each package with the docstrings of its public names.
+a page for each package with the docstrings of its public names. Versions of the site are folders
+next to each other.
 """
 
 from __future__ import annotations
 
 import ast
+import json
+import os
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,9 +23,39 @@ DOCS = "docs"
 #: Page of the site -> its file in the repository.
 PAGES = {"index.md": "README.md", "contributing.md": ".github/CONTRIBUTING.md"}
 
+_VERSION = re.compile(r"[\w][\w.+-]*")
 _FENCE = re.compile(r"^( *```\w+) [^\n]+$", re.MULTILINE)
 _CODE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^][]|\[[^][]*\])*)\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Write the site of a version, the variable `SITE_VERSION`, to a folder of its name."""
+    version = os.environ.get("SITE_VERSION")
+    if version:
+        if not _VERSION.fullmatch(version):
+            raise PluginError(f"SITE_VERSION={version} must be a word, such as 0.2.0 or main")
+        config.extra["site_version"] = version
+        config.site_dir = str(Path(config.site_dir) / version)
+    return config
+
+
+def on_post_build(config: Any) -> None:
+    """Write the list of the versions, and the first page, which leads to the newest one."""
+    if "site_version" in config.extra:
+        write_versions(Path(config.site_dir).parent)
+
+
+def write_versions(folder: Path) -> None:
+    """Write `versions.json` and `index.html` for the versions that are folders of `folder`.
+
+    The newest release comes first, and words such as `main` come last.
+    """
+    names = [page.parent.name for page in folder.glob("*/index.html")]
+    names.sort(key=lambda name: ([int(n) for n in re.findall(r"\d+", name)], name), reverse=True)
+    (folder / "versions.json").write_text(json.dumps(names) + "\n", "utf-8")
+    page = f'<!doctype html><meta http-equiv="refresh" content="0; url={names[0]}/index.html">\n'
+    (folder / "index.html").write_text(page, "utf-8")
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from mkdocs.exceptions import PluginError
 
+from tests.playground import CHROMIUM, browser, until
 from tools import site_pages
 from tools.workspace import ROOT, packages
 
-SOURCES = ("README.md", "docs", ".github", "tools/mkdocs.yml", "tools/site_pages.py")
+SOURCES = (
+    *("README.md", "docs", ".github", "tools/mkdocs.yml", "tools/site_pages.py"),
+    "tools/site_theme",
+)
 
 
-def build(folder: Path, target: Path) -> subprocess.CompletedProcess[str]:
+def build(folder: Path, target: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Build the site as CONTRIBUTING says."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "tools/mkdocs.yml"]
     command += ["--site-dir", str(target)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def test_navigation_lists_every_page_of_docs() -> None:
@@ -54,6 +66,46 @@ def test_links_of_a_page_are_right_in_the_site() -> None:
     text = "[a](../data.md) [b](../../README.md) [c](../../LICENSE)"
     shown = site_pages.for_site(text, "tasks/lora.md", "https://example.org/r")
     assert shown == "[a](../data.md) [b](../index.md) [c](https://example.org/r/blob/main/LICENSE)"
+
+
+def test_versions_of_the_site_are_listed_with_the_newest_release_first(tmp_path: Path) -> None:
+    for name in ("0.9.0", "main", "0.10.0", "0.10.0rc1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").touch()
+    (tmp_path / "unfinished").mkdir()
+    site_pages.write_versions(tmp_path)
+    names = json.loads((tmp_path / "versions.json").read_text())
+    assert names == ["0.10.0rc1", "0.10.0", "0.9.0", "main"]
+    assert "url=0.10.0rc1/index.html" in (tmp_path / "index.html").read_text()
+
+
+@pytest.mark.parametrize("version", ["../other", "a/b", "-x", "0.1 "])
+def test_version_of_the_site_is_one_word(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SITE_VERSION", version)
+    with pytest.raises(PluginError, match="must be a word"):
+        site_pages.on_config(SimpleNamespace(extra={}, site_dir="site"))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_page_of_a_version_leads_to_the_others_and_finds_words(tmp_path: Path) -> None:
+    done = build(ROOT, tmp_path, SITE_VERSION="0.2.0")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "0.1.0").mkdir()
+    (tmp_path / "0.1.0/index.html").write_text("the earlier version")
+    site_pages.write_versions(tmp_path)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, browser() as open_tab:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        root = f"http://127.0.0.1:{server.server_port}"
+        tab = open_tab(f"{root}/0.2.0/search.html?q=preemption")
+        until(tab, "document.querySelectorAll('#mkdocs-search-results h3').length > 0")
+        tab = open_tab(f"{root}/0.2.0/tasks/lora/")
+        until(tab, "document.querySelectorAll('#versions option').length === 2")
+        tab.select_option("#versions", "0.1.0")
+        tab.wait_for_url("**/0.1.0/index.html")
+        assert tab.inner_text("body") == "the earlier version"
+        server.shutdown()
 
 
 @pytest.mark.nightly
