@@ -3,7 +3,7 @@
     uv run python -m tools.containers                 needs Docker; a few minutes
     uv run python -m tools.containers --jax cuda13    images for NVIDIA GPUs; not tried without one
 
-The nightly workflow runs this script; a hook of pre-commit checks the Dockerfiles with hadolint.
+The nightly workflow runs this script; `.ci/run` checks the Dockerfiles with hadolint.
 """
 
 from __future__ import annotations
