@@ -35,6 +35,7 @@ from ed_infra.sharding import placement as sharding
 from ed_models.base.gguf_export import from_gguf, save_gguf, to_gguf
 from ed_models.base.module import EasyDeLBaseModule
 from ed_models.checkpoints import hub
+from ed_models.checkpoints.carried import CarriedTensors
 from ed_models.checkpoints.checks import detect_task
 from ed_models.checkpoints.easydel_folder import find_newest_run, is_easydel_folder
 from ed_models.checkpoints.gguf.directory import ENDING as GGUF
@@ -92,7 +93,10 @@ def get_model(directory: str | Path) -> EasyDeLBaseModule:
     arrays = read_arrays(path / "arrays", abstract_arrays)
     filled = from_flat(state, {name: arrays[place] for name, place in places.items()})
     with nnx.use_eager_sharding(False):
-        return nnx.merge(graphdef, filled)
+        model = nnx.merge(graphdef, filled)
+    if "carried_tensors" in facts:
+        model.carried_tensors = CarriedTensors.from_reference(facts["carried_tensors"])
+    return model
 
 
 def load_state(directory: str | Path, tx: optax.GradientTransformation | None) -> EasyDeLState:
@@ -148,6 +152,8 @@ def _empty(facts: dict[str, Any], path: Path) -> tuple[nnx.GraphDef, nnx.State]:
         raise CheckpointError(f"{path} holds a {facts['class']}, which is not installed here")
     config = registry.get_config(model_type).from_dict(facts["config"])
     config = config.replace(sharding_axis_dims=(1, -1, 1, 1, 1))
+    if "carried_tensors" in facts:
+        config.name_or_path = facts["carried_tensors"]["directory"]
     with nnx.use_eager_sharding(False):
         empty = nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(empty)

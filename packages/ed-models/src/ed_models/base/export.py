@@ -18,7 +18,12 @@ from jax.typing import DTypeLike
 from ed_models.adapters.lora import has_lora
 from ed_models.adapters.peft import save_adapter
 from ed_models.checkpoints.model_card import write_card
-from ed_models.checkpoints.saving import TokenizerFiles, find_stored_tokenizer, save_model
+from ed_models.checkpoints.saving import (
+    TokenizerFiles,
+    copy_companions,
+    find_stored_tokenizer,
+    save_model,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,15 +59,26 @@ def save_pretrained(
     tokenizer: TokenizerFiles | None,
     max_shard_size: int | str,
     dtype: DTypeLike | None,
+    whole: bool = True,
 ) -> None:
     """Write a model, or its adapters; see `EasyBridgeMixin.save_pretrained`."""
+    source, target = getattr(model.config, "name_or_path", None), Path(save_directory)
     if tokenizer is None:
-        source = getattr(model.config, "name_or_path", None)
-        tokenizer = find_stored_tokenizer(source, Path(save_directory))
+        tokenizer = find_stored_tokenizer(source, target)
     if not has_lora(model):
+        carried = model.carried_tensors if whole else None
         save_model(
-            model, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype
+            model,
+            target,
+            tokenizer=tokenizer,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+            carried=carried,
         )
+        if whole and jax.process_index() == 0:
+            copy_companions(source, target)
+        if carried is not None and target.resolve() == Path(carried.directory).resolve():
+            model.carried_tensors = carried.move_to(target)
         return
     if dtype is not None:
         raise ConfigError(
@@ -106,7 +122,7 @@ def to_torch(model: Any) -> PreTrainedModel:
             f"{type(model).__name__} has no counterpart in torch"
         )
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, whole=False)
         architecture = model.architecture or type(model).__name__
         if architecture.endswith(ENCODER):
             auto = getattr(transformers, architecture, auto)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from transformers import GenerationConfig, PreTrainedModel
 
+    from ed_models.checkpoints.carried import CarriedTensors
     from ed_models.checkpoints.saving import TokenizerFiles
     from ed_models.generation.generate import GenerateOutput
     from ed_models.generation.prompts import TokenRows
@@ -182,6 +183,8 @@ class EasyBridgeMixin:
     architecture: ClassVar[str | None] = None
     # Text of the checkpoint's generation_config.json: kept for saving, read for special tokens.
     generation_json: str | None = None
+    #: Parts of the checkpoint that the model does not compute; saving copies them.
+    carried_tensors: CarriedTensors | None = None
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> Self:
@@ -235,8 +238,13 @@ class EasyBridgeMixin:
         tokenizer: TokenizerFiles | None = None,
         max_shard_size: int | str = "5GB",
         dtype: DTypeLike | None = None,
+        whole: bool = True,
     ) -> None:
         """Write config, weights, generation settings and tokenizer in the layout of `transformers`.
+
+        The other parts of the checkpoint that the model was loaded from are copied: towers of a
+        multimodal model whose language model was loaded, layers that predict further tokens,
+        files of processors, custom classes and licenses. `whole=False` writes the model alone.
 
         Quantized matrices are written as codes and scales, under names that `from_pretrained` reads
         (`ed_models.checkpoints.quantized_tensors`). Call `dequantize` first to write a model that
@@ -248,11 +256,17 @@ class EasyBridgeMixin:
 
         Raises:
             ConfigError: `dtype` is set and the model has adapters.
+            CheckpointError: a file of the checkpoint is absent or has changed since loading.
         """
         from ed_models.base.export import save_pretrained
 
         save_pretrained(
-            self, save_directory, tokenizer=tokenizer, max_shard_size=max_shard_size, dtype=dtype
+            self,
+            save_directory,
+            tokenizer=tokenizer,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+            whole=whole,
         )
 
     def save_gguf(

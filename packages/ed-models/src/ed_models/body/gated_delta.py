@@ -15,7 +15,7 @@ from flax import nnx
 
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer, FeedForward
-from ed_models.weights.rules import STANDARD, Rule, fused, ignore, permute, renamed, split
+from ed_models.weights.rules import STANDARD, Rule, carry, fused, permute, renamed, split
 
 #: Qwen3-Next and Qwen3.5: one convolution for queries, keys and values of the delta rule; in the
 #: query projection of attention each head is followed by its gate.
@@ -30,7 +30,7 @@ GATED_DELTA = renamed(
         ("self_attn.q_proj", "self_attn.g_proj"), "self_attn.q_proj", groups="num_attention_heads"
     ),
     *STANDARD,
-    ignore("mtp.{path}"),
+    carry("mtp.{path}"),
 )
 
 #: Qwen3.5: queries, keys and values of the delta rule are one tensor, the others have their own.
@@ -38,7 +38,7 @@ SPLIT_DELTA = renamed(
     {f"linear_attn.{ours}_proj": f"linear_attn.in_proj_{hf}" for ours, hf in ("gz", "bb", "aa")},
     *fused(tuple(f"linear_attn.{name}_proj" for name in "qkv"), "linear_attn.in_proj_qkv"),
     *GATED_DELTA,
-    ignore("model.visual.{path}"),
+    carry("model.visual.{path}"),
 )
 
 

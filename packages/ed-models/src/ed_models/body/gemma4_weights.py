@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ed_models.weights.rules import STANDARD, Rule, ignore, renamed, split, transpose
+from ed_models.weights.rules import STANDARD, Rule, carry, renamed, split, transpose
 
 #: Parts whose tensors published checkpoints contain for layers that reuse keys and values.
 UNUSED = ("k_proj", "v_proj", "k_norm", "v_norm")
@@ -17,5 +17,5 @@ GEMMA4_TEXT = renamed(
     ),
     Rule("{path}.experts.down_proj.kernel", "{path}.experts.down_proj", transpose),
     *STANDARD,
-    *(ignore(f"{{path}}.self_attn.{name}.weight") for name in UNUSED),
+    *(carry(f"{{path}}.self_attn.{name}.weight") for name in UNUSED),
 )

@@ -42,6 +42,7 @@ from huggingface_hub.errors import (
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from ed_models.checkpoints.carried import CarriedTensors
 from ed_models.checkpoints.checks import (
     MODULES_NAME,
     check_config,
@@ -63,7 +64,10 @@ from ed_models.checkpoints.tensor_files import EASYDEL_INDEX
 from ed_models.checkpoints.text_halves import MODEL_TYPES
 
 #: Files of a repository that are downloaded; other copies of the weights are not.
-_SETTINGS = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "README.md")
+_SETTINGS = (
+    *("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.py"),
+    *("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
 _WEIGHTS = ("*.safetensors",)
 #: Settings of the modules of sentence-transformers.
 _MODULES = ("*_Pooling/config.json", "*_Dense/config.json")
@@ -471,6 +475,16 @@ def check_weights(directory: Path, task: TaskType | str = TaskType.AUTO_BIND) ->
         CheckpointError: a tensor is missing, left over, or has another shape or kind.
     """
     _prepare_checkpoint(directory, task)
+
+
+def find_carried_tensors(
+    directory: Path, task: TaskType | str = TaskType.AUTO_BIND
+) -> CarriedTensors | None:
+    """Return the further tensors of a checkpoint beside those of its model of a task.
+
+    Args, Raises: see `check_weights`.
+    """
+    return _prepare_checkpoint(directory, task).carried
 
 
 def without_values(directory: Path, task: TaskType | str = TaskType.AUTO_BIND) -> nnx.Module:

@@ -3,10 +3,13 @@
 `transformers` loads a checkpoint with further tensors. Here a further tensor is an error, because
 the configuration may be of another model, unless the tensor is of one of these kinds:
 
-- a rule `ignore(...)` of the family names the tensor
+- a rule `ignore(...)` or `carry(...)` of the family names the tensor
 - the tensor is a buffer that the configuration determines, such as `position_ids`
 - the tensor belongs to layers that predict several tokens (MTP), which are not loaded
 - the tensor belongs to a head of another task, and the model has no module of this name
+
+Tensors whose values nothing else determines are copied when a model of the same task is saved
+(`ed_models.checkpoints.carried`).
 """
 
 from __future__ import annotations
@@ -101,6 +104,11 @@ def find_leftovers(weights: WeightMap, files: TensorFiles) -> list[str]:
 def is_known(weights: WeightMap, name: str) -> bool:
     """Return whether a rule ignores a tensor, or the tensor is a buffer without information."""
     return name.rpartition(".")[2] in _BUFFERS or weights.ignores(name)
+
+
+def is_copied(weights: WeightMap, name: str) -> bool:
+    """Return whether a tensor that the model lacks has values that nothing else determines."""
+    return weights.copies(name) or not is_known(weights, name)
 
 
 def _without_mtp(model_tensors: Iterable[str], names: Iterable[str]) -> list[str]:

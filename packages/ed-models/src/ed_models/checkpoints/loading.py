@@ -29,6 +29,7 @@ from flax import nnx
 from huggingface_hub.utils import tqdm
 from jax.typing import DTypeLike
 
+from ed_models.checkpoints.carried import CarriedTensors, find_carried
 from ed_models.checkpoints.filling import (
     SeparateParam,
     fill,
@@ -73,12 +74,14 @@ class CheckedFiles(NamedTuple):
     Attributes:
         config: the configuration of the module, which may differ from that of the files.
         is_stored: whether the files contain quantized matrices of this project.
+        carried: the further content of the files, which saving copies.
     """
 
     draft: Draft
     config: EasyDeLBaseConfig
     files: TensorFiles
     is_stored: bool
+    carried: CarriedTensors | None
 
 
 def load_module(
@@ -131,7 +134,7 @@ def load_module(
     chosen_dtype = dtype if param_dtype is None else param_dtype
     param_dtype = jnp.dtype(floating_dtype("param_dtype", chosen_dtype))
 
-    draft, config, files, is_stored = prepare_module(
+    draft, config, files, is_stored, carried = prepare_module(
         cls, config, files, dtype, param_dtype, precision=precision, quantization=quantization
     )
     graphdef, state, weights = draft
@@ -161,7 +164,10 @@ def load_module(
             threads.shutdown(cancel_futures=True)
             raise
     with nnx.use_eager_sharding(False):
-        return nnx.merge(graphdef, nnx.from_flat_state(filled))
+        module = nnx.merge(graphdef, nnx.from_flat_state(filled))
+    if carried is not None:
+        module.carried_tensors = carried
+    return module
 
 
 def _threads(
@@ -216,14 +222,16 @@ def prepare_module(
         )
 
     is_packed = isinstance(config.quantization_config, Mapping) and stored is None
-    rules_of_files = files.rules
+    rules_of_files, stored_config, opened_files = files.rules, config, files
     files, config = unpack_tensors(files, config)
+    plain_files = files
     model_draft = draft(config)
     files = files.reshape_tensors(model_draft.weights.hf_shapes, config)
     if towers := getattr(cls, "TOWER_NAMES", ()):
         files = tower_tensors(files, towers)
     else:
         files = text_tensors(files, model_draft.weights.hf_shapes)
+    text_files = files
     files = rename_legacy_tensors(files, model_draft.weights.hf_shapes)
     files = _with_prefix(cls, files, model_draft.weights.hf_shapes)
     files = _with_our_names(cls, files, model_draft.weights.hf_shapes)
@@ -255,7 +263,12 @@ def prepare_module(
         rules = stored
         model_draft = model_draft if stored is None else draft(config)
     _check(model_draft.weights, model_draft.state, files, stored=stored is not None)
-    return CheckedFiles(model_draft, config, files, stored is not None)
+    carried = None
+    if type(opened_files) is TensorFiles and not towers:
+        carried = find_carried(
+            cls, stored_config, plain_files, text_files, files, model_draft.weights
+        )
+    return CheckedFiles(model_draft, config, files, stored is not None, carried)
 
 
 def _structure(

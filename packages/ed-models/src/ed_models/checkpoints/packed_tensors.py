@@ -74,9 +74,18 @@ def unpack_tensors(
     settings = config.quantization_config
     if not isinstance(settings, Mapping) or "quant_method" not in settings:
         return files, config
+    return read_plain_tensors(files, settings), config.replace(quantization_config=None)
+
+
+def read_plain_tensors(files: TensorFiles, settings: Mapping[str, Any]) -> TensorFiles:
+    """Return the files as plain numbers; see `unpack_tensors`.
+
+    Args:
+        settings: the `quantization_config` of config.json.
+    """
     method = settings["quant_method"]
     if method == METHOD:  # quantized matrices of this project, which are not unpacked
-        return files, config.replace(quantization_config=None)
+        return files
     if method not in _READERS:
         raise CheckpointError(
             f"quantization_config of config.json has quant_method={method!r}, a packing that is "
@@ -95,4 +104,4 @@ def unpack_tensors(
     hidden = {part for tensor in packed.values() for part in tensor.parts} | idle
     plain_files = files.rename_tensors(dict.fromkeys(hidden))
     computed = {n: Computed(tensor.entry, tensor.at) for n, tensor in packed.items()}
-    return plain_files.add_tensors(computed), config.replace(quantization_config=None)
+    return plain_files.add_tensors(computed)

@@ -6,9 +6,10 @@ goes last, so that a directory that has one is whole.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -27,8 +28,10 @@ from flax import nnx
 from huggingface_hub.errors import HFValidationError
 from jax.typing import DTypeLike
 
+from ed_models.checkpoints.carried import CarriedTensors
 from ed_models.checkpoints.loading import weight_map
 from ed_models.checkpoints.quantized_tensors import get_matrix_parts, quantization_settings
+from ed_models.checkpoints.tensor_files import TensorFiles
 from ed_models.checkpoints.tensor_writer import TensorSpec, write_order, write_tensors
 
 # Files of the model that was in the directory before.
@@ -69,8 +72,20 @@ class TokenizerFiles(Protocol):
 #: Files of tokenizers and processors in a directory of transformers.
 _TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("spiece.model", "sentencepiece*.model", "*.tiktoken", "chat_template*"),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("spiece.model", "sentencepiece*.model", "*.tiktoken", "tekken.json", "chat_template*"),
+    "additional_chat_templates/*.jinja",
+)
+_PROCESSOR_FILES = ("*processor_config.json",)
+#: Further files of a checkpoint: custom classes, licenses, and adapters beside the model, which may
+#: have folders.
+_COMPANIONS = (
+    *_PROCESSOR_FILES,
+    *("*.py", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*"),
+    *(
+        place + name
+        for place in ("", "*/")
+        for name in ("adapter_config.json", "adapter_model*.safetensors")
+    ),
 )
 
 
@@ -83,13 +98,38 @@ class StoredTokenizer:
     def save_pretrained(self, save_directory: Path, /) -> None:
         """Copy the files."""
         for file in find_tokenizer_files(self.directory):
-            shutil.copyfile(file, save_directory / file.name)
+            _copy_file(file, save_directory / file.relative_to(self.directory))
 
 
 def find_tokenizer_files(directory: Path) -> list[Path]:
     """Return the files of a tokenizer and a processor in a directory."""
-    files = (file for pattern in _TOKENIZER_FILES for file in directory.glob(pattern))
+    return _find_files(directory, (*_TOKENIZER_FILES, *_PROCESSOR_FILES))
+
+
+def _find_files(directory: Path, patterns: Iterable[str]) -> list[Path]:
+    files = (file for pattern in patterns for file in directory.glob(pattern))
     return sorted({file for file in files if file.is_file()})
+
+
+def _copy_file(file: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    shutil.copyfile(file, target)
+
+
+def copy_companions(source: str | None, target: Path) -> None:
+    """Copy the further files of a checkpoint that a directory lacks.
+
+    Args:
+        source: see `find_stored_tokenizer`.
+        target: directory with a model that was loaded from there.
+    """
+    directory = _find_checkpoint(source)
+    if directory is None:
+        return
+    for file in _find_files(directory, _COMPANIONS):
+        copy = target / file.relative_to(directory)
+        if not copy.exists():
+            _copy_file(file, copy)
 
 
 def find_stored_tokenizer(source: str | None, target: Path) -> StoredTokenizer | None:
@@ -102,18 +142,23 @@ def find_stored_tokenizer(source: str | None, target: Path) -> StoredTokenizer |
     Returns:
         None if the target has a tokenizer, or the checkpoint has none on this machine.
     """
-    if not source or find_tokenizer_files(target):
+    directory = None if find_tokenizer_files(target) else _find_checkpoint(source)
+    if directory is None or not find_tokenizer_files(directory):
         return None
-    directory = Path(source)
-    if not directory.is_dir():
-        try:
-            file = huggingface_hub.try_to_load_from_cache(source, "config.json")
-        except HFValidationError:
-            return None
-        if not isinstance(file, str):
-            return None
-        directory = Path(file).parent
-    return StoredTokenizer(directory) if find_tokenizer_files(directory) else None
+    return StoredTokenizer(directory)
+
+
+def _find_checkpoint(source: str | None) -> Path | None:
+    """Return the directory of a checkpoint; None if it is not on this machine."""
+    if not source:
+        return None
+    if (directory := Path(source)).is_dir():
+        return directory
+    try:
+        file = huggingface_hub.try_to_load_from_cache(source, "config.json")
+    except HFValidationError:
+        return None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def save_model(
@@ -123,6 +168,7 @@ def save_model(
     tokenizer: TokenizerFiles | None = None,
     max_shard_size: int | str = "5GB",
     dtype: DTypeLike | None = None,
+    carried: CarriedTensors | None = None,
 ) -> None:
     """Save configuration, weights, generation settings and, where given, the tokenizer.
 
@@ -136,9 +182,11 @@ def save_model(
         max_shard_size: bytes, or `"5GB"`; a larger model is split into files with an index.
         dtype: floating-point weights are converted to it in the file, quantized ones are not; None
             keeps all.
+        carried: the further content of the checkpoint that the model was loaded from, which is
+            copied; None = nothing.
 
     Raises:
-        CheckpointError: `directory` is a file.
+        CheckpointError: `directory` is a file, or a file with carried tensors has changed.
         ConfigError: `max_shard_size` is no size, or `dtype` no floating-point dtype.
     """
     target_dtype = None if dtype is None else np.dtype(floating_dtype("dtype", dtype))
@@ -155,18 +203,27 @@ def save_model(
         keeps_dtype = ours in parts or not jax.numpy.issubdtype(leaf_dtype, jax.numpy.floating)
         return leaf_dtype if keeps_dtype or target_dtype is None else target_dtype
 
-    specs = {n: TensorSpec(shape, stored_dtype(n)) for n, shape in weights.hf_shapes.items()}
-    model_dtypes = [spec.dtype for name, spec in specs.items() if name not in parts]
+    is_first = jax.process_index() == 0
+    carried = carried or CarriedTensors(str(directory), ())
+    copied_files = carried.open_files() if is_first else TensorFiles({})
+    names = {carried.restore_name(name): name for name in weights.hf_shapes}
+    specs = {
+        n: TensorSpec(weights.hf_shapes[name], stored_dtype(name)) for n, name in names.items()
+    }
+    model_dtypes = [spec.dtype for n, spec in specs.items() if names[n] not in parts]
+    specs |= carried.list_specs(written=names)
 
     def read(name: str) -> np.ndarray:
-        value = weights.save(name, lambda ours, at: _at(*leaves[ours], at))
+        if name not in names:
+            return copied_files.read_bytes(name) if is_first else np.zeros(0, np.uint8)
+        value = weights.save(names[name], lambda ours, at: _at(*leaves[ours], at))
         return value.astype(specs[name].dtype, copy=False)
 
     separate = {  # gathering is collective
         folder: {name: on_host(array) for name, array in arrays.items()}
         for folder, arrays in module.separate_tensors().items()
     }
-    if jax.process_index() != 0:
+    if not is_first:
         for name in write_order(specs, max_shard_size):  # gathering is collective
             read(name)
     else:
@@ -174,7 +231,7 @@ def save_model(
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:
             write_tensors(staging, specs, read, max_shard_size=max_shard_size)
-            _write_config(module, staging, model_dtypes)
+            _write_config(module, staging, model_dtypes, carried)
             module.write_settings(staging)
             for folder, arrays in separate.items():
                 _write_separate(staging / folder, arrays, target_dtype)
@@ -238,14 +295,23 @@ def _at(leaf: jax.Array, layer: tuple[int, ...], at: tuple[int, ...]) -> np.ndar
     return on_host(leaf)
 
 
-def _write_config(module: Saved, directory: Path, dtypes: list[np.dtype]) -> None:
+def _write_config(
+    module: Saved, directory: Path, dtypes: list[np.dtype], carried: CarriedTensors
+) -> None:
     floats = [dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, jax.numpy.floating)]
     widest = max(floats, key=lambda d: d.itemsize).name if floats else "float32"
     changes = {"architectures": [module.architecture or type(module).__name__], "dtype": widest}
     quantization = quantization_settings(module)  # type: ignore[arg-type]
     if quantization is not None:
         changes |= {"quantization_config": quantization}
-    module.config.replace(**changes).save_pretrained(directory)
+    config = module.config.replace(**changes)
+    if carried.settings is None:
+        config.save_pretrained(directory)
+        return
+    fields = json.loads(config.to_json_string(use_diff=False))
+    whole = carried.restore_settings(json.loads(config.to_json_string()), fields)
+    text = json.dumps(whole, indent=2, sort_keys=True) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
 
 
 def _write_separate(folder: Path, arrays: Mapping[str, np.ndarray], dtype: np.dtype | None) -> None:

@@ -106,7 +106,11 @@ class TensorFiles(Mapping[str, TensorEntry]):
         if index.is_file():
             return cls(_read_index(index))
         single = directory / with_variant(SINGLE_NAME, variant)
-        files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+        all_files = sorted(directory.glob("*.safetensors"))
+        beside = [file for file in all_files if file.name.startswith("adapter_model")]
+        files = (
+            [single] if single.is_file() else [f for f in all_files if f not in beside] or beside
+        )
         if variant is not None and files != [single]:
             raise CheckpointError(
                 f"{directory} has no weights of variant {variant!r} (neither {single.name} nor "
@@ -179,6 +183,14 @@ class TensorFiles(Mapping[str, TensorEntry]):
             flat = _unpack(data, bits, math.prod(entry.shape)).view(entry.dtype)
         return flat.reshape(entry.shape)[index]
 
+    def read_bytes(self, name: str) -> np.ndarray:
+        """Return the bytes of a tensor as they are stored: uint8, without unpacking."""
+        entry = self[name]
+        if entry.start == entry.stop:
+            return np.zeros(0, np.uint8)
+        self._forget(entry.stop - entry.start)
+        return self._map(entry.file)[entry.start : entry.stop]
+
     def _map(self, file: Path) -> np.ndarray:
         if file not in self._maps:
             with file.open("rb") as stream:
@@ -221,6 +233,13 @@ class JoinedFiles(TensorFiles):
         """Return `tensor[index]`."""
         tensor = self._computed.get(name)
         return self._files.read(name, index) if tensor is None else tensor.read(index)
+
+    def read_bytes(self, name: str) -> np.ndarray:
+        """Return the bytes of a tensor, of a computed one those of its values."""
+        if name not in self._computed:
+            return self._files.read_bytes(name)
+        values = self.read(name).astype(self[name].dtype, copy=False)
+        return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
 def compute_arrays(files: TensorFiles, values: Mapping[str, np.ndarray]) -> dict[str, Computed]:

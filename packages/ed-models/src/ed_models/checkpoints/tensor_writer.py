@@ -27,14 +27,20 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor that is to be written."""
+    """Shape and dtype of a tensor that is to be written.
+
+    Attributes:
+        stored_format: format of a tensor whose bytes are copied; None = that of `dtype`.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    stored_format: str | None = None
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        bits = PACKED_BITS.get(self.stored_format or "", 8 * self.dtype.itemsize)
+        return math.prod(self.shape) * bits // 8
 
 
 def parse_size(size: int | str) -> int:
@@ -122,10 +128,11 @@ def _write_file(
     order = _file_order(specs)
     for name in order:
         spec = specs[name]
-        if spec.dtype not in _FORMATS:
+        stored_format = spec.stored_format or _FORMATS.get(spec.dtype)
+        if stored_format is None:
             raise CheckpointError(f"safetensors cannot hold {name!r} of dtype {spec.dtype}")
         header[name] = {
-            "dtype": _FORMATS[spec.dtype],
+            "dtype": stored_format,
             "shape": list(spec.shape),
             "data_offsets": [offset, offset + spec.nbytes],
         }
@@ -137,17 +144,22 @@ def _write_file(
         with partial.open("wb") as stream:
             stream.write(struct.pack("<Q", len(text)) + text)
             for name in order:
-                value = np.ascontiguousarray(read(name)).reshape(specs[name].shape)
-                if value.dtype != specs[name].dtype:
-                    raise CheckpointError(
-                        f"{name!r} was announced as {specs[name].dtype} and came as {value.dtype}"
-                    )
-                stream.write(value.reshape(-1).view(np.uint8).data)
+                stream.write(_as_bytes(name, read(name), specs[name]).data)
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _as_bytes(name: str, value: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    dtype = spec.dtype if spec.stored_format is None else np.dtype(np.uint8)
+    if value.dtype != dtype or value.nbytes != spec.nbytes:
+        raise CheckpointError(
+            f"{name!r} was announced as {spec.nbytes} bytes of {dtype} and came as {value.nbytes} "
+            f"bytes of {value.dtype}"
+        )
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -11,6 +11,7 @@ transformers, because run files are checked with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
@@ -60,6 +61,11 @@ _SHARED = (
     *("architectures", "quantization_config", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
     *("id2label", "label2id", "problem_type"),
+)
+
+#: Fields of a multimodal configuration that describe the whole model.
+_OF_THE_WHOLE = frozenset(
+    {"architectures", "dtype", "model_type", "text_config", "torch_dtype", "transformers_version"}
 )
 
 #: Ending of a name in `architectures` -> task.
@@ -173,8 +179,7 @@ def text_tensors(files: TensorFiles, model_names: Collection[str]) -> TensorFile
             logger,
             f"{files.directory} is a multimodal checkpoint, of which only the language model is "
             f"loaded: images are not supported, and {len(unread_names)} tensors "
-            f"({min(unread_names)}, …) are "
-            "not read",
+            f"({min(unread_names)}, …) stay in their files",
         )
     return (
         files.rename_tensors(names)
@@ -214,6 +219,64 @@ def text_name(name: str) -> str | None:
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)
     return name if name.startswith(_HEADS) else None
+
+
+def count_text_prefixes(names: Collection[str]) -> tuple[tuple[str, str], ...]:
+    """Return (prefix in a text-only checkpoint, prefix in a multimodal one), the longest first.
+
+    Args:
+        names: the tensors of a multimodal checkpoint. Of several prefixes, the most frequent one is
+            returned.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    for name in names:
+        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
+        if prefix is not None:
+            counts[_PREFIXES[prefix], prefix] += 1
+        elif name.startswith(_HEADS):
+            counts[(head := name.partition(".")[0] + "."), head] += 1
+    prefixes: dict[str, str] = {}
+    for (text_prefix, prefix), _ in counts.most_common():
+        prefixes.setdefault(text_prefix, prefix)
+    return tuple(sorted(prefixes.items(), key=lambda pair: -len(pair[0])))
+
+
+def restore_text_half(
+    stored: Mapping[str, Any], text: Mapping[str, Any], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of a multimodal model with another text half.
+
+    A value of the whole model that repeats one of its text half changes with it.
+
+    Args:
+        stored: content of config.json of the multimodal checkpoint.
+        text: content of config.json of the text half.
+        fields: all fields of the text half, those with default values too.
+    """
+    stored_text, new_text, new = stored["text_config"], dict(text), dict(stored)
+
+    def has_changed(name: str) -> bool:
+        return name in fields and fields[name] not in (stored.get(name), stored_text.get(name))
+
+    for name in stored.keys() & fields.keys() - _OF_THE_WHOLE:
+        repeats = name in _SHARED or stored_text.get(name) == stored[name]
+        if repeats and (has_changed(name) or name == "tie_word_embeddings"):
+            new[name] = fields[name]
+    for name in _SHARED:
+        if name in stored and name not in stored_text:
+            new_text.pop(name, None)
+        elif name in stored and name in stored_text and new[name] == stored[name]:
+            new_text[name] = stored_text[name]
+    for name in ("architectures", "transformers_version"):
+        new_text.pop(name, None)
+    if "architectures" in stored_text:
+        new_text["architectures"] = stored_text["architectures"]
+    new.pop("quantization_config", None)
+    new_text.pop("quantization_config", None)
+    if text.get("quantization_config") is not None:
+        new["quantization_config"] = text["quantization_config"]
+    dtype = "torch_dtype" if "torch_dtype" in stored and "dtype" not in stored else "dtype"
+    return {**new, dtype: text.get("dtype"), "text_config": new_text}
 
 
 def find_config(name_or_path: str, revision: str | None = None) -> Path | None:

@@ -13,7 +13,7 @@ from ed_infra.errors import CheckpointError, ConfigError
 
 from ed_models.checkpoints.tensor_files import Index, is_finite
 from ed_models.weights.blocks import ArchitectureFields, Piece, Shape, Shapes, positions_between
-from ed_models.weights.rules import Rule
+from ed_models.weights.rules import Rule, untouched
 
 _MOST_THREADS = 8
 _OF_A_THREAD = 2**22  # bytes that are worth a thread
@@ -46,7 +46,9 @@ class WeightMap:
         self.by_ours: dict[str, list[Piece]] = {}
         self.by_hf: dict[str, list[Piece]] = {}
         compiled = [(rule, [_pattern(p) for p in _names(rule)]) for rule in rules]
-        self._ignored = [_pattern(rule.hf) for rule, patterns in compiled if not patterns]
+        unread = [(_pattern(rule.hf), rule.layout) for rule, names in compiled if not names]
+        self._ignored = [pattern for pattern, _ in unread]
+        self._copied = [pattern for pattern, layout in unread if layout is untouched]
         for name in shapes:
             if name not in self.by_ours:
                 self._add(name, compiled)
@@ -84,6 +86,10 @@ class WeightMap:
     def ignores(self, hf_name: str) -> bool:
         """Whether a tensor that the model has not is known to be needless."""
         return any(pattern.fullmatch(hf_name) for pattern in self._ignored)
+
+    def copies(self, hf_name: str) -> bool:
+        """Whether a tensor that the model has not belongs to a part that is copied unchanged."""
+        return any(pattern.fullmatch(hf_name) for pattern in self._copied)
 
     def load(
         self,

@@ -23,7 +23,7 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.experts import sigmoid_experts
 from ed_models.body.layers import DecoderLayer
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import EXPERTS, STANDARD, ignore
+from ed_models.weights.rules import EXPERTS, STANDARD, carry
 
 
 @register_config("deepseek_v3")
@@ -62,7 +62,7 @@ class DeepseekV3ForCausalLM(CausalLM):
     """DeepSeek-V3 with a language-model head."""
 
     body_class = DeepseekV3Model
-    WEIGHTS = (EXPERTS, *STANDARD, ignore("model.layers.61.{path}"))
+    WEIGHTS = (EXPERTS, *STANDARD, carry("model.layers.61.{path}"))
 
 
 @register_config("kimi_k2")

@@ -23,7 +23,7 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.experts import sigmoid_experts
 from ed_models.body.layers import DecoderLayer
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import EXPERTS, STANDARD, ignore
+from ed_models.weights.rules import EXPERTS, STANDARD, carry
 
 
 @register_config("deepseek_v32")
@@ -62,4 +62,4 @@ class DeepseekV32ForCausalLM(CausalLM):
     """DeepSeek-V3.2 with a language-model head."""
 
     body_class = DeepseekV32Model
-    WEIGHTS = (EXPERTS, *STANDARD, ignore("model.layers.61.{path}"))
+    WEIGHTS = (EXPERTS, *STANDARD, carry("model.layers.61.{path}"))

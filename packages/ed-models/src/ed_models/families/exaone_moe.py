@@ -24,7 +24,7 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.experts import sigmoid_experts
 from ed_models.body.layers import DecoderLayer, get_layer_window
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import EXPERTS, STANDARD, ignore, renamed
+from ed_models.weights.rules import EXPERTS, STANDARD, carry, renamed
 
 
 @register_config("exaone_moe")
@@ -75,5 +75,5 @@ class ExaoneMoeForCausalLM(CausalLM):
     body_class = ExaoneMoeModel
     WEIGHTS = (
         *renamed({"gate.e_score_correction_bias": "e_score_correction_bias"}, EXPERTS, *STANDARD),
-        ignore("mtp.{path}"),
+        carry("mtp.{path}"),
     )

@@ -51,7 +51,7 @@ from ed_models.body.patch_weights import TOWER
 from ed_models.body.vision import tower_rules
 from ed_models.modalities.images import PLACES
 from ed_models.tasks.conditional import ConditionalLM
-from ed_models.weights.rules import NESTED_TIED, STANDARD, Rule, ignore, transpose
+from ed_models.weights.rules import NESTED_TIED, STANDARD, Rule, carry, transpose
 
 logger = get_logger(__name__)
 
@@ -269,7 +269,7 @@ class Gemma4ForConditionalGeneration(ConditionalLM):
         PROJECTION,
         *tower_rules(TOWER, "model.vision_tower", _NAMES, STANDARD),
         *GEMMA4_TEXT,
-        *(ignore(f"model.{part}.{{path}}") for part in ("audio_tower", "embed_audio")),
+        *(carry(f"model.{part}.{{path}}") for part in ("audio_tower", "embed_audio")),
     )
 
     @property

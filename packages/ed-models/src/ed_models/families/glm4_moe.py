@@ -24,7 +24,7 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.experts import sigmoid_experts
 from ed_models.body.layers import DecoderLayer
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import EXPERTS, STANDARD, ignore
+from ed_models.weights.rules import EXPERTS, STANDARD, carry
 
 
 @register_config("glm4_moe")
@@ -70,5 +70,5 @@ class Glm4MoeForCausalLM(CausalLM):
     WEIGHTS = (
         EXPERTS,
         *STANDARD,
-        *(ignore(f"model.layers.{layer}.{{path}}") for layer in (46, 92)),
+        *(carry(f"model.layers.{layer}.{{path}}") for layer in (46, 92)),
     )

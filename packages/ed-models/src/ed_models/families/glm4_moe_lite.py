@@ -21,7 +21,7 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.experts import sigmoid_experts
 from ed_models.body.layers import DecoderLayer
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import EXPERTS, STANDARD, ignore
+from ed_models.weights.rules import EXPERTS, STANDARD, carry
 
 
 @register_config("glm4_moe_lite")
@@ -60,4 +60,4 @@ class Glm4MoeLiteForCausalLM(CausalLM):
     """GLM-4.7-Flash with a language-model head."""
 
     body_class = Glm4MoeLiteModel
-    WEIGHTS = (EXPERTS, *STANDARD, ignore("model.layers.47.{path}"))
+    WEIGHTS = (EXPERTS, *STANDARD, carry("model.layers.47.{path}"))

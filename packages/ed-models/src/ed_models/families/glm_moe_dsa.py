@@ -25,7 +25,7 @@ from ed_models.body.decoder import Decoder
 from ed_models.body.experts import sigmoid_experts
 from ed_models.body.layers import DecoderLayer
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import EXPERTS, STANDARD, ignore
+from ed_models.weights.rules import EXPERTS, STANDARD, carry
 
 
 @register_config("glm_moe_dsa")
@@ -75,4 +75,4 @@ class GlmMoeDsaForCausalLM(CausalLM):
     """GLM-5 with a language-model head."""
 
     body_class = GlmMoeDsaModel
-    WEIGHTS = (EXPERTS, *STANDARD, ignore("model.layers.78.{path}"))
+    WEIGHTS = (EXPERTS, *STANDARD, carry("model.layers.78.{path}"))

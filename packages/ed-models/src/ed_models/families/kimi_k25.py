@@ -48,9 +48,9 @@ from ed_models.weights.rules import (
     NESTED_TIED,
     STANDARD,
     Rule,
+    carry,
     equal,
     fused,
-    ignore,
     permute,
     renamed,
 )
@@ -233,5 +233,5 @@ class KimiK25ForConditionalGeneration(ConditionalLM):
         *tower_rules(f"{TOWER}.merger", "mm_projector", PROJECTOR, STANDARD),
         *tower_rules(TOWER, "vision_tower", _NAMES, STANDARD),
         *renamed(_STORED, EXPERTS, *STANDARD),
-        *(ignore(f"{part}model.layers.61.{{path}}") for part in ("", "language_model.")),
+        *(carry(f"{part}model.layers.61.{{path}}") for part in ("", "language_model.")),
     )

@@ -31,7 +31,7 @@ from flax import nnx
 
 from ed_models.body.decoder import Decoder
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import EXPERTS, STANDARD, ignore, renamed
+from ed_models.weights.rules import EXPERTS, STANDARD, carry, renamed
 
 
 @register_config("longcat_flash")
@@ -118,10 +118,10 @@ class LongcatFlashForCausalLM(CausalLM):
             EXPERTS,
             *STANDARD,
         ),
-        ignore("model.mtp.{path}"),
+        carry("model.mtp.{path}"),
         # transformers 5.23 creates unused matrices for experts without computation.
-        ignore("{path}.experts.{expert}.gate_proj.weight"),
-        ignore("{path}.experts.{expert}.up_proj.weight"),
+        carry("{path}.experts.{expert}.gate_proj.weight"),
+        carry("{path}.experts.{expert}.up_proj.weight"),
     )
 
 

@@ -30,7 +30,7 @@ from ed_models.body.experts import sigmoid_router
 from ed_models.body.layers import MixerLayer
 from ed_models.body.mamba import MixerDecoder
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import BACKBONE, EXPERTS, MAMBA2, Rule, ignore, renamed, transpose
+from ed_models.weights.rules import BACKBONE, EXPERTS, MAMBA2, Rule, carry, renamed, transpose
 
 
 @register_config("nemotron_h")
@@ -157,6 +157,6 @@ class NemotronHForCausalLM(CausalLM):
             EXPERTS,
             *MAMBA2,
         ),
-        ignore("mtp.{path}"),
+        carry("mtp.{path}"),
     )
     MODULES = Modules({"backbone": "model"})

@@ -23,7 +23,7 @@ from ed_layers.parts import Parts
 from ed_models.body.decoder import Decoder
 from ed_models.body.layers import DecoderLayer
 from ed_models.tasks.causal_lm import CausalLM
-from ed_models.weights.rules import STANDARD, fused, ignore, renamed
+from ed_models.weights.rules import STANDARD, carry, fused, renamed
 
 
 @register_config("openelm")
@@ -140,5 +140,5 @@ class OpenELMForCausalLM(CausalLM):
             *STANDARD,
         ),
         # A second head of untied models, which their forward pass does not use.
-        ignore("transformer.classifier.{path}"),
+        carry("transformer.classifier.{path}"),
     )

@@ -35,7 +35,8 @@ Experts, which we stack along a leading dimension:
 Names:
 
     renamed({"model": "transformer", "layers": "h", "self_attn": "attn"}, *STANDARD)
-    ignore("model.layers.61.{path}")                      DeepSeek-V3: a layer that is not loaded
+    ignore("{path}.rotary_emb.inv_freq")                  values that the configuration determines
+    carry("model.layers.61.{path}")                        DeepSeek-V3: a layer that is not loaded
 
 A layout does not read values. It relates blocks of the checkpoint's tensors to blocks of ours
 (`Piece`), so that one table serves loading any slice of ours, saving any tensor of theirs, and
@@ -258,7 +259,7 @@ def renamed(names: Mapping[str, str], *rules: Rule) -> tuple[Rule, ...]:
     def under_new_names(layout: TensorLayout) -> TensorLayout:
         return lambda ours, hf, config: layout(ours, lambda **more: rename(hf(**more)), config)
 
-    return tuple(Rule(r.ours, r.hf, under_new_names(r.layout)) for r in rules)
+    return tuple(r._replace(layout=under_new_names(r.layout)) if r.ours else r for r in rules)
 
 
 def renamer(names: Mapping[str, str]) -> Callable[[str], str]:
@@ -287,8 +288,24 @@ def renamer(names: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def ignore(hf: str) -> Rule:
-    """Tensors of a checkpoint that no model needs; their names as the checkpoint has them."""
+    """Tensors of a checkpoint that no model needs; their names as the checkpoint has them.
+
+    They repeat another tensor, or the configuration determines them. They are not written.
+    """
     return Rule((), hf, equal)
+
+
+def carry(hf: str) -> Rule:
+    """Tensors of a part that a family does not compute; their names as the checkpoint has them.
+
+    They are copied to each checkpoint that is saved (`ed_models.checkpoints.carried`).
+    """
+    return Rule((), hf, untouched)
+
+
+def untouched(ours: Shapes, hf: TheirName, config: ArchitectureFields) -> Relation:
+    """The layout of tensors that are copied unchanged."""
+    return Relation({}, [])
 
 
 STANDARD: tuple[Rule, ...] = (

@@ -177,7 +177,9 @@ def _list_model_fields(run: Mapping[str, Any]) -> dict[str, Any] | None:
     if fields is None:
         return None
     names = (name for name in fields if name not in _OTHER_FIELDS)
-    return {f"model.config.{name}": fields[name] for name in names if name[:1] != "_"}
+    carried = (run.get("model") or {}).get("carried_tensors")
+    copied = {} if carried is None else {"tensors outside of the model": carried["sha256"]}
+    return {f"model.config.{name}": fields[name] for name in names if name[:1] != "_"} | copied
 
 
 def _compare_values(

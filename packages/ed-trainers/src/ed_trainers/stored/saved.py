@@ -95,12 +95,16 @@ def load_arrays(directory: Path, abstract_arrays: Wanted | None = None) -> dict[
 
 
 def model_facts(model: object) -> dict[str, Any] | None:
-    """Return the facts from which `ed_trainers.convert` creates a model: class name and
-    configuration."""
+    """Return the facts from which `ed_trainers.convert` creates a model: class name, configuration,
+    and where the tensors are that the model does not compute with, with their hash."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return None
-    return {"class": type(model).__name__, "config": json.loads(config.to_json_string())}
+    facts = {"class": type(model).__name__, "config": json.loads(config.to_json_string())}
+    carried = getattr(model, "carried_tensors", None)
+    if carried is not None and jax.process_index() == 0:  # which writes the facts
+        facts["carried_tensors"] = carried.to_reference()
+    return facts
 
 
 def check_format(facts: Mapping[str, Any], location: str) -> None:

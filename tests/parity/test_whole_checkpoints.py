@@ -1,0 +1,143 @@
+"""A text-only fine-tune of a checkpoint with further parts is the whole checkpoint again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from ed_elarge.certify.adapter_checks import untouched_tensors_are_equal
+from ed_elarge.certify.outcome import Failed
+from ed_elarge.certify.subject import CertifiedModel
+from ed_infra.specs import LoraSpec
+from ed_infra.testing import require_torch
+from ed_models import AutoEasyDeLModelForCausalLM
+from ed_models.checkpoints.tensor_files import TensorFiles
+from ed_trainers import SFTArguments, SFTTrainer
+from ed_trainers.convert import convert
+from safetensors.numpy import load_file, save_file
+
+from tests.multimodal_models import GEMMA3, MODELS, OTHER_MODELS, Multimodal, torch_model
+
+ONE = (1, 1, 1, 1, 1)
+MTP = "mtp.layers.0.input_layernorm.weight"
+FILES = ("LICENSE", "modeling_mine.py", "preprocessor_config.json", "chat_template.jinja")
+
+
+class Rows:
+    """A loader that returns the same rows at each step."""
+
+    steps_per_epoch = 4
+
+    def batch_at(self, step: int) -> dict[str, np.ndarray]:
+        ids = np.random.default_rng(0).integers(3, 128, (8, 16)).astype(np.int32)
+        places = np.broadcast_to(np.arange(16, dtype=np.int32), ids.shape)
+        one = np.ones_like(ids)
+        return {"input_ids": ids, "labels": ids, "segment_ids": one, "position_ids": places}
+
+
+def save_checkpoint(model: Multimodal, directory: Path) -> Any:
+    """Save a model of transformers with an MTP layer and further files; return the model."""
+    theirs = torch_model(model)
+    theirs.save_pretrained(directory)
+    path = directory / "model.safetensors"
+    extra = np.arange(6, dtype=np.float32).astype(ml_dtypes.bfloat16)
+    save_file({**load_file(path), MTP: extra}, path, {"format": "pt"})
+    for name in FILES:
+        (directory / name).write_text("{}")
+    return theirs
+
+
+def train(directory: Path, run: Path, *, adapters: bool = True) -> None:
+    """Train the language model of a checkpoint for one step on text."""
+    model: Any = AutoEasyDeLModelForCausalLM.from_pretrained(directory, sharding_axis_dims=ONE)
+    if adapters:
+        model = model.apply_lora(LoraSpec(rank=2))
+    arguments = SFTArguments(
+        save_directory=str(run),
+        total_batch_size=8,
+        max_training_steps=1,
+        learning_rate=1e-2,
+        warmup_steps=0,
+        use_tensorboard=False,
+    )
+    SFTTrainer(arguments, model=model, train_dataset=Rows()).train()
+
+
+CASES = [pytest.param(model, id=str(model)) for model in (*MODELS, *OTHER_MODELS)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", CASES)
+def test_text_fine_tune_of_a_multimodal_checkpoint_is_a_whole_checkpoint_of_transformers(
+    model: Multimodal, tmp_path: Path
+) -> None:
+    torch = require_torch()
+    base = tmp_path / "base"
+    theirs = save_checkpoint(model, base)
+    train(base, tmp_path / "run")
+    trained = tmp_path / "run/model"
+    files, saved = TensorFiles.open(base), TensorFiles.open(trained)
+    assert saved.keys() == files.keys()
+    assert {path.name for path in base.iterdir()} <= {path.name for path in trained.iterdir()}
+    equal = {n for n in files if np.array_equal(files.read_bytes(n), saved.read_bytes(n))}
+    assert MTP in equal and len(equal) < len(files)
+    assert all("language_model" in n or "text_model" in n for n in files.keys() - equal)
+    whole, info = type(theirs).from_pretrained(trained, output_loading_info=True)
+    assert not info["missing_keys"] and {*info["unexpected_keys"]} <= {MTP}
+    before, after = theirs.state_dict(), whole.state_dict()
+    changed = {n for n in before if not torch.equal(before[n], after[n])}
+    assert changed and all("language_model" in n or "text_model" in n for n in changed)
+    configs = [json.loads((d / "config.json").read_text()) for d in (base, trained)]
+    for config in configs:
+        del config["text_config"]
+    assert configs[0] == configs[1]
+    subject = CertifiedModel(tmp_path / "run", base)
+    assert untouched_tensors_are_equal(subject).status == "passed"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders `base` and `run` of a model that was trained without adapters."""
+    folder = tmp_path_factory.mktemp("trained")
+    save_checkpoint(GEMMA3, folder / "base")
+    train(folder / "base", folder / "run", adapters=False)
+    return folder
+
+
+@pytest.mark.nightly
+def test_checkpoint_of_a_run_becomes_the_whole_checkpoint(trained: Path, tmp_path: Path) -> None:
+    (checkpoint,) = (trained / "run/checkpoints").glob("[0-9]*")
+    convert(checkpoint, tmp_path / "model")
+    files, saved = (TensorFiles.open(d) for d in (trained / "run/model", tmp_path / "model"))
+    assert saved.keys() == files.keys()
+    for name in files:
+        np.testing.assert_array_equal(saved.read_bytes(name), files.read_bytes(name))
+    assert (tmp_path / "model/LICENSE").is_file()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", ["lost", "changed byte", "other dtype", "none"])
+@pytest.mark.parametrize("name", [MTP, "multi_modal_projector.mm_input_projection_weight"])
+def test_certificate_finds_lost_and_changed_tensors(
+    trained: Path, tmp_path: Path, fault: str, name: str
+) -> None:
+    folder = shutil.copytree(trained / "run/model", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    if fault == "lost":
+        del tensors[name]
+    elif fault == "changed byte":
+        tensors[name].reshape(-1).view(np.uint8)[0] ^= 1
+    elif fault == "other dtype":
+        tensors[name] = tensors[name].astype(np.float16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    subject = CertifiedModel(folder, trained / "base")
+    if fault == "none":
+        assert untouched_tensors_are_equal(subject).status == "passed"
+        return
+    with pytest.raises(Failed, match=name):
+        untouched_tensors_are_equal(subject)
