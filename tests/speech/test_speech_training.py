@@ -30,7 +30,7 @@ WORDS = ("yes", "no", "stop", "go")
 def run(values: Mapping[str, Any]) -> dict[str, Any]:
     """Execute a run, and return the last evaluation."""
     text = yaml.safe_dump(dict(values), sort_keys=False)
-    assert execute(normalize(nodes.parse_yaml(text, "run.yaml"), require_actions=True)) == 0
+    assert execute(normalize(nodes.parse_yaml(text, "run.yaml"), require_actions=True)).code == 0
     lines = Path(values["trainer"]["save_directory"], "metrics.jsonl").read_text().splitlines()
     return next(row for row in map(json.loads, reversed(lines)) if "eval_loss" in row)
 

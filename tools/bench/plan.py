@@ -229,7 +229,7 @@ def train(case: Case) -> None:
             "do_last_save": False,
             "use_tensorboard": False,
         }
-        if execute(normalize(Document("plan.yaml", value=values))):
+        if execute(normalize(Document("plan.yaml", value=values))).code:
             raise SystemExit("the run failed")
 
 
