@@ -23,6 +23,10 @@ PAGES = [
 ]
 
 
+#: The words of a page whose blocks need no other file, and therefore run in an empty folder.
+ANY_FOLDER = "Work in any folder"
+
+
 def cases() -> Iterator[pytest.ParameterSet]:
     """Yield one case per page and language; each YAML block and each skipped block is a case.
 
@@ -75,6 +79,9 @@ def test_documentation_block_runs_without_error(chosen: list[Block], reader: Pat
         "bash": ("sh", ["bash", "-euo", "pipefail"]),
     }[language]
     # A suffix of its own, so that the script of gguf.md does not hide the module gguf.
+    if ANY_FOLDER in chosen[0].page.read_text("utf-8"):
+        shutil.rmtree(reader)
+        reader.mkdir()
     script = reader / f"{chosen[0].page.stem}_page.{suffix}"
     script.write_text(joined(chosen), encoding="utf-8")
     scripts = Path(sys.executable).parent
@@ -99,6 +106,14 @@ def validate(block: Block, folder: Path) -> None:
     file = folder / "run.yaml"
     file.write_text(joined([block]), encoding="utf-8")
     normalize(nodes.read_yaml(str(file)), require_actions="actions:" in block.body)
+
+
+def test_pages_of_tasks_name_the_folder_in_which_their_blocks_run() -> None:
+    for page in (ROOT / "docs/tasks").glob("*.md"):
+        run = [block.body for block in blocks(page) if not block.skip and block.language == "bash"]
+        text = page.read_text("utf-8")
+        if "elarge" in "".join(run) or "esurge" in "".join(run):
+            assert ANY_FOLDER in text or "work in its folder" in " ".join(text.split()), page
 
 
 def test_documentation_blocks_have_their_line_numbers(tmp_path: Path) -> None:
