@@ -231,3 +231,21 @@ def test_openai_client_receives_tokens_of_generate(server, ours, tokenizer):
     parts = client.chat.completions.create(**chat, stream=True)
     assert whole.role == "assistant"
     assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.content
+
+
+def test_readme_begins_with_the_commands_that_the_bench_measures():
+    from tools.bench.fresh_clone import read_commands
+
+    commands = read_commands((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert commands == [f"uv run elarge examples/{name}.yaml" for name in ("quickstart", "serve")]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_commands_of_the_readme_run_in_a_fresh_clone(tmp_path, record_property):
+    from tools.bench.fresh_clone import measure_clone
+
+    rows = measure_clone(tmp_path / "clone")
+    texts = [f"{row.command}: {row.elapsed:.0f} s, processor {row.processor:.0f} s" for row in rows]
+    record_property("summary", "; ".join(texts))
+    assert (tmp_path / "clone/runs/quickstart/summary.json").exists()
