@@ -12,6 +12,7 @@ import httpx
 import pytest
 from ed_elarge import eLargeModel
 from ed_elarge.building.serving import list_served_models
+from ed_elarge.command.main import app
 from ed_elarge.config.action_options import ServeOptions
 from ed_elarge.config.reference import read_meanings
 from ed_elarge.evaluation import harness
@@ -136,6 +137,36 @@ def test_models_of_one_server_share_the_memory(quickstart_model: Path) -> None:
     ).values()
     assert model.config.esurge.max_loras == 2
     assert list_served_models(elm, ServeOptions(), "m") == {"m": elm}
+
+
+@pytest.mark.parametrize("flag", ["", "--json", "--quiet"])
+def test_run_that_only_serves_prints_its_address(
+    flag: str,
+    quickstart_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    levels = []
+
+    def serve_at_once(*address: object, on_ready: Any, **options: Any) -> None:
+        levels.append(options["log_level"])
+        on_ready("http://127.0.0.1:1/v1", ["a", "b"])
+
+    monkeypatch.setattr(ed_esurge.server, "serve", serve_at_once)
+    monkeypatch.setattr(eLargeModel, "part", lambda self, name: object())
+    monkeypatch.setattr("ed_elarge.actions.execution._prepare", lambda elm: None)
+    file = tmp_path / "serve.yaml"
+    file.write_text(RUN.format(model=quickstart_model, keys="drain_seconds: 3"))
+    with pytest.raises(SystemExit) as end:
+        app(["serve", str(file), *([flag] if flag else [])], prog_name="elarge")
+    out = capsys.readouterr().out
+    assert end.value.code in (0, None)
+    assert levels == ["warning" if flag == "--quiet" else "info"]
+    if flag == "--json":
+        assert json.loads(out) == {"url": "http://127.0.0.1:1/v1", "models": ["a", "b"]}
+    else:
+        assert "serving at http://127.0.0.1:1/v1 (Ctrl-C stops)\n" in out
 
 
 SMALL = {"max_model_len": 64, "page_size": 8, "compile_runner": False, "silent_mode": True}

@@ -137,6 +137,8 @@ def test_template_has_several_words() -> None:
         ("serve r.yml --set a=b --dry-run -tp 2", "serve --set a=b --dry-run -- r.yml -tp 2"),
         ("serve --also x y --port 3 run.json", "serve -- run.json --also x y --port 3"),
         ("serve -c 4096 run.yaml", "serve -- run.yaml -c 4096"),
+        ("serve run.yaml --quiet --json", "serve --quiet --json -- run.yaml"),
+        ("serve model --json", "serve-model model --json"),
         ("serve --config flags.yaml model", "serve-model --config flags.yaml model"),
         ("serve -m m.gguf -c 4096", "serve-model -m m.gguf -c 4096"),
         ("chat run.yaml --temperature 0", "chat -- run.yaml --temperature 0"),

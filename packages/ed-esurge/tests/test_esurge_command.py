@@ -412,7 +412,7 @@ def test_every_command_has_help_and_the_common_options(
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert f"Usage: esurge {command} [OPTIONS]" in text
-    has_result = command in ("run-batch", "bench", "bench-serve")
+    has_result = command in ("serve", "run-batch", "bench", "bench-serve")
     assert [flag in text for flag in ("--quiet", "--json")] == [has_result, has_result]
 
 

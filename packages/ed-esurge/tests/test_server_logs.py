@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
+from typing import Any
 
 import httpx
+import jax.numpy as jnp
 import pytest
+from ed_esurge.command import serve as serve_command
+from ed_esurge.command.main import main
+from ed_esurge.engine.facts import describe_dtypes
+from ed_esurge.server import launch
 from ed_esurge.server.launch import background
 from ed_esurge.server.metrics import ServerMetrics
 from ed_esurge.server.operations import throughput
 from ed_esurge.server.operations.throughput import ProbeFilter, Throughput
 from ed_esurge.testing import ScriptedEngine
+from ed_infra.specs import QUANTIZATION_FORMATS, EasyDeLQuantizationConfig
+from ed_layers.quantization.encoding import encode_matrix
+from flax import nnx
 
 
 def test_log_has_times_and_no_probes(capfd: pytest.CaptureFixture[str]) -> None:
@@ -23,6 +33,66 @@ def test_log_has_times_and_no_probes(capfd: pytest.CaptureFixture[str]) -> None:
     lines = [line for line in capfd.readouterr().out.splitlines() if '"GET' in line]
     assert [re.search(r'"GET (\S+)', line)[1] for line in lines] == ["/v1/models", "/nowhere"]  # type: ignore[index]
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) for line in lines)
+
+
+@pytest.mark.parametrize("flags", [(), ("--quiet",), ("--json",), ("--quiet", "--json")])
+def test_serve_prints_its_result_when_it_accepts_requests(
+    flags: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    levels = []
+
+    def run(server: Any, sockets: object) -> None:
+        levels.append(server.config.log_level)
+        server.started = True
+        server._on_ready()
+        print("a line of the log")
+
+    monkeypatch.setattr(serve_command, "create_engines", lambda *_: ScriptedEngine())
+    monkeypatch.setattr(launch._Server, "run", run)
+    assert main(["serve", "somewhere", "--port", "0", *flags]) == 0
+    out, err = capsys.readouterr()
+    url = r"http://127\.0\.0\.1:\d+/v1"
+    if "--json" in flags:
+        values = json.loads(out)
+        assert re.fullmatch(url, values.pop("url"))
+        assert values == {"models": ["scripted"]}
+    else:
+        assert re.match(rf"serving at {url} \(Ctrl-C stops\)\n", out)
+    assert ("a line of the log" in out) is (not flags)
+    assert ("a line of the log" in err) is (flags == ("--json",))
+    assert levels == ["warning" if "--quiet" in flags else "info"]
+
+
+def test_error_of_serve_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--json"]) == 2
+    assert "name a MODEL" in json.loads(capsys.readouterr().out)["error"]
+
+
+class Weights(nnx.Module):
+    def __init__(self, kernel: object, dtype: str) -> None:
+        self.kernel, self.scale = nnx.Param(kernel), nnx.Param(jnp.ones(8))
+        self.dtype = jnp.dtype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("weights", "computation", "expected"),
+    [
+        ("float32", "float32", "float32 weights"),
+        ("bfloat16", "bfloat16", "bfloat16 weights"),
+        ("bfloat16", "float32", "bfloat16 weights, float32 computation"),
+        ("nf4", "float32", "nf4 weights, float32 computation"),
+        ("w8a8", "bfloat16", "int8_a8 weights, bfloat16 computation"),
+    ],
+)
+def test_banner_states_the_dtypes(weights: str, computation: str, expected: str) -> None:
+    kernel = jnp.ones((64, 64))
+    if weights in QUANTIZATION_FORMATS:
+        value: object = encode_matrix(EasyDeLQuantizationConfig(dtype=weights), kernel)
+    else:
+        value = kernel.astype(weights)
+    assert describe_dtypes(Weights(value, computation)) == expected
 
 
 @pytest.mark.parametrize(("status", "is_shown"), [(200, False), (404, True), (503, True)])

@@ -414,8 +414,15 @@ class eLargeModel(Setters):
         outputs = engine.generate(ready, params)
         return [(p, out.outputs[0].text) for p, out in zip(all_prompts, outputs, strict=True)]
 
-    def serve(self, **options: object) -> None:
-        """Serve the OpenAI-compatible API until interrupted, with options of the `serve` action."""
+    def serve(
+        self, on_ready: Callable[[str, Sequence[str]], object] | None = None, /, **options: object
+    ) -> None:
+        """Serve the OpenAI-compatible API until interrupted, with options of the `serve` action.
+
+        Args:
+            on_ready: see `ed_esurge.server.serve`.
+            options: see `ServeOptions`.
+        """
         from ed_esurge.server import serve
         from ed_esurge.server.launch import load_adapters
         from ed_esurge.server.options import ListenOptions
@@ -434,7 +441,8 @@ class eLargeModel(Setters):
         address = values.pop("host"), values.pop("port")
         with serving(self, checked, names[0]) as engines:
             load_adapters(engines, checked.lora_modules)
-            serve(engines, *address, **values)
+            callback = {} if on_ready is None else {"on_ready": on_ready}
+            serve(engines, *address, **callback, **values)
 
     def _model_names(self, path: Path) -> list[str]:
         """Return the names of the model in requests: the name of its source, and the name of the

@@ -6,7 +6,7 @@ import logging
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -239,6 +239,22 @@ def generate_session(session: Session, options: GenerateOptions) -> None:
 
 
 def serve_session(session: Session, options: ServeOptions) -> None:
-    """Print the summary of the earlier actions, and serve."""
+    """Print the summary of the earlier actions, and serve.
+
+    With `--json`, a run that only serves prints its object when the server accepts requests.
+    """
+    from ed_esurge.command.serve import lower_log_level, show_address
+    from ed_esurge.server.launch import ready_line
+
     session.summary.show()
-    session.elm.serve(**options.model_dump(exclude_unset=True))
+    if not is_quiet():
+        show_messages(logging.INFO)  # the engine states its sizes
+
+    def announce(url: str, names: Sequence[str]) -> None:
+        if len(session.elm.config.actions) == 1:
+            show_address(url, names)
+        else:
+            show_result(ready_line(url))
+
+    values = lower_log_level(options).model_dump(exclude_unset=True)
+    session.elm.serve(announce, **values)

@@ -129,7 +129,7 @@ _COMMANDS = {
     "doctor": machine.doctor,
 }
 #: Commands without a result, which have neither `--quiet` nor `--json`.
-ENDLESS = ("serve", "chat", "join")
+ENDLESS = ("chat", "join")
 for _name, _function in _COMMANDS.items():
     _command = build_command(_function, run_work, has_result=_name not in ENDLESS, has_verbose=True)
     app.command(_name, cls=ProgramCommand)(_command)

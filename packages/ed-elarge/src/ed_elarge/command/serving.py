@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 #: Commands of this module, and the hidden commands for sources other than a run file.
 TO_ENGINE = {"serve": "serve-model", "chat": "chat-model"}
 #: Flags of a command for a run file; True: the flag has a value.
-_FILE_FLAGS = {"--set": True, "--dry-run": False, "--verbose": False}
+_FILE_FLAGS = {
+    "--set": True,
+    **dict.fromkeys(("--dry-run", "--verbose", "--quiet", "--json"), False),
+}
 _ENDINGS = (".yaml", ".yml", ".json")
 #: Flag of `esurge` that says how a model is loaded -> the key of a run file.
 _LOADING_KEYS = {

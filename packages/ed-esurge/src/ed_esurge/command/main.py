@@ -50,7 +50,7 @@ COMMANDS = {
     ),
 }
 #: Commands with a result, which have `--quiet` and `--json`.
-RESULTS = ("run-batch", "bench", "bench-serve")
+RESULTS = ("serve", "run-batch", "bench", "bench-serve")
 
 
 class _LateCommand(ProgramCommand):

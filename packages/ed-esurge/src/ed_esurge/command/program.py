@@ -51,13 +51,15 @@ class Result:
     code: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Output:
     """Where the running command prints: see `open_output`."""
 
     stream: TextIO | None = None
     is_quiet: bool = False
     is_json: bool = False
+    #: Whether the object of the result was printed.
+    has_object: bool = False
 
 
 _PLAIN = _Output()
@@ -110,13 +112,19 @@ def show_error(text: str, prefix: str = "error: ") -> None:
 
 def finish(result: Result | int | None) -> int:
     """Print the object of a result with `--json`, and return the exit code."""
-    output = _output.get()
     if isinstance(result, Result):
-        if output.is_json:
-            text = json.dumps(_make_plain(result.values), allow_nan=False)
-            print(text, file=output.stream, flush=True)
+        show_object(result.values)
         return result.code
     return result or 0
+
+
+def show_object(values: Mapping[str, object]) -> None:
+    """Print the object of a result with `--json`, before the command ends; at most once."""
+    output = _output.get()
+    if output.is_json and not output.has_object:
+        output.has_object = True
+        text = json.dumps(_make_plain(values), allow_nan=False)
+        print(text, file=output.stream, flush=True)
 
 
 def _make_plain(value: object) -> object:
@@ -203,7 +211,8 @@ def parse_words(function: Callable[..., object], words: Sequence[str]) -> dict[s
         received.update(arguments)
 
     app = typer.Typer(add_completion=False)
-    app.command(cls=ProgramCommand)(build_command(receive, lambda work: finish(work())))
+    command = build_command(receive, lambda work: finish(work()), has_result=False)
+    app.command(cls=ProgramCommand)(command)
     typer.main.get_command(app).main(list(words), standalone_mode=False)
     return received
 

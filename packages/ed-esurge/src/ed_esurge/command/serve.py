@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from ed_infra.errors import ConfigError
@@ -24,10 +24,12 @@ from ed_esurge.command.load import (
 )
 from ed_esurge.command.model_directory import model_directory
 from ed_esurge.command.nodes import NodeFlags, NodeOptions, check_nodes, connected_nodes
-from ed_esurge.command.program import WORDS_KEY
+from ed_esurge.command.program import WORDS_KEY, is_quiet, show_object, show_result
 from ed_esurge.command.replicated import ReplicaStarter, check_replicas
 from ed_esurge.config import EngineConfig
-from ed_esurge.server.options import ServerOptions
+from ed_esurge.server.options import ListenOptions, ServerOptions
+
+ListenT = TypeVar("ListenT", bound=ListenOptions)
 
 #: Environment variables with API keys. A command line is readable by every user of the machine.
 KEY, ADMIN_KEY = "ESURGE_API_KEY", "ESURGE_ADMIN_API_KEY"
@@ -67,14 +69,20 @@ def serve(
     nodes: NodeFlags,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
 ) -> None:
-    """Serve a model behind an OpenAI-compatible API, until SIGTERM or Ctrl-C."""
+    """Serve a model behind an OpenAI-compatible API, until SIGTERM or Ctrl-C.
+
+    With --json, the object is printed when the server accepts requests: its URL and its models.
+    """
     if model is None and (server.model_directory is None or server.also or server.lora_modules):
         raise ConfigError("name a MODEL, or a directory of models with --model-dir")
     if model is None and server.served_model_name:
         raise ConfigError("--served-model-name requires a MODEL")
     arguments = loading.replace(model=model or "", engine=engine)
     on_demand = model_directory(arguments, server)
-    options = server.with_read_keys()
+    options = lower_log_level(server.with_read_keys())
+    if is_quiet() and "silent_mode" not in engine.model_fields_set:
+        engine = engine.replace(silent_mode=True)
+        arguments = arguments.replace(engine=engine)
     if on_demand is not None:
         options = options.replace(model_directory=on_demand)
     check_replicas(engine, options)
@@ -86,7 +94,21 @@ def serve(
             engines = stack.enter_context(running)
             launch = serving.result()
             launch.load_adapters(engines, options.lora_modules)
-        launch.serve(engines, options=options)
+        launch.serve(engines, options=options, on_ready=show_address)
+
+
+def show_address(url: str, names: Sequence[str]) -> None:
+    """Print the result of a server: its address, and with `--json` also its models."""
+    from ed_esurge.server.launch import ready_line
+
+    show_result(ready_line(url))
+    show_object({"url": url, "models": list(names)})
+
+
+def lower_log_level(options: ListenT) -> ListenT:
+    """Return options whose log has no requests if the command has `--quiet`."""
+    is_set = "log_level" in options.model_fields_set
+    return options.replace(log_level="warning") if is_quiet() and not is_set else options
 
 
 def create_engines(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from ed_infra.enums import TaskType
+from ed_layers.quantization.qarray import QArray
 from ed_models.checkpoints.embedding_settings import EmbeddingSettings
 from ed_models.modalities.audio import RecordingForm
+from flax import nnx
 
 from ed_esurge.config import SamplingDefaults
 from ed_esurge.outputs import LabelSet
@@ -52,6 +57,20 @@ class EngineFacts:
         """
         names = self.__dataclass_fields__.keys() - {"certificate"}
         return sorted(name for name in names if getattr(self, name) != getattr(other, name))
+
+
+def describe_dtypes(model: nnx.Module) -> str:
+    """Return the format of most weights of a model, and the dtype of its computation."""
+    sizes: Counter[str] = Counter()
+    for leaf in jax.tree.leaves(nnx.state(model), is_leaf=lambda one: isinstance(one, QArray)):
+        if isinstance(leaf, QArray):
+            sizes[f"{leaf.format}{'_a8' if leaf.activations else ''}"] += math.prod(leaf.shape)
+        elif not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            sizes[str(leaf.dtype)] += leaf.size
+    weights = sizes.most_common(1)[0][0] if sizes else "no"
+    computation = getattr(model, "dtype", None)
+    name = weights if computation is None else jax.numpy.dtype(computation).name
+    return f"{weights} weights" + (f", {name} computation" if name != weights else "")
 
 
 class EngineWithFacts(ABC):

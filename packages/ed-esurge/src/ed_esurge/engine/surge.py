@@ -25,7 +25,7 @@ from ed_esurge.embedded_prompts import EmbeddedPrompts
 from ed_esurge.engine.assembly import loop_over
 from ed_esurge.engine.control import EngineControl
 from ed_esurge.engine.disk_pages import DiskPages
-from ed_esurge.engine.facts import EngineFacts, EngineWithFacts
+from ed_esurge.engine.facts import EngineFacts, EngineWithFacts, describe_dtypes
 from ed_esurge.engine.intake import (
     CheckedPrompt,
     Intake,
@@ -190,8 +190,9 @@ class eSurge(EngineControl, EngineWithFacts):
         replicas = len(self.replica_stats())
         prefix = f"{replicas} replicas, each with " if replicas > 1 else ""
         return (
-            f"{prefix}{runner.describe()}, up to {limits.max_num_seqs} sequences of "
-            f"{limits.max_model_len} tokens, {limits.token_budget} tokens per step; {kernels}"
+            f"{prefix}{describe_dtypes(runner.model)}, {runner.describe()}, up to "
+            f"{limits.max_num_seqs} sequences of {limits.max_model_len} tokens, "
+            f"{limits.token_budget} tokens per step; {kernels}"
         )
 
     # ---- requests

@@ -143,6 +143,10 @@ class _Server(uvicorn.Server):
             self._throughput = asyncio.create_task(log_throughput(metrics))
             self._on_ready()
 
+    def list_names(self) -> list[str]:
+        """Return the names of the models in requests."""
+        return [name for model in self._app.state.server.models for name in model.names]
+
     def _listen_with_tls(self, listener: socket.socket) -> Any:
         config = self.config
         assert config.ssl is not None, "uvicorn loads the certificate before the start"
@@ -236,6 +240,8 @@ def serve(
     host: str | None = None,
     port: int | None = None,
     options: ListenOptions | None = None,
+    *,
+    on_ready: Callable[[str, Sequence[str]], object] | None = None,
     **keywords: object,
 ) -> None:
     """Serve an engine until SIGTERM or Ctrl-C. Return after the running requests are finished.
@@ -248,6 +254,7 @@ def serve(
         engine: an `eSurge`, or several, see `create_app`.
         host, port: fields of `ListenOptions`.
         options: see `ListenOptions`. Without them, the default of `log_level` is `"warning"`.
+        on_ready: gets the URL and the names of the models instead of the printed line.
         keywords: fields of `ListenOptions`; they have precedence over `options`.
 
     Raises:
@@ -261,7 +268,18 @@ def serve(
     limit_arenas()
     with leading(engine) as leads:
         if leads:
-            server, listener, url = _prepare(engine, options, lambda: _announce(url))
+
+            def announce() -> None:
+                settle()
+                if on_ready is None:
+                    print(ready_line(url), flush=True)
+                else:
+                    on_ready(url, server.list_names())
+                cleaner = threading.Timer(SETTLING_SECONDS, settle)
+                cleaner.daemon = True
+                cleaner.start()
+
+            server, listener, url = _prepare(engine, options, announce)
             has_keys = bool(options.api_key or options.api_key_file)
             if options.host not in LOOPBACK and not has_keys:
                 logger.warning("%s accepts requests without a key: set api_key to require one", url)
@@ -292,12 +310,9 @@ def load_adapters(engine: Any, adapters: Mapping[str, str]) -> None:
             asyncio.run(loading)
 
 
-def _announce(url: str) -> None:
-    settle()
-    print(f"serving at {url} (Ctrl-C stops)", flush=True)
-    cleaner = threading.Timer(SETTLING_SECONDS, settle)
-    cleaner.daemon = True
-    cleaner.start()
+def ready_line(url: str) -> str:
+    """Return the line that states that a server accepts requests."""
+    return f"serving at {url} (Ctrl-C stops)"
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from ed_infra.errors import ConfigError, EasyDeLError
 from ed_esurge.children.process import JobGroup
 from ed_esurge.config import EngineConfig
 from ed_esurge.core.adapters import LoadedAdapter
+from ed_esurge.engine.facts import describe_dtypes
 from ed_esurge.engine.intake import CheckedPrompt, RequestOptions
 from ed_esurge.outputs import RequestOutput
 from ed_esurge.sampling import PoolingParams, SamplingParams, StructuredOutputs
@@ -80,6 +81,14 @@ class SpeechEngine:
         self._files = DecoderProcess()
         self._threads = ThreadPoolExecutor(RUNNING, thread_name_prefix="ed-esurge-speech")
         self._attempts: dict[int, float] = {}  # thread -> start of its attempt
+        logger.info("%s: %s", model_name, self.describe())
+
+    def describe(self) -> str:
+        """Return a one-line summary: the format of the weights, and the limits."""
+        return (
+            f"{describe_dtypes(self.transcriber.model)}, {self.sampling_rate} samples per second, "
+            f"up to {RUNNING} transcriptions at the same time"
+        )
 
     def memory_bytes(self) -> int:
         """Return the bytes of the weights over all devices."""
