@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from ed_elarge.building.dtypes import plan_param_dtype
 from ed_elarge.config import checkpoint_tasks, run_config
 from ed_elarge.config.nodes import parse_yaml
 from ed_elarge.config.normalize import normalize
 from ed_elarge.config.table import check_machine
 from ed_elarge.errors import InputError
 from ed_elarge.model import eLargeModel
+from ed_elarge.plan.shapes import read_config_values
 from ed_infra import registry
 from ed_infra.enums import TaskType, canonical_task
 from ed_models.checkpoints.checks import detect_task
-from ed_models.checkpoints.hub import read_config
+from ed_models.checkpoints.hub import read_config, resolve
+from gguf import GGUFWriter
 
 CHECKPOINTS: dict[str, tuple[dict[str, Any], TaskType]] = {
     "T5ForConditionalGeneration": ({"model_type": "t5"}, TaskType.SEQUENCE_TO_SEQUENCE),
@@ -69,6 +75,62 @@ def test_auto_bind_is_the_task_that_the_checkpoint_names(name: str, tmp_path: Pa
     assert run.has_audio == (task in (TaskType.CTC, TaskType.SPEECH_SEQUENCE_TO_SEQUENCE))
     model_type = read_config(folder, task).model_type
     assert {*checkpoint_tasks.registered_tasks(model_type)} <= {*registry.list_tasks(model_type)}
+
+
+def write_gguf(path: Path) -> Path:
+    """Write the metadata and some tensors of a Llama."""
+    writer = GGUFWriter(path, "llama")
+    numbers = {"block_count": 3, "context_length": 64, "embedding_length": 32}
+    numbers |= {"feed_forward_length": 48, "attention.head_count": 4}
+    for key, value in numbers.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
+    shapes = {"token_embd": (99, 32), **{f"blk.{n}.attn_norm": (32,) for n in range(3)}}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("source", ["model.gguf", "."])
+def test_settings_of_a_gguf_file_are_known_without_jax(source: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    run = config_of(tmp_path / source)
+    config = run.known_model
+    assert config is not None
+    sizes = config["model_type"], config["num_hidden_layers"], config["hidden_size"]
+    assert sizes == ("llama", 3, 32)
+    assert (config["vocab_size"], run.known_positions) == (99, 64)
+    assert plan_param_dtype(run) == "float32"
+    assert read_config_values(run) == config
+    assert read_config(resolve(tmp_path / source)).num_hidden_layers == 3
+
+
+def test_settings_of_a_damaged_gguf_file_are_unknown(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf")
+    file.write_bytes(file.read_bytes()[:100])
+    assert config_of(file).known_model is None
+
+
+def test_settings_of_a_run_are_those_of_its_model(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    write(tmp_path / "model", "LlamaForCausalLM")
+    config = config_of(tmp_path).known_model
+    assert config is not None and config["model_type"] == "llama"
+
+
+@pytest.mark.nightly
+def test_reading_a_gguf_file_imports_no_jax(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom ed_elarge.config.checkpoint_tasks import read_task_config\n"
+        f"assert read_task_config({str(write_gguf(tmp_path / 'model.gguf'))!r})\n"
+        "print({'jax', 'transformers', 'flax'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_a_run_reads_the_configuration_of_its_checkpoint_once(

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ed_infra.enums import TaskType, canonical_task
-from ed_infra.errors import ConfigError
+from ed_infra.errors import CheckpointError, ConfigError
+from ed_infra.package_files import RUN_FOLDERS
 from ed_models.checkpoints.text_halves import (
     CONDITIONAL,
     TASK_ENDINGS,
@@ -23,7 +24,7 @@ from ed_models.checkpoints.text_halves import (
     specialize_task,
 )
 
-from ed_elarge.config.local_paths import expand_path, is_file
+from ed_elarge.config.local_paths import expand_path, is_file, is_folder
 
 #: Tasks that no family derives from another task: their models read other inputs.
 SEPARATE_TASKS = (
@@ -39,13 +40,46 @@ _MODULES = "modules.json"  # of sentence-transformers
 
 
 def read_task_config(name_or_path: str, revision: str | None = None) -> Mapping[str, Any] | None:
-    """Return the content of config.json; None if the file is not on this machine."""
+    """Return the content of config.json; None if the file is not on this machine.
+
+    A GGUF file and a folder of CTranslate2 have these settings in another form.
+    """
+    source = expand_path(name_or_path)
+    try:
+        settings = _read_other_layout(source)
+    except (CheckpointError, OSError, ValueError):
+        return None  # the error of the loader tells more
+    if settings is not None:
+        return settings
+    if is_file(source / RUN_FOLDERS[0] / "config.json") and not is_file(source / "config.json"):
+        name_or_path = str(source / RUN_FOLDERS[0])
     path = find_config(name_or_path, revision)
     try:
         config = None if path is None else json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return config if isinstance(config, dict) else None
+
+
+def _read_other_layout(source: Path) -> Mapping[str, Any] | None:
+    """Return config.json of a GGUF file or a folder of CTranslate2; None for other models."""
+    is_gguf = source.suffix == ".gguf" and is_file(source)
+    if not is_gguf and not is_folder(source):
+        return None
+    if is_gguf or (any(source.glob("*.gguf")) and not is_file(source / "config.json")):
+        from ed_models.checkpoints.gguf.directory import file_in, read_gguf_config
+
+        file = source if is_gguf else file_in(source)
+        # The loader reads the weights of each format as float32.
+        return None if file is None else {**read_gguf_config(file), "dtype": "float32"}
+    if any(source.glob("vocabulary.*")):
+        from ed_models.checkpoints.ctranslate2_folder import (
+            is_ctranslate2_folder,
+            read_ctranslate2_config,
+        )
+
+        return read_ctranslate2_config(source) if is_ctranslate2_folder(source) else None
+    return None
 
 
 def find_task(name_or_path: str, config: Mapping[str, Any]) -> TaskType | None:

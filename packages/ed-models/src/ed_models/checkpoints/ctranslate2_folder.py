@@ -94,6 +94,18 @@ def write_ctranslate2_settings(folder: Path) -> Path:
     return write_settings_folder(file, write_files)
 
 
+def read_ctranslate2_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of the model in a folder of CTranslate2, without jax.
+
+    Raises:
+        CheckpointError: a file is damaged or absent, or the model is no Whisper.
+    """
+    file = folder / FILE_NAME
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no {FILE_NAME}, the weights of CTranslate2's layout")
+    return describe_whisper(read_ctranslate2_arrays(file), _read_vocabulary(folder), file)
+
+
 def describe_whisper(
     arrays: CTranslate2Arrays, tokens: Sequence[str], file: Path
 ) -> dict[str, Any]:

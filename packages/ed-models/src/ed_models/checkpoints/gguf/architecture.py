@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError
 
 from ed_models.checkpoints.gguf.blocks import read_tensor_values
 from ed_models.checkpoints.gguf.header import GgufHeader
 from ed_models.checkpoints.gguf.layouts import TENSOR_NAMES, build_module_rules
 from ed_models.weights.rules import Rule
+
+if TYPE_CHECKING:
+    from ed_infra.config import EasyDeLBaseConfig
 
 #: Field of a configuration -> key of the metadata, after the name of the architecture.
 _FIELDS: Mapping[str, str] = {

@@ -7,9 +7,7 @@ are) and of its `src/models` (which keys a model reads).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from ed_infra.config import EasyDeLBaseConfig
+from typing import TYPE_CHECKING, Any
 
 from ed_models.checkpoints.gguf.architecture import (
     LAYER_NORM,
@@ -25,6 +23,9 @@ from ed_models.checkpoints.gguf.layouts import (
     SANDWICH,
 )
 from ed_models.checkpoints.gguf.rope import read_rope
+
+if TYPE_CHECKING:
+    from ed_infra.config import EasyDeLBaseConfig
 
 #: Biases of attention and of the feed-forward.
 BIASES: Mapping[str, tuple[str, ...]] = {

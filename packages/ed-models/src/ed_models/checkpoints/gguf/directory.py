@@ -13,7 +13,9 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from ed_infra.errors import CheckpointError
 
@@ -55,6 +57,27 @@ def as_directory(file: Path) -> Path:
         write_tokenizer(directory, header.metadata)
 
     return write_settings_folder(file, write_files)
+
+
+def read_gguf_config(file: Path) -> dict[str, Any]:
+    """Return config.json of the model in a GGUF file, without jax.
+
+    Raises:
+        CheckpointError: the file is damaged, or its architecture is not supported.
+    """
+    status = file.stat()
+    return {**_read_config(file.absolute(), status.st_mtime_ns, status.st_size)}
+
+
+@lru_cache(8)
+def _read_config(file: Path, changed: int, size: int) -> dict[str, Any]:
+    """Return the configuration of a file; the time of the change and the size identify it."""
+    try:
+        return build_settings(read_parts(file))
+    except (ArithmeticError, TypeError, ValueError, LookupError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file}: the metadata is damaged ({error!r})") from error
 
 
 def write_settings_folder(file: Path, write_files: Callable[[Path], None]) -> Path:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from ed_infra.config import EasyDeLBaseConfig
+from typing import TYPE_CHECKING, Any
 
 from ed_models.checkpoints.gguf.architecture import (
     EXPERT_COUNTS,
@@ -17,6 +15,9 @@ from ed_models.checkpoints.gguf.architecture import (
 from ed_models.checkpoints.gguf.decoders import BIASES
 from ed_models.checkpoints.gguf.layouts import LATENT, PAIRS, build_module_rules, values
 from ed_models.weights.rules import ignore
+
+if TYPE_CHECKING:
+    from ed_infra.config import EasyDeLBaseConfig
 
 _LOCAL: Mapping[str, str | None] = {
     "num_local_experts": "expert_count",

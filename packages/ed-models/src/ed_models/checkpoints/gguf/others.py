@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from ed_infra.config import EasyDeLBaseConfig
+from typing import TYPE_CHECKING, Any
 
 from ed_models.checkpoints.gguf.architecture import Architecture, FileReading, FileWriting
 from ed_models.checkpoints.gguf.layouts import (
@@ -17,6 +15,9 @@ from ed_models.checkpoints.gguf.layouts import (
     values,
 )
 from ed_models.weights.rules import Rule, equal, split
+
+if TYPE_CHECKING:
+    from ed_infra.config import EasyDeLBaseConfig
 
 _NONE: Mapping[str, str | None] = dict.fromkeys(
     (

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError
 
 from ed_models.checkpoints.gguf.architecture import Architecture, FileReading, FileWriting
 from ed_models.checkpoints.gguf.header import GgufHeader
 from ed_models.checkpoints.gguf.rope import read_rope, write_rope
 from ed_models.checkpoints.gguf.table import row_of_file
+
+if TYPE_CHECKING:
+    from ed_infra.config import EasyDeLBaseConfig
 
 #: Field of a configuration -> key of a token id.
 TOKEN_ID_KEYS = {

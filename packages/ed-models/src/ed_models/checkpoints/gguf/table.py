@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ed_infra.config import EasyDeLBaseConfig
 from ed_infra.errors import CheckpointError, did_you_mean
 
 from ed_models.checkpoints.gguf import decoders, experts, others
@@ -13,6 +13,9 @@ from ed_models.checkpoints.gguf.architecture import Architecture, FileReading
 from ed_models.checkpoints.gguf.header import GgufHeader, get_text_value
 from ed_models.checkpoints.gguf.layouts import JOINED_EXPERTS, JOINED_LATENT, JOINED_QKV
 from ed_models.weights.rules import Rule
+
+if TYPE_CHECKING:
+    from ed_infra.config import EasyDeLBaseConfig
 
 #: Rows with conditions are in front of those of the same name without.
 ARCHITECTURES: tuple[Architecture, ...] = (
