@@ -146,7 +146,8 @@ def examples(root: Path) -> Iterator[Trial]:
     # Helpers of the scripts, which do not change the configurations.
     helpers = ("easydel.infra.elarge.processing", "easydel.trainers.agentic_moshpit")
     modules |= {name: mock.MagicMock() for name in helpers if not _can_import(name)}
-    with mock.patch.dict(sys.modules, modules), mock.patch.object(eLargeModel, "__init__", capture):
+    replaced = easydel_python.replace_modules(modules)
+    with replaced, mock.patch.object(eLargeModel, "__init__", capture):
         for path in sorted((root / "examples").rglob("*.py")):
             captured.clear()
             error = ""

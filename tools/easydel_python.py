@@ -101,6 +101,7 @@ SMALLER = {
     r"(?<!max_model_len=)\b(?:2\*\*15|8192|4096|2048|1024|512|256|128)\b": "64",
     r"(total|eval)_batch_size=\d+": r"\1_batch_size=4",
     r"num_train_epochs=\d+": "num_train_epochs=1",
+    r"step_start_point=\d+": "step_start_point=2",
     r"use_wandb=True": "use_wandb=False",
     r"gradient_accumulation_steps=\d+": "gradient_accumulation_steps=1",
 }
@@ -258,22 +259,42 @@ def try_blocks(
         together: Whether the blocks share the names of the README.
     """
     out: dict[str, str] = {}
-    namespace: dict[str, Any] = {}
+    shared = types.ModuleType("block")
     if together:
-        exec(PRELUDE, namespace)
-        exec(README_PRELUDE, namespace)
+        exec(PRELUDE, vars(shared))
+        exec(README_PRELUDE, vars(shared))
     for number, (name, block) in enumerate(blocks.items()):
         place = _make_place(models, f"{kind}{number}")
         for pattern, value in SMALLER.items():
             block = re.sub(pattern, value, block)
+        module = shared if together else types.ModuleType("block")
         try:
-            with _stand_ins(place):
-                exec(block, namespace if together else {"__name__": "block"})
+            with _stand_ins(place), replace_modules({"block": module}):
+                exec(block, vars(module))
         except (Exception, SystemExit) as error:  # each block may fail in its own way
             out[name] = f"{type(error).__name__}: {error}"
         else:
             out[name] = ""
     return out
+
+
+@contextlib.contextmanager
+def replace_modules(modules: Mapping[str, types.ModuleType]) -> Iterator[None]:
+    """Replace modules by name, and keep the other modules that the body imports.
+
+    `mock.patch.dict` forgets the modules that the body imports. A later block would import them
+    again, so that each class exists twice and a native library registers its types twice.
+    """
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
 
 
 @contextlib.contextmanager
@@ -286,7 +307,7 @@ def _stand_ins(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.chdir(folder))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(mock.patch.dict(sys.modules, {"librosa": librosa}))
+        stack.enter_context(replace_modules({"librosa": librosa}))
         stack.enter_context(mock.patch("datasets.load_dataset", return_value=rows["rows"]))
         stack.enter_context(mock.patch("ed_esurge.server.launch.serve"))
         stack.enter_context(mock.patch("ed_models.base.methods.EasyBridgeMixin.push_to_hub"))

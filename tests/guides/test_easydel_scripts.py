@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import shutil
+import sys
+import types
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tools import easydel_python
 
 SCRIPTS = sorted((Path(__file__).parent / "easydel_scripts").glob("*.py"))
 TEMPLATE = (
@@ -65,6 +70,21 @@ def test_scripts_compile_and_use_names_of_the_umbrella() -> None:
         names = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
         for name in (name for name in names if name.startswith("ed.") and name.count(".") == 1):
             assert hasattr(ed, name.removeprefix("ed.")), f"{script.name}: {name}"
+
+
+def test_replaced_modules_do_not_remove_other_imports() -> None:
+    """A module that a block imports is the same module in the next block."""
+    import colorsys
+
+    sys.modules.pop("colorsys")
+    stand_in = types.ModuleType("librosa")
+    with easydel_python.replace_modules({"librosa": stand_in, "json": stand_in}):
+        import colorsys as imported
+
+        assert sys.modules["librosa"] is sys.modules["json"] is stand_in
+    assert sys.modules["colorsys"] is imported is not colorsys
+    assert sys.modules["json"] is json
+    assert sys.modules.get("librosa") is not stand_in
 
 
 @pytest.mark.nightly

@@ -227,6 +227,19 @@ def test_arguments_in_python_have_the_keys_of_easydel() -> None:
     assert "trainer.use_grain" in str(warning.message)
 
 
+@pytest.mark.parametrize("name", ["scheduler", "lr_scheduler_type", "lr_scheduler"])
+def test_end_of_a_learning_rate_without_a_schedule_is_named_and_omitted(name: str) -> None:
+    keys: dict[str, Any] = {"learning_rate": 1e-3, "learning_rate_end": 1e-4, "use_wandb": False}
+    with pytest.warns(UserWarning, match="learning_rate_end .without a scheduler"):
+        assert RLVRArguments(**keys).learning_rate_end is None
+    assert RLVRArguments(**keys, **{name: "cosine"}).learning_rate_end == 1e-4
+    run = read(trainer__learning_rate_end=1e-7, trainer__use_grain=True, trainer__scheduler=...)
+    assert "trainer.learning_rate_end (without a scheduler" in run.note
+    # A file without keys of EasyDeL has an error.
+    with pytest.raises(ValueError, match="has no effect with scheduler 'none'"):
+        RLVRArguments(learning_rate=1e-3, learning_rate_end=1e-4)
+
+
 def test_batch_of_a_file_of_easydel_counts_prompts() -> None:
     keys = {"trainer_type": "grpo", "reward_functions": ["format"], "total_batch_size": 2}
     base = {f"trainer__{name}": value for name, value in keys.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from ed_data.schema import PREFERENCE
 from ed_data.sources.python import GivenRows
 from ed_data.tokens.bpe import train_bpe
 from ed_infra.errors import ConfigError
+from ed_layers.losses import TokenLoss
 from flax import nnx
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -120,6 +122,109 @@ def test_tokenizer_of_mistral_common_pads_on_the_left() -> None:
     assert rows["attention_mask"].tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
     assert tokenizer("one more word", truncation=True, max_length=2)["input_ids"] == [1, 3]
     assert tokenizer.decode([1, 5, 2]) == "[5]"
+
+
+def test_loss_config_of_easydel_is_the_loss_here() -> None:
+    loss = ed.LossConfig(
+        label_smoothing=0.1, z_loss=1e-4, reduction="mean", chunk_vocab_size=8192, ignore_index=-100
+    )
+    assert loss == TokenLoss(label_smoothing=0.1, z_loss=1e-4)
+    for name, value in (("ignore_index", 0), ("shift_tokens", False), ("reduction", "sum")):
+        with pytest.raises(ConfigError, match=f"{name}={value!r} is not supported"):
+            ed.LossConfig(**{name: value})
+    with pytest.raises(ConfigError, match=r"no field 'loss_type' \(known: label_smoothing"):
+        ed.LossConfig(loss_type="cross_entropy")
+
+
+def test_scaled_model_has_the_fields_of_its_class(tmp_path: Path) -> None:
+    from easydel.trainers.ray_scaler import RayDistributedTrainer
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32}
+    trainer = RayDistributedTrainer(
+        "model", model_task="causal-lm", model_type="llama", config_scaling_variables=sizes
+    )
+    config: Any = trainer.create_config(2)
+    assert (config.hidden_size, config.intermediate_size, config.num_attention_heads) == (32, 64, 4)
+    assert config.max_position_embeddings == 8192
+    trainer.save_config(tmp_path / "trainer.json")
+    again = RayDistributedTrainer.from_config(tmp_path / "trainer.json", model_class=ed.LlamaModel)
+    assert (again.model_type, again.model_task) == ("llama", ed.TaskType.BASE_MODULE)
+    assert again.create_config(1).hidden_size == 16
+    wrong = RayDistributedTrainer(
+        "model", model_class=ed.LlamaForCausalLM, config_variables={"hiden_size": 8}
+    )
+    with pytest.raises(ConfigError, match="did you mean 'hidden_size'"):
+        wrong.create_config(1)
+    with pytest.raises(ConfigError, match="scaling_index is 0"):
+        trainer.create_config(0)
+    with pytest.raises(ConfigError, match="pass model_class, or model_type and model_task"):
+        RayDistributedTrainer("model", model_type="llama")
+
+
+@pytest.mark.nightly
+def test_scaled_model_is_trained(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path / "model")
+    trainer = ed.RayDistributedTrainer(
+        str(tmp_path / "model"),
+        model_class=ed.LlamaForCausalLM,
+        config_scaling_variables={"hidden_size": 16, "intermediate_size": 32},
+        config_variables={
+            "vocab_size": len(tokenizer), "num_hidden_layers": 1, "max_position_embeddings": 64,
+            "sharding_axis_dims": (1, 1, 1, 1, 1), "dtype": "float32", "param_dtype": "float32",
+        },
+    )  # fmt: skip
+    arguments = ed.TrainingArguments(
+        max_training_steps=2, total_batch_size=2, save_directory=str(tmp_path / "run"),
+        learning_rate=1e-2, max_length=16, log_steps=1,
+    )  # fmt: skip
+    rows = [{"text": "a question? and an answer!"}] * 4
+    output = trainer.train(2, arguments, rows)
+    assert int(output.state.step) == 2
+    row = trainer.process_sample_data("a question", 8, "right")
+    assert row["input_ids"].shape == row["attention_mask"].shape == (8,)
+    chat = trainer.process_messages_data([QUESTION], 12)
+    assert tokenizer.decode(chat["input_ids"][chat["attention_mask"] == 1]).startswith("user: a")
+    assert trainer.extract_column_names(rows) == ["text"]
+
+
+@pytest.mark.nightly
+@pytest.mark.torch
+def test_recordings_of_every_form_have_one_transcript(tmp_path: Path) -> None:
+    import soundfile
+    from ed_models.speech import load_transcriber
+
+    from tests.speech_cases import RATE, recording, write_whisper
+
+    write_whisper(tmp_path)
+    samples = recording(2.5)
+    soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
+    plain = load_transcriber(str(tmp_path))
+    expected = plain.transcribe(samples, language="en", timestamps=True, max_new_tokens=5)
+    inference = ed.vWhisperInference(
+        model=plain.model,
+        tokenizer=plain.processor.tokenizer,
+        processor=plain.processor,
+        inference_config=ed.vWhisperInferenceConfig(
+            max_length=8, language="en", return_timestamps=True, is_multilingual=True
+        ),
+        dtype=jnp.float32,
+    )
+    content = (tmp_path / "a.wav").read_bytes()
+    mapping = {"array": samples, "sampling_rate": RATE}
+    for form in (str(tmp_path / "a.wav"), tmp_path / "a.wav", content, samples, mapping):
+        spoken = inference(form)
+        assert spoken["text"] == expected.text
+        times = [chunk["timestamp"] for chunk in spoken["chunks"]]
+        assert times == [(one.start, one.end) for one in expected.segments]
+    assert "chunks" not in inference(samples, return_timestamps=False)
+    with pytest.warns(UserWarning, match="not needed here: chunk_length_s, batch_size"):
+        assert inference(samples, chunk_length_s=30, batch_size=2)["text"] == expected.text
+    with pytest.raises(OSError, match="no-such-file"):
+        inference(str(tmp_path / "no-such-file.wav"))
+    for options, words in (({"is_multilingual": False}, "several"), ({"max_length": 3}, "begin")):
+        config = ed.vWhisperInferenceConfig(language="en", **options)
+        with pytest.raises(ConfigError, match=words):
+            ed.vWhisperInference(plain.model, None, plain.processor, config)(samples)
 
 
 @pytest.mark.nightly

@@ -15,6 +15,7 @@ from ed_infra.logging import forget_said
 from ed_models import (
     AutoEasyDeLConfig,
     AutoEasyDeLModelForCausalLM,
+    AutoEasyDeLModelForReward,
 )
 from ed_models.checkpoints import filling, hub, loading, saving, tensor_files
 from ed_models.families.llama import LlamaConfig, LlamaForCausalLM
@@ -207,6 +208,15 @@ def test_unknown_keyword_of_from_pretrained_says_what_to_write(saved, name, word
         with pytest.raises(ConfigError, match=f"^from_pretrained has no keyword '{name}'") as error:
             kind.from_pretrained(saved, **{name: True})
         assert re.search(words, str(error.value))
+
+
+def test_fields_of_labels_are_keywords_of_from_pretrained(saved):
+    labels = {"problem_type": "multi_label_classification", "id2label": {0: "a", 1: "b", 2: "c"}}
+    config = load(saved, **labels, label2id={"a": 0, "b": 1, "c": 2}).config
+    assert (config.num_labels, config.problem_type) == (3, labels["problem_type"])
+    assert load(saved, num_labels=7).config.num_labels == 7
+    with pytest.raises(ConfigError, match="one label, got num_labels=2"):
+        AutoEasyDeLModelForReward.from_pretrained(saved, num_labels=2)
 
 
 def test_saved_model_has_the_tokenizer_of_its_checkpoint(copy, tmp_path):

@@ -10,7 +10,7 @@ from ed_infra.errors import ConfigError
 from ed_trainers.online.completions import Completions
 from ed_trainers.online.scorer import Scores
 from ed_trainers.options.groups import RLVRArguments
-from ed_trainers.rewards import RewardError, Rewards
+from ed_trainers.rewards import RewardError, Rewards, list_fields
 from ed_trainers.rewards.rules import RULES, last_number, parse_number, stated_answer
 from online_runs import words
 from pydantic import ValidationError
@@ -44,6 +44,21 @@ def test_reward_functions_have_unique_names_and_receive_named_fields():
     assert rewards.names == ("words_1", "words_2", "exact", "takes_all")
     each = rewards(some(["one two", "4"], answer=["4", "4"]))
     np.testing.assert_array_equal(each, [[2, 2.5, 0, math.nan], [1, 1.5, 1, 1]])
+
+
+def test_function_of_one_completion_is_called_for_each():
+    def score(completion, answer, prompt, bonus=0.0):
+        return float(completion.endswith(answer)) + bonus if prompt == "prompt 0" else None
+
+    def guess(completion, **fields):
+        return len(completion) + len(fields)
+
+    columns = some(["it is 4", "5", "4"], answer=["4", "4", "4"])
+    each = Rewards([score, guess])(columns)
+    np.testing.assert_array_equal(each, [[1, 10], [0, 4], [math.nan, 4]])
+    assert list_fields(score) == ("answer",)
+    with pytest.raises(ConfigError, match="'score' requires 'answer'"):
+        Rewards([score])(some(["4"]))
 
 
 def test_an_entry_point_gives_a_function(monkeypatch):

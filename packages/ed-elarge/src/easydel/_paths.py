@@ -84,6 +84,7 @@ PATHS: dict[str, str] = {
     "easydel.inference.vwhisper": "vWhisperInference vWhisperInferenceConfig",
     "easydel.inference.vwhisper.config": "vWhisperInferenceConfig",
     "easydel.inference.vwhisper.core": "vWhisperInference",
+    "easydel.inference.vwhisper.server": "",
     "easydel.infra.base_config": (
         "AXIS_NAMES PARAM_AXES PartitionAxis EasyDeLBaseConfig EasyDeLBaseConfigDict "
         "AVAILABLE_ATTENTION_MECHANISMS AVAILABLE_GRADIENT_CHECKPOINT_TARGETS "
@@ -164,6 +165,8 @@ PATHS: dict[str, str] = {
     "easydel.operations.kernels.vanilla_attention": "VanillaAttn",
     "easydel.trainers.base_trainer": "BaseTrainer",
     "easydel.trainers.packer": "pack_sequences",
+    "easydel.trainers.ray_scaler": "RayDistributedTrainer",
+    "easydel.trainers.ray_scaler.distributed_trainer": "RayDistributedTrainer",
     "easydel.trainers.prompt_transforms": " ".join(TRANSFORM_NAMES),
     "easydel.trainers.trainer": "Trainer",
     "easydel.trainers.trainer.modeling_output": "TrainerOutput",
@@ -183,4 +186,16 @@ PATHS: dict[str, str] = {
             (f".{word}_trainer", ("Trainer",)),
         )
     },
+}
+
+_SPEECH = "ed_elarge.building.easydel_speech"
+#: Module path -> names that only this module exports, and the modules here that define them.
+PATH_NAMES: dict[str, dict[str, str]] = {
+    "easydel.inference.vwhisper": {"run_server": _SPEECH},
+    "easydel.inference.vwhisper.server": {"run_server": _SPEECH},
+}
+#: Module path of a program -> its function here.
+PROGRAM_PATHS: dict[str, tuple[str, str]] = {
+    "easydel.scripts.elarge": ("ed_elarge.__main__", "main"),
+    "easydel.inference.vwhisper.cli": (_SPEECH, "main"),
 }

@@ -21,7 +21,7 @@ from ed_elarge.import_paths import write_command
 from ed_infra import lazy
 
 from easydel._other_names import ABSENT, COUNTERPARTS, FAMILY_FILES, FAMILY_MODULES, FAMILY_WORDS
-from easydel._paths import PATHS
+from easydel._paths import PATH_NAMES, PATHS, PROGRAM_PATHS
 
 #: The packages; their public names are lazy.
 _PACKAGES = (ed_infra, ed_layers, ed_models, ed_data, ed_trainers, ed_esurge, ed_elarge)
@@ -65,6 +65,7 @@ MODULES: dict[str, dict[str, str]] = {
     "easydel.trainers": {name: at for name, at in NAMES.items() if at.startswith("ed_trainers")},
     **{
         path: {name: NAMES.get(name, f"easydel:{name}") for name in names.split()}
+        | PATH_NAMES.get(path, {})
         for path, names in PATHS.items()
     },
 }
@@ -90,7 +91,7 @@ SOURCES: dict[str, str] = {
         if path != "easydel"
     },
     "easydel.scripts": "",
-    "easydel.scripts.elarge": write_command("ed_elarge.__main__", "main"),
+    **{path: write_command(*at) for path, at in PROGRAM_PATHS.items()},
 }
 
 #: The modules that also export the names of `easydel._found`.

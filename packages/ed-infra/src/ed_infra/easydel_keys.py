@@ -464,6 +464,16 @@ def _eval() -> Iterator[OtherKey]:
 #: (section, key) -> the key of which it is a second name. Both may occur with equal values.
 SECOND_NAMES = {("trainer", "num_generations"): "num_return_sequences"}
 
+#: (section, key) -> names of the key that it needs, values of that key with which EasyDeL does not
+#: use it, and the reason. The key is dropped then, if the sections have other keys of EasyDeL.
+IDLE_KEYS: dict[tuple[str, str], tuple[tuple[str, ...], tuple[object, ...], str]] = {
+    ("trainer", "learning_rate_end"): (
+        ("scheduler", "lr_scheduler_type", "lr_scheduler"),
+        (None, "none"),
+        "without a scheduler the learning rate is constant",
+    )
+}
+
 #: (section, key) -> value that is an error -> what to write instead.
 OTHER_VALUES = {
     ("trainer", "trainer_type"): {

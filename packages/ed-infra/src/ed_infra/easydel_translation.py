@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ed_infra.easydel_keys import (
+    IDLE_KEYS,
     OTHER_VALUES,
     SECOND_NAMES,
     SECTION_NAMES,
@@ -113,6 +114,7 @@ def translate_keys(sections: Values, known: KnownKeys, method: str = "") -> Tran
         if isinstance(out.sections[section], Mapping):
             _refuse_values(out, section)
             _drop_second_names(out, section)
+            _drop_idle_keys(out, section)
             _rename_values(out, section)
             _translate_mapping(out, (section,), known(section), method, parents)
     return out
@@ -243,6 +245,15 @@ def _drop_second_names(out: Translation, section: str) -> None:
             and (value is None or _is_among(value, (other,)))
         ):
             out.remove((of, second))
+
+
+def _drop_idle_keys(out: Translation, section: str) -> None:
+    for (of, key), (names, values, reason) in IDLE_KEYS.items():
+        value, _ = _value_at(out.sections, (of, key))
+        needed = [_value_at(out.sections, (of, name))[0] for name in names]
+        if of == section and value is not None and all(_is_among(one, values) for one in needed):
+            out.remove((of, key))
+            out.unneeded.setdefault(reason, []).append(f"{of}.{key}")
 
 
 def _refuse_values(out: Translation, section: str) -> None:

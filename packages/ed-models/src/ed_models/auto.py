@@ -255,6 +255,9 @@ class AutoEasyDeLModelForReward(_AutoModel[SequenceClassifier]):
                     f"{directory} is a classifier with {labels} labels, but a reward model has "
                     "one: load it with AutoEasyDeLModelForSequenceClassification"
                 )
+        given = options.pop("num_labels", 1)
+        if given != 1:
+            raise ConfigError(f"a reward model has one label, got num_labels={given!r}: omit it")
         changes = {**(options.pop("config_kwargs", None) or {}), "num_labels": 1}
         return super().from_pretrained(name_or_path, config_kwargs=changes, **options)
 

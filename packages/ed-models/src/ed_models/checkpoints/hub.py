@@ -333,14 +333,15 @@ def from_pretrained(
             loads such weights unchanged.
         truncate_dim: number of elements of the vectors of an embedding model (Matryoshka); None =
             the number in the checkpoint, or all elements.
-        hub: see `resolve`.
+        hub: see `resolve`; also `num_labels`, `id2label`, `label2id` and `problem_type`, fields of
+            the configuration that `config_kwargs` sets, too.
 
     Raises:
         CheckpointError: the files are not there, are damaged, or do not fit the model.
         ConfigError: a field is unknown or wrong, the mesh does not fit the devices, or there is
             nothing to quantize by.
     """
-    hub = drop_redundant_keywords(hub)
+    labels, hub = _split_labels(drop_redundant_keywords(hub))
     check_loading_keywords(hub)
     directory = resolve(name_or_path, allow_pickle=allow_pickle, **hub)
     changes = {
@@ -352,7 +353,7 @@ def from_pretrained(
         "sharding_rules": partition_rules,
     }
     changes = {name: value for name, value in changes.items() if value is not None}
-    changes |= {"sharding_axis_dims": sharding_axis_dims} | dict(config_kwargs or {})
+    changes |= {"sharding_axis_dims": sharding_axis_dims} | labels | dict(config_kwargs or {})
     model_task = canonical_task(task) if module_class is None else None
     model_task = getattr(module_class, "model_task", model_task)
     config = read_config(directory, model_task, **changes)
@@ -430,6 +431,18 @@ _INSTEAD = {
     "use_auth_token": "use token",
     "seed": "omit it: new heads have the same values in each run",
 }
+
+
+#: Fields of the configuration that callers of `transformers` pass as keywords.
+_LABELS = ("num_labels", "id2label", "label2id", "problem_type")
+
+
+def _split_labels(keywords: HubOptions) -> tuple[dict[str, object], HubOptions]:
+    """Return the fields of labels, which are part of the configuration, and the other keywords."""
+    pairs = cast("Mapping[str, object]", keywords)
+    labels = {name: pairs[name] for name in _LABELS if name in pairs}
+    rest = {name: value for name, value in pairs.items() if name not in labels}
+    return labels, cast("HubOptions", rest)
 
 
 def drop_redundant_keywords(keywords: HubOptions) -> HubOptions:

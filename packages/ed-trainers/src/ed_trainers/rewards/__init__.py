@@ -3,7 +3,8 @@
 A reward function is called with the keywords `prompts`, `completions`, `completion_ids` and the
 fields of the data rows; each is a list with one entry per completion. A function receives the
 keywords that its signature names, or all keywords if it has `**kwargs`. It returns one number per
-completion, or None if it does not apply to the completion.
+completion, or None if it does not apply to the completion. A function with the keyword `completion`
+instead of `completions` is called for each completion, with the values of its row.
 
 Legend: n completions, k reward functions.
 """
@@ -16,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 
 from ed_infra.errors import ConfigError, EasyDeLError, unknown_name
 from pydantic import TypeAdapter, ValidationError
@@ -34,6 +35,8 @@ RewardFunction = Callable[..., Sequence[float | None]]
 _GROUP = "easydel.rewards"
 # Keywords of every function.
 _ASKED = ("prompts", "completions", "completion_ids")
+# Keyword of a function of one completion -> keyword of a function of all completions.
+_OF_ONE = {"completion": "completions", "prompt": "prompts"}
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # Maximum number of rows, and of characters of a prompt, in a message.
 _SHOWN, _LONGEST = 5, 60
@@ -83,13 +86,36 @@ def reward_function(
     """
     if not isinstance(entry, str | dict):
         inner = entry.func if isinstance(entry, functools.partial) else entry
-        return str(getattr(inner, "__name__", type(inner).__name__)), entry
+        return str(getattr(inner, "__name__", type(inner).__name__)), score_each(entry)
     name, settings = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
-    function = _by_name(name, folders)
+    function = score_each(_by_name(name, folders))
     for _, message in wrong_settings(name, function, settings):
         raise ConfigError(message)
     short = name.rsplit(":", 1)[-1]
     return short, functools.partial(function, **settings) if settings else function
+
+
+def score_each(function: RewardFunction) -> RewardFunction:
+    """Return a function of all completions; a function of one completion is called for each."""
+    signature = inspect.signature(function)
+    if "completion" not in signature.parameters or "completions" in signature.parameters:
+        return function
+    parameters = [
+        p.replace(name=_OF_ONE.get(p.name, p.name)) for p in signature.parameters.values()
+    ]
+    single = {plural: name for name, plural in _OF_ONE.items()}
+
+    @functools.wraps(function)
+    def score(**columns: Sequence[object]) -> list[float | None]:
+        names = [single.get(name, name) for name in columns]
+        call = cast("Callable[..., float | None]", function)
+        return [
+            call(**dict(zip(names, row, strict=True)))
+            for row in zip(*columns.values(), strict=True)
+        ]
+
+    vars(score)["__signature__"] = signature.replace(parameters=parameters)
+    return score
 
 
 def list_fields(
